@@ -1,0 +1,54 @@
+# Bare `make` lists the targets. Every target sets itself up; nothing but python3 is needed.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ONLY   ?=
+SEED   ?= 0
+STEPS  ?= 200
+DIR    ?= .loradock-demo
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench gpu replay sim diagrams clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $(STAMP)
+
+setup: $(STAMP)  ## make .venv with everything that is needed
+
+demo: $(STAMP)  ## eight adapters, three slots, two crashes, one replay: two minutes
+	$(BIN)/python -m examples.demo --directory $(DIR)
+
+test: $(STAMP)  ## run all tests that need no GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+check: $(STAMP)  ## lint, types and tests: what CI runs
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(MAKE) test
+
+bench: $(STAMP)  ## measure side by side, print the table (ONLY=control for one group)
+	$(BIN)/python -m benchmarks.run $(if $(ONLY),--only $(ONLY))
+
+gpu: $(STAMP)  ## tests and benchmarks that need a CUDA device; says so where there is none
+	$(BIN)/python -m benchmarks.gpu
+
+replay: $(STAMP)  ## fold the demo's log again and compare its digests (DIR=...)
+	$(BIN)/loradock --dir $(DIR) replay
+
+sim: $(STAMP)  ## drive the core through long random histories (SEED=1 STEPS=500)
+	LORADOCK_SIM_EXAMPLES=2000 LORADOCK_SIM_STEPS=$(STEPS) \
+	  $(BIN)/python -m pytest tests/test_controller_core.py --hypothesis-seed=$(SEED) -p no:xdist
+
+diagrams: $(STAMP)  ## draw the life cycle into ARCHITECTURE.md
+	$(BIN)/python -m controller.shell.diagrams ARCHITECTURE.md
+
+clean:  ## remove what the targets made
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)

@@ -1,0 +1,73 @@
+"""The error codes that a client can get, and what each means.
+
+What it is: one table. What it is not: exceptions (each package keeps its own tree and carries a
+code). One rule: a code never changes its meaning; a new failure gets a new code.
+"""
+
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+
+class ErrorCode(StrEnum):
+    """Stable codes, one per kind of refusal."""
+
+    NO_ROOM = "L001"
+    NOT_FOUND = "L002"
+    DOES_NOT_FIT = "L003"
+    DEVICE_OUT_OF_MEMORY = "L004"
+    CONFIG_REFUSED = "L005"
+    UNKNOWN_ADAPTER = "L006"
+    NOT_RESIDENT = "L007"
+    NOT_FINITE = "L008"
+    PATH_NOT_ALLOWED = "L009"
+    CONFLICT = "L010"
+    ENGINE_GONE = "L011"
+    MALFORMED = "L012"
+    NOT_ALLOWED = "L013"
+    LOG_UNAVAILABLE = "L014"
+    OVERLOADED = "L015"
+
+
+class Meaning(NamedTuple):
+    """What a code tells a person, and whether the same request may succeed later."""
+
+    summary: str
+    typical_cause: str
+    retryable: bool
+
+
+MEANINGS: Final[dict[ErrorCode, Meaning]] = {
+    ErrorCode.NO_ROOM: Meaning(
+        "no slot, or no room on the host", "everything is held or leased", True
+    ),
+    ErrorCode.NOT_FOUND: Meaning("weights or config file not found", "wrong path", False),
+    ErrorCode.DOES_NOT_FIT: Meaning(
+        "adapter doesn't fit this model", "rank, shape or module", False
+    ),
+    ErrorCode.DEVICE_OUT_OF_MEMORY: Meaning(
+        "device out of memory", "the device is shared with another program", True
+    ),
+    ErrorCode.CONFIG_REFUSED: Meaning("PEFT config refused", "DoRA, bias, ...", False),
+    ErrorCode.UNKNOWN_ADAPTER: Meaning("unknown adapter", "never loaded, or removed", False),
+    ErrorCode.NOT_RESIDENT: Meaning(
+        "not resident, or a stale generation", "mapping names an adapter without a slot", True
+    ),
+    ErrorCode.NOT_FINITE: Meaning("values not finite", "NaN or infinity in a tensor", False),
+    ErrorCode.PATH_NOT_ALLOWED: Meaning(
+        "path not allowed", "outside the adapter roots, or a link out of them", False
+    ),
+    ErrorCode.CONFLICT: Meaning(
+        "conflict", "name taken by other content, adapter in use or held", False
+    ),
+    ErrorCode.ENGINE_GONE: Meaning(
+        "the engine is gone, or did not answer in time", "engine crash or overload", True
+    ),
+    ErrorCode.MALFORMED: Meaning(
+        "malformed or oversized message, unknown version", "foreign or outdated client", False
+    ),
+    ErrorCode.NOT_ALLOWED: Meaning("not allowed", "client key without this right", False),
+    ErrorCode.LOG_UNAVAILABLE: Meaning(
+        "the log can't be written; reads still work", "full disk", True
+    ),
+    ErrorCode.OVERLOADED: Meaning("too many requests in flight", "a queue reached its bound", True),
+}
