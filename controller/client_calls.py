@@ -1,0 +1,193 @@
+"""One request on its way to its answer.
+
+What it is: `Call` (its frame, when it goes out again, when it gives up, its last word) and
+`GenerationCall`, which has many answers. What it is not: the table of all calls, which is
+`client_session`'s, or I/O. One rule: a call is settled once, by an answer, a refusal or its
+deadline.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from msgspec import Struct
+
+from controller.client_errors import EngineGone, LoradockError, error_of
+from controller.client_streams import TokenOutput
+from messages.requests import (
+    Generate,
+    GenerationDone,
+    Refused,
+    Reply,
+    Request,
+    TokensStreamed,
+)
+
+RESENDS_FOR_LOST_TOKENS: Final = 2
+"""How often the rest of an output is asked for after its account came."""
+
+
+class Timing(Struct, frozen=True):
+    """When to send again and how long to wait, in seconds.
+
+    A frame without an answer goes out again after `retry_s_min`, then after twice that, up to
+    `retry_s_max`. A call ends `slack_s` after the time that the controller was given, so that the
+    controller's own words on a timeout can still arrive.
+    """
+
+    retry_s_min: float = 0.5
+    retry_s_max: float = 5.0
+    slack_s: float = 2.0
+
+
+TIMING: Final = Timing()
+
+
+def _nothing() -> None:
+    """Nobody listens."""
+
+
+class Call:
+    """One request on its way to its answer; `changed` is called when there is news."""
+
+    def __init__(self, request: Request, timeout_s: float, timing: Timing) -> None:
+        self.request = request
+        self.timeout_s = timeout_s
+        self.timing = timing
+        self.frame = b""
+        self.send_at = self.deadline = math.inf
+        self.interval = timing.retry_s_min
+        self.sent = False
+        self.outcome: Reply | LoradockError | None = None
+        self.changed: Callable[[], None] = _nothing
+
+    @property
+    def request_id(self) -> str:
+        """The id that the answer will carry."""
+        return self.request.request_id
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last word is there."""
+        return self.outcome is not None
+
+    @property
+    def wake_at(self) -> float:
+        """When the call next wants to be looked at."""
+        return min(self.send_at, self.deadline)
+
+    def start(self, at: float, slack_s: float) -> None:
+        """Begin the call's time: the first sending is due at `at`."""
+        self.send_at = at
+        self.deadline = at + self.timeout_s + slack_s
+
+    def take(self, reply: Reply, now: float) -> None:
+        """The controller's answer to this request."""
+        del now  # Only a generation, which has many answers, sends again relative to one.
+        self.settle(error_of(reply) if isinstance(reply, Refused) else reply)
+
+    def settle(self, outcome: Reply | LoradockError) -> None:
+        """Write down the last word."""
+        self.outcome = outcome
+        self.changed()
+
+    def next_sending(self, now: float) -> bytes | None:
+        """The frame to send now; None if the call gave up instead."""
+        if now >= self.deadline:
+            self.settle(EngineGone(f"no answer within {self.timeout_s:g} s", self.request_id))
+            return None
+        self.send_at = now + self.interval
+        self.interval = min(2 * self.interval, self.timing.retry_s_max)
+        self.sent = True
+        return self.frame
+
+
+class GenerationCall(Call):
+    """A generation: chunks on the way, each token once, and its account at the end."""
+
+    request: Generate
+
+    def __init__(
+        self, request: Generate, timeout_s: float, timing: Timing, attempts: int = 1
+    ) -> None:
+        super().__init__(request, timeout_s, timing)
+        self.attempts_left = attempts - 1
+        self.chunks: deque[TokensStreamed] = deque()
+        self.handed_over = False
+        self._parts: list[str] = []
+        self._restart()
+
+    def _restart(self) -> None:
+        self.chunks.clear()
+        self._output = TokenOutput()
+        self._done: GenerationDone | None = None
+        self._resends_without_tokens = 0
+
+    @property
+    def result(self) -> GenerationDone | None:
+        """Its account, if it came to its end."""
+        return self.outcome if isinstance(self.outcome, GenerationDone) else None
+
+    def pop(self) -> TokensStreamed:
+        """The next chunk, which from now on is the caller's: no further attempt is made."""
+        self.handed_over = True
+        chunk = self.chunks.popleft()
+        self._parts.append(chunk.text)
+        return chunk
+
+    def text(self) -> str:
+        """The text of every chunk that came, handed out before or not."""
+        while self.chunks:
+            self.pop()
+        return "".join(self._parts)
+
+    def take(self, reply: Reply, now: float) -> None:
+        """A chunk, the account, or a refusal."""
+        if isinstance(reply, TokensStreamed):
+            self._take_chunk(reply, now)
+        elif isinstance(reply, GenerationDone):
+            self._done = reply
+            self.send_at = now + self.timing.retry_s_min
+        else:
+            super().take(reply, now)
+            return
+        if self._done is not None and self._output.tokens >= self._done.output_tokens:
+            self.settle(self._done)
+
+    def _take_chunk(self, chunk: TokensStreamed, now: float) -> None:
+        if self._output.misses(chunk):
+            self.send_at = min(self.send_at, now + self.timing.retry_s_min)
+            return
+        fresh = self._output.add(chunk)
+        if fresh is not None:
+            self.chunks.append(fresh)
+            self.send_at = now + self.timing.retry_s_max
+            self._resends_without_tokens = 0
+            self.changed()
+
+    def next_sending(self, now: float) -> bytes | None:
+        """As every call's; the account without all its tokens is asked for twice more."""
+        if self._done is not None:
+            if self._resends_without_tokens == RESENDS_FOR_LOST_TOKENS:
+                self.settle(EngineGone(self._lost(self._done), self.request_id))
+                return None
+            self._resends_without_tokens += 1
+        return super().next_sending(now)
+
+    def _lost(self, done: GenerationDone) -> str:
+        return (
+            f"the generation ended with {done.output_tokens} tokens and only "
+            f"{self._output.tokens} of them arrived: the engine that held the output is gone; "
+            "generate again"
+        )
+
+    def try_again(self, error: LoradockError) -> bool:
+        """Whether another attempt follows this failure; the call is then as new, without an id."""
+        if not error.retryable or self.attempts_left <= 0 or self.handed_over:
+            return False
+        self.attempts_left -= 1
+        self.outcome = None
+        self.sent = False
+        self._restart()
+        return True

@@ -1,0 +1,170 @@
+"""The errors that a client of the controller raises, one class a code.
+
+What it is: the tree below and the way from a `Refused` to its class. What it is not: the meaning
+of the codes, which is `messages.errors`. One rule: every code has exactly one class here, so that
+`except` names what a program can do something about.
+
+    LoradockError
+    ├── NoRoom             L001
+    ├── AdapterNotFound    L002
+    ├── DoesNotFit         L003
+    ├── DeviceOutOfMemory  L004
+    ├── ConfigRefused      L005
+    ├── UnknownAdapter     L006
+    ├── NotResident        L007
+    ├── NotFinite          L008
+    ├── PathNotAllowed     L009
+    ├── Conflict           L010
+    ├── EngineGone         L011  also: no answer in time, from wherever
+    ├── Malformed          L012
+    ├── NotAllowed         L013
+    ├── LogUnavailable     L014
+    └── Overloaded         L015
+"""
+# The names say what happened, as the codes' own names do.
+# ruff: noqa: N818
+
+from typing import ClassVar, Final
+
+from messages.errors import MEANINGS, ErrorCode
+from messages.requests import Refused
+
+
+class LoradockError(Exception):
+    """A request that was not done.
+
+    `code` is stable, `message` is for people, `request_id` names the request in the controller's
+    log (empty where none was sent), `retryable` says whether the same may succeed later.
+    """
+
+    code: ClassVar[ErrorCode]
+
+    def __init__(self, message: str, request_id: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.request_id = request_id
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed later."""
+        return MEANINGS[self.code].retryable
+
+    def __str__(self) -> str:
+        return f"{self.code} {MEANINGS[self.code].summary}: {self.message}"
+
+
+class NoRoom(LoradockError):
+    """Every slot, or the host, is taken by adapters that must stay."""
+
+    code = ErrorCode.NO_ROOM
+
+
+class AdapterNotFound(LoradockError):
+    """The adapter's weights or config file is not where it was looked for."""
+
+    code = ErrorCode.NOT_FOUND
+
+
+class DoesNotFit(LoradockError):
+    """The adapter's rank, shapes or modules are not this model's."""
+
+    code = ErrorCode.DOES_NOT_FIT
+
+
+class DeviceOutOfMemory(LoradockError):
+    """The device had no memory left."""
+
+    code = ErrorCode.DEVICE_OUT_OF_MEMORY
+
+
+class ConfigRefused(LoradockError):
+    """The adapter's PEFT configuration asks for something that is not supported."""
+
+    code = ErrorCode.CONFIG_REFUSED
+
+
+class UnknownAdapter(LoradockError):
+    """No adapter of this name is known."""
+
+    code = ErrorCode.UNKNOWN_ADAPTER
+
+
+class NotResident(LoradockError):
+    """The adapter was not in its slot any more."""
+
+    code = ErrorCode.NOT_RESIDENT
+
+
+class NotFinite(LoradockError):
+    """The adapter's weights hold NaN or infinity."""
+
+    code = ErrorCode.NOT_FINITE
+
+
+class PathNotAllowed(LoradockError):
+    """The adapter's path leads outside the adapter roots."""
+
+    code = ErrorCode.PATH_NOT_ALLOWED
+
+
+class Conflict(LoradockError):
+    """The name is taken by other content, or the adapter is held or in use."""
+
+    code = ErrorCode.CONFLICT
+
+
+class EngineGone(LoradockError):
+    """The engine is gone, or no answer came before the deadline."""
+
+    code = ErrorCode.ENGINE_GONE
+
+
+class Malformed(LoradockError):
+    """The request can't be read as one, or the answer is not one to it."""
+
+    code = ErrorCode.MALFORMED
+
+
+class NotAllowed(LoradockError):
+    """The client's key has no right to this."""
+
+    code = ErrorCode.NOT_ALLOWED
+
+
+class LogUnavailable(LoradockError):
+    """The controller can't write its log and takes no commands; reads still work."""
+
+    code = ErrorCode.LOG_UNAVAILABLE
+
+
+class Overloaded(LoradockError):
+    """Too many requests are in flight."""
+
+    code = ErrorCode.OVERLOADED
+
+
+ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
+    error.code: error
+    for error in (
+        NoRoom,
+        AdapterNotFound,
+        DoesNotFit,
+        DeviceOutOfMemory,
+        ConfigRefused,
+        UnknownAdapter,
+        NotResident,
+        NotFinite,
+        PathNotAllowed,
+        Conflict,
+        EngineGone,
+        Malformed,
+        NotAllowed,
+        LogUnavailable,
+        Overloaded,
+    )
+}
+
+
+def error_of(refused: Refused) -> LoradockError:
+    """The exception that a refusal is raised as."""
+    return ERRORS[refused.code](refused.message, refused.request_id)

@@ -1,0 +1,334 @@
+"""The append-only log: every input, before it is handled.
+
+What it is: the writer, where a group of records is one write and one sync, and the names by which
+others use the log. What it is not: a clock or a thread; whoever calls it knows the time. One rule:
+`append` returns when its records are as durable as the policy says, or raises and none counts.
+
+Nothing is acknowledged after a failed sync: what the disk then holds can only be known by reading
+it again. A crash of the machine in the middle of one write may leave a hole before a whole record;
+that reads as damage and not as a torn tail, so a person decides (`log_repair`).
+"""
+
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, NamedTuple, Self
+
+import msgspec
+
+from controller.shell.log_files import (
+    Entry,
+    Segment,
+    Verdict,
+    lock_directory,
+    read,
+    segment_path,
+    segment_paths,
+    segments,
+    verify,
+)
+from controller.shell.log_format import (
+    START,
+    LogBusy,
+    LogDamaged,
+    LogError,
+    LogForeign,
+    LogFull,
+    LogSyncFailed,
+    frame_header,
+    frame_records,
+)
+from controller.shell.log_repair import RepairPlan, repair, repair_plan
+from messages.ids import Epoch, Seq
+from messages.records import Header, Record
+
+__all__ = [
+    "Entry",
+    "Log",
+    "LogBusy",
+    "LogDamaged",
+    "LogError",
+    "LogForeign",
+    "LogFull",
+    "LogSyncFailed",
+    "Recovered",
+    "RepairPlan",
+    "SyncPolicy",
+    "Verdict",
+    "read",
+    "repair",
+    "repair_plan",
+    "segments",
+    "verify",
+]
+
+SyncPolicy = Literal["group", "always", "interval", "never"]
+"""When a write is made durable: once a group, after every record, in intervals, or never."""
+
+SEGMENT_BYTES_MAX: Final = 64 << 20
+SYNC_INTERVAL_MS: Final = 100
+
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class Recovered(NamedTuple):
+    """What opening found: where the log goes on, and what it cut from a torn tail.
+
+    `cut_from` is the segment that was cut, None where nothing was.
+    """
+
+    next_seq: Seq
+    epoch: Epoch
+    cut_bytes: int
+    cut_from: Path | None
+
+
+class Log:
+    """A log opened for appending; one at a time, for a lock on its directory says so.
+
+    Under `interval`, and where the caller falls silent, `sync` makes the rest durable.
+    """
+
+    def __init__(
+        self, directory: Path, header: Header, sync: SyncPolicy, interval_ms: int, bytes_max: int
+    ) -> None:
+        self._directory = directory
+        self._header = header
+        self._policy: Final = sync
+        self._interval_ns: Final = interval_ms * 1_000_000
+        self._segment_bytes_max: Final = bytes_max
+        self._synced_ns = 0
+        self._has_unsynced = False
+        self._failed = ""
+        self._fd = -1
+        self._file_bytes = 0
+        self._first_seq = 0
+        self._link = START
+        self._lock_fd = lock_directory(directory)
+        try:
+            self.recovered: Final = self._recover()
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        header: Header,
+        *,
+        sync: SyncPolicy = "group",
+        sync_interval_ms: int = SYNC_INTERVAL_MS,
+        segment_bytes_max: int = SEGMENT_BYTES_MAX,
+    ) -> Self:
+        """Open or make the log in `directory`, cut a torn tail, and be ready to append.
+
+        `header.first_seq` is filled in here. A header that differs from the last segment's begins
+        a new one. A segment that has reached `segment_bytes_max` is ended by the next append.
+        Raises `LogDamaged`, `LogForeign`, `LogBusy`, `LogFull`, `LogSyncFailed`.
+        """
+        if not directory.is_dir():
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(mode=0o700, exist_ok=True)
+            _sync_directory(directory.parent)
+        return cls(directory, header, sync, sync_interval_ms, segment_bytes_max)
+
+    @property
+    def next_seq(self) -> Seq:
+        """The number that the next record gets."""
+        return self._link.seq + 1
+
+    def append(self, records: Sequence[Record], epoch: Epoch) -> Seq:
+        """Write a group and make it durable as the policy says; returns its last number.
+
+        `LogFull`: nothing of it is in the log, a later append may succeed. `LogSyncFailed`: the
+        log takes nothing more, and nothing of this group may be acknowledged.
+        """
+        self._refuse_if_failed()
+        if not records:
+            return self._link.seq
+        if self._file_bytes >= self._segment_bytes_max and self._link.seq >= self._first_seq:
+            self._rotate()
+        frames, link = frame_records(records, epoch, self._link)
+        self._write(frames if self._policy == "always" else (b"".join(frames),))
+        self._link = link
+        self._sync_if_due(records[-1].time_ns)
+        return link.seq
+
+    def sync(self) -> None:
+        """Make everything that was appended durable; raises `LogSyncFailed`."""
+        self._refuse_if_failed()
+        if self._has_unsynced:
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                raise self._fail("sync", error) from error
+            self._has_unsynced = False
+
+    def close(self) -> None:
+        """Sync what is left, unless the disk has failed before, and let the log go."""
+        try:
+            if not self._failed and self._fd >= 0:
+                self.sync()
+        finally:
+            for fd in (self._fd, self._lock_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self._fd = self._lock_fd = -1
+            self._failed = self._failed or "it is closed"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _refuse_if_failed(self) -> None:
+        if self._failed:
+            raise LogSyncFailed(f"{self._directory}: {self._failed}; restart to read the log again")
+
+    def _fail(self, deed: str, error: OSError) -> LogSyncFailed:
+        self._failed = f"a {deed} failed: {error}"
+        return LogSyncFailed(f"{self._directory}: {self._failed}; restart to read the log again")
+
+    def _write(self, chunks: Iterable[bytes]) -> None:
+        written = self._file_bytes
+        for chunk in chunks:
+            try:
+                count = os.write(self._fd, chunk)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise self._fail("write", error) from error
+                raise self._take_back(str(error)) from error
+            if count != len(chunk):
+                raise self._take_back(f"{count} of {len(chunk)} bytes were written")
+            written += count
+            self._has_unsynced = True
+            if self._policy == "always":
+                self.sync()
+        self._file_bytes = written
+
+    def _take_back(self, found: str) -> LogFull:
+        """Cut what a refused group left; durably, or a crash could bring it back."""
+        try:
+            os.ftruncate(self._fd, self._file_bytes)
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise self._fail("cut", error) from error
+        return LogFull(f"{self._directory}: no room for more ({found}); nothing was written")
+
+    def _sync_if_due(self, now_ns: int) -> None:
+        if self._policy == "group":
+            self.sync()
+        # A clock that was set back must not put the next sync off.
+        elif self._policy == "interval" and not (0 <= now_ns - self._synced_ns < self._interval_ns):
+            self.sync()
+            self._synced_ns = now_ns
+
+    def _rotate(self) -> None:
+        """End the segment: its records are durable before the next one's name is there."""
+        self.sync()
+        ended = self._fd
+        self._begin_segment()
+        os.close(ended)
+
+    def _begin_segment(self) -> None:
+        """Make the next segment, which appears under its name with its header durable."""
+        first_seq = self._link.seq + 1
+        header = msgspec.structs.replace(self._header, first_seq=first_seq)
+        frame, link = frame_header(header, self._link)
+        try:
+            fd = _write_segment(segment_path(self._directory, first_seq), frame)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise LogFull(f"{self._directory}: no room for a segment ({error})") from error
+            raise self._fail("new segment", error) from error
+        try:
+            os.fsync(self._lock_fd)
+        except OSError as error:
+            os.close(fd)
+            raise self._fail("sync of the directory", error) from error
+        self._fd, self._file_bytes = fd, len(frame)
+        self._first_seq, self._link = first_seq, link
+
+    def _recover(self) -> Recovered:
+        """Stand behind the last whole record, in a segment that has this log's header."""
+        segment = _last_segment(segment_paths(self._directory))
+        if segment is None:
+            self._begin_segment()
+            return Recovered(self.next_seq, self._link.epoch, 0, None)
+        if segment.header is None:
+            self._link = segment.before or START
+            self._begin_segment()
+        else:
+            self._adopt(segment, segment.header)
+        cut_from = segment.file if segment.torn_bytes else None
+        return Recovered(self.next_seq, self._link.epoch, segment.torn_bytes, cut_from)
+
+    def _adopt(self, segment: Segment, header: Header) -> None:
+        if header.rules > self._header.rules:
+            raise LogForeign(
+                f"{segment.file}: decided by rules {header.rules}; this version writes by rules "
+                f"{self._header.rules}; use one that knows them"
+            )
+        self._fd = os.open(segment.file, os.O_WRONLY | os.O_APPEND)
+        self._file_bytes, self._first_seq = segment.scan.offset, segment.first_seq
+        self._link = segment.scan.link
+        if segment.torn_bytes:
+            os.ftruncate(self._fd, self._file_bytes)
+            os.fsync(self._fd)
+        if header == msgspec.structs.replace(self._header, first_seq=segment.first_seq):
+            return
+        if self._link.seq < segment.first_seq and segment.before is not None:
+            # No record was decided by the old header: the new one takes its place.
+            self._link = segment.before
+        self._rotate()
+
+
+def _last_segment(paths: list[Path]) -> Segment | None:
+    """The last segment, read to its end; the one before it only where its header is torn."""
+    if not paths:
+        return None
+    segment = Segment(paths[-1], None, True)
+    if segment.header is None and len(paths) > 1:
+        ended = Segment(paths[-2], None, False)
+        for _ in ended.frames():
+            pass
+        segment = Segment(paths[-1], ended.scan.link, True)
+    for _ in segment.frames():
+        pass
+    return segment
+
+
+def _write_segment(path: Path, frame: bytes) -> int:
+    """Put a segment that holds `frame` in place, durable but for its name; returns a descriptor.
+
+    Until it is renamed it is no part of the log, so whatever fails here has changed nothing.
+    """
+    draft = path.with_name("segment.new")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+    try:
+        count = os.write(fd, frame)
+        if count != len(frame):
+            raise OSError(errno.ENOSPC, f"{count} of {len(frame)} bytes were written")
+        os.fsync(fd)
+        os.rename(draft, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,105 @@
+"""The published events: the latest in memory, any older one from the log.
+
+What it is: the answer to a subscriber's gap. What it is not: the sending. One rule: an event has
+the same number whether it is told live, from memory or from a replay.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from controller.actions import Action, Publish
+from controller.shell.log import LogError
+from controller.shell.replay import replay
+from messages.errors import ErrorCode
+from messages.events import Published
+from messages.ids import Seq
+from messages.requests import EventsFetched, FetchEvents, Refused, Reply
+
+EVENTS_KEPT: Final = 65_536
+FETCHES_MAX: Final = 8
+
+Answer = Callable[[Reply], None]
+
+
+class EventStream:
+    """The stream's tail, and a thread that reads the rest back; `wake_fd` tells when it did."""
+
+    def __init__(self, log_directory: Path) -> None:
+        self._log_directory = log_directory
+        self._kept: deque[Published] = deque(maxlen=EVENTS_KEPT)
+        self._batch: list[Published] = []
+        self._readers = ThreadPoolExecutor(1, "events-from-log")
+        self._fetches: list[tuple[Future[Reply], Answer]] = []
+        self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def add(self, event: Published) -> None:
+        """One more event, for the memory and for the next batch."""
+        self._kept.append(event)
+        self._batch.append(event)
+
+    def remember(self, actions: list[Action]) -> None:
+        """Keep the events of a recovery, which subscribers were told by an earlier life."""
+        self._kept.extend(action.message for action in actions if isinstance(action, Publish))
+
+    def take_batch(self) -> tuple[Published, ...]:
+        """What was added since the last batch."""
+        batch = tuple(self._batch)
+        self._batch.clear()
+        return batch
+
+    def fetch(self, message: FetchEvents, last_seq: Seq, answer: Answer) -> None:
+        """Answer with events from `first_seq` on, now or when the log was read."""
+        first_kept = self._kept[0].seq if self._kept else last_seq + 1
+        if message.first_seq >= first_kept or message.first_seq > last_seq:
+            first = max(message.first_seq - first_kept, 0)
+            events = [self._kept[i] for i in range(first, len(self._kept))][: message.count_max]
+            answer(EventsFetched(message.request_id, tuple(events), last_seq))
+        elif len(self._fetches) >= FETCHES_MAX:
+            busy = f"{FETCHES_MAX} subscribers are reading old events; try again later"
+            answer(Refused(message.request_id, ErrorCode.OVERLOADED, busy))
+        else:
+            future = self._readers.submit(_from_log, self._log_directory, message, last_seq)
+            future.add_done_callback(lambda _: os.eventfd_write(self.wake_fd, 1))
+            self._fetches.append((future, answer))
+
+    def deliver(self) -> None:
+        """Answer whose events have been read back."""
+        done = [fetch for fetch in self._fetches if fetch[0].done()]
+        self._fetches = [fetch for fetch in self._fetches if not fetch[0].done()]
+        for future, answer in done:
+            answer(future.result())
+        if done:
+            os.eventfd_read(self.wake_fd)
+
+    def close(self) -> None:
+        """End the reading thread."""
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        os.close(self.wake_fd)
+
+
+class _Enough(Exception):  # noqa: N818 - it ends a replay early, it is no error
+    pass
+
+
+def _from_log(directory: Path, message: FetchEvents, last_seq: Seq) -> Reply:
+    found: list[Published] = []
+    last = min(message.first_seq + message.count_max - 1, last_seq)
+
+    def collect(actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Publish) and action.message.seq >= message.first_seq:
+                found.append(action.message)
+                if action.message.seq >= last:
+                    raise _Enough
+
+    try:
+        replay(directory, sink=collect)
+    except _Enough:
+        pass
+    except LogError as error:
+        return Refused(message.request_id, ErrorCode.LOG_UNAVAILABLE, str(error))
+    return EventsFetched(message.request_id, tuple(found), last_seq)

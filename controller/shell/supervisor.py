@@ -1,0 +1,181 @@
+"""`loradock serve`: a controller and its engine as child processes, each started again if it dies.
+
+What it is: a parent that waits. What it is not: in the way of any message; it has no socket. One
+rule: children outlive each other but not the parent, whose death they see on a pipe.
+"""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+import structlog
+from msgspec import Struct
+
+from controller.shell.server import EXIT_LOG, EXIT_SOCKET, ServerConfig
+from controller.shell.transport import TransportError, endpoint
+
+EXIT_CONFIG: Final = 2
+"""A child that ends with this can't be started with these options."""
+
+_FINAL: Final = frozenset({EXIT_CONFIG, EXIT_LOG, EXIT_SOCKET})
+_BACKOFF_S_MIN: Final = 0.1
+_BACKOFF_S_MAX: Final = 5.0
+_HEALTHY_S: Final = 30.0
+_STOP_S: Final = 10.0
+
+log = structlog.get_logger("serve")
+
+
+class ServeConfig(Struct, frozen=True):
+    """What `loradock serve` was asked for; `engine` external waits for one started elsewhere."""
+
+    server: ServerConfig
+    model: str = ""
+    adapter_roots: tuple[str, ...] = ()
+    engine: Literal["managed", "external"] = "managed"
+    engine_options: tuple[str, ...] = ()
+
+
+class Child:
+    """One process that should run."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._backoff_s = _BACKOFF_S_MIN
+        self._started_s = 0.0
+        self.start_at_s = 0.0
+        self.fd = -1
+
+    @property
+    def pid(self) -> int:
+        """The running process, 0 where none is."""
+        return 0 if self._process is None else self._process.pid
+
+    def start(self, parent_fd: int) -> None:
+        """Start it; its end will show on `fd`."""
+        # In a session of its own: a terminal's Ctrl-C is the parent's to pass on.
+        self._process = subprocess.Popen(  # noqa: S603 - our own modules, no shell
+            self._command, pass_fds=(parent_fd,), start_new_session=True
+        )
+        self._started_s = time.monotonic()
+        self.fd = os.pidfd_open(self._process.pid)
+        log.info("child started", child=self.name, pid=self._process.pid)
+
+    def reap(self) -> int:
+        """Take the ended process's exit status, and set when to start the next."""
+        if self._process is None:
+            raise RuntimeError(f"{self.name} was not started")
+        status = self._process.wait()
+        os.close(self.fd)
+        self._process, self.fd = None, -1
+        now = time.monotonic()
+        if now - self._started_s > _HEALTHY_S:
+            self._backoff_s = _BACKOFF_S_MIN
+        self.start_at_s = now + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
+        return status
+
+    def stop(self) -> None:
+        """Ask it to end, and make it end where it does not."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            log.warning("child did not end and is killed", child=self.name)
+            self._process.kill()
+            self._process.wait()
+        os.close(self.fd)
+        self._process, self.fd = None, -1
+
+
+class Supervisor:
+    """Keeps its children running until it is told to stop or one can't run at all."""
+
+    def __init__(self, children: Sequence[Child], parent_fd: int) -> None:
+        self._children = children
+        self._parent_fd = parent_fd
+        self._signals, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def run(self) -> int:
+        """Returns 0 after a signal, else the exit status of the child that can't run."""
+        signal.set_wakeup_fd(self._wake)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        try:
+            return self._loop()
+        finally:
+            for child in reversed(self._children):
+                child.stop()
+
+    def _loop(self) -> int:
+        while True:
+            self._start_due()
+            poller = select.poll()
+            poller.register(self._signals, select.POLLIN)
+            running = {child.fd: child for child in self._children if child.fd >= 0}
+            for fd in running:
+                poller.register(fd, select.POLLIN)
+            for fd, _ in poller.poll(self._timeout_ms()):
+                if fd == self._signals:
+                    log.info("stopping")
+                    return 0
+                status = running[fd].reap()
+                log.warning("child ended", child=running[fd].name, status=status)
+                if status in _FINAL:
+                    return status
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for child in self._children:
+            if child.fd < 0 and child.start_at_s <= now:
+                child.start(self._parent_fd)
+
+    def _timeout_ms(self) -> int | None:
+        due = [child.start_at_s for child in self._children if child.fd < 0]
+        if not due:
+            return None
+        return max(0, int((min(due) - time.monotonic()) * 1000) + 1)
+
+
+def serve(config: ServeConfig) -> int:
+    """Run controller and engine until a signal; returns the process's exit status."""
+    # The read end is never written to: its end of file is the parent's death.
+    parent_fd, keep = os.pipe()
+    try:
+        children = [Child("controller", _controller_command(config.server, parent_fd))]
+        if config.engine == "managed":
+            children.append(Child("engine", _engine_command(config, parent_fd)))
+        return Supervisor(children, parent_fd).run()
+    except TransportError as error:
+        log.error("can't serve here", error=str(error))
+        return EXIT_SOCKET
+    finally:
+        os.close(keep)
+        os.close(parent_fd)
+
+
+def _controller_command(config: ServerConfig, parent_fd: int) -> list[str]:
+    options = msgspec.json.encode(config).decode()
+    return [sys.executable, "-m", "controller.shell.server", options, str(parent_fd)]
+
+
+def _engine_command(config: ServeConfig, parent_fd: int) -> list[str]:
+    directory, limits = Path(config.server.directory), config.server.limits
+    command = [sys.executable, "-m", "engine.worker"]
+    command += ["--connect", endpoint(directory, "engine.sock"), "--model", config.model]
+    for root in config.adapter_roots:
+        command += ["--adapter-root", root]
+    command += ["--slots", str(limits.slots_max), "--device-bytes", str(limits.device_bytes_max)]
+    command += ["--parent-fd", str(parent_fd)]
+    return [*command, *config.engine_options]

@@ -1,0 +1,131 @@
+"""The controller's sockets, and what else it waits for.
+
+What it is: the only file of the controller with zmq, beside the client. What it is not: a protocol;
+it moves frames. One rule: no send and no receive ever waits; waiting is `poll`'s alone.
+
+`requests.sock` is a ROUTER for clients, `engine.sock` a ROUTER for the engine's DEALER,
+`events.sock` a PUB. All are `ipc://` in a directory that only its user can enter.
+"""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import zmq
+
+from messages.wire import FRAME_BYTES_MAX
+
+FRAMES_PER_TURN: Final = 512
+"""The most frames taken from one socket before their group is written: bounds a turn's latency."""
+
+# The socket drops a peer that sends more in one frame; below it a too long frame is answered.
+_FRAME_BYTES_HARD_MAX: Final = 8 * FRAME_BYTES_MAX
+_PATH_BYTES_MAX: Final = 107
+_QUEUE_FRAMES_MAX: Final = 100_000
+
+
+class TransportError(Exception):
+    """A socket can't be opened here."""
+
+
+def endpoint(directory: Path, name: str) -> str:
+    """The address of one of the controller's sockets; raises `TransportError` if too long."""
+    path = (directory / "run" / name).absolute()
+    length = len(os.fsencode(path))
+    if length > _PATH_BYTES_MAX:
+        raise TransportError(
+            f"{path} has {length} bytes, a socket's path may have {_PATH_BYTES_MAX}; "
+            "choose a shorter directory"
+        )
+    return f"ipc://{path}"
+
+
+class Transport:
+    """Three bound sockets and a poller; a context manager."""
+
+    def __init__(self, directory: Path) -> None:
+        run = directory / "run"
+        run.mkdir(parents=True, exist_ok=True)
+        run.chmod(0o700)
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._requests = self._bind(zmq.ROUTER, endpoint(directory, "requests.sock"))
+        self._engine = self._bind(zmq.ROUTER, endpoint(directory, "engine.sock"))
+        self._events = self._bind(zmq.PUB, endpoint(directory, "events.sock"))
+        self._poller.register(self._requests, zmq.POLLIN)
+        self._poller.register(self._engine, zmq.POLLIN)
+
+    def _bind(self, kind: int, address: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = _QUEUE_FRAMES_MAX
+        socket.maxmsgsize = _FRAME_BYTES_HARD_MAX
+        if kind == zmq.ROUTER:
+            # A peer that reconnects under its own name takes its place over at once.
+            socket.router_handover = 1
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise TransportError(f"{address}: {error}") from error
+        return socket
+
+    def watch(self, fd: int) -> None:
+        """Let `poll` wake for this file descriptor too."""
+        self._poller.register(fd, zmq.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Undo `watch`."""
+        self._poller.unregister(fd)
+
+    def poll(self, timeout_ms: int) -> set[int]:
+        """Wait for a frame or a watched descriptor; returns the descriptors that are ready."""
+        ready = self._poller.poll(timeout_ms)
+        return {source for source, _ in ready if isinstance(source, int)}
+
+    def receive_requests(self) -> Iterator[tuple[bytes, bytes]]:
+        """(client, frame) for what clients sent, up to the bound of a turn."""
+        return _receive(self._requests)
+
+    def receive_reports(self) -> Iterator[tuple[bytes, bytes]]:
+        """(engine, frame) for what engines sent, up to the bound of a turn."""
+        return _receive(self._engine)
+
+    def reply(self, client: bytes, frame: bytes) -> None:
+        """Send to a client; one that is gone or does not read loses it, and asks again."""
+        _send(self._requests, (client, frame))
+
+    def command(self, engine: bytes, frame: bytes) -> None:
+        """Send to an engine; a loss shows as a gap in the frames' numbers."""
+        _send(self._engine, (engine, frame))
+
+    def publish(self, frame: bytes) -> None:
+        """Send to every subscriber; a loss shows as a gap in the events' numbers."""
+        _send(self._events, (frame,))
+
+    def close(self) -> None:
+        """Close all sockets at once."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> "Transport":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _receive(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, bytes]]:
+    for _ in range(FRAMES_PER_TURN):
+        try:
+            peer, *frames = socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        # One frame a message: anything else is malformed, and decoding says so.
+        yield peer, frames[0] if len(frames) == 1 else b""
+
+
+def _send(socket: "zmq.Socket[bytes]", frames: Iterable[bytes]) -> None:
+    try:
+        socket.send_multipart(tuple(frames), zmq.NOBLOCK)
+    except zmq.Again:
+        return

@@ -1,0 +1,102 @@
+"""What a person or a program is shown of the world.
+
+What it is: pure functions from the world to replies. What it is not: an input; looking changes
+nothing and is not logged. One rule: a view is a copy, so that it stays true to its moment.
+"""
+
+from typing import Final
+
+from controller import room
+from controller.core import Controller
+from controller.turn import Refusal, Turn
+from controller.world import Adapter, World
+from messages import requests
+from messages.errors import ErrorCode
+
+TIERS: Final = ("host", "pinned", "device")
+
+
+def adapter_view(adapter: Adapter) -> requests.AdapterView:
+    """One record as clients see it."""
+    return requests.AdapterView(
+        adapter=adapter.name,
+        adapter_id=adapter.id,
+        state=adapter.state,
+        goal=adapter.goal,
+        path=adapter.path,
+        fingerprint=adapter.fingerprint,
+        rank=adapter.rank,
+        slot=adapter.slot,
+        generation=adapter.generation,
+        held=adapter.held,
+        retired=adapter.retired,
+        leases=adapter.leases,
+        waiting=len(adapter.waiters),
+        host_bytes=adapter.host_bytes,
+        pinned_bytes=adapter.pinned_bytes,
+        device_bytes=adapter.device_bytes,
+        uses=adapter.uses,
+        loads=adapter.loads,
+        hits=adapter.hits,
+        evictions=adapter.evictions,
+        failures=adapter.failures,
+        last_used_ns=adapter.last_used_ns,
+    )
+
+
+def list_adapters(world: World, message: requests.ListAdapters) -> requests.AdaptersListed:
+    """Every record by name, old versions after the current one."""
+    ordered = sorted(world.adapters.values(), key=lambda a: (a.name, a.retired, a.id))
+    views = tuple(adapter_view(adapter) for adapter in ordered)
+    return requests.AdaptersListed(message.request_id, views, world.events_seq)
+
+
+def show_adapter(world: World, message: requests.ShowAdapter) -> requests.AdapterShown:
+    """One name's current version and its old ones; raises `Refusal` where it is unknown."""
+    current = world.current(message.adapter)
+    if current is None:
+        raise Refusal(
+            ErrorCode.UNKNOWN_ADAPTER, f"adapter {message.adapter!r} is not known; load it first"
+        )
+    leaving = (world.adapters[adapter_id] for adapter_id in world.leaving)
+    retired = tuple(adapter_view(a) for a in leaving if a.retired and a.name == current.name)
+    return requests.AdapterShown(message.request_id, adapter_view(current), retired)
+
+
+def show_status(controller: Controller, message: requests.ShowStatus) -> requests.StatusShown:
+    """The whole in numbers."""
+    world, engine = controller.world, controller.world.engine
+    return requests.StatusShown(
+        message.request_id,
+        epoch=world.epoch,
+        seq=world.seq,
+        digest=world.digest(),
+        policy=controller.policy_name,
+        engine_id="" if engine is None else engine.engine_id,
+        engine_pid=0 if engine is None else engine.pid,
+        model="" if engine is None else engine.model,
+        adapters=len(world.adapters),
+        requests=len(world.waiting),
+        operations=len(world.operations),
+        answered=world.answered,
+        refused=world.refused,
+        tiers=_tiers(controller),
+        events_seq=world.events_seq,
+    )
+
+
+def _tiers(controller: Controller) -> tuple[requests.TierView, ...]:
+    turn = Turn(controller.world, controller.limits, controller.policy, [])
+    views = []
+    for name in TIERS:
+        used, bound = room.used(turn, name), room.capacity(turn, name)
+        views.append(
+            requests.TierView(
+                name,
+                used.places,
+                min(bound.places, controller.limits.host_adapters_max),
+                used.size_bytes,
+                bound.size_bytes,
+            )
+        )
+    return tuple(views)
