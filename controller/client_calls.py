@@ -15,7 +15,9 @@ from msgspec import Struct
 
 from controller.client_errors import EngineGone, LoradockError, error_of
 from controller.client_streams import TokenOutput
+from messages.errors import ErrorCode
 from messages.requests import (
+    FetchEvents,
     Generate,
     GenerationDone,
     Refused,
@@ -38,7 +40,7 @@ class Timing(Struct, frozen=True):
 
     retry_s_min: float = 0.5
     retry_s_max: float = 5.0
-    slack_s: float = 2.0
+    slack_s: float = 1.0
 
 
 TIMING: Final = Timing()
@@ -59,6 +61,7 @@ class Call:
         self.send_at = self.deadline = math.inf
         self.interval = timing.retry_s_min
         self.sent = False
+        self.put_off: LoradockError | None = None
         self.outcome: Reply | LoradockError | None = None
         self.changed: Callable[[], None] = _nothing
 
@@ -83,9 +86,17 @@ class Call:
         self.deadline = at + self.timeout_s + slack_s
 
     def take(self, reply: Reply, now: float) -> None:
-        """The controller's answer to this request."""
+        """The controller's answer to this request.
+
+        A subscriber that is told to fetch later does so by itself: its request changes nothing.
+        """
         del now  # Only a generation, which has many answers, sends again relative to one.
-        self.settle(error_of(reply) if isinstance(reply, Refused) else reply)
+        if not isinstance(reply, Refused):
+            self.settle(reply)
+        elif isinstance(self.request, FetchEvents) and reply.code is ErrorCode.OVERLOADED:
+            self.put_off = error_of(reply)
+        else:
+            self.settle(error_of(reply))
 
     def settle(self, outcome: Reply | LoradockError) -> None:
         """Write down the last word."""
@@ -95,7 +106,8 @@ class Call:
     def next_sending(self, now: float) -> bytes | None:
         """The frame to send now; None if the call gave up instead."""
         if now >= self.deadline:
-            self.settle(EngineGone(f"no answer within {self.timeout_s:g} s", self.request_id))
+            silent = EngineGone(f"no answer within {self.timeout_s:g} s", self.request_id)
+            self.settle(self.put_off or silent)
             return None
         self.send_at = now + self.interval
         self.interval = min(2 * self.interval, self.timing.retry_s_max)

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from controller import drive, room
+from controller.actions import Command
 from controller.states import spec
 from controller.states.table import HEIGHT, IllegalMoveError
 from controller.turn import Turn
 from controller.world import Adapter, Operation, TierName, Waiting
-from messages import events, reports, requests
+from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT, UNREGISTERED, AdapterState
 
@@ -36,6 +37,9 @@ RESERVED_BY: Final[dict[str, TierName]] = {
     "WriteSlot": "device",
 }
 """The tier that an operation entered when it was sent."""
+
+
+DOWNWARD_OPERATIONS: Final = ("ResetSlot", "UnstageWeights", "DropWeights")
 
 
 def on_report(turn: Turn, report: Any) -> None:
@@ -201,6 +205,9 @@ def _on_failed(
     turn.touch(adapter)
     state: AdapterState = adapter.state
     turn.publish(events.AdapterFailed(adapter.name, state, report.code, report.message))
+    if operation.kind in DOWNWARD_OPERATIONS:
+        # What was to be taken down is not there as we know it: let the engine say what is.
+        turn.actions.append(Command(commands.RequestInventory(0)))
     drive.give_up(turn, adapter, report.code, report.message)
 
 

@@ -1,14 +1,16 @@
 """The controller's end of the engine link: numbers, acknowledgement, synchronisation, loss.
 
 What it is: a sans-IO protocol; frames come in, frames and logged inputs go out, time is an
-argument. What it is not: a socket or a decision about adapters. One rule: no command is sent while
-an inventory is awaited, so that the inventory takes every command that was sent into account.
+argument. What it is not: a socket or a decision about adapters. One rule: no command is sent from
+the question for an inventory until that inventory is handled, so that it takes every command that
+was sent into account.
 
 A command that is held back or lost meanwhile is not repeated here: the core sees from the
 inventory that the engine never had it, and issues it again.
 """
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Final, NamedTuple
 
 import structlog
@@ -21,6 +23,14 @@ BEAT_INTERVAL_NS: Final = 500_000_000
 SYNC_RETRY_NS: Final = 1_000_000_000
 
 log = structlog.get_logger("link")
+
+
+class Phase(Enum):
+    """Where the link stands with the engine's inventory."""
+
+    ASKING = auto()
+    ANSWERED = auto()
+    OPEN = auto()
 
 
 class LinkOutput(NamedTuple):
@@ -40,7 +50,7 @@ class EngineLink:
         self._timeout_ns: Final = timeout_ns
         self._epoch: Epoch = 0
         self._peer = b""
-        self._synced = False
+        self._phase = Phase.ASKING
         self._asked: Seq = 0
         self._asked_ns = 0
         self._sent: Seq = 0
@@ -54,10 +64,10 @@ class EngineLink:
         self.engine_id, self.pid = engine_id, pid
         self._heard_ns = now_ns
 
-    @property
-    def is_synced(self) -> bool:
-        """Whether commands reach an engine whose inventory was taken."""
-        return self._synced
+    def open(self) -> None:
+        """The inventory that was asked for is being handled: what it leads to may be sent."""
+        if self._phase is Phase.ANSWERED:
+            self._phase = Phase.OPEN
 
     def receive(self, frames: list[tuple[bytes, bytes]], now_ns: int) -> LinkOutput:
         """Take what engines sent in one turn."""
@@ -104,18 +114,18 @@ class EngineLink:
     def _on_inventory(
         self, seq: Seq, report: reports.EngineInventory, output: LinkOutput, now_ns: int
     ) -> None:
-        if self._synced or report.answers != self._asked:
+        if self._phase is not Phase.ASKING or report.answers != self._asked:
             # It introduces itself or saw a gap; only an inventory that was asked for counts.
-            if self._synced:
+            if self._phase is Phase.OPEN:
                 self._synchronise(now_ns)
             return
-        self._synced = True
+        self._phase = Phase.ANSWERED
         self._logged = seq
         self.pid = report.pid
         output.inputs.append(report)
 
     def _on_beat(self, seq: Seq, now_ns: int) -> None:
-        if self._synced and seq > self._logged:
+        if self._phase is Phase.OPEN and seq > self._logged:
             self._synchronise(now_ns)
 
     def _on_report(
@@ -123,15 +133,19 @@ class EngineLink:
     ) -> None:
         if seq <= self._logged:
             return
-        if self._synced and seq != self._logged + 1:
+        if self._phase is not Phase.ASKING and seq != self._logged + 1:
             self._synchronise(now_ns)
             return
         self._logged = seq
         output.inputs.append(report)
 
-    def send(self, command: commands.Command) -> None:
+    def send(self, command: commands.Command, now_ns: int) -> None:
         """Send a command, unless an inventory is awaited, which will show that it is missing."""
-        if self._synced:
+        if self._phase is not Phase.OPEN:
+            return
+        if isinstance(command, commands.RequestInventory):
+            self._synchronise(now_ns)
+        else:
             self._transmit(command)
 
     def _transmit(self, command: commands.Command) -> None:
@@ -140,21 +154,21 @@ class EngineLink:
         self._send(self._peer, COMMANDS.encode(command, self._epoch, self._sent))
 
     def _synchronise(self, now_ns: int) -> None:
-        self._synced = False
+        self._phase = Phase.ASKING
         self._transmit(commands.RequestInventory(self._logged))
         self._asked, self._asked_ns = self._sent, now_ns
 
     def forget_unlogged(self, count: int, now_ns: int) -> None:
         """The last `count` reports could not be logged: have the engine send them again."""
         self._logged -= count
-        self._synced = False
+        self._phase = Phase.ASKING
         self._asked_ns = now_ns
 
     def tick(self, now_ns: int) -> None:
         """Send what time asks for: a beat, or the question again."""
         if not self._peer:
             return
-        if not self._synced and now_ns - self._asked_ns >= SYNC_RETRY_NS:
+        if self._phase is Phase.ASKING and now_ns - self._asked_ns >= SYNC_RETRY_NS:
             self._synchronise(now_ns)
         if now_ns - self._beat_ns >= BEAT_INTERVAL_NS:
             self._beat_ns = now_ns
@@ -167,4 +181,4 @@ class EngineLink:
     def lose(self) -> None:
         """Forget the engine; the next one that introduces itself is taken."""
         self.engine_id, self.pid, self._peer = "", 0, b""
-        self._synced = False
+        self._phase = Phase.ASKING

@@ -66,8 +66,8 @@ def repair(directory: Path) -> RepairPlan | None:
 
 
 def _cut(plan: RepairPlan) -> None:
-    # The newest goes first: a log that lost its end is whole, one with a hole is not.
-    for path in reversed(plan.later_files):
+    # The damage itself goes last: until then the log is still seen to be damaged there.
+    for path in plan.later_files:
         os.rename(path, _free_name(path))
     if plan.offset == 0:
         os.rename(plan.file, _free_name(plan.file))

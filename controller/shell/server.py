@@ -33,7 +33,7 @@ from messages import records
 from messages.commands import ResendTokens, StartGeneration
 from messages.errors import ErrorCode
 from messages.records import FORMAT, Header, Input, Record
-from messages.reports import LoggedReport, TokensGenerated
+from messages.reports import EngineInventory, LoggedReport, TokensGenerated
 from messages.requests import TokensStreamed
 from messages.wire import EVENTS
 
@@ -174,6 +174,8 @@ class Server:
             return
         handle = self._controller.handle
         for entry in group:
+            if type(entry.message) is EngineInventory:
+                self._link.open()
             for action in handle(entry.message, now):
                 self._perform(action)
             if type(entry.message) is records.GenerationRequested:
@@ -184,7 +186,7 @@ class Server:
     def _resend_output(self, message: records.GenerationRequested) -> None:
         # A repeated request: its client may lack tokens that an earlier route has lost.
         if self._desk.had_started(message.request_id):
-            self._link.send(ResendTokens(message.request_id))
+            self._link.send(ResendTokens(message.request_id), time.time_ns())
 
     def _refuse_group(self, group: list[_Entry], why: str, now: int) -> None:
         if now >= self._log_retry_ns:
@@ -222,7 +224,7 @@ class Server:
                 self._pending.append(_Entry(records.PayloadLost(command.request_id)))
                 return
             command = complete
-        self._link.send(command)
+        self._link.send(command, time.time_ns())
 
     def _stream(self, tokens: list[TokensGenerated]) -> None:
         for part in tokens:

@@ -176,6 +176,7 @@ def _engine_command(config: ServeConfig, parent_fd: int) -> list[str]:
     command += ["--connect", endpoint(directory, "engine.sock"), "--model", config.model]
     for root in config.adapter_roots:
         command += ["--adapter-root", root]
-    command += ["--slots", str(limits.slots_max), "--device-bytes", str(limits.device_bytes_max)]
+    command += ["--max-loras", str(limits.slots_max)]
+    command += ["--device-bytes-max", str(limits.device_bytes_max)]
     command += ["--parent-fd", str(parent_fd)]
     return [*command, *config.engine_options]

@@ -1,0 +1,276 @@
+"""The control plane: requests, log, replay, events, and what a known adapter costs.
+
+What it is: the figures named `control.*`. What it is not: the engine's speed; where an engine has
+to be there, it is the real one on the tiny model. One rule: everything end to end goes through the
+real processes and sockets.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import zmq
+from transitions import Machine
+
+from benchmarks.feed import Feed, serve_traffic
+from benchmarks.figures import Figure, best_seconds, in_turns
+from controller.client import Client
+from controller.limits import RULES, Limits, limits_to
+from controller.shell.log import Log, read
+from controller.shell.replay import replay
+from controller.shell.server import ServerConfig
+from controller.shell.supervisor import ServeConfig
+from controller.shell.transport import endpoint
+from controller.states.machine import build
+from controller.states.table import move
+from messages.ids import CPU_CACHED, PINNED
+from messages.records import FORMAT, Header, Record
+from messages.requests import HoldAdapter, ReleaseAdapter
+from messages.wire import REQUESTS
+
+TINY = Path(__file__).parent.parent / "examples" / "tiny"
+OUTSTANDING = 64
+REQUESTS_PER_ROUND = 20_000
+ROUNDS = 5
+"""Odd, so that the median is a measurement."""
+
+
+def run() -> Iterator[Figure]:
+    """Every figure of the group."""
+    with tempfile.TemporaryDirectory(prefix="ld-") as name:
+        directory = Path(name)
+        with _controller(directory), _echo(directory, synced=True) as synced:
+            yield _durable(endpoint(directory, "requests.sock"), synced)
+            with _echo(directory, synced=False) as bare:
+                yield _single(directory, bare)
+    yield _replay()
+    yield _state_step()
+    yield from _known_adapters()
+
+
+@contextmanager
+def _controller(directory: Path) -> Iterator[None]:
+    limits = Limits(slots_max=3, host_adapters_max=8, device_bytes_max=1 << 26)
+    config = ServeConfig(
+        ServerConfig(str(directory), limits),
+        model=str(TINY / "model"),
+        adapter_roots=(str(TINY / "adapters"),),
+    )
+    code = (
+        "import sys, msgspec; from controller.shell.supervisor import ServeConfig, serve; "
+        "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)))"
+    )
+    import msgspec  # noqa: PLC0415
+
+    argument = msgspec.json.encode(config).decode()
+    with _process([sys.executable, "-c", code, argument], directory / "serve.log"):
+        with Client(directory, timeout_s=120) as client:
+            client.activate("upper")
+        yield
+
+
+@contextmanager
+def _echo(directory: Path, *, synced: bool) -> Iterator[str]:
+    address = f"ipc://{directory}/echo-{int(synced)}.sock"
+    file = str(directory / "echo.log") if synced else "-"
+    command = [sys.executable, "-m", "benchmarks.echo", address, file]
+    with _process(command, directory / "echo.err"):
+        yield address
+
+
+@contextmanager
+def _process(command: list[str], errors: Path) -> Iterator[None]:
+    with errors.open("ab") as sink:
+        process = subprocess.Popen(command, stderr=sink)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+class _Asker:
+    """A client as bare as the echo: frames are encoded as they are sent, replies only counted."""
+
+    _number = 0
+
+    def __init__(self, address: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.connect(address)
+
+    def _send(self) -> None:
+        _Asker._number += 1
+        kind = HoldAdapter if _Asker._number % 2 else ReleaseAdapter
+        self._socket.send(REQUESTS.encode(kind(f"asker-{_Asker._number}", "upper")))
+
+    def rate(self) -> float:
+        """Requests a second with many outstanding."""
+        started = time.perf_counter()
+        for _ in range(OUTSTANDING):
+            self._send()
+        for _ in range(REQUESTS_PER_ROUND - OUTSTANDING):
+            self._socket.recv()
+            self._send()
+        for _ in range(OUTSTANDING):
+            self._socket.recv()
+        return REQUESTS_PER_ROUND / (time.perf_counter() - started)
+
+    def median_us(self) -> float:
+        """The median round trip of one request alone, in microseconds."""
+        times = []
+        for _ in range(2000):
+            started = time.perf_counter()
+            self._send()
+            self._socket.recv()
+            times.append(time.perf_counter() - started)
+        return sorted(times)[len(times) // 2] * 1e6
+
+
+def _durable(address: str, echo: str) -> Figure:
+    ours, bare = in_turns(_Asker(address).rate, _Asker(echo).rate, ROUNDS)
+    return Figure(
+        "control.durable_64",
+        ours,
+        "requests/s",
+        f"bare echo, same batching and sync: {bare:,.0f}/s",
+        ours / bare,
+        ">= 30,000/s and ratio >= 0.5",
+        ours >= 30_000 and ours / bare >= 0.5,
+    )
+
+
+def _single(directory: Path, echo: str) -> Figure:
+    address = endpoint(directory, "requests.sock")
+    ours, bare = in_turns(_Asker(address).median_us, _Asker(echo).median_us, ROUNDS)
+    sync = _sync_us(directory)
+    return Figure(
+        "control.single_p50",
+        ours,
+        "us",
+        f"bare round trip {bare:.0f} us + one sync {sync:.0f} us",
+        ours / (bare + sync),
+        "ratio <= 3",
+        ours / (bare + sync) <= 3,
+    )
+
+
+def _sync_us(directory: Path) -> float:
+    import os  # noqa: PLC0415
+
+    fd = os.open(directory / "sync", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    times = []
+    for _ in range(500):
+        started = time.perf_counter()
+        os.write(fd, b"x" * 100)
+        os.fdatasync(fd)
+        times.append(time.perf_counter() - started)
+    os.close(fd)
+    return sorted(times)[len(times) // 2] * 1e6
+
+
+def _replay() -> Figure:
+    limits = Limits(slots_max=8, host_adapters_max=64)
+    feed = Feed(limits, remember=True)
+    serve_traffic(feed, 50_000, 200)
+    with tempfile.TemporaryDirectory(prefix="ld-") as name:
+        header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
+        with Log.open(Path(name), header) as log:
+            records = [Record(seq, message) for seq, message in enumerate(feed.inputs)]
+            for start in range(0, len(records), 1000):
+                log.append(records[start : start + 1000], 1)
+        count = len(feed.inputs)
+        ours = count / best_seconds(lambda: _fold(Path(name), feed.controller.digest()), 3)
+        reading = count / best_seconds(lambda: _read(Path(name)), 3)
+    return Figure(
+        "control.replay",
+        ours,
+        "inputs/s",
+        f"reading and decoding the same log: {reading:,.0f}/s",
+        ours / reading,
+        ">= 150,000/s",
+        ours >= 150_000,
+    )
+
+
+def _fold(directory: Path, digest: str) -> None:
+    if replay(directory).digest != digest:
+        raise RuntimeError("the replay's digest is not the controller's")
+
+
+def _read(directory: Path) -> None:
+    for _ in read(directory):
+        pass
+
+
+def _state_step() -> Figure:
+    steps = 200_000
+
+    def ours() -> None:
+        state = PINNED
+        for _ in range(steps // 2):
+            state = move("a", state, "WeightsUnstaged")
+            state = move("a", state, "WeightsStaged")
+
+    model = type("Model", (), {})()
+    machine: Machine = build(model)
+    machine.set_state(CPU_CACHED)
+
+    def plain() -> None:
+        for _ in range(steps // 20):
+            model.trigger("WeightsStaged")
+            model.trigger("WeightsUnstaged")
+
+    ours_ns = best_seconds(ours) / steps * 1e9
+    plain_ns = best_seconds(plain) / (steps // 10) * 1e9
+    return Figure(
+        "control.state_step",
+        ours_ns,
+        "ns",
+        f"a plain transitions trigger: {plain_ns:,.0f} ns",
+        ours_ns / plain_ns,
+        "ratio <= 0.05",
+        ours_ns / plain_ns <= 0.05,
+    )
+
+
+def _known_adapters() -> Iterator[Figure]:
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    large = _known(100_000)
+    each = (tracemalloc.get_traced_memory()[0] - before) / 100_000
+    tracemalloc.stop()
+    small = _known(1_000)
+    few, many = in_turns(lambda: _activations_us(small), lambda: _activations_us(large), ROUNDS)
+    yield Figure(
+        "control.known_adapters",
+        each,
+        "bytes each",
+        f"2,048 bytes; a turn takes {many:.1f} us among 100,000, {few:.1f} us among 1,000",
+        many / few,
+        "<= 2,048 bytes and ratio <= 1.5",
+        each <= 2048 and many / few <= 1.5,
+    )
+
+
+def _known(count: int) -> Feed:
+    feed = Feed(Limits(slots_max=8, host_adapters_max=64, answers_max=1000))
+    from messages.requests import LoadAdapter  # noqa: PLC0415
+
+    for number in range(count):
+        feed.give(LoadAdapter(feed.request_id(), f"adapter-{number}"))
+    feed.controller.digest()
+    return feed
+
+
+def _activations_us(feed: Feed) -> float:
+    """One generation with its activation and somebody's eviction, digests included."""
+    turns = 1000
+    started = time.perf_counter()
+    serve_traffic(feed, turns, 1000)
+    feed.controller.digest()
+    return (time.perf_counter() - started) / turns * 1e6

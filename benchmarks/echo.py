@@ -1,0 +1,47 @@
+"""The yardstick of the control plane: a bare ZeroMQ and msgspec echo with the same habits.
+
+What it is: a ROUTER that decodes each request, writes what one poll brought with one write and one
+sync (where asked to), and replies. What it is not: ours; it decides nothing. One rule: it batches,
+encodes and syncs exactly as the controller does.
+"""
+
+import os
+import sys
+
+import zmq
+
+from messages.records import Record
+from messages.requests import AdapterDone
+from messages.wire import REPLIES, REQUESTS
+
+FRAMES_PER_TURN = 512
+
+
+def main() -> None:
+    """`python -m benchmarks.echo ADDRESS LOG_FILE|-`: serve until killed."""
+    import msgspec  # noqa: PLC0415 - the module is one command
+
+    address, file = sys.argv[1:]
+    fd = -1 if file == "-" else os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    encode = msgspec.msgpack.Encoder().encode
+    socket = zmq.Context().socket(zmq.ROUTER)
+    socket.bind(address)
+    while True:
+        socket.poll()
+        group = []
+        for _ in range(FRAMES_PER_TURN):
+            try:
+                client, frame = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            group.append((client, REQUESTS.decode(frame).message))
+        if fd >= 0:
+            os.write(fd, b"".join(encode(Record(1, message, client)) for client, message in group))
+            os.fdatasync(fd)
+        for client, message in group:
+            reply = AdapterDone(message.request_id, "upper", "gpu-slot", 0, 1)
+            socket.send_multipart((client, REPLIES.encode(reply)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What commands print.
+
+What it is: values as JSON, text and tables on stdout, progress and errors on stderr. What it is
+not: what the values mean (`render`). One rule: with `--json` stdout holds JSON and nothing else,
+one document, or one document a line for a stream.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import IO, Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from controller.cli.exits import Failure
+from controller.cli.render import safe
+
+_PIPE_WIDTH: Final = 10_000
+
+
+def plain(value: Any) -> Any:
+    """A message as JSON knows it: an object with its fields' names, and `type` in a union."""
+    if isinstance(value, msgspec.Struct):
+        tag = value.__struct_config__.tag
+        fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        return fields if tag is None else {"type": tag, **fields}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def _console(file: IO[str]) -> Console:
+    width = None if file.isatty() else _PIPE_WIDTH
+    return Console(file=file, width=width, markup=False, emoji=False, highlight=False)
+
+
+class Output:
+    """One command's stdout and stderr."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+        self._console = _console(sys.stdout)
+        self._errors = _console(sys.stderr)
+
+    def document(self, value: Any) -> None:
+        """A value, or one of a stream's, as one line of JSON."""
+        sys.stdout.write(json.dumps(plain(value), ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+
+    def show(self, *parts: Table | str) -> None:
+        """Tables and lines, for a person."""
+        with self._console.capture() as captured:
+            for part in parts:
+                self._console.print(part)
+        # Tables are padded to their width, which is of no use to whoever reads a file.
+        lines = captured.get().splitlines()
+        sys.stdout.write("".join(line.rstrip() + "\n" for line in lines))
+        sys.stdout.flush()
+
+    def text(self, text: str) -> None:
+        """Text as it comes; on a terminal without what could take control of it."""
+        sys.stdout.write(safe(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+    def note(self, text: str) -> None:
+        """Something about the doing, for a person who watches."""
+        if not self.as_json and sys.stderr.isatty():
+            self._errors.print(text, style="dim")
+
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """Show that something takes its time, and how much; gone without a trace afterwards."""
+        if self.as_json or not sys.stderr.isatty():
+            yield
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=self._errors, transient=True) as progress:
+            progress.add_task(doing, total=None)
+            yield
+
+    def failure(self, failure: Failure) -> None:
+        """Tell what went wrong and what to do."""
+        if self.as_json:
+            told = {**failure.fields, "hint": failure.hint, "exit": failure.exit_code.value}
+            sys.stderr.write(json.dumps({"error": told}, ensure_ascii=False) + "\n")
+            return
+        self._errors.print(safe(failure.line), style="red", soft_wrap=True)
+        if failure.hint:
+            self._errors.print(f"  {failure.hint}", soft_wrap=True)

@@ -1,0 +1,202 @@
+"""Messages as people read them.
+
+What it is: one function a kind of message, to a line or a table. What it is not: JSON (`output`)
+or a decision. One rule: nothing a program needs is only here.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import msgspec
+from rich.box import SIMPLE
+from rich.table import Table
+
+from controller.cli.sizes import format_size
+from controller.client_streams import Gap
+from messages.events import Published
+from messages.ids import NO_SLOT
+from messages.requests import (
+    AdapterDone,
+    AdapterShown,
+    AdaptersListed,
+    AdapterView,
+    BatchDone,
+    CancelDone,
+    StatusShown,
+    TierView,
+)
+
+_SECOND_NS: Final = 1_000_000_000
+
+# Everything that moves a terminal's cursor or changes its state; newline and tab stay.
+_CONTROLS: Final = dict.fromkeys([*range(32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {
+    9: "\t",
+    10: "\n",
+}
+
+
+def safe(text: str) -> str:
+    """The text without what could take control of a terminal."""
+    return text.translate(_CONTROLS)
+
+
+def renderables(reply: Any) -> list[Table | str]:
+    """What to print for a reply of the controller."""
+    return _RENDERERS[type(reply)](reply)
+
+
+def event_line(item: Published | Gap) -> str:
+    """One event on one line: number, time (UTC), what happened, to whom."""
+    if isinstance(item, Gap):
+        if item.found > item.expected:
+            return f"events {item.expected} to {item.found - 1} are gone: the log begins later"
+        return f"the log began again: event {item.expected} was due, {item.found} comes next"
+    event = item.event
+    fields = (f"{name}={getattr(event, name)}" for name in event.__struct_fields__)
+    line = f"{item.seq:>6}  {_clock(item.time_ns)}  {type(event).__name__:<20}  {' '.join(fields)}"
+    return " ".join(line.splitlines())
+
+
+def ago(time_ns: int) -> str:
+    """How long ago a UTC time was, in its largest unit; `-` for never."""
+    if time_ns == 0:
+        return "-"
+    seconds = max(0, (time.time_ns() - time_ns) // _SECOND_NS)
+    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds // size}{unit} ago"
+    return f"{seconds}s ago"
+
+
+def _done(reply: AdapterDone) -> list[Table | str]:
+    where = "" if reply.slot == NO_SLOT else f" {reply.slot} (generation {reply.generation})"
+    return [f"{reply.adapter}: {reply.state}{where}"]
+
+
+def _batch(reply: BatchDone) -> list[Table | str]:
+    rows = ((p.adapter, str(p.slot), str(p.generation)) for p in reply.placements)
+    return [_table(("adapter", "slot", "generation"), rows)]
+
+
+def _cancelled(reply: CancelDone) -> list[Table | str]:
+    found = "cancelled" if reply.found else "nothing was running as"
+    return [safe(f"{found} {reply.target}")]
+
+
+def _shown(reply: AdapterShown) -> list[Table | str]:
+    return [facts_table(_adapter_facts(view)) for view in (reply.adapter, *reply.retired)]
+
+
+def _status(reply: StatusShown) -> list[Table | str]:
+    return [facts_table(_status_facts(reply)), _tiers(reply.tiers)]
+
+
+def _list(reply: AdaptersListed) -> list[Table | str]:
+    if not reply.adapters:
+        return ["no adapters are known"]
+    columns = ("adapter", "state", "slot", "rank", "held", "leases", "size", "uses", "last used")
+    return [_table(columns, (_row(view) for view in reply.adapters))]
+
+
+def _row(view: AdapterView) -> tuple[str, ...]:
+    size_bytes = view.host_bytes + view.pinned_bytes
+    return (
+        f"{view.adapter} (retired)" if view.retired else view.adapter,
+        _state(view),
+        _slot(view),
+        str(view.rank) if view.rank else "-",
+        "yes" if view.held else "",
+        str(view.leases) if view.leases else "",
+        format_size(size_bytes) if size_bytes else "-",
+        str(view.uses),
+        ago(view.last_used_ns),
+    )
+
+
+def _state(view: AdapterView) -> str:
+    return view.state if view.state == view.goal else f"{view.state} > {view.goal}"
+
+
+def _slot(view: AdapterView) -> str:
+    return "-" if view.slot == NO_SLOT else str(view.slot)
+
+
+def _adapter_facts(view: AdapterView) -> dict[str, str]:
+    """Every field, in the order of the message, sizes and times readable."""
+    facts = {}
+    for name, value in msgspec.structs.asdict(view).items():
+        match name:
+            case "host_bytes" | "pinned_bytes" | "device_bytes":
+                facts[name.removesuffix("_bytes")] = format_size(value)
+            case "last_used_ns":
+                facts["last used"] = ago(value)
+            case "slot":
+                facts["slot"] = _slot(view)
+            case _:
+                shown = {True: "yes", False: "no"}.get(value) if isinstance(value, bool) else value
+                facts[name.replace("_", " ")] = str(shown)
+    return facts
+
+
+def _status_facts(status: StatusShown) -> dict[str, str]:
+    engine = f"{status.engine_id} (pid {status.engine_pid})" if status.engine_id else "none"
+    return {
+        "controller": f"epoch {status.epoch} (pid {status.controller_pid})",
+        "log": f"record {status.seq}, event {status.events_seq}",
+        "digest": status.digest,
+        "policy": status.policy,
+        "engine": engine,
+        "model": status.model or "-",
+        "adapters": str(status.adapters),
+        "under way": f"{status.requests} requests, {status.operations} operations",
+        "so far": f"{status.answered} answered, {status.refused} refused",
+    }
+
+
+def _tiers(tiers: tuple[TierView, ...]) -> Table:
+    rows = (
+        (
+            tier.name,
+            f"{tier.count} of {tier.count_max}" if tier.count_max else str(tier.count),
+            f"{format_size(tier.size_bytes)} of {format_size(tier.size_bytes_max)}",
+        )
+        for tier in tiers
+    )
+    return _table(("tier", "adapters", "memory"), rows)
+
+
+def facts_table(facts: dict[str, str]) -> Table:
+    """Names and values in two columns."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, safe(value))
+    return table
+
+
+def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
+    table = Table(box=SIMPLE, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(safe(cell) for cell in row))
+    return table
+
+
+def _clock(time_ns: int) -> str:
+    seconds, rest = divmod(time_ns, _SECOND_NS)
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return f"{moment:%Y-%m-%d %H:%M:%S}.{rest // 1_000_000:03}Z"
+
+
+_RENDERERS: Final[dict[type, Callable[[Any], list[Table | str]]]] = {
+    AdapterDone: _done,
+    BatchDone: _batch,
+    AdaptersListed: _list,
+    AdapterShown: _shown,
+    StatusShown: _status,
+    CancelDone: _cancelled,
+}

@@ -1,0 +1,94 @@
+"""What the demo shows: the life cycle as it is told by events, and the closing table.
+
+What it is: text. What it is not: a measurement or a check. One rule: the live lines are drawn from
+published events alone, as any subscriber could.
+"""
+
+import time
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+
+from controller.client import Gap
+from controller.shell.replay import ReplayResult
+from messages import events
+from messages.events import Published
+from messages.requests import AdaptersListed, StatusShown
+
+
+class LifeCycle:
+    """Where every adapter is, followed from the event stream."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = time.monotonic()
+        self._slots: dict[int, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._seq = 0
+
+    def on_event(self, published: Published | Gap) -> None:
+        """Follow one event."""
+        if isinstance(published, Gap):
+            return
+        self._seq = published.seq
+        event = published.event
+        self._counts[type(event).__name__] += 1
+        match event:
+            case events.AdapterActivated():
+                self._slots[event.slot] = event.adapter
+            case events.AdapterDeactivated():
+                self._slots.pop(event.slot, None)
+            case events.EngineDetached():
+                self._slots.clear()
+                self._tell(f"[yellow]engine detached[/]: {event.reason}")
+            case events.EngineAttached():
+                self._tell("[green]engine attached[/]: goals are driven again")
+            case events.ControllerResumed() if self._counts["ControllerResumed"] > 1:
+                self._tell("[green]controller resumed[/]: it knows what its log knows")
+
+    def _tell(self, text: str) -> None:
+        self._console.print(f"  event {self._seq:>5}  {text}")
+
+    def show(self, answered: int) -> None:
+        """One line: time, slots, and how often what happened."""
+        slots = " ".join(f"{slot}:{self._slots.get(slot, '-'):<8}" for slot in range(3))
+        seconds = time.monotonic() - self._started
+        self._console.print(
+            f"{seconds:5.1f} s  slots {slots}  answered {answered:>3}"
+            f"  activated {self._counts['AdapterActivated']:>3}"
+            f"  evicted {self._counts['AdapterEvicted']:>3}  events {self._seq:>4}"
+        )
+
+
+def summary(listed: AdaptersListed, asked: Counter[str], exact: Counter[str]) -> Table:
+    """The closing table: one line an adapter, bytes by tier, books and exact matches."""
+    table = Table(title="adapters at the end")
+    for name in ("adapter", "state"):
+        table.add_column(name)
+    for name in ("slot", "rank", "host B", "pinned B", "device B"):
+        table.add_column(name, justify="right")
+    for name in ("loads", "hits", "evictions", "exact"):
+        table.add_column(name, justify="right")
+    for view in listed.adapters:
+        numbers = (view.rank, view.host_bytes, view.pinned_bytes, view.device_bytes)
+        books = (view.loads, view.hits, view.evictions)
+        slot = "-" if view.slot < 0 else str(view.slot)
+        score = f"{exact[view.adapter]}/{asked[view.adapter]}"
+        table.add_row(view.adapter, view.state, slot, *map(str, (*numbers, *books)), score)
+    base = "(base)"
+    table.add_row(base, *["-"] * 9, f"{exact[base]}/{asked[base]}")
+    return table
+
+
+def closing(
+    console: Console, counts: tuple[int, int, int], status: StatusShown, result: ReplayResult
+) -> None:
+    """Requests answered, lost and wrong, and the two digests."""
+    answered, lost, wrong = counts
+    console.print(f"requests: {answered} answered, {lost} lost, {wrong} wrong")
+    console.print(f"digest of the running controller at input {status.seq}: {status.digest}")
+    console.print(f"digest of the replayed log       at input {result.inputs}: {result.digest}")
+    console.print(f"digests compared on the way: {result.digests_compared}")
+    if result.divergence is not None:
+        console.print(f"[red]diverged before input {result.divergence.seq}[/]")

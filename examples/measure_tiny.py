@@ -1,0 +1,157 @@
+"""Measures the tiny adapters, as they lie on disk, on words no training has seen.
+
+Not an engine: plain transformers and peft, greedy, one adapter at a time. One rule: the base
+alone is measured on the same words, since an adapter proves nothing where the base is right too.
+
+    python -m examples.measure_tiny
+"""
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+
+import torch
+from peft import PeftModel
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as TokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from examples.tiny_recipe import (
+    ADAPTERS,
+    ADAPTERS_DIRECTORY,
+    MODEL_DIRECTORY,
+    RESULTS_FILE,
+    AdapterRecipe,
+)
+from examples.transformations import (
+    ANSWER_BYTES_MAX,
+    TRANSFORMATIONS,
+    answer_of,
+    held_out_words,
+    prompt_of,
+)
+
+WORDS = 500
+BATCH_WORDS = 100
+EXACT_ADAPTER_MIN = 0.95
+EXACT_BASE_MAX = 0.05
+
+
+@dataclass(frozen=True)
+class Result:
+    """One adapter's figures; the two exact matches are shares of `words` between 0 and 1."""
+
+    adapter: str
+    transformation: str
+    rank: int
+    alpha: int
+    use_rslora: bool
+    target_modules: tuple[str, ...]
+    exact_match_adapter: float
+    exact_match_base: float
+    words: int
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the adapter does its work and the base alone does not."""
+        does_its_work = self.exact_match_adapter >= EXACT_ADAPTER_MIN
+        return does_its_work and self.exact_match_base <= EXACT_BASE_MAX
+
+
+def main() -> int:
+    """Measure, print the table, write the results; 1 when a figure is outside its bound."""
+    torch.set_num_threads(2)
+    disable_progress_bar()
+    results = measure_all()
+    print_table(Console(), results)
+    write_results(results)
+    return 0 if all(result.is_good for result in results) else 1
+
+
+def measure_all() -> list[Result]:
+    """Measure every adapter of the recipe on the same held-out words."""
+    words = held_out_words(WORDS)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
+    said_by_base = generate(_load_base(), tokenizer, words)
+    results = []
+    for recipe in ADAPTERS:
+        model = PeftModel.from_pretrained(_load_base(), ADAPTERS_DIRECTORY / recipe.name)
+        said = generate(model, tokenizer, words)
+        results.append(_result(recipe, words, said, said_by_base))
+    return results
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel | PeftModel, tokenizer: TokenizerBase, words: list[str]
+) -> list[str]:
+    """What the model says to each word, greedy, in left-padded batches, without special tokens."""
+    model.eval()
+    said: list[str] = []
+    for start in range(0, len(words), BATCH_WORDS):
+        prompts = [prompt_of(word) for word in words[start : start + BATCH_WORDS]]
+        batch = tokenizer(prompts, return_tensors="pt", padding=True)
+        # One token more than the longest answer, so that a missing end shows as a wrong answer.
+        tokens = model.generate(**batch, max_new_tokens=ANSWER_BYTES_MAX + 1, do_sample=False)
+        answers = tokens[:, batch["input_ids"].shape[1] :]
+        said += tokenizer.batch_decode(answers, skip_special_tokens=True)
+    return said
+
+
+def print_table(console: Console, results: list[Result]) -> None:
+    """Print the results for a person."""
+    table = Table(title=f"exact match on {WORDS} held-out words")
+    for column in ("adapter", "rank", "alpha", "targets", "adapter on", "base alone"):
+        table.add_column(column)
+    for result in results:
+        table.add_row(
+            result.adapter,
+            str(result.rank),
+            f"{result.alpha}{' rslora' if result.use_rslora else ''}",
+            ", ".join(name.removesuffix("_proj") for name in result.target_modules),
+            f"{result.exact_match_adapter:.1%}",
+            f"{result.exact_match_base:.1%}",
+            style="" if result.is_good else "bold red",
+        )
+    console.print(table)
+
+
+def write_results(results: list[Result]) -> None:
+    """Write the results beside the model."""
+    RESULTS_FILE.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+
+
+def _load_base() -> PreTrainedModel:
+    # Loaded anew for every adapter: peft changes the base it is given in place.
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY)
+
+
+def _result(
+    recipe: AdapterRecipe, words: list[str], said: list[str], said_by_base: list[str]
+) -> Result:
+    right = [answer_of(recipe.name, word) for word in words]
+    return Result(
+        adapter=recipe.name,
+        transformation=_description(TRANSFORMATIONS[recipe.name].__doc__),
+        rank=recipe.rank,
+        alpha=recipe.alpha,
+        use_rslora=recipe.use_rslora,
+        target_modules=recipe.target_modules,
+        exact_match_adapter=_share_equal(said, right),
+        exact_match_base=_share_equal(said_by_base, right),
+        words=len(words),
+    )
+
+
+def _share_equal(said: list[str], right: list[str]) -> float:
+    return sum(map(str.__eq__, said, right)) / len(right)
+
+
+def _description(docstring: str | None) -> str:
+    return (docstring or "").replace("`", "").strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

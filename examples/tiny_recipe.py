@@ -1,0 +1,127 @@
+"""The figures of the tiny model and of its adapters, and their tokenizer; no training here.
+
+One rule: whatever a reader may want to change about what gets trained is a value in this file.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+SEED = 20250
+
+TINY_DIRECTORY = Path(__file__).parent / "tiny"
+MODEL_DIRECTORY = TINY_DIRECTORY / "model"
+ADAPTERS_DIRECTORY = TINY_DIRECTORY / "adapters"
+RESULTS_FILE = TINY_DIRECTORY / "results.json"
+
+BASE_NAME = "loradock/tiny"
+
+# A byte's token id is the byte itself; the special tokens follow.
+BYTES = 256
+PAD_ID, BOS_ID, EOS_ID = 256, 257, 258
+PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|pad|>", "<|bos|>", "<|eos|>"
+CONTEXT_TOKENS_MAX = 512
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = ATTENTION + FEED_FORWARD
+
+# Only the base's training uses tags: behind its tag the base performs the transformation, without
+# one it copies the word. An adapter then only has to learn to do without the tag.
+TAGS = {
+    "upper": "^",
+    "reverse": "<",
+    "caesar": "+",
+    "devowel": "~",
+    "double": "=",
+    "count": "#",
+    "piglatin": "&",
+    "spell": "-",
+}
+
+
+@dataclass(frozen=True)
+class AdapterRecipe:
+    """How one adapter is shaped; its name says which transformation it learns."""
+
+    name: str
+    rank: int
+    alpha: int
+    target_modules: tuple[str, ...]
+    use_rslora: bool = False
+
+    def lora_config(self) -> LoraConfig:
+        """The same in the words of peft: no dropout, no bias, no further modules."""
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=self.rank,
+            lora_alpha=self.alpha,
+            target_modules=list(self.target_modules),
+            use_rslora=self.use_rslora,
+        )
+
+
+# Ranks, scalings and targets differ on purpose: an engine that confuses two adapters, or forgets
+# a scaling, gives visibly wrong words.
+ADAPTERS = (
+    AdapterRecipe("upper", rank=4, alpha=16, target_modules=ALL_LINEAR),
+    AdapterRecipe("reverse", rank=64, alpha=16, target_modules=ATTENTION, use_rslora=True),
+    AdapterRecipe("caesar", rank=8, alpha=32, target_modules=FEED_FORWARD),
+    AdapterRecipe("devowel", rank=16, alpha=16, target_modules=ALL_LINEAR),
+    AdapterRecipe("double", rank=24, alpha=48, target_modules=("q_proj", "v_proj", "o_proj")),
+    AdapterRecipe("count", rank=12, alpha=24, target_modules=ALL_LINEAR),
+    AdapterRecipe("piglatin", rank=32, alpha=48, target_modules=ALL_LINEAR),
+    AdapterRecipe("spell", rank=8, alpha=8, target_modules=ALL_LINEAR),
+)
+
+
+def model_config() -> LlamaConfig:
+    """A Llama of 0.8 million parameters, with fewer key and value heads than query heads."""
+    return LlamaConfig(
+        vocab_size=BYTES + 3,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=CONTEXT_TOKENS_MAX,
+        tie_word_embeddings=False,
+        pad_token_id=PAD_ID,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        dtype="float32",
+    )
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose ids are the UTF-8 bytes of the text; it adds no special token itself."""
+    backend = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    # Added in the order of their ids: the backend numbers them from 256 on.
+    backend.add_special_tokens([PAD_TOKEN, BOS_TOKEN, EOS_TOKEN])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD_TOKEN,
+        bos_token=BOS_TOKEN,
+        eos_token=EOS_TOKEN,
+        padding_side="left",
+        model_max_length=CONTEXT_TOKENS_MAX,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """The printable symbol the ByteLevel pre-tokenizer writes for each byte, by GPT-2's rule.
+
+    Bytes that print stand for themselves; the others are numbered from U+0100 on.
+    """
+    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(BYTES) if byte not in prints]
+    symbols = {byte: chr(byte) for byte in prints}
+    symbols |= {byte: chr(BYTES + place) for place, byte in enumerate(others)}
+    return {symbols[byte]: byte for byte in range(BYTES)}
