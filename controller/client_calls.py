@@ -26,8 +26,8 @@ from messages.requests import (
     TokensStreamed,
 )
 
-RESENDS_FOR_LOST_TOKENS: Final = 2
-"""How often the rest of an output is asked for after its account came."""
+PAUSES_WAITED: Final = 4
+"""A stream counts as lost after so many times its longest pause."""
 
 
 class Timing(Struct, frozen=True):
@@ -35,12 +35,14 @@ class Timing(Struct, frozen=True):
 
     A frame without an answer goes out again after `retry_s_min`, then after twice that, up to
     `retry_s_max`. A call ends `slack_s` after the time that the controller was given, so that the
-    controller's own words on a timeout can still arrive.
+    controller's own words on a timeout can still arrive. Output that a generation's account counts
+    and that does not come for `lost_tokens_s` is lost: longer than a controller takes to be back.
     """
 
     retry_s_min: float = 0.5
     retry_s_max: float = 5.0
     slack_s: float = 1.0
+    lost_tokens_s: float = 10.0
 
 
 TIMING: Final = Timing()
@@ -134,7 +136,9 @@ class GenerationCall(Call):
         self.chunks.clear()
         self._output = TokenOutput()
         self._done: GenerationDone | None = None
-        self._resends_without_tokens = 0
+        self._tokens_due = 0.0
+        self._last_tokens_at: float | None = None
+        self._longest_pause_s = 0.0
 
     @property
     def result(self) -> GenerationDone | None:
@@ -159,6 +163,8 @@ class GenerationCall(Call):
         if isinstance(reply, TokensStreamed):
             self._take_chunk(reply, now)
         elif isinstance(reply, GenerationDone):
+            if self._done is None:
+                self._tokens_due = now + self.timing.lost_tokens_s
             self._done = reply
             self.send_at = now + self.timing.retry_s_min
         else:
@@ -174,17 +180,27 @@ class GenerationCall(Call):
         fresh = self._output.add(chunk)
         if fresh is not None:
             self.chunks.append(fresh)
-            self.send_at = now + self.timing.retry_s_max
-            self._resends_without_tokens = 0
+            self._tokens_due = now + self.timing.lost_tokens_s
+            self._be_patient(now)
             self.changed()
 
+    def _be_patient(self, now: float) -> None:
+        """After tokens, wait for more as long as this engine's pace makes sense of it.
+
+        A repeated request has all output streamed again, so a slow engine must not be asked too
+        often; silence from a fast one means that the way to here was lost.
+        """
+        if self._last_tokens_at is not None:
+            self._longest_pause_s = max(self._longest_pause_s, now - self._last_tokens_at)
+        self._last_tokens_at = now
+        pause_s = max(self.timing.retry_s_min, PAUSES_WAITED * self._longest_pause_s)
+        self.send_at = now + min(pause_s, self.timing.retry_s_max)
+
     def next_sending(self, now: float) -> bytes | None:
-        """As every call's; the account without all its tokens is asked for twice more."""
-        if self._done is not None:
-            if self._resends_without_tokens == RESENDS_FOR_LOST_TOKENS:
-                self.settle(EngineGone(self._lost(self._done), self.request_id))
-                return None
-            self._resends_without_tokens += 1
+        """As every call's; tokens that the account counts are asked for until they are overdue."""
+        if self._done is not None and now >= self._tokens_due:
+            self.settle(EngineGone(self._lost(self._done), self.request_id))
+            return None
         return super().next_sending(now)
 
     def _lost(self, done: GenerationDone) -> str:

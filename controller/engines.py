@@ -246,6 +246,9 @@ def on_payload_lost(turn: Turn, message: records.PayloadLost) -> None:
     if waiting is None or waiting.kind != "generate" or not waiting.op:
         return
     operation = turn.world.operations.pop_key(waiting.op)
+    for adapter_id in waiting.adapters:
+        # It will be counted when it comes again.
+        turn.world.adapters[adapter_id].uses -= 1
     facts.end_generation(turn, operation, None)
 
 

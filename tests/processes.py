@@ -36,7 +36,7 @@ class ControllerProcess:
     """A controller that can be killed and started again over the same directory."""
 
     def __init__(self, directory: Path, limits: Limits = LIMITS, **options: object) -> None:
-        self._config = ServerConfig(str(directory), limits, checked=True, **options)
+        self._config = ServerConfig(str(directory), limits, **options)
         self._errors = directory.with_suffix(".controller.log")
         self._process: subprocess.Popen[bytes] | None = None
 

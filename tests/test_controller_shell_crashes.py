@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from controller.client import AsyncClient
+from controller.client_calls import Timing
 from controller.shell.log import verify
 from controller.shell.replay import replay
 from messages.requests import StatusShown
@@ -22,6 +23,11 @@ KILLS = int(os.environ.get("LORADOCK_KILLS", "200"))
 CLIENTS = 6
 SEED = int(os.environ.get("LORADOCK_SEED", "1"))
 TIMEOUT_S = 120.0
+
+
+def _client(directory: Path) -> AsyncClient:
+    # It asks again soon: most of this test's time is clients waiting for the next life.
+    return AsyncClient(directory, timeout_s=TIMEOUT_S, timing=Timing(0.1, 0.4))
 
 
 class Load:
@@ -37,7 +43,7 @@ class Load:
         chance = random.Random(f"{SEED}-{number}")
         # Each client has an adapter of its own to hold, and they all fight for the slots.
         own = ADAPTERS[number % len(ADAPTERS)]
-        async with AsyncClient(self.directory, timeout_s=TIMEOUT_S) as client:
+        async with _client(self.directory) as client:
             while self.running:
                 await self._ask(client, chance, own)
 
@@ -63,7 +69,7 @@ class Load:
 async def _crash_under_load(directory: Path, process: ControllerProcess) -> tuple[Load, list[int]]:
     load = Load(directory)
     chance = random.Random(SEED)
-    async with AsyncClient(directory, timeout_s=TIMEOUT_S) as client:
+    async with _client(directory) as client:
         await asyncio.gather(*(client.load(name) for name in ADAPTERS))
         load.uses += len(ADAPTERS)
         tasks = [asyncio.create_task(load.run(number)) for number in range(CLIENTS)]

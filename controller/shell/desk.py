@@ -38,6 +38,7 @@ class Desk:
         self._pid = pid
         self._routes: dict[RequestId, bytes] = {}
         self._prompts: dict[RequestId, requests.Generate] = {}
+        self._repeated: dict[RequestId, None] = {}
         self._queries: list[tuple[bytes, requests.Query]] = []
         self._routes_max = ROUTES_PER_REQUEST * controller.limits.requests_max
 
@@ -74,11 +75,18 @@ class Desk:
             return None
         return msgspec.structs.replace(command, prompt=asked.prompt, sampling=asked.sampling)
 
-    def had_started(self, request_id: RequestId) -> bool:
-        """Whether a generation is known and may have output that its client lacks."""
+    def note_repeated(self, request_id: RequestId) -> None:
+        """A generation is asked for: if it had started before, its client may lack output."""
         world = self._controller.world
         waiting = world.waiting.get(request_id)
-        return request_id in world.answers or (waiting is not None and bool(waiting.op))
+        if request_id in world.answers or (waiting is not None and waiting.op):
+            self._repeated[request_id] = None
+
+    def take_repeated(self) -> tuple[RequestId, ...]:
+        """The generations whose output is to be sent again, once an engine can be asked."""
+        repeated = tuple(self._repeated)
+        self._repeated.clear()
+        return repeated
 
     def answer(self, reply: requests.Reply) -> None:
         """Send a reply where its request came from; without a route its client asks again."""

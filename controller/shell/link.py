@@ -64,6 +64,11 @@ class EngineLink:
         self.engine_id, self.pid = engine_id, pid
         self._heard_ns = now_ns
 
+    @property
+    def is_open(self) -> bool:
+        """Whether commands reach the engine."""
+        return self._phase is Phase.OPEN
+
     def open(self) -> None:
         """The inventory that was asked for is being handled: what it leads to may be sent."""
         if self._phase is Phase.ANSWERED:

@@ -126,7 +126,8 @@ class Log:
         """Open or make the log in `directory`, cut a torn tail, and be ready to append.
 
         `header.first_seq` is filled in here. A header that differs from the last segment's begins
-        a new one. A segment that has reached `segment_bytes_max` is ended by the next append.
+        a new one. A segment that has reached `segment_bytes_max` is ended by the next append. Only
+        the last segment is read here: whoever starts from the log reads all that it needs before.
         Raises `LogDamaged`, `LogForeign`, `LogBusy`, `LogFull`, `LogSyncFailed`.
         """
         if not directory.is_dir():

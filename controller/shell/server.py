@@ -176,17 +176,15 @@ class Server:
         for entry in group:
             if type(entry.message) is EngineInventory:
                 self._link.open()
+            if type(entry.message) is records.GenerationRequested:
+                self._desk.note_repeated(entry.message.request_id)
             for action in handle(entry.message, now):
                 self._perform(action)
-            if type(entry.message) is records.GenerationRequested:
-                self._resend_output(entry.message)
+        if self._link.is_open:
+            for request_id in self._desk.take_repeated():
+                self._link.send(ResendTokens(request_id), now)
         self._publish()
         self._watch_engine()
-
-    def _resend_output(self, message: records.GenerationRequested) -> None:
-        # A repeated request: its client may lack tokens that an earlier route has lost.
-        if self._desk.had_started(message.request_id):
-            self._link.send(ResendTokens(message.request_id), time.time_ns())
 
     def _refuse_group(self, group: list[_Entry], why: str, now: int) -> None:
         if now >= self._log_retry_ns:

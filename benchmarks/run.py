@@ -1,0 +1,60 @@
+"""`make bench`: measure, print the table, and write `benchmarks/results.json`.
+
+What it is: the list of groups and the output. What it is not: a measurement. One rule: a group that
+was not run keeps the figures that the file has of it.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import control
+from benchmarks.figures import Figure
+
+RESULTS: Final = Path(__file__).parent / "results.json"
+
+GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {"control": control.run}
+
+
+def main() -> None:
+    """Run the groups that were asked for."""
+    parser = argparse.ArgumentParser(description="measure side by side")
+    parser.add_argument("--only", choices=sorted(GROUPS), help="run one group")
+    only = parser.parse_args().only
+    console = Console(width=150)
+    known = _read()
+    for group in [only] if only else sorted(GROUPS):
+        with console.status(f"measuring {group}"):
+            measured = list(GROUPS[group]())
+        console.print(_table(group, measured))
+        known = [f for f in known if not f.name.startswith(f"{group}.")] + measured
+    RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=2) + b"\n")
+
+
+def _read() -> list[Figure]:
+    if not RESULTS.exists():
+        return []
+    return msgspec.json.decode(RESULTS.read_bytes(), type=list[Figure])
+
+
+def _table(group: str, figures: list[Figure]) -> Table:
+    table = Table(title=group)
+    for name in ("name", "value", "unit", "yardstick", "ratio", "reach", "reached"):
+        table.add_column(name, justify="right" if name in ("value", "ratio") else "left")
+    for figure in figures:
+        value = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.1f}"
+        reached = "yes" if figure.reached else "no"
+        table.add_row(
+            *(figure.name, value, figure.unit, figure.yardstick),
+            *(f"{figure.ratio:.3f}", figure.reach, reached),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()
