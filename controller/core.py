@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller import asks, drive, engines, facts
+from controller import asks, drive, engines, facts, room
 from controller.actions import Action, SetTimer
 from controller.invariants import check
 from controller.limits import Limits, check_limits
@@ -28,6 +28,7 @@ class Controller:
         self.limits = check_limits(limits)
         self.policy_name = policy
         self.world = World(limits)
+        room.set_bounds(self.world, limits)
         self.policy = POLICIES[policy]
         self._checked = checked
 
@@ -38,7 +39,7 @@ class Controller:
         world.time_ns = time_ns
         turn = Turn(world, self.limits, self.policy, [])
         _HANDLERS[type(message)](turn, message)
-        if world.queues["host"] or world.queues["pinned"] or world.queues["device"]:
+        if world.queued:
             drive.serve_queues(turn)
         if world.deadlines and world.deadlines[0][0] != world.timer_ns:
             world.timer_ns = world.deadlines[0][0]
@@ -56,6 +57,7 @@ class Controller:
             gone = records.EngineLost(self.world.engine.engine_id, "the limits were changed")
             engines.on_lost(turn, gone)
         self.world.resize(limits.slots_max)
+        room.set_bounds(self.world, limits)
         return turn.actions
 
     def digest(self) -> str:

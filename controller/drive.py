@@ -97,6 +97,7 @@ def _ask_for_room(turn: Turn, adapter: Adapter, tier: TierName) -> None:
         give_up(turn, adapter, ErrorCode.NO_ROOM, never)
     elif adapter.waiters or adapter.held:
         queue[adapter.id] = None
+        turn.world.queued[adapter.id] = tier
     else:
         # A wish that nobody waits for does not push anybody out.
         turn.aim(adapter, adapter.state)
@@ -120,28 +121,31 @@ def _enter(turn: Turn, adapter: Adapter, tier: TierName) -> None:
 
 def serve_queues(turn: Turn) -> None:
     """Let in whoever waited for room and now has it; make room for those who come next."""
+    if turn.world.engine is None:
+        return
     for tier, queue in turn.world.queues.items():
-        while queue and turn.world.engine is not None:
+        while queue:
             adapter = turn.world.adapters[next(iter(queue))]
             if not room.fits(turn, adapter, tier):
                 break
-            del queue[adapter.id]
+            del queue[adapter.id], turn.world.queued[adapter.id]
             _enter(turn, adapter, tier)
-        if queue and turn.world.engine is not None:
+        if queue:
             _make_room(turn, tier)
 
 
 def _make_room(turn: Turn, tier: TierName) -> None:
     # In the queue's order: whoever is behind gets nobody sent away before those ahead are served.
-    wanted = room.used(turn, tier).minus(room.coming_free(turn, tier))
-    bound = room.capacity(turn, tier)
+    places, size_bytes = room.shortage(turn, tier)
     for adapter_id in list(turn.world.queues[tier]):
-        wanted = wanted.plus(room.need(turn.world.adapters[adapter_id], tier))
-        while not wanted.within(bound):
-            victim = room.find_victim(turn, tier, wanted.minus(bound))
+        places += room.PLACES[tier]
+        size_bytes += room.need_bytes(turn.world.adapters[adapter_id], tier)
+        while places > 0 or size_bytes > 0:
+            victim = room.find_victim(turn, tier, places, size_bytes)
             if victim is None:
                 return
-            wanted = wanted.minus(room.charge(victim, tier))
+            gives = room.charge(victim, tier)
+            places, size_bytes = places - gives[0], size_bytes - gives[1]
             demote(turn, victim, tier)
 
 
@@ -169,13 +173,18 @@ def reconsider(turn: Turn, adapter: Adapter) -> None:
 
 
 def _aim_for_waiters(turn: Turn, adapter: Adapter) -> None:
-    wishes = [turn.world.waiting[request_id] for request_id in adapter.waiters]
-    down = [wish.target for wish in wishes if wish.kind in DOWNWARD]
-    if down:
-        turn.aim(adapter, min(down, key=HEIGHT.__getitem__))
-    elif adapter.id not in turn.world.leaving:
+    highest, lowest = adapter.goal, None
+    for request_id in adapter.waiters:
+        wish = turn.world.waiting[request_id]
+        if wish.kind not in DOWNWARD:
+            highest = max(highest, wish.target, key=HEIGHT.__getitem__)
+        elif lowest is None or HEIGHT[wish.target] < HEIGHT[lowest]:
+            lowest = wish.target
+    if lowest is not None:
+        turn.aim(adapter, lowest)
+    elif highest != adapter.goal and adapter.id not in turn.world.leaving:
         # One that is on its way down goes there first, and comes back for these.
-        turn.aim(adapter, max(adapter.goal, *(w.target for w in wishes), key=HEIGHT.__getitem__))
+        turn.aim(adapter, highest)
 
 
 def is_met(adapter: Adapter, waiting: Waiting) -> bool:
@@ -304,8 +313,7 @@ def end_request(turn: Turn, request_id: RequestId, reply: requests.Reply | None)
 
 
 def _drop_idle_wish(turn: Turn, adapter: Adapter) -> None:
-    queued = any(adapter.id in queue for queue in turn.world.queues.values())
-    if queued and not adapter.waiters and not adapter.held:
+    if adapter.id in turn.world.queued and not adapter.waiters and not adapter.held:
         turn.aim(adapter, adapter.state)
     if adapter.id in turn.world.adapters:
         reconsider(turn, adapter)
@@ -363,5 +371,7 @@ def _unlink(turn: Turn, adapter: Adapter) -> None:
     if adapter.predecessor in world.adapters:
         world.adapters[adapter.predecessor].successor = 0
         world.adapters.touch(adapter.predecessor)
-    for index in (world.leaving, world.striving, world.held, *world.queues.values()):
+    for index in (world.leaving, world.striving, world.held):
         index.pop(adapter.id, None)
+    if adapter.id in world.queued:
+        del world.queues[world.queued.pop(adapter.id)][adapter.id]

@@ -31,6 +31,7 @@ def on_lost(turn: Turn, message: records.EngineLost) -> None:
     if engine is None or engine.engine_id != message.engine_id:
         return
     turn.world.engine = None
+    room.set_bounds(turn.world, turn.limits)
     turn.publish(events.EngineDetached(engine.engine_id, message.reason))
     why = f"the engine is gone ({message.reason}); try again when it is back"
     concerned = _concerned(turn)
@@ -49,6 +50,7 @@ def _concerned(turn: Turn) -> list[Adapter]:
         ids |= index
     for queue in world.queues.values():
         queue.clear()
+    world.queued.clear()
     return [world.adapters[adapter_id] for adapter_id in ids if adapter_id in world.adapters]
 
 
@@ -119,6 +121,7 @@ def _attach(turn: Turn, inventory: reports.EngineInventory) -> None:
         inventory.slots_max,
         inventory.device_bytes_max,
     )
+    room.set_bounds(turn.world, turn.limits)
     turn.publish(events.EngineAttached(inventory.engine_id, inventory.model))
 
 

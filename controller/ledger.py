@@ -7,6 +7,7 @@ The digest is a sum of one 128-bit xxh3 hash an entry, modulo 2**128 (the increm
 of Bellare and Micciancio, 1997, without its cryptographic claim: divergence is an accident here).
 """
 
+from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -27,20 +28,23 @@ def entry_hash(key: int | str, value: object) -> int:
 class Ledger(dict[K, V], Generic[K, V]):
     """Entries in insertion order, with the sum of their hashes."""
 
-    __slots__ = ("_hashes", "_sum", "_touched")
+    __slots__ = ("_hashes", "_sum", "_touched", "touch")
 
     def __init__(self) -> None:
         super().__init__()
         self._hashes: dict[K, int] = {}
         self._sum = 0
         self._touched: set[K] = set()
+        # Bound once: this is the most frequent call of all.
+        self.touch: Final[Callable[[K], None]] = self._touched.add
+        """The value under this key was changed in place."""
 
     def __setitem__(self, key: K, value: V) -> None:
-        super().__setitem__(key, value)
+        dict.__setitem__(self, key, value)
         self._touched.add(key)
 
     def __delitem__(self, key: K) -> None:
-        super().__delitem__(key)
+        dict.__delitem__(self, key)
         self._touched.add(key)
 
     def pop_key(self, key: K) -> V:
@@ -48,10 +52,6 @@ class Ledger(dict[K, V], Generic[K, V]):
         value = self[key]
         del self[key]
         return value
-
-    def touch(self, key: K) -> None:
-        """The value under `key` was changed in place."""
-        self._touched.add(key)
 
     def first(self) -> K:
         """The oldest key; raises `StopIteration` where there is none."""

@@ -7,14 +7,13 @@ no bound is passed during a change.
 
 import heapq
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
+from controller.limits import Limits
 from controller.steps import Step
 from controller.turn import Turn
-from controller.world import Adapter, TierName
+from controller.world import Adapter, TierName, World
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
-
-UNBOUNDED: Final = 1 << 62
 
 TIER_OF: Final[dict[Step, TierName]] = {
     Step.LOAD: "host",
@@ -30,66 +29,42 @@ FLOOR: Final[dict[TierName, tuple[AdapterState, ...]]] = {
 """The states that take room in a tier, those that are cheapest to come back from first."""
 
 
-class Amount(NamedTuple):
-    """Places and bytes of one tier."""
-
-    places: int
-    size_bytes: int
-
-    def plus(self, other: "Amount") -> "Amount":
-        """Both together."""
-        return Amount(self.places + other.places, self.size_bytes + other.size_bytes)
-
-    def minus(self, other: "Amount") -> "Amount":
-        """What is left without the other."""
-        return Amount(self.places - other.places, self.size_bytes - other.size_bytes)
-
-    def within(self, other: "Amount") -> bool:
-        """Whether it fits into `other`, by places and by bytes."""
-        return self.places <= other.places and self.size_bytes <= other.size_bytes
+PLACES: Final[dict[TierName, int]] = {"host": 1, "pinned": 0, "device": 1}
+"""The places that one adapter takes in a tier; pinned memory is bounded by bytes alone."""
 
 
-def need(adapter: Adapter, tier: TierName) -> Amount:
+def need_bytes(adapter: Adapter, tier: TierName) -> int:
     """What the adapter will take in a tier that it is about to enter."""
-    if tier == "host":
-        return Amount(1, adapter.load_bytes)
-    return Amount(1 if tier == "device" else 0, adapter.blob_bytes)
+    return adapter.load_bytes if tier == "host" else adapter.blob_bytes
 
 
-def charge(adapter: Adapter, tier: TierName) -> Amount:
-    """What the adapter takes in a tier now."""
+def charge(adapter: Adapter, tier: TierName) -> tuple[int, int]:
+    """The places and bytes that the adapter takes in a tier now."""
     if tier == "host":
-        return Amount(int(adapter.on_host), adapter.host_bytes)
+        return int(adapter.on_host), adapter.host_bytes
     if tier == "pinned":
-        return Amount(0, adapter.pinned_bytes)
-    return Amount(int(adapter.slot != NO_SLOT), adapter.device_bytes)
+        return 0, adapter.pinned_bytes
+    return int(adapter.slot != NO_SLOT), adapter.device_bytes
 
 
-def capacity(turn: Turn, tier: TierName) -> Amount:
-    """A tier's bounds: the limits, and the engine's where that is smaller."""
-    limits = turn.limits
-    if tier == "host":
-        return Amount(limits.host_adapters_max, limits.host_bytes_max)
-    if tier == "pinned":
-        return Amount(UNBOUNDED, limits.pinned_bytes_max)
-    engine = turn.world.engine
-    if engine is None:
-        return Amount(0, 0)
-    return Amount(
-        min(limits.slots_max, engine.slots_max),
-        min(limits.device_bytes_max, engine.device_bytes_max),
-    )
-
-
-def used(turn: Turn, tier: TierName) -> Amount:
-    """What a tier's adapters take now, reservations included."""
-    account = turn.world.tiers[tier]
-    return Amount(account.count, account.size_bytes)
+def set_bounds(world: World, limits: Limits) -> None:
+    """Bound the tiers: by the limits, and by the engine where that is smaller."""
+    host, pinned, device = (world.tiers[tier] for tier in ("host", "pinned", "device"))
+    host.count_max, host.size_bytes_max = limits.host_adapters_max, limits.host_bytes_max
+    pinned.count_max, pinned.size_bytes_max = limits.host_adapters_max, limits.pinned_bytes_max
+    device.count_max = device.size_bytes_max = 0
+    if world.engine is not None:
+        device.count_max = min(limits.slots_max, world.engine.slots_max)
+        device.size_bytes_max = min(limits.device_bytes_max, world.engine.device_bytes_max)
 
 
 def fits(turn: Turn, adapter: Adapter, tier: TierName) -> bool:
     """Whether the adapter can enter the tier as it is now."""
-    return used(turn, tier).plus(need(adapter, tier)).within(capacity(turn, tier))
+    account = turn.world.tiers[tier]
+    return (
+        account.count + PLACES[tier] <= account.count_max
+        and account.size_bytes + need_bytes(adapter, tier) <= account.size_bytes_max
+    )
 
 
 def pay(turn: Turn, adapter: Adapter, tier: TierName, size_bytes: int) -> None:
@@ -106,9 +81,8 @@ def pay(turn: Turn, adapter: Adapter, tier: TierName, size_bytes: int) -> None:
 
 def enter(turn: Turn, adapter: Adapter, tier: TierName) -> None:
     """Reserve the room that `fits` saw."""
-    amount = need(adapter, tier)
-    pay(turn, adapter, tier, amount.size_bytes)
-    turn.world.tiers[tier].count += amount.places
+    pay(turn, adapter, tier, need_bytes(adapter, tier))
+    turn.world.tiers[tier].count += PLACES[tier]
     if tier == "host":
         adapter.on_host = True
     elif tier == "device":
@@ -117,9 +91,9 @@ def enter(turn: Turn, adapter: Adapter, tier: TierName) -> None:
 
 def leave(turn: Turn, adapter: Adapter, tier: TierName) -> None:
     """Give back all that the adapter takes in a tier."""
-    amount = charge(adapter, tier)
-    pay(turn, adapter, tier, -amount.size_bytes)
-    turn.world.tiers[tier].count -= amount.places
+    places, size_bytes = charge(adapter, tier)
+    pay(turn, adapter, tier, -size_bytes)
+    turn.world.tiers[tier].count -= places
     if tier == "host":
         adapter.on_host = False
     elif tier == "device" and adapter.slot != NO_SLOT:
@@ -143,31 +117,37 @@ def free_slot(turn: Turn, adapter: Adapter) -> None:
     adapter.slot, adapter.generation = NO_SLOT, 0
 
 
-def coming_free(turn: Turn, tier: TierName) -> Amount:
-    """What adapters on their way out of a tier will give back."""
-    amount = Amount(0, 0)
+def shortage(turn: Turn, tier: TierName) -> tuple[int, int]:
+    """By how many places and bytes the tier will be over its bound; negative where it is under.
+
+    What adapters on their way out take counts as free already.
+    """
+    account = turn.world.tiers[tier]
+    places = account.count - account.count_max
+    size_bytes = account.size_bytes - account.size_bytes_max
     for adapter_id in turn.world.leaving:
         adapter = turn.world.adapters[adapter_id]
         if adapter.goal not in FLOOR[tier]:
-            amount = amount.plus(charge(adapter, tier))
-    return amount
+            gives = charge(adapter, tier)
+            places, size_bytes = places - gives[0], size_bytes - gives[1]
+    return places, size_bytes
 
 
-def find_victim(turn: Turn, tier: TierName, short: Amount) -> Adapter | None:
+def find_victim(turn: Turn, tier: TierName, places: int, size_bytes: int) -> Adapter | None:
     """Who leaves the tier: somebody idle, else somebody leased, who then takes no new requests.
 
-    Never one that is held, waited for, or in motion already, nor one whose going would give nothing
-    of what is `short`.
+    Never one that is held, waited for, or in motion already, nor one whose going would give
+    nothing of the `places` and `size_bytes` that lack.
     """
     for state in FLOOR[tier]:
-        victim = turn.policy(_candidates(turn, state, tier, short, leased=False))
+        victim = turn.policy(_candidates(turn, state, tier, (places, size_bytes), leased=False))
         if victim is not None:
             return victim
-    return turn.policy(_candidates(turn, GPU_SLOT, tier, short, leased=True))
+    return turn.policy(_candidates(turn, GPU_SLOT, tier, (places, size_bytes), leased=True))
 
 
 def _candidates(
-    turn: Turn, state: AdapterState, tier: TierName, short: Amount, *, leased: bool
+    turn: Turn, state: AdapterState, tier: TierName, short: tuple[int, int], *, leased: bool
 ) -> Iterator[Adapter]:
     world = turn.world
     for adapter_id in world.recency[state]:
@@ -175,7 +155,7 @@ def _candidates(
         if adapter.held or adapter.op or adapter.waiters or adapter_id in world.leaving:
             continue
         gives = charge(adapter, tier)
-        helps = (short.places > 0 and gives.places > 0) or (short.size_bytes > 0 < gives.size_bytes)
+        helps = (short[0] > 0 and gives[0] > 0) or (short[1] > 0 and gives[1] > 0)
         if helps and bool(adapter.leases) == leased:
             yield adapter
 
@@ -197,19 +177,21 @@ def has_pageable_room(turn: Turn, adapter: Adapter) -> bool:
 
 def why_never(turn: Turn, adapter: Adapter, tier: TierName) -> str | None:
     """Why no waiting can give the adapter room in a tier; None where it can."""
-    wanted, bound = need(adapter, tier), capacity(turn, tier)
-    if wanted.size_bytes > bound.size_bytes:
+    wanted, bound = need_bytes(adapter, tier), turn.world.tiers[tier]
+    if wanted > bound.size_bytes_max:
         return (
-            f"adapter {adapter.name!r} needs {wanted.size_bytes} bytes of {tier} memory, the "
-            f"budget is {bound.size_bytes}; raise {tier}_bytes_max or serve a smaller adapter"
+            f"adapter {adapter.name!r} needs {wanted} bytes of {tier} memory, the budget is "
+            f"{bound.size_bytes_max}; raise {tier}_bytes_max or serve a smaller adapter"
         )
-    held = Amount(0, 0)
+    places = size_bytes = 0
     for adapter_id in turn.world.held:
         if adapter_id != adapter.id:
-            held = held.plus(charge(turn.world.adapters[adapter_id], tier))
-    if held.plus(wanted).within(bound):
+            held = charge(turn.world.adapters[adapter_id], tier)
+            places, size_bytes = places + held[0], size_bytes + held[1]
+    fits_beside = size_bytes + wanted <= bound.size_bytes_max
+    if places + PLACES[tier] <= bound.count_max and fits_beside:
         return None
     return (
-        f"adapter {adapter.name!r} finds no room in {tier} memory: {held.places} of {bound.places} "
-        f"places and {held.size_bytes} of {bound.size_bytes} bytes are held; release an adapter"
+        f"adapter {adapter.name!r} finds no room in {tier} memory: {places} of {bound.count_max} "
+        f"places and {size_bytes} of {bound.size_bytes_max} bytes are held; release an adapter"
     )

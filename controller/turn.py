@@ -124,9 +124,8 @@ class Turn(Struct, gc=False):
         rise = HEIGHT[goal] - HEIGHT[adapter.state]
         _index(world.leaving, adapter, rise < 0)
         _index(world.striving, adapter, rise > 0)
-        if rise <= 0:
-            for queue in world.queues.values():
-                queue.pop(adapter.id, None)
+        if rise <= 0 and adapter.id in world.queued:
+            del world.queues[world.queued.pop(adapter.id)][adapter.id]
         self.touch(adapter)
 
 

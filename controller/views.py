@@ -4,16 +4,11 @@ What it is: pure functions from the world to replies. What it is not: an input; 
 nothing and is not logged. One rule: a view is a copy, so that it stays true to its moment.
 """
 
-from typing import Final
-
-from controller import room
 from controller.core import Controller
-from controller.turn import Refusal, Turn
+from controller.turn import Refusal
 from controller.world import Adapter, World
 from messages import requests
 from messages.errors import ErrorCode
-
-TIERS: Final = ("host", "pinned", "device")
 
 
 def adapter_view(adapter: Adapter) -> requests.AdapterView:
@@ -80,23 +75,13 @@ def show_status(controller: Controller, message: requests.ShowStatus) -> request
         operations=len(world.operations),
         answered=world.answered,
         refused=world.refused,
-        tiers=_tiers(controller),
+        tiers=_tiers(world),
         events_seq=world.events_seq,
     )
 
 
-def _tiers(controller: Controller) -> tuple[requests.TierView, ...]:
-    turn = Turn(controller.world, controller.limits, controller.policy, [])
-    views = []
-    for name in TIERS:
-        used, bound = room.used(turn, name), room.capacity(turn, name)
-        views.append(
-            requests.TierView(
-                name,
-                used.places,
-                min(bound.places, controller.limits.host_adapters_max),
-                used.size_bytes,
-                bound.size_bytes,
-            )
-        )
-    return tuple(views)
+def _tiers(world: World) -> tuple[requests.TierView, ...]:
+    return tuple(
+        requests.TierView(name, tier.count, tier.count_max, tier.size_bytes, tier.size_bytes_max)
+        for name, tier in world.tiers.items()
+    )

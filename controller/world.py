@@ -120,10 +120,12 @@ class Engine(Struct, array_like=True, gc=False):
 
 
 class Tier(Struct, array_like=True, gc=False):
-    """One tier's use: `count` is adapters on the host or slots on the device."""
+    """One tier's use and bounds: `count` is adapters on the host or slots on the device."""
 
     count: int = 0
     size_bytes: int = 0
+    count_max: int = 0
+    size_bytes_max: int = 0
 
 
 class World:
@@ -161,6 +163,8 @@ class World:
             "pinned": {},
             "device": {},
         }
+        # Which queue an adapter is in.
+        self.queued: dict[AdapterId, TierName] = {}
         # Adapters whose goal lies below what they hold: their room is on its way.
         self.leaving: dict[AdapterId, None] = {}
         # Adapters whose goal lies above what they hold: driven again when an engine is back.

@@ -1,0 +1,238 @@
+"""One written-out example of every message, and Hypothesis strategies for all others.
+
+What it is: data for tests. What it is not: a test. One rule: an example gives every field a value
+that is not its default, so that a field which is lost on the way is seen.
+"""
+
+from types import UnionType
+from typing import Any, get_args
+
+import msgspec
+from hypothesis import strategies as st
+
+from messages import commands, events, reports, requests
+from messages.errors import ErrorCode
+from messages.ids import NAME_PATTERN
+from messages.records import (
+    FORMAT,
+    ControllerStarted,
+    EngineLost,
+    GenerationRequested,
+    Header,
+    Input,
+    PayloadLost,
+    Record,
+    TimerFired,
+)
+
+_VIEW = requests.AdapterView(
+    adapter="tenant-17",
+    adapter_id=5,
+    state="pinned",
+    goal="gpu-slot",
+    path="tenants/17",
+    fingerprint="xxh3:0f0f",
+    rank=16,
+    slot=3,
+    generation=9,
+    held=True,
+    retired=True,
+    leases=2,
+    waiting=1,
+    host_bytes=4096,
+    pinned_bytes=8192,
+    device_bytes=16384,
+    uses=100,
+    loads=4,
+    hits=96,
+    evictions=3,
+    failures=1,
+    last_used_ns=1_700_000_000_000_000_001,
+)
+_HELD = reports.InventoryAdapter(
+    adapter_id=5,
+    adapter="tenant-17",
+    path="tenants/17",
+    fingerprint="xxh3:0f0f",
+    rank=16,
+    state="gpu-slot",
+    slot=3,
+    generation=9,
+    host_bytes=4096,
+    blob_bytes=8192,
+)
+_SAMPLING = requests.Sampling(64, 0.75, 40, 0.9, 12345, ("\n\n", "###"))
+
+EXAMPLES: dict[type, Any] = {
+    type(message): message
+    for message in (
+        requests.LoadAdapter("r-1", "tenant-17", "tenants/17", True, 1500),
+        requests.StageAdapter("r-2", "tenant-17", "tenants/17", 1500),
+        requests.ActivateAdapter("r-3", "tenant-17", "tenants/17", 1500),
+        requests.HoldAdapter("r-4", "tenant-17", "tenants/17", 1500),
+        requests.ReleaseAdapter("r-5", "tenant-17"),
+        requests.DeactivateAdapter("r-6", "tenant-17", 1500),
+        requests.EvictAdapter("r-7", "tenant-17", 1500),
+        requests.RemoveAdapter("r-8", "tenant-17", True, 1500),
+        requests.ActivateBatch("r-9", ("tenant-17", "b.2", "_c"), 1500),
+        requests.Generate("r-10", "tenant-17", "Grüße, 世界", _SAMPLING, 60_000),
+        requests.CancelGeneration("r-11", "r-10"),
+        requests.ListAdapters("r-12"),
+        requests.ShowAdapter("r-13", "tenant-17"),
+        requests.ShowStatus("r-14"),
+        requests.FetchEvents("r-15", 77, 16),
+        requests.AdapterDone("r-1", "tenant-17", "gpu-slot", 3, 9),
+        requests.BatchDone("r-9", (requests.Placement("tenant-17", 3, 9),)),
+        requests.TokensStreamed("r-10", 4, (11, 12), "ab"),
+        requests.GenerationDone("r-10", "tenant-17", "length", 5, 64),
+        requests.CancelDone("r-11", "r-10", True),
+        requests.Refused("r-3", ErrorCode.NO_ROOM, "all 4 slots are held"),
+        requests.AdaptersListed("r-12", (_VIEW,), 78),
+        requests.AdapterShown("r-13", _VIEW, (_VIEW,)),
+        requests.StatusShown(
+            request_id="r-14",
+            epoch=3,
+            seq=99,
+            digest="d1",
+            policy="lru",
+            engine_id="e-1",
+            engine_pid=4242,
+            model="tiny",
+            adapters=1,
+            requests=2,
+            operations=3,
+            answered=4,
+            refused=5,
+            tiers=(requests.TierView("device", 1, 4, 8192, 65536),),
+            events_seq=78,
+            controller_pid=4141,
+        ),
+        requests.EventsFetched(
+            "r-15", (events.Published(77, 17, events.AdapterCached("tenant-17")),), 78
+        ),
+        commands.CheckAdapter(1, 5, "tenant-17", "tenants/17"),
+        commands.LoadWeights(2, 5, "tenant-17", "tenants/17", "xxh3:0f0f"),
+        commands.StageWeights(3, 5),
+        commands.UnstageWeights(4, 5),
+        commands.WriteSlot(5, 5, 3, 9),
+        commands.ResetSlot(6, 3, 9),
+        commands.DropWeights(7, 5),
+        commands.SetMapping(8, (commands.SlotRef(3, 9), commands.SlotRef(-1, 0))),
+        commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING),
+        commands.StopGeneration(10, 9),
+        commands.ResendTokens("r-10"),
+        commands.RequestInventory(41),
+        commands.ControllerBeat(42),
+        reports.AdapterChecked(1, "xxh3:0f0f", 16, 4096, 8192),
+        reports.WeightsLoaded(2),
+        reports.WeightsStaged(3),
+        reports.WeightsUnstaged(4),
+        reports.SlotWritten(5),
+        reports.SlotReset(6),
+        reports.WeightsDropped(7),
+        reports.MappingSet(8),
+        reports.GenerationEnded(9, "stop", 5, 64),
+        reports.OperationFailed(2, ErrorCode.NOT_FOUND, "no adapter_config.json"),
+        reports.EngineInventory("e-1", 4242, "tiny", 4, 65536, 10, (9,), (_HELD,), 44),
+        reports.TokensGenerated("r-10", 4, (11, 12), "ab"),
+        reports.EngineBeat("e-1", 10, "loading"),
+        events.AdapterAccepted("tenant-17", "xxh3:0f0f", 16, 8192),
+        events.AdapterCached("tenant-17"),
+        events.AdapterPinned("tenant-17"),
+        events.AdapterActivated("tenant-17", 3, 9),
+        events.AdapterDeactivated("tenant-17", 3),
+        events.AdapterUnpinned("tenant-17"),
+        events.AdapterEvicted("tenant-17", "policy"),
+        events.AdapterRemoved("tenant-17"),
+        events.AdapterReplaced("tenant-17", "xxh3:0f0f"),
+        events.AdapterRetired("tenant-17", "xxh3:0f0f"),
+        events.AdapterHeld("tenant-17"),
+        events.AdapterReleased("tenant-17"),
+        events.AdapterFailed("tenant-17", "cpu-cached", ErrorCode.NOT_FINITE, "NaN in q_proj.A"),
+        events.OperationOverdue(5, "WriteSlot", "tenant-17"),
+        events.GenerationFinished("tenant-17", "stop", 5, 64),
+        events.ReportRefused(5, "slot 3 is not being written"),
+        events.ControllerResumed(3),
+        events.EngineAttached("e-1", "tiny"),
+        events.EngineDetached("e-1", "its process ended"),
+        GenerationRequested("r-10", "tenant-17", 60_000),
+        PayloadLost("r-10"),
+        ControllerStarted(3),
+        EngineLost("e-1", "its process ended"),
+        TimerFired(),
+        Header(FORMAT, 2, "lru", {"slots_max": 4, "host_adapters_max": 16}, 1),
+        Record(1_700_000_000_000_000_001, TimerFired(), b"\x00client", "d1"),
+    )
+}
+
+_NAME_LETTERS = "ABCXYZabcxyz0189._-"
+
+
+def members(union: UnionType) -> tuple[type, ...]:
+    """The Structs of a union, in its order."""
+    return get_args(union)
+
+
+def example_of(member: type) -> Any:
+    """A message's example; the failure tells where to write one."""
+    assert member in EXAMPLES, f"write an example of {member.__name__} in message_examples.py"
+    return EXAMPLES[member]
+
+
+def input_examples() -> list[Any]:
+    """One input of every kind."""
+    return [example_of(member) for member in members(Input)]
+
+
+def strategy(kind: Any) -> st.SearchStrategy[Any]:
+    """Every value that `kind` (a Struct, or a union of them) allows, long ones cut short."""
+    return _strategy(msgspec.inspect.type_info(kind))
+
+
+def _text(info: Any) -> st.SearchStrategy[str]:
+    if info.pattern is None:
+        return st.text(min_size=info.min_length or 0, max_size=min(30, info.max_length or 30))
+    assert info.pattern == NAME_PATTERN, f"no strategy for the pattern {info.pattern}"
+    names = st.text(_NAME_LETTERS, min_size=1, max_size=128)
+    return names.filter(lambda name: ".." not in name and name != ".")
+
+
+def _integers(info: Any) -> st.SearchStrategy[int]:
+    low, high = info.ge, info.le
+    return st.integers(-(2**63) if low is None else low, 2**63 - 1 if high is None else high)
+
+
+def _floats(info: Any) -> st.SearchStrategy[float]:
+    low = info.gt if info.ge is None else info.ge
+    return st.floats(low, info.le, exclude_min=info.gt is not None, allow_nan=False)
+
+
+def _tuples(info: Any) -> st.SearchStrategy[Any]:
+    items = _strategy(info.item_type)
+    return st.lists(items, min_size=info.min_length or 0, max_size=4).map(tuple)
+
+
+def _structs(info: Any) -> st.SearchStrategy[Any]:
+    return st.builds(info.cls, **{field.name: _strategy(field.type) for field in info.fields})
+
+
+_STRATEGIES: dict[type, Any] = {
+    msgspec.inspect.StrType: _text,
+    msgspec.inspect.IntType: _integers,
+    msgspec.inspect.FloatType: _floats,
+    msgspec.inspect.VarTupleType: _tuples,
+    msgspec.inspect.StructType: _structs,
+    msgspec.inspect.BytesType: lambda info: st.binary(max_size=30),
+    msgspec.inspect.BoolType: lambda info: st.booleans(),
+    msgspec.inspect.NoneType: lambda info: st.none(),
+    msgspec.inspect.LiteralType: lambda info: st.sampled_from(info.values),
+    msgspec.inspect.EnumType: lambda info: st.sampled_from(info.cls),
+    msgspec.inspect.UnionType: lambda info: st.one_of(*map(_strategy, info.types)),
+    msgspec.inspect.DictType: lambda info: st.dictionaries(
+        _strategy(info.key_type), _strategy(info.value_type), max_size=4
+    ),
+}
+
+
+def _strategy(info: Any) -> st.SearchStrategy[Any]:
+    return _STRATEGIES[type(info)](info)
