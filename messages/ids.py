@@ -17,7 +17,7 @@ AdapterName = Annotated[str, Meta(pattern=NAME_PATTERN)]
 AdapterId = Annotated[int, Meta(ge=0, le=2**53)]
 """One version of an adapter: other bytes under the same name get another id. 0 is the base."""
 
-RequestId = Annotated[str, Meta(min_length=1, max_length=64)]
+RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,64}\Z")]
 """Chosen by the client, unique for ever; a repeated one gets its first answer again."""
 
 OpId = Annotated[int, Meta(ge=0, le=2**53)]
