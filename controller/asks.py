@@ -301,11 +301,13 @@ def _lower(turn: Turn, request_id: RequestId, wish: Waiting, adapter: Adapter) -
 
 
 def _remember_or_fulfil(turn: Turn, request_id: RequestId, wish: Waiting, adapter: Adapter) -> None:
-    at_once = drive.is_met(adapter, wish) and wish.kind not in ("generate", "remove")
+    # A removal is answered where the record goes, a generation when it ends.
+    at_once = drive.is_met(adapter, wish) and wish.kind != "remove"
+    if not at_once or wish.kind == "generate":
+        _remember(turn, request_id, wish)
     if at_once:
         drive.grant(turn, adapter, request_id, wish)
         return
-    _remember(turn, request_id, wish)
     adapter.waiters += (request_id,)
     turn.touch(adapter)
     drive.settle(turn, adapter)

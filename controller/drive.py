@@ -201,15 +201,16 @@ def fulfil(turn: Turn, adapter: Adapter, request_id: RequestId, waiting: Waiting
         confirm_batch(turn, request_id, waiting)
         return
     stop_waiting(turn, adapter, request_id)
-    if waiting.kind == "generate":
-        start_generation(turn, request_id, waiting, adapter)
-        return
-    del turn.world.waiting[request_id]
+    if waiting.kind != "generate":
+        del turn.world.waiting[request_id]
     grant(turn, adapter, request_id, waiting)
 
 
 def grant(turn: Turn, adapter: Adapter, request_id: RequestId, waiting: Waiting) -> None:
-    """Answer that the fact is there; a hold begins with its answer."""
+    """The fact is there: a generation starts; a hold begins with its answer."""
+    if waiting.kind == "generate":
+        start_generation(turn, request_id, waiting, adapter)
+        return
     if waiting.kind == "hold":
         hold(turn, adapter)
     turn.answer(done(request_id, adapter))
@@ -298,18 +299,27 @@ def end_request(turn: Turn, request_id: RequestId, reply: requests.Reply | None)
     """Answer an accepted request (None: its client will send it again) and free its adapters."""
     world = turn.world
     waiting = world.waiting.pop_key(request_id)
-    adapters = [world.adapters[a] for a in waiting.adapters if a in world.adapters]
+    adapters = [
+        adapter
+        for adapter_id in waiting.adapters
+        if (adapter := world.adapters.get(adapter_id)) and request_id in adapter.waiters
+    ]
     for adapter in adapters:
         stop_waiting(turn, adapter, request_id)
     if reply is not None and not waiting.told:
         turn.answer(reply)
     if request_id in world.batches:
-        driven = request_id == next(iter(world.batches))
-        del world.batches[request_id]
-        if driven:
-            start_next_batch(turn)
+        _end_batch(turn, request_id)
     for adapter in adapters:
         _drop_idle_wish(turn, adapter)
+
+
+def _end_batch(turn: Turn, request_id: RequestId) -> None:
+    batches = turn.world.batches
+    was_driven = request_id == next(iter(batches))
+    del batches[request_id]
+    if was_driven:
+        start_next_batch(turn)
 
 
 def _drop_idle_wish(turn: Turn, adapter: Adapter) -> None:

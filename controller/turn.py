@@ -115,22 +115,21 @@ class Turn(Struct, gc=False):
         order = world.recency[adapter.state]
         order.pop(adapter.id, None)
         order[adapter.id] = None
-        self.touch(adapter)
+        world.adapters.touch(adapter.id)
 
     def aim(self, adapter: Adapter, goal: AdapterState) -> None:
         """Set the goal; an adapter that no longer strives leaves its queue."""
         world = self.world
         adapter.goal = goal
         rise = HEIGHT[goal] - HEIGHT[adapter.state]
-        _index(world.leaving, adapter, rise < 0)
-        _index(world.striving, adapter, rise > 0)
+        if rise > 0:
+            world.striving[adapter.id] = None
+        else:
+            world.striving.pop(adapter.id, None)
+        if rise < 0:
+            world.leaving[adapter.id] = None
+        else:
+            world.leaving.pop(adapter.id, None)
         if rise <= 0 and adapter.id in world.queued:
             del world.queues[world.queued.pop(adapter.id)][adapter.id]
-        self.touch(adapter)
-
-
-def _index(index: dict[int, None], adapter: Adapter, belongs: bool) -> None:
-    if belongs:
-        index[adapter.id] = None
-    else:
-        index.pop(adapter.id, None)
+        world.adapters.touch(adapter.id)
