@@ -5,21 +5,25 @@ to be there, it is the real one on the tiny model. One rule: everything end to e
 real processes and sockets.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import zmq
 from transitions import Machine
 
 from benchmarks.feed import Feed, serve_traffic
 from benchmarks.figures import Figure, best_seconds, in_turns
+from benchmarks.publisher import EVENTS_COUNT
 from controller.client import Client
+from controller.client_streams import EventCursor
 from controller.limits import RULES, Limits, limits_to
 from controller.shell.log import Log, read
 from controller.shell.replay import replay
@@ -30,8 +34,8 @@ from controller.states.machine import build
 from controller.states.table import move
 from messages.ids import CPU_CACHED, PINNED
 from messages.records import FORMAT, Header, Record
-from messages.requests import HoldAdapter, ReleaseAdapter
-from messages.wire import REQUESTS
+from messages.requests import HoldAdapter, LoadAdapter, ReleaseAdapter
+from messages.wire import EVENTS, REQUESTS
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny"
 OUTSTANDING = 64
@@ -50,6 +54,7 @@ def run() -> Iterator[Figure]:
                 yield _single(directory, bare)
     yield _replay()
     yield _state_step()
+    yield _events()
     yield from _known_adapters()
 
 
@@ -65,8 +70,6 @@ def _controller(directory: Path) -> Iterator[None]:
         "import sys, msgspec; from controller.shell.supervisor import ServeConfig, serve; "
         "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)))"
     )
-    import msgspec  # noqa: PLC0415
-
     argument = msgspec.json.encode(config).decode()
     with _process([sys.executable, "-c", code, argument], directory / "serve.log"):
         with Client(directory, timeout_s=120) as client:
@@ -160,8 +163,6 @@ def _single(directory: Path, echo: str) -> Figure:
 
 
 def _sync_us(directory: Path) -> float:
-    import os  # noqa: PLC0415
-
     fd = os.open(directory / "sync", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     times = []
     for _ in range(500):
@@ -174,13 +175,13 @@ def _sync_us(directory: Path) -> float:
 
 
 def _replay() -> Figure:
-    limits = Limits(slots_max=8, host_adapters_max=64)
+    limits = Limits(slots_max=32, host_adapters_max=64)
     feed = Feed(limits, remember=True)
-    serve_traffic(feed, 50_000, 200)
+    serve_traffic(feed, 50_000, 64)
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
         with Log.open(Path(name), header) as log:
-            records = [Record(seq, message) for seq, message in enumerate(feed.inputs)]
+            records = [Record(seq, *entry) for seq, entry in enumerate(feed.inputs)]
             for start in range(0, len(records), 1000):
                 log.append(records[start : start + 1000], 1)
         count = len(feed.inputs)
@@ -238,6 +239,63 @@ def _state_step() -> Figure:
     )
 
 
+def _events() -> Figure:
+    ours, bare = in_turns(lambda: _subscribed(_iterate), lambda: _subscribed(_count), 3)
+    return Figure(
+        "control.events",
+        ours,
+        "events/s",
+        f"receiving and decoding the same frames bare: {bare:,.0f}/s",
+        ours / bare,
+        ">= 200,000/s",
+        ours >= 200_000,
+    )
+
+
+def _subscribed(receive: Callable[[Path], float]) -> float:
+    with tempfile.TemporaryDirectory(prefix="ld-") as name:
+        command = [sys.executable, "-m", "benchmarks.publisher", name]
+        (Path(name) / "run").mkdir()
+        with _process(command, Path(name) / "publisher.err"):
+            return receive(Path(name))
+
+
+def _iterate(directory: Path) -> float:
+    """Events a second that a client's cursor hands out, in order and without a gap."""
+    cursor = EventCursor(1, behind=False)
+    seen, started = 0, 0.0
+    with _subscription(directory) as socket:
+        while seen < EVENTS_COUNT:
+            cursor.on_frame(socket.recv())
+            while cursor.ready:
+                cursor.pop()
+                seen += 1
+            started = started or (time.perf_counter() if seen else 0.0)
+    if cursor.seq != EVENTS_COUNT:
+        raise RuntimeError(f"the cursor stands at {cursor.seq}: events were lost")
+    return EVENTS_COUNT / (time.perf_counter() - started)
+
+
+def _count(directory: Path) -> float:
+    seen, started = 0, 0.0
+    with _subscription(directory) as socket:
+        while seen < EVENTS_COUNT:
+            seen += len(EVENTS.decode(socket.recv()).message)
+            started = started or (time.perf_counter() if seen else 0.0)
+    return EVENTS_COUNT / (time.perf_counter() - started)
+
+
+@contextmanager
+def _subscription(directory: Path) -> Iterator["zmq.Socket[bytes]"]:
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.connect(endpoint(directory, "events.sock"))
+    socket.subscribe(EVENTS.prefix)
+    try:
+        yield socket
+    finally:
+        socket.close(linger=0)
+
+
 def _known_adapters() -> Iterator[Figure]:
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -259,8 +317,6 @@ def _known_adapters() -> Iterator[Figure]:
 
 def _known(count: int) -> Feed:
     feed = Feed(Limits(slots_max=8, host_adapters_max=64, answers_max=1000))
-    from messages.requests import LoadAdapter  # noqa: PLC0415
-
     for number in range(count):
         feed.give(LoadAdapter(feed.request_id(), f"adapter-{number}"))
     feed.controller.digest()

@@ -4,7 +4,8 @@ What it is: the report that ends a command. What it is not: the oracle of the te
 only where the controller alone is measured.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from controller.actions import Action, Command
 from controller.core import Controller
@@ -12,39 +13,33 @@ from controller.limits import Limits
 from messages import commands, records, reports, requests
 from messages.records import Input
 
+SKEW = 6
 FINGERPRINT = "0123456789abcdef0123456789abcdef"
 
 
-def report_on(command: commands.Command) -> reports.OperationReport | None:
-    """The report of success; None for what has none."""
-    match command:
-        case commands.CheckAdapter():
-            return reports.AdapterChecked(command.op, FINGERPRINT, 16, 1 << 20, 1 << 20)
-        case commands.LoadWeights():
-            return reports.WeightsLoaded(command.op)
-        case commands.StageWeights():
-            return reports.WeightsStaged(command.op)
-        case commands.UnstageWeights():
-            return reports.WeightsUnstaged(command.op)
-        case commands.WriteSlot():
-            return reports.SlotWritten(command.op)
-        case commands.ResetSlot():
-            return reports.SlotReset(command.op)
-        case commands.DropWeights():
-            return reports.WeightsDropped(command.op)
-        case commands.SetMapping():
-            return reports.MappingSet(command.op)
-        case commands.StartGeneration():
-            return reports.GenerationEnded(command.op, "stop", 16, 64)
-    return None
+_SUCCESS: Final[dict[type, Callable[[int], reports.OperationReport]]] = {
+    commands.CheckAdapter: lambda op: reports.AdapterChecked(op, FINGERPRINT, 16, 1 << 20, 1 << 20),
+    commands.LoadWeights: reports.WeightsLoaded,
+    commands.StageWeights: reports.WeightsStaged,
+    commands.UnstageWeights: reports.WeightsUnstaged,
+    commands.WriteSlot: reports.SlotWritten,
+    commands.ResetSlot: reports.SlotReset,
+    commands.DropWeights: reports.WeightsDropped,
+    commands.SetMapping: reports.MappingSet,
+    commands.StartGeneration: lambda op: reports.GenerationEnded(op, "stop", 16, 64),
+}
+"""The report of success on each operation."""
 
 
 class Feed:
-    """A controller that is fed requests and the reports that follow; remembers its inputs."""
+    """A controller that is fed requests and the reports that follow.
+
+    `inputs` are those that it remembers, as a log's record has them: input, client, digest.
+    """
 
     def __init__(self, limits: Limits, *, remember: bool = False) -> None:
         self.controller = Controller(limits)
-        self.inputs: list[Input] = []
+        self.inputs: list[tuple[Input, bytes, str]] = []
         self._remember = remember
         self._number = 0
         self.give(records.ControllerStarted(1))
@@ -56,9 +51,13 @@ class Feed:
         while pending:
             current = pending.pop(0)
             if self._remember:
-                self.inputs.append(current)
+                self.inputs.append((current, b"", self._digest()))
             actions = self.controller.handle(current, self.controller.world.seq)
             pending += _reports(actions)
+
+    def _digest(self) -> str:
+        due = self.controller.world.seq % self.controller.limits.digest_interval == 0
+        return self.controller.digest() if due else ""
 
     def request_id(self) -> str:
         """A fresh one."""
@@ -69,17 +68,17 @@ class Feed:
 def _reports(actions: list[Action]) -> Iterator[Input]:
     for action in actions:
         if isinstance(action, Command):
-            report = report_on(action.message)
-            if report is not None:
-                yield report
+            command = action.message
+            if isinstance(command, commands.Operation):
+                yield _SUCCESS[type(command)](command.op)
 
 
 def serve_traffic(feed: Feed, requests_count: int, adapters: int) -> None:
     """Generations over `adapters` names, some far more wanted than others, with some holds."""
     for number in range(requests_count):
-        # A square of a low-discrepancy sequence: most requests want few of the adapters.
+        # A low-discrepancy sequence, skewed: most requests want few of the adapters.
         share = (number * 0.618033988749895) % 1.0
-        name = f"adapter-{int(share * share * adapters)}"
+        name = f"adapter-{int(share**SKEW * adapters)}"
         if number % 50 == 0:
             feed.give(requests.HoldAdapter(feed.request_id(), name))
             feed.give(requests.ReleaseAdapter(feed.request_id(), name))

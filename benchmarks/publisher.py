@@ -1,0 +1,37 @@
+"""Publishes events as the controller does, as fast as it can: one half of `control.events`.
+
+What it is: the real transport and event stream in a process of their own. What it is not: a source
+of true events. One rule: it batches as a busy controller would, one frame for each group.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from controller.shell.stream import EventStream
+from controller.shell.transport import Transport
+from messages.events import AdapterActivated, Published
+from messages.wire import EVENTS
+
+EVENTS_PER_GROUP = 64
+EVENTS_COUNT = 400_000
+
+
+def main() -> None:
+    """`python -m benchmarks.publisher DIRECTORY`: wait for a subscriber, publish, stay."""
+    directory = Path(sys.argv[1])
+    with Transport(directory) as transport:
+        stream = EventStream(directory / "log")
+        for _ in range(20):
+            transport.publish(EVENTS.encode((), 1, 0))
+            time.sleep(0.1)
+        for first in range(1, EVENTS_COUNT, EVENTS_PER_GROUP):
+            for seq in range(first, first + EVENTS_PER_GROUP):
+                stream.add(Published(seq, 1, AdapterActivated("adapter-1", 3, seq)))
+            batch = stream.take_batch()
+            transport.publish(EVENTS.encode(batch, 1, batch[-1].seq))
+        time.sleep(30)
+
+
+if __name__ == "__main__":
+    main()
