@@ -5,7 +5,7 @@ took on its way. What it is not: a second core or a server. One rule: it stops a
 whose recorded digest is not the folded world's, and says which.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,33 +51,36 @@ class _Fold:
         self._checked = checked
 
     def configure(self, header: Header) -> Controller:
+        """The controller under a segment's limits."""
         limits = limits_from(header.limits)
         controller = self.controller
         if controller is None:
             self.controller = controller = Controller(limits, header.policy, checked=self._checked)
         elif (limits, header.policy) != (controller.limits, controller.policy_name):
-            self._emit(controller.reconfigure(limits, header.policy))
+            actions = controller.reconfigure(limits, header.policy)
+            if self._sink is not None:
+                self._sink(actions)
         return controller
 
-    def take(self, controller: Controller, entry: Entry) -> bool:
-        """Whether to go on with the next one."""
-        seq, _, record = entry
-        if self._until is not None and seq > self._until:
-            return False
-        if record.digest:
-            self.compared += 1
-            folded = controller.digest()
-            if folded != record.digest:
-                self.divergence = Divergence(seq, record.digest, folded)
+    def take(self, controller: Controller, entries: Iterator[Entry]) -> bool:
+        """Handle a segment's records; whether to go on with the next segment."""
+        handle, sink, until = controller.handle, self._sink, self._until
+        for seq, _, record in entries:
+            if until is not None and seq > until:
                 return False
-        actions = controller.handle(record.input, record.time_ns)
-        if self._sink is not None:
-            self._sink(actions)
+            if record.digest and not self._agrees(controller, seq, record.digest):
+                return False
+            actions = handle(record.input, record.time_ns)
+            if sink is not None:
+                sink(actions)
         return True
 
-    def _emit(self, actions: list[Action]) -> None:
-        if self._sink is not None:
-            self._sink(actions)
+    def _agrees(self, controller: Controller, seq: Seq, recorded: str) -> bool:
+        self.compared += 1
+        folded = controller.digest()
+        if folded != recorded:
+            self.divergence = Divergence(seq, recorded, folded)
+        return folded == recorded
 
 
 def replay(
@@ -90,7 +93,7 @@ def replay(
     fold = _Fold(until, sink, checked)
     for header, entries in segments(directory, rules=(RULES,)):
         controller = fold.configure(header)
-        if not all(fold.take(controller, entry) for entry in entries):
+        if not fold.take(controller, entries):
             break
     inputs = 0 if fold.controller is None else fold.controller.world.seq
     return ReplayResult(fold.controller, inputs, fold.compared, fold.divergence)
