@@ -87,6 +87,11 @@ class Call:
         self.send_at = at
         self.deadline = at + self.timeout_s + slack_s
 
+    def begin_again(self, now: float) -> None:
+        """A new life of the controller has forgotten the way to here: say so at once."""
+        self.send_at = now
+        self.interval = self.timing.retry_s_min
+
     def take(self, reply: Reply, now: float) -> None:
         """The controller's answer to this request.
 
@@ -137,6 +142,7 @@ class GenerationCall(Call):
         self._output = TokenOutput()
         self._done: GenerationDone | None = None
         self._tokens_due = 0.0
+        self._is_continuous = True
         self._last_tokens_at: float | None = None
         self._longest_pause_s = 0.0
 
@@ -170,10 +176,22 @@ class GenerationCall(Call):
         else:
             super().take(reply, now)
             return
-        if self._done is not None and self._output.tokens >= self._done.output_tokens:
+        if self._done is not None and self._has_tokens(self._done) and self._is_continuous:
             self.settle(self._done)
 
+    def begin_again(self, now: float) -> None:
+        """As every call; what the old life lost on its way may be text after the last token.
+
+        So the account is believed after the repeated output only, which begins with offset 0.
+        """
+        super().begin_again(now)
+        self._is_continuous = False
+
+    def _has_tokens(self, done: GenerationDone) -> bool:
+        return self._output.tokens >= done.output_tokens
+
     def _take_chunk(self, chunk: TokensStreamed, now: float) -> None:
+        self._is_continuous = self._is_continuous or chunk.offset == 0
         if self._output.misses(chunk):
             self.send_at = min(self.send_at, now + self.timing.retry_s_min)
             return
@@ -199,7 +217,8 @@ class GenerationCall(Call):
     def next_sending(self, now: float) -> bytes | None:
         """As every call's; tokens that the account counts are asked for until they are overdue."""
         if self._done is not None and now >= self._tokens_due:
-            self.settle(EngineGone(self._lost(self._done), self.request_id))
+            lost = EngineGone(self._lost(self._done), self.request_id)
+            self.settle(self._done if self._has_tokens(self._done) else lost)
             return None
         return super().next_sending(now)
 

@@ -230,8 +230,7 @@ class Session:
         self._epoch = epoch
         if restarted:
             for call in self._calls.values():
-                call.send_at = now
-                call.interval = self.timing.retry_s_min
+                call.begin_again(now)
                 self._set_alarm(call)
 
 

@@ -36,8 +36,8 @@ class Settings:
     as_json: bool = False
 
 
-def complete_adapter(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names that begin so, asked of the controller; silent where it does not answer at once."""
+def complete_adapter(ctx: typer.Context) -> list[str]:
+    """The names that the controller knows; none where it does not answer at once."""
     from controller.client import Client, LoradockError, Timing
     from controller.client_sockets import runtime_directory
 
@@ -47,10 +47,9 @@ def complete_adapter(ctx: typer.Context, incomplete: str) -> list[str]:
     try:
         timing = Timing(slack_s=0.0)
         with Client(directory, timeout_s=_COMPLETION_TIMEOUT_S, timing=timing) as client:
-            names = {view.adapter for view in client.list().adapters}
+            return sorted({view.adapter for view in client.list().adapters})
     except (LoradockError, ValueError, OSError):
         return []
-    return sorted(name for name in names if name.startswith(incomplete))
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

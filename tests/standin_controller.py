@@ -1,0 +1,241 @@
+"""A small controller without adapters or engine, for tests of its clients.
+
+It keeps the promises that a client relies on (first answers are kept, events are numbered for
+ever, a re-sent generation is streamed again from its first token) and can be told to break down:
+to lose replies, to lose chunks, to be silent, to restart.
+"""
+
+import threading
+import time
+from pathlib import Path
+
+import zmq
+
+from messages import events as ev
+from messages import requests as rq
+from messages.errors import ErrorCode
+from messages.wire import EVENTS, REPLIES, REQUESTS
+
+BEAT_S = 0.05
+
+
+def view(name, state="gpu-slot", **changes):
+    fields = {
+        "adapter": name,
+        "adapter_id": 1,
+        "state": state,
+        "goal": state,
+        "path": f"adapters/{name}",
+        "fingerprint": "ab" * 16,
+        "rank": 8,
+        "slot": 2 if state == "gpu-slot" else -1,
+        "generation": 5,
+        "held": False,
+        "retired": False,
+        "leases": 0,
+        "waiting": 0,
+        "host_bytes": 0,
+        "pinned_bytes": 4096,
+        "device_bytes": 4096,
+        "uses": 3,
+        "loads": 1,
+        "hits": 2,
+        "evictions": 0,
+        "failures": 0,
+        "last_used_ns": 1_700_000_000_000_000_000,
+    }
+    return rq.AdapterView(**(fields | changes))
+
+
+class StandIn:
+    """Serves `directory` from a thread; `with` starts and stops it.
+
+    `lose` is how many final replies are thrown away before one is sent, `lose_chunks` the same for
+    chunks of tokens. `answers` replaces the answer of a request type: a function of the request
+    that gives a reply, or None for silence.
+    """
+
+    def __init__(self, directory: Path, output=((1, "o"), (2, "n"), (3, "e"))):
+        self.directory = Path(directory)
+        self.output = output
+        self.adapters = {"upper": view("upper"), "reverse": view("reverse", "evicted")}
+        self.answers = {}
+        self.lose = 0
+        self.lose_chunks = 0
+        self.done_first = False
+        self.epoch = 1
+        self.first_seq = 1
+        self.published = []
+        self.received = []
+        self._kept = {}
+        self._streamed = {}
+        self._queue = []
+        self._stop = threading.Event()
+        self._thread = None
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.stop()
+
+    def start(self):
+        (self.directory / "run").mkdir(parents=True, exist_ok=True)
+        self._stop.clear()
+        bound = threading.Event()
+        self._thread = threading.Thread(target=self._serve, args=(bound,))
+        self._thread.start()
+        assert bound.wait(5)
+
+    def stop(self):
+        self._stop.set()
+        self._thread.join()
+
+    def restart(self):
+        """A new life: answers and events are in the log, routes are forgotten."""
+        self.stop()
+        self.epoch += 1
+        self.start()
+
+    def publish(self, *happened, silently=False):
+        """Number these events and send them in one frame; `silently` loses that frame."""
+        batch = []
+        for event in happened:
+            batch.append(ev.Published(len(self.published) + 1, time.time_ns(), event))
+            self.published.append(batch[-1])
+        if not silently:
+            self._queue.append(tuple(batch))
+
+    def requests(self, kind):
+        """The requests of a type that arrived, repeats included."""
+        return [request for request in self.received if isinstance(request, kind)]
+
+    def _serve(self, bound):
+        with zmq.Context() as context:
+            router = context.socket(zmq.ROUTER)
+            pub = context.socket(zmq.PUB)
+            for socket, name in ((router, "requests"), (pub, "events")):
+                socket.linger = 0
+                socket.bind(f"ipc://{self.directory}/run/{name}.sock")
+            bound.set()
+            beat = 0.0
+            while not self._stop.is_set():
+                while self._queue:
+                    self._send_events(pub, self._queue.pop(0))
+                if time.monotonic() >= beat:
+                    beat = time.monotonic() + BEAT_S
+                    self._send_events(pub, ())
+                if router.poll(5):
+                    route, frame = router.recv_multipart()
+                    self._on_request(router, route, REQUESTS.decode(frame).message)
+            router.close()
+            pub.close()
+
+    def _send_events(self, pub, batch):
+        seq = batch[-1].seq if batch else len(self.published)
+        pub.send(EVENTS.encode(batch, self.epoch, seq))
+
+    def _on_request(self, router, route, request):
+        self.received.append(request)
+
+        def send(reply):
+            router.send_multipart([route, REPLIES.encode(reply, self.epoch, 0)])
+
+        answered = request.request_id in self._kept
+        if not answered:
+            reply = self._answer(request)
+            if reply is None:
+                return
+            self._kept[request.request_id] = reply
+        reply = self._kept[request.request_id]
+        streams = isinstance(reply, rq.GenerationDone)
+        done_first = answered or self.done_first
+        if streams and not done_first:
+            self._stream(send, reply)
+        if self.lose:
+            self.lose -= 1
+        else:
+            send(reply)
+        if streams and done_first:
+            self._stream(send, reply)
+
+    def _stream(self, send, done):
+        output = self.output[: done.output_tokens]
+        # Each repetition comes in larger chunks than the one before.
+        size = self._streamed[done.request_id] = self._streamed.get(done.request_id, 0) + 1
+        for start in range(0, len(output), size):
+            part = output[start : start + size]
+            tokens = tuple(token for token, _ in part)
+            if self.lose_chunks:
+                self.lose_chunks -= 1
+            else:
+                text = "".join(text for _, text in part)
+                send(rq.TokensStreamed(done.request_id, start, tokens, text))
+
+    def _answer(self, request):
+        special = self.answers.get(type(request))
+        if special is not None:
+            return special(request)
+        usual = {
+            rq.ListAdapters: self._list,
+            rq.ShowStatus: self._status,
+            rq.FetchEvents: self._fetch,
+            rq.ActivateBatch: self._place,
+            rq.Generate: self._generate,
+            rq.CancelGeneration: lambda r: rq.CancelDone(r.request_id, r.target, True),
+        }
+        return usual.get(type(request), self._answer_about)(request)
+
+    def _list(self, request):
+        views = tuple(self.adapters[name] for name in sorted(self.adapters))
+        return rq.AdaptersListed(request.request_id, views, len(self.published))
+
+    def _place(self, request):
+        places = tuple(rq.Placement(name, i, 7) for i, name in enumerate(request.adapters))
+        return rq.BatchDone(request.request_id, places)
+
+    def _generate(self, request):
+        count = min(len(self.output), request.sampling.max_tokens)
+        return rq.GenerationDone(request.request_id, request.adapter, "length", 4, count)
+
+    def _answer_about(self, request):
+        known = self.adapters.get(request.adapter)
+        if known is None:
+            text = f"no adapter is called {request.adapter!r}"
+            return rq.Refused(request.request_id, ErrorCode.UNKNOWN_ADAPTER, text)
+        if isinstance(request, rq.ShowAdapter):
+            return rq.AdapterShown(request.request_id, known)
+        return rq.AdapterDone(
+            request.request_id, known.adapter, known.state, known.slot, known.generation
+        )
+
+    def _status(self, request):
+        tiers = (
+            rq.TierView("host", 2, 64, 0, 1 << 32),
+            rq.TierView("pinned", 1, 0, 4096, 1 << 32),
+            rq.TierView("device", 1, 8, 4096, 1 << 30),
+        )
+        return rq.StatusShown(
+            request_id=request.request_id,
+            epoch=self.epoch,
+            seq=12,
+            digest="cd" * 16,
+            policy="lru",
+            engine_id="e1",
+            engine_pid=4242,
+            model="tiny",
+            adapters=len(self.adapters),
+            requests=0,
+            operations=0,
+            answered=9,
+            refused=1,
+            tiers=tiers,
+            events_seq=len(self.published),
+            controller_pid=4241,
+        )
+
+    def _fetch(self, request):
+        first = max(request.first_seq, self.first_seq)
+        found = tuple(self.published[first - 1 : first - 1 + request.count_max])
+        return rq.EventsFetched(request.request_id, found, len(self.published))

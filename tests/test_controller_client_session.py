@@ -1,0 +1,170 @@
+"""The client without sockets: each call is settled once, by what was meant for it."""
+
+import math
+
+import pytest
+from client_examples import TIMING, done, load, reply, sent, session
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.client_errors import (
+    ERRORS,
+    AdapterNotFound,
+    EngineGone,
+    LoradockError,
+    Malformed,
+    Overloaded,
+    error_of,
+)
+from controller.client_session import NEW, answer_of
+from messages import requests as rq
+from messages.errors import MEANINGS, ErrorCode
+from messages.wire import FRAME_BYTES_MAX, REPLIES
+
+
+def test_every_code_has_one_error_and_every_error_its_code():
+    assert set(ERRORS) == set(ErrorCode)
+    assert set(ERRORS.values()) == set(LoradockError.__subclasses__())
+    for code, error in ERRORS.items():
+        raised = error_of(rq.Refused("r1", code, "what was found"))
+        assert type(raised) is error
+        assert (raised.code, raised.message, raised.request_id) == (code, "what was found", "r1")
+        assert raised.retryable == MEANINGS[code].retryable
+        assert str(raised) == f"{code} {MEANINGS[code].summary}: what was found"
+
+
+def test_the_same_frame_goes_out_at_growing_intervals_until_the_deadline():
+    client = session()
+    call = load(client, now=100.0)
+    times, frames = [], []
+    while not call.settled:
+        now = client.wake_at()
+        for frame in client.due(now):
+            times.append(now - 100.0)
+            frames.append(frame)
+    assert times == [0.0, 0.5, 1.5, 3.5, 7.5]
+    assert len(set(frames)) == 1
+    assert now == 100.0 + 10.0 + TIMING.slack_s
+    assert isinstance(call.outcome, EngineGone)
+    assert call.outcome.request_id == call.request_id
+    assert len(client) == 0
+    assert client.wake_at() == math.inf
+    with pytest.raises(EngineGone, match="no answer within 10 s"):
+        answer_of(call, rq.AdapterDone)
+
+
+def test_ids_are_never_used_twice_and_fit_the_wire():
+    client = session()
+    ids = {load(client).request_id for _ in range(100)}
+    assert len(ids) == 100
+    assert all(len(key) <= 64 for key in ids)
+
+
+def test_the_time_limit_is_told_to_the_controller_where_it_can_be():
+    client = session()
+    load(client, timeout_s=0.0301)
+    client.begin(rq.ShowStatus(NEW), 0.0, 3.0)
+    (first, second) = sent(client.due(0.0))
+    assert first.timeout_ms == 31
+    assert not hasattr(second, "timeout_ms")
+
+
+def test_answers_find_their_calls_and_the_second_one_is_nobodys():
+    client = session()
+    first, second = load(client), load(client)
+    client.due(0.0)
+    client.receive(reply(done(second)), 0.1)
+    assert second.settled
+    assert not first.settled
+    client.receive(reply(rq.Refused(second.request_id, ErrorCode.CONFLICT, "late")), 0.2)
+    assert answer_of(second, rq.AdapterDone) == done(second)
+    client.receive(reply(rq.Refused(first.request_id, ErrorCode.NOT_FOUND, "gone")), 0.2)
+    with pytest.raises(AdapterNotFound, match=r"L002 .*: gone"):
+        answer_of(first, rq.AdapterDone)
+
+
+@given(st.binary(max_size=40))
+def test_garbage_changes_nothing_and_is_named_when_time_is_up(garbage):
+    client = session()
+    call = load(client)
+    client.receive(garbage, 0.0)
+    client.receive(REPLIES.prefix + garbage, 0.0)
+    client.receive(reply(rq.Refused("", ErrorCode.MALFORMED, "speak up")), 0.0)
+    client.receive(reply(rq.CancelDone("somebody-else", "x", True)), 0.0)
+    assert not call.settled
+    client.due(1000.0)
+    with pytest.raises(EngineGone, match="could not be used: speak up"):
+        answer_of(call, rq.AdapterDone)
+
+
+def test_an_answer_of_another_kind_is_an_error():
+    client = session()
+    call = load(client)
+    client.receive(reply(rq.CancelDone(call.request_id, "x", True)), 0.0)
+    with pytest.raises(Malformed, match="LoadAdapter was answered by CancelDone"):
+        answer_of(call, rq.AdapterDone)
+
+
+def test_a_restarted_controller_is_reminded_at_once():
+    client = session()
+    waiting, other = load(client), load(client)
+    client.due(0.0)
+    client.receive(reply(done(other), epoch=3), 0.1)
+    assert client.due(0.1) == []
+    third = load(client, now=0.2)
+    client.due(0.2)
+    client.receive(reply(done(third), epoch=4), 0.3)
+    assert client.due(0.3) == [waiting.frame]
+
+
+def test_a_fetch_that_is_put_off_is_repeated_and_anything_else_is_refused():
+    client = session()
+    fetch = client.begin(rq.FetchEvents(NEW, 1), 0.0, 10.0)
+    other = load(client)
+    client.due(0.0)
+    for call in (fetch, other):
+        client.receive(reply(rq.Refused(call.request_id, ErrorCode.OVERLOADED, "later")), 0.1)
+    assert isinstance(other.outcome, Overloaded)
+    assert client.due(0.5) == [fetch.frame]
+    client.due(1000.0)
+    with pytest.raises(Overloaded, match="later"):
+        answer_of(fetch, rq.EventsFetched)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        rq.LoadAdapter(NEW, "no such name!"),
+        rq.LoadAdapter(NEW, ".."),
+        rq.LoadAdapter(NEW, "upper", "p" * 5000),
+        rq.ActivateBatch(NEW, ()),
+        rq.Generate(NEW, None, "x" * FRAME_BYTES_MAX),
+        rq.Generate(NEW, None, (-1,)),
+        rq.Generate(NEW, None, "x", rq.Sampling(temperature=-1.0)),
+        rq.Generate(NEW, None, "x", rq.Sampling(max_tokens=0)),
+        rq.Generate(NEW, None, "lone \ud800"),
+        rq.Generate(NEW, None, "x", rq.Sampling(seed=2**70)),
+        rq.CancelGeneration(NEW, ""),
+    ],
+)
+def test_what_the_controller_could_not_read_is_refused_here(request_):
+    client = session()
+    with pytest.raises(Malformed):
+        client.begin(request_, 0.0, 1.0)
+    assert len(client) == 0
+    assert client.due(10.0) == []
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, 3601, math.nan, math.inf])
+def test_a_time_limit_has_bounds(timeout_s):
+    with pytest.raises(ValueError, match="timeout_s"):
+        session().begin(rq.ShowStatus(NEW), 0.0, timeout_s)
+
+
+def test_closing_settles_everything_and_takes_no_more():
+    client = session()
+    call = load(client)
+    client.close("the client was closed")
+    assert isinstance(call.outcome, EngineGone)
+    with pytest.raises(ValueError, match="closed"):
+        load(client)
