@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 import msgspec
-from message_examples import input_examples
+from tests.message_examples import input_examples
 
 from controller.shell.log import Log
 from messages.records import FORMAT, Header, Record

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from standin_controller import StandIn
+from tests.standin_controller import StandIn
 from typer.testing import CliRunner
 
 from controller.cli.exits import EXIT_OF, HINTS, MEANS, ExitCode

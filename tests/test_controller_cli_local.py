@@ -4,7 +4,7 @@ import json
 
 import pytest
 import structlog
-from log_examples import flip
+from tests.log_examples import flip
 from typer.testing import CliRunner
 
 from controller.cli.exits import ExitCode

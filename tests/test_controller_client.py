@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import zmq
-from standin_controller import StandIn
+from tests.standin_controller import StandIn
 
 from controller.client import (
     AsyncClient,

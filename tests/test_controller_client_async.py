@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from standin_controller import StandIn
+from tests.standin_controller import StandIn
 
 from controller.client import AsyncClient, EngineGone, Timing, UnknownAdapter
 from messages import events as ev

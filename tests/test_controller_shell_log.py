@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from log_examples import HEADER, TIME_NS, Disk, FailingDisk, run_of
-from message_examples import strategy
+from tests.log_examples import HEADER, TIME_NS, Disk, FailingDisk, run_of
+from tests.message_examples import strategy
 
 from controller.shell import log as log_module
 from controller.shell.log import (

@@ -6,7 +6,7 @@ from random import Random, randrange
 from typing import Any
 
 import pytest
-from log_examples import HEADER, Crash, CrashingDisk, run_of
+from tests.log_examples import HEADER, Crash, CrashingDisk, run_of
 
 from controller.shell import log as log_module
 from controller.shell.log import Log, read, verify

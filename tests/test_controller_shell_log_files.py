@@ -8,7 +8,7 @@ from random import Random, randrange
 
 import msgspec
 import pytest
-from log_examples import HEADER, flip, run_of, write
+from tests.log_examples import HEADER, flip, run_of, write
 
 from controller.shell.log import Log, LogDamaged, LogForeign, read, segments, verify
 from controller.shell.log_format import START, frame_header, frame_records

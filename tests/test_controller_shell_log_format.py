@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from log_examples import HEADER, run_of
+from tests.log_examples import HEADER, run_of
 
 from controller.shell.log_format import (
     HEAD_BYTES,

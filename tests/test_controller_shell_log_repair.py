@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from log_examples import HEADER, Crash, CrashingDisk, flip, run_of, write
+from tests.log_examples import HEADER, Crash, CrashingDisk, flip, run_of, write
 
 from controller.shell import log_repair
 from controller.shell.log import Log, LogBusy, read, repair, repair_plan, verify

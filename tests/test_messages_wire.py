@@ -24,7 +24,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from message_examples import EXAMPLES, example_of, members, strategy
+from tests.message_examples import EXAMPLES, example_of, members, strategy
 
 from messages.commands import Command
 from messages.errors import ErrorCode

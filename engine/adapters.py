@@ -1,0 +1,102 @@
+"""Adapters: from files that somebody else wrote to weights that fit this model.
+
+What it is: `read_adapter`, and the names under which its parts are imported. What it is not: a
+keeper of adapters; whoever asks holds the answer. One rule: everything is checked before anything
+is kept, and all that is wrong is told in one error.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.adapter_files import AdapterFiles, open_adapter
+from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
+from engine.errors import EngineError
+from engine.fitting import check_modules, check_names, pair_up
+from engine.layout import ModuleShape, blob_bytes
+from engine.lora import LoRALayerWeights, LoRAModel, LoRARequest
+from engine.peft_config import PEFTHelper, decode_config
+from engine.problems import Problems, shown
+from engine.values import check_values
+from engine.weight_names import sort_names
+from engine.weights_reader import WeightsReader
+
+__all__ = [
+    "LoRALayerWeights",
+    "LoRAModel",
+    "LoRARequest",
+    "LoadedAdapter",
+    "PEFTHelper",
+    "read_adapter",
+]
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter that was read and checked.
+
+    `fingerprint`: see `WeightsReader.read`. `model`: its weights as they were stored, under id 1.
+    `rank`: its highest. `host_bytes`: what the weights take; `blob_bytes`: what they will take
+    staged, on the host and on the device alike.
+    """
+
+    fingerprint: str
+    model: LoRAModel
+    rank: int
+    host_bytes: int
+    blob_bytes: int
+
+
+def read_adapter(
+    path: str,
+    roots: Sequence[Path],
+    modules: Mapping[str, ModuleShape],
+    lora_config: LoRAConfig,
+    bounds: AdapterBounds = DEFAULT_BOUNDS,
+    adapter: str = "",
+) -> LoadedAdapter:
+    """Read the adapter at `path` (absolute, or relative to one of `roots`) and check it completely.
+
+    `modules` are what can be adapted, by full path; `lora_config` has its dtype resolved; `adapter`
+    is the name for texts. Values are looked at once everything else is sound. Raises one
+    `EngineError` that tells all that was found: `AdapterConfigRefused` before `AdapterDoesNotFit`
+    before `NotFinite` where there is more than one kind; `PathNotAllowed`, `AdapterNotFound`,
+    `Conflict` for a file that changes meanwhile, `HostOutOfMemory`.
+    """
+    try:
+        with open_adapter(path, roots) as files:
+            loaded = _read(files, modules, lora_config, bounds)
+            files.check_unchanged()
+            return loaded
+    except EngineError as error:
+        raise type(error)(f"adapter {shown(adapter or path)}: {error}") from error
+
+
+def _read(
+    files: AdapterFiles,
+    modules: Mapping[str, ModuleShape],
+    lora_config: LoRAConfig,
+    bounds: AdapterBounds,
+) -> LoadedAdapter:
+    problems = Problems(bounds.problems_max)
+    config, helper, reader = b"", None, None
+    with problems.collecting():
+        config = files.read_config(bounds)
+        helper = PEFTHelper.read(decode_config(config, bounds), bounds, problems)
+    with problems.collecting():
+        reader = WeightsReader(files.weights, bounds)
+        names = sort_names(reader.tensors)
+        check_names(names, problems)
+    if helper is None or reader is None:
+        raise problems.error()
+    pairs = pair_up(names, reader.tensors, helper, problems)
+    check_modules(pairs, reader.tensors, helper, modules, lora_config, problems)
+    problems.raise_if_any()
+    wanted = {name for pair in pairs for name in (pair.a, pair.b)}
+    tensors, ranges, fingerprint = reader.read(wanted, config)
+    check_values(pairs, ranges, lora_config.dtype, problems)
+    problems.raise_if_any()
+    model = LoRAModel.from_pairs(1, pairs, tensors)
+    ranks = {pair.module: pair.rank for pair in pairs}
+    size_bytes = blob_bytes(ranks, list(modules.values()), lora_config.dtype)
+    return LoadedAdapter(fingerprint, model, model.rank, model.size_bytes, size_bytes)

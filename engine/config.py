@@ -1,0 +1,193 @@
+"""How an engine is set up: LoRA's own limits, and the process's.
+
+What it is: frozen records with their validators. What it is not: a reader of files or a prober of
+devices; whether a directory or a device is there is found by whoever opens it. One rule: what is
+wrong in itself raises `ValueError` naming the field, the value found and the values allowed.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that `max_lora_rank` may have."""
+
+LORA_DTYPES: Final = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+"""The dtypes that weights can have in the arena, by the names that a configuration may use."""
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_positive(config: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"{name} is {value!r}; an integer of at least 1")
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """What LoRA may take on this engine: ranks, slots, host places, dtype and modules.
+
+    `max_cpu_loras` None takes `max_loras`; `lora_dtype` is "auto" (the base model's), a name of
+    `LORA_DTYPES` or one of its dtypes; `target_modules` are module suffixes or full names, None
+    for all. Raises `ValueError`.
+    """
+
+    max_lora_rank: int = 16
+    max_loras: int = 1
+    max_cpu_loras: int | None = None
+    lora_dtype: str | torch.dtype = "auto"
+    target_modules: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.max_lora_rank) or self.max_lora_rank not in LORA_RANKS:
+            raise ValueError(f"max_lora_rank is {self.max_lora_rank!r}; one of {LORA_RANKS}")
+        if not _is_int(self.max_loras) or self.max_loras < 1:
+            raise ValueError(f"max_loras is {self.max_loras!r}; an integer of at least 1")
+        if self.max_cpu_loras is None:
+            object.__setattr__(self, "max_cpu_loras", self.max_loras)
+        elif not _is_int(self.max_cpu_loras) or self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras is {self.max_cpu_loras!r}; an integer of at least max_loras, "
+                f"which is {self.max_loras}"
+            )
+        _check_dtype(self.lora_dtype)
+        if self.target_modules is not None:
+            object.__setattr__(self, "target_modules", _target_modules(self.target_modules))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in the arena; raises `ValueError` while it is "auto"."""
+        if isinstance(self.lora_dtype, torch.dtype):
+            return self.lora_dtype
+        if self.lora_dtype == "auto":
+            raise ValueError("lora_dtype is 'auto'; resolve it with verify_with_model_config first")
+        return LORA_DTYPES[self.lora_dtype]
+
+    def verify_with_model_config(self, model_config: Any) -> "LoRAConfig":
+        """This configuration with `lora_dtype` resolved against the base model's.
+
+        `model_config` is a `transformers` configuration, or anything else with its `dtype` (a
+        torch dtype or its name). Raises `ValueError` where "auto" finds no dtype that LoRA
+        weights can have.
+        """
+        if self.lora_dtype != "auto":
+            return replace(self, lora_dtype=self.dtype)
+        found = getattr(model_config, "dtype", None)
+        name = str(found).removeprefix("torch.")
+        if name not in LORA_DTYPES:
+            raise ValueError(
+                f"the base model's dtype is {found!r}; lora_dtype 'auto' can follow "
+                f"{', '.join(LORA_DTYPES)}; name one of these as lora_dtype"
+            )
+        return replace(self, lora_dtype=LORA_DTYPES[name])
+
+    def compute_hash(self) -> str:
+        """A stable hash of every field that changes buffers or the computation, in hex."""
+        modules = None if self.target_modules is None else sorted(self.target_modules)
+        dtype = str(self.lora_dtype).removeprefix("torch.")
+        fields = json.dumps([1, self.max_lora_rank, self.max_loras, dtype, modules])
+        return hashlib.sha256(fields.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class AdapterBounds:
+    """What reading one adapter may take; a file that passes a bound is refused before it is read.
+
+    Sizes in bytes. `pattern_*` bound `rank_pattern` and `alpha_pattern`; `problems_max` is how
+    many problems one error tells.
+    """
+
+    config_bytes_max: int = 1 << 20
+    config_values_max: int = 65_536
+    header_bytes_max: int = 16 << 20
+    weights_bytes_max: int = 8 << 30
+    tensors_max: int = 65_536
+    json_depth_max: int = 32
+    name_characters_max: int = 512
+    patterns_max: int = 4096
+    pattern_characters_max: int = 512
+    problems_max: int = 16
+
+    def __post_init__(self) -> None:
+        _check_positive(self, tuple(self.__dataclass_fields__))
+
+
+DEFAULT_BOUNDS: Final = AdapterBounds()
+"""The bounds of an engine that sets none."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How one engine process is set up.
+
+    `adapter_roots`: the directories that adapters may lie under. `device`: a torch device, or
+    "auto" for the first CUDA device where there is one, else the CPU. `pin_memory` None: only
+    where the device is CUDA. `context_tokens_max` 0: the model's own limit. Raises `ValueError`.
+    """
+
+    model_directory: Path
+    adapter_roots: tuple[Path, ...] = ()
+    device: str = "auto"
+    device_bytes_max: int = 1 << 30
+    pin_memory: bool | None = None
+    file_threads: int = 2
+    max_num_seqs: int = 64
+    queue_requests_max: int = 1024
+    context_tokens_max: int = 0
+    adapter_bounds: AdapterBounds = field(default_factory=AdapterBounds)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.adapter_roots, str | Path):
+            raise ValueError(f"adapter_roots is {self.adapter_roots!r}; a list of directories")
+        object.__setattr__(self, "model_directory", Path(self.model_directory))
+        object.__setattr__(self, "adapter_roots", tuple(Path(p) for p in self.adapter_roots))
+        _check_positive(
+            self, ("device_bytes_max", "file_threads", "max_num_seqs", "queue_requests_max")
+        )
+        if not _is_int(self.context_tokens_max) or self.context_tokens_max < 0:
+            raise ValueError(
+                f"context_tokens_max is {self.context_tokens_max!r}; an integer of at least 0"
+            )
+        if self.pin_memory and not torch.cuda.is_available():
+            raise ValueError("pin_memory is True; page-locked memory needs CUDA")
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device with "auto" decided."""
+        if self.device == "auto":
+            return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device(self.device)
+
+    @property
+    def pins(self) -> bool:
+        """Whether blobs are page-locked."""
+        return self.torch_device.type == "cuda" if self.pin_memory is None else self.pin_memory
+
+
+def _check_dtype(dtype: object) -> None:
+    known = dtype in LORA_DTYPES.values() if isinstance(dtype, torch.dtype) else dtype == "auto"
+    if not known and not (isinstance(dtype, str) and dtype in LORA_DTYPES):
+        raise ValueError(
+            f"lora_dtype is {dtype!r}; 'auto', {', '.join(LORA_DTYPES)}, or one of these dtypes"
+        )
+
+
+def _target_modules(names: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"target_modules is {names!r}; a list of module suffixes or full names")
+    if not names:
+        raise ValueError("target_modules is empty; None wraps every module that can be wrapped")
+    return tuple(names)

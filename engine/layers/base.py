@@ -1,0 +1,121 @@
+"""What every wrapped layer does: keep the base layer, and reach the adapters' weights in the arena.
+
+What it is: the base class and its contract. What it is not: a layer of its own; a method that a
+family has to define raises until it does. One rule: a wrapper holds no adapter weights, only the
+numbers of its columns in the slot directory.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from engine.arena import Arena
+from engine.kernels.operands import Directory, LoRASlices
+from engine.punica import PunicaWrapper
+
+Parts = Sequence[Tensor | None]
+"""One tensor a slice; None for a slice that an adapter does not touch."""
+
+
+class SliceShape(NamedTuple):
+    """The widths of one slice: A is [rank, in_features], B is [out_features, rank]."""
+
+    in_features: int
+    out_features: int
+
+
+class BaseLayerWithLoRA(nn.Module):
+    """A layer of the base model to whose output the batch's adapters add.
+
+    Until both `create_lora_weights` and `set_mapping` were called it computes the base layer.
+    """
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self._arena: Arena | None = None
+        self._slices: LoRASlices | None = None
+        self._punica: PunicaWrapper | None = None
+
+    @classmethod
+    def can_replace_layer(cls, layer: nn.Module) -> bool:
+        """Whether this wrapper's arithmetic is right for `layer`."""
+        raise NotImplementedError(f"{cls.__name__} does not say which layers it can replace")
+
+    @property
+    def slice_shapes(self) -> tuple[SliceShape, ...]:
+        """The widths of each slice on this rank."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how wide its slices are")
+
+    def slice_lora_a(self, lora_a: Parts) -> Parts:
+        """This rank's part of each slice's A, [rank, in_features]."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how A is split")
+
+    def slice_lora_b(self, lora_b: Parts) -> Parts:
+        """This rank's part of each slice's B, [out_features, rank]."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how B is split")
+
+    def create_lora_weights(self, arena: Arena, columns: Sequence[int]) -> None:
+        """Bind the layer to its columns of the arena's directory, one a slice; allocates nothing.
+
+        Raises ValueError where there are more or fewer columns than slices.
+        """
+        shapes = self.slice_shapes
+        if len(columns) != len(shapes):
+            raise ValueError(f"{len(columns)} columns for a layer of {len(shapes)} slices")
+        directory = Directory(
+            arena.data, arena.offsets, arena.ranks, arena.host_offsets, arena.host_ranks
+        )
+        widths = tuple(shape.out_features for shape in shapes)
+        self._arena = arena
+        self._slices = LoRASlices(directory, tuple(columns), shapes[0].in_features, widths)
+
+    def set_mapping(self, punica: PunicaWrapper) -> None:
+        """Read every batch's mapping from `punica` from now on."""
+        self._punica = punica
+
+    def set_lora(self, slot: int, lora_a: Tensor | Parts, lora_b: Tensor | Parts) -> None:
+        """Put one adapter's part of this layer into `slot`; the scaling is already in B.
+
+        A packed layer takes one A and one B a slice, None for both where the adapter has nothing.
+        Each slice gets an extent of its own; a whole adapter is better written with
+        `Arena.begin_write`, which copies once. Raises ValueError for another number of slices, or
+        an A without its B, and what `Arena.write_slice` raises.
+        """
+        arena, slices = self._bound()
+        pairs = zip(
+            slices.columns,
+            self.slice_lora_a(_parts(lora_a)),
+            self.slice_lora_b(_parts(lora_b)),
+            strict=True,
+        )
+        whole = [(column, a, b) for column, a, b in pairs if (a is None) == (b is None)]
+        if len(whole) != len(slices.columns):
+            raise ValueError("A without its B, or B without its A; give both, or None for both")
+        self.reset_lora(slot)
+        for column, a, b in whole:
+            if a is not None and b is not None:
+                arena.write_slice(slot, column, a, b)
+
+    def reset_lora(self, slot: int) -> None:
+        """Clear this layer's columns in `slot`; rows that use it get the base output here."""
+        arena, slices = self._bound()
+        for column in slices.columns:
+            arena.reset_slice(slot, column)
+
+    def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
+        """Add the batch's deltas to `y` in place: y [..., out], contiguous; x [..., in]."""
+        if self._punica is not None and self._slices is not None:
+            rows = y.view(-1, y.shape[-1])
+            self._punica.add_lora_linear(rows, x.reshape(-1, x.shape[-1]), self._slices)
+        return y
+
+    def _bound(self) -> tuple[Arena, LoRASlices]:
+        if self._arena is None or self._slices is None:
+            raise RuntimeError("create_lora_weights was not called on this layer")
+        return self._arena, self._slices
+
+
+def _parts(weights: Tensor | Parts) -> Parts:
+    return [weights] if isinstance(weights, Tensor) else weights

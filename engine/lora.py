@@ -1,0 +1,203 @@
+"""One adapter in host memory: its modules' A and B.
+
+What it is: tensors with their rank and scaling. What it is not: a reader of files, or a layout for
+the device. One rule: shapes are checked when a module's weights are made, so a pair that exists
+can be multiplied.
+"""
+
+import os
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.adapter_files import open_adapter
+from engine.config import DEFAULT_BOUNDS
+from engine.errors import AdapterDoesNotFit
+from engine.fitting import Pair, check_names, pair_up, suffixes
+from engine.peft_config import PEFTHelper
+from engine.problems import Problems
+from engine.values import check_values, value_range
+from engine.weight_names import Rename, sort_names
+from engine.weights_reader import WeightsReader
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """Which adapter a request wants; `lora_int_id` is at least 1, because 0 is the base model."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
+            raise ValueError(f"lora_int_id is {self.lora_int_id!r}; an integer of at least 1")
+        if not self.lora_name:
+            raise ValueError("lora_name is empty; give the adapter a name")
+
+
+@dataclass
+class LoRALayerWeights:
+    """One module's weights: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.
+
+    The module's delta is `scaling * lora_b @ lora_a`; `scaling` 0 takes `lora_alpha / rank`.
+    Raises `AdapterDoesNotFit` where the shapes contradict each other or the rank.
+    """
+
+    module_name: str
+    rank: int
+    lora_alpha: float
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    scaling: float = 0.0
+
+    def __post_init__(self) -> None:
+        a, b = list(self.lora_a.shape), list(self.lora_b.shape)
+        if len(a) != 2 or len(b) != 2 or a[0] != self.rank or b[1] != self.rank:
+            raise AdapterDoesNotFit(
+                f"{self.module_name} has A {a} and B {b} for rank {self.rank}; "
+                f"A [{self.rank}, in] and B [out, {self.rank}] are needed"
+            )
+        self.scaling = self.scaling or self.lora_alpha / self.rank
+
+    @property
+    def input_dim(self) -> int:
+        """The width that A reads."""
+        return self.lora_a.shape[1]
+
+    @property
+    def output_dim(self) -> int:
+        """The width that B writes."""
+        return self.lora_b.shape[0]
+
+    @property
+    def size_bytes(self) -> int:
+        """What both tensors take."""
+        return self.lora_a.nbytes + self.lora_b.nbytes
+
+    def optimize(self) -> "LoRALayerWeights":
+        """Fold the scaling into B, in float32 and rounded once; this one, with scaling 1."""
+        if self.scaling != 1:
+            self.lora_b = scaled(self.lora_b, self.scaling).to(self.lora_b.dtype)
+            self.scaling = 1.0
+        return self
+
+
+@dataclass
+class LoRAModel:
+    """One adapter: its id (at least 1), its highest rank, and its weights by module path."""
+
+    id: int
+    rank: int
+    loras: dict[str, LoRALayerWeights]
+
+    def __post_init__(self) -> None:
+        if self.id < 1:
+            raise ValueError(f"adapter id is {self.id}; at least 1, because 0 is the base model")
+
+    @property
+    def size_bytes(self) -> int:
+        """What the tensors take."""
+        return sum(lora.size_bytes for lora in self.loras.values())
+
+    def clone(self, lora_model_id: int) -> "LoRAModel":
+        """The same weights under another id; the tensors are shared."""
+        return LoRAModel(lora_model_id, self.rank, dict(self.loras))
+
+    def get_lora(self, module_name: str) -> LoRALayerWeights | None:
+        """A module's weights; None where the adapter doesn't touch it."""
+        return self.loras.get(module_name)
+
+    def check_lora_name(self, module_name: str) -> bool:
+        """Whether the adapter touches a module."""
+        return module_name in self.loras
+
+    @classmethod
+    def from_lora_tensors(  # noqa: PLR0913 - a signature that people know
+        cls,
+        lora_model_id: int,
+        tensors: Mapping[str, torch.Tensor],
+        peft_helper: PEFTHelper,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        weights_mapper: Rename | None = None,
+        skip_prefixes: Iterable[str] = (),
+    ) -> "LoRAModel":
+        """An adapter from tensors in memory, named as in PEFT's files.
+
+        Tensors that have the device and the dtype (None: any) are shared, not copied. Raises one
+        `EngineError` with all that is wrong with names, shapes, dtypes or values.
+        """
+        problems = Problems(DEFAULT_BOUNDS.problems_max)
+        names = sort_names(tensors, weights_mapper, skip_prefixes)
+        check_names(names, problems)
+        pairs = pair_up(names, tensors, peft_helper, problems)
+        problems.raise_if_any()
+        wanted = [name for pair in pairs for name in (pair.a, pair.b)]
+        ranges = {name: value_range(tensors[name]) for name in wanted}
+        check_values(pairs, ranges, dtype or torch.float32, problems)
+        problems.raise_if_any()
+        placed = {name: tensors[name].to(device, dtype) for name in wanted}
+        return cls.from_pairs(lora_model_id, pairs, placed)
+
+    @classmethod
+    def from_local_checkpoint(  # noqa: PLR0913 - a signature that people know
+        cls,
+        lora_dir: str,
+        expected_lora_modules: Collection[str],
+        peft_helper: PEFTHelper,
+        *,
+        lora_model_id: int = 1,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        weights_mapper: Rename | None = None,
+        skip_prefixes: Iterable[str] = (),
+    ) -> "LoRAModel":
+        """An adapter from a directory that the caller trusts to name; links below are refused.
+
+        `expected_lora_modules` are full paths or dot-bounded suffixes; another module is refused.
+        Widths are not known here and not checked: `read_adapter` is the way into an engine.
+        Raises like `from_lora_tensors` and `adapter_files.open_adapter`.
+        """
+        with open_adapter(os.path.abspath(lora_dir), [Path(lora_dir)]) as files:
+            reader = WeightsReader(files.weights, DEFAULT_BOUNDS)
+            names = sort_names(reader.tensors, weights_mapper, skip_prefixes)
+            other = [m for m in names.pairs if suffixes([m]).isdisjoint(expected_lora_modules)]
+            problems = Problems(DEFAULT_BOUNDS.problems_max)
+            problems.add_each(AdapterDoesNotFit, "not among the expected modules", other)
+            check_names(names, problems)
+            pairs = pair_up(names, reader.tensors, peft_helper, problems)
+            problems.raise_if_any()
+            wanted = {name for pair in pairs for name in (pair.a, pair.b)}
+            tensors, _, _ = reader.read(wanted, b"")
+            files.check_unchanged()
+        return cls.from_lora_tensors(
+            lora_model_id,
+            tensors,
+            peft_helper,
+            device=device,
+            dtype=dtype,
+            weights_mapper=weights_mapper,
+        )
+
+    @classmethod
+    def from_pairs(
+        cls, lora_model_id: int, pairs: Iterable[Pair], tensors: Mapping[str, torch.Tensor]
+    ) -> "LoRAModel":
+        """An adapter from pairs that were checked; the tensors are shared."""
+        loras = {
+            pair.module: LoRALayerWeights(
+                pair.module, pair.rank, pair.alpha, tensors[pair.a], tensors[pair.b], pair.scaling
+            )
+            for pair in pairs
+        }
+        rank = max(lora.rank for lora in loras.values())
+        return cls(lora_model_id, rank, loras)
+
+
+def scaled(lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """`scaling * lora_b` in float32; `lora_b` itself where the scaling is 1."""
+    return lora_b if scaling == 1 else lora_b.to(torch.float32) * scaling

@@ -1,0 +1,163 @@
+"""One batch's LoRA arithmetic: which row uses which slot, and the products over the groups.
+
+What it is: the metadata of a batch and a thin way to the kernels. What it is not: a cache of
+weights or a judge of generations (the engine checks those before it builds a mapping). One rule:
+an adapter id without a slot is an error, never the base model.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from engine.errors import NotResident
+from engine.kernels import Kernels
+from engine.kernels.operands import Groups, LoRASlices, Span, accumulator_dtype
+
+BASE = 0
+"""The adapter id of rows without an adapter."""
+
+
+class MappingType(Enum):
+    """Which part of a model a mapping is for."""
+
+    LANGUAGE = "language"
+    TOWER = "tower"
+    CONNECTOR = "connector"
+
+
+class LoRAMapping:
+    """Which adapter each row of a batch uses; 0 is the base model.
+
+    index_mapping: [tokens], an adapter id per token, in the order of the flattened batch.
+    prompt_mapping: [rows], an adapter id per sampled row.
+    """
+
+    def __init__(
+        self,
+        index_mapping: Sequence[int] | Tensor,
+        prompt_mapping: Sequence[int] | Tensor,
+        is_prefill: bool = False,
+        type: MappingType = MappingType.LANGUAGE,  # noqa: A002 - the field's known name
+    ) -> None:
+        self.index_mapping = torch.as_tensor(index_mapping, dtype=torch.int64, device="cpu")
+        self.prompt_mapping = torch.as_tensor(prompt_mapping, dtype=torch.int64, device="cpu")
+        self.is_prefill = is_prefill
+        self.type = type
+
+    def equals(self, other: "LoRAMapping") -> bool:
+        """Whether both say the same of every token and every sampled row."""
+        return (
+            self.is_prefill == other.is_prefill
+            and self.type == other.type
+            and torch.equal(self.index_mapping, other.index_mapping)
+            and torch.equal(self.prompt_mapping, other.prompt_mapping)
+        )
+
+
+class PunicaWrapper:
+    """The current batch's metadata, shared by all wrapped layers of a model.
+
+    `token_slots` [tokens] and `prompt_slots` [rows] are int64 on the host, -1 for the base model;
+    `groups` is what kernels read. Before the first mapping every row is the base model's.
+    """
+
+    def __init__(self, device: torch.device, rank_max: int, kernels: Kernels) -> None:
+        self._device = device
+        self._rank_max = rank_max
+        self._kernels = kernels
+        self._mapping: LoRAMapping | None = None
+        self._layout: tuple[int | None, ...] = ()
+        self.token_slots: Tensor | None = None
+        self.prompt_slots: Tensor | None = None
+        self.groups: Groups | None = None
+
+    def update_metadata(self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None]) -> bool:
+        """Turn adapter ids into slots and groups; False where nothing has changed.
+
+        `lora_index_to_id[slot]` is the adapter in that slot, None where it is empty. Raises
+        `NotResident` (L007) for an id without a slot; then the metadata stays what it was.
+        """
+        layout = tuple(lora_index_to_id)
+        if self._mapping is not None and layout == self._layout and mapping.equals(self._mapping):
+            return False
+        slot_of_id = {BASE: -1}
+        slot_of_id |= {id_: slot for slot, id_ in enumerate(layout) if id_ is not None}
+        token_slots = _slots_of(mapping.index_mapping, slot_of_id)
+        prompt_slots = _slots_of(mapping.prompt_mapping, slot_of_id)
+        self.groups = _group(token_slots, self._device)
+        self.token_slots, self.prompt_slots = token_slots, prompt_slots
+        self._mapping, self._layout = mapping, layout
+        return True
+
+    def add_shrink(self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0) -> None:
+        """`y[s, t] = scale * x[t] @ A[s][slot(t)].T`; see `kernels.shrink` for what stays."""
+        if self.groups is not None:
+            self._kernels.shrink(y, x, weights, self.groups, scale)
+
+    def add_expand(
+        self,
+        y: Tensor,
+        x: Tensor,
+        weights: LoRASlices,
+        offset: int = 0,
+        add_inputs: bool = True,
+    ) -> None:
+        """`y[t, offset + o_s :][:out_s] += x[s, t] @ B[s][slot(t)].T`; see `kernels.expand`."""
+        if self.groups is not None:
+            self._kernels.expand(y, x, weights, self.groups, offset, add_inputs)
+
+    def add_lora_linear(
+        self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0
+    ) -> None:
+        """Add every row's LoRA delta to a linear layer's output, in place; scale 1 is no scaling.
+
+        y: [tokens, sum of out_features]. x: [tokens, in_features]. A batch without adapters costs
+        nothing. Raises ValueError where the batch has other rows than the mapping.
+        """
+        if self.groups is None or not self.groups.spans:
+            return
+        if len(x) != self.groups.tokens:
+            raise ValueError(
+                f"a batch of {len(x)} tokens meets a mapping of {self.groups.tokens}; "
+                "update the mapping before every forward"
+            )
+        dtype = accumulator_dtype(x.dtype)
+        shape = (len(weights.columns), len(x), self._rank_max)
+        buffer = torch.empty(shape, dtype=dtype, device=x.device)
+        self.add_shrink(buffer, x, weights, scale)
+        self.add_expand(y, buffer, weights)
+
+
+def _slots_of(ids: Tensor, slot_of_id: dict[int, int]) -> Tensor:
+    """The slot of every id; a Python loop over distinct ids only."""
+    distinct, places = torch.unique(ids, return_inverse=True)
+    wanted = distinct.tolist()
+    unknown = [id_ for id_ in wanted if id_ not in slot_of_id]
+    if unknown:
+        raise NotResident(
+            f"the mapping names adapters {unknown} that are in no slot; "
+            f"in slots are {sorted(slot_of_id.keys() - {BASE})}; activate them first"
+        )
+    return torch.tensor([slot_of_id[id_] for id_ in wanted], dtype=torch.int64)[places]
+
+
+def _group(token_slots: Tensor, device: torch.device) -> Groups:
+    """Sort the rows with an adapter stably by slot; one copy carries all of it to the device."""
+    sorted_slots, order = torch.sort(token_slots, stable=True)
+    base_rows = int((token_slots < 0).sum())
+    rows = order[base_rows:]
+    slots, counts = torch.unique_consecutive(sorted_slots[base_rows:], return_counts=True)
+    starts = torch.cumsum(counts, 0) - counts
+    spans = tuple(
+        Span(slot, start, start + count)
+        for slot, count, start in zip(slots.tolist(), counts.tolist(), starts.tolist(), strict=True)
+    )
+    packed = torch.cat([rows, slots, counts, starts])
+    if device.type == "cuda":
+        # Only a page-locked source makes the copy asynchronous.
+        packed = packed.pin_memory()
+    on_device = packed.to(device, non_blocking=True)
+    rows, tables = on_device[: len(rows)], on_device[len(rows) :].view(3, len(slots))
+    return Groups(rows, tables[0], tables[1], tables[2], spans, len(token_slots))

@@ -1,0 +1,81 @@
+"""What the engine remembers of adapters and of operations.
+
+What it is: one record an adapter, and the set of operations seen. What it is not: a state machine;
+the controller has that, and this only says what is there. One rule: `state` is read off from what
+the record holds, never stored beside it.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from engine.adapters import LoadedAdapter
+from engine.lora import LoRAModel
+from engine.staging import Blob
+from messages.commands import LoadWeights
+from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState, OpId
+from messages.reports import InventoryAdapter
+
+SEEN_MAX: Final = 4096
+"""How many operations are known one by one; every older one counts as seen."""
+
+
+@dataclass
+class HeldAdapter:
+    """One adapter on the host, and its slot, if any.
+
+    `weights`: as they were read; a blob once they were staged, also after they were unstaged.
+    """
+
+    source: LoadWeights
+    loaded: LoadedAdapter
+    weights: LoRAModel | Blob
+    is_staged: bool = False
+    slot: int = NO_SLOT
+    generation: int = 0
+
+    @property
+    def state(self) -> AdapterState:
+        """The life-cycle state that this record is the fact of."""
+        if self.slot != NO_SLOT:
+            return GPU_SLOT
+        return PINNED if self.is_staged else CPU_CACHED
+
+    def inventory(self) -> InventoryAdapter:
+        """The record as a report tells it."""
+        return InventoryAdapter(
+            adapter_id=self.source.adapter_id,
+            adapter=self.source.adapter,
+            path=self.source.path,
+            fingerprint=self.source.fingerprint,
+            rank=self.loaded.rank,
+            state=self.state,
+            slot=self.slot,
+            generation=self.generation,
+            host_bytes=self.loaded.host_bytes,
+            blob_bytes=self.loaded.blob_bytes,
+        )
+
+
+class SeenOperations:
+    """Tells new operations from repeated ones, in bounded memory.
+
+    Ids grow, but a lost frame may be sent again after later ones were done, so the newest are
+    remembered one by one.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[OpId, None] = {}
+        self._forgotten_up_to: OpId = 0
+        self.last: OpId = 0
+
+    def add(self, op: OpId) -> bool:
+        """Remember `op`; whether it is new."""
+        if op <= self._forgotten_up_to or op in self._recent:
+            return False
+        self._recent[op] = None
+        self.last = max(self.last, op)
+        if len(self._recent) > SEEN_MAX:
+            oldest = next(iter(self._recent))
+            del self._recent[oldest]
+            self._forgotten_up_to = max(self._forgotten_up_to, oldest)
+        return True

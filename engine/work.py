@@ -1,0 +1,51 @@
+"""What takes long and touches no device: reading, checking and packing, on a few threads.
+
+What it is: a small thread pool whose results are collected by the main thread. What it is not: a
+place for decisions. One rule: a job gets what it needs as arguments and returns its result; only
+the main thread changes the engine, in `take`'s caller.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Finished(NamedTuple, Generic[T]):
+    """A job's end: the tag that it was started with, and its result or error."""
+
+    tag: T
+    future: "Future[Any]"
+
+
+class WorkPool(Generic[T]):
+    """Runs jobs on `threads` threads; `wake` is called from one of them when a job has ended."""
+
+    def __init__(self, threads: int, wake: Callable[[], None]) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="engine-files")
+        self._finished: SimpleQueue[Finished[T]] = SimpleQueue()
+        self._wake = wake
+
+    def start(self, tag: T, job: Callable[[], Any]) -> None:
+        """Run `job` as soon as a thread is free."""
+
+        def hand_over(future: "Future[Any]") -> None:
+            self._finished.put(Finished(tag, future))
+            self._wake()
+
+        self._executor.submit(job).add_done_callback(hand_over)
+
+    def take(self) -> list[Finished[T]]:
+        """The jobs that have ended since the last call, in that order."""
+        finished = []
+        while True:
+            try:
+                finished.append(self._finished.get_nowait())
+            except Empty:
+                return finished
+
+    def close(self) -> None:
+        """Start nothing more; a running job goes on to its end."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,293 @@
+"""The engine's process: a command comes in, a report goes out.
+
+What it is: the one loop, and the only file of the engine with sockets. What it is not: anything
+that knows what a command does (`engine.engine`) or how frames are numbered (`engine.link`). One
+rule: nothing that arrives ends the process but SIGTERM or the end of its supervisor; an error of
+our own does, loudly.
+
+    python -m engine.worker --connect ipc:///run/loradock/engine --model DIR --adapter-root DIR
+"""
+
+import os
+import signal
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+import msgspec
+import structlog
+import zmq
+
+from engine.config import EngineConfig, LoRAConfig
+from engine.engine import Engine
+from engine.errors import EngineError, ModelRefused
+from engine.link import Link
+from engine.model import load_model
+from messages.commands import ControllerBeat, RequestInventory
+from messages.reports import EngineBeat, TokensGenerated
+from messages.wire import COMMANDS, WireError
+
+_log = structlog.get_logger()
+
+BEAT_INTERVAL_S: Final = 0.5
+SILENCE_MAX_S: Final = 5.0
+"""Without a frame from the controller for this long, it is told again who is here."""
+
+COPY_POLL_MS: Final = 1
+"""How often a copy on its way to the device is looked after while nothing else happens."""
+
+FRAMES_MAX: Final = 256
+"""How many frames are read between two forward passes."""
+
+QUEUE_FRAMES: Final = 65_536
+"""How many frames may wait each way: more than a burst of commands, or a second of tokens."""
+
+
+class Wakeup:
+    """A pipe that ends a poll: written by file threads and by signal handlers."""
+
+    def __init__(self) -> None:
+        self.read_fd, self.write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def wake(self) -> None:
+        """End the running or the next poll."""
+        try:
+            os.write(self.write_fd, b"\0")
+        except BlockingIOError:
+            # A full pipe wakes as well as one more byte would.
+            return
+
+    def clear(self) -> None:
+        """Forget what was written so far."""
+        try:
+            while os.read(self.read_fd, 4096):
+                continue
+        except BlockingIOError:
+            return
+
+
+class Worker:
+    """The loop between one engine and one socket, until `stop` or the end of `parent_fd`."""
+
+    def __init__(
+        self, engine: Engine, socket: "zmq.Socket[bytes]", wakeup: Wakeup, parent_fd: int | None
+    ) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._wakeup = wakeup
+        self._parent_fd = parent_fd
+        self._link = Link()
+        self._poller = zmq.Poller()
+        self._poller.register(wakeup.read_fd, zmq.POLLIN)
+        if parent_fd is not None:
+            self._poller.register(parent_fd, zmq.POLLIN)
+        self._stopping = False
+        self._beat_due_s = self._heard_s = time.monotonic()
+        self._malformed = 0
+
+    def stop(self) -> None:
+        """End the loop before its next turn."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Serve until told to stop; every turn is bounded, so that beats keep their time."""
+        while not self._stopping:
+            self._wait()
+            self._receive()
+            self._engine.step()
+            self._report()
+            self._keep_in_touch()
+
+    def _wait(self) -> None:
+        """Sleep until something happens, or not at all while there is work."""
+        wanted = zmq.POLLIN | (zmq.POLLOUT if self._link.needs_sync else 0)
+        self._poller.register(self._socket, wanted)
+        ready = dict(self._poller.poll(self._timeout_ms()))
+        if self._wakeup.read_fd in ready:
+            self._wakeup.clear()
+        if self._parent_fd is not None and self._parent_fd in ready:
+            self._on_parent(self._parent_fd)
+
+    def _on_parent(self, parent_fd: int) -> None:
+        if not os.read(parent_fd, 4096):
+            _log.info("the supervisor is gone")
+            self.stop()
+
+    def _timeout_ms(self) -> int:
+        if not self._engine.is_idle:
+            return 0
+        if self._engine.is_copying:
+            return COPY_POLL_MS
+        return max(0, ceil(1000 * (self._beat_due_s - time.monotonic())))
+
+    def _receive(self) -> None:
+        for _ in range(FRAMES_MAX):
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_frame(parts)
+
+    def _on_frame(self, parts: Sequence[bytes]) -> None:
+        try:
+            if len(parts) != 1:
+                raise WireError(f"a message of {len(parts)} parts; one is allowed")
+            frame = COMMANDS.decode(parts[0])
+        except WireError as error:
+            self._count_malformed(error)
+            return
+        if self._link.accept(frame):
+            self._heard_s = time.monotonic()
+            command = frame.message
+            if not isinstance(command, ControllerBeat | RequestInventory):
+                self._engine.submit(command)
+
+    def _count_malformed(self, error: WireError) -> None:
+        """Tell of the first, second, fourth, eighth..., so that a flood does not fill a disk."""
+        self._malformed += 1
+        if self._malformed & (self._malformed - 1) == 0:
+            _log.warning("malformed command", error=str(error), count=self._malformed)
+
+    def _report(self) -> None:
+        """Send what has happened; where that can't be, all of it goes with the next sync."""
+        for report in self._engine.poll():
+            frame = self._link.encode(report)
+            is_private = isinstance(report, TokensGenerated)
+            # A report that overtook a lost one would look like a report that never was.
+            if (is_private or not self._link.needs_sync) and not self._send(frame):
+                self._link.needs_sync = True
+        if self._link.needs_sync:
+            self._synchronise()
+
+    def _synchronise(self) -> None:
+        # An inventory may be long; it is not made for a controller that is not there.
+        if not self._socket.poll(0, zmq.POLLOUT):
+            return
+        held = msgspec.structs.replace(self._engine.inventory(), answers=self._link.asked)
+        inventory = self._link.encode(held)
+        if all(self._send(frame) for frame in (*self._link.unacknowledged(), inventory)):
+            self._link.synchronised()
+
+    def _keep_in_touch(self) -> None:
+        now = time.monotonic()
+        if now >= self._beat_due_s:
+            self._beat_due_s = now + BEAT_INTERVAL_S
+            self._send(self._link.encode(EngineBeat(self._engine.engine_id, self._engine.last_op)))
+        if now >= self._heard_s + SILENCE_MAX_S:
+            self._heard_s = now
+            self._link.needs_sync = True
+
+    def _send(self, frame: bytes) -> bool:
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Load the model, attach to the controller and serve; the exit status of the process."""
+    _log_to_stderr()
+    options = _parse(arguments)
+    try:
+        config, lora_config = _configs(options)
+    except (ValueError, RuntimeError) as error:
+        _log.error("wrong configuration", error=str(error))
+        return 2
+    wakeup = Wakeup()
+    try:
+        model = load_model(config, lora_config)
+        engine = Engine(model, config, lora_config, options.engine_id, wakeup.wake)
+    except (ModelRefused, EngineError, ValueError) as error:
+        _log.error("the engine can't start", error=str(error))
+        return 1
+    with zmq.Context() as context:
+        worker = Worker(engine, _connect(context, options.connect), wakeup, options.parent_fd)
+        _handle_signals(worker, wakeup, options.parent_fd is not None)
+        _log.info("ready", engine_id=options.engine_id, model=str(config.model_directory))
+        worker.run()
+        context.destroy(linger=0)
+    engine.close()
+    _log.info("ended", engine_id=options.engine_id)
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser("python -m engine.worker", description="A LoRADock engine process.")
+    parser.add_argument("--connect", required=True, help="the controller's ipc:// socket")
+    parser.add_argument("--model", required=True, type=Path, help="directory of the base model")
+    parser.add_argument(
+        "--adapter-root",
+        action="append",
+        default=[],
+        type=Path,
+        help="a directory that adapters may lie under; may be given several times",
+    )
+    parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the supervisor")
+    parser.add_argument("--engine-id", default=uuid4().hex, help="the name of this life")
+    for owner, names in _OPTIONS.items():
+        for name in names:
+            kind = type(owner.__dataclass_fields__[name].default)
+            parser.add_argument("--" + name.replace("_", "-"), type=kind)
+    parser.add_argument("--target-module", action="append", help="wrap only these modules")
+    options = parser.parse_args(arguments)
+    if not options.connect.startswith("ipc://"):
+        parser.error(f"--connect {options.connect}: only ipc:// is open without CURVE keys")
+    return options
+
+
+_OPTIONS: Final[dict[type[EngineConfig] | type[LoRAConfig], tuple[str, ...]]] = {
+    EngineConfig: (
+        *("device", "device_bytes_max", "file_threads", "max_num_seqs", "queue_requests_max"),
+        "context_tokens_max",
+    ),
+    LoRAConfig: ("max_lora_rank", "max_loras", "lora_dtype"),
+}
+"""The fields of the two configurations that are options of the same name and type."""
+
+
+def _configs(options: Namespace) -> tuple[EngineConfig, LoRAConfig]:
+    given = {
+        owner: {name: value for name in names if (value := getattr(options, name)) is not None}
+        for owner, names in _OPTIONS.items()
+    }
+    config = EngineConfig(options.model, tuple(options.adapter_root), **given[EngineConfig])
+    return config, LoRAConfig(target_modules=options.target_module, **given[LoRAConfig])
+
+
+def _connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
+    """The socket to the controller, which may come, go and come again.
+
+    IMMEDIATE queues nothing for a controller that is not there, so that none is met by old beats;
+    what must not be lost is kept by the link. The routing name is left to the controller's side: a
+    name of our own could meet its own ghost after a reconnection.
+    """
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
+    socket.setsockopt(zmq.MAXMSGSIZE, COMMANDS.bytes_max)
+    socket.connect(endpoint)
+    return socket
+
+
+def _handle_signals(worker: Worker, wakeup: Wakeup, has_supervisor: bool) -> None:
+    signal.set_wakeup_fd(wakeup.write_fd, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: worker.stop())
+    # Ctrl-C reaches the whole group; with a supervisor, it decides what that means for us.
+    interrupt = signal.SIG_IGN if has_supervisor else lambda _signal, _frame: worker.stop()
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def _log_to_stderr() -> None:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""A session without sockets, requests to put into it and answers to give it."""
+
+from controller.client_calls import Timing
+from controller.client_session import NEW, Session, generate_request
+from messages import requests as rq
+from messages.wire import REPLIES, REQUESTS
+
+TIMING = Timing(retry_s_min=0.5, retry_s_max=5.0, slack_s=2.0, lost_tokens_s=10.0)
+
+
+def session():
+    return Session("c0ffee", TIMING)
+
+
+def sent(frames):
+    return [REQUESTS.decode(frame).message for frame in frames]
+
+
+def reply(message, epoch=1):
+    return REPLIES.encode(message, epoch, 0)
+
+
+def load(client, now=0.0, timeout_s=10.0):
+    return client.begin(rq.LoadAdapter(NEW, "upper"), now, timeout_s)
+
+
+def done(call):
+    return rq.AdapterDone(call.request_id, "upper", "cpu-cached")
+
+
+def generate(client, attempts=1, now=0.0):
+    request = generate_request("p", "upper", {"max_tokens": 3})
+    return client.begin_generation(request, now, 60.0, attempts)
+
+
+OUTPUT = [(1, "o"), (2, "n"), (3, "e")]
+
+
+def tokens_streamed(key, start, part):
+    tokens = tuple(token for token, _ in part)
+    return rq.TokensStreamed(key, start, tokens, "".join(text for _, text in part))
+
+
+def stream(client, call, now=0.0, start=0, end=3):
+    client.receive(reply(tokens_streamed(call.request_id, start, OUTPUT[start:end])), now)
+
+
+def account(client, call, now=0.0, reason="length"):
+    client.receive(reply(rq.GenerationDone(call.request_id, "upper", reason, 1, 3)), now)

@@ -1,0 +1,100 @@
+"""An engine without a process: commands go in, reports are kept, waits have an end."""
+
+import threading
+
+from msgspec import structs
+
+from engine.config import EngineConfig, LoRAConfig
+from engine.engine import Engine
+from engine.model import PreparedModel
+from messages import commands as cm
+from messages import reports as rp
+from messages.errors import ErrorCode
+from messages.ids import GPU_SLOT, PINNED
+from messages.requests import Sampling
+
+WAIT_S = 20
+PROMPT = (72, 101, 108, 108, 111)
+
+
+class EngineBench:
+    """An engine, its wake-ups, and every report so far."""
+
+    def __init__(self, model: PreparedModel, config: EngineConfig, lora_config: LoRAConfig) -> None:
+        self.woken = threading.Event()
+        self.engine = Engine(model, config, lora_config, "e" * 32, self.woken.set)
+        self.reports: list[rp.Report] = []
+        self.fingerprints: dict[str, str] = {}
+        self.op = 0
+
+    def submit(self, kind: type, **fields: object) -> int:
+        self.op += 1
+        self.engine.submit(kind(op=self.op, **fields))
+        return self.op
+
+    def poll(self) -> None:
+        self.reports += self.engine.poll()
+
+    def answers(self, op: int) -> list[rp.Report]:
+        return [report for report in self.reports if getattr(report, "op", None) == op]
+
+    def wait(self, op: int) -> rp.Report:
+        """The report of an operation that runs beside the main loop."""
+        for _ in range(WAIT_S * 100):
+            self.engine.step()
+            self.poll()
+            if self.answers(op):
+                return self.answers(op)[0]
+            self.woken.wait(0.01)
+            self.woken.clear()
+        raise AssertionError(f"operation {op} does not end")
+
+    def do(self, kind: type, **fields: object) -> rp.Report:
+        return self.wait(self.submit(kind, **fields))
+
+    def fingerprint(self, name: str) -> str:
+        if name not in self.fingerprints:
+            report = self.do(cm.CheckAdapter, adapter_id=1, adapter=name, path=name)
+            assert isinstance(report, rp.AdapterChecked)
+            self.fingerprints[name] = report.fingerprint
+        return self.fingerprints[name]
+
+    def bring(self, adapter_id: int, name: str, state: str, slot: int = 0, generation: int = 1):
+        """Take an adapter through its states up to `state`."""
+        fields = {"adapter_id": adapter_id}
+        source = {"adapter": name, "path": "", "fingerprint": self.fingerprint(name)}
+        reports = [self.do(cm.LoadWeights, **fields, **source)]
+        if state in (PINNED, GPU_SLOT):
+            reports.append(self.do(cm.StageWeights, **fields))
+        if state == GPU_SLOT:
+            write = {"slot": slot, "generation": generation}
+            reports.append(self.do(cm.WriteSlot, **fields, **write))
+        assert not [report for report in reports if isinstance(report, rp.OperationFailed)]
+
+    def held(self) -> dict[int, rp.InventoryAdapter]:
+        return {held.adapter_id: held for held in self.engine.inventory().adapters}
+
+    def state(self) -> object:
+        """All that a failed operation must leave as it was."""
+        return structs.replace(self.engine.inventory(), last_op=0)
+
+    def generate(self, adapter_id: int, slot: int, generation: int, max_tokens: int = 12) -> int:
+        return self.submit(
+            cm.StartGeneration,
+            request_id=f"r{self.op}",
+            adapter_id=adapter_id,
+            slot=slot,
+            generation=generation,
+            prompt=PROMPT,
+            sampling=Sampling(max_tokens=max_tokens),
+        )
+
+    def tokens(self, op: int) -> list[int]:
+        streamed = [r for r in self.reports if isinstance(r, rp.TokensGenerated)]
+        return [token for r in streamed if r.request_id == f"r{op - 1}" for token in r.tokens]
+
+
+def failure(report: rp.Report, code: ErrorCode, *words: str) -> None:
+    assert isinstance(report, rp.OperationFailed), report
+    assert report.code == code
+    assert all(word in report.message for word in words), report.message

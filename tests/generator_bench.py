@@ -1,0 +1,102 @@
+"""A generator without an engine: a slot for each adapter of the examples, and what it reported."""
+
+from pathlib import Path
+
+import torch
+from tests.engine_examples import ADAPTERS
+from msgspec import structs
+
+from engine.adapters import read_adapter
+from engine.arena import Arena
+from engine.config import EngineConfig, LoRAConfig
+from engine.generate import Generator
+from engine.kernels import choose_kernels
+from engine.model import PreparedModel
+from engine.punica import PunicaWrapper
+from engine.staging import stage
+from messages.commands import StartGeneration
+from messages.reports import GenerationEnded, OperationFailed, TokensGenerated
+from messages.requests import Prompt, Sampling
+
+NAMES = tuple(ADAPTERS)
+PROMPTS = ((72, 101, 108), (1, 2, 3, 4, 5, 6, 7, 8, 9), (200,), (65, 66, 65, 66, 65))
+ROWS = [(name, prompt) for prompt in PROMPTS for name in (None, *NAMES)]
+SIXTEEN = Sampling(max_tokens=16)
+
+
+class GeneratorBench:
+    """Adapter `slot + 1` is in `slot`, generation 1; an operation's number is its request id."""
+
+    def __init__(self, model: PreparedModel, root: Path, config: EngineConfig) -> None:
+        lora_config = LoRAConfig(max_lora_rank=16, max_loras=len(NAMES), lora_dtype="float32")
+        shapes = {shape.name: shape for shape in model.shapes}
+        self.arena = Arena(len(NAMES), model.shapes, 1 << 20, torch.float32, "cpu")
+        self.arena.data.fill_(torch.nan)
+        punica = PunicaWrapper(model.device, 16, choose_kernels("cpu"))
+        model.bind(self.arena, punica)
+        self.residents: list[int | None] = [None] * len(NAMES)
+        self.model, self.reports, self.op = model, [], 0
+        self.generator = Generator(
+            model, punica, self.arena, self.residents, config, self.reports.append
+        )
+        for slot, name in enumerate(NAMES):
+            loaded = read_adapter(name, [root], shapes, lora_config)
+            self.blob = stage(loaded.model, model.shapes, torch.float32, False)
+            self.write(slot, slot + 1, 1)
+
+    def write(self, slot: int, adapter_id: int, generation: int) -> None:
+        """Put the last staged blob into a slot."""
+        self.arena.begin_write(slot, generation, self.blob)
+        self.arena.finish_write(slot)
+        self.residents[slot] = adapter_id
+
+    def start(
+        self, name: str | None, prompt: Prompt, sampling: Sampling = SIXTEEN, **fields: object
+    ) -> int:
+        """Start a generation; its operation, also its request id."""
+        self.op += 1
+        slot = -1 if name is None else NAMES.index(name)
+        command = StartGeneration(
+            op=self.op,
+            request_id=str(self.op),
+            adapter_id=slot + 1,
+            slot=slot,
+            generation=0 if name is None else 1,
+            prompt=prompt,
+            sampling=sampling,
+        )
+        self.generator.start(structs.replace(command, **fields))
+        return self.op
+
+    def run(self, steps: int = 1000) -> None:
+        for _ in range(steps):
+            if self.generator.is_idle:
+                return
+            self.generator.step()
+        assert steps < 1000, "generations do not end"
+
+    def output(self, op: int) -> tuple[list[int], str]:
+        """What was streamed for one request, in the order of its pieces."""
+        tokens: list[int] = []
+        text = ""
+        for report in self.reports:
+            if isinstance(report, TokensGenerated) and report.request_id == str(op):
+                assert report.offset == len(tokens), "offsets have a gap"
+                assert report.tokens or report.text
+                tokens += report.tokens
+                text += report.text
+        return tokens, text
+
+    def end(self, op: int) -> GenerationEnded | OperationFailed:
+        """The one report that ended an operation; nothing is streamed after it."""
+        ends = [r for r in self.reports if not isinstance(r, TokensGenerated) and r.op == op]
+        assert len(ends) == 1, ends
+        later = self.reports[self.reports.index(ends[0]) :]
+        assert not [r for r in later if isinstance(r, TokensGenerated) and r.request_id == str(op)]
+        return ends[0]
+
+    def alone(self, name: str | None, prompt: Prompt, sampling: Sampling = SIXTEEN):
+        """A request by itself, from its start to its end."""
+        op = self.start(name, prompt, sampling)
+        self.run()
+        return self.output(op)

@@ -1,0 +1,127 @@
+"""Laws of the configuration: what exists is valid; what is wrong is told with what is allowed."""
+
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from engine.config import LORA_RANKS, AdapterBounds, EngineConfig, LoRAConfig
+
+
+def test_defaults() -> None:
+    config = LoRAConfig()
+    assert (config.max_lora_rank, config.max_loras, config.max_cpu_loras) == (16, 1, 1)
+    assert (config.lora_dtype, config.target_modules) == ("auto", None)
+    assert LoRAConfig(max_loras=3).max_cpu_loras == 3
+    assert LoRAConfig(max_loras=3, max_cpu_loras=5).max_cpu_loras == 5
+
+
+@pytest.mark.parametrize("rank", LORA_RANKS)
+def test_every_rank_of_the_list_is_allowed(rank: int) -> None:
+    assert LoRAConfig(max_lora_rank=rank).max_lora_rank == rank
+
+
+WRONG: list[dict[str, Any]] = [
+    *({"max_lora_rank": rank} for rank in (0, -1, 2, 17, 513, 16.0, "16", True, None)),
+    *({"max_loras": loras} for loras in (0, -1, 1.0, True, None)),
+    *({"max_loras": 4, "max_cpu_loras": loras} for loras in (0, 3, -4, 4.0, True)),
+    *({"lora_dtype": dtype} for dtype in ("float64", "half", "", torch.float64, torch.int8, None)),
+    *({"target_modules": names} for names in ("q_proj", [], [""], [1])),
+]
+
+
+@pytest.mark.parametrize("fields", WRONG, ids=str)
+def test_what_is_wrong_is_told(fields: dict[str, Any]) -> None:
+    name, value = list(fields.items())[-1]
+    with pytest.raises(ValueError, match=name) as caught:
+        LoRAConfig(**fields)
+    assert repr(value) in str(caught.value) or value == []
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+def test_auto_follows_the_base_model_and_a_name_does_not(name: str) -> None:
+    dtype = getattr(torch, name)
+    base = LlamaConfig(dtype=name)
+    auto = LoRAConfig()
+    resolved = auto.verify_with_model_config(base)
+    assert resolved.dtype == resolved.lora_dtype == dtype
+    assert resolved.verify_with_model_config(LlamaConfig(dtype="float64")) == resolved
+    assert LoRAConfig(lora_dtype="float16").verify_with_model_config(base).dtype == torch.float16
+    assert LoRAConfig(lora_dtype=dtype).dtype == dtype
+    assert LoRAConfig(lora_dtype=name).dtype == dtype
+    with pytest.raises(ValueError, match="auto"):
+        _ = auto.dtype
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int8", None])
+def test_auto_refuses_a_base_that_it_can_not_follow(dtype: str | None) -> None:
+    with pytest.raises(ValueError, match="name one of these as lora_dtype"):
+        LoRAConfig().verify_with_model_config(LlamaConfig(dtype=dtype))
+
+
+def test_the_hash_follows_what_changes_buffers_and_nothing_else() -> None:
+    base = LoRAConfig(target_modules=["q_proj", "v_proj"])
+    same = [
+        replace(base),
+        replace(base, max_cpu_loras=9),
+        replace(base, target_modules=["v_proj", "q_proj"]),
+    ]
+    different = [
+        replace(base, max_lora_rank=8),
+        replace(base, max_loras=2, max_cpu_loras=2),
+        replace(base, lora_dtype="float16"),
+        replace(base, target_modules=["q_proj"]),
+        replace(base, target_modules=None),
+    ]
+    assert {config.compute_hash() for config in same} == {base.compute_hash()}
+    assert len({config.compute_hash() for config in [base, *different]}) == len(different) + 1
+    named, typed = LoRAConfig(lora_dtype="float16"), LoRAConfig(lora_dtype=torch.float16)
+    assert named.compute_hash() == typed.compute_hash()
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        LoRAConfig().max_loras = 2  # type: ignore[misc]
+
+
+ENGINE_WRONG: list[dict[str, Any]] = [
+    *({name: 0} for name in ("device_bytes_max", "file_threads", "max_num_seqs")),
+    {"queue_requests_max": -1},
+    {"context_tokens_max": -1},
+    {"file_threads": 1.5},
+    {"adapter_roots": "/adapters"},
+]
+
+
+@pytest.mark.parametrize("fields", ENGINE_WRONG, ids=str)
+def test_an_engine_that_can_not_be_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        EngineConfig(Path("model"), **fields)
+
+
+def test_an_engine_config_has_paths_and_a_device() -> None:
+    config = EngineConfig("model", adapter_roots=["a", Path("b")], device="cpu")  # type: ignore[arg-type]
+    assert config.model_directory == Path("model")
+    assert config.adapter_roots == (Path("a"), Path("b"))
+    assert config.torch_device == torch.device("cpu")
+    assert not config.pins
+    assert EngineConfig(Path("m")).torch_device.type == (
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )
+
+
+def test_page_locking_without_cuda_is_refused() -> None:
+    if torch.cuda.is_available():
+        assert EngineConfig(Path("m"), device="cpu", pin_memory=True).pins
+    else:
+        with pytest.raises(ValueError, match="pin_memory"):
+            EngineConfig(Path("m"), pin_memory=True)
+
+
+def test_bounds_are_positive() -> None:
+    for name in AdapterBounds.__dataclass_fields__:
+        with pytest.raises(ValueError, match=name):
+            AdapterBounds(**{name: 0})

@@ -1,0 +1,73 @@
+"""The batch's cache against rows kept one by one: whatever joins and leaves, each row is whole."""
+
+from random import Random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kv_cache import RowCache, left_padding_mask
+
+LAYERS, HEADS, WIDTH = 2, 3, 4
+
+
+def fill(rows: RowCache, states: torch.Tensor) -> None:
+    """What a forward does: append [rows, heads, tokens, dim] to every layer."""
+    for layer in range(LAYERS):
+        rows.cache.update(states + layer, -states - layer, layer)
+
+
+def brought(random: Random, lengths: list[int]) -> tuple[RowCache, list[torch.Tensor]]:
+    """A cache after a prefill of rows of these lengths, and the rows by themselves."""
+    width = max(lengths)
+    own = [torch.randn(HEADS, length, WIDTH) for length in lengths]
+    padded = torch.full((len(lengths), HEADS, width, WIDTH), torch.nan)
+    for row, states in enumerate(own):
+        padded[row, :, width - states.shape[1] :] = states
+    rows = RowCache(lengths)
+    fill(rows, padded)
+    return rows, own
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_every_row_is_whole_after_any_history(seed: int) -> None:
+    random = Random(seed)
+    rows, own = brought(random, [random.randint(1, 9) for _ in range(random.randint(1, 4))])
+    for _ in range(random.randint(1, 8)):
+        if random.random() < 0.4:
+            more, theirs = brought(random, [random.randint(1, 9) for _ in range(2)])
+            rows.join(more)
+            own += theirs
+        if random.random() < 0.5:
+            places = sorted(random.sample(range(len(own)), random.randint(1, len(own))))
+            rows.keep(places)
+            own = [own[place] for place in places]
+            assert rows.width == max(states.shape[1] for states in own)
+        rows.grow(1)
+        step = torch.randn(len(own), HEADS, 1, WIDTH)
+        fill(rows, step)
+        own = [torch.cat([states, new], 1) for states, new in zip(own, step, strict=True)]
+        assert rows.lengths == [states.shape[1] for states in own]
+        for number, layer in enumerate(rows.cache.layers):
+            assert layer.keys.shape == (len(own), HEADS, rows.width, WIDTH)
+            for row, states in enumerate(own):
+                first = rows.width - rows.lengths[row]
+                assert torch.equal(layer.keys[row, :, first:], states + number)
+                assert torch.equal(layer.values[row, :, first:], -states - number)
+
+
+def test_the_mask_is_each_rows_last_columns() -> None:
+    mask = left_padding_mask(torch.tensor([1, 3, 0]), 3)
+    assert mask.tolist() == [[0, 0, 1], [1, 1, 1], [0, 0, 0]]
+
+
+def test_a_layer_without_a_cache_of_its_own_stays_so() -> None:
+    rows, more = RowCache([1]), RowCache([2])
+    for cache, length in ((rows, 1), (more, 2)):
+        cache.cache.update(*(2 * [torch.ones(1, HEADS, length, WIDTH)]), 1)
+    rows.join(more)
+    assert rows.width == 2
+    rows.keep([1])
+    assert not rows.cache.layers[0].is_initialized
+    assert rows.cache.layers[1].keys.shape == (1, HEADS, 2, WIDTH)

@@ -1,0 +1,233 @@
+"""The prepared model: what is wrapped, what is refused, and that a batch answers like its rows."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engine_examples import CONTEXT_TOKENS_MAX, relative_error, tiny_config
+from torch import Tensor, nn
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+
+from engine.config import EngineConfig, LoRAConfig
+from engine.errors import ModelRefused
+from engine.kv_cache import RowCache
+from engine.layers import ReplicatedLinearWithLoRA
+from engine.model import PreparedModel, load_model
+
+pytest_plugins = ("tests.engine_fixtures",)
+
+
+def prepare(model: object, **lora_fields: object) -> PreparedModel:
+    return PreparedModel(model, LoRAConfig(**lora_fields), context_tokens_max=64)
+
+
+def tiny_model(**changes: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_config(**changes))
+
+
+def sliding_model() -> MistralForCausalLM:
+    torch.manual_seed(0)
+    fields = tiny_config().to_dict() | {"sliding_window": 4}
+    del fields["rope_parameters"]
+    return MistralForCausalLM(MistralConfig(**fields))
+
+
+def test_every_linear_layer_but_the_head_is_wrapped(prepared_model: PreparedModel) -> None:
+    kinds = {name.rpartition(".")[2] for name in prepared_model.layers}
+    assert kinds == {*("q_proj", "k_proj", "v_proj", "o_proj"), "gate_proj", "up_proj", "down_proj"}
+    assert len(prepared_model.layers) == 14
+    assert type(prepared_model.model.lm_head) is nn.Linear
+    for index, shape in enumerate(prepared_model.shapes):
+        layer = prepared_model.model.get_submodule(shape.name)
+        assert layer is prepared_model.layers[shape.name]
+        assert isinstance(layer, ReplicatedLinearWithLoRA)
+        assert (shape.index, shape.in_features, shape.out_features) == (
+            index,
+            layer.base_layer.in_features,
+            layer.base_layer.out_features,
+        )
+
+
+def test_a_tied_head_stays_tied_and_unwrapped() -> None:
+    model = prepare(tiny_model(tie_word_embeddings=True)).model
+    assert type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_module_with_two_paths_is_wrapped_once() -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    layers = prepare(model).layers
+    assert "model.layers.1.mlp.up_proj" not in layers
+    assert model.model.layers[1].mlp.up_proj is layers["model.layers.0.mlp.up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [(["o_proj"], 2), (["model.layers.1.mlp.up_proj"], 1), (["o_proj", "mlp.up_proj"], 4)],
+)
+def test_target_modules_choose_by_suffix_or_full_name(targets: list[str], count: int) -> None:
+    layers = prepare(tiny_model(), target_modules=targets).layers
+    assert len(layers) == count
+    assert all(name.endswith(tuple(targets)) for name in layers)
+
+
+@pytest.mark.parametrize("target", ["proj", "lm_head", "embed_tokens", "layers.7.mlp.up_proj"])
+def test_a_target_that_names_nothing_is_refused(target: str) -> None:
+    with pytest.raises(ModelRefused, match=f"{target}.*these suffixes.*down_proj"):
+        prepare(tiny_model(), target_modules=["o_proj", target])
+
+
+class HalfMlp(nn.Module):
+    """A layer of which a part sees some tokens, and another's weight is read behind its back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 1)
+        self.expert = nn.Linear(width, width)
+        self.secret = nn.Linear(width, width)
+        self.shared = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.secret.weight) + self.shared(x)
+        chosen = self.router(x).squeeze(-1) > 0
+        y[chosen] += self.expert(x[chosen])
+        return y
+
+
+def test_layers_that_do_not_see_every_token_are_left_unwrapped() -> None:
+    model = tiny_model()
+    model.model.layers[0].mlp = HalfMlp(32)
+    layers = prepare(model).layers
+    own = {name.rpartition(".")[2] for name in layers if name.startswith("model.layers.0.mlp")}
+    assert own == {"router", "shared"}
+    assert type(model.model.layers[0].mlp.expert) is nn.Linear
+    broken = tiny_model()
+    broken.model.layers[0].mlp = HalfMlp(32)
+    with pytest.raises(ModelRefused, match="expert"):
+        prepare(broken, target_modules=["expert", "o_proj"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny_model,
+        sliding_model,
+        lambda: tiny_model(attn_implementation="eager"),
+        lambda: GemmaForCausalLM(
+            GemmaConfig(**(tiny_config().to_dict() | {"head_dim": 8, "hidden_act": "gelu"}))
+        ),
+    ],
+)
+def test_unequal_rows_in_one_prefill_answer_as_each_alone(make: object) -> None:
+    torch.manual_seed(4)
+    model = prepare(make())
+    prompts = [torch.randint(0, 250, (length,)) for length in (1, 9, 17, 4)]
+    rows = RowCache([len(prompt) for prompt in prompts])
+    padded = torch.stack([nn.functional.pad(p, (17 - len(p), 0), value=11) for p in prompts])
+    steps = [model.forward(padded, rows)]
+    for token in (5, 6):
+        rows.grow(1)
+        steps.append(model.forward(torch.full((4, 1), token), rows))
+    for row, prompt in enumerate(prompts):
+        whole = torch.cat([prompt, torch.tensor([5, 6])])
+        for step, logits in enumerate(steps):
+            length = len(prompt) + step
+            alone = model.model(whole[None, :length]).logits[0, -1]
+            assert relative_error(logits[row], alone) < 1e-5
+
+
+def test_models_that_can_not_be_batched_are_refused() -> None:
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(ModelRefused, match="key/value cache"):
+        prepare(mamba)
+    with pytest.raises(ModelRefused, match="no layer of a kind"):
+        prepare(GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)))
+
+
+class ForgetsPadding(LlamaForCausalLM):
+    """A model that reads its padding."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache):
+        return super().forward(
+            input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache
+        )
+
+
+def test_a_model_whose_padded_rows_answer_otherwise_is_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ModelRefused, match="answers otherwise than alone"):
+        prepare(ForgetsPadding(tiny_config()))
+
+
+def test_limits_and_ends_come_from_the_model(prepared_model: PreparedModel) -> None:
+    assert prepared_model.context_tokens_max == CONTEXT_TOKENS_MAX
+    assert prepared_model.eos_ids == {258}
+    assert prepared_model.vocab_size == 259
+    assert prepare(tiny_model(eos_token_id=[3, 4])).eos_ids == {3, 4}
+    assert prepare(tiny_model()).context_tokens_max == 64
+    assert PreparedModel(tiny_model(), LoRAConfig()).context_tokens_max == CONTEXT_TOKENS_MAX
+    long = PreparedModel(tiny_model(), LoRAConfig(), context_tokens_max=10**6)
+    assert long.context_tokens_max == CONTEXT_TOKENS_MAX
+
+
+def test_a_length_that_would_change_the_other_rows_is_out_of_reach() -> None:
+    fields = tiny_config().to_dict() | {"original_max_position_embeddings": 32}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    fields["rope_parameters"] = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
+    torch.manual_seed(0)
+    model = PreparedModel(Phi3ForCausalLM(Phi3Config(**fields)), LoRAConfig())
+    assert model.context_tokens_max == 32
+    # Why: a row of 33 tokens changes what a short row beside it answers.
+    answers = []
+    for length in (32, 33):
+        short = torch.tensor([0] * (length - 4) + [5, 6, 7, 8])
+        answers.append(
+            model.forward(torch.stack([short, torch.ones_like(short)]), RowCache([4, length]))[0]
+        )
+    assert relative_error(*answers) > 1e-3
+
+
+def test_a_directory_that_holds_no_safe_model_is_refused(
+    tmp_path: Path, engine_config: EngineConfig
+) -> None:
+    def load() -> None:
+        load_model(replace(engine_config, model_directory=tmp_path), LoRAConfig())
+
+    with pytest.raises(ModelRefused, match=r"config\.json"):
+        load()
+    tiny_config().save_pretrained(tmp_path)
+    # Weights that only unpickling could read are not read, even where they are sound.
+    torch.save(tiny_model().state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelRefused, match="safetensors"):
+        load()
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}'
+    )
+    with pytest.raises(ModelRefused):
+        load()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelRefused):
+        load()
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(
+    tmp_path: Path, engine_config: EngineConfig
+) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    model = load_model(replace(engine_config, model_directory=tmp_path), LoRAConfig())
+    assert model.tokenizer is None

@@ -1,0 +1,27 @@
+"""What was done once is not done again, however long ago it was."""
+
+from random import Random
+
+import pytest
+import torch
+
+from engine import registry
+from engine.registry import SeenOperations
+
+
+def test_seen_operations_are_bounded_and_never_forgotten_as_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "SEEN_MAX", 8)
+    random = Random(seed := torch.seed() % 2**32)
+    print(f"seed {seed}")
+    seen = SeenOperations()
+    done: set[int] = set()
+    for step in range(400):
+        op = max(1, step // 2 + random.randint(-20, 4))
+        if seen.add(op):
+            assert op not in done
+            done.add(op)
+        assert seen.last == max(done)
+        assert not seen.add(op)
+    assert len(seen._recent) <= 8

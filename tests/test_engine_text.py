@@ -1,0 +1,154 @@
+"""Detokenisation and stop strings: laws over every way in which an output can come in pieces."""
+
+from itertools import chain
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from engine.text import REPLACEMENT, WAITING_TOKENS_MAX, Detokenizer, StopFilter
+from examples.tiny_recipe import EOS_ID, build_tokenizer
+
+TOKENIZER = build_tokenizer()
+"""A token is a byte, so every character beyond ASCII is cut into several tokens."""
+
+TEXTS = st.text(alphabet=st.sampled_from("aé€😀\0 \ufffd"), max_size=12)
+
+
+def pieces(prompt: bytes, output: bytes) -> list[str]:
+    stream = Detokenizer(TOKENIZER, list(prompt))
+    return [*(stream.add(byte) for byte in output), stream.rest()]
+
+
+@given(prompt=TEXTS, output=TEXTS)
+def test_whole_characters_come_as_soon_as_they_are_whole(prompt: str, output: str) -> None:
+    shown = pieces(prompt.encode(), output.encode())
+    assert "".join(shown) == output
+    if REPLACEMENT not in output:
+        ends = [len(output[: at + 1].encode()) - 1 for at in range(len(output))]
+        expected = dict(zip(ends, output, strict=True))
+        assert shown[:-1] == [expected.get(at, "") for at in range(len(output.encode()))]
+
+
+@given(prompt=st.binary(max_size=8), output=st.binary(max_size=40))
+@example(prompt=b"\xe2\x82", output=b"\xac and on")
+@example(prompt=b"", output=b"\xff" * 40)
+@example(prompt=b"", output=b"\xff\xff\xff\xff\xf0\x9f\x98\x80\xff" * 3)
+@settings(max_examples=300)
+def test_any_bytes_add_up_to_what_decoding_at_once_gives(prompt: bytes, output: bytes) -> None:
+    assert "".join(pieces(prompt, output)) == output.decode(errors="replace")
+
+
+class Chunks:
+    """A tokenizer whose tokens are any bytes, also the end of one character and half the next."""
+
+    def __init__(self, chunks: list[bytes]) -> None:
+        self._chunks = chunks
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return b"".join(self._chunks[token] for token in tokens).decode(errors="replace")
+
+
+ODD = st.sampled_from([b"\xff", b"\xff\xf0", b"\xf0", b"\x9f", b"\x98", b"\x80", b"\x80\xff"])
+
+
+@given(chunks=st.lists(ODD, max_size=30))
+@example(chunks=[b"\xff"] * 5 + [b"\xf0", b"\x9f", b"\x98", b"\x80\xff"])
+@settings(max_examples=300)
+def test_a_cut_never_falls_within_a_character(chunks: list[bytes]) -> None:
+    stream = Detokenizer(Chunks(chunks), [])
+    shown = "".join(map(stream.add, range(len(chunks)))) + stream.rest()
+    assert shown == b"".join(chunks).decode(errors="replace")
+
+
+def test_bytes_that_never_become_a_character_do_not_wait_for_ever() -> None:
+    shown = pieces(b"", b"\xff" * 100)
+    waiting = 0
+    for piece in shown[:-1]:
+        waiting += 1 - len(piece)
+        assert waiting <= WAITING_TOKENS_MAX
+    assert "".join(shown) == REPLACEMENT * 100
+
+
+def test_half_a_character_is_told_at_the_end() -> None:
+    assert pieces(b"x", b"a\xe2\x82") == ["a", "", "", REPLACEMENT]
+
+
+def test_special_tokens_are_not_text() -> None:
+    stream = Detokenizer(TOKENIZER, [65])
+    assert stream.add(EOS_ID) + stream.add(66) + stream.rest() == "B"
+
+
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Like Llama's first: words carry their space, and what has no token comes byte by byte."""
+    words = ["<unk>", "▁a", "▁b", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Tokenizer(BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+FALLBACK = fallback_tokenizer()
+EURO = [4 + byte for byte in "€".encode()]
+WORDS = st.lists(st.sampled_from([[1], [2], [3], EURO]), max_size=10).map(
+    lambda parts: list(chain(*parts))
+)
+
+
+@given(prompt=WORDS, output=WORDS)
+@example(prompt=EURO + EURO, output=[1])
+def test_spaces_between_words_are_kept_also_after_the_prompt(
+    prompt: list[int], output: list[int]
+) -> None:
+    stream = Detokenizer(FALLBACK, prompt)
+    shown = "".join(map(stream.add, output)) + stream.rest()
+    assert FALLBACK.decode(prompt) + shown == FALLBACK.decode(prompt + output)
+    assert REPLACEMENT not in shown
+
+
+def shown_by(stops: tuple[str, ...], chunks: list[str]) -> tuple[str, bool]:
+    stop_filter = StopFilter(stops)
+    text = "".join(stop_filter.add(chunk) for chunk in chunks) + stop_filter.rest()
+    return text, stop_filter.has_matched
+
+
+ALPHABET = st.text(alphabet="ab", max_size=10)
+STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+@given(stops=STOPS, chunks=st.lists(ALPHABET, max_size=6))
+@settings(max_examples=300)
+def test_the_pieces_make_no_difference(stops: tuple[str, ...], chunks: list[str]) -> None:
+    whole = "".join(chunks)
+    assert shown_by(stops, chunks) == shown_by(stops, list(whole)) == shown_by(stops, [whole])
+
+
+@given(stops=STOPS, text=ALPHABET)
+def test_what_is_shown_is_the_text_before_the_stop_that_is_complete_first(
+    stops: tuple[str, ...], text: str
+) -> None:
+    for end in range(len(text) + 1):
+        matching = [stop for stop in stops if text[:end].endswith(stop)]
+        if matching:
+            longest = max(len(stop) for stop in matching)
+            assert shown_by(stops, [text]) == (text[: end - longest], True)
+            return
+    assert shown_by(stops, [text]) == (text, False)
+
+
+@pytest.mark.parametrize(
+    ("stop", "chunks", "shown"),
+    [
+        ("END", ["a E", "N", "D b"], ["a ", "", ""]),
+        ("END", ["a E", "Nx", "y"], ["a ", "ENx", "y"]),
+        ("aab", ["aa", "ab"], ["", "a"]),
+    ],
+)
+def test_only_what_may_be_a_beginning_is_kept_back(
+    stop: str, chunks: list[str], shown: list[str]
+) -> None:
+    stop_filter = StopFilter((stop,))
+    assert [stop_filter.add(chunk) for chunk in chunks] == shown
