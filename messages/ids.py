@@ -17,7 +17,9 @@ AdapterName = Annotated[str, Meta(pattern=NAME_PATTERN)]
 AdapterId = Annotated[int, Meta(ge=0, le=2**53)]
 """One version of an adapter: other bytes under the same name get another id. 0 is the base."""
 
-RequestId = Annotated[str, Meta(pattern=r"^[!-~]{1,64}\Z")]
+REQUEST_PATTERN: Final = r"^[!-~]{1,64}\Z"
+
+RequestId = Annotated[str, Meta(pattern=REQUEST_PATTERN)]
 """Chosen by the client, unique for ever; a repeated one gets its first answer again."""
 
 OpId = Annotated[int, Meta(ge=0, le=2**53)]

@@ -103,9 +103,9 @@ class EngineInventory(Message, frozen=True):
     """Who the engine is, what it can hold and what it holds; sent on attaching and on request.
 
     `engine_id` names one life of the process. `last_op` is the highest operation that it has seen;
-    `running` are those without a report yet. `answers` is the number of the `RequestInventory` frame
-    that asked for it: only then does it take every earlier command into account. 0 means that the
-    engine introduces itself, or saw a gap, and wants to be asked.
+    `running` are those without a report yet. `answers` is the number of the `RequestInventory`
+    frame that asked for it: only then does it take every earlier command into account. 0
+    means that the engine introduces itself, or saw a gap, and wants to be asked.
     """
 
     engine_id: str

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engine_bench import EngineBench
-from tests.engine_examples import ADAPTERS, tiny_config
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.model import PreparedModel, load_model
 from examples.tiny_recipe import build_tokenizer
+from tests.engine_bench import EngineBench
+from tests.engine_examples import ADAPTERS, tiny_config
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from tests.engine_examples import ADAPTERS
 from msgspec import structs
 
 from engine.adapters import read_adapter
@@ -17,6 +16,7 @@ from engine.staging import stage
 from messages.commands import StartGeneration
 from messages.reports import GenerationEnded, OperationFailed, TokensGenerated
 from messages.requests import Prompt, Sampling
+from tests.engine_examples import ADAPTERS
 
 NAMES = tuple(ADAPTERS)
 PROMPTS = ((72, 101, 108), (1, 2, 3, 4, 5, 6, 7, 8, 9), (200,), (65, 66, 65, 66, 65))

@@ -13,10 +13,10 @@ from random import Random
 from typing import Any
 
 import msgspec
-from tests.message_examples import input_examples
 
 from controller.shell.log import Log
 from messages.records import FORMAT, Header, Record
+from tests.message_examples import input_examples
 
 HEADER = Header(FORMAT, 1, "lru", {"slots_max": 4, "host_adapters_max": 16}, 0)
 TIME_NS = 1_700_000_000_000_000_000

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
-from messages.ids import NAME_PATTERN
+from messages.ids import NAME_PATTERN, REQUEST_PATTERN
 from messages.records import (
     FORMAT,
     ControllerStarted,
@@ -192,6 +192,8 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
 def _text(info: Any) -> st.SearchStrategy[str]:
     if info.pattern is None:
         return st.text(min_size=info.min_length or 0, max_size=min(30, info.max_length or 30))
+    if info.pattern == REQUEST_PATTERN:
+        return st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=30)
     assert info.pattern == NAME_PATTERN, f"no strategy for the pattern {info.pattern}"
     names = st.text(_NAME_LETTERS, min_size=1, max_size=128)
     return names.filter(lambda name: ".." not in name and name != ".")

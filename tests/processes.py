@@ -92,9 +92,7 @@ def engine(
         command += ["--adapter-root", str(root)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with directory.with_suffix(".engine.log").open("ab") as errors:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=errors, stderr=errors
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=errors, stderr=errors)
     try:
         yield process
     finally:

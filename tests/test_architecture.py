@@ -1,6 +1,7 @@
 """Every file keeps to its place, and each check is known to fail on a small wrong file."""
 
 import pytest
+
 from tests.architecture_rules import (
     ALL,
     PROGRAM,

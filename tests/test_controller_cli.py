@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.standin_controller import StandIn
 from typer.testing import CliRunner
 
 from controller.cli.exits import EXIT_OF, HINTS, MEANS, ExitCode
@@ -21,6 +20,7 @@ from controller.cli.sizes import format_size, parse_size
 from messages import events as ev
 from messages import requests as rq
 from messages.errors import MEANINGS, ErrorCode
+from tests.standin_controller import StandIn
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "from controller.cli.main import app; app(prog_name='loradock')"

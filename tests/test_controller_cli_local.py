@@ -4,7 +4,6 @@ import json
 
 import pytest
 import structlog
-from tests.log_examples import flip
 from typer.testing import CliRunner
 
 from controller.cli.exits import ExitCode
@@ -18,6 +17,7 @@ from controller.shell.server import ServerConfig
 from controller.shell.supervisor import ServeConfig
 from messages.records import FORMAT, ControllerStarted, Header, Record
 from messages.requests import LoadAdapter
+from tests.log_examples import flip
 
 LIMITS = Limits(slots_max=2, host_adapters_max=4)
 

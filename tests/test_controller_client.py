@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import zmq
-from tests.standin_controller import StandIn
 
 from controller.client import (
     AsyncClient,
@@ -31,6 +30,7 @@ from controller.client_sockets import (
 from messages import events as ev
 from messages import requests as rq
 from messages.errors import ErrorCode
+from tests.standin_controller import StandIn
 
 FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=0.3)
 

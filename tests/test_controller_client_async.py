@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from tests.standin_controller import StandIn
 
 from controller.client import AsyncClient, EngineGone, Timing, UnknownAdapter
 from messages import events as ev
 from messages import requests as rq
+from tests.standin_controller import StandIn
 
 FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=0.3)
 

@@ -11,8 +11,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.log_examples import HEADER, TIME_NS, Disk, FailingDisk, run_of
-from tests.message_examples import strategy
 
 from controller.shell import log as log_module
 from controller.shell.log import (
@@ -28,6 +26,8 @@ from controller.shell.log import (
 )
 from messages.errors import ErrorCode
 from messages.records import Record, TimerFired
+from tests.log_examples import HEADER, TIME_NS, Disk, FailingDisk, run_of
+from tests.message_examples import strategy
 
 
 def records_in(directory: Path) -> list[Record]:

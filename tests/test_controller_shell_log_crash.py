@@ -6,11 +6,11 @@ from random import Random, randrange
 from typing import Any
 
 import pytest
-from tests.log_examples import HEADER, Crash, CrashingDisk, run_of
 
 from controller.shell import log as log_module
 from controller.shell.log import Log, read, verify
 from messages.records import Record
+from tests.log_examples import HEADER, Crash, CrashingDisk, run_of
 
 
 def records_in(directory: Path) -> list[Record]:

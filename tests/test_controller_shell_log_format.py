@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.log_examples import HEADER, run_of
 
 from controller.shell.log_format import (
     HEAD_BYTES,
@@ -23,6 +22,7 @@ from controller.shell.log_format import (
     whole_frames,
 )
 from messages.records import Record, TimerFired
+from tests.log_examples import HEADER, run_of
 
 COUNT = 320
 

@@ -5,10 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.log_examples import HEADER, Crash, CrashingDisk, flip, run_of, write
 
 from controller.shell import log_repair
 from controller.shell.log import Log, LogBusy, read, repair, repair_plan, verify
+from tests.log_examples import HEADER, Crash, CrashingDisk, flip, run_of, write
 
 COUNT = 60
 

@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, read, tensors, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from engine.errors import (
     EngineError,
     PathNotAllowed,
 )
+from tests.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, read, tensors, write
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.adapter_examples import CONFIG, DOWN, LORA_CONFIG, Q, V, key, pair, read, tensors, write
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,6 +17,7 @@ from engine.errors import AdapterConfigRefused, EngineError
 from engine.layout import ModuleShape
 from engine.staging import stage
 from messages.errors import ErrorCode
+from tests.adapter_examples import CONFIG, DOWN, LORA_CONFIG, Q, V, key, pair, read, tensors, write
 
 CONFIG_REFUSED, DOES_NOT_FIT = ErrorCode.CONFIG_REFUSED, ErrorCode.DOES_NOT_FIT
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

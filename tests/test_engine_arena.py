@@ -5,6 +5,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.arena import Arena
+from engine.errors import Conflict, DeviceOutOfMemory, NotResident
+from engine.sliding import SlideLost
+from engine.staging import ABSENT, ALIGNMENT_BYTES, ModuleShape, slice_elements
 from tests.arena_examples import (
     CAPACITY_BYTES,
     MODULES,
@@ -18,14 +26,6 @@ from tests.arena_examples import (
     make_blob,
     seen,
 )
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-from engine.arena import Arena
-from engine.errors import Conflict, DeviceOutOfMemory, NotResident
-from engine.sliding import SlideLost
-from engine.staging import ABSENT, ALIGNMENT_BYTES, ModuleShape, slice_elements
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engine_bench import PROMPT, WAIT_S, EngineBench, failure
-from tests.engine_examples import ADAPTERS
 from msgspec import structs
 from peft import PeftModel
 
@@ -19,6 +17,8 @@ from messages import commands as cm
 from messages import reports as rp
 from messages.errors import ErrorCode
 from messages.ids import CPU_CACHED, GPU_SLOT, PINNED
+from tests.engine_bench import PROMPT, WAIT_S, EngineBench, failure
+from tests.engine_examples import ADAPTERS
 
 pytest_plugins = ("tests.engine_fixtures",)
 

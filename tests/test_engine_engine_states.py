@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 import torch
-from tests.engine_bench import EngineBench, failure
-from tests.engine_examples import ADAPTERS
 
 from messages import commands as cm
 from messages import reports as rp
 from messages.errors import ErrorCode
 from messages.ids import CPU_CACHED, GPU_SLOT, PINNED
+from tests.engine_bench import EngineBench, failure
+from tests.engine_examples import ADAPTERS
 
 pytest_plugins = ("tests.engine_fixtures",)
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.generator_bench import NAMES, PROMPTS, ROWS, GeneratorBench
 from peft import PeftModel
 
 from engine import generate
@@ -16,6 +15,7 @@ from engine.punica import PunicaWrapper
 from messages.errors import ErrorCode
 from messages.reports import GenerationEnded, OperationFailed
 from messages.requests import Sampling
+from tests.generator_bench import NAMES, PROMPTS, ROWS, GeneratorBench
 
 pytest_plugins = ("tests.engine_fixtures",)
 

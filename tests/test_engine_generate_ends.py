@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.engine_examples import CONTEXT_TOKENS_MAX, VOCABULARY
-from tests.generator_bench import NAMES, PROMPTS, ROWS, SIXTEEN, GeneratorBench
 
 from engine import generate
 from engine.config import EngineConfig
@@ -16,6 +14,8 @@ from examples.tiny_recipe import BOS_ID
 from messages.errors import ErrorCode
 from messages.reports import GenerationEnded, TokensGenerated
 from messages.requests import Prompt, Sampling
+from tests.engine_examples import CONTEXT_TOKENS_MAX, VOCABULARY
+from tests.generator_bench import NAMES, PROMPTS, ROWS, SIXTEEN, GeneratorBench
 
 pytest_plugins = ("tests.engine_fixtures",)
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.adapter_examples import CONFIG, Q, V, key, pair, tensors, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.adapters import LoRALayerWeights, LoRAModel, LoRARequest, PEFTHelper
 from engine.errors import AdapterDoesNotFit, NotFinite, PathNotAllowed
+from tests.adapter_examples import CONFIG, Q, V, key, pair, tensors, write
 
 HELPER = PEFTHelper.from_dict(CONFIG)
 

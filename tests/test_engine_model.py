@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engine_examples import CONTEXT_TOKENS_MAX, relative_error, tiny_config
 from torch import Tensor, nn
 from transformers import (
     GemmaConfig,
@@ -26,6 +25,7 @@ from engine.errors import ModelRefused
 from engine.kv_cache import RowCache
 from engine.layers import ReplicatedLinearWithLoRA
 from engine.model import PreparedModel, load_model
+from tests.engine_examples import CONTEXT_TOKENS_MAX, relative_error, tiny_config
 
 pytest_plugins = ("tests.engine_fixtures",)
 

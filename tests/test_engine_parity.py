@@ -5,7 +5,6 @@ from random import Random
 
 import pytest
 import torch
-from tests.engine_examples import ADAPTERS, relative_error
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -19,6 +18,7 @@ from engine.kv_cache import RowCache
 from engine.model import PreparedModel, load_model
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.staging import Blob, stage
+from tests.engine_examples import ADAPTERS, relative_error
 
 pytest_plugins = ("tests.engine_fixtures",)
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.arena_examples import CopyFailedError, ManualCopier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sliding import SlideLost, Slider
+from tests.arena_examples import CopyFailedError, ManualCopier
 
 MEMORY_BYTES = 600
 

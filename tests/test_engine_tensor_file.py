@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.adapter_examples import stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
@@ -14,6 +13,7 @@ from safetensors.torch import save
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import AdapterUnsound
 from engine.tensor_file import LENGTH_BYTES, header_length, parse_header
+from tests.adapter_examples import stored
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
 

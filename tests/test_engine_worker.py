@@ -10,13 +10,13 @@ from random import Random
 
 import pytest
 import zmq
-from tests.engine_examples import ADAPTERS
 
 from engine import worker
 from messages import commands as cm
 from messages import reports as rp
 from messages.requests import Sampling
 from messages.wire import COMMANDS, REPORTS, Frame
+from tests.engine_examples import ADAPTERS
 
 pytest_plugins = ("tests.engine_fixtures",)
 

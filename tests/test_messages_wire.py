@@ -24,7 +24,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.message_examples import EXAMPLES, example_of, members, strategy
 
 from messages.commands import Command
 from messages.errors import ErrorCode
@@ -33,6 +32,7 @@ from messages.records import Header, Input, Record
 from messages.reports import Report
 from messages.requests import ActivateAdapter, Generate, ListAdapters, LoadAdapter, Reply, Request
 from messages.wire import COMMANDS, EVENTS, PROTOCOL_VERSION, REPLIES, REPORTS, REQUESTS, WireError
+from tests.message_examples import EXAMPLES, example_of, members, strategy
 
 GOLDEN = Path(__file__).parent / "golden" / "messages.json"
 EPOCH, SEQ, TIME_NS = 3, 2**40 + 7, 1_700_000_000_000_000_001
