@@ -8,11 +8,11 @@ is changed, by raising `Refusal`.
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller import drive
+from controller import room, wishes
 from controller.actions import Reply
 from controller.states.table import HEIGHT
-from controller.turn import NANOS_PER_MS, Refusal, Turn
-from controller.world import Adapter, RequestKind, Waiting
+from controller.turn import Refusal, Turn
+from controller.world import Adapter, RequestKind
 from messages import records, requests
 from messages.errors import ErrorCode
 from messages.ids import (
@@ -37,26 +37,31 @@ def on_request(turn: Turn, message: Any) -> None:
         return
     try:
         if len(world.waiting) >= turn.limits.requests_max:
-            raise Refusal(
-                ErrorCode.OVERLOADED,
-                f"{len(world.waiting)} requests wait, at most {turn.limits.requests_max} may; "
-                "try again later",
-            )
+            _refuse_overload(turn, message)
         _ASK[type(message)](turn, message)
     except Refusal as refusal:
         turn.refuse(request_id, refusal.code, refusal.message)
 
 
+def _refuse_overload(turn: Turn, message: Any) -> None:
+    # What makes others end, and never waits itself, is let through.
+    if not isinstance(message, requests.CancelGeneration | requests.ReleaseAdapter):
+        raise Refusal(
+            ErrorCode.OVERLOADED,
+            f"{len(turn.world.waiting)} requests wait, at most {turn.limits.requests_max} may; "
+            "try again later",
+        )
+
+
 def _load(turn: Turn, message: requests.LoadAdapter) -> None:
-    current = turn.world.current(message.adapter)
-    if current is None:
-        current = _register(turn, message.adapter, message.path)
-    elif message.replace or message.path not in ("", current.path):
-        current = _register_successor(turn, current, message)
-    _refuse_if_going(turn, current)
-    wish = _wish(turn, "load", CPU_CACHED, message.timeout_ms, (current,))
-    wish.replace = message.replace
-    _want(turn, message.request_id, wish, current)
+    adapter = turn.world.current(message.adapter)
+    if adapter is None:
+        adapter = _register(turn, message.adapter, message.path)
+    else:
+        _refuse_if_going(adapter)
+        if message.replace or message.path not in ("", adapter.path):
+            adapter = _register_successor(turn, adapter, message)
+    _want(turn, message, "load", CPU_CACHED, adapter)
 
 
 def _stage(turn: Turn, message: requests.StageAdapter) -> None:
@@ -86,88 +91,126 @@ def _raise_to(
             f"adapter {adapter.name!r} was loaded from {adapter.path!r}, not {message.path!r}; "
             "load the new path with replace",
         )
-    _refuse_if_going(turn, adapter)
-    wish = _wish(turn, kind, target, message.timeout_ms, (adapter,))
-    _want(turn, message.request_id, wish, adapter)
+    else:
+        _refuse_if_going(adapter)
+    _want(turn, message, kind, target, adapter)
+
+
+def _want(
+    turn: Turn,
+    message: requests.LoadAdapter
+    | requests.StageAdapter
+    | requests.ActivateAdapter
+    | requests.HoldAdapter,
+    kind: RequestKind,
+    target: AdapterState,
+    adapter: Adapter,
+) -> None:
+    """Upwards: answered at once where the fact is there, else the goal rises."""
+    _count_use(turn, adapter)
+    if wishes.is_there(adapter, target):
+        wishes.grant(turn, adapter, message.request_id, kind)
+        return
+    waiting = wishes.accept(
+        turn, message.request_id, kind, target, _timeout_ms(turn, message), (adapter,)
+    )
+    waiting.replace = getattr(message, "replace", False)
+    _owe(turn, adapter, message.request_id, target)
+
+
+def _owe(turn: Turn, adapter: Adapter, request_id: RequestId, target: AdapterState) -> None:
+    """The adapter strives for `target` now; what is under way already is left to go on."""
+    world = turn.world
+    adapter_id = adapter.id
+    wishes.wait_for(turn, adapter, request_id, world.seq)
+    if adapter.op or adapter_id in world.leaving:
+        # Its next report, or the end of its last lease, makes it due.
+        return
+    if HEIGHT[target] > HEIGHT[adapter.goal]:
+        turn.aim(adapter, target)
+    if world.ready and adapter_id not in world.queues.members:
+        turn.due[adapter_id] = None
 
 
 def _release(turn: Turn, message: requests.ReleaseAdapter) -> None:
     adapter = _known(turn, message.adapter)
-    drive.release_hold(turn, adapter)
-    turn.answer(drive.done(message.request_id, adapter))
+    if adapter.held:
+        wishes.release(turn, adapter)
+    turn.answer(wishes.done(message.request_id, adapter))
 
 
 def _deactivate(turn: Turn, message: requests.DeactivateAdapter) -> None:
     adapter = _known(turn, message.adapter)
     _refuse_if_needed(turn, adapter)
-    wish = _wish(turn, "deactivate", PINNED, message.timeout_ms, (adapter,))
-    _lower(turn, message.request_id, wish, adapter)
+    _lower(turn, message, "deactivate", PINNED, adapter)
 
 
 def _evict(turn: Turn, message: requests.EvictAdapter) -> None:
     adapter = _known(turn, message.adapter)
     _refuse_if_needed(turn, adapter)
-    wish = _wish(turn, "evict", EVICTED, message.timeout_ms, (adapter,))
-    _lower(turn, message.request_id, wish, adapter)
+    _lower(turn, message, "evict", EVICTED, adapter)
 
 
 def _remove(turn: Turn, message: requests.RemoveAdapter) -> None:
     adapter = _known(turn, message.adapter)
     if adapter.successor:
-        raise Refusal(
-            ErrorCode.CONFLICT,
-            f"another version of adapter {adapter.name!r} is being loaded; wait for it",
-        )
+        raise _is_being_replaced(adapter)
     if message.force:
+        if adapter.held:
+            wishes.release(turn, adapter)
         being_removed = f"adapter {adapter.name!r} is being removed"
-        drive.release_hold(turn, adapter)
-        turn.aim(adapter, adapter.state)
-        drive.refuse_waiters(turn, adapter, ErrorCode.CONFLICT, being_removed)
+        wishes.refuse_waiters(turn, adapter, ErrorCode.CONFLICT, being_removed, downward=False)
     else:
         _refuse_if_needed(turn, adapter)
-    wish = _wish(turn, "remove", UNREGISTERED, message.timeout_ms, (adapter,))
-    _lower(turn, message.request_id, wish, adapter)
+    _lower(turn, message, "remove", UNREGISTERED, adapter)
+
+
+def _lower(
+    turn: Turn,
+    message: requests.DeactivateAdapter | requests.EvictAdapter | requests.RemoveAdapter,
+    kind: RequestKind,
+    target: AdapterState,
+    adapter: Adapter,
+) -> None:
+    """Downwards: the goal sinks, and who asked is told when the fact is there."""
+    waiting = wishes.accept(
+        turn, message.request_id, kind, target, _timeout_ms(turn, message), (adapter,)
+    )
+    wishes.wait_for(turn, adapter, message.request_id, waiting.since)
+    if HEIGHT[target] < HEIGHT[adapter.goal]:
+        turn.aim(adapter, target)
+    turn.due[adapter.id] = None
 
 
 def _activate_batch(turn: Turn, message: requests.ActivateBatch) -> None:
-    adapters = [_known(turn, name) for name in dict.fromkeys(message.adapters)]
+    adapters = tuple([_known(turn, name) for name in dict.fromkeys(message.adapters)])
     for adapter in adapters:
-        _refuse_if_going(turn, adapter)
-    _refuse_too_many(turn, adapters)
+        _refuse_if_going(adapter)
+    never = room.why_never_together(turn, adapters)
+    if never is not None:
+        raise Refusal(ErrorCode.NO_ROOM, never)
     for adapter in adapters:
         _count_use(turn, adapter)
-    wish = _wish(turn, "batch", GPU_SLOT, message.timeout_ms, tuple(adapters))
-    _remember(turn, message.request_id, wish)
+    timeout_ms = _timeout_ms(turn, message)
+    waiting = wishes.accept(turn, message.request_id, "batch", GPU_SLOT, timeout_ms, adapters)
     turn.world.batches[message.request_id] = None
-    if len(turn.world.batches) == 1:
-        drive.start_next_batch(turn)
-
-
-def _refuse_too_many(turn: Turn, adapters: list[Adapter]) -> None:
-    slots = turn.limits.slots_max
-    asked = {adapter.id for adapter in adapters}
-    held = sum(1 for adapter_id in turn.world.held if adapter_id not in asked)
-    if len(asked) + held > slots:
-        raise Refusal(
-            ErrorCode.NO_ROOM,
-            f"the batch names {len(asked)} adapters and {held} others are held; there are {slots} "
-            "slots; split the batch or release an adapter",
-        )
+    wishes.confirm_batch(turn, message.request_id, waiting)
 
 
 def _generate(turn: Turn, message: records.GenerationRequested) -> None:
     adapters: tuple[Adapter, ...] = ()
     if message.adapter is not None:
         adapters = (_known(turn, message.adapter),)
-        _refuse_if_going(turn, adapters[0])
+        _refuse_if_going(adapters[0])
+        _count_use(turn, adapters[0])
     timeout_ms = message.timeout_ms or turn.limits.generation_timeout_ms
-    wish = _wish(turn, "generate", GPU_SLOT, timeout_ms, adapters)
-    if adapters:
-        _want(turn, message.request_id, wish, adapters[0])
+    request_id = message.request_id
+    waiting = wishes.accept(turn, request_id, "generate", GPU_SLOT, timeout_ms, adapters)
+    if turn.world.ready and all(wishes.is_there(adapter, GPU_SLOT) for adapter in adapters):
+        wishes.start_generation(turn, request_id, waiting)
         return
-    _remember(turn, message.request_id, wish)
-    if turn.world.engine is not None:
-        drive.start_generation(turn, message.request_id, wish, None)
+    for adapter in adapters:
+        _owe(turn, adapter, request_id, GPU_SLOT)
 
 
 def _cancel(turn: Turn, message: requests.CancelGeneration) -> None:
@@ -177,11 +220,10 @@ def _cancel(turn: Turn, message: requests.CancelGeneration) -> None:
     if target is None or not found:
         return
     if target.op:
-        drive.stop_generation(turn, target)
+        wishes.stop_generation(turn, message.target, target)
     else:
-        name = turn.world.adapters[target.adapters[0]].name if target.adapters else None
-        cancelled = requests.GenerationDone(message.target, name, "cancelled", 0, 0)
-        drive.end_request(turn, message.target, cancelled)
+        cancelled = wishes.cancelled(turn, message.target, target)
+        wishes.end_request(turn, message.target, cancelled)
 
 
 _ASK: Final[dict[type, Callable[[Turn, Any], None]]] = {
@@ -201,6 +243,10 @@ _ASK: Final[dict[type, Callable[[Turn, Any], None]]] = {
 REQUESTS: Final = tuple(_ASK)
 
 
+def _timeout_ms(turn: Turn, message: Any) -> int:
+    return int(message.timeout_ms or turn.limits.request_timeout_ms)
+
+
 def _known(turn: Turn, name: str) -> Adapter:
     adapter = turn.world.current(name)
     if adapter is None:
@@ -208,9 +254,8 @@ def _known(turn: Turn, name: str) -> Adapter:
     return adapter
 
 
-def _refuse_if_going(turn: Turn, adapter: Adapter) -> None:
-    kinds = [turn.world.waiting[request_id].kind for request_id in adapter.waiters]
-    if "remove" in kinds:
+def _refuse_if_going(adapter: Adapter) -> None:
+    if adapter.goal == UNREGISTERED:
         raise Refusal(
             ErrorCode.CONFLICT, f"adapter {adapter.name!r} is being removed; load it afterwards"
         )
@@ -223,7 +268,7 @@ def _refuse_if_needed(turn: Turn, adapter: Adapter) -> None:
     if adapter.leases:
         reasons.append(f"serves {adapter.leases} running requests (wait for them)")
     kinds = [turn.world.waiting[request_id].kind for request_id in adapter.waiters]
-    wanted = sum(1 for kind in kinds if kind not in drive.DOWNWARD)
+    wanted = sum(1 for kind in kinds if kind not in wishes.DOWNWARD)
     if wanted:
         reasons.append(f"is waited for by {wanted} requests")
     if reasons:
@@ -235,8 +280,8 @@ def _register(turn: Turn, name: str, path: str) -> Adapter:
     if len(world.adapters) >= turn.limits.known_adapters_max:
         raise Refusal(
             ErrorCode.NO_ROOM,
-            f"{len(world.adapters)} adapters are known, the most that known_adapters_max allows; "
-            "remove some",
+            f"adapter {name!r} can't be added: {len(world.adapters)} adapters are known, "
+            f"known_adapters_max allows {turn.limits.known_adapters_max}; remove some",
         )
     adapter = Adapter(id=world.next_adapter_id, name=name, path=path or name)
     world.next_adapter_id += 1
@@ -248,11 +293,7 @@ def _register(turn: Turn, name: str, path: str) -> Adapter:
 def _register_successor(turn: Turn, current: Adapter, message: requests.LoadAdapter) -> Adapter:
     # Whether the bytes differ at all is known only when the engine has read them.
     if current.successor:
-        raise Refusal(
-            ErrorCode.CONFLICT,
-            f"another version of adapter {current.name!r} is being loaded; wait for it",
-        )
-    _refuse_if_going(turn, current)
+        raise _is_being_replaced(current)
     successor = _register(turn, current.name, message.path or current.path)
     successor.predecessor = current.id
     current.successor = successor.id
@@ -260,21 +301,11 @@ def _register_successor(turn: Turn, current: Adapter, message: requests.LoadAdap
     return successor
 
 
-def _wish(
-    turn: Turn,
-    kind: RequestKind,
-    target: AdapterState,
-    timeout_ms: int,
-    adapters: tuple[Adapter, ...],
-) -> Waiting:
-    wait_ns = (timeout_ms or turn.limits.request_timeout_ms) * NANOS_PER_MS
-    ids = tuple(adapter.id for adapter in adapters)
-    return Waiting(kind, ids, target, turn.world.time_ns + wait_ns)
-
-
-def _remember(turn: Turn, request_id: RequestId, wish: Waiting) -> None:
-    turn.world.waiting[request_id] = wish
-    turn.world.add_deadline(wish.deadline_ns, "request", request_id)
+def _is_being_replaced(adapter: Adapter) -> Refusal:
+    return Refusal(
+        ErrorCode.CONFLICT,
+        f"another version of adapter {adapter.name!r} is being loaded; wait for it",
+    )
 
 
 def _count_use(turn: Turn, adapter: Adapter) -> None:
@@ -284,30 +315,5 @@ def _count_use(turn: Turn, adapter: Adapter) -> None:
         adapter.hits += 1
     if adapter.state in turn.world.recency:
         turn.mark_recent(adapter)
-    turn.touch(adapter)
-
-
-def _want(turn: Turn, request_id: RequestId, wish: Waiting, adapter: Adapter) -> None:
-    """Upwards: answered at once where the fact is there, else the goal rises."""
-    _count_use(turn, adapter)
-    _remember_or_fulfil(turn, request_id, wish, adapter)
-
-
-def _lower(turn: Turn, request_id: RequestId, wish: Waiting, adapter: Adapter) -> None:
-    """Downwards: answered at once where nothing is to be done, else the goal sinks."""
-    if HEIGHT[wish.target] < HEIGHT[adapter.goal]:
-        turn.aim(adapter, wish.target)
-    _remember_or_fulfil(turn, request_id, wish, adapter)
-
-
-def _remember_or_fulfil(turn: Turn, request_id: RequestId, wish: Waiting, adapter: Adapter) -> None:
-    # A removal is answered where the record goes, a generation when it ends.
-    at_once = drive.is_met(adapter, wish) and wish.kind != "remove"
-    if not at_once or wish.kind == "generate":
-        _remember(turn, request_id, wish)
-    if at_once:
-        drive.grant(turn, adapter, request_id, wish)
-        return
-    adapter.waiters += (request_id,)
-    turn.touch(adapter)
-    drive.settle(turn, adapter)
+    else:
+        turn.touch(adapter)

@@ -1,22 +1,21 @@
 """The controller's core: one pure function from an input to actions.
 
-What it is: the dispatch of an input, and what follows every input (queues served, deadlines). What
-it is not: a process; it knows no socket, file, clock or chance. One rule: clients, replays and
-tests all drive this same `handle`, which is the only writer of its `World`.
+What it is: the dispatch of an input, and what follows every input. What it is not: a process; it
+knows no socket, file, clock or chance. One rule: clients, replays and tests all drive this same
+`handle`, which is the only writer of its `World`.
 """
 
-import heapq
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller import asks, drive, engines, facts, room
-from controller.actions import Action, SetTimer
+from controller import asks, deadlines, drive, engines, facts, wishes
+from controller.actions import Action
 from controller.invariants import check
 from controller.limits import Limits, check_limits
 from controller.policies import POLICIES
 from controller.turn import Turn
-from controller.world import Waiting, World
-from messages import events, records, reports
+from controller.world import World
+from messages import records, reports
 from messages.errors import ErrorCode
 
 
@@ -28,100 +27,53 @@ class Controller:
         self.limits = check_limits(limits)
         self.policy_name = policy
         self.world = World(limits)
-        room.set_bounds(self.world, limits)
         self.policy = POLICIES[policy]
+        self._turn = Turn(self.world, self.limits, self.policy, [])
         self._checked = checked
 
     def handle(self, message: records.Input, time_ns: int) -> list[Action]:
-        """Take one input at one time (nanoseconds, never going back); say what is to be done."""
-        world = self.world
+        """Take one input at one time (nanoseconds); say what is to be done.
+
+        A time before the last one counts as that one: clocks are set back, the log's time is not.
+        """
+        world, turn = self.world, self._turn
         world.seq += 1
-        world.time_ns = time_ns
-        turn = Turn(world, self.limits, self.policy, [])
+        world.time_ns = max(world.time_ns, time_ns)
+        actions: list[Action] = []
+        turn.actions = actions
         _HANDLERS[type(message)](turn, message)
-        if world.queued:
-            drive.serve_queues(turn)
-        if world.deadlines and world.deadlines[0][0] != world.timer_ns:
-            world.timer_ns = world.deadlines[0][0]
-            turn.actions.append(SetTimer(world.timer_ns))
-        if self._checked:
-            check(world, self.limits)
-        return turn.actions
+        self._finish(turn)
+        return actions
 
     def reconfigure(self, limits: Limits, policy: str) -> list[Action]:
         """Go on under other limits; the engine that the old ones bounded counts as lost."""
         self.limits = check_limits(limits)
         self.policy_name, self.policy = policy, POLICIES[policy]
-        turn = Turn(self.world, self.limits, self.policy, [])
-        if self.world.engine is not None:
-            gone = records.EngineLost(self.world.engine.engine_id, "the limits were changed")
-            engines.on_lost(turn, gone)
+        self._turn = turn = Turn(self.world, self.limits, self.policy, [])
+        engines.lose(turn, "the limits were changed")
         self.world.resize(limits.slots_max)
-        room.set_bounds(self.world, limits)
+        self.world.set_bounds(limits)
+        for request_id in tuple(self.world.waiting)[limits.requests_max :]:
+            fewer = f"requests_max was lowered to {limits.requests_max}; try again later"
+            wishes.refuse_request(turn, request_id, ErrorCode.OVERLOADED, fewer)
+        while len(self.world.answers) > limits.answers_max:
+            turn.forget_answer()
+        self._finish(turn)
         return turn.actions
 
     def digest(self) -> str:
         """The world's digest."""
         return self.world.digest()
 
+    def _finish(self, turn: Turn) -> None:
+        world = self.world
+        if turn.due or world.batches:
+            drive.follow_up(turn)
+        if world.deadlines and not 0 < world.timer_ns <= world.deadlines[0][0]:
+            deadlines.set_timer(turn)
+        if self._checked:
+            check(world, self.limits)
 
-def _on_timer(turn: Turn, _message: records.TimerFired) -> None:
-    world = turn.world
-    world.timer_ns = 0
-    while world.deadlines and world.deadlines[0][0] <= world.time_ns:
-        entry = heapq.heappop(world.deadlines)
-        if world.is_live(entry):
-            _, kind, key = entry
-            _EXPIRE[kind](turn, key)
-
-
-def _expire_operation(turn: Turn, op: int) -> None:
-    """Its clients are told; the operation stays open, for a late report is still the truth."""
-    operation = turn.world.operations[op]
-    operation.overdue = True
-    turn.world.operations.touch(op)
-    adapter = turn.world.adapters[operation.adapter_id]
-    turn.publish(events.OperationOverdue(op, operation.kind, adapter.name))
-    late = (
-        f"the engine did not report on {operation.kind} of adapter {adapter.name!r} within "
-        f"{turn.limits.operation_timeout_ms} ms"
-    )
-    drive.refuse_waiters(turn, adapter, ErrorCode.ENGINE_GONE, late)
-
-
-def _expire_request(turn: Turn, request_id: str) -> None:
-    waiting = turn.world.waiting[request_id]
-    if waiting.kind == "generate" and waiting.op:
-        waiting.told = True
-        turn.world.waiting.touch(request_id)
-        late = "the generation did not end in time and was stopped; ask for fewer tokens"
-        turn.refuse(request_id, ErrorCode.ENGINE_GONE, late)
-        drive.stop_generation(turn, waiting)
-        return
-    code, message = _why_late(turn, waiting)
-    drive.refuse_request(turn, request_id, code, message)
-
-
-def _why_late(turn: Turn, waiting: Waiting) -> tuple[ErrorCode, str]:
-    world = turn.world
-    adapters = [world.adapters[a] for a in waiting.adapters if a in world.adapters]
-    names = ", ".join(repr(adapter.name) for adapter in adapters) or "the base model"
-    if world.engine is None:
-        return ErrorCode.ENGINE_GONE, f"no engine came in time for {names}"
-    if any(adapter.op for adapter in adapters):
-        return ErrorCode.ENGINE_GONE, f"the engine did not bring {names} there in time"
-    leased = sum(1 for a in world.recency["gpu-slot"] if world.adapters[a].leases)
-    return (
-        ErrorCode.NO_ROOM,
-        f"no room came free in time for {names}: {leased} adapters in slots are leased and "
-        f"{len(world.held)} are held; wait longer, or raise slots_max",
-    )
-
-
-_EXPIRE: Final[dict[str, Callable[[Turn, Any], None]]] = {
-    "op": _expire_operation,
-    "request": _expire_request,
-}
 
 _HANDLERS: Final[dict[type, Callable[[Turn, Any], None]]] = {
     **dict.fromkeys(asks.REQUESTS, asks.on_request),
@@ -130,5 +82,5 @@ _HANDLERS: Final[dict[type, Callable[[Turn, Any], None]]] = {
     records.EngineLost: engines.on_lost,
     records.PayloadLost: engines.on_payload_lost,
     records.ControllerStarted: engines.on_started,
-    records.TimerFired: _on_timer,
+    records.TimerFired: deadlines.on_timer,
 }

@@ -1,84 +1,96 @@
-"""What a report tells: one function a report, and the engine's coming and going.
+"""What a report tells: one function a report.
 
-What it is: the only source of a state's change. What it is not: trust; a report that does not fit
-its operation or the table is refused, published, and changes nothing. One rule: a report that names
-no open operation is old news and is passed over.
+What it is: the only source of a state's change, but for the engine's coming and going (`engines`).
+What it is not: trust; a report that does not fit its operation or the table is refused, published,
+and changes nothing. One rule: a report that names no open operation is old news and is passed over.
 """
 
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller import drive, room
+from controller import drive, room, wishes
 from controller.actions import Command
+from controller.queues import TIERS, TierName
 from controller.states import spec
 from controller.states.table import HEIGHT, IllegalMoveError
 from controller.turn import Turn
-from controller.world import Adapter, Operation, TierName, Waiting
+from controller.world import Adapter, Operation, Waiting
 from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
-from messages.ids import GPU_SLOT, UNREGISTERED, AdapterState
+from messages.ids import GPU_SLOT, UNREGISTERED, AdapterId
 
-EXPECTED: Final[dict[str, type]] = {
-    "CheckAdapter": reports.AdapterChecked,
-    "LoadWeights": reports.WeightsLoaded,
-    "StageWeights": reports.WeightsStaged,
-    "UnstageWeights": reports.WeightsUnstaged,
-    "WriteSlot": reports.SlotWritten,
-    "ResetSlot": reports.SlotReset,
-    "DropWeights": reports.WeightsDropped,
-    "SetMapping": reports.MappingSet,
-    "StartGeneration": reports.GenerationEnded,
+EXPECTED: Final[dict[type, type]] = {
+    commands.CheckAdapter: reports.AdapterChecked,
+    commands.LoadWeights: reports.WeightsLoaded,
+    commands.StageWeights: reports.WeightsStaged,
+    commands.UnstageWeights: reports.WeightsUnstaged,
+    commands.WriteSlot: reports.SlotWritten,
+    commands.ResetSlot: reports.SlotReset,
+    commands.DropWeights: reports.WeightsDropped,
+    commands.SetMapping: reports.MappingSet,
+    commands.StartGeneration: reports.GenerationEnded,
 }
 """The report that ends each operation where it succeeds."""
 
-RESERVED_BY: Final[dict[str, TierName]] = {
-    "LoadWeights": "host",
-    "StageWeights": "pinned",
-    "WriteSlot": "device",
+RESERVED_BY: Final[dict[type, TierName]] = {
+    commands.LoadWeights: "host",
+    commands.StageWeights: "pinned",
+    commands.WriteSlot: "device",
 }
 """The tier that an operation entered when it was sent."""
 
-
-DOWNWARD_OPERATIONS: Final = ("ResetSlot", "UnstageWeights", "DropWeights")
+DOWNWARD: Final = (commands.ResetSlot, commands.UnstageWeights, commands.DropWeights)
 
 
 def on_report(turn: Turn, report: Any) -> None:
     """Any report of an operation."""
-    operation = turn.world.operations.get(report.op)
+    world = turn.world
+    operation = world.operations.get(report.op)
     if operation is None:
+        _end_foreign(turn, report.op)
         return
-    failed = isinstance(report, reports.OperationFailed)
-    if not failed and type(report) is not EXPECTED[operation.kind]:
-        _refuse(turn, report, f"{operation.kind} is not ended by {type(report).__name__}")
-        return
-    try:
-        _follow(turn, operation, report)
-    except IllegalMoveError as error:
-        _refuse(turn, report, str(error))
+    told = type(report)
+    if told is not reports.OperationFailed and told is not EXPECTED[type(operation.command)]:
+        kind = type(operation.command).__name__
+        _refuse(turn, report, f"{kind} is not ended by {told.__name__}")
+    elif operation.request_id:
+        del world.operations[report.op]
+        _ON_REQUEST[told](turn, operation, report)
+    else:
+        try:
+            _follow(turn, operation, report)
+        except IllegalMoveError as error:
+            _refuse(turn, report, str(error))
 
 
 def _refuse(turn: Turn, report: Any, why: str) -> None:
     turn.publish(events.ReportRefused(report.op, why))
 
 
+def _end_foreign(turn: Turn, op: int) -> None:
+    """Once nothing runs that the log does not know, the engine is asked again what it holds."""
+    foreign = turn.world.foreign
+    if op in foreign:
+        del foreign[op]
+        if not foreign:
+            turn.actions.append(Command(commands.RequestInventory(0)))
+
+
 def _follow(turn: Turn, operation: Operation, report: Any) -> None:
-    if operation.request_id is not None:
-        del turn.world.operations[report.op]
-        _ON_REQUEST[type(report)](turn, operation, report)
-        return
     adapter = turn.world.adapters[operation.adapter_id]
-    trigger = type(report).__name__
-    if trigger in _ENTRY:
+    told = type(report)
+    enter = _ENTRY.get(told)
+    if enter is not None:
         # First the move, which may be illegal; nothing may have been changed before it.
-        turn.move(adapter, trigger)
+        turn.move(adapter, told.__name__)
+        adapter.failed = False
     del turn.world.operations[report.op]
     adapter.op = 0
     turn.touch(adapter)
-    if trigger in _ENTRY:
-        _ENTRY[trigger](turn, adapter)
-        if adapter.id in turn.world.adapters:
-            drive.settle(turn, adapter)
-    elif trigger == "AdapterChecked":
+    turn.due[adapter.id] = None
+    if enter is not None:
+        enter(turn, adapter)
+    elif told is reports.AdapterChecked:
         _on_checked(turn, adapter, report)
     else:
         _on_failed(turn, adapter, operation, report)
@@ -86,50 +98,52 @@ def _follow(turn: Turn, operation: Operation, report: Any) -> None:
 
 def _on_loaded(turn: Turn, adapter: Adapter) -> None:
     adapter.loads += 1
-    turn.publish(events.AdapterCached(adapter.name))
-    if adapter.predecessor:
-        _succeed(turn, turn.world.adapters[adapter.predecessor], adapter)
+    succeed(turn, adapter)
+    tell(turn, adapter, events.AdapterCached(adapter.name))
 
 
 def _on_staged(turn: Turn, adapter: Adapter) -> None:
     room.pay(turn, adapter, "host", -adapter.host_bytes)
-    turn.publish(events.AdapterPinned(adapter.name))
+    tell(turn, adapter, events.AdapterPinned(adapter.name))
 
 
 def _on_unstaged(turn: Turn, adapter: Adapter) -> None:
     room.leave(turn, adapter, "pinned")
-    turn.publish(events.AdapterUnpinned(adapter.name))
+    tell(turn, adapter, events.AdapterUnpinned(adapter.name))
 
 
 def _on_written(turn: Turn, adapter: Adapter) -> None:
-    turn.publish(events.AdapterActivated(adapter.name, adapter.slot, adapter.generation))
+    place = (adapter.slot, adapter.generation)
+    tell(turn, adapter, events.AdapterActivated(adapter.name, *place))
 
 
 def _on_reset(turn: Turn, adapter: Adapter) -> None:
     slot = adapter.slot
     room.leave(turn, adapter, "device")
-    if not adapter.retired:
-        turn.publish(events.AdapterDeactivated(adapter.name, slot))
+    tell(turn, adapter, events.AdapterDeactivated(adapter.name, slot))
 
 
 def _on_dropped(turn: Turn, adapter: Adapter) -> None:
     room.leave(turn, adapter, "host")
     room.leave(turn, adapter, "pinned")
-    if adapter.retired:
-        turn.publish(events.AdapterRetired(adapter.name, adapter.fingerprint))
-        return
-    asked = any(turn.world.waiting[r].kind in drive.DOWNWARD for r in adapter.waiters)
+    asked = wishes.is_wanted_down(turn, adapter)
     reason: events.EvictionReason = "request" if asked else "policy"
-    turn.publish(events.AdapterEvicted(adapter.name, reason))
+    tell(turn, adapter, events.AdapterEvicted(adapter.name, reason))
 
 
-_ENTRY: Final[dict[str, Callable[[Turn, Adapter], None]]] = {
-    spec.WEIGHTS_LOADED: _on_loaded,
-    spec.WEIGHTS_STAGED: _on_staged,
-    spec.WEIGHTS_UNSTAGED: _on_unstaged,
-    spec.SLOT_WRITTEN: _on_written,
-    spec.SLOT_RESET: _on_reset,
-    spec.WEIGHTS_DROPPED: _on_dropped,
+def tell(turn: Turn, adapter: Adapter, event: events.Event) -> None:
+    """Publish a move of the version that its name stands for; what others do is nobody's news."""
+    if turn.world.names.get(adapter.name) == adapter.id:
+        turn.publish(event)
+
+
+_ENTRY: Final[dict[type, Callable[[Turn, Adapter], None]]] = {
+    reports.WeightsLoaded: _on_loaded,
+    reports.WeightsStaged: _on_staged,
+    reports.WeightsUnstaged: _on_unstaged,
+    reports.SlotWritten: _on_written,
+    reports.SlotReset: _on_reset,
+    reports.WeightsDropped: _on_dropped,
 }
 
 
@@ -140,144 +154,168 @@ def _on_checked(turn: Turn, adapter: Adapter, report: reports.AdapterChecked) ->
         events.AdapterAccepted(adapter.name, report.fingerprint, report.rank, report.blob_bytes)
     )
     current = turn.world.adapters.get(adapter.predecessor)
-    if current is not None and not _may_succeed(turn, current, adapter):
-        return
-    drive.reconsider(turn, adapter)
+    if current is not None:
+        _compare(turn, current, adapter)
 
 
-def _may_succeed(turn: Turn, current: Adapter, candidate: Adapter) -> bool:
+def _compare(turn: Turn, current: Adapter, candidate: Adapter) -> None:
     """Whether the candidate is other content that may take over; if not, it is done with here."""
-    wishes = [turn.world.waiting[request_id] for request_id in candidate.waiters]
+    waiting = turn.world.waiting
     if candidate.fingerprint == current.fingerprint:
         _move_waiters(turn, candidate, current)
-        turn.aim(candidate, UNREGISTERED)
-        drive.forget(turn, candidate)
-        drive.settle(turn, current)
-        return False
-    if all(wish.replace for wish in wishes):
-        return True
-    drive.give_up(
-        turn,
-        candidate,
-        ErrorCode.CONFLICT,
-        f"adapter {current.name!r} is known with other content (fingerprint "
-        f"{current.fingerprint}, found {candidate.fingerprint}); load it with replace",
-    )
-    return False
+    elif not all(waiting[request_id].replace for request_id in candidate.waiters):
+        drive.give_up(
+            turn,
+            candidate,
+            ErrorCode.CONFLICT,
+            f"adapter {current.name!r} is known with other content (fingerprint "
+            f"{current.fingerprint or 'not read yet'}, found {candidate.fingerprint}); load it "
+            "with replace",
+        )
 
 
-def _succeed(turn: Turn, old: Adapter, new: Adapter) -> None:
-    """The new version takes over name, goal, hold and waiters; the old one ends its requests."""
-    turn.world.names[new.name] = new.id
+def succeed(turn: Turn, new: Adapter) -> None:
+    """A version that was loaded takes over name, goal, hold and waiters, if somebody still asks.
+
+    The old one ends its requests and goes.
+    """
+    world = turn.world
+    old = world.adapters.get(new.predecessor)
+    if old is None:
+        return
     new.predecessor, old.successor = 0, 0
+    turn.touch(old)
+    if not new.waiters:
+        # Whoever wanted it was told that it won't be: it goes as if it had never been there.
+        new.retired, new.loads = True, 0
+        turn.aim(new, UNREGISTERED)
+        return
+    world.names[new.name] = new.id
     old.retired = True
     new.uses, new.hits, new.evictions = old.uses, old.hits, old.evictions
     new.loads += old.loads
     new.failures += old.failures
+    turn.publish(events.AdapterReplaced(new.name, new.fingerprint))
     _move_waiters(turn, old, new)
     turn.aim(new, max(new.goal, old.goal, key=HEIGHT.__getitem__))
     if old.held:
-        drive.release_hold(turn, old)
-        drive.hold(turn, new)
+        # The name stays held; only the version changes, so nobody is told.
+        old.held, new.held = False, True
+        del world.held[old.id]
+        world.held[new.id] = None
         turn.aim(new, GPU_SLOT)
     turn.aim(old, UNREGISTERED)
-    turn.publish(events.AdapterReplaced(new.name, new.fingerprint))
-    drive.pursue(turn, old)
+    turn.due[old.id] = None
 
 
 def _move_waiters(turn: Turn, source: Adapter, target: Adapter) -> None:
+    """Bind the requests that wait for `source` to `target`; what runs already ends as it began."""
     world = turn.world
     for request_id in (*source.waiters, *world.batches):
         waiting = world.waiting[request_id]
-        waiting.adapters = tuple(target.id if a == source.id else a for a in waiting.adapters)
+        waiting.adapters = tuple([target.id if a == source.id else a for a in waiting.adapters])
         world.waiting.touch(request_id)
-    target.waiters += source.waiters
-    source.waiters = ()
-    turn.touch(source)
-    turn.touch(target)
+    for request_id in tuple(source.waiters):
+        wishes.stop_waiting(turn, source, request_id)
+        wishes.wait_for(turn, target, request_id, world.waiting[request_id].since)
+    turn.due[source.id] = None
+    turn.due[target.id] = None
 
 
 def _on_failed(
     turn: Turn, adapter: Adapter, operation: Operation, report: reports.OperationFailed
 ) -> None:
-    give_back(turn, adapter, operation)
+    _give_back(turn, adapter, operation)
     adapter.failures += 1
-    turn.touch(adapter)
-    state: AdapterState = adapter.state
-    turn.publish(events.AdapterFailed(adapter.name, state, report.code, report.message))
-    if operation.kind in DOWNWARD_OPERATIONS:
-        # What was to be taken down is not there as we know it: let the engine say what is.
-        turn.actions.append(Command(commands.RequestInventory(0)))
-    drive.give_up(turn, adapter, report.code, report.message)
+    turn.publish(events.AdapterFailed(adapter.name, adapter.state, report.code, report.message))
+    if isinstance(operation.command, DOWNWARD):
+        _stay(turn, adapter, report)
+    else:
+        drive.give_up(turn, adapter, report.code, report.message)
 
 
-def give_back(turn: Turn, adapter: Adapter, operation: Operation) -> None:
+def _stay(turn: Turn, adapter: Adapter, report: reports.OperationFailed) -> None:
+    """What can't be taken down is the last to be tried again; the engine shall say what it is."""
+    turn.aim(adapter, UNREGISTERED if adapter.retired else adapter.state)
+    turn.mark_recent(adapter)
+    wishes.refuse_waiters(turn, adapter, report.code, report.message, downward=True)
+    if not adapter.waiters:
+        drive.rest(turn, adapter)
+    turn.actions.append(Command(commands.RequestInventory(0)))
+
+
+def _give_back(turn: Turn, adapter: Adapter, operation: Operation) -> None:
     """Free what an operation that will not succeed had reserved."""
-    tier = RESERVED_BY.get(operation.kind)
+    tier = RESERVED_BY.get(type(operation.command))
     if tier is not None:
         room.leave(turn, adapter, tier)
-    elif operation.kind == "UnstageWeights":
+    elif isinstance(operation.command, commands.UnstageWeights):
         room.pay(turn, adapter, "host", -adapter.host_bytes)
+
+
+def abandon(turn: Turn, operation: Operation) -> None:
+    """An operation that is open no more, without a report: what it had reserved is free."""
+    world = turn.world
+    if operation.request_id:
+        waiting = world.waiting[operation.request_id]
+        wishes.end_lease(turn, waiting)
+        waiting.op = 0
+        world.waiting.touch(operation.request_id)
+        return
+    adapter = world.adapters[operation.adapter_id]
+    adapter.op = 0
+    turn.touch(adapter)
+    turn.due[adapter.id] = None
+    _give_back(turn, adapter, operation)
+
+
+def vanish(turn: Turn, adapter: Adapter) -> None:
+    """The engine holds a resident adapter no more, though nobody took it down."""
+    for tier in TIERS:
+        room.leave(turn, adapter, tier)
+    adapter.resting = False
+    turn.move(adapter, spec.ENGINE_LOST)
+    turn.due[adapter.id] = None
+    tell(turn, adapter, events.AdapterEvicted(adapter.name, "engine-lost"))
 
 
 def _on_generation_ended(turn: Turn, operation: Operation, report: reports.GenerationEnded) -> None:
     name = _adapter_name(turn, operation)
-    reply = requests.GenerationDone(
-        operation.request_id or "",
-        name,
-        report.finish_reason,
-        report.prompt_tokens,
-        report.output_tokens,
-    )
-    turn.publish(
-        events.GenerationFinished(
-            name or "", report.finish_reason, report.prompt_tokens, report.output_tokens
-        )
-    )
-    end_generation(turn, operation, reply)
+    tokens = (report.prompt_tokens, report.output_tokens)
+    turn.publish(events.GenerationFinished(name or "", report.finish_reason, *tokens))
+    request_id = operation.request_id
+    reply = requests.GenerationDone(request_id, name, report.finish_reason, *tokens)
+    _end(turn, request_id, reply)
 
 
 def _adapter_name(turn: Turn, operation: Operation) -> str | None:
-    adapter = turn.world.adapters.get(operation.adapter_id)
-    return None if adapter is None else adapter.name
+    adapters: tuple[AdapterId, ...] = turn.world.waiting[operation.request_id].adapters
+    return turn.world.adapters[adapters[0]].name if adapters else None
 
 
-def end_generation(turn: Turn, operation: Operation, reply: requests.Reply | None) -> None:
-    """Answer a running generation and end its lease; the last one lets its adapter go."""
-    request_id = operation.request_id or ""
-    adapter = turn.world.adapters.get(operation.adapter_id)
-    if adapter is not None:
-        adapter.leases -= 1
-        turn.touch(adapter)
-    drive.end_request(turn, request_id, reply)
-    if adapter is not None:
-        drive.pursue(turn, adapter)
+def _end(turn: Turn, request_id: str, reply: requests.Reply | None) -> None:
+    waiting = turn.world.waiting[request_id]
+    wishes.end_lease(turn, waiting)
+    wishes.end_request(turn, request_id, reply)
 
 
 def _on_mapping_set(turn: Turn, operation: Operation, _report: reports.MappingSet) -> None:
-    request_id = operation.request_id or ""
-    waiting = turn.world.waiting.get(request_id)
-    if waiting is not None:
-        drive.end_request(turn, request_id, _placements(turn, request_id, waiting))
+    request_id = operation.request_id
+    waiting = turn.world.waiting[request_id]
+    _end(turn, request_id, requests.BatchDone(request_id, _placements(turn, waiting)))
 
 
-def _placements(turn: Turn, request_id: str, waiting: Waiting) -> requests.BatchDone:
+def _placements(turn: Turn, waiting: Waiting) -> tuple[requests.Placement, ...]:
     adapters = [turn.world.adapters[adapter_id] for adapter_id in waiting.adapters]
-    return requests.BatchDone(
-        request_id,
-        tuple(requests.Placement(a.name, a.slot, a.generation) for a in adapters),
-    )
+    return tuple([requests.Placement(a.name, a.slot, a.generation) for a in adapters])
 
 
 def _on_request_failed(turn: Turn, operation: Operation, report: reports.OperationFailed) -> None:
-    request_id = operation.request_id or ""
-    refused = requests.Refused(request_id, report.code, report.message)
-    if operation.kind == "StartGeneration":
+    request_id = operation.request_id
+    if isinstance(operation.command, commands.StartGeneration):
         name = _adapter_name(turn, operation) or ""
         turn.publish(events.GenerationFinished(name, report.code, 0, 0))
-        end_generation(turn, operation, refused)
-    elif request_id in turn.world.waiting:
-        drive.refuse_request(turn, request_id, report.code, report.message)
+    _end(turn, request_id, requests.Refused(request_id, report.code, report.message))
 
 
 _ON_REQUEST: Final[dict[type, Callable[[Turn, Operation, Any], None]]] = {

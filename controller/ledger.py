@@ -26,7 +26,10 @@ def entry_hash(key: int | str, value: object) -> int:
 
 
 class Ledger(dict[K, V], Generic[K, V]):
-    """Entries in insertion order, with the sum of their hashes."""
+    """Entries in insertion order, with the sum of their hashes.
+
+    `touch(key)` says that the value under `key` was changed in place.
+    """
 
     __slots__ = ("_hashes", "_sum", "_touched", "touch")
 
@@ -35,27 +38,22 @@ class Ledger(dict[K, V], Generic[K, V]):
         self._hashes: dict[K, int] = {}
         self._sum = 0
         self._touched: set[K] = set()
-        # Bound once: this is the most frequent call of all.
+        # The set's own method: this is called several times an input.
         self.touch: Final[Callable[[K], None]] = self._touched.add
-        """The value under this key was changed in place."""
 
     def __setitem__(self, key: K, value: V) -> None:
         dict.__setitem__(self, key, value)
-        self._touched.add(key)
+        self.touch(key)
 
     def __delitem__(self, key: K) -> None:
         dict.__delitem__(self, key)
-        self._touched.add(key)
+        self.touch(key)
 
     def pop_key(self, key: K) -> V:
         """Remove an entry and return it; raises `KeyError` where there is none."""
         value = self[key]
         del self[key]
         return value
-
-    def first(self) -> K:
-        """The oldest key; raises `StopIteration` where there is none."""
-        return next(iter(self))
 
     def digest(self) -> int:
         """The sum over all entries; only touched ones are hashed."""

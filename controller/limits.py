@@ -48,6 +48,8 @@ class Limits(Struct, frozen=True):
     """How long a generation may take where the client does not say."""
     operation_timeout_ms: DurationMs = 60_000
     """How long the engine may take for one operation before its clients are told."""
+    rest_ms: DurationMs = 5_000
+    """How long an adapter that the engine failed to move is left alone, if nobody asks for it."""
     digest_interval: Count = 1024
     """Inputs between two digests in the log."""
 

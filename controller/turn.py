@@ -1,4 +1,4 @@
-"""One input's handling: the world, and the actions gathered so far.
+"""One input's handling: the world, the actions gathered so far, and the adapters to look at after.
 
 What it is: the small vocabulary in which the core speaks (answer, publish, issue, move, aim). What
 it is not: any decision. One rule: a change of the world that others count on (state, goal, answers,
@@ -16,7 +16,7 @@ from controller.states.table import HEIGHT, move
 from controller.world import Adapter, Operation, World
 from messages import commands, events, requests
 from messages.errors import ErrorCode
-from messages.ids import NO_SLOT, AdapterState, OpId, RequestId
+from messages.ids import AdapterId, AdapterState, OpId, RequestId
 
 NANOS_PER_MS: Final = 1_000_000
 
@@ -31,24 +31,33 @@ class Refusal(Exception):  # noqa: N818 - it is an answer, not a fault of ours
 
 
 class Turn(Struct, gc=False):
-    """What one input may use."""
+    """What one input may use.
+
+    `due` are the adapters whose facts or wishes changed: `drive` follows up on them when the input
+    itself is done, so that nobody acts on half of what it says.
+    """
 
     world: World
     limits: Limits
     policy: Policy
     actions: list[Action]
+    due: dict[AdapterId, None] = {}
 
     def answer(self, reply: requests.Reply) -> None:
         """Answer a request for good, and remember the answer for whoever asks again."""
         world = self.world
-        answers = world.answers
-        answers[reply.request_id] = reply
-        if len(answers) > self.limits.answers_max:
-            del answers[answers.first()]
+        world.answers[reply.request_id] = reply
+        world.answer_order.append(reply.request_id)
+        if len(world.answer_order) > self.limits.answers_max:
+            self.forget_answer()
         world.answered += 1
         if type(reply) is requests.Refused:
             world.refused += 1
         self.actions.append(Reply(reply))
+
+    def forget_answer(self) -> None:
+        """Drop the oldest answer: its request would be taken for a new one."""
+        del self.world.answers[self.world.answer_order.popleft()]
 
     def refuse(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
         """Answer that it was not done."""
@@ -58,39 +67,30 @@ class Turn(Struct, gc=False):
         """Tell subscribers, with the next number of the stream."""
         world = self.world
         world.events_seq += 1
-        self.actions.append(
-            Publish(events.Published(world.events_seq, world.time_ns, event)),
-        )
+        self.actions.append(Publish(events.Published(world.events_seq, world.time_ns, event)))
 
     def next_op(self) -> OpId:
         """A fresh operation id."""
         op = self.world.next_op
-        self.world.next_op += 1
+        self.world.next_op = op + 1
         return op
 
-    def issue(
-        self, command: commands.Operation, adapter: Adapter | None, request_id: RequestId | None
-    ) -> None:
-        """Send an operation and keep it until its report.
+    def issue(self, command: commands.Operation, adapter: Adapter) -> None:
+        """Send the operation that moves an adapter, and keep it until its report."""
+        world, op = self.world, command.op
+        deadline_ns = world.time_ns + self.limits.operation_timeout_ms * NANOS_PER_MS
+        world.add_deadline(deadline_ns, "operation", op)
+        world.operations[op] = Operation(command, adapter.id, deadline_ns)
+        adapter.op = op
+        world.adapters.touch(adapter.id)
+        self.actions.append(Command(command))
 
-        It is the adapter's own one unless it serves a request: a generation or a batch leaves its
-        adapters free to be asked for.
-        """
-        deadline_ns = 0
-        if request_id is None:
-            deadline_ns = self.world.time_ns + self.limits.operation_timeout_ms * NANOS_PER_MS
-            self.world.add_deadline(deadline_ns, "op", command.op)
-        self.world.operations[command.op] = Operation(
-            kind=type(command).__name__,
-            adapter_id=0 if adapter is None else adapter.id,
-            slot=getattr(command, "slot", NO_SLOT),
-            generation=getattr(command, "generation", 0),
-            deadline_ns=deadline_ns,
-            request_id=request_id,
-        )
-        if adapter is not None and request_id is None:
-            adapter.op = command.op
-            self.touch(adapter)
+    def issue_for(self, request_id: RequestId, command: commands.Operation) -> None:
+        """Send the operation that a request waits for; the request's own deadline bounds it."""
+        world = self.world
+        world.operations[command.op] = Operation(command, 0, 0, request_id)
+        world.waiting[request_id].op = command.op
+        world.waiting.touch(request_id)
         self.actions.append(Command(command))
 
     def touch(self, adapter: Adapter) -> None:
@@ -99,37 +99,38 @@ class Turn(Struct, gc=False):
 
     def move(self, adapter: Adapter, trigger: str) -> None:
         """Follow a report: the state becomes what the table says; illegal ones change nothing."""
-        world = self.world
+        recency = self.world.recency
         target = move(adapter.name, adapter.state, trigger)
-        world.recency.get(adapter.state, {}).pop(adapter.id, None)
+        if adapter.state in recency:
+            del recency[adapter.state][adapter.id]
         adapter.state = target
-        if target in world.recency:
+        if target in recency:
             self.mark_recent(adapter)
         self.aim(adapter, adapter.goal)
 
     def mark_recent(self, adapter: Adapter) -> None:
-        """Put it last in the order in which victims are looked for."""
+        """Put a resident adapter last in the order in which victims are looked for."""
         world = self.world
         world.clock += 1
         adapter.touched = world.clock
         order = world.recency[adapter.state]
-        order.pop(adapter.id, None)
         order[adapter.id] = None
+        order.move_to_end(adapter.id)
         world.adapters.touch(adapter.id)
 
     def aim(self, adapter: Adapter, goal: AdapterState) -> None:
         """Set the goal; an adapter that no longer strives leaves its queue."""
-        world = self.world
+        world, adapter_id = self.world, adapter.id
         adapter.goal = goal
         rise = HEIGHT[goal] - HEIGHT[adapter.state]
         if rise > 0:
-            world.striving[adapter.id] = None
+            world.striving[adapter_id] = None
+            world.leaving.pop(adapter_id, None)
         else:
-            world.striving.pop(adapter.id, None)
-        if rise < 0:
-            world.leaving[adapter.id] = None
-        else:
-            world.leaving.pop(adapter.id, None)
-        if rise <= 0 and adapter.id in world.queued:
-            del world.queues[world.queued.pop(adapter.id)][adapter.id]
-        world.adapters.touch(adapter.id)
+            world.striving.pop(adapter_id, None)
+            world.queues.leave(adapter_id)
+            if rise < 0:
+                world.leaving[adapter_id] = None
+            else:
+                world.leaving.pop(adapter_id, None)
+        world.adapters.touch(adapter_id)

@@ -23,6 +23,8 @@ from messages.requests import LifecycleRequest
 from messages.wire import REPLIES, REQUESTS, WireError
 
 ROUTES_PER_REQUEST: Final = 4
+PROMPT_BYTES_MAX: Final = 1 << 30
+"""What prompts of generations that are not answered yet may take together."""
 
 Send = Callable[[bytes, bytes], None]
 Asked = tuple[LifecycleRequest | GenerationRequested, bytes]
@@ -37,7 +39,9 @@ class Desk:
         self._send = send
         self._pid = pid
         self._routes: dict[RequestId, bytes] = {}
-        self._prompts: dict[RequestId, requests.Generate] = {}
+        # As they came: decoded, a prompt of token ids takes many times the memory.
+        self._prompts: dict[RequestId, bytes] = {}
+        self._prompt_bytes = 0
         self._repeated: dict[RequestId, None] = {}
         self._queries: list[tuple[bytes, requests.Query]] = []
         self._routes_max = ROUTES_PER_REQUEST * controller.limits.requests_max
@@ -52,26 +56,48 @@ class Desk:
         if isinstance(message, requests.Query):
             self._queries.append((client, message))
             return None
+        asked: LifecycleRequest | GenerationRequested
+        if not isinstance(message, requests.Generate):
+            asked = message
+        elif self._take_prompt(message.request_id, data):
+            asked = GenerationRequested(message.request_id, message.adapter, message.timeout_ms)
+        else:
+            busy = f"prompts of {self._prompt_bytes} bytes wait for answers; try again later"
+            refused = requests.Refused(message.request_id, ErrorCode.OVERLOADED, busy)
+            self._reply_to(client, refused)
+            return None
         self._remember_route(message.request_id, client)
-        if isinstance(message, requests.Generate):
-            return self._take_prompt(message), client
-        return message, client
+        return asked, client
 
-    def _take_prompt(self, message: requests.Generate) -> GenerationRequested:
+    def _take_prompt(self, request_id: RequestId, data: bytes) -> bool:
+        """Keep a prompt until its generation is answered; False where there is no room for it."""
+        world = self._controller.world
+        if request_id in world.answers:
+            return True
+        known = request_id in self._prompts or request_id in world.waiting
+        if not known and self._prompt_bytes + len(data) > PROMPT_BYTES_MAX:
+            return False
         # The latest sending counts: after a restart it is the only one that is left.
-        if message.request_id not in self._controller.world.answers:
-            self._prompts[message.request_id] = message
-        return GenerationRequested(message.request_id, message.adapter, message.timeout_ms)
+        self._forget_prompt(request_id)
+        self._prompts[request_id] = data
+        self._prompt_bytes += len(data)
+        return True
+
+    def _forget_prompt(self, request_id: RequestId) -> None:
+        self._prompt_bytes -= len(self._prompts.pop(request_id, b""))
 
     def _remember_route(self, request_id: RequestId, client: bytes) -> None:
+        # The latest sending is the last to be forgotten.
+        self._routes.pop(request_id, None)
         self._routes[request_id] = client
         if len(self._routes) > self._routes_max:
             del self._routes[next(iter(self._routes))]
 
     def with_prompt(self, command: StartGeneration) -> StartGeneration | None:
         """The command as the engine needs it; None where the prompt died with an earlier life."""
-        asked = self._prompts.get(command.request_id)
-        if asked is None:
+        data = self._prompts.get(command.request_id)
+        asked = None if data is None else REQUESTS.decode(data).message
+        if not isinstance(asked, requests.Generate):
             return None
         return msgspec.structs.replace(command, prompt=asked.prompt, sampling=asked.sampling)
 
@@ -94,14 +120,19 @@ class Desk:
         if client is not None:
             self._send(client, REPLIES.encode(reply, self._controller.world.epoch))
         if type(reply) is not requests.TokensStreamed:
-            self._prompts.pop(reply.request_id, None)
+            self._forget_prompt(reply.request_id)
             # A generation's repeated output may still follow its answer.
             if type(reply) is not requests.GenerationDone:
                 self._routes.pop(reply.request_id, None)
 
-    def refuse(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
-        """Refuse a request that could not be logged; nothing remembers it."""
-        self.answer(requests.Refused(request_id, code, message))
+    def refuse_unlogged(self, request_id: RequestId, why: str) -> None:
+        """Refuse a request that could not be logged; one that was taken up before goes on."""
+        world = self._controller.world
+        kept = world.answers.get(request_id)
+        if kept is not None:
+            self.answer(kept)
+        elif request_id not in world.waiting:
+            self.answer(requests.Refused(request_id, ErrorCode.LOG_UNAVAILABLE, why))
 
     def answer_queries(self) -> None:
         """Answer who only looks, after the turn's inputs, so that one sees what one did."""

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from controller.actions import Action
 from controller.core import Controller
 from controller.limits import RULES, limits_from
-from controller.shell.log import Entry, segments
+from controller.policies import POLICIES
+from controller.shell.log import Entry, LogForeign, segments
 from messages.ids import Seq
 from messages.records import Header
 
@@ -53,6 +54,11 @@ class _Fold:
     def configure(self, header: Header) -> Controller:
         """The controller under a segment's limits."""
         limits = limits_from(header.limits)
+        if header.policy not in POLICIES:
+            raise LogForeign(
+                f"decided by policy {header.policy!r}; this version knows {sorted(POLICIES)}; use "
+                "one that knows it"
+            )
         controller = self.controller
         if controller is None:
             self.controller = controller = Controller(limits, header.policy, checked=self._checked)
@@ -92,6 +98,8 @@ def replay(
     """
     fold = _Fold(until, sink, checked)
     for header, entries in segments(directory, rules=(RULES,)):
+        if until is not None and header.first_seq > until and fold.controller is not None:
+            break
         controller = fold.configure(header)
         if not fold.take(controller, entries):
             break

@@ -9,6 +9,7 @@ happened, and what was acknowledged is in the log.
 import contextlib
 import gc
 import os
+import resource
 import signal
 import sys
 import time
@@ -22,24 +23,29 @@ from msgspec import Struct
 
 from controller.actions import Action, Command, Publish, Reply, SetTimer
 from controller.core import Controller
-from controller.limits import RULES, Limits, limits_to
+from controller.limits import RULES, Limits, LimitsError, check_limits, limits_to
+from controller.policies import POLICIES
+from controller.shell import stderr
 from controller.shell.desk import Desk
 from controller.shell.link import BEAT_INTERVAL_NS, EngineLink
-from controller.shell.log import Log, LogError, LogFull, SyncPolicy
+from controller.shell.log import Log, LogError, LogFull, LogSyncFailed, SyncPolicy
 from controller.shell.replay import replay
 from controller.shell.stream import EventStream
 from controller.shell.transport import Transport, TransportError
 from messages import records
 from messages.commands import ResendTokens, StartGeneration
-from messages.errors import ErrorCode
 from messages.records import FORMAT, Header, Input, Record
-from messages.reports import EngineInventory, LoggedReport, TokensGenerated
-from messages.requests import TokensStreamed
+from messages.reports import EngineInventory, TokensGenerated
+from messages.requests import LifecycleRequest, TokensStreamed
 from messages.wire import EVENTS
 
+EXIT_FAILED: Final = 1
+"""The disk failed: starting again reads what it holds."""
+EXIT_CONFIG: Final = 2
+"""No process can be started with these options."""
+EXIT_SOCKET: Final = 6
 EXIT_LOG: Final = 7
 """The log is damaged, foreign, in use or diverges: starting again would not help."""
-EXIT_SOCKET: Final = 6
 LOG_RETRY_NS: Final = 1_000_000_000
 
 log = structlog.get_logger("controller")
@@ -57,6 +63,10 @@ class ServerConfig(Struct, frozen=True):
     engine_timeout_ms: int = 10_000
     checked: bool = False
     """Verify every invariant after every input; slow, for tests and doubts."""
+
+
+class ConfigError(Exception):
+    """Options that contradict one another or their bounds."""
 
 
 class DivergedError(LogError):
@@ -97,7 +107,7 @@ class Server:
             while not self._stopping:
                 ready = self._transport.poll(self._timeout_ms())
                 self._stopping = self._stopping or parent_fd in ready
-                self._turn(self._engine_fd in ready)
+                self._turn(ready)
         finally:
             self._events.close()
             self._log.close()
@@ -111,9 +121,8 @@ class Server:
         world = self._controller.world
         epoch = max(world.epoch + 1, int(time.time()))
         self._commit([_Entry(records.ControllerStarted(epoch))])
-        engine = world.engine
-        known = ("", 0) if engine is None else (engine.engine_id, engine.pid)
-        self._link.start(epoch, *known, time.time_ns())
+        engine_id = "" if world.engine is None else world.engine.engine_id
+        self._link.start(epoch, engine_id, time.monotonic_ns())
         self._watch_engine()
         # What recovery built lives as long as the process: no collection needs to visit it.
         gc.collect()
@@ -121,42 +130,44 @@ class Server:
         log.info("started", epoch=epoch, seq=world.seq, adapters=len(world.adapters))
 
     def _timeout_ms(self) -> int:
-        now = time.time_ns()
-        if self._pending:
-            return max(0, (self._log_retry_ns - now) // 1_000_000)
-        due = min(self._beat_ns + BEAT_INTERVAL_NS, self._timer_ns or now + BEAT_INTERVAL_NS)
-        return max(0, (due - now + 999_999) // 1_000_000)
+        now = time.monotonic_ns()
+        left = (self._log_retry_ns if self._pending else self._beat_ns + BEAT_INTERVAL_NS) - now
+        if self._timer_ns:
+            left = min(left, self._timer_ns - time.time_ns())
+        return max(0, (left + 999_999) // 1_000_000)
 
-    def _turn(self, engine_ended: bool) -> None:
-        now = time.time_ns()
+    def _turn(self, ready: set[int]) -> None:
+        # The log's times are the calendar's; whoever only waits uses a clock that nobody sets.
+        now = time.monotonic_ns()
         group, self._pending = self._pending, []
         frames = list(self._transport.receive_reports())
         output = self._link.receive(frames, now)
         group += [_Entry(report) for report in output.inputs]
-        group += self._losses(now, engine_ended)
+        group += self._losses(now, self._engine_fd in ready)
         for client, frame in self._transport.receive_requests():
             asked = self._desk.receive(client, frame)
             if asked is not None:
                 group.append(_Entry(*asked))
-        if self._timer_ns and now >= self._timer_ns:
+        if self._timer_ns and time.time_ns() >= self._timer_ns:
             self._timer_ns = 0
             group.append(_Entry(records.TimerFired()))
         self._stream(output.tokens)
         if group:
             self._commit(group)
         self._desk.answer_queries()
-        self._events.deliver()
+        if self._events.wake_fd in ready:
+            self._events.deliver()
         self._tick(now)
 
-    def _losses(self, now: int, engine_ended: bool) -> list[_Entry]:
-        reason = "its process ended" if engine_ended else ""
-        if not reason and self._link.is_overdue(now):
-            reason = "its heartbeats stopped"
-        if not reason:
+    def _losses(self, now: int, ended: bool) -> list[_Entry]:
+        if not ended and not self._link.is_overdue(now):
             return []
+        reason = "its process ended" if ended else "its heartbeats stopped"
         lost = records.EngineLost(self._link.engine_id, reason)
-        log.warning("engine lost", engine=self._link.engine_id, reason=reason)
-        self._link.lose()
+        log.warning("engine lost", engine=lost.engine_id, reason=reason)
+        self._link.lose(now, ended=ended)
+        # At once: an ended process is ready for ever, and the log may be full for as long.
+        self._unwatch_engine()
         return [_Entry(lost)]
 
     def _commit(self, group: list[_Entry]) -> None:
@@ -170,8 +181,9 @@ class Server:
         try:
             self._log.append(batch, world.epoch)
         except LogFull as error:
-            self._refuse_group(group, str(error), now)
+            self._refuse_group(group, str(error))
             return
+        self._link.note_logged()
         handle = self._controller.handle
         for entry in group:
             if type(entry.message) is EngineInventory:
@@ -182,26 +194,23 @@ class Server:
                 self._perform(action)
         if self._link.is_open:
             for request_id in self._desk.take_repeated():
-                self._link.send(ResendTokens(request_id), now)
+                self._link.send(ResendTokens(request_id), time.monotonic_ns())
         self._publish()
         self._watch_engine()
 
-    def _refuse_group(self, group: list[_Entry], why: str, now: int) -> None:
+    def _refuse_group(self, group: list[_Entry], why: str) -> None:
+        now = time.monotonic_ns()
         if now >= self._log_retry_ns:
             log.error("the log can't be written; serving reads only", error=why)
             self._log_retry_ns = now + LOG_RETRY_NS
-        reports = 0
-        for message, _ in group:
-            if isinstance(message, records.ShellInput) and not isinstance(
-                message, records.GenerationRequested
-            ):
-                self._pending.append(_Entry(message))
-            elif isinstance(message, LoggedReport):
-                reports += 1
-            else:
-                self._desk.refuse(message.request_id, ErrorCode.LOG_UNAVAILABLE, why)
-        if reports:
-            self._link.forget_unlogged(reports, now)
+        self._link.forget_unlogged(now)
+        for entry in group:
+            message = entry.message
+            if isinstance(message, LifecycleRequest | records.GenerationRequested):
+                self._desk.refuse_unlogged(message.request_id, why)
+            elif isinstance(message, records.ShellInput):
+                # Nobody would tell it again.
+                self._pending.append(entry)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -222,7 +231,7 @@ class Server:
                 self._pending.append(_Entry(records.PayloadLost(command.request_id)))
                 return
             command = complete
-        self._link.send(command, time.time_ns())
+        self._link.send(command, time.monotonic_ns())
 
     def _stream(self, tokens: list[TokensGenerated]) -> None:
         for part in tokens:
@@ -237,15 +246,19 @@ class Server:
     def _watch_engine(self) -> None:
         """Watch the attached engine's process: its end shows at once."""
         engine = self._controller.world.engine
-        if self._engine_fd >= 0 and (engine is None or not self._link.engine_id):
-            self._transport.unwatch(self._engine_fd)
-            os.close(self._engine_fd)
-            self._engine_fd = -1
-        if self._engine_fd < 0 and engine is not None and self._link.engine_id:
+        if engine is None or not self._link.engine_id:
+            self._unwatch_engine()
+        elif self._engine_fd < 0:
             # An engine that is gone already has no descriptor; its silence will show.
             with contextlib.suppress(OSError):
                 self._engine_fd = os.pidfd_open(engine.pid)
                 self._transport.watch(self._engine_fd)
+
+    def _unwatch_engine(self) -> None:
+        if self._engine_fd >= 0:
+            self._transport.unwatch(self._engine_fd)
+            os.close(self._engine_fd)
+            self._engine_fd = -1
 
     def _tick(self, now: int) -> None:
         self._link.tick(now)
@@ -299,23 +312,46 @@ def open_log(config: ServerConfig) -> Log:
 
 def main() -> int:
     """`python -m controller.shell.server CONFIG_JSON [PARENT_FD]`."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    config = msgspec.json.decode(sys.argv[1], type=ServerConfig)
+    stderr.configure()
     parent_fd = int(sys.argv[2]) if len(sys.argv) > 2 else -1
     try:
-        opened = open_log(config)
-        with Transport(Path(config.directory)) as transport:
-            server = Server(config, transport, opened)
-            signal.signal(signal.SIGTERM, server.stop)
-            signal.signal(signal.SIGINT, signal.SIG_IGN if parent_fd >= 0 else server.stop)
-            server.run(parent_fd)
-    except LogError as error:
+        _serve(_read_config(sys.argv[1]), parent_fd)
+    except LogSyncFailed as error:
+        log.error("the disk failed", error=str(error))
+        return EXIT_FAILED
+    except (LogError, LimitsError) as error:
         log.error("the log stops the start", error=str(error))
         return EXIT_LOG
+    except ConfigError as error:
+        log.error("wrong configuration", error=str(error))
+        return EXIT_CONFIG
     except TransportError as error:
         log.error("a socket can't be opened", error=str(error))
         return EXIT_SOCKET
     return 0
+
+
+def _read_config(text: str) -> ServerConfig:
+    try:
+        config = msgspec.json.decode(text, type=ServerConfig)
+        check_limits(config.limits)
+    except (msgspec.MsgspecError, LimitsError) as error:
+        raise ConfigError(str(error)) from error
+    if config.policy not in POLICIES:
+        raise ConfigError(f"policy {config.policy!r} is not known; known are {sorted(POLICIES)}")
+    return config
+
+
+def _serve(config: ServerConfig, parent_fd: int) -> None:
+    # A connection is a file, and the transport's library ends the process that has none left.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    opened = open_log(config)
+    with Transport(Path(config.directory)) as transport:
+        server = Server(config, transport, opened)
+        signal.signal(signal.SIGTERM, server.stop)
+        signal.signal(signal.SIGINT, signal.SIG_IGN if parent_fd >= 0 else server.stop)
+        server.run(parent_fd)
 
 
 if __name__ == "__main__":

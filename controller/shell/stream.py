@@ -8,7 +8,9 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
+from threading import Event
 from typing import Final
 
 from controller.actions import Action, Publish
@@ -34,6 +36,7 @@ class EventStream:
         self._batch: list[Published] = []
         self._readers = ThreadPoolExecutor(1, "events-from-log")
         self._fetches: list[tuple[Future[Reply], Answer]] = []
+        self._closing = Event()
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def add(self, event: Published) -> None:
@@ -55,51 +58,52 @@ class EventStream:
         """Answer with events from `first_seq` on, now or when the log was read."""
         first_kept = self._kept[0].seq if self._kept else last_seq + 1
         if message.first_seq >= first_kept or message.first_seq > last_seq:
-            first = max(message.first_seq - first_kept, 0)
-            events = [self._kept[i] for i in range(first, len(self._kept))][: message.count_max]
-            answer(EventsFetched(message.request_id, tuple(events), last_seq))
+            first = min(max(message.first_seq - first_kept, 0), len(self._kept))
+            events = tuple(islice(self._kept, first, first + message.count_max))
+            answer(EventsFetched(message.request_id, events, last_seq))
         elif len(self._fetches) >= FETCHES_MAX:
             busy = f"{FETCHES_MAX} subscribers are reading old events; try again later"
             answer(Refused(message.request_id, ErrorCode.OVERLOADED, busy))
         else:
-            future = self._readers.submit(_from_log, self._log_directory, message, last_seq)
+            future = self._readers.submit(self._from_log, message, last_seq)
             future.add_done_callback(lambda _: os.eventfd_write(self.wake_fd, 1))
             self._fetches.append((future, answer))
 
     def deliver(self) -> None:
-        """Answer whose events have been read back."""
+        """Answer whose events have been read back; only once `wake_fd` tells so."""
+        os.eventfd_read(self.wake_fd)
         done = [fetch for fetch in self._fetches if fetch[0].done()]
         self._fetches = [fetch for fetch in self._fetches if not fetch[0].done()]
         for future, answer in done:
             answer(future.result())
-        if done:
-            os.eventfd_read(self.wake_fd)
 
     def close(self) -> None:
-        """End the reading thread."""
+        """End the reading thread, wherever it is in the log."""
+        self._closing.set()
         self._readers.shutdown(wait=True, cancel_futures=True)
         os.close(self.wake_fd)
+
+    def _from_log(self, message: FetchEvents, last_seq: Seq) -> Reply:
+        found: list[Published] = []
+        last = min(message.first_seq + message.count_max - 1, last_seq)
+
+        def collect(actions: list[Action]) -> None:
+            if self._closing.is_set():
+                raise _Enough
+            for action in actions:
+                if isinstance(action, Publish) and action.message.seq >= message.first_seq:
+                    found.append(action.message)
+                    if action.message.seq >= last:
+                        raise _Enough
+
+        try:
+            replay(self._log_directory, sink=collect)
+        except _Enough:
+            pass
+        except LogError as error:
+            return Refused(message.request_id, ErrorCode.LOG_UNAVAILABLE, str(error))
+        return EventsFetched(message.request_id, tuple(found), last_seq)
 
 
 class _Enough(Exception):  # noqa: N818 - it ends a replay early, it is no error
     pass
-
-
-def _from_log(directory: Path, message: FetchEvents, last_seq: Seq) -> Reply:
-    found: list[Published] = []
-    last = min(message.first_seq + message.count_max - 1, last_seq)
-
-    def collect(actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Publish) and action.message.seq >= message.first_seq:
-                found.append(action.message)
-                if action.message.seq >= last:
-                    raise _Enough
-
-    try:
-        replay(directory, sink=collect)
-    except _Enough:
-        pass
-    except LogError as error:
-        return Refused(message.request_id, ErrorCode.LOG_UNAVAILABLE, str(error))
-    return EventsFetched(message.request_id, tuple(found), last_seq)

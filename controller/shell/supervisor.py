@@ -18,13 +18,22 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from controller.shell.server import EXIT_LOG, EXIT_SOCKET, ServerConfig
+from controller.shell.server import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_LOG,
+    EXIT_SOCKET,
+    ServerConfig,
+)
 from controller.shell.transport import TransportError, endpoint
 
-EXIT_CONFIG: Final = 2
-"""A child that ends with this can't be started with these options."""
-
 _FINAL: Final = frozenset({EXIT_CONFIG, EXIT_LOG, EXIT_SOCKET})
+_FROM_OUTSIDE: Final = frozenset({0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT})
+"""Exit statuses that are no fault of the child's own."""
+
+_FAILURES_MAX: Final = 3
+"""So often in a row may a child fail without having run for `_HEALTHY_S`."""
+
 _BACKOFF_S_MIN: Final = 0.1
 _BACKOFF_S_MAX: Final = 5.0
 _HEALTHY_S: Final = 30.0
@@ -52,13 +61,14 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._backoff_s = _BACKOFF_S_MIN
         self._started_s = 0.0
+        self._failures = 0
         self.start_at_s = 0.0
         self.fd = -1
 
     @property
-    def pid(self) -> int:
-        """The running process, 0 where none is."""
-        return 0 if self._process is None else self._process.pid
+    def can_run(self) -> bool:
+        """Whether it is worth another start."""
+        return self._failures < _FAILURES_MAX
 
     def start(self, parent_fd: int) -> None:
         """Start it; its end will show on `fd`."""
@@ -79,7 +89,8 @@ class Child:
         self._process, self.fd = None, -1
         now = time.monotonic()
         if now - self._started_s > _HEALTHY_S:
-            self._backoff_s = _BACKOFF_S_MIN
+            self._backoff_s, self._failures = _BACKOFF_S_MIN, 0
+        self._failures += status not in _FROM_OUTSIDE
         self.start_at_s = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
         return status
@@ -108,17 +119,23 @@ class Supervisor:
         self._signals, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> int:
-        """Returns 0 after a signal, else the exit status of the child that can't run."""
+        """Returns 0 after a signal, else the exit status for a child that can't run."""
         signal.set_wakeup_fd(self._wake)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         try:
-            return self._loop()
+            ended = self._loop()
         finally:
             for child in reversed(self._children):
                 child.stop()
+        if ended is None:
+            return 0
+        name, status = ended
+        log.error("a child can't run; it said why above", child=name, status=status)
+        return status if status in _FINAL else EXIT_FAILED
 
-    def _loop(self) -> int:
+    def _loop(self) -> tuple[str, int] | None:
+        """Returns the child that can't run, with its last exit status; None after a signal."""
         while True:
             self._start_due()
             poller = select.poll()
@@ -129,11 +146,12 @@ class Supervisor:
             for fd, _ in poller.poll(self._timeout_ms()):
                 if fd == self._signals:
                     log.info("stopping")
-                    return 0
-                status = running[fd].reap()
-                log.warning("child ended", child=running[fd].name, status=status)
-                if status in _FINAL:
-                    return status
+                    return None
+                child = running[fd]
+                status = child.reap()
+                log.warning("child ended", child=child.name, status=status)
+                if status in _FINAL or not child.can_run:
+                    return child.name, status
 
     def _start_due(self) -> None:
         now = time.monotonic()

@@ -14,15 +14,18 @@ from typing import Final
 
 import zmq
 
-from messages.wire import FRAME_BYTES_MAX
+from messages.wire import FRAME_BYTES_MAX, REPORTS
 
 FRAMES_PER_TURN: Final = 512
 """The most frames taken from one socket before their group is written: bounds a turn's latency."""
 
 # The socket drops a peer that sends more in one frame; below it a too long frame is answered.
-_FRAME_BYTES_HARD_MAX: Final = 8 * FRAME_BYTES_MAX
+_REQUEST_BYTES_HARD_MAX: Final = 8 * FRAME_BYTES_MAX
 _PATH_BYTES_MAX: Final = 107
-_QUEUE_FRAMES_MAX: Final = 100_000
+# Frames kept for one peer. Beyond it a client that sends on waits, and one that does not read
+# loses answers and events, which it can ask for again.
+_REQUESTS_QUEUED_MAX: Final = 1024
+_QUEUE_FRAMES_MAX: Final = 16_384
 
 
 class TransportError(Exception):
@@ -46,24 +49,30 @@ class Transport:
 
     def __init__(self, directory: Path) -> None:
         run = directory / "run"
-        run.mkdir(parents=True, exist_ok=True)
+        run.mkdir(mode=0o700, parents=True, exist_ok=True)
         run.chmod(0o700)
         self._context = zmq.Context()
         self._poller = zmq.Poller()
-        self._requests = self._bind(zmq.ROUTER, endpoint(directory, "requests.sock"))
-        self._engine = self._bind(zmq.ROUTER, endpoint(directory, "engine.sock"))
-        self._events = self._bind(zmq.PUB, endpoint(directory, "events.sock"))
+        requests = self._open(zmq.ROUTER, _REQUEST_BYTES_HARD_MAX, _REQUESTS_QUEUED_MAX)
+        engine = self._open(zmq.ROUTER, REPORTS.bytes_max, _QUEUE_FRAMES_MAX)
+        events = self._open(zmq.PUB, _REQUEST_BYTES_HARD_MAX, _QUEUE_FRAMES_MAX)
+        self._requests = self._bind(requests, endpoint(directory, "requests.sock"))
+        self._engine = self._bind(engine, endpoint(directory, "engine.sock"))
+        self._events = self._bind(events, endpoint(directory, "events.sock"))
         self._poller.register(self._requests, zmq.POLLIN)
         self._poller.register(self._engine, zmq.POLLIN)
 
-    def _bind(self, kind: int, address: str) -> "zmq.Socket[bytes]":
+    def _open(self, kind: int, frame_bytes_max: int, received_max: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
         socket.linger = 0
-        socket.sndhwm = socket.rcvhwm = _QUEUE_FRAMES_MAX
-        socket.maxmsgsize = _FRAME_BYTES_HARD_MAX
+        socket.sndhwm, socket.rcvhwm = _QUEUE_FRAMES_MAX, received_max
+        socket.maxmsgsize = frame_bytes_max
         if kind == zmq.ROUTER:
             # A peer that reconnects under its own name takes its place over at once.
             socket.router_handover = 1
+        return socket
+
+    def _bind(self, socket: "zmq.Socket[bytes]", address: str) -> "zmq.Socket[bytes]":
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
