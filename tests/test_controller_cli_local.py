@@ -64,6 +64,7 @@ OPTIONS = {
     "--request-timeout": "1.5",
     "--generation-timeout": "2.5",
     "--operation-timeout": "3.5",
+    "--rest": "4.5",
     "--digest-interval": "14",
     "--sync": "interval",
     "--sync-interval": "0.25",
@@ -89,6 +90,7 @@ def test_every_bound_is_an_option(started, tmp_path):
         request_timeout_ms=1500,
         generation_timeout_ms=2500,
         operation_timeout_ms=3500,
+        rest_ms=4500,
         digest_interval=14,
     )
     server = ServerConfig(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True)

@@ -123,6 +123,9 @@ GenerationTimeout = Annotated[
 OperationTimeout = Annotated[
     float, _seconds("--operation-timeout", "For one operation of the engine.")
 ]
+Rest = Annotated[
+    float, _seconds("--rest", "For an adapter that the engine failed to move, unless asked for.")
+]
 DigestInterval = Annotated[int, _count("--digest-interval", "Records between two digests.")]
 SyncOption = Annotated[
     Sync, typer.Option("--sync", help="When the log is made durable.", rich_help_panel=_LOG)
@@ -161,6 +164,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter an option
     request_timeout: RequestTimeout = _DEFAULTS.request_timeout_ms / 1000,
     generation_timeout: GenerationTimeout = _DEFAULTS.generation_timeout_ms / 1000,
     operation_timeout: OperationTimeout = _DEFAULTS.operation_timeout_ms / 1000,
+    rest: Rest = _DEFAULTS.rest_ms / 1000,
     digest_interval: DigestInterval = _DEFAULTS.digest_interval,
     sync: SyncOption = Sync.GROUP,
     sync_interval: SyncInterval = _SYNC_INTERVAL_S,
@@ -195,6 +199,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter an option
         request_timeout_ms=round(request_timeout * 1000),
         generation_timeout_ms=round(generation_timeout * 1000),
         operation_timeout_ms=round(operation_timeout * 1000),
+        rest_ms=round(rest * 1000),
         digest_interval=digest_interval,
     )
     server = ServerConfig(
