@@ -198,18 +198,20 @@ def _activate_batch(turn: Turn, message: requests.ActivateBatch) -> None:
 
 
 def _generate(turn: Turn, message: records.GenerationRequested) -> None:
-    adapters: tuple[Adapter, ...] = ()
-    if message.adapter is not None:
-        adapters = (_known(turn, message.adapter),)
-        _refuse_if_going(adapters[0])
-        _count_use(turn, adapters[0])
     timeout_ms = message.timeout_ms or turn.limits.generation_timeout_ms
     request_id = message.request_id
-    waiting = wishes.accept(turn, request_id, "generate", GPU_SLOT, timeout_ms, adapters)
-    if turn.world.ready and all(wishes.is_there(adapter, GPU_SLOT) for adapter in adapters):
-        wishes.start_generation(turn, request_id, waiting)
+    if message.adapter is None:
+        waiting = wishes.accept(turn, request_id, "generate", GPU_SLOT, timeout_ms, ())
+        if turn.world.ready:
+            wishes.start_generation(turn, request_id, waiting)
         return
-    for adapter in adapters:
+    adapter = _known(turn, message.adapter)
+    _refuse_if_going(adapter)
+    _count_use(turn, adapter)
+    waiting = wishes.accept(turn, request_id, "generate", GPU_SLOT, timeout_ms, (adapter,))
+    if turn.world.ready and wishes.is_there(adapter, GPU_SLOT):
+        wishes.start_generation(turn, request_id, waiting)
+    else:
         _owe(turn, adapter, request_id, GPU_SLOT)
 
 
@@ -220,7 +222,7 @@ def _cancel(turn: Turn, message: requests.CancelGeneration) -> None:
     if target is None or not found:
         return
     if target.op:
-        wishes.stop_generation(turn, message.target, target)
+        wishes.stop_generation(turn, target)
     else:
         cancelled = wishes.cancelled(turn, message.target, target)
         wishes.end_request(turn, message.target, cancelled)

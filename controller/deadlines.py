@@ -44,7 +44,6 @@ def _expire_operation(turn: Turn, op: OpId) -> None:
     world = turn.world
     operation = world.operations[op]
     operation.overdue = True
-    world.operations.touch(op)
     adapter, kind = world.adapters[operation.adapter_id], type(operation.command).__name__
     turn.publish(events.OperationOverdue(op, kind, adapter.name))
     late = (
@@ -60,7 +59,7 @@ def _expire_request(turn: Turn, request_id: RequestId) -> None:
     if waiting.kind == "generate" and waiting.op:
         late = "the generation did not end in time and is stopped; ask for fewer tokens"
         wishes.refuse_request(turn, request_id, ErrorCode.ENGINE_GONE, late)
-        wishes.stop_generation(turn, request_id, waiting)
+        wishes.stop_generation(turn, waiting)
     else:
         wishes.refuse_request(turn, request_id, *_why_late(turn, waiting))
 

@@ -178,7 +178,7 @@ def on_payload_lost(turn: Turn, message: records.PayloadLost) -> None:
     waiting = turn.world.waiting.get(message.request_id)
     if waiting is None or waiting.kind != "generate" or not waiting.op:
         return
-    facts.abandon(turn, turn.world.operations.pop_key(waiting.op))
+    facts.abandon(turn, turn.world.operations.pop(waiting.op))
     for adapter_id in waiting.adapters:
         # It will be counted when it comes again.
         turn.world.adapters[adapter_id].uses -= 1

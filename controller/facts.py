@@ -214,7 +214,6 @@ def _move_waiters(turn: Turn, source: Adapter, target: Adapter) -> None:
     for request_id in (*source.waiters, *world.batches):
         waiting = world.waiting[request_id]
         waiting.adapters = tuple([target.id if a == source.id else a for a in waiting.adapters])
-        world.waiting.touch(request_id)
     for request_id in tuple(source.waiters):
         wishes.stop_waiting(turn, source, request_id)
         wishes.wait_for(turn, target, request_id, world.waiting[request_id].since)
@@ -260,7 +259,6 @@ def abandon(turn: Turn, operation: Operation) -> None:
         waiting = world.waiting[operation.request_id]
         wishes.end_lease(turn, waiting)
         waiting.op = 0
-        world.waiting.touch(operation.request_id)
         return
     adapter = world.adapters[operation.adapter_id]
     adapter.op = 0

@@ -128,7 +128,6 @@ def _renumber(turn: Turn, adapter: Adapter) -> None:
     for request_id in (*adapter.waiters, *world.batches):
         waiting = world.waiting[request_id]
         waiting.adapters = tuple([new if a == old else a for a in waiting.adapters])
-        world.waiting.touch(request_id)
     for other in (adapter.predecessor, adapter.successor):
         if other in world.adapters:
             _relink(turn, world.adapters[other], old, new)

@@ -49,12 +49,6 @@ class Ledger(dict[K, V], Generic[K, V]):
         dict.__delitem__(self, key)
         self.touch(key)
 
-    def pop_key(self, key: K) -> V:
-        """Remove an entry and return it; raises `KeyError` where there is none."""
-        value = self[key]
-        del self[key]
-        return value
-
     def digest(self) -> int:
         """The sum over all entries; only touched ones are hashed."""
         # The order of this set does not matter: a sum has none.

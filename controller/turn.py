@@ -90,7 +90,6 @@ class Turn(Struct, gc=False):
         world = self.world
         world.operations[command.op] = Operation(command, 0, 0, request_id)
         world.waiting[request_id].op = command.op
-        world.waiting.touch(request_id)
         self.actions.append(Command(command))
 
     def touch(self, adapter: Adapter) -> None:

@@ -129,11 +129,13 @@ def lease(turn: Turn, waiting: Waiting) -> tuple[Adapter, ...]:
 
 
 def end_lease(turn: Turn, waiting: Waiting) -> None:
-    """The operation ended; the last lease lets an adapter go."""
+    """The operation ended; the last lease lets an adapter go, and others in."""
+    world = turn.world
     for adapter_id in waiting.adapters:
-        turn.world.adapters[adapter_id].leases -= 1
-        turn.world.adapters.touch(adapter_id)
-        turn.due[adapter_id] = None
+        world.adapters[adapter_id].leases -= 1
+        world.adapters.touch(adapter_id)
+        if adapter_id in world.leaving or world.queues.members:
+            turn.due[adapter_id] = None
 
 
 def start_generation(turn: Turn, request_id: RequestId, waiting: Waiting) -> None:
@@ -145,10 +147,9 @@ def start_generation(turn: Turn, request_id: RequestId, waiting: Waiting) -> Non
     turn.issue_for(request_id, command)
 
 
-def stop_generation(turn: Turn, request_id: RequestId, waiting: Waiting) -> None:
+def stop_generation(turn: Turn, waiting: Waiting) -> None:
     """Ask the engine to end a running generation; its report then ends the lease."""
     waiting.stopping = True
-    turn.world.waiting.touch(request_id)
     turn.actions.append(Command(commands.StopGeneration(turn.next_op(), waiting.op)))
 
 
@@ -207,7 +208,7 @@ def refuse_hopeless_batch(turn: Turn) -> None:
 def end_request(turn: Turn, request_id: RequestId, reply: requests.Reply | None) -> None:
     """Answer an accepted request (None: its client will send it again) and free its adapters."""
     world = turn.world
-    waiting = world.waiting.pop_key(request_id)
+    waiting = world.waiting.pop(request_id)
     if reply is not None and not waiting.told:
         turn.answer(reply)
     if waiting.kind == "batch":
@@ -234,7 +235,6 @@ def refuse_request(turn: Turn, request_id: RequestId, code: ErrorCode, message: 
         return
     if not waiting.told:
         waiting.told = True
-        turn.world.waiting.touch(request_id)
         turn.answer(refused)
 
 

@@ -178,9 +178,10 @@ class World:
         self.names: dict[str, AdapterId] = {}
         self.adapters: Ledger[AdapterId, Adapter] = Ledger()
         self.slots: Ledger[int, Slot] = Ledger()
-        self.operations: Ledger[OpId, Operation] = Ledger()
-        self.waiting: Ledger[RequestId, Waiting] = Ledger()
         self.answers: Ledger[RequestId, Reply] = Ledger()
+        # What is under way is little and changes with every input: it is digested whole.
+        self.operations: dict[OpId, Operation] = {}
+        self.waiting: dict[RequestId, Waiting] = {}
         self.tiers: dict[TierName, Tier] = {tier: Tier() for tier in TIERS}
         # Batches that the engine has not been asked to confirm, in order; one is driven at a time.
         self.batches: OrderedDict[RequestId, None] = OrderedDict()
@@ -258,7 +259,7 @@ class World:
         return self._digest([ledger.digest_from_scratch() for ledger in self._ledgers()])
 
     def _ledgers(self) -> tuple[Ledger, ...]:  # type: ignore[type-arg]
-        return (self.adapters, self.slots, self.operations, self.waiting, self.answers)
+        return (self.adapters, self.slots, self.answers)
 
     def _digest(self, sums: list[int]) -> str:
         facts = (
@@ -270,5 +271,6 @@ class World:
             [self.tiers[tier] for tier in TIERS],
             [self.queues.lines[tier] for tier in TIERS],
             (list(self.batches), self.driven),
+            (list(self.operations.items()), list(self.waiting.items())),
         )
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(facts))

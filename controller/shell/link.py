@@ -209,8 +209,12 @@ class EngineLink:
         """What was handed out could not be logged: have the engine send it again, in a while."""
         if self._taken != self._logged or self._phase is Phase.ANSWERED:
             self._taken = self._logged
-            self._begin_round()
-            self._asked_ns = now_ns
+            self.ask_later(now_ns)
+
+    def ask_later(self, now_ns: int) -> None:
+        """Close the link, and ask for another inventory in a while."""
+        self._begin_round()
+        self._asked_ns = now_ns
 
     def tick(self, now_ns: int) -> None:
         """Send what time asks for: a beat, or the question again."""

@@ -193,10 +193,18 @@ class Server:
             for action in handle(entry.message, now):
                 self._perform(action)
         if self._link.is_open:
-            for request_id in self._desk.take_repeated():
-                self._link.send(ResendTokens(request_id), time.monotonic_ns())
+            self._serve_link()
         self._publish()
         self._watch_engine()
+
+    def _serve_link(self) -> None:
+        now = time.monotonic_ns()
+        if self._controller.world.engine is None:
+            # What it said of itself can't be true. Another time it may make sense.
+            self._link.ask_later(now)
+            return
+        for request_id in self._desk.take_repeated():
+            self._link.send(ResendTokens(request_id), now)
 
     def _refuse_group(self, group: list[_Entry], why: str) -> None:
         now = time.monotonic_ns()
