@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from controller.shell.link import EngineLink
 from engine.link import Link
 from messages import commands, reports
+from messages.ids import Seq
 from messages.wire import COMMANDS
 
 SECOND_NS = 1_000_000_000
@@ -95,7 +96,10 @@ class Books:
     open: dict[int, int] = field(default_factory=dict)
     unsent: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
-    inputs: list[tuple[str, int]] = field(default_factory=list)
+    wishes: int = 0
+    losses: int = 0
+    # Reports, by engine and by the stretch in which it was neither lost nor the controller dead.
+    inputs: list[tuple[str, tuple[int, int], int]] = field(default_factory=list)
     # By engine: what an inventory showed as never received.
     lost: dict[str, list[int]] = field(default_factory=dict)
 
@@ -106,32 +110,35 @@ class Controller:
     def __init__(self, books: Books, now_ns: int) -> None:
         self.books = books
         books.epoch += 1
-        self.sent: list[tuple[bytes, commands.Command]] = []
         self.outgoing: list[tuple[bytes, bytes]] = []
-        self.has_question_open = False
-        self.broken_silence: list[commands.Command] = []
+        self.last_operation: Seq = 0
+        # Inventories that were handled, and that operations had been sent behind the question of.
+        self.overtaken: list[reports.EngineInventory] = []
         self.link = EngineLink(self._on_send, TIMEOUT_NS)
         self.link.start(books.epoch, books.engine_id, now_ns)
 
     def _on_send(self, peer: bytes, data: bytes) -> None:
-        command = COMMANDS.decode(data).message
-        if isinstance(command, commands.RequestInventory):
-            self.has_question_open = True
-        elif self.has_question_open and not isinstance(command, commands.ControllerBeat):
-            self.broken_silence.append(command)
+        _, seq, command = COMMANDS.decode(data)
+        if isinstance(command, commands.DropWeights):
+            self.last_operation = seq
         self.outgoing.append((peer, data))
 
-    def want(self, wish: int, now_ns: int) -> None:
-        self.books.unsent.append(wish)
+    def want(self, now_ns: int) -> None:
+        self.books.wishes += 1
+        self.books.unsent.append(self.books.wishes)
         self._issue(now_ns)
 
     def turn(
         self, frames: list[tuple[bytes, bytes]], now_ns: int, log: str, engine_ended: bool
     ) -> bool:
-        """One turn; `log` is ok, full, or where it crashes. False where it did."""
+        """One turn; `log` is ok, full, or where it crashes. False where it did.
+
+        A restart folds what was logged; only what it led to was not said.
+        """
         output = self.link.receive(frames, now_ns)
         if log == "crash before the log":
             return False
+        said = len(self.outgoing)
         if output.inputs and log == "full":
             self.link.forget_unlogged(now_ns)
         elif output.inputs:
@@ -139,7 +146,7 @@ class Controller:
             for report in output.inputs:
                 self._handle(report, now_ns)
         if log == "crash behind the log":
-            # A restart folds what was logged; only what it led to was not said.
+            del self.outgoing[said:]
             return False
         if engine_ended or self.link.is_overdue(now_ns):
             self.link.lose(now_ns, ended=engine_ended)
@@ -148,20 +155,29 @@ class Controller:
         return True
 
     def _handle(self, report: reports.LoggedReport, now_ns: int) -> None:
-        books = self.books
         if isinstance(report, reports.EngineInventory):
+            if self.last_operation > report.answers:
+                self.overtaken.append(report)
             self.link.open()
-            self.has_question_open = not self.link.is_open
             self._on_inventory(report)
         else:
-            books.inputs.append((self.link.engine_id, report.op))
-            if report.op in books.open:
-                books.done.append(books.open.pop(report.op))
+            self._on_report(report)
         self._issue(now_ns)
+
+    def _on_report(self, report: reports.OperationReport) -> None:
+        books = self.books
+        books.inputs.append((self.link.engine_id, (books.epoch, books.losses), report.op))
+        if report.op in books.open:
+            wish = books.open.pop(report.op)
+            books.done.append(wish)
+            if wish % 3 == 0:
+                # As a load is followed by a stage.
+                books.wishes += 1
+                books.unsent.append(books.wishes)
 
     def _on_inventory(self, report: reports.EngineInventory) -> None:
         books = self.books
-        if report.engine_id != books.engine_id:
+        if books.engine_id not in ("", report.engine_id):
             self._on_lost()
         books.engine_id = report.engine_id
         books.next_op = max(books.next_op, report.last_op + 1)
@@ -170,6 +186,7 @@ class Controller:
         books.unsent += [books.open.pop(op) for op in lost]
 
     def _on_lost(self) -> None:
+        self.books.losses += 1
         self.books.engine_id = ""
         self.books.unsent += list(self.books.open.values())
         self.books.open.clear()
@@ -193,7 +210,6 @@ class Simulation:
         self.controller: Controller | None = None
         self.engines: list[Engine] = []
         self.lines: list[Line] = []
-        self.wishes = 0
         self._ended = False
         self.start_controller()
         self.start_engine()
@@ -240,8 +256,7 @@ class Simulation:
 
     def want(self) -> None:
         if self.controller is not None:
-            self.wishes += 1
-            self.controller.want(self.wishes, self.now_ns)
+            self.controller.want(self.now_ns)
             self._transport()
 
     def controller_turn(self, count: int, log: str = "ok") -> None:
@@ -253,9 +268,9 @@ class Simulation:
             while line.to_controller and len(frames) < count:
                 frames.append((line.name, line.to_controller.pop(0)))
         ended, self._ended = self._ended, False
-        if self.controller.turn(frames, self.now_ns, log, ended):
-            self._transport()
-        else:
+        lives = self.controller.turn(frames, self.now_ns, log, ended)
+        self._transport()
+        if not lives:
             self.kill_controller(1_000)
 
     def _transport(self) -> None:

@@ -1,0 +1,100 @@
+"""A replay stops where it is told to, finds the first divergence, and follows changed limits."""
+
+from pathlib import Path
+
+import pytest
+
+from controller.actions import Action, Publish
+from controller.core import Controller
+from controller.limits import RULES, Limits, limits_to
+from controller.shell.log import Log, LogForeign
+from controller.shell.replay import replay
+from messages.events import AdapterReleased
+from messages.records import FORMAT, ControllerStarted, Header, Input, Record
+from messages.reports import (
+    AdapterChecked,
+    EngineInventory,
+    SlotWritten,
+    WeightsLoaded,
+    WeightsStaged,
+)
+from messages.requests import HoldAdapter, ReleaseAdapter
+
+LIMITS = Limits(slots_max=2, host_adapters_max=4)
+HISTORY: list[Input] = [
+    ControllerStarted(1),
+    EngineInventory("engine", 1, "model", 2, 1 << 40),
+    HoldAdapter("r-1", "upper"),
+    AdapterChecked(1, "fingerprint", 8, 100, 50),
+    WeightsLoaded(2),
+    WeightsStaged(3),
+    SlotWritten(4),
+    ReleaseAdapter("r-2", "upper"),
+]
+
+
+def header(limits: Limits = LIMITS, rules: int = RULES) -> Header:
+    return Header(FORMAT, rules, "lru", limits_to(limits), 0)
+
+
+def written(directory: Path, *, wrong_at: int = 0) -> list[str]:
+    """Write the history with a digest in each record; returns the digests."""
+    controller, digests = Controller(LIMITS, checked=True), []
+    with Log.open(directory, header()) as log:
+        for seq, message in enumerate(HISTORY, start=1):
+            digests.append(controller.digest())
+            digest = "0" * 32 if seq == wrong_at else digests[-1]
+            log.append([Record(seq, message, b"", digest)], 1)
+            controller.handle(message, seq)
+    return [*digests, controller.digest()]
+
+
+def test_the_whole_log_gives_the_last_digest(tmp_path: Path) -> None:
+    digests = written(tmp_path / "log")
+    result = replay(tmp_path / "log", checked=True)
+    assert (result.digest, result.inputs) == (digests[-1], len(HISTORY))
+    assert result.digests_compared == len(HISTORY)
+    assert result.divergence is None
+
+
+@pytest.mark.parametrize("until", range(1, len(HISTORY) + 1))
+def test_until_gives_the_world_after_that_record(tmp_path: Path, until: int) -> None:
+    digests = written(tmp_path / "log")
+    assert replay(tmp_path / "log", until).digest == digests[until]
+
+
+@pytest.mark.parametrize("wrong_at", [1, 4, len(HISTORY)])
+def test_the_first_divergence_stops_it(tmp_path: Path, wrong_at: int) -> None:
+    digests = written(tmp_path / "log", wrong_at=wrong_at)
+    result = replay(tmp_path / "log")
+    assert result.divergence == (wrong_at, "0" * 32, digests[wrong_at - 1])
+    assert result.inputs == wrong_at - 1
+
+
+def test_the_same_events_are_told_again(tmp_path: Path) -> None:
+    written(tmp_path / "log")
+    told: list[Action] = []
+    replay(tmp_path / "log", sink=lambda actions: told.extend(actions))
+    events = [action.message.event for action in told if isinstance(action, Publish)]
+    assert AdapterReleased("upper") in events
+    again: list[Action] = []
+    replay(tmp_path / "log", sink=lambda actions: again.extend(actions))
+    assert told == again
+
+
+def test_other_limits_count_the_engine_as_lost(tmp_path: Path) -> None:
+    written(tmp_path / "log")
+    with Log.open(tmp_path / "log", header(Limits(slots_max=1, host_adapters_max=4))) as log:
+        log.append([Record(99, ControllerStarted(2))], 2)
+    result = replay(tmp_path / "log", checked=True)
+    assert result.controller is not None
+    assert result.controller.limits.slots_max == 1
+    assert result.controller.world.engine is None
+    assert [a.state for a in result.controller.world.adapters.values()] == ["evicted"]
+
+
+def test_rules_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    with Log.open(tmp_path / "log", header(rules=RULES + 1)) as log:
+        log.append([Record(1, ControllerStarted(1))], 1)
+    with pytest.raises(LogForeign, match=str(RULES + 1)):
+        replay(tmp_path / "log")

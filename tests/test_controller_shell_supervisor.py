@@ -1,0 +1,106 @@
+"""`loradock serve`: children come back, signals end them all, and nothing outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from controller.cli.exits import ExitCode
+from controller.client import Client
+from messages.requests import StatusShown
+from tests.processes import ROOT, TINY
+
+WAIT_S = 60
+
+
+@contextmanager
+def serve(
+    directory: Path, *options: str, model: Path = TINY / "model"
+) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-c", "from controller.cli.main import app; app()"]
+    command += ["--dir", str(directory), "serve", "--model", str(model)]
+    command += ["--adapter-root", str(TINY / "adapters"), *options]
+    with directory.with_suffix(".log").open("wb") as errors:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=errors, stderr=errors)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def status_once(directory: Path, ready: Callable[[StatusShown], bool]) -> StatusShown:
+    """The first status that is as wanted."""
+    deadline = time.monotonic() + WAIT_S
+    with Client(directory, timeout_s=WAIT_S) as client:
+        while True:
+            status = client.status()
+            if ready(status):
+                return status
+            assert time.monotonic() < deadline, status
+            time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_end(*pids: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, pids
+        time.sleep(0.05)
+
+
+def test_both_children_come_back_and_a_signal_ends_all(tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    with serve(directory) as process:
+        first = status_once(directory, lambda status: bool(status.engine_id))
+        os.kill(first.controller_pid, signal.SIGKILL)
+        second = status_once(
+            directory, lambda status: status.epoch > first.epoch and bool(status.engine_id)
+        )
+        assert second.engine_id == first.engine_id
+        os.kill(second.engine_pid, signal.SIGKILL)
+        third = status_once(directory, lambda status: status.engine_id not in ("", first.engine_id))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WAIT_S) == 0
+        wait_for_end(third.controller_pid, third.engine_pid)
+
+
+def test_children_see_their_parent_die(tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    with serve(directory) as process:
+        status = status_once(directory, lambda status: bool(status.engine_id))
+        process.kill()
+        wait_for_end(status.controller_pid, status.engine_pid)
+
+
+def test_a_damaged_log_ends_it_for_good(tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    with serve(directory, "--engine", "external") as process:
+        status_once(directory, lambda status: status.seq > 0)
+        process.terminate()
+        process.wait(WAIT_S)
+    (segment,) = (directory / "log").iterdir()
+    damaged = bytearray(segment.read_bytes())
+    damaged[200] ^= 1
+    segment.write_bytes(bytes(damaged))
+    with serve(directory, "--engine", "external") as process:
+        assert process.wait(WAIT_S) == ExitCode.LOG
+    assert str(segment) in directory.with_suffix(".log").read_text()
+
+
+@pytest.mark.parametrize("model", [Path("/nowhere"), ROOT / "tests"])
+def test_a_model_that_is_none_ends_it(tmp_path: Path, model: Path) -> None:
+    with serve(tmp_path / "d", model=model) as process:
+        assert process.wait(WAIT_S) != 0
