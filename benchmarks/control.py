@@ -5,6 +5,7 @@ to be there, it is the real one on the tiny model. One rule: everything end to e
 real processes and sockets.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -175,18 +176,11 @@ def _sync_us(directory: Path) -> float:
 
 
 def _replay() -> Figure:
-    limits = Limits(slots_max=32, host_adapters_max=64)
-    feed = Feed(limits, remember=True)
-    serve_traffic(feed, 50_000, 64)
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
-        header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
-        with Log.open(Path(name), header) as log:
-            records = [Record(seq, *entry) for seq, entry in enumerate(feed.inputs)]
-            for start in range(0, len(records), 1000):
-                log.append(records[start : start + 1000], 1)
-        count = len(feed.inputs)
-        ours = count / best_seconds(lambda: _fold(Path(name), feed.controller.digest()), 3)
-        reading = count / best_seconds(lambda: _read(Path(name)), 3)
+        count, digest = _write_log(Path(name))
+        gc.collect()
+        ours = count / best_seconds(lambda: _fold(Path(name), digest))
+        reading = count / best_seconds(lambda: _read(Path(name)))
     return Figure(
         "control.replay",
         ours,
@@ -196,6 +190,19 @@ def _replay() -> Figure:
         ">= 150,000/s",
         ours >= 150_000,
     )
+
+
+def _write_log(directory: Path) -> tuple[int, str]:
+    """A log of generations over twice as many adapters as slots; its inputs and last digest."""
+    limits = Limits(slots_max=32, host_adapters_max=64)
+    feed = Feed(limits, remember=True)
+    serve_traffic(feed, 50_000, 64)
+    header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
+    records = [Record(seq, *entry) for seq, entry in enumerate(feed.inputs)]
+    with Log.open(directory, header) as log:
+        for start in range(0, len(records), 1000):
+            log.append(records[start : start + 1000], 1)
+    return len(records), feed.controller.digest()
 
 
 def _fold(directory: Path, digest: str) -> None:

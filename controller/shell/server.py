@@ -157,6 +157,7 @@ class Server:
         self._desk.answer_queries()
         if self._events.wake_fd in ready:
             self._events.deliver()
+        self._transport.flush()
         self._tick(now)
 
     def _losses(self, now: int, ended: bool) -> list[_Entry]:

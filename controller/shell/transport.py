@@ -62,6 +62,7 @@ class Transport:
         self._requests = self._bind(requests, endpoint(directory, "requests.sock"))
         self._engine = self._bind(engine, endpoint(directory, "engine.sock"))
         self._events = self._bind(events, endpoint(directory, "events.sock"))
+        self._replies: list[tuple[bytes, bytes]] = []
         self._poller.register(self._requests, zmq.POLLIN)
         self._poller.register(self._engine, zmq.POLLIN)
 
@@ -104,8 +105,14 @@ class Transport:
         return _receive(self._engine)
 
     def reply(self, client: bytes, frame: bytes) -> None:
-        """Send to a client; one that is gone or does not read loses it, and asks again."""
-        _send(self._requests, client, frame)
+        """Send to a client with the next `flush`; one that does not read loses it and asks again."""
+        self._replies.append((client, frame))
+
+    def flush(self) -> None:
+        """Send a turn's replies in one go: one by one, each would wake the sending thread anew."""
+        for client, frame in self._replies:
+            _send(self._requests, client, frame)
+        self._replies.clear()
 
     def command(self, engine: bytes, frame: bytes) -> None:
         """Send to an engine; a loss shows as a gap in the frames' numbers."""
