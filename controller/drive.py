@@ -43,11 +43,13 @@ def settle(turn: Turn, adapter: Adapter) -> None:
         wish = waiting[request_id]
         if wishes.is_met(adapter, wish):
             wishes.fulfil(turn, adapter, request_id, wish)
-    if not adapter.op:
-        if adapter.waiters:
-            _aim_for_waiters(turn, adapter)
-        else:
-            _drop_idle_wish(turn, adapter)
+    if adapter.op:
+        return
+    if adapter.waiters:
+        _aim_for_waiters(turn, adapter)
+    elif adapter.goal != adapter.state:
+        _drop_idle_wish(turn, adapter)
+    if adapter.goal != adapter.state or adapter.state == UNREGISTERED:
         pursue(turn, adapter)
 
 
@@ -238,7 +240,8 @@ def rest(turn: Turn, adapter: Adapter) -> None:
     """Leave the adapter alone for a while: what just failed would fail again at once."""
     world = turn.world
     adapter.resting = adapter.failed = True
-    world.queues.leave(adapter.id)
+    if adapter.id in world.queues.members:
+        world.queues.leave(adapter.id)
     world.add_deadline(world.time_ns + turn.limits.rest_ms * NANOS_PER_MS, "rest", adapter.id)
     turn.touch(adapter)
 
@@ -267,7 +270,8 @@ def _unlink(turn: Turn, adapter: Adapter) -> bool:
     """Take the record out of every index; whether another version inherits its name."""
     world = turn.world
     del world.adapters[adapter.id]
-    world.queues.leave(adapter.id)
+    if adapter.id in world.queues.members:
+        world.queues.leave(adapter.id)
     for index in (world.leaving, world.striving, world.held):
         index.pop(adapter.id, None)
     predecessor = world.adapters.get(adapter.predecessor)

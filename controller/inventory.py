@@ -131,7 +131,8 @@ def _renumber(turn: Turn, adapter: Adapter) -> None:
     for other in (adapter.predecessor, adapter.successor):
         if other in world.adapters:
             _relink(turn, world.adapters[other], old, new)
-    world.queues.leave(old)
+    if old in world.queues.members:
+        world.queues.leave(old)
     turn.due[new] = None
 
 

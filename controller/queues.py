@@ -34,19 +34,17 @@ class Queues:
         self.members[adapter_id] = (tier, claim)
 
     def leave(self, adapter_id: AdapterId) -> None:
-        """Wait no longer; nothing happens to one that did not wait."""
-        place = self.members.pop(adapter_id, None)
-        if place is not None:
-            tier, claim = place
-            line = self.lines[tier]
-            del line[bisect_left(line, (claim, adapter_id))]
+        """Wait no longer."""
+        tier, claim = self.members.pop(adapter_id)
+        line = self.lines[tier]
+        del line[bisect_left(line, (claim, adapter_id))]
 
     def renew(self, adapter_id: AdapterId, claim: Seq) -> None:
-        """Take the place in line that another claim gives, if it waits."""
-        place = self.members.get(adapter_id)
-        if place is not None and place[1] != claim:
+        """Take the place in line that another claim gives."""
+        tier, current = self.members[adapter_id]
+        if current != claim:
             self.leave(adapter_id)
-            self.join(place[0], adapter_id, claim)
+            self.join(tier, adapter_id, claim)
 
     def clear(self) -> None:
         """Send everybody away."""

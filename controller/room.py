@@ -225,8 +225,8 @@ def held_by_others(turn: Turn, adapters: tuple[Adapter, ...], tier: TierName) ->
     excepted = {adapter.id for adapter in adapters}
     held = [world.adapters[a] for a in world.held if a not in excepted]
     if tier == "host":
-        # They pass through pageable memory, and lie page-locked then.
-        return len(held), 0
+        # They pass through pageable memory and lie page-locked then, but for those that get stuck.
+        return len(held), sum(adapter.host_bytes for adapter in held if adapter.resting)
     return _sum((PLACES[tier], need_bytes(adapter, tier)) for adapter in held)
 
 

@@ -127,7 +127,8 @@ class Turn(Struct, gc=False):
             world.leaving.pop(adapter_id, None)
         else:
             world.striving.pop(adapter_id, None)
-            world.queues.leave(adapter_id)
+            if adapter_id in world.queues.members:
+                world.queues.leave(adapter_id)
             if rise < 0:
                 world.leaving[adapter_id] = None
             else:

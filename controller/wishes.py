@@ -59,7 +59,9 @@ def wait_for(turn: Turn, adapter: Adapter, request_id: RequestId, since: int) ->
     if is_late:
         # A batch whose turn has come, or requests that were bound to another version.
         adapter.waiters = dict(sorted(waiters.items(), key=itemgetter(1)))
-    turn.world.queues.renew(adapter.id, adapter.claim)
+    queues = turn.world.queues
+    if adapter.id in queues.members:
+        queues.renew(adapter.id, adapter.claim)
     adapter.resting = False
     turn.touch(adapter)
 
@@ -67,7 +69,9 @@ def wait_for(turn: Turn, adapter: Adapter, request_id: RequestId, since: int) ->
 def stop_waiting(turn: Turn, adapter: Adapter, request_id: RequestId) -> None:
     """The adapter no longer owes this request anything."""
     del adapter.waiters[request_id]
-    turn.world.queues.renew(adapter.id, adapter.claim)
+    queues = turn.world.queues
+    if adapter.id in queues.members:
+        queues.renew(adapter.id, adapter.claim)
     turn.touch(adapter)
 
 
@@ -105,7 +109,8 @@ def release(turn: Turn, adapter: Adapter) -> None:
     world = turn.world
     adapter.held = False
     del world.held[adapter.id]
-    world.queues.renew(adapter.id, adapter.claim)
+    if adapter.id in world.queues.members:
+        world.queues.renew(adapter.id, adapter.claim)
     turn.touch(adapter)
     turn.publish(events.AdapterReleased(adapter.name))
     if world.queues.members or adapter.resting:

@@ -4,6 +4,7 @@ What it is: bare sockets with deadlines. What it is not: a client library or a m
 nothing here waits for ever, and nothing asserts how long something took.
 """
 
+import resource
 import threading
 import time
 import traceback
@@ -20,8 +21,10 @@ from engine.link import Link
 from messages import commands, reports, requests
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED
 from messages.wire import COMMANDS, EVENTS, REPLIES, REQUESTS
+from tests.processes import ControllerProcess
 
 PATIENCE_S = 60.0
+RETRY_S = 2.0
 BEAT_S = 0.1
 
 
@@ -39,6 +42,11 @@ def eventually(probe: Callable[[], Any], what: str = "it") -> Any:
 def logged(directory: Path) -> list[Any]:
     """The inputs in a controller's log, as its files are now."""
     return [record.input for _, _, record in read(directory / "log")]
+
+
+def set_file_limit(process: ControllerProcess, size_bytes: int) -> None:
+    """Let no file of the process grow beyond this: what a full disk is to it."""
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
 class Peer:
@@ -87,8 +95,14 @@ class RawClient(Peer):
         return REPLIES.decode(self.receive()).message
 
     def ask(self, request: requests.Request) -> requests.Reply:
-        """The last word on a request; whatever else comes meanwhile is passed over."""
+        """The last word on a request; whatever else comes meanwhile is passed over.
+
+        It is sent again after a silence, for a frame may meet a controller that just dies.
+        """
         self.put(request)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline and not self.socket.poll(RETRY_S * 1000):
+            self.put(request)
         return self.answer(request.request_id)
 
     def answer(self, request_id: str) -> requests.Reply:
@@ -145,7 +159,8 @@ class StandInEngine:
     """An engine without a model: a thread that does what it is told, or keeps it for later.
 
     `keep` names the commands whose reports wait for `finish`. While `paused` it neither reads nor
-    beats, as a stopped process does. `pid` is whoever the controller is to watch.
+    beats, as a stopped process does. `asked` counts the questions for an inventory, `held` is what
+    it answers. `pid` is whoever the controller is to watch.
     """
 
     def __init__(self, directory: Path, engine_id: str, pid: int, slots_max: int = 3) -> None:
@@ -155,8 +170,9 @@ class StandInEngine:
         self.received: list[Any] = []
         self.running: dict[int, Any] = {}
         self.failure = ""
+        self.asked = 0
         self._pid, self._slots_max = pid, slots_max
-        self._held: dict[int, reports.InventoryAdapter] = {}
+        self.held: dict[int, reports.InventoryAdapter] = {}
         self._last_op = 0
         self._seen: set[int] = set()
         self._finish: list[int] = []
@@ -227,7 +243,7 @@ class StandInEngine:
         self._say(DONE[type(command)](command))
 
     def _hold(self, command: Any) -> None:
-        held = self._held
+        held = self.held
         match command:
             case commands.LoadWeights(_, adapter_id, adapter, path, fingerprint):
                 held[adapter_id] = reports.InventoryAdapter(
@@ -246,7 +262,7 @@ class StandInEngine:
                 del held[command.adapter_id]
 
     def _change(self, adapter_id: int, **changes: Any) -> None:
-        self._held[adapter_id] = msgspec.structs.replace(self._held[adapter_id], **changes)
+        self.held[adapter_id] = msgspec.structs.replace(self.held[adapter_id], **changes)
 
     def _synchronise(self) -> None:
         inventory = reports.EngineInventory(
@@ -257,9 +273,10 @@ class StandInEngine:
             device_bytes_max=8 << 20,
             last_op=self._last_op,
             running=tuple(self.running),
-            adapters=tuple(self._held.values()),
+            adapters=tuple(self.held.values()),
             answers=self._link.asked,
         )
+        self.asked += bool(self._link.asked)
         for frame in self._link.unacknowledged():
             self._peer.send(frame)
         self._say(inventory)

@@ -74,11 +74,11 @@ def test_the_first_divergence_stops_it(tmp_path: Path, wrong_at: int) -> None:
 def test_the_same_events_are_told_again(tmp_path: Path) -> None:
     written(tmp_path / "log")
     told: list[Action] = []
-    replay(tmp_path / "log", sink=lambda actions: told.extend(actions))
+    replay(tmp_path / "log", sink=told.extend)
     events = [action.message.event for action in told if isinstance(action, Publish)]
     assert AdapterReleased("upper") in events
     again: list[Action] = []
-    replay(tmp_path / "log", sink=lambda actions: again.extend(actions))
+    replay(tmp_path / "log", sink=again.extend)
     assert told == again
 
 

@@ -105,7 +105,7 @@ class Transport:
         return _receive(self._engine)
 
     def reply(self, client: bytes, frame: bytes) -> None:
-        """Send to a client with the next `flush`; one that does not read loses it and asks again."""
+        """Send to a client at the next `flush`; one that does not read loses it and asks again."""
         self._replies.append((client, frame))
 
     def flush(self) -> None:
