@@ -5,7 +5,7 @@ and the final digest; every further line is one `records.Record` in hexadecimal,
 the digest of the world before it. A change of what the core decides makes a digest differ. It then
 gets a new number (`controller.limits.RULES`), and a new history beside the old ones:
 
-    PYTHONPATH=.:tests python tests/test_controller_histories.py
+    python -m tests.test_controller_histories
 
 writes one for the present rules and refuses to overwrite. Histories of former rules stay, as what
 `loradock replay` has to refuse or to read by their own rules.

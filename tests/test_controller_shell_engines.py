@@ -34,8 +34,8 @@ from tests.shell_examples import (
 
 ASK = commands.RequestInventory
 
-TIMEOUT_MS = 1_000
-"""The time after which a silent engine counts as gone; a stand-in beats ten times as often."""
+TIMEOUT_MS = 3_000
+"""The time after which a silent engine counts as gone; a stand-in beats thirty times as often."""
 
 
 @contextmanager

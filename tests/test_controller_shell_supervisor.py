@@ -103,4 +103,74 @@ def test_a_damaged_log_ends_it_for_good(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", [Path("/nowhere"), ROOT / "tests"])
 def test_a_model_that_is_none_ends_it(tmp_path: Path, model: Path) -> None:
     with serve(tmp_path / "d", model=model) as process:
-        assert process.wait(WAIT_S) != 0
+        assert process.wait(WAIT_S) == ExitCode.USAGE
+    assert f"directory={model}" in (tmp_path / "d.log").read_text()
+
+
+FAMILY = """
+import os, sys
+from pathlib import Path
+from controller.shell import stderr
+from controller.shell.supervisor import Child, Supervisor
+
+stderr.configure()
+note = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'a'));"
+steady = [sys.executable, "-c", note + "time.sleep(600)", sys.argv[1] + "/steady"]
+broken = [sys.executable, "-c", note + sys.argv[2], sys.argv[1] + "/broken"]
+children = [Child("steady", steady), Child("broken", broken)]
+sys.exit(Supervisor(children, os.pipe()[0]).run())
+"""
+
+
+@contextmanager
+def family(directory: Path, broken: str) -> Iterator[subprocess.Popen]:
+    """A supervisor of one child that sleeps and one that does what it is told."""
+    command = [sys.executable, "-c", FAMILY, str(directory), broken]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def lives(directory: Path, child: str) -> list[int]:
+    path = directory / child
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("broken", "starts", "status"),
+    [
+        ("sys.exit(1)", 3, 1),
+        ("raise ValueError", 3, 1),
+        ("os.abort()", 3, 1),
+        ("sys.exit(2)", 1, 2),
+        ("sys.exit(6)", 1, 6),
+        ("sys.exit(7)", 1, 7),
+    ],
+)
+def test_a_child_that_can_not_run_ends_them_all(
+    tmp_path: Path, broken: str, starts: int, status: int
+) -> None:
+    with family(tmp_path, broken) as process:
+        _, said = process.communicate(timeout=WAIT_S)
+        assert process.returncode == status
+    last = said.decode().splitlines()[-1]
+    assert "a child can't run" in last
+    assert "broken" in last
+    assert len(lives(tmp_path, "broken")) == starts
+    wait_for_end(*lives(tmp_path, "steady"))
+
+
+@pytest.mark.parametrize("broken", ["os.kill(os.getpid(), 9)", "sys.exit(0)"])
+def test_a_child_that_somebody_ends_always_comes_back(tmp_path: Path, broken: str) -> None:
+    with family(tmp_path, broken) as process:
+        deadline = time.monotonic() + WAIT_S
+        while len(lives(tmp_path, "broken")) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(lives(tmp_path, "steady")) == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+    wait_for_end(*lives(tmp_path, "steady"))

@@ -168,6 +168,10 @@ class Supervisor:
 
 def serve(config: ServeConfig) -> int:
     """Run controller and engine until a signal; returns the process's exit status."""
+    if config.engine == "managed" and not (Path(config.model) / "config.json").is_file():
+        # The engine would say the same, after it has loaded all that a model needs.
+        log.error("no model is there: it has no config.json", directory=config.model)
+        return EXIT_CONFIG
     # The read end is never written to: its end of file is the parent's death.
     parent_fd, keep = os.pipe()
     try:

@@ -1,0 +1,126 @@
+"""A view says what the world says, changes nothing, and stays true to its moment."""
+
+from typing import Any
+
+import pytest
+
+from controller.actions import Command
+from controller.core import Controller
+from controller.limits import Limits
+from controller.turn import Refusal
+from controller.views import list_adapters, show_adapter, show_status
+from messages import commands, records, reports
+from messages import requests as rq
+from messages.errors import ErrorCode
+
+LIMITS = Limits(slots_max=2, host_adapters_max=5)
+ENGINE = reports.EngineInventory("e", 4242, "tiny", 2, 1 << 20)
+
+
+class World:
+    """A core whose engine does at once what it is told, but for generations."""
+
+    def __init__(self) -> None:
+        self.controller = Controller(LIMITS, checked=True)
+        self.time_ns = 0
+        self.generations: list[commands.StartGeneration] = []
+        self.content = "1"
+        for message in (records.ControllerStarted(9), ENGINE):
+            self.tell(message)
+
+    def tell(self, message: Any) -> None:
+        self.time_ns += 1
+        for action in self.controller.handle(message, self.time_ns):
+            if isinstance(action, Command):
+                self._do(action.message)
+
+    def _do(self, command: Any) -> None:
+        match command:
+            case commands.StartGeneration():
+                self.generations.append(command)
+            case commands.CheckAdapter():
+                size = (8, 100, 50)
+                self.tell(reports.AdapterChecked(command.op, self.content, *size))
+            case commands.LoadWeights():
+                self.tell(reports.WeightsLoaded(command.op))
+            case commands.StageWeights():
+                self.tell(reports.WeightsStaged(command.op))
+            case commands.WriteSlot():
+                self.tell(reports.SlotWritten(command.op))
+
+    def list(self) -> dict[tuple[str, bool], rq.AdapterView]:
+        listed = list_adapters(self.controller.world, rq.ListAdapters("l"))
+        assert listed.request_id == "l"
+        assert listed.events_seq == self.controller.world.events_seq
+        return {(view.adapter, view.retired): view for view in listed.adapters}
+
+
+@pytest.fixture
+def world() -> World:
+    found = World()
+    found.tell(rq.ActivateAdapter("r-1", "zeta"))
+    found.tell(rq.HoldAdapter("r-2", "alpha"))
+    found.tell(rq.StageAdapter("r-3", "mu"))
+    return found
+
+
+def test_adapters_are_listed_by_name_with_their_accounts(world: World) -> None:
+    listed = world.list()
+    assert [name for name, _ in listed] == ["alpha", "mu", "zeta"]
+    assert [view.state for view in listed.values()] == ["gpu-slot", "pinned", "gpu-slot"]
+    alpha = listed["alpha", False]
+    assert (alpha.held, alpha.slot, alpha.generation > 0) == (True, 1, True)
+    assert (alpha.host_bytes, alpha.pinned_bytes, alpha.device_bytes) == (0, 50, 50)
+    assert (alpha.uses, alpha.loads, alpha.fingerprint, alpha.rank) == (1, 1, "1", 8)
+    assert listed["mu", False].device_bytes == 0
+
+
+def test_an_old_version_is_shown_beside_the_new_one(world: World) -> None:
+    world.tell(records.GenerationRequested("g", "zeta"))
+    world.content = "2"
+    world.tell(rq.LoadAdapter("r-4", "zeta", "elsewhere", replace=True))
+    listed = world.list()
+    assert list(listed) == [("alpha", False), ("mu", False), ("zeta", False), ("zeta", True)]
+    shown = show_adapter(world.controller.world, rq.ShowAdapter("s", "zeta"))
+    assert shown.adapter == listed["zeta", False]
+    assert shown.retired == (listed["zeta", True],)
+    assert (shown.adapter.fingerprint, shown.retired[0].fingerprint) == ("2", "1")
+    assert (shown.adapter.leases, shown.retired[0].leases) == (0, 1)
+
+
+def test_an_unknown_adapter_is_refused(world: World) -> None:
+    with pytest.raises(Refusal) as refused:
+        show_adapter(world.controller.world, rq.ShowAdapter("s", "nobody"))
+    assert refused.value.code == ErrorCode.UNKNOWN_ADAPTER
+    assert "nobody" in refused.value.message
+
+
+def test_the_status_is_the_whole_in_numbers(world: World) -> None:
+    world.tell(records.GenerationRequested("g", None))
+    world.tell(rq.ReleaseAdapter("r-5", "nobody"))
+    status = show_status(world.controller, rq.ShowStatus("s"))
+    core = world.controller.world
+    assert (status.request_id, status.epoch, status.seq) == ("s", 9, core.seq)
+    assert (status.digest, status.events_seq) == (core.digest(), core.events_seq)
+    assert (status.engine_id, status.engine_pid, status.model) == ("e", 4242, "tiny")
+    assert (status.adapters, status.requests, status.operations) == (3, 1, 1)
+    assert (status.answered, status.refused) == (4, 1)
+    tiers = {tier.name: (tier.count, tier.count_max, tier.size_bytes) for tier in status.tiers}
+    assert tiers["host"] == (3, 5, 0)
+    assert (tiers["pinned"][2], tiers["device"]) == (150, (2, 2, 100))
+
+
+def test_without_an_engine_its_place_is_empty() -> None:
+    status = show_status(Controller(LIMITS), rq.ShowStatus("s"))
+    assert (status.engine_id, status.engine_pid, status.model) == ("", 0, "")
+
+
+def test_looking_changes_nothing_and_a_view_stays_as_it_was(world: World) -> None:
+    before = world.controller.digest()
+    listed = world.list()
+    show_adapter(world.controller.world, rq.ShowAdapter("s", "mu"))
+    show_status(world.controller, rq.ShowStatus("s"))
+    assert world.controller.world.digest_from_scratch() == before
+    world.tell(rq.ReleaseAdapter("r-6", "alpha"))
+    assert listed["alpha", False].held
+    assert not world.list()["alpha", False].held
