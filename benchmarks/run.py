@@ -1,4 +1,4 @@
-"""`make bench`: measure, print the table, and write `benchmarks/results.json`.
+"""`make bench`: measure, print the table, write `benchmarks/results.json` and the documents.
 
 What it is: the list of groups and the output. What it is not: a measurement. One rule: a group that
 was not run keeps the figures that the file has of it.
@@ -15,8 +15,15 @@ from rich.table import Table
 
 from benchmarks import control
 from benchmarks.figures import Figure
+from benchmarks.tables import rounded, write_tables
 
 RESULTS: Final = Path(__file__).parent / "results.json"
+
+DOCUMENTS: Final = (
+    Path(__file__).parent.parent / "README.md",
+    Path(__file__).parent / "README.md",
+)
+"""Where the tables are quoted."""
 
 GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {"control": control.run}
 
@@ -34,6 +41,8 @@ def main() -> None:
         console.print(_table(group, measured))
         known = [f for f in known if not f.name.startswith(f"{group}.")] + measured
     RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=2) + b"\n")
+    for document in DOCUMENTS:
+        write_tables(document, known)
 
 
 def _read() -> list[Figure]:
@@ -47,10 +56,9 @@ def _table(group: str, figures: list[Figure]) -> Table:
     for name in ("name", "value", "unit", "yardstick", "ratio", "reach", "reached"):
         table.add_column(name, justify="right" if name in ("value", "ratio") else "left")
     for figure in figures:
-        value = f"{figure.value:,.0f}" if figure.value >= 100 else f"{figure.value:.1f}"
         reached = "yes" if figure.reached else "no"
         table.add_row(
-            *(figure.name, value, figure.unit, figure.yardstick),
+            *(figure.name, rounded(figure.value), figure.unit, figure.yardstick),
             *(f"{figure.ratio:.3f}", figure.reach, reached),
         )
     return table

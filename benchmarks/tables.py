@@ -1,0 +1,39 @@
+"""The measured figures as tables in the documents that quote them.
+
+What it is: the text between two marks in a Markdown file. What it is not: a measurement. One rule:
+no figure is copied by hand, so what a document says is what the last run wrote.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.figures import Figure
+
+_MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_HEAD = (
+    "| figure | measured | yardstick in the same run | ratio | aim | reached |\n"
+    "|---|--:|---|--:|---|---|\n"
+)
+
+
+def write_tables(document: Path, figures: Sequence[Figure]) -> None:
+    """Put each group's table between `<!-- figures: GROUP -->` and `<!-- end of figures -->`."""
+
+    def table(mark: re.Match[str]) -> str:
+        group = [figure for figure in figures if figure.name.startswith(f"{mark[2]}.")]
+        return mark[1] + _HEAD + "".join(map(_row, group)) + mark[3]
+
+    document.write_text(_MARKED.sub(table, document.read_text()))
+
+
+def rounded(value: float) -> str:
+    """A figure's value with the digits that mean something."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _row(figure: Figure) -> str:
+    measured = f"{rounded(figure.value)} {figure.unit}"
+    reached = "yes" if figure.reached else "no"
+    cells = (measured, figure.yardstick, f"{figure.ratio:.3f}", figure.reach, reached)
+    return f"| `{figure.name}` | {' | '.join(cells)} |\n"
