@@ -9,6 +9,7 @@ tensors are allocated once and only their contents change, so captured graphs st
 free bytes are enough but no hole is, a write slides extents down and rewrites their rows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -20,7 +21,7 @@ from engine.copying import Copier, Copy, copier_for
 from engine.directory import SlotDirectory
 from engine.errors import Conflict, DeviceOutOfMemory, NotResident
 from engine.extents import Extents, Move
-from engine.layout import ABSENT, ALIGNMENT_BYTES, ModuleShape, a_elements, slice_elements
+from engine.layout import ABSENT, ALIGNMENT_BYTES, ModuleShape, aligned_elements, slice_elements
 from engine.sliding import SlideLost, Slider
 from engine.staging import Blob
 
@@ -51,9 +52,9 @@ class Arena:
     """Slots of adapters in one device tensor.
 
     `data`: 1-D, of `dtype`, on `device`, `device_bytes_max` rounded down to 128 bytes, not
-    initialised. `offsets` `[slots_max, slices]` int64 on `device`: where a slice's A `[rank, in]`
-    starts, in elements of `data`, a multiple of 128 bytes, or -1 for nothing; its B `[out, rank]`
-    starts `staging.a_elements` later. `ranks` `[slots_max, slices]` int32, 0 for nothing.
+    initialised. `offsets` `[slots_max, slices]` int64 on `device`: where a slice's A starts,
+    in elements of `data`, a multiple of 128 bytes, or -1 for nothing; its B starts behind A's
+    padding (`layout`). `ranks` `[slots_max, slices]` int32, 0 for nothing.
     `host_offsets`, `host_ranks`: the same on the host; on a CPU the very same tensors.
     `generations[slot]`: the highest that was ever published there. `copier` None: the device's own.
     Beside the arena the device gives a buffer of at most 16 MiB, for sliding.
@@ -174,7 +175,7 @@ class Arena:
             )
 
     def weights(self, slot: int, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A `[rank, in]` and B `[out, rank]` of a module-slice as views of `data`, scaling in B.
+        """A and B of a module-slice, in the shapes of its kind, as views of `data`; scaling in B.
 
         None where the slot has nothing there.
         """
@@ -185,22 +186,19 @@ class Arena:
         return self._matrices(start, int(self.host_ranks[slot, index]), self.modules[index])
 
     def write_slice(self, slot: int, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Put one module-slice's A `[rank, in]` and B `[out, rank]` into an extent of its own.
+        """Put one module-slice's A and B, in the shapes of its kind, into an extent of its own.
 
         This is `set_lora` of a single layer: copied at once, the scaling already in B, in place of
         whatever the slot had there. Raises `DeviceOutOfMemory`, `Conflict` while the slot is being
         written, and `ValueError` for shapes that are not the module's.
         """
         self._check_unwritten(slot)
-        shape, rank = self.modules[index], int(a.shape[0])
-        if (
-            a.shape != (rank, shape.in_features)
-            or b.shape != (shape.out_features, rank)
-            or not rank
-        ):
+        shape, rank = self.modules[index], int(b.shape[-1])
+        if a.shape != shape.a_shape(rank) or b.shape != shape.b_shape(rank) or not rank:
             raise ValueError(
                 f"A {list(a.shape)} and B {list(b.shape)} for {shape.name}; "
-                f"A [rank, {shape.in_features}] and B [{shape.out_features}, rank] are needed"
+                f"for rank {rank} A {list(shape.a_shape(rank))} and B "
+                f"{list(shape.b_shape(rank))} are needed, and at least rank 1"
             )
         owner = self._reserve(slice_elements(rank, shape, self.dtype) * self.dtype.itemsize)
         try:
@@ -315,10 +313,11 @@ class Arena:
     def _matrices(
         self, start: int, rank: int, shape: ModuleShape
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        behind_a = start + a_elements(rank, shape.in_features, self.dtype)
-        a = self.data[start : start + rank * shape.in_features]
-        b = self.data[behind_a : behind_a + shape.out_features * rank]
-        return a.view(rank, shape.in_features), b.view(shape.out_features, rank)
+        a_shape, b_shape = shape.a_shape(rank), shape.b_shape(rank)
+        behind_a = start + aligned_elements(math.prod(a_shape), self.dtype)
+        a = self.data[start : start + math.prod(a_shape)]
+        b = self.data[behind_a : behind_a + math.prod(b_shape)]
+        return a.view(a_shape), b.view(b_shape)
 
     def _write(self, slot: int) -> _Write:
         self._check_slot(slot)

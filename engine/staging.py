@@ -14,6 +14,7 @@ from engine.host_memory import allocate_host
 from engine.layout import (
     ABSENT,
     ALIGNMENT_BYTES,
+    ModuleKind,
     ModuleShape,
     a_elements,
     aligned_elements,
@@ -87,15 +88,16 @@ def stage(model: LoRAModel, modules: Sequence[ModuleShape], dtype: torch.dtype, 
         if lora is not None:
             offsets[shape.index] = start
             ranks[shape.index] = lora.rank
-            start = _write_slice(data, start, lora)
+            start = _write_slice(data, start, lora, shape)
     if loras:
         raise KeyError(f"modules that the directory has no column for: {sorted(loras)}")
     return Blob(data, offsets, ranks)
 
 
-def _write_slice(data: torch.Tensor, start: int, lora: LoRALayerWeights) -> int:
+def _write_slice(data: torch.Tensor, start: int, lora: LoRALayerWeights, shape: ModuleShape) -> int:
     """Write A and B at `start` of the blob; the element behind B's padding."""
-    start = _write_matrix(data, start, lora.lora_a)
+    is_looked_up = shape.kind is ModuleKind.EMBEDDING
+    start = _write_matrix(data, start, lora.lora_a.T if is_looked_up else lora.lora_a)
     return _write_matrix(data, start, scaled(lora.lora_b, lora.scaling))
 
 
