@@ -55,7 +55,8 @@ class Arena:
     initialised. `offsets` `[slots_max, slices]` int64 on `device`: where a slice's A starts,
     in elements of `data`, a multiple of 128 bytes, or -1 for nothing; its B starts behind A's
     padding (`layout`). `ranks` `[slots_max, slices]` int32, 0 for nothing.
-    `host_offsets`, `host_ranks`: the same on the host; on a CPU the very same tensors.
+    `host_offsets`, `host_ranks`: the same on the host; on a CPU the very same tensors. `edition`:
+    its number grows with every change of these tables.
     `generations[slot]`: the highest that was ever published there. `copier` None: the device's own.
     Beside the arena the device gives a buffer of at most 16 MiB, for sliding.
     Raises `DeviceOutOfMemory` where the device can't give the memory.
@@ -81,6 +82,7 @@ class Arena:
         directory = SlotDirectory(slots_max, len(self.modules), self.device)
         self.offsets, self.ranks = directory.offsets, directory.ranks
         self.host_offsets, self.host_ranks = directory.host_offsets, directory.host_ranks
+        self.edition = directory.edition
         self._directory = directory
         self._copier = copier or copier_for(self.device)
         bounce = _aligned_bytes(min(self.capacity_bytes, _BOUNCE_BYTES_MAX), self.device)

@@ -10,15 +10,26 @@ import torch
 from engine.layout import ABSENT
 
 
+class Edition:
+    """Which edition of a directory this is: `number` grows whenever an entry is written.
+
+    Whoever remembers what a directory said remembers the number beside it.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
 class SlotDirectory:
     """Offsets and ranks of every (slot, module-slice).
 
     `offsets` `[slots, slices]` int64 on `device`, in elements of the arena, -1 for nothing.
     `ranks` `[slots, slices]` int32, 0 for nothing. `host_offsets`, `host_ranks`: the same on the
-    host; on a CPU the very same tensors.
+    host; on a CPU the very same tensors. `edition`: grows with every write.
     """
 
     def __init__(self, slots: int, slices: int, device: torch.device) -> None:
+        self.edition = Edition()
         self.host_offsets = torch.full((slots, slices), ABSENT, dtype=torch.int64)
         self.host_ranks = torch.zeros((slots, slices), dtype=torch.int32)
         self.offsets = self.host_offsets.to(device)
@@ -39,11 +50,12 @@ class SlotDirectory:
         self._send(slot)
 
     def _send(self, slot: int) -> None:
-        """Bring a row to the device in the order of the forward passes.
+        """Begin a new edition, and bring the row to the device in the order of the forward passes.
 
         The host's tables are pageable on purpose: CUDA takes such a row into a buffer of its own
         before the call returns, so the next write can't change a row that is still on its way.
         """
+        self.edition.number += 1
         if self.offsets is not self.host_offsets:
             self.offsets[slot].copy_(self.host_offsets[slot], non_blocking=True)
             self.ranks[slot].copy_(self.host_ranks[slot], non_blocking=True)

@@ -7,13 +7,14 @@ an adapter id without a slot is an error, never the base model.
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from engine.errors import NotResident
 from engine.kernels import Kernels
-from engine.kernels.operands import Groups, LoRASlices, Span, accumulator_dtype
+from engine.kernels.operands import Groups, LoRASlices, Span
 
 BASE = 0
 """The adapter id of rows without an adapter."""
@@ -59,19 +60,22 @@ class LoRAMapping:
 class PunicaWrapper:
     """The current batch's metadata, shared by all wrapped layers of a model.
 
-    `token_slots` [tokens] and `prompt_slots` [rows] are int64 on the host, -1 for the base model;
-    `groups` is what kernels read. Before the first mapping every row is the base model's.
+    `token_slots` [tokens] and `prompt_slots` [sampled rows] are int64 on the host, -1 for the base
+    model; `groups` and `prompt_groups` are what kernels read of the two. `rank_max`: the widest
+    rank that a slot may hold, and so the width of a buffer for `add_shrink`. Before the first
+    mapping every row is the base model's.
     """
 
     def __init__(self, device: torch.device, rank_max: int, kernels: Kernels) -> None:
+        self.rank_max = rank_max
         self._device = device
-        self._rank_max = rank_max
         self._kernels = kernels
         self._mapping: LoRAMapping | None = None
         self._layout: tuple[int | None, ...] = ()
         self.token_slots: Tensor | None = None
         self.prompt_slots: Tensor | None = None
         self.groups: Groups | None = None
+        self.prompt_groups: Groups | None = None
 
     def update_metadata(self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None]) -> bool:
         """Turn adapter ids into slots and groups; False where nothing has changed.
@@ -87,6 +91,7 @@ class PunicaWrapper:
         token_slots = _slots_of(mapping.index_mapping, slot_of_id)
         prompt_slots = _slots_of(mapping.prompt_mapping, slot_of_id)
         self.groups = _group(token_slots, self._device)
+        self.prompt_groups = _group(prompt_slots, self._device)
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
         self._mapping, self._layout = mapping, layout
         return True
@@ -111,23 +116,46 @@ class PunicaWrapper:
     def add_lora_linear(
         self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0
     ) -> None:
-        """Add every row's LoRA delta to a linear layer's output, in place; scale 1 is no scaling.
+        """Add every row's delta to a linear layer's output, in place; scale 1 is no scaling.
 
         y: [tokens, sum of out_features]. x: [tokens, in_features]. A batch without adapters costs
         nothing. Raises ValueError where the batch has other rows than the mapping.
         """
-        if self.groups is None or not self.groups.spans:
-            return
-        if len(x) != self.groups.tokens:
-            raise ValueError(
-                f"a batch of {len(x)} tokens meets a mapping of {self.groups.tokens}; "
-                "update the mapping before every forward"
-            )
-        dtype = accumulator_dtype(x.dtype)
-        shape = (len(weights.columns), len(x), self._rank_max)
-        buffer = torch.empty(shape, dtype=dtype, device=x.device)
-        self.add_shrink(buffer, x, weights, scale)
-        self.add_expand(y, buffer, weights)
+        if _has_work(self.groups, len(x), "tokens"):
+            self._kernels.linear(y, x, weights, self.groups, scale)
+
+    def add_lora_embedding(
+        self, y: Tensor, token_ids: Tensor, weights: LoRASlices, scale: float = 1.0
+    ) -> None:
+        """Add every row's delta to a token embedding's output, in place.
+
+        y: [tokens, hidden]. token_ids: [tokens] int64. Raises ValueError as `add_lora_linear`.
+        """
+        if _has_work(self.groups, len(token_ids), "tokens"):
+            self._kernels.embedding(y, token_ids, weights, self.groups, scale)
+
+    def add_lora_logits(
+        self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0
+    ) -> None:
+        """Add every sampled row's delta to the logits, in place.
+
+        y: [sampled rows, vocabulary]. x: [sampled rows, hidden]. Raises ValueError as
+        `add_lora_linear`.
+        """
+        if _has_work(self.prompt_groups, len(x), "sampled rows"):
+            self._kernels.linear(y, x, weights, self.prompt_groups, scale)
+
+
+def _has_work(groups: Groups | None, rows: int, noun: str) -> TypeGuard[Groups]:
+    """Whether any row has an adapter; raises ValueError where the mapping is another batch's."""
+    if groups is None or not groups.spans:
+        return False
+    if rows != groups.tokens:
+        raise ValueError(
+            f"a batch of {rows} {noun} meets a mapping of {groups.tokens}; "
+            "update the mapping before every forward"
+        )
+    return True
 
 
 def _slots_of(ids: Tensor, slot_of_id: dict[int, int]) -> Tensor:

@@ -6,37 +6,28 @@ reference's signature and passes the reference's tests.
 """
 
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
 
-from torch import Tensor
+from engine.kernels.kinds import Kernels
+from engine.kernels.reference import reference_kernels
 
-from engine.kernels.expand import expand_reference
-from engine.kernels.operands import Groups, LoRASlices
-from engine.kernels.shrink import shrink_reference
+__all__ = ["DEFAULTS", "IMPLEMENTATIONS", "Kernels", "choose_kernels"]
 
-ShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
-ExpandKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, int, bool], None]
-
-
-class Kernels(NamedTuple):
-    """One implementation of every operation."""
-
-    shrink: ShrinkKernel
-    expand: ExpandKernel
-
-
-IMPLEMENTATIONS: Final[dict[str, Kernels]] = {
-    "reference": Kernels(shrink_reference, expand_reference),
+IMPLEMENTATIONS: Final[dict[str, Callable[[bool], Kernels]]] = {
+    "reference": reference_kernels,
 }
+"""Name -> a maker of kernels; its argument is `batch_invariant`."""
 
 DEFAULTS: Final[dict[str, str]] = {"cpu": "reference", "cuda": "reference"}
 """The implementation for each type of device."""
 
 
-def choose_kernels(device_type: str, name: str = "auto") -> Kernels:
-    """The implementation called `name`; "auto" takes the device's own.
+def choose_kernels(device_type: str, name: str = "auto", batch_invariant: bool = False) -> Kernels:
+    """New kernels of the implementation called `name`; "auto" takes the device's own.
 
-    Raises ValueError for a name or a device that is not in the tables.
+    With `batch_invariant` a row gets the same bits whatever else is in its batch. Scratch memory is
+    the returned tuple's own, so each thread that runs forward passes needs one for itself. Raises
+    ValueError for a name or a device that is not in the tables.
     """
     chosen = DEFAULTS.get(device_type) if name == "auto" else name
     if chosen not in IMPLEMENTATIONS:
@@ -44,4 +35,4 @@ def choose_kernels(device_type: str, name: str = "auto") -> Kernels:
             f"kernels {name!r} on device type {device_type!r}; there are "
             f"{', '.join(IMPLEMENTATIONS)}, and defaults for {', '.join(DEFAULTS)}"
         )
-    return IMPLEMENTATIONS[chosen]
+    return IMPLEMENTATIONS[chosen](batch_invariant)

@@ -10,10 +10,19 @@ from itertools import accumulate
 from torch import Tensor
 
 from engine.kernels.operands import Groups, LoRASlices
+from engine.kernels.products import Product, matrix_product
 
 
-def expand_reference(
-    y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, offset: int, add_inputs: bool
+# Callers give six arguments; the seventh is bound once, when kernels are chosen.
+def expand_reference(  # noqa: PLR0913
+    y: Tensor,
+    x: Tensor,
+    weights: LoRASlices,
+    groups: Groups,
+    offset: int,
+    add_inputs: bool,
+    *,
+    product: Product = matrix_product,
 ) -> None:
     """`y[t, offset + o_s :][:out_s] += x[s, t, :rank] @ B[s][slot(t)].T`, in place.
 
@@ -24,13 +33,12 @@ def expand_reference(
     firsts = list(accumulate(weights.out_features, initial=offset))
     for slot, start, end in groups.spans:
         rows = groups.rows[start:end]
-        for place, first in enumerate(firsts[:-1]):
-            lora_b = weights.lora_b(slot, place)
-            if lora_b is None:
+        for place, pair in enumerate(weights.pairs(slot)):
+            if pair is None:
                 continue
-            out_features, rank = lora_b.shape
-            columns = slice(first, first + out_features)
-            result = x[place, rows, :rank] @ lora_b.to(x.dtype).T
+            out_features, rank = pair.b.shape
+            columns = slice(firsts[place], firsts[place] + out_features)
+            result = product(x[place, rows, :rank], pair.b.to(x.dtype))
             if add_inputs:
                 result += y[rows, columns].to(x.dtype)
             y[rows, columns] = result.to(y.dtype)

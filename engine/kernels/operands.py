@@ -1,17 +1,19 @@
 """What every LoRA kernel reads: where the weights lie, and which rows belong to which slot.
 
-What it is: frozen views. What it is not: an owner of memory; the arena and the Punica wrapper own
-what these point at. One rule: rows of the base model (slot -1) are in no group, so no kernel ever
-indexes a table with -1.
+What it is: the operands that all implementations share. What it is not: an owner of memory; the
+arena and the Punica wrapper own what these point at. One rule: rows of the base model (slot -1) are
+in no group, so no kernel ever indexes a table with -1.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.staging import a_elements
+from engine.directory import Edition
+from engine.layout import ModuleKind, aligned_elements
 
 
 class Directory(NamedTuple):
@@ -19,7 +21,8 @@ class Directory(NamedTuple):
 
     data: [elements]. offsets: [slots, columns] int64, in elements, -1 where a slot has nothing.
     ranks: [slots, columns] int32. host_offsets, host_ranks: the same on the host, never a copy of
-    a moment: their contents follow every slot that is written or reset.
+    a moment: their contents follow every slot that is written or reset, and then `edition.number`
+    grows.
     """
 
     data: Tensor
@@ -27,38 +30,67 @@ class Directory(NamedTuple):
     ranks: Tensor
     host_offsets: Tensor
     host_ranks: Tensor
+    edition: Edition
 
 
-@dataclass(frozen=True, slots=True)
+class Pair(NamedTuple):
+    """One slot's matrices for one slice, as views of the arena, in the shapes of `ModuleKind`."""
+
+    a: Tensor
+    b: Tensor
+
+
 class LoRASlices:
     """One wrapped layer's columns of the slot directory.
 
-    Slice `s` of the layer is column `columns[s]`; there A is [rank, in_features] at the offset,
-    and B [out_features[s], rank] behind it, at the next multiple of 128 bytes.
+    Slice `s` of the layer is column `columns[s]`; there A lies at the offset, and B behind it, at
+    the next multiple of 128 bytes. `kind` decides their shapes: for LINEAR A is [rank,
+    in_features] and B [out_features[s], rank], for EMBEDDING A is [in_features, rank].
+
+    Views are made once for each edition of the directory: what an older one said is forgotten.
     """
 
-    directory: Directory
-    columns: tuple[int, ...]
-    in_features: int
-    out_features: tuple[int, ...]
+    def __init__(
+        self,
+        directory: Directory,
+        columns: tuple[int, ...],
+        in_features: int,
+        out_features: tuple[int, ...],
+        kind: ModuleKind = ModuleKind.LINEAR,
+    ) -> None:
+        self.directory = directory
+        self.columns = columns
+        self.in_features = in_features
+        self.out_features = out_features
+        self.kind = kind
+        self._edition = -1
+        self._pairs: dict[int, tuple[Pair | None, ...]] = {}
 
-    def lora_a(self, slot: int, place: int) -> Tensor | None:
-        """A of slice `place` as a view [rank, in_features]; None where the slot has none."""
-        offset, rank = self._entry(slot, place)
-        return None if offset < 0 else self._matrix(offset, rank, self.in_features)
+    def pairs(self, slot: int) -> tuple[Pair | None, ...]:
+        """A and B of each slice; None for a slice where the slot has nothing."""
+        if self._edition != self.directory.edition.number:
+            self._pairs.clear()
+            self._edition = self.directory.edition.number
+        if slot not in self._pairs:
+            self._pairs[slot] = tuple(map(self._pair, self._entries(slot), self.out_features))
+        return self._pairs[slot]
 
-    def lora_b(self, slot: int, place: int) -> Tensor | None:
-        """B of slice `place` as a view [out_features[place], rank]; None where there is none."""
-        offset, rank = self._entry(slot, place)
+    def _entries(self, slot: int) -> list[tuple[int, int]]:
+        columns = list(self.columns)
+        offsets = self.directory.host_offsets[slot, columns].tolist()
+        return list(zip(offsets, self.directory.host_ranks[slot, columns].tolist(), strict=True))
+
+    def _pair(self, entry: tuple[int, int], out_features: int) -> Pair | None:
+        offset, rank = entry
         if offset < 0:
             return None
-        behind_a = offset + a_elements(rank, self.in_features, self.directory.data.dtype)
-        return self._matrix(behind_a, self.out_features[place], rank)
-
-    def _entry(self, slot: int, place: int) -> tuple[int, int]:
-        column = self.columns[place]
-        directory = self.directory
-        return int(directory.host_offsets[slot, column]), int(directory.host_ranks[slot, column])
+        looked_up = self.kind is ModuleKind.EMBEDDING
+        a_shape = (self.in_features, rank) if looked_up else (rank, self.in_features)
+        behind_a = offset + aligned_elements(math.prod(a_shape), self.directory.data.dtype)
+        return Pair(
+            self._matrix(offset, *a_shape),
+            self._matrix(behind_a, out_features, rank),
+        )
 
     def _matrix(self, offset: int, rows: int, width: int) -> Tensor:
         return self.directory.data[offset : offset + rows * width].view(rows, width)

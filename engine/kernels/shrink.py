@@ -7,10 +7,17 @@ not: fast. One rule: arithmetic follows each adapter's own rank, not the largest
 from torch import Tensor
 
 from engine.kernels.operands import Groups, LoRASlices
+from engine.kernels.products import Product, matrix_product
 
 
 def shrink_reference(
-    y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, scale: float
+    y: Tensor,
+    x: Tensor,
+    weights: LoRASlices,
+    groups: Groups,
+    scale: float,
+    *,
+    product: Product = matrix_product,
 ) -> None:
     """`y[s, t, :rank] = scale * x[t] @ A[s][slot(t)].T`, in place.
 
@@ -21,7 +28,7 @@ def shrink_reference(
     for slot, start, end in groups.spans:
         rows = groups.rows[start:end]
         x_rows = x[rows].to(y.dtype)
-        for place in range(len(weights.columns)):
-            lora_a = weights.lora_a(slot, place)
-            if lora_a is not None:
-                y[place, rows, : len(lora_a)] = scale * (x_rows @ lora_a.to(y.dtype).T)
+        for place, pair in enumerate(weights.pairs(slot)):
+            if pair is not None:
+                shrunk = product(x_rows, pair.a.to(y.dtype))
+                y[place, rows, : len(pair.a)] = scale * shrunk

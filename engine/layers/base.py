@@ -65,11 +65,13 @@ class BaseLayerWithLoRA(nn.Module):
         if len(columns) != len(shapes):
             raise ValueError(f"{len(columns)} columns for a layer of {len(shapes)} slices")
         directory = Directory(
-            arena.data, arena.offsets, arena.ranks, arena.host_offsets, arena.host_ranks
+            *(arena.data, arena.offsets, arena.ranks),
+            *(arena.host_offsets, arena.host_ranks, arena.edition),
         )
         widths = tuple(shape.out_features for shape in shapes)
         self._arena = arena
-        self._slices = LoRASlices(directory, tuple(columns), shapes[0].in_features, widths)
+        kind = arena.modules[columns[0]].kind
+        self._slices = LoRASlices(directory, tuple(columns), shapes[0].in_features, widths, kind)
 
     def set_mapping(self, punica: PunicaWrapper) -> None:
         """Read every batch's mapping from `punica` from now on."""

@@ -1,0 +1,30 @@
+"""The operations that an implementation has to bring, and their signatures.
+
+What it is: one tuple of callables. What it is not: an implementation. One rule: an operation's
+contract is told once, by its reference; all others keep it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.kernels.operands import Groups, LoRASlices
+
+ShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
+"""(y, x, weights, groups, scale)."""
+ExpandKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, int, bool], None]
+"""(y, x, weights, groups, offset, add_inputs)."""
+LinearKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
+"""(y, x, weights, groups, scale)."""
+EmbeddingKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
+"""(y, token_ids, weights, groups, scale)."""
+
+
+class Kernels(NamedTuple):
+    """One implementation of every operation; what they share (scratch) belongs to this tuple."""
+
+    shrink: ShrinkKernel
+    expand: ExpandKernel
+    linear: LinearKernel
+    embedding: EmbeddingKernel

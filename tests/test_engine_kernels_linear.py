@@ -1,0 +1,137 @@
+"""The fused pair in every implementation, against the sum written out; logits are this too."""
+
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.kernel_cases import (
+    BATCHES,
+    ERRORS_MAX,
+    NAMES,
+    NAMES_AND_DTYPES,
+    Batch,
+    Case,
+    Shape,
+    batch_name,
+    error_of,
+    expected_output,
+    kernels_of,
+    make_case,
+    mixed_rows,
+)
+
+
+def run(name: str, case: Case, scale: float = 1.0) -> torch.Tensor:
+    found = case.y.clone()
+    kernels_of(name).linear(found, case.x, case.slices, case.groups, scale)
+    return found
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=batch_name)
+@pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
+def test_the_delta_is_the_sum_written_out(name: str, dtype: torch.dtype, batch: Batch) -> None:
+    case = batch.case(dtype)
+    found = run(name, case, 0.5)
+    assert error_of(found, expected_output(case, 0.5)) <= ERRORS_MAX[dtype]
+    assert torch.equal(found[case.base_rows], case.y[case.base_rows])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_any_small_layer_and_batch(name: str, seed: int) -> None:
+    random = Random(seed)
+    widths = tuple(random.choice((1, 7, 32)) for _ in range(random.randint(1, 3)))
+    slots = random.randint(1, 5)
+    shape = Shape(random.choice((1, 5, 33)), widths, slots, (1, 3, 8, 16))
+    rows = mixed_rows(random, random.randint(1, 20), slots)
+    case = make_case(shape, rows, torch.float32, seed)
+    assert error_of(run(name, case), expected_output(case)) <= ERRORS_MAX[torch.float32]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "rows",
+    [[0] * 9, [2] * 9, [0] * 3 + [2] * 6, [-1] * 3 + [1] * 6, [0, 1, 2] * 3, [1, 1, -1, 1, 1]],
+    ids=str,
+)
+def test_runs_of_rows_and_scattered_ones(name: str, rows: list[int]) -> None:
+    case = make_case(Shape(40, (24, 16), 3, (8,), 0.0), rows, torch.float32, seed=7)
+    found = run(name, case)
+    assert error_of(found, expected_output(case)) <= ERRORS_MAX[torch.float32]
+    assert torch.equal(found[case.base_rows], case.y[case.base_rows])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_of_another_dtype_than_the_activations(name: str) -> None:
+    case = BATCHES[6].case(torch.float32, weights_dtype=torch.float16)
+    assert error_of(run(name, case), expected_output(case)) <= ERRORS_MAX[torch.float32]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_may_lie_apart(name: str) -> None:
+    case = make_case(SHAPE_OF_TWO, [0, 1, -1, 1, 0, 0], torch.float32, seed=2)
+    wide_x, wide_y = torch.full((6, 50), torch.nan), torch.full((6, 90), torch.nan)
+    wide_x[:, 5:45], wide_y[:, 3:43] = case.x, case.y
+    kernels = kernels_of(name)
+    kernels.linear(wide_y[:, 3:43], wide_x[:, 5:45], case.slices, case.groups, 1.0)
+    assert error_of(wide_y[:, 3:43], expected_output(case)) <= ERRORS_MAX[torch.float32]
+    assert wide_y[:, :3].isnan().all()
+    assert wide_y[:, 43:].isnan().all()
+
+
+SHAPE_OF_TWO = Shape(40, (24, 16), 2, (8, 5), 0.0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_slot_holds_now_is_read_and_not_what_it_held(name: str) -> None:
+    kernels = kernels_of(name)
+    rows = [0, 1, 1, -1]
+    old = make_case(SHAPE_OF_TWO, rows, torch.float32, seed=3)
+    new = make_case(Shape(40, (24, 16), 2, (6, 3), 0.4), rows, torch.float32, seed=4)
+    groups = old.groups
+    kernels.linear(old.y.clone(), old.x, old.slices, groups, 1.0)
+    directory, later = old.slices.directory, new.slices.directory
+    directory.data[: len(later.data)] = later.data
+    directory.offsets.copy_(later.offsets)
+    directory.ranks.copy_(later.ranks)
+    directory.edition.number += 1
+    found = new.y.clone()
+    kernels.linear(found, new.x, old.slices, groups, 1.0)
+    assert error_of(found, expected_output(new)) <= ERRORS_MAX[torch.float32]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_batch_gives_the_same_bits(name: str) -> None:
+    case = BATCHES[-2].case(torch.float32)
+    kernels, groups = kernels_of(name), case.groups
+    results = []
+    for _ in range(3):
+        results.append(case.y.clone())
+        kernels.linear(results[-1], case.x, case.slices, groups, 1.0)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[0], run(name, case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_invariant_row_has_the_same_bits_in_every_batch(
+    name: str, dtype: torch.dtype
+) -> None:
+    random = Random(11)
+    rows = mixed_rows(random, 70, 4)
+    case = make_case(Shape(200, (72, 33), 4, (1, 5, 16), 0.1), rows, dtype, seed=11)
+    kernels = kernels_of(name, batch_invariant=True)
+    whole = case.y.clone()
+    kernels.linear(whole, case.x, case.slices, case.groups, 1.0)
+    assert error_of(whole, expected_output(case)) <= ERRORS_MAX[dtype]
+    for _ in range(25):
+        some = random.sample(range(70), random.choice((1, 2, 3, 17, 40, 69)))
+        part = case.only(some)
+        found = part.y.clone()
+        kernels.linear(found, part.x, part.slices, part.groups, 1.0)
+        assert torch.equal(found, whole[some])
