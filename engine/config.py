@@ -7,9 +7,11 @@ wrong in itself raises `ValueError` naming the field, the value found and the va
 
 import hashlib
 import json
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -36,20 +38,41 @@ def _check_positive(config: object, names: tuple[str, ...]) -> None:
             raise ValueError(f"{name} is {value!r}; an integer of at least 1")
 
 
+def _check_switches(config: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; True or False")
+
+
 @dataclass(frozen=True)
 class LoRAConfig:
-    """What LoRA may take on this engine: ranks, slots, host places, dtype and modules.
+    """What LoRA may take on this engine: ranks, slots, host places, dtype, modules and ways.
 
     `max_cpu_loras` None takes `max_loras`; `lora_dtype` is "auto" (the base model's), a name of
     `LORA_DTYPES` or one of its dtypes; `target_modules` are module suffixes or full names, None
-    for all. Raises `ValueError`.
+    for all. `fully_sharded_loras` shards under tensor parallelism also the half that is replicated
+    by default. `default_mm_loras`: modality -> adapter path, applied to a request without an
+    adapter when exactly one of its modalities has one. `enable_tower_connector_lora`: adapters in a
+    multimodal model's tower and connector. `specialize_active_lora`: kernels' grids by the adapters
+    active in a batch. `dual_stream`: the product beside the base layer's, on a second CUDA stream;
+    off where LoRA is fully sharded. `batch_invariant`: a row's bits do not depend on its batch.
+    `enable_mixed_moe_lora_format`: expert adapters in the 2-D and the 3-D layout side by side.
+    Raises `ValueError`.
     """
 
     max_lora_rank: int = 16
     max_loras: int = 1
     max_cpu_loras: int | None = None
     lora_dtype: str | torch.dtype = "auto"
+    fully_sharded_loras: bool = False
     target_modules: Sequence[str] | None = None
+    default_mm_loras: Mapping[str, str] | None = field(default=None, hash=False)
+    enable_tower_connector_lora: bool = False
+    specialize_active_lora: bool = False
+    dual_stream: bool = False
+    batch_invariant: bool = False
+    enable_mixed_moe_lora_format: bool = False
 
     def __post_init__(self) -> None:
         if not _is_int(self.max_lora_rank) or self.max_lora_rank not in LORA_RANKS:
@@ -64,8 +87,18 @@ class LoRAConfig:
                 f"which is {self.max_loras}"
             )
         _check_dtype(self.lora_dtype)
+        _check_switches(self, LORA_SWITCHES)
         if self.target_modules is not None:
             object.__setattr__(self, "target_modules", _target_modules(self.target_modules))
+        if self.default_mm_loras is not None:
+            object.__setattr__(self, "default_mm_loras", _modalities(self.default_mm_loras))
+        if self.dual_stream and self.fully_sharded_loras:
+            warnings.warn(
+                "dual_stream is switched off: with fully_sharded_loras the collectives between the "
+                "two products leave nothing to run beside the base layer",
+                stacklevel=3,
+            )
+            object.__setattr__(self, "dual_stream", False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,12 +127,35 @@ class LoRAConfig:
             )
         return replace(self, lora_dtype=LORA_DTYPES[name])
 
+    def verify_with_device(self, device: torch.device) -> None:
+        """Raise `ValueError` for what `device` can't do."""
+        if self.dual_stream and device.type != "cuda":
+            raise ValueError(
+                f"dual_stream is True on device {str(device)!r}; a second stream needs CUDA, leave "
+                "it off elsewhere"
+            )
+
     def compute_hash(self) -> str:
-        """A stable hash of every field that changes buffers or the computation, in hex."""
-        modules = None if self.target_modules is None else sorted(self.target_modules)
-        dtype = str(self.lora_dtype).removeprefix("torch.")
-        fields = json.dumps([1, self.max_lora_rank, self.max_loras, dtype, modules])
-        return hashlib.sha256(fields.encode()).hexdigest()
+        """A stable hash of every field that changes buffers or the computation, in hex.
+
+        Left out are `max_cpu_loras` and `default_mm_loras`, which change neither. "auto" and the
+        dtype that it is resolved to are different: hash what `verify_with_model_config` gives.
+        """
+        fields = {name: getattr(self, name) for name in _HASHED}
+        fields["lora_dtype"] = str(self.lora_dtype).removeprefix("torch.")
+        if self.target_modules is not None:
+            fields["target_modules"] = sorted(set(self.target_modules))
+        return hashlib.sha256(json.dumps([_HASH_VERSION, fields]).encode()).hexdigest()
+
+
+LORA_SWITCHES: Final = (
+    *("fully_sharded_loras", "enable_tower_connector_lora", "specialize_active_lora"),
+    *("dual_stream", "batch_invariant", "enable_mixed_moe_lora_format"),
+)
+"""The fields of `LoRAConfig` that are on or off."""
+
+_HASH_VERSION: Final = 2
+_HASHED: Final = ("max_lora_rank", "max_loras", "lora_dtype", "target_modules", *LORA_SWITCHES)
 
 
 @dataclass(frozen=True)
@@ -133,13 +189,16 @@ DEFAULT_BOUNDS: Final = AdapterBounds()
 class EngineConfig:
     """How one engine process is set up.
 
-    `adapter_roots`: the directories that adapters may lie under. `device`: a torch device, or
-    "auto" for the first CUDA device where there is one, else the CPU. `pin_memory` None: only
-    where the device is CUDA. `context_tokens_max` 0: the model's own limit. Raises `ValueError`.
+    `adapter_roots`: the directories that adapters may lie under. `allow_pickled_weights`: whether
+    an adapter without a safetensors file may have `.bin` or `.pt` weights. `device`: a torch
+    device, or "auto" for the first CUDA device where there is one, else the CPU. `pin_memory` None:
+    only where the device is CUDA. `context_tokens_max` 0: the model's own limit. Raises
+    `ValueError`.
     """
 
     model_directory: Path
     adapter_roots: tuple[Path, ...] = ()
+    allow_pickled_weights: bool = False
     device: str = "auto"
     device_bytes_max: int = 1 << 30
     pin_memory: bool | None = None
@@ -157,6 +216,7 @@ class EngineConfig:
         _check_positive(
             self, ("device_bytes_max", "file_threads", "max_num_seqs", "queue_requests_max")
         )
+        _check_switches(self, ("allow_pickled_weights",))
         if not _is_int(self.context_tokens_max) or self.context_tokens_max < 0:
             raise ValueError(
                 f"context_tokens_max is {self.context_tokens_max!r}; an integer of at least 0"
@@ -191,3 +251,12 @@ def _target_modules(names: Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise ValueError("target_modules is empty; None wraps every module that can be wrapped")
     return tuple(names)
+
+
+def _modalities(paths: Mapping[str, str]) -> Mapping[str, str]:
+    is_sound = isinstance(paths, Mapping) and all(
+        isinstance(text, str) and text for pair in paths.items() for text in pair
+    )
+    if not is_sound:
+        raise ValueError(f"default_mm_loras is {paths!r}; modalities with an adapter's path each")
+    return MappingProxyType(dict(paths))

@@ -62,6 +62,7 @@ class Engine:
         self.engine_id: Final = engine_id
         self._model = model
         self._config = config
+        lora_config.verify_with_device(model.device)
         self._lora_config = lora_config.verify_with_model_config(model.model.config)
         self._shapes = {shape.name: shape for shape in model.shapes}
         slots_max, dtype = lora_config.max_loras, self._lora_config.dtype

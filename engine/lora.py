@@ -7,7 +7,7 @@ can be multiplied.
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,17 +25,32 @@ from engine.weights_reader import WeightsReader
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """Which adapter a request wants; `lora_int_id` is at least 1, because 0 is the base model."""
+    """Which adapter a request wants; `lora_int_id` is at least 1, because 0 is the base model.
+
+    `base_model_name` is told, not compared. `load_inplace`: read `lora_path` again although the id
+    is known; it is an order for one time, so whoever carried it out goes on with `loaded()`.
+    `is_3d_lora_weight`: whether expert weights are fused; None lets the files say it. Raises
+    `ValueError`.
+    """
 
     lora_name: str
     lora_int_id: int
     lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
+    is_3d_lora_weight: bool | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.lora_int_id, bool) or self.lora_int_id < 1:
+        if type(self.lora_int_id) is not int or self.lora_int_id < 1:
             raise ValueError(f"lora_int_id is {self.lora_int_id!r}; an integer of at least 1")
         if not self.lora_name:
             raise ValueError("lora_name is empty; give the adapter a name")
+        if self.load_inplace and not self.lora_path:
+            raise ValueError(f"load_inplace is True for {self.lora_name!r} without a lora_path")
+
+    def loaded(self) -> "LoRARequest":
+        """This request once its files were read: the same, and no order to read them again."""
+        return replace(self, load_inplace=False)
 
 
 @dataclass

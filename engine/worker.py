@@ -12,22 +12,19 @@ import os
 import signal
 import sys
 import time
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from math import ceil
-from pathlib import Path
 from typing import Final
-from uuid import uuid4
 
 import msgspec
 import structlog
 import zmq
 
-from engine.config import EngineConfig, LoRAConfig
 from engine.engine import Engine
 from engine.errors import EngineError, ModelRefused
 from engine.link import Link
 from engine.model import load_model
+from engine.options import configs, parse
 from messages.commands import ControllerBeat, RequestInventory
 from messages.reports import EngineBeat, TokensGenerated
 from messages.wire import COMMANDS, WireError
@@ -193,9 +190,9 @@ class Worker:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Load the model, attach to the controller and serve; the exit status of the process."""
     _log_to_stderr()
-    options = _parse(arguments)
+    options = parse(arguments)
     try:
-        config, lora_config = _configs(options)
+        config, lora_config = configs(options)
     except (ValueError, RuntimeError) as error:
         _log.error("wrong configuration", error=str(error))
         return 2
@@ -215,49 +212,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine.close()
     _log.info("ended", engine_id=options.engine_id)
     return 0
-
-
-def _parse(arguments: Sequence[str] | None) -> Namespace:
-    parser = ArgumentParser("python -m engine.worker", description="A LoRADock engine process.")
-    parser.add_argument("--connect", required=True, help="the controller's ipc:// socket")
-    parser.add_argument("--model", required=True, type=Path, help="directory of the base model")
-    parser.add_argument(
-        "--adapter-root",
-        action="append",
-        default=[],
-        type=Path,
-        help="a directory that adapters may lie under; may be given several times",
-    )
-    parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the supervisor")
-    parser.add_argument("--engine-id", default=uuid4().hex, help="the name of this life")
-    for owner, names in _OPTIONS.items():
-        for name in names:
-            kind = type(owner.__dataclass_fields__[name].default)
-            parser.add_argument("--" + name.replace("_", "-"), type=kind)
-    parser.add_argument("--target-module", action="append", help="wrap only these modules")
-    options = parser.parse_args(arguments)
-    if not options.connect.startswith("ipc://"):
-        parser.error(f"--connect {options.connect}: only ipc:// is open without CURVE keys")
-    return options
-
-
-_OPTIONS: Final[dict[type[EngineConfig] | type[LoRAConfig], tuple[str, ...]]] = {
-    EngineConfig: (
-        *("device", "device_bytes_max", "file_threads", "max_num_seqs", "queue_requests_max"),
-        "context_tokens_max",
-    ),
-    LoRAConfig: ("max_lora_rank", "max_loras", "lora_dtype"),
-}
-"""The fields of the two configurations that are options of the same name and type."""
-
-
-def _configs(options: Namespace) -> tuple[EngineConfig, LoRAConfig]:
-    given = {
-        owner: {name: value for name in names if (value := getattr(options, name)) is not None}
-        for owner, names in _OPTIONS.items()
-    }
-    config = EngineConfig(options.model, tuple(options.adapter_root), **given[EngineConfig])
-    return config, LoRAConfig(target_modules=options.target_module, **given[LoRAConfig])
 
 
 def _connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":

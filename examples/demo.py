@@ -76,7 +76,7 @@ def _serve(directory: Path) -> Iterator[None]:
     command += ["--slots", str(SLOTS), "--host-adapters", str(len(TRANSFORMATIONS) - 2)]
     command += ["--device-bytes", "8MiB", "--pinned-bytes", "16MiB", "--host-bytes", "16MiB"]
     # The widest adapter has rank 64; the engine refuses what is wider than it is told.
-    command += ["--", "--max-lora-rank", "64"]
+    command += ["--max-lora-rank", "64"]
     directory.mkdir(parents=True)
     with (directory / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log, stdout=log)

@@ -11,6 +11,7 @@ from controller.cli.main import app
 from controller.core import Controller
 from controller.limits import RULES, Limits, limits_to
 from controller.shell import supervisor
+from controller.shell.engine_options import EngineOptions
 from controller.shell.log import Log
 from controller.shell.log_files import segment_paths
 from controller.shell.server import ServerConfig
@@ -96,10 +97,10 @@ def test_every_bound_is_an_option(started, tmp_path):
     server = ServerConfig(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True)
     defaults = ServeConfig(ServerConfig(""))
     arguments = [word for option in OPTIONS.items() for word in option]
-    arguments += ["--adapter-root", "b", "--checked", "--", "--max-lora-rank", "64"]
+    arguments += ["--adapter-root", "b", "--checked", "--max-lora-rank", "64"]
     result = run("serve", *arguments, directory=tmp_path)
     assert result.exit_code == 0, result.output
-    options = ("--max-lora-rank", "64")
+    options = EngineOptions(max_lora_rank=64)
     assert started == [ServeConfig(server, "m", ("a", "b"), "external", options)]
     for changed, default in ((limits, Limits()), (server, defaults.server), (started[0], defaults)):
         for name in changed.__struct_fields__:

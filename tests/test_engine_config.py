@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from engine.config import LORA_RANKS, AdapterBounds, EngineConfig, LoRAConfig
+from engine.config import LORA_RANKS, LORA_SWITCHES, AdapterBounds, EngineConfig, LoRAConfig
 
 
 def test_defaults() -> None:
@@ -30,6 +30,8 @@ WRONG: list[dict[str, Any]] = [
     *({"max_loras": 4, "max_cpu_loras": loras} for loras in (0, 3, -4, 4.0, True)),
     *({"lora_dtype": dtype} for dtype in ("float64", "half", "", torch.float64, torch.int8, None)),
     *({"target_modules": names} for names in ("q_proj", [], [""], [1])),
+    *({"default_mm_loras": paths} for paths in ("a", ["a"], {"image": ""}, {"": "a"}, {"x": 1})),
+    *({name: value} for name in LORA_SWITCHES for value in (1, None, "yes")),
 ]
 
 
@@ -62,29 +64,75 @@ def test_auto_refuses_a_base_that_it_can_not_follow(dtype: str | None) -> None:
         LoRAConfig().verify_with_model_config(LlamaConfig(dtype=dtype))
 
 
-def test_the_hash_follows_what_changes_buffers_and_nothing_else() -> None:
-    base = LoRAConfig(target_modules=["q_proj", "v_proj"])
-    same = [
-        replace(base),
-        replace(base, max_cpu_loras=9),
-        replace(base, target_modules=["v_proj", "q_proj"]),
-    ]
-    different = [
-        replace(base, max_lora_rank=8),
-        replace(base, max_loras=2, max_cpu_loras=2),
-        replace(base, lora_dtype="float16"),
-        replace(base, target_modules=["q_proj"]),
-        replace(base, target_modules=None),
-    ]
-    assert {config.compute_hash() for config in same} == {base.compute_hash()}
-    assert len({config.compute_hash() for config in [base, *different]}) == len(different) + 1
+BASE = LoRAConfig(
+    max_loras=2,
+    max_cpu_loras=4,
+    target_modules=["q_proj", "v_proj"],
+    default_mm_loras={"image": "a"},
+)
+CHANGES: dict[str, list[Any]] = {
+    "max_lora_rank": [8, 512],
+    "max_loras": [1, 3],
+    "max_cpu_loras": [2, 9],
+    "lora_dtype": ["float16", torch.bfloat16, "float32"],
+    "fully_sharded_loras": [True],
+    "target_modules": [["q_proj"], ["q_proj", "k_proj"], None],
+    "default_mm_loras": [{}, {"image": "b"}, None],
+    "enable_tower_connector_lora": [True],
+    "specialize_active_lora": [True],
+    "dual_stream": [True],
+    "batch_invariant": [True],
+    "enable_mixed_moe_lora_format": [True],
+}
+CHANGE_NOTHING_COMPUTED = {"max_cpu_loras", "default_mm_loras"}
+
+
+@pytest.mark.parametrize("name", LoRAConfig.__dataclass_fields__)
+def test_the_hash_follows_what_changes_buffers_or_numbers_and_nothing_else(name: str) -> None:
+    changed = [replace(BASE, **{name: value}) for value in CHANGES[name]]
+    assert all(config != BASE for config in changed)
+    hashes = {config.compute_hash() for config in [BASE, *changed]}
+    assert len(hashes) == (1 if name in CHANGE_NOTHING_COMPUTED else len(changed) + 1)
+
+
+def test_one_meaning_has_one_hash() -> None:
     named, typed = LoRAConfig(lora_dtype="float16"), LoRAConfig(lora_dtype=torch.float16)
     assert named.compute_hash() == typed.compute_hash()
+    for modules in (["v_proj", "q_proj"], ("q_proj", "v_proj", "q_proj")):
+        assert replace(BASE, target_modules=modules).compute_hash() == BASE.compute_hash()
+    # Kept for ever: a stored hash means the same to the next release.
+    assert LoRAConfig().compute_hash() == (
+        "b23f217698778e896011bbaadd7ab04ed0d524423f16d633991e94f29aee4be3"
+    )
 
 
-def test_it_is_frozen() -> None:
+def test_a_second_stream_is_for_cuda_and_not_for_fully_sharded_adapters() -> None:
+    config = LoRAConfig(dual_stream=True)
+    config.verify_with_device(torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="dual_stream is True on device 'cpu'"):
+        config.verify_with_device(torch.device("cpu"))
+    LoRAConfig().verify_with_device(torch.device("cpu"))
+    with pytest.warns(UserWarning, match="dual_stream is switched off"):
+        both = LoRAConfig(dual_stream=True, fully_sharded_loras=True)
+    assert (both.dual_stream, both.fully_sharded_loras) == (False, True)
+    both.verify_with_device(torch.device("cpu"))
+
+
+def test_what_was_handed_over_may_change_afterwards() -> None:
+    modules, paths = ["q_proj"], {"image": "a"}
+    config = LoRAConfig(target_modules=modules, default_mm_loras=paths)
+    modules.append("v_proj")
+    paths["audio"] = "b"
+    assert config == LoRAConfig(target_modules=["q_proj"], default_mm_loras={"image": "a"})
+    assert hash(config) == hash(LoRAConfig(target_modules=["q_proj"], default_mm_loras={}))
+    with pytest.raises(TypeError):
+        config.default_mm_loras["audio"] = "b"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", LoRAConfig.__dataclass_fields__)
+def test_it_is_frozen(name: str) -> None:
     with pytest.raises(FrozenInstanceError):
-        LoRAConfig().max_loras = 2  # type: ignore[misc]
+        setattr(LoRAConfig(), name, None)
 
 
 ENGINE_WRONG: list[dict[str, Any]] = [
@@ -93,6 +141,7 @@ ENGINE_WRONG: list[dict[str, Any]] = [
     {"context_tokens_max": -1},
     {"file_threads": 1.5},
     {"adapter_roots": "/adapters"},
+    {"allow_pickled_weights": 1},
 ]
 
 

@@ -123,7 +123,17 @@ def test_a_checkpoint_with_other_modules_or_links_is_refused(tmp_path: Path) -> 
 
 
 def test_a_request_names_an_adapter() -> None:
-    assert LoRARequest("name", 1, "/path").lora_int_id == 1
-    for name, number in (("name", 0), ("name", -1), ("name", True), ("", 1)):
+    request = LoRARequest("name", 1, "/path")
+    assert (request.lora_int_id, request.base_model_name) == (1, None)
+    assert (request.load_inplace, request.is_3d_lora_weight) == (False, None)
+    for name, number in (("name", 0), ("name", -1), ("name", True), ("name", 1.5), ("", 1)):
         with pytest.raises(ValueError, match="lora_"):
             LoRARequest(name, number)
+
+
+def test_an_order_to_read_again_is_for_one_time() -> None:
+    request = LoRARequest("name", 1, "/path", load_inplace=True)
+    assert request.loaded() == LoRARequest("name", 1, "/path")
+    assert request.loaded().loaded() == request.loaded()
+    with pytest.raises(ValueError, match="lora_path"):
+        LoRARequest("name", 1, load_inplace=True)

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from controller.cli.context import AsJson, directory_of, output_of
+from controller.cli.engine_options import with_engine_options
 from controller.cli.exits import CommandError, ExitCode
 from controller.cli.sizes import format_size, parse_size
 from controller.limits import Limits, LimitsError, limits_from
+from controller.shell.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from controller.shell.supervisor import ServeConfig
@@ -96,10 +98,6 @@ Engine = Annotated[
     typer.Option(help="Start an engine, or wait for one that is started elsewhere."),
 ]
 Policy = Annotated[str, typer.Option(metavar="NAME", help="Who has to leave when room is needed.")]
-EngineOptions = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ENGINE-OPTION", help="After --, passed on to the engine as it is."),
-]
 Slots = Annotated[int, _count("--slots", "Device slots: the most adapters in one batch.")]
 HostAdapters = Annotated[int, _count("--host-adapters", "Adapters on the host, in any state.")]
 HostBytes = Annotated[
@@ -146,9 +144,10 @@ Checked = Annotated[
 
 
 @app.command(rich_help_panel="Server and log")
+@with_engine_options
 def serve(  # noqa: PLR0913, PLR0917 - one parameter an option
     ctx: typer.Context,
-    engine_options: EngineOptions = None,
+    engine_options: EngineOptions,
     model: Model = "",
     adapter_root: AdapterRoots = None,
     engine: Engine = EngineKind.MANAGED,
@@ -213,8 +212,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter an option
         checked=checked,
     )
     roots = tuple(str(root) for root in adapter_root or ())
-    options = tuple(engine_options or ())
-    _run(ctx, ServeConfig(server, model, roots, engine.value, options), as_json)
+    _run(ctx, ServeConfig(server, model, roots, engine.value, engine_options), as_json)
 
 
 def _limits(**values: int) -> Limits:

@@ -18,6 +18,7 @@ import msgspec
 import structlog
 from msgspec import Struct
 
+from controller.shell.engine_options import EngineOptions
 from controller.shell.server import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -49,7 +50,7 @@ class ServeConfig(Struct, frozen=True):
     model: str = ""
     adapter_roots: tuple[str, ...] = ()
     engine: Literal["managed", "external"] = "managed"
-    engine_options: tuple[str, ...] = ()
+    engine_options: EngineOptions = EngineOptions()
 
 
 class Child:
@@ -201,4 +202,4 @@ def _engine_command(config: ServeConfig, parent_fd: int) -> list[str]:
     command += ["--max-loras", str(limits.slots_max)]
     command += ["--device-bytes-max", str(limits.device_bytes_max)]
     command += ["--parent-fd", str(parent_fd)]
-    return [*command, *config.engine_options]
+    return [*command, *config.engine_options.command_line()]
