@@ -1,14 +1,14 @@
-"""What takes long and touches no device: reading, checking and packing, on a few threads.
+"""What takes long and touches no device: reading, checking and packing.
 
-What it is: a small thread pool whose results are collected by the main thread. What it is not: a
-place for decisions. One rule: a job gets what it needs as arguments and returns its result; only
-the main thread changes the engine, in `take`'s caller.
+What it is: a small thread pool whose results are collected by the main thread, and the same without
+threads. What it is not: a place for decisions. One rule: a job gets what it needs as arguments and
+returns its result; only the main thread changes the engine, in `take`'s caller.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -18,6 +18,47 @@ class Finished(NamedTuple, Generic[T]):
 
     tag: T
     future: "Future[Any]"
+
+
+class Jobs(Protocol[T]):
+    """Does jobs, whenever that may be."""
+
+    def start(self, tag: T, job: Callable[[], Any]) -> None:
+        """Have `job` done."""
+        ...
+
+    def take(self) -> list[Finished[T]]:
+        """The jobs that have ended since the last call, in that order."""
+        ...
+
+    def close(self) -> None:
+        """Start nothing more."""
+        ...
+
+
+class InlineJobs(Generic[T]):
+    """Does every job at once, in the thread that asks for it."""
+
+    def __init__(self) -> None:
+        self._finished: list[Finished[T]] = []
+
+    def start(self, tag: T, job: Callable[[], Any]) -> None:
+        """Do `job` now; what it raises is its result, as on another thread."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(job())
+        except Exception as error:
+            # Whatever it is, it belongs to whoever takes the result, as from a thread.
+            future.set_exception(error)
+        self._finished.append(Finished(tag, future))
+
+    def take(self) -> list[Finished[T]]:
+        """The jobs that have ended since the last call, in that order."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def close(self) -> None:
+        """Nothing runs."""
 
 
 class WorkPool(Generic[T]):

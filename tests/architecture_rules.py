@@ -86,6 +86,7 @@ FLOORS = (
     ("engine.punica",),
     ("engine.layers",),
     ("engine.model",),
+    ("engine.residency",),
     ("engine.engine",),
     ("engine.worker", "engine.manager"),
 )

@@ -11,6 +11,7 @@ from msgspec import structs
 from peft import PeftModel
 
 from engine import engine as engine_module
+from engine import residency
 from engine.adapters import LoadedAdapter
 from engine.engine import EngineCommand
 from messages import commands as cm
@@ -253,7 +254,7 @@ def test_whatever_a_file_job_raises_is_a_report(
     bench.bring(1, "mlp", CPU_CACHED)
     before = bench.state()
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "stage", raising)
+        patch.setattr(residency, "stage", raising)
         failure(bench.do(cm.StageWeights, adapter_id=1), code)
     assert bench.state() == before
     assert isinstance(bench.do(cm.StageWeights, adapter_id=1), rp.WeightsStaged)

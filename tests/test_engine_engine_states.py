@@ -115,7 +115,7 @@ def test_any_commands_in_any_order_get_one_report_each_and_failures_change_nothi
         assert (bench.state() == before) == isinstance(report, rp.OperationFailed)
         slots = [held.slot for held in bench.held().values() if held.slot >= 0]
         assert len(slots) == len(set(slots))
-        bench.engine._arena.check()
+        bench.engine.residency.arena.check()
     assert len(outcomes) == 7, outcomes
     bench.poll()
     assert Counter(r.op for r in bench.reports) == Counter(range(1, bench.op + 1))
