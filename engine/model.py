@@ -1,17 +1,17 @@
-"""The base model, prepared once: loaded, its linear layers wrapped, and proved fit for batches.
+"""The base model, prepared once: loaded, its layers wrapped, and proved fit for batches.
 
 What it is: a `transformers` causal language model from a local directory, and one forward pass.
-What it is not: generation, or a holder of adapter weights. One rule: what can't be served rightly
-is refused when the engine starts, with the reason, and never found out by a request.
+What it is not: generation, the choice of layers, or a holder of adapter weights. One rule: what
+can't be served rightly is refused when the engine starts, with the reason, and never found out by
+a request.
 """
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -19,10 +19,8 @@ from engine.arena import Arena
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.kv_cache import RowCache, left_padding_mask
-from engine.layers import BaseLayerWithLoRA, wrapper_of
-from engine.probe import find_unmapped_layers
+from engine.preparation import module_shapes, prepare_layers
 from engine.punica import PunicaWrapper
-from engine.staging import ModuleShape
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -54,20 +52,10 @@ class PreparedModel:
         self.context_tokens_max = _context_tokens_max(model.config, context_tokens_max)
         self.eos_ids = _eos_ids(model, tokenizer)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
-        self.layers = wrap_layers(model, lora_config)
-        self._unwrap_unmapped(explicit=lora_config.target_modules is not None)
-        self.shapes = _shapes(self.layers)
-
-    def _unwrap_unmapped(self, explicit: bool) -> None:
-        unmapped = find_unmapped_layers(self.forward, self.layers, self.vocab_size)
-        if unmapped and (explicit or len(unmapped) == len(self.layers)):
-            raise ModelRefused(
-                f"layers {unmapped} do not see every token of a batch in its order, so no adapter "
-                "can be applied to them; name others as target_modules"
-            )
-        _replace(self.model, {self.layers[name]: self.layers[name].base_layer for name in unmapped})
-        for name in unmapped:
-            del self.layers[name]
+        self.layers = prepare_layers(
+            model, self.forward, self.vocab_size, lora_config.target_modules
+        )
+        self.shapes = module_shapes(self.layers)
 
     def bind(self, arena: Arena, punica: PunicaWrapper) -> None:
         """Let every wrapped layer read its columns of `arena`, and the batch's mapping."""
@@ -126,59 +114,6 @@ def load_model(config: EngineConfig, lora_config: LoRAConfig) -> PreparedModel:
             f"{directory} can't be loaded as a causal language model on {config.device}: {error}"
         ) from error
     return PreparedModel(model, lora_config, tokenizer, config.context_tokens_max)
-
-
-def wrap_layers(model: PreTrainedModel, lora_config: LoRAConfig) -> dict[str, BaseLayerWithLoRA]:
-    """Replace every layer that has a wrapper, but the language-model head, in place.
-
-    A layer that is reachable by several paths is wrapped once, under its first. With
-    `target_modules`, only layers that they name are wrapped; a name without a layer raises
-    `ModelRefused`.
-    """
-    head = model.get_output_embeddings()
-    candidates = {
-        name: (layer, wrapper)
-        for name, layer in model.named_modules()
-        if layer is not head and (wrapper := wrapper_of(layer)) is not None
-    }
-    if not candidates:
-        raise ModelRefused("the model has no layer of a kind that can be wrapped")
-    names = _targeted(candidates, lora_config.target_modules)
-    wrapped = {name: candidates[name][1](candidates[name][0]) for name in names}
-    _replace(model, {layer.base_layer: layer for layer in wrapped.values()})
-    return wrapped
-
-
-def _targeted(candidates: Collection[str], targets: Sequence[str] | None) -> list[str]:
-    if targets is None:
-        return list(candidates)
-    missing = [t for t in targets if not any(_names(t, name) for name in candidates)]
-    if missing:
-        suffixes = sorted({name.rpartition(".")[2] for name in candidates})
-        raise ModelRefused(
-            f"target_modules {missing} name no layer that can be wrapped; "
-            f"full names or these suffixes do: {', '.join(suffixes)}"
-        )
-    return [name for name in candidates if any(_names(t, name) for t in targets)]
-
-
-def _names(target: str, name: str) -> bool:
-    return name == target or name.endswith("." + target)
-
-
-def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Put each value wherever its key is; a layer with several paths keeps them all."""
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if module in replacements:
-            model.set_submodule(path, replacements[module])
-
-
-def _shapes(layers: Mapping[str, BaseLayerWithLoRA]) -> tuple[ModuleShape, ...]:
-    slices = [(name, shape) for name, layer in layers.items() for shape in layer.slice_shapes]
-    return tuple(
-        ModuleShape(name, shape.in_features, shape.out_features, index)
-        for index, (name, shape) in enumerate(slices)
-    )
 
 
 def _context_tokens_max(config: Any, wanted: int) -> int:

@@ -2,12 +2,13 @@
 
 What it is: a handful of tiny forwards when the engine starts. What it is not: a list of model
 names. One rule: only what was seen counts; a layer is mapped if it saw every token of the batch
-in the batch's order, and a cache is batched if padded rows answer as they do alone.
+in the batch's order, siblings are packed if they were given one tensor, and a cache is batched if
+padded rows answer as they do alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +28,68 @@ ERROR_MAX_HALF: Final = 0.1
 
 _SHORT: Final = 7
 _LONG: Final = 16
-_PREFILL_SHAPES: Final = {(2, _LONG), (2 * _LONG,)}
-_DECODE_SHAPES: Final = {(2, 1), (2,)}
-"""What a mapped layer's input looks like, but for its last dimension: prefill, then decode."""
 
 
-def find_unmapped_layers(
-    forward: Forward, layers: Mapping[str, nn.Module], vocab_size: int
-) -> list[str]:
-    """The names of those `layers` that don't see every token of a batch in its order.
+class RowShapes(NamedTuple):
+    """The shapes that an input's rows may have, in a prefill of the probe and in a decode step."""
 
-    Such a layer (an expert that gets some tokens, a tower, a weight that is read directly) can't
-    be served with the batch's mapping. Raises `ModelRefused` where the model can't be batched.
+    prefill: frozenset[tuple[int, ...]]
+    decode: frozenset[tuple[int, ...]]
+
+
+EVERY_TOKEN: Final = RowShapes(frozenset({(2, _LONG), (2 * _LONG,)}), frozenset({(2, 1), (2,)}))
+"""What a layer sees that is mapped token by token."""
+
+SAMPLED_ROWS: Final = RowShapes(EVERY_TOKEN.prefill | EVERY_TOKEN.decode, EVERY_TOKEN.decode)
+"""What a head sees: the last token of each row, or every token where the model can't choose."""
+
+
+class Call(NamedTuple):
+    """One input of a layer: its shape, and the tensor with a copy of what was in it then."""
+
+    shape: tuple[int, ...]
+    tensor: Tensor | None = None
+    values: Tensor | None = None
+
+
+class Sightings:
+    """What each layer was given while the probe ran."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.calls: dict[str, list[Call]] = {name: [] for name in names}
+
+    def saw_all(self, name: str, rows: RowShapes) -> bool:
+        """Whether every call saw all rows; a layer that is used twice is called twice a forward."""
+        shapes = [call.shape for call in self.calls[name]]
+        half = len(shapes) // 2
+        prefill, decode = set(shapes[:half]), set(shapes[half:])
+        return half > 0 and prefill <= rows.prefill and decode <= rows.decode
+
+    def share_inputs(self, names: Sequence[str]) -> bool:
+        """Whether these layers were always given one tensor, unchanged from the first to the last.
+
+        Only for layers that the probe was asked to remember.
+        """
+        calls = [self.calls[name] for name in names]
+        if len({len(own) for own in calls}) != 1 or not calls[0]:
+            return False
+        return all(_is_one_input(together) for together in zip(*calls, strict=True))
+
+
+def watch_layers(
+    forward: Forward,
+    layers: Mapping[str, nn.Module],
+    vocab_size: int,
+    remembered: Collection[str] = (),
+) -> Sightings:
+    """Run the model for two steps, batched and row by row, and tell what its layers were given.
+
+    The inputs of `remembered` layers are kept, for `share_inputs`. Raises `ModelRefused` where the
+    model can't be batched.
     """
     tokens = [(7 * place + 3) % vocab_size for place in range(_LONG + 1)]
     prompts = [tokens[:_SHORT], tokens[1:]]
-    with _watch(layers) as seen:
+    with _watch(layers, frozenset(remembered)) as seen:
         try:
             together = _two_steps(forward, prompts, tokens[0])
         except _FAILURES as error:
@@ -52,7 +99,7 @@ def find_unmapped_layers(
             ) from error
     for row, prompt in enumerate(prompts):
         _compare(together[:, row], _two_steps(forward, [prompt], tokens[0])[:, 0])
-    return [name for name in layers if not _is_mapped(seen[name])]
+    return seen
 
 
 _FAILURES: Final = (
@@ -103,21 +150,33 @@ def _compare(padded: Tensor, alone: Tensor) -> None:
         )
 
 
-def _is_mapped(seen: Sequence[tuple[int, ...]]) -> bool:
-    """Whether every call saw all tokens; a layer that is used twice is called twice a forward."""
-    calls = len(seen) // 2
-    prefill, decode = set(seen[:calls]), set(seen[calls:])
-    return calls > 0 and prefill <= _PREFILL_SHAPES and decode <= _DECODE_SHAPES
+def _is_one_input(calls: Sequence[Call]) -> bool:
+    first = calls[0]
+    return all(
+        call.tensor is first.tensor is not None
+        and call.values is not None
+        and first.values is not None
+        and torch.equal(call.values, first.values)
+        for call in calls
+    )
 
 
 @contextmanager
-def _watch(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, list[tuple[int, ...]]]]:
-    """Collect the leading dimensions of every input of every layer."""
-    seen: dict[str, list[tuple[int, ...]]] = {name: [] for name in layers}
+def _watch(layers: Mapping[str, nn.Module], remembered: frozenset[str]) -> Iterator[Sightings]:
+    """Collect every layer's inputs: tokens are seen whole, activations but for the last dimension.
+
+    Layers that are called without a tensor have seen nothing.
+    """
+    seen = Sightings(layers.keys())
 
     def collector(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def collect(_layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-            seen[name].append(tuple(arguments[0].shape[:-1]))
+        def collect(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+            if not arguments or not isinstance(arguments[0], Tensor):
+                return
+            x = arguments[0]
+            shape = tuple(x.shape if isinstance(layer, nn.Embedding) else x.shape[:-1])
+            kept = (x, x.clone()) if name in remembered else ()
+            seen.calls[name].append(Call(shape, *kept))
 
         return collect
 

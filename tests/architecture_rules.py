@@ -85,6 +85,8 @@ FLOORS = (
     ("engine.kernels",),
     ("engine.punica",),
     ("engine.layers",),
+    ("engine.packing", "engine.probe"),
+    ("engine.preparation",),
     ("engine.model",),
     ("engine.residency",),
     ("engine.engine",),

@@ -23,9 +23,13 @@ from transformers import (
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.kv_cache import RowCache
-from engine.layers import ReplicatedLinearWithLoRA
+from engine.layers import (
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+)
 from engine.model import PreparedModel, load_model
-from tests.engine_examples import CONTEXT_TOKENS_MAX, relative_error, tiny_config
+from tests.engine_examples import ATTENTION, CONTEXT_TOKENS_MAX, MLP, relative_error, tiny_config
 
 pytest_plugins = ("tests.engine_fixtures",)
 
@@ -47,19 +51,21 @@ def sliding_model() -> MistralForCausalLM:
 
 
 def test_every_linear_layer_but_the_head_is_wrapped(prepared_model: PreparedModel) -> None:
-    kinds = {name.rpartition(".")[2] for name in prepared_model.layers}
-    assert kinds == {*("q_proj", "k_proj", "v_proj", "o_proj"), "gate_proj", "up_proj", "down_proj"}
-    assert len(prepared_model.layers) == 14
+    kinds = {name.rpartition(".")[2]: type(one) for name, one in prepared_model.layers.items()}
+    assert kinds == {
+        "qkv_proj": MergedQKVParallelLinearWithLoRA,
+        "o_proj": ReplicatedLinearWithLoRA,
+        "gate_up_proj": MergedColumnParallelLinearWithLoRA,
+        "down_proj": ReplicatedLinearWithLoRA,
+    }
+    assert len(prepared_model.layers) == 8
     assert type(prepared_model.model.lm_head) is nn.Linear
+    for name, layer in prepared_model.layers.items():
+        assert prepared_model.model.get_submodule(name) is layer
+    assert {shape.name.rpartition(".")[2] for shape in prepared_model.shapes} == {*ATTENTION, *MLP}
     for index, shape in enumerate(prepared_model.shapes):
         layer = prepared_model.model.get_submodule(shape.name)
-        assert layer is prepared_model.layers[shape.name]
-        assert isinstance(layer, ReplicatedLinearWithLoRA)
-        assert (shape.index, shape.in_features, shape.out_features) == (
-            index,
-            layer.base_layer.in_features,
-            layer.base_layer.out_features,
-        )
+        assert (shape.index, (shape.out_features, shape.in_features)) == (index, layer.weight.shape)
 
 
 def test_a_tied_head_stays_tied_and_unwrapped() -> None:
@@ -72,18 +78,24 @@ def test_a_module_with_two_paths_is_wrapped_once() -> None:
     model = tiny_model()
     model.model.layers[1].mlp = model.model.layers[0].mlp
     layers = prepare(model).layers
-    assert "model.layers.1.mlp.up_proj" not in layers
-    assert model.model.layers[1].mlp.up_proj is layers["model.layers.0.mlp.up_proj"]
+    assert "model.layers.1.mlp.gate_up_proj" not in layers
+    assert model.model.layers[1].mlp.gate_up_proj is layers["model.layers.0.mlp.gate_up_proj"]
 
 
 @pytest.mark.parametrize(
-    ("targets", "count"),
-    [(["o_proj"], 2), (["model.layers.1.mlp.up_proj"], 1), (["o_proj", "mlp.up_proj"], 4)],
+    ("targets", "layers"),
+    [
+        (["o_proj"], {"0.self_attn.o_proj", "1.self_attn.o_proj"}),
+        (["model.layers.1.mlp.down_proj"], {"1.mlp.down_proj"}),
+        (["model.layers.1.mlp.up_proj"], {"1.mlp.gate_up_proj"}),
+        (["v_proj"], {"0.self_attn.qkv_proj", "1.self_attn.qkv_proj"}),
+        (["qkv_proj"], {"0.self_attn.qkv_proj", "1.self_attn.qkv_proj"}),
+        (["model.layers.0.mlp.gate_up_proj"], {"0.mlp.gate_up_proj"}),
+    ],
 )
-def test_target_modules_choose_by_suffix_or_full_name(targets: list[str], count: int) -> None:
-    layers = prepare(tiny_model(), target_modules=targets).layers
-    assert len(layers) == count
-    assert all(name.endswith(tuple(targets)) for name in layers)
+def test_target_modules_choose_by_suffix_or_full_name(targets: list[str], layers: set[str]) -> None:
+    found = prepare(tiny_model(), target_modules=targets).layers
+    assert {name.removeprefix("model.layers.") for name in found} == layers
 
 
 @pytest.mark.parametrize("target", ["proj", "lm_head", "embed_tokens", "layers.7.mlp.up_proj"])
@@ -156,7 +168,7 @@ def test_models_that_can_not_be_batched_are_refused() -> None:
     with pytest.raises(ModelRefused, match="key/value cache"):
         prepare(mamba)
     with pytest.raises(ModelRefused, match="no layer of a kind"):
-        prepare(GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)))
+        prepare(GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=0, n_head=2)))
 
 
 class ForgetsPadding(LlamaForCausalLM):

@@ -1,28 +1,71 @@
 """Wrapped layers, one family a file, and the one table from base layer to wrapper.
 
 What it is: the base model's layers with adapters added. What it is not: preparation of a whole
-model, which is `engine.model`'s. One rule: a layer is chosen by its type and by the wrapper's own
-`can_replace_layer`, never by a class's name.
+model, which is `engine.preparation`'s. One rule: a layer is chosen by its role, its type and the
+wrapper's own `can_replace_layer`, never by a class's name.
 """
 
-from typing import Final
+from enum import Enum
+from typing import Final, NamedTuple
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
+from engine.layers.merged import (
+    MergedColumnParallelLinearVariableSliceWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+)
+from engine.layers.packed import MergedColumnParallelLinear, QKVParallelLinear
+from engine.layers.qkv import MergedQKVParallelLinearWithLoRA, QKVParallelLinearWithLoRA
 from engine.layers.replicated import ReplicatedLinearWithLoRA
 
-__all__ = ["WRAPPERS", "BaseLayerWithLoRA", "ReplicatedLinearWithLoRA", "SliceShape", "wrapper_of"]
+__all__ = [
+    "WRAPPERS",
+    "BaseLayerWithLoRA",
+    "MergedColumnParallelLinear",
+    "MergedColumnParallelLinearVariableSliceWithLoRA",
+    "MergedColumnParallelLinearWithLoRA",
+    "MergedQKVParallelLinearWithLoRA",
+    "QKVParallelLinear",
+    "QKVParallelLinearWithLoRA",
+    "ReplicatedLinearWithLoRA",
+    "Role",
+    "SliceShape",
+    "wrapper_of",
+]
 
-WRAPPERS: Final[tuple[tuple[type[nn.Module], type[BaseLayerWithLoRA]], ...]] = (
-    (nn.Linear, ReplicatedLinearWithLoRA),
+
+class Role(Enum):
+    """What a layer is to its model, where its type does not say it."""
+
+    BODY = "body"
+    HEAD = "language-model head"
+
+
+class Row(NamedTuple):
+    """Layers of this role and type are wrapped by `wrapper`, if it agrees."""
+
+    role: Role
+    base_type: type[nn.Module]
+    wrapper: type[BaseLayerWithLoRA]
+
+
+WRAPPERS: Final = (
+    Row(Role.BODY, QKVParallelLinear, MergedQKVParallelLinearWithLoRA),
+    Row(Role.BODY, QKVParallelLinear, QKVParallelLinearWithLoRA),
+    Row(Role.BODY, MergedColumnParallelLinear, MergedColumnParallelLinearWithLoRA),
+    Row(Role.BODY, MergedColumnParallelLinear, MergedColumnParallelLinearVariableSliceWithLoRA),
+    Row(Role.BODY, nn.Linear, ReplicatedLinearWithLoRA),
+    Row(Role.BODY, Conv1D, ReplicatedLinearWithLoRA),
 )
-"""In order of preference: the first whose type and `can_replace_layer` accept a layer wraps it."""
+"""In order of preference: the first row that fits a layer wraps it."""
 
 
-def wrapper_of(layer: nn.Module) -> type[BaseLayerWithLoRA] | None:
+def wrapper_of(layer: nn.Module, role: Role = Role.BODY) -> type[BaseLayerWithLoRA] | None:
     """The class that wraps `layer`; None where it stays as it is."""
-    for base_type, wrapper in WRAPPERS:
-        if isinstance(layer, base_type) and wrapper.can_replace_layer(layer):
-            return wrapper
+    for row in WRAPPERS:
+        fits = row.role is role and isinstance(layer, row.base_type)
+        if fits and row.wrapper.can_replace_layer(layer):
+            return row.wrapper
     return None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engine.arena import Arena
 from engine.kernels.operands import Directory, LoRASlices
+from engine.layout import ModuleKind, ModuleShape
 from engine.punica import PunicaWrapper
 
 Parts = Sequence[Tensor | None]
@@ -19,10 +20,18 @@ Parts = Sequence[Tensor | None]
 
 
 class SliceShape(NamedTuple):
-    """The widths of one slice: A is [rank, in_features], B is [out_features, rank]."""
+    """One slice of a layer: its widths, and how its weights lie.
+
+    `name`: what the slice is called beside its siblings, where the model knows it by a name of its
+    own; empty for a layer of one slice. The rest is as in `ModuleShape`.
+    """
 
     in_features: int
     out_features: int
+    name: str = ""
+    transposed: bool = False
+    kind: ModuleKind = ModuleKind.LINEAR
+    experts: int = 1
 
 
 class BaseLayerWithLoRA(nn.Module):
@@ -47,6 +56,22 @@ class BaseLayerWithLoRA(nn.Module):
     def slice_shapes(self) -> tuple[SliceShape, ...]:
         """The widths of each slice on this rank."""
         raise NotImplementedError(f"{type(self).__name__} does not say how wide its slices are")
+
+    def module_shapes(self, name: str, first: int) -> list[ModuleShape]:
+        """The layer's columns of the directory, from `first` on, where its path is `name`."""
+        before_last = name[: len(name) - len(name.rpartition(".")[2])]
+        return [
+            ModuleShape(
+                name=before_last + shape.name if shape.name else name,
+                in_features=shape.in_features,
+                out_features=shape.out_features,
+                index=index,
+                transposed=shape.transposed,
+                kind=shape.kind,
+                experts=shape.experts,
+            )
+            for index, shape in enumerate(self.slice_shapes, first)
+        ]
 
     def slice_lora_a(self, lora_a: Parts) -> Parts:
         """This rank's part of each slice's A, [rank, in_features]."""

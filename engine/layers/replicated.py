@@ -1,20 +1,22 @@
 """A linear layer that every rank holds whole.
 
-What it is: the wrapper of `nn.Linear` on one device. What it is not: sharded; the parallel kinds
-have files of their own. One rule: the base layer's own forward makes the base output, so whatever
-that layer is (quantised, say), only the delta is ours.
+What it is: the wrapper of `nn.Linear`, and of `Conv1D`, which is one with its weight the other way
+round. What it is not: sharded; the parallel kinds have files of their own. One rule: the base
+layer's own forward makes the base output, so whatever that layer is (quantised, say), only the
+delta is ours.
 """
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformers.pytorch_utils import Conv1D
 
 from engine.layers.base import BaseLayerWithLoRA, Parts, SliceShape
 
 
 class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
-    """`nn.Linear` with one slice; A and B are whole."""
+    """A linear layer with one slice; A and B are whole."""
 
-    base_layer: nn.Linear
+    base_layer: nn.Linear | Conv1D
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
@@ -23,7 +25,9 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
-        """One slice, as wide as the layer."""
+        """One slice, as wide as the layer; `Conv1D` keeps its weight as [in, out]."""
+        if isinstance(self.base_layer, Conv1D):
+            return (SliceShape(self.base_layer.nx, self.base_layer.nf, transposed=True),)
         return (SliceShape(self.base_layer.in_features, self.base_layer.out_features),)
 
     def slice_lora_a(self, lora_a: Parts) -> Parts:
