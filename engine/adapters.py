@@ -35,7 +35,8 @@ __all__ = [
 class LoadedAdapter:
     """An adapter that was read and checked.
 
-    `fingerprint`: see `WeightsReader.read`. `model`: its weights as they were stored, under id 1.
+    `fingerprint`: see `WeightsReader.read`. `model`: its weights as they were stored, under id 1,
+    of sharded modules this process's part.
     `rank`: its highest. `host_bytes`: what the weights take; `blob_bytes`: what they will take
     staged, on the host and on the device alike.
     """
@@ -96,7 +97,7 @@ def _read(
     tensors, ranges, fingerprint = reader.read(wanted, config)
     check_values(pairs, ranges, lora_config.dtype, problems)
     problems.raise_if_any()
-    model = LoRAModel.from_pairs(1, pairs, tensors)
+    model = LoRAModel.from_pairs(1, pairs, tensors).cut(modules)
     ranks = {pair.module: pair.rank for pair in pairs}
     size_bytes = blob_bytes(ranks, list(modules.values()), lora_config.dtype)
     return LoadedAdapter(fingerprint, model, model.rank, model.size_bytes, size_bytes)

@@ -21,7 +21,16 @@ from engine.copying import Copier, Copy, copier_for
 from engine.directory import SlotDirectory
 from engine.errors import Conflict, DeviceOutOfMemory, NotResident
 from engine.extents import Extents, Move
-from engine.layout import ABSENT, ALIGNMENT_BYTES, ModuleShape, aligned_elements, slice_elements
+from engine.layout import (
+    ABSENT,
+    ALIGNMENT_BYTES,
+    ModuleShape,
+    aligned_elements,
+    directory_columns,
+    entries,
+    in_order_of_columns,
+    slice_elements,
+)
 from engine.sliding import SlideLost, Slider
 from engine.staging import Blob
 
@@ -52,9 +61,9 @@ class Arena:
     """Slots of adapters in one device tensor.
 
     `data`: 1-D, of `dtype`, on `device`, `device_bytes_max` rounded down to 128 bytes, not
-    initialised. `offsets` `[slots_max, slices]` int64 on `device`: where a slice's A starts,
+    initialised. `offsets` `[slots_max, columns]` int64 on `device`: where a slice's A starts,
     in elements of `data`, a multiple of 128 bytes, or -1 for nothing; its B starts behind A's
-    padding (`layout`). `ranks` `[slots_max, slices]` int32, 0 for nothing.
+    padding (`layout`). `ranks` `[slots_max, columns]` int32, 0 for nothing.
     `host_offsets`, `host_ranks`: the same on the host; on a CPU the very same tensors. `edition`:
     its number grows with every change of these tables.
     `generations[slot]`: the highest that was ever published there. `copier` None: the device's own.
@@ -72,14 +81,15 @@ class Arena:
         copier: Copier | None = None,
     ) -> None:
         self.slots_max = slots_max
-        self.modules = _in_order_of_index(modules)
+        self.modules = in_order_of_columns(modules)
+        self._shape_at = {shape.index: shape for shape in self.modules}
         self.dtype = dtype
         self.device = torch.device(device)
         self.generations = [0] * slots_max
         self._extents = Extents(device_bytes_max // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
         self._bytes = _aligned_bytes(self.capacity_bytes, self.device)
         self.data = self._bytes.view(dtype)
-        directory = SlotDirectory(slots_max, len(self.modules), self.device)
+        directory = SlotDirectory(slots_max, directory_columns(self.modules), self.device)
         self.offsets, self.ranks = directory.offsets, directory.ranks
         self.host_offsets, self.host_ranks = directory.host_offsets, directory.host_ranks
         self.edition = directory.edition
@@ -176,6 +186,10 @@ class Arena:
                 "activate the adapter again"
             )
 
+    def shape_at(self, index: int) -> ModuleShape:
+        """The module-slice whose first column of the directory this is."""
+        return self._shape_at[index]
+
     def weights(self, slot: int, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A and B of a module-slice, in the shapes of its kind, as views of `data`; scaling in B.
 
@@ -185,7 +199,10 @@ class Arena:
         start = int(self.host_offsets[slot, index])
         if start == ABSENT:
             return None
-        return self._matrices(start, int(self.host_ranks[slot, index]), self.modules[index])
+        shape = self.shape_at(index)
+        # B's rank, which is the adapter's own, stands in the module-slice's last column.
+        rank = int(self.host_ranks[slot, index + shape.columns - 1])
+        return self._matrices(start, rank, shape)
 
     def write_slice(self, slot: int, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Put one module-slice's A and B, in the shapes of its kind, into an extent of its own.
@@ -195,7 +212,7 @@ class Arena:
         written, and `ValueError` for shapes that are not the module's.
         """
         self._check_unwritten(slot)
-        shape, rank = self.modules[index], int(b.shape[-1])
+        shape, rank = self.shape_at(index), int(b.shape[-1])
         if a.shape != shape.a_shape(rank) or b.shape != shape.b_shape(rank) or not rank:
             raise ValueError(
                 f"A {list(a.shape)} and B {list(b.shape)} for {shape.name}; "
@@ -212,8 +229,8 @@ class Arena:
             self._extents.drop(owner)
             raise
         self.reset_slice(slot, index)
-        column, offset = torch.tensor([index]), torch.tensor([0])
-        self._pieces[owner] = _Piece(slot, column, offset, torch.tensor([rank], dtype=torch.int32))
+        columns, offsets, ranks = torch.tensor(entries(shape, 0, rank, self.dtype)).T
+        self._pieces[owner] = _Piece(slot, columns, offsets, ranks.int())
         self._publish(owner)
 
     def reset_slice(self, slot: int, index: int) -> None:
@@ -222,9 +239,10 @@ class Arena:
         Raises `Conflict` while the slot is being written.
         """
         self._check_unwritten(slot)
+        behind = index + self.shape_at(index).columns
         for owner, piece in list(self._pieces.items()):
             if piece.slot == slot and index in piece.columns:
-                kept = piece.columns != index
+                kept = (piece.columns < index) | (piece.columns >= behind)
                 self._directory.clear(slot, piece.columns[~kept])
                 piece.columns, piece.offsets = piece.columns[kept], piece.offsets[kept]
                 piece.ranks = piece.ranks[kept]
@@ -349,20 +367,14 @@ class Arena:
             raise Conflict(f"slot {slot} {self._told(slot)}; finish or discard that first")
 
     def _check_blob(self, blob: Blob) -> None:
-        if blob.data.dtype != self.dtype or len(blob.offsets) != len(self.modules):
+        columns = self.offsets.shape[1]
+        if blob.data.dtype != self.dtype or len(blob.offsets) != columns:
             raise ValueError(
                 f"a blob of {blob.data.dtype} and {len(blob.offsets)} columns; "
-                f"this arena has {self.dtype} and {len(self.modules)}"
+                f"this arena has {self.dtype} and {columns}"
             )
         if not blob.size_bytes:
             raise ValueError("an empty blob; an adapter touches at least one module")
-
-
-def _in_order_of_index(modules: Sequence[ModuleShape]) -> tuple[ModuleShape, ...]:
-    ordered = tuple(sorted(modules, key=lambda shape: shape.index))
-    if [shape.index for shape in ordered] != list(range(len(ordered))):
-        raise ValueError("module indices must count from 0 without gaps or repetitions")
-    return ordered
 
 
 def _aligned_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:

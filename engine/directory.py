@@ -21,10 +21,10 @@ class Edition:
 
 
 class SlotDirectory:
-    """Offsets and ranks of every (slot, module-slice).
+    """Offsets and ranks of every slot, in the columns that each module-slice has.
 
-    `offsets` `[slots, slices]` int64 on `device`, in elements of the arena, -1 for nothing.
-    `ranks` `[slots, slices]` int32, 0 for nothing. `host_offsets`, `host_ranks`: the same on the
+    `offsets` `[slots, columns]` int64 on `device`, in elements of the arena, -1 for nothing.
+    `ranks` `[slots, columns]` int32, 0 for nothing. `host_offsets`, `host_ranks`: the same on the
     host; on a CPU the very same tensors. `edition`: grows with every write.
     """
 

@@ -118,6 +118,13 @@ def check_modules(
                 f"{pair.module} has A {a} and B {b}; this "
                 f"model's takes {shape.in_features} and gives {shape.out_features}",
             )
+        if pair.rank % shape.shard.rank_parts:
+            problems.add(
+                AdapterDoesNotFit,
+                f"{pair.module} has rank {pair.rank}, which {shape.shard.rank_parts} ranks can't "
+                "share evenly; fully sharded adapters need that: take a rank that they divide, or "
+                "serve without fully_sharded_loras",
+            )
     problems.add_each(
         AdapterDoesNotFit, "target_modules without a tensor", _untouched(touched, helper, modules)
     )

@@ -4,15 +4,17 @@ What it is: arithmetic on shapes, ranks and item sizes. What it is not: memory. 
 is a function of these alone, so its size is known before a byte is read.
 
 For every module-slice that the adapter touches, in the directory's order: A, then B, both
-row-major, in the shapes of their `ModuleKind`, each starting on a multiple of 128 bytes. One offset
-serves both, because where B starts follows from A's shape. Offsets are in elements, not bytes.
+row-major, in the shapes of their `ModuleKind` and `Shard`, each starting on a multiple of 128
+bytes. One offset serves both, because where B starts follows from A's shape; where they have two
+columns of the directory, B's own says the same. Offsets are in elements, not bytes.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
+from itertools import accumulate
+from typing import Final, NamedTuple
 
 import torch
 
@@ -37,13 +39,76 @@ class ModuleKind(Enum):
 
 
 @dataclass(frozen=True)
+class Shard:
+    """The part of a module-slice's A `[rank, in]` and B `[out, rank]` that this process keeps.
+
+    `a_columns`: which columns of A, None for all. `b_rows`: which rows of B, in the order in which
+    they are kept, None for all. `rank_parts`, `rank_part`: A's rows are dealt out to so many
+    processes, and this one gets every `rank_parts`-th, from row `rank_part` on; so the parts of a
+    row's shrunk activations interleave to the whole, whatever rank its adapter has.
+    """
+
+    a_columns: range | None = None
+    b_rows: tuple[range, ...] | None = None
+    rank_parts: int = 1
+    rank_part: int = 0
+
+    def a_rank(self, rank: int) -> int:
+        """How many of A's rows are kept, of an adapter of this rank; ValueError where uneven."""
+        if rank % self.rank_parts:
+            raise ValueError(
+                f"rank {rank} can't be dealt out to {self.rank_parts} processes; fully sharded "
+                f"adapters need a rank that {self.rank_parts} divides, or fully_sharded_loras off"
+            )
+        return rank // self.rank_parts
+
+    def a_width(self, in_features: int) -> int:
+        """How many of A's columns are kept."""
+        return in_features if self.a_columns is None else len(self.a_columns)
+
+    def b_height(self, out_features: int) -> int:
+        """How many of B's rows are kept."""
+        return out_features if self.b_rows is None else sum(map(len, self.b_rows))
+
+    def cut_a(self, lora_a: torch.Tensor) -> torch.Tensor:
+        """The part of A `[rank, in]`, as a view; ValueError where `a_rank` raises one."""
+        self.a_rank(len(lora_a))
+        columns = slice(None) if self.a_columns is None else _slice(self.a_columns)
+        return lora_a[self.rank_part :: self.rank_parts, columns]
+
+    def cut_b(self, lora_b: torch.Tensor) -> torch.Tensor:
+        """The part of B `[out, rank]`, as a view where its rows lie together."""
+        if self.b_rows is None:
+            return lora_b
+        pieces = [lora_b[_slice(rows)] for rows in self.b_rows]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+WHOLE: Final = Shard()
+"""What a process keeps that shares with nobody."""
+
+
+def _slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop, numbers.step)
+
+
+class Entry(NamedTuple):
+    """What the directory says in one column of a slot's row."""
+
+    column: int
+    offset: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class ModuleShape:
     """One module-slice that adapters can touch: its place in the model and in the directory.
 
-    `name` is the full path in the model (`model.layers.0.self_attn.q_proj`); `index` is its column
-    in the directory, counted from 0 without gaps; `transposed` says that the base layer stores its
-    weight as `[in, out]`. A packed layer has one entry for each of its slices. `experts` is 1 for
-    every kind but EXPERTS.
+    `name` is the full path in the model (`model.layers.0.self_attn.q_proj`); `in_features` and
+    `out_features` are the whole module's; `index` is its first column in the directory, counted
+    from 0 without gaps; `transposed` says that the base layer stores its weight as `[in, out]`. A
+    packed layer has one entry for each of its slices. `experts` is 1 for every kind but EXPERTS.
+    `shard` is what this process keeps of a LINEAR slice, and what `a_shape` and `b_shape` tell.
     """
 
     name: str
@@ -53,21 +118,40 @@ class ModuleShape:
     transposed: bool = False
     kind: ModuleKind = ModuleKind.LINEAR
     experts: int = 1
+    shard: Shard = WHOLE
+
+    @property
+    def columns(self) -> int:
+        """How many columns of the directory it takes.
+
+        Two, for A and for B, where A's rows are dealt out, because A then has another rank than B;
+        else one for both.
+        """
+        return 1 if self.shard.rank_parts == 1 else 2
 
     def a_shape(self, rank: int) -> tuple[int, ...]:
-        """A's shape in a blob and in the arena."""
+        """A's shape in a blob and in the arena, of an adapter of this rank."""
         match self.kind:
             case ModuleKind.LINEAR:
-                return (rank, self.in_features)
+                return (self.shard.a_rank(rank), self.shard.a_width(self.in_features))
             case ModuleKind.EMBEDDING:
                 return (self.in_features, rank)
             case ModuleKind.EXPERTS:
                 return (self.experts, rank, self.in_features)
 
     def b_shape(self, rank: int) -> tuple[int, ...]:
-        """B's shape in a blob and in the arena."""
-        matrix = (self.out_features, rank)
+        """B's shape in a blob and in the arena, of an adapter of this rank."""
+        matrix = (self.shard.b_height(self.out_features), rank)
         return (self.experts, *matrix) if self.kind is ModuleKind.EXPERTS else matrix
+
+
+def entries(shape: ModuleShape, start: int, rank: int, dtype: torch.dtype) -> tuple[Entry, ...]:
+    """What the directory says of a module-slice of this rank whose A starts at `start`."""
+    first = Entry(shape.index, start, shape.shard.a_rank(rank))
+    if shape.columns == 1:
+        return (first,)
+    b_start = start + aligned_elements(math.prod(shape.a_shape(rank)), dtype)
+    return (first, Entry(shape.index + 1, b_start, rank))
 
 
 def aligned_elements(elements: int, dtype: torch.dtype) -> int:
@@ -85,6 +169,20 @@ def slice_elements(rank: int, shape: ModuleShape, dtype: torch.dtype) -> int:
     """The elements that one module-slice takes at this rank, its padding included."""
     both = (shape.a_shape(rank), shape.b_shape(rank))
     return sum(aligned_elements(math.prod(matrix), dtype) for matrix in both)
+
+
+def directory_columns(modules: Iterable[ModuleShape]) -> int:
+    """How many columns a directory of these modules has."""
+    return sum(shape.columns for shape in modules)
+
+
+def in_order_of_columns(modules: Iterable[ModuleShape]) -> tuple[ModuleShape, ...]:
+    """The modules as the directory has them; raises ValueError for columns that leave gaps."""
+    ordered = tuple(sorted(modules, key=lambda shape: shape.index))
+    firsts = accumulate((shape.columns for shape in ordered), initial=0)
+    if any(shape.index != first for shape, first in zip(ordered, firsts, strict=False)):
+        raise ValueError("module indices must count columns from 0 without gaps or repetitions")
+    return ordered
 
 
 def blob_bytes(ranks: Mapping[str, int], modules: Iterable[ModuleShape], dtype: torch.dtype) -> int:

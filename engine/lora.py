@@ -16,6 +16,7 @@ from engine.adapter_files import open_adapter
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
 from engine.fitting import Pair, check_names, pair_up, suffixes
+from engine.layout import WHOLE, ModuleShape, Shard
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems
 from engine.values import check_values, value_range
@@ -57,8 +58,9 @@ class LoRARequest:
 class LoRALayerWeights:
     """One module's weights: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.
 
-    The module's delta is `scaling * lora_b @ lora_a`; `scaling` 0 takes `lora_alpha / rank`.
-    Raises `AdapterDoesNotFit` where the shapes contradict each other or the rank.
+    The module's delta is `scaling * lora_b @ lora_a`; `scaling` 0 takes `lora_alpha / rank`. Of a
+    sharded module both are the part that `shard` says. Raises `AdapterDoesNotFit` where the shapes
+    contradict each other or the rank.
     """
 
     module_name: str
@@ -67,13 +69,15 @@ class LoRALayerWeights:
     lora_a: torch.Tensor
     lora_b: torch.Tensor
     scaling: float = 0.0
+    shard: Shard = WHOLE
 
     def __post_init__(self) -> None:
         a, b = list(self.lora_a.shape), list(self.lora_b.shape)
-        if len(a) != 2 or len(b) != 2 or a[0] != self.rank or b[1] != self.rank:
+        a_rank = self.shard.a_rank(self.rank)
+        if len(a) != 2 or len(b) != 2 or a[0] != a_rank or b[1] != self.rank:
             raise AdapterDoesNotFit(
                 f"{self.module_name} has A {a} and B {b} for rank {self.rank}; "
-                f"A [{self.rank}, in] and B [out, {self.rank}] are needed"
+                f"A [{a_rank}, in] and B [out, {self.rank}] are needed"
             )
         self.scaling = self.scaling or self.lora_alpha / self.rank
 
@@ -86,6 +90,13 @@ class LoRALayerWeights:
     def output_dim(self) -> int:
         """The width that B writes."""
         return self.lora_b.shape[0]
+
+    def cut(self, shard: Shard) -> "LoRALayerWeights":
+        """What a process keeps of whole weights, in memory of its own where that is less."""
+        if shard == WHOLE:
+            return self
+        a, b = shard.cut_a(self.lora_a), shard.cut_b(self.lora_b)
+        return replace(self, lora_a=a.clone(), lora_b=b.clone(), shard=shard)
 
     @property
     def size_bytes(self) -> int:
@@ -120,6 +131,11 @@ class LoRAModel:
     def clone(self, lora_model_id: int) -> "LoRAModel":
         """The same weights under another id; the tensors are shared."""
         return LoRAModel(lora_model_id, self.rank, dict(self.loras))
+
+    def cut(self, modules: Mapping[str, ModuleShape]) -> "LoRAModel":
+        """What a process keeps of a whole adapter; `modules` has all that the adapter touches."""
+        loras = {name: lora.cut(modules[name].shard) for name, lora in self.loras.items()}
+        return replace(self, loras=loras)
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
         """A module's weights; None where the adapter doesn't touch it."""

@@ -7,6 +7,7 @@ a request.
 """
 
 import inspect
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,12 +60,10 @@ class PreparedModel:
 
     def bind(self, arena: Arena, punica: PunicaWrapper) -> None:
         """Let every wrapped layer read its columns of `arena`, and the batch's mapping."""
-        first = 0
+        columns = iter([shape.index for shape in self.shapes])
         for layer in self.layers.values():
-            columns = range(first, first + len(layer.slice_shapes))
-            layer.create_lora_weights(arena, columns)
+            layer.create_lora_weights(arena, list(islice(columns, len(layer.slice_shapes))))
             layer.set_mapping(punica)
-            first = columns.stop
 
     @torch.inference_mode()
     def forward(self, input_ids: Tensor, rows: RowCache) -> Tensor:

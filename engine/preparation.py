@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from engine.errors import ModelRefused
 from engine.layers import BaseLayerWithLoRA, Role, wrapper_of
 from engine.layers.packed import PackedLinear
-from engine.layout import ModuleShape
+from engine.layout import ModuleShape, directory_columns
 from engine.packing import find_groups, pack, with_relatives
 from engine.probe import EVERY_TOKEN, SAMPLED_ROWS, Forward, RowShapes, Sightings, watch_layers
 
@@ -67,7 +67,7 @@ def module_shapes(layers: Mapping[str, BaseLayerWithLoRA]) -> tuple[ModuleShape,
     """The directory's columns: every layer's slices, in the layers' order."""
     shapes: list[ModuleShape] = []
     for name, layer in layers.items():
-        shapes += layer.module_shapes(name, first=len(shapes))
+        shapes += layer.module_shapes(name, first=directory_columns(shapes))
     return tuple(shapes)
 
 

@@ -19,6 +19,8 @@ from engine.layout import (
     a_elements,
     aligned_elements,
     blob_bytes,
+    directory_columns,
+    entries,
     slice_elements,
 )
 from engine.lora import LoRALayerWeights, LoRAModel, scaled
@@ -39,8 +41,8 @@ __all__ = [
 class Blob:
     """A staged adapter: its data, and where in it each module-slice lies.
 
-    `data`: 1-D, contiguous, on the host. `offsets` `[slices]` int64, in elements, `ABSENT` where
-    the adapter has nothing; `ranks` `[slices]` int32, 0 there. The scaling is folded into B.
+    `data`: 1-D, contiguous, on the host. `offsets` `[columns]` int64, in elements, `ABSENT` where
+    the adapter has nothing; `ranks` `[columns]` int32, 0 there. The scaling is folded into B.
     """
 
     data: torch.Tensor
@@ -73,12 +75,13 @@ class Blob:
 def stage(model: LoRAModel, modules: Sequence[ModuleShape], dtype: torch.dtype, pin: bool) -> Blob:
     """Lay an adapter out in one host blob of `dtype`, page-locked where `pin` says so.
 
-    `modules` are all of the directory's entries; the adapter's must be among them. `model` is
-    only read. B is multiplied by the scaling in float32 and rounded once. Raises
-    `HostOutOfMemory`, and `KeyError` for a module without an entry.
+    `modules` are all that the directory has columns for; the adapter's must be among them. `model`
+    holds this process's part of each, and is only read. B is multiplied by the scaling in float32
+    and rounded once. Raises `HostOutOfMemory`, and `KeyError` for a module without an entry.
     """
-    offsets = torch.full((len(modules),), ABSENT, dtype=torch.int64)
-    ranks = torch.zeros(len(modules), dtype=torch.int32)
+    columns = directory_columns(modules)
+    offsets = torch.full((columns,), ABSENT, dtype=torch.int64)
+    ranks = torch.zeros(columns, dtype=torch.int32)
     loras = dict(model.loras)
     size_bytes = blob_bytes({name: lora.rank for name, lora in loras.items()}, modules, dtype)
     data = allocate_host((size_bytes // dtype.itemsize,), dtype, pin)
@@ -86,8 +89,8 @@ def stage(model: LoRAModel, modules: Sequence[ModuleShape], dtype: torch.dtype, 
     for shape in sorted(modules, key=lambda shape: shape.index):
         lora = loras.pop(shape.name, None)
         if lora is not None:
-            offsets[shape.index] = start
-            ranks[shape.index] = lora.rank
+            for entry in entries(shape, start, lora.rank, dtype):
+                offsets[entry.column], ranks[entry.column] = entry.offset, entry.rank
             start = _write_slice(data, start, lora, shape)
     if loras:
         raise KeyError(f"modules that the directory has no column for: {sorted(loras)}")

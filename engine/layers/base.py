@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.arena import Arena
 from engine.kernels.operands import Directory, LoRASlices
-from engine.layout import ModuleKind, ModuleShape
+from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, directory_columns
 from engine.punica import PunicaWrapper
 
 Parts = Sequence[Tensor | None]
@@ -22,8 +22,9 @@ Parts = Sequence[Tensor | None]
 class SliceShape(NamedTuple):
     """One slice of a layer: its widths, and how its weights lie.
 
-    `name`: what the slice is called beside its siblings, where the model knows it by a name of its
-    own; empty for a layer of one slice. The rest is as in `ModuleShape`.
+    A is [rank, in_features] and B [out_features, rank], whole. `name`: what the slice is called
+    beside its siblings, where the model knows it by a name of its own; empty for a layer of one
+    slice. The rest is as in `ModuleShape`.
     """
 
     in_features: int
@@ -32,6 +33,7 @@ class SliceShape(NamedTuple):
     transposed: bool = False
     kind: ModuleKind = ModuleKind.LINEAR
     experts: int = 1
+    shard: Shard = WHOLE
 
 
 class BaseLayerWithLoRA(nn.Module):
@@ -54,35 +56,43 @@ class BaseLayerWithLoRA(nn.Module):
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
-        """The widths of each slice on this rank."""
+        """The widths of each slice, and this rank's part of it."""
         raise NotImplementedError(f"{type(self).__name__} does not say how wide its slices are")
 
     def module_shapes(self, name: str, first: int) -> list[ModuleShape]:
-        """The layer's columns of the directory, from `first` on, where its path is `name`."""
+        """The layer's slices as the directory has them, from column `first` on."""
         before_last = name[: len(name) - len(name.rpartition(".")[2])]
-        return [
-            ModuleShape(
-                name=before_last + shape.name if shape.name else name,
-                in_features=shape.in_features,
-                out_features=shape.out_features,
-                index=index,
-                transposed=shape.transposed,
-                kind=shape.kind,
-                experts=shape.experts,
+        shapes: list[ModuleShape] = []
+        for shape in self.slice_shapes:
+            shapes.append(
+                ModuleShape(
+                    name=before_last + shape.name if shape.name else name,
+                    in_features=shape.in_features,
+                    out_features=shape.out_features,
+                    index=first + directory_columns(shapes),
+                    transposed=shape.transposed,
+                    kind=shape.kind,
+                    experts=shape.experts,
+                    shard=shape.shard,
+                )
             )
-            for index, shape in enumerate(self.slice_shapes, first)
-        ]
+        return shapes
 
     def slice_lora_a(self, lora_a: Parts) -> Parts:
-        """This rank's part of each slice's A, [rank, in_features]."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how A is split")
+        """This rank's part of each slice's A, from whole ones [rank, in_features].
+
+        Raises ValueError for a rank that the group can't share.
+        """
+        pairs = zip(lora_a, self.slice_shapes, strict=True)
+        return [None if a is None else shape.shard.cut_a(a) for a, shape in pairs]
 
     def slice_lora_b(self, lora_b: Parts) -> Parts:
-        """This rank's part of each slice's B, [out_features, rank]."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how B is split")
+        """This rank's part of each slice's B, from whole ones [out_features, rank]."""
+        pairs = zip(lora_b, self.slice_shapes, strict=True)
+        return [None if b is None else shape.shard.cut_b(b) for b, shape in pairs]
 
     def create_lora_weights(self, arena: Arena, columns: Sequence[int]) -> None:
-        """Bind the layer to its columns of the arena's directory, one a slice; allocates nothing.
+        """Bind the layer to each slice's first column of the arena's directory; allocates nothing.
 
         Raises ValueError where there are more or fewer columns than slices.
         """
@@ -93,10 +103,11 @@ class BaseLayerWithLoRA(nn.Module):
             *(arena.data, arena.offsets, arena.ranks),
             *(arena.host_offsets, arena.host_ranks, arena.edition),
         )
-        widths = tuple(shape.out_features for shape in shapes)
+        widths = tuple(shape.shard.b_height(shape.out_features) for shape in shapes)
+        in_features = shapes[0].shard.a_width(shapes[0].in_features)
         self._arena = arena
-        kind = arena.modules[columns[0]].kind
-        self._slices = LoRASlices(directory, tuple(columns), shapes[0].in_features, widths, kind)
+        kind = arena.shape_at(columns[0]).kind
+        self._slices = LoRASlices(directory, tuple(columns), in_features, widths, kind)
 
     def set_mapping(self, punica: PunicaWrapper) -> None:
         """Read every batch's mapping from `punica` from now on."""

@@ -30,14 +30,6 @@ class PackedLinearWithLoRA(BaseLayerWithLoRA):
             for name, width in zip(base.child_names, base.widths, strict=True)
         )
 
-    def slice_lora_a(self, lora_a: Parts) -> Parts:
-        """Every A whole."""
-        return lora_a
-
-    def slice_lora_b(self, lora_b: Parts) -> Parts:
-        """Every B whole."""
-        return lora_b
-
     def forward(self, x: Tensor) -> Tensor:
         """All children's outputs side by side, deltas included; x: [..., in_features]."""
         return self.add_lora(self.base_layer(x), x)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
-from engine.layers.base import BaseLayerWithLoRA, Parts, SliceShape
+from engine.layers.base import BaseLayerWithLoRA, SliceShape
 
 
 class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
@@ -29,14 +29,6 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
         if isinstance(self.base_layer, Conv1D):
             return (SliceShape(self.base_layer.nx, self.base_layer.nf, transposed=True),)
         return (SliceShape(self.base_layer.in_features, self.base_layer.out_features),)
-
-    def slice_lora_a(self, lora_a: Parts) -> Parts:
-        """A whole."""
-        return lora_a
-
-    def slice_lora_b(self, lora_b: Parts) -> Parts:
-        """B whole."""
-        return lora_b
 
     @property
     def weight(self) -> Tensor:
