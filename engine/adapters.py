@@ -5,16 +5,17 @@ keeper of adapters; whoever asks holds the answer. One rule: everything is check
 is kept, and all that is wrong is told in one error.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.adapter_files import AdapterFiles, open_adapter
 from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
 from engine.errors import EngineError
-from engine.fitting import check_modules, check_names, pair_up
-from engine.layout import ModuleShape, blob_bytes
+from engine.fitting import Pair, check_modules, check_names, pair_up
+from engine.layout import ModuleShape, Shard, blob_bytes
 from engine.lora import LoRALayerWeights, LoRAModel, LoRARequest
+from engine.parts import Part
 from engine.peft_config import PEFTHelper, decode_config
 from engine.problems import Problems, shown
 from engine.values import check_values
@@ -35,10 +36,10 @@ __all__ = [
 class LoadedAdapter:
     """An adapter that was read and checked.
 
-    `fingerprint`: see `WeightsReader.read`. `model`: its weights as they were stored, under id 1,
-    of sharded modules this process's part.
-    `rank`: its highest. `host_bytes`: what the weights take; `blob_bytes`: what they will take
-    staged, on the host and on the device alike.
+    `fingerprint`: see `start_fingerprint`; empty where a follower read it. `model`: its weights as
+    they were stored, under id 1, of sharded modules this process's part. `rank`: its highest.
+    `host_bytes`: what the weights take; `blob_bytes`: what they will take staged, on the host and
+    on the device alike.
     """
 
     fingerprint: str
@@ -48,25 +49,29 @@ class LoadedAdapter:
     blob_bytes: int
 
 
-def read_adapter(
+def read_adapter(  # noqa: PLR0913 - each is a fact that reading needs
     path: str,
     roots: Sequence[Path],
     modules: Mapping[str, ModuleShape],
     lora_config: LoRAConfig,
     bounds: AdapterBounds = DEFAULT_BOUNDS,
     adapter: str = "",
+    *,
+    is_follower: bool = False,
 ) -> LoadedAdapter:
     """Read the adapter at `path` (absolute, or relative to one of `roots`) and check it completely.
 
-    `modules` are what can be adapted, by full path; `lora_config` has its dtype resolved; `adapter`
-    is the name for texts. Values are looked at once everything else is sound. Raises one
-    `EngineError` that tells all that was found: `AdapterConfigRefused` before `AdapterDoesNotFit`
-    before `NotFinite` where there is more than one kind; `PathNotAllowed`, `AdapterNotFound`,
-    `Conflict` for a file that changes meanwhile, `HostOutOfMemory`.
+    `modules` are what can be adapted, by full path; of sharded ones this process's part is kept.
+    `lora_config` has its dtype resolved; `adapter` is the name for texts. A follower reads nothing
+    but its parts, judges the values of these alone and makes no fingerprint: somebody else does.
+    Values are looked at once everything else is sound. Raises one `EngineError` that tells all that
+    was found: `AdapterConfigRefused` before `AdapterDoesNotFit` before `NotFinite` where there is
+    more than one kind; `PathNotAllowed`, `AdapterNotFound`, `Conflict` for a file that changes
+    meanwhile, `HostOutOfMemory`.
     """
     try:
         with open_adapter(path, roots) as files:
-            loaded = _read(files, modules, lora_config, bounds)
+            loaded = _read(files, modules, lora_config, bounds, is_follower)
             files.check_unchanged()
             return loaded
     except EngineError as error:
@@ -78,6 +83,7 @@ def _read(
     modules: Mapping[str, ModuleShape],
     lora_config: LoRAConfig,
     bounds: AdapterBounds,
+    is_follower: bool,
 ) -> LoadedAdapter:
     problems = Problems(bounds.problems_max)
     config, helper, reader = b"", None, None
@@ -93,11 +99,23 @@ def _read(
     pairs = pair_up(names, reader.tensors, helper, problems)
     check_modules(pairs, reader.tensors, helper, modules, lora_config, problems)
     problems.raise_if_any()
-    wanted = {name for pair in pairs for name in (pair.a, pair.b)}
-    tensors, ranges, fingerprint = reader.read(wanted, config)
-    check_values(pairs, ranges, lora_config.dtype, problems)
+    shards = {pair.module: modules[pair.module].shard for pair in pairs}
+    wanted = _parts(pairs, shards)
+    found, fingerprint = (
+        (reader.read(wanted), "") if is_follower else reader.read_all(wanted, config)
+    )
+    check_values(pairs, found.ranges, lora_config.dtype, problems)
     problems.raise_if_any()
-    model = LoRAModel.from_pairs(1, pairs, tensors).cut(modules)
+    model = LoRAModel.from_pairs(1, pairs, found.tensors, shards)
     ranks = {pair.module: pair.rank for pair in pairs}
     size_bytes = blob_bytes(ranks, list(modules.values()), lora_config.dtype)
     return LoadedAdapter(fingerprint, model, model.rank, model.size_bytes, size_bytes)
+
+
+def _parts(pairs: Iterable[Pair], shards: Mapping[str, Shard]) -> dict[str, Part]:
+    """What this process keeps of each tensor."""
+    parts: dict[str, Part] = {}
+    for pair in pairs:
+        shard = shards[pair.module]
+        parts[pair.a], parts[pair.b] = shard.a_part(pair.rank), shard.b_part()
+    return parts

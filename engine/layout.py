@@ -18,6 +18,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from engine.parts import Part
+
 ALIGNMENT_BYTES: Final = 128
 """Every matrix in a blob and in the arena starts on a multiple of this."""
 
@@ -70,26 +72,28 @@ class Shard:
         """How many of B's rows are kept."""
         return out_features if self.b_rows is None else sum(map(len, self.b_rows))
 
+    def a_part(self, rank: int) -> Part:
+        """Which part of A `[rank, in]` is kept; ValueError where `a_rank` raises one."""
+        self.a_rank(rank)
+        is_dealt = self.rank_parts > 1
+        rows = (range(self.rank_part, rank, self.rank_parts),) if is_dealt else None
+        return Part(rows, self.a_columns)
+
+    def b_part(self) -> Part:
+        """Which part of B `[out, rank]` is kept."""
+        return Part(self.b_rows)
+
     def cut_a(self, lora_a: torch.Tensor) -> torch.Tensor:
         """The part of A `[rank, in]`, as a view; ValueError where `a_rank` raises one."""
-        self.a_rank(len(lora_a))
-        columns = slice(None) if self.a_columns is None else _slice(self.a_columns)
-        return lora_a[self.rank_part :: self.rank_parts, columns]
+        return self.a_part(len(lora_a)).cut(lora_a)
 
     def cut_b(self, lora_b: torch.Tensor) -> torch.Tensor:
         """The part of B `[out, rank]`, as a view where its rows lie together."""
-        if self.b_rows is None:
-            return lora_b
-        pieces = [lora_b[_slice(rows)] for rows in self.b_rows]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return self.b_part().cut(lora_b)
 
 
 WHOLE: Final = Shard()
 """What a process keeps that shares with nobody."""
-
-
-def _slice(numbers: range) -> slice:
-    return slice(numbers.start, numbers.stop, numbers.step)
 
 
 class Entry(NamedTuple):

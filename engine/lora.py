@@ -9,6 +9,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -17,6 +18,7 @@ from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
 from engine.fitting import Pair, check_names, pair_up, suffixes
 from engine.layout import WHOLE, ModuleShape, Shard
+from engine.parts import ALL
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems
 from engine.values import check_values, value_range
@@ -202,12 +204,11 @@ class LoRAModel:
             check_names(names, problems)
             pairs = pair_up(names, reader.tensors, peft_helper, problems)
             problems.raise_if_any()
-            wanted = {name for pair in pairs for name in (pair.a, pair.b)}
-            tensors, _, _ = reader.read(wanted, b"")
+            found = reader.read({name: ALL for pair in pairs for name in (pair.a, pair.b)})
             files.check_unchanged()
         return cls.from_lora_tensors(
             lora_model_id,
-            tensors,
+            found.tensors,
             peft_helper,
             device=device,
             dtype=dtype,
@@ -216,12 +217,25 @@ class LoRAModel:
 
     @classmethod
     def from_pairs(
-        cls, lora_model_id: int, pairs: Iterable[Pair], tensors: Mapping[str, torch.Tensor]
+        cls,
+        lora_model_id: int,
+        pairs: Iterable[Pair],
+        tensors: Mapping[str, torch.Tensor],
+        shards: Mapping[str, Shard] = MappingProxyType({}),
     ) -> "LoRAModel":
-        """An adapter from pairs that were checked; the tensors are shared."""
+        """An adapter from pairs that were checked; the tensors are shared.
+
+        Of the modules that `shards` names they are the parts that it says.
+        """
         loras = {
             pair.module: LoRALayerWeights(
-                pair.module, pair.rank, pair.alpha, tensors[pair.a], tensors[pair.b], pair.scaling
+                pair.module,
+                pair.rank,
+                pair.alpha,
+                tensors[pair.a],
+                tensors[pair.b],
+                pair.scaling,
+                shards.get(pair.module, WHOLE),
             )
             for pair in pairs
         }

@@ -1,12 +1,13 @@
-"""The bytes of a weights file, each read once: into memory, into the fingerprint, and judged.
+"""The bytes of a weights file: into memory, into the fingerprint, and judged.
 
 What it is: one pass over the file, a tensor at a time while it is in the processor's cache. What it
 is not: a check of shapes; what is wanted was found to fit before. One rule: every byte of the file
-is in the fingerprint, also those of tensors that nobody wants.
+is in the fingerprint, also those of tensors that nobody wants, and nothing is read that is neither
+wanted nor fingerprinted.
 """
 
-from collections.abc import Collection
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -14,16 +15,59 @@ import xxhash
 from engine.adapter_files import OpenFile
 from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound
+from engine.fitting import HasShape
 from engine.host_memory import allocate_host
+from engine.parts import ALL, Part, runs_of
 from engine.tensor_file import LENGTH_BYTES, StoredTensor, header_length, parse_header
 from engine.values import ValueRange, value_range
 
 _DOMAIN: Final = b"loradock adapter 1\0"
 _CHUNK_BYTES: Final = 1 << 20
 
+Wanted = Mapping[str, Part]
+"""The tensors to read, by name, and which part of each."""
+
+
+class ReadTensors(NamedTuple):
+    """What was read: each tensor's part, and its smallest and largest value."""
+
+    tensors: dict[str, torch.Tensor]
+    ranges: dict[str, ValueRange]
+
+
+class Weights(Protocol):
+    """An adapter's weights file, whatever its format."""
+
+    @property
+    def tensors(self) -> Mapping[str, HasShape]:
+        """Every tensor of the file."""
+        ...
+
+    def read(self, wanted: Wanted) -> ReadTensors:
+        """The parts that are wanted."""
+        ...
+
+    def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
+        """The parts that are wanted, whole tensors judged, and the adapter's fingerprint."""
+        ...
+
+
+def start_fingerprint(config: bytes, file_bytes: int) -> xxhash.xxh3_128:
+    """The digest of an adapter before its weights file's bytes.
+
+    A fingerprint is xxh3 of 128 bits, in hex, over a fixed word, the config's and the weights
+    file's length (8 bytes each, little-endian), and both files' bytes. It tells versions apart; it
+    is no proof against somebody who makes two files meet in it.
+    """
+    digest = xxhash.xxh3_128(_DOMAIN)
+    for length in (len(config), file_bytes):
+        digest.update(length.to_bytes(8, "little"))
+    digest.update(config)
+    return digest
+
 
 class WeightsReader:
-    """One weights file: its header first, its tensors after they were found to fit.
+    """A safetensors file: its header first, its tensors after they were found to fit.
 
     Raises `AdapterUnsound` for a file that passes a bound or contradicts the format.
     """
@@ -41,38 +85,57 @@ class WeightsReader:
         self._stored = parse_header(header, file.size_bytes, bounds)
         self.tensors = {tensor.name: tensor for tensor in self._stored}
 
-    def read(
-        self, wanted: Collection[str], config: bytes
-    ) -> tuple[dict[str, torch.Tensor], dict[str, ValueRange], str]:
-        """The tensors that are wanted, their ranges, and the adapter's fingerprint.
+    def read(self, wanted: Wanted) -> ReadTensors:
+        """The parts that are wanted, and their ranges; no other byte is read.
 
-        The fingerprint is xxh3 of 128 bits, in hex, over a fixed word, the config's and the weights
-        file's length (8 bytes each, little-endian), and both files' bytes. It tells versions apart;
-        it is no proof against somebody who makes two files meet in it.
+        For a process that need not fingerprint, because another one does.
         """
-        digest = xxhash.xxh3_128(_DOMAIN)
-        for length in (len(config), self._file.size_bytes):
-            digest.update(length.to_bytes(8, "little"))
-        digest.update(config)
-        digest.update(self._head)
-        kept: dict[str, torch.Tensor] = {}
-        ranges: dict[str, ValueRange] = {}
+        found = ReadTensors({}, {})
         for stored in self._stored:
             if stored.name in wanted:
-                kept[stored.name] = self._keep(stored, digest)
-                ranges[stored.name] = value_range(kept[stored.name])
-            else:
-                self._pass_over(stored, digest)
-        return kept, ranges, digest.hexdigest()
+                tensor = self._read_part(stored, wanted[stored.name])
+                found.tensors[stored.name] = tensor
+                found.ranges[stored.name] = value_range(tensor)
+        return found
 
-    def _keep(self, stored: StoredTensor, digest: xxhash.xxh3_128) -> torch.Tensor:
-        tensor = allocate_host(stored.shape, stored.dtype, pin=False)
-        buffer = tensor.view(torch.uint8).numpy().data.cast("B")
-        self._file.read_into(buffer, stored.start)
-        digest.update(buffer)
+    def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
+        """The parts that are wanted, the ranges of the whole tensors, and the fingerprint."""
+        digest = start_fingerprint(config, self._file.size_bytes)
+        digest.update(self._head)
+        found = ReadTensors({}, {})
+        for stored in self._stored:
+            part = wanted.get(stored.name)
+            if part is None:
+                self._pass_over(stored, digest)
+            else:
+                whole = self._read_whole(stored, digest)
+                found.ranges[stored.name] = value_range(whole)
+                # A part gets memory of its own, so that the rest of the whole is given back.
+                found.tensors[stored.name] = whole if part == ALL else part.cut(whole).clone()
+        return found, digest.hexdigest()
+
+    def _read_part(self, stored: StoredTensor, part: Part) -> torch.Tensor:
+        tensor = allocate_host(part.shape_in(stored.shape), stored.dtype, pin=False)
+        buffer, filled = _bytes_of(tensor), 0
+        if part == ALL:
+            self._file.read_into(buffer, stored.start)
+            return tensor
+        for start, size_bytes in runs_of(part, stored.shape, stored.dtype.itemsize):
+            self._file.read_into(buffer[filled : filled + size_bytes], stored.start + start)
+            filled += size_bytes
+        return tensor
+
+    def _read_whole(self, stored: StoredTensor, digest: xxhash.xxh3_128) -> torch.Tensor:
+        tensor = self._read_part(stored, ALL)
+        digest.update(_bytes_of(tensor))
         return tensor
 
     def _pass_over(self, stored: StoredTensor, digest: xxhash.xxh3_128) -> None:
         end = stored.start + stored.size_bytes
         for start in range(stored.start, end, _CHUNK_BYTES):
             digest.update(self._file.read(start, min(_CHUNK_BYTES, end - start)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    view: memoryview = tensor.view(torch.uint8).numpy().data.cast("B")
+    return view
