@@ -12,7 +12,7 @@ from controller import room, wishes
 from controller.actions import Reply
 from controller.states.table import HEIGHT
 from controller.turn import Refusal, Turn
-from controller.world import Adapter, RequestKind
+from controller.world import Adapter, InferenceKind, RequestKind
 from messages import records, requests
 from messages.errors import ErrorCode
 from messages.ids import (
@@ -198,19 +198,27 @@ def _activate_batch(turn: Turn, message: requests.ActivateBatch) -> None:
 
 
 def _generate(turn: Turn, message: records.GenerationRequested) -> None:
+    _infer(turn, message, "generate")
+
+
+def _pool(turn: Turn, message: records.PoolingRequested) -> None:
+    _infer(turn, message, message.task)
+
+
+def _infer(turn: Turn, message: records.InferenceRequested, kind: InferenceKind) -> None:
     timeout_ms = message.timeout_ms or turn.limits.generation_timeout_ms
     request_id = message.request_id
     if message.adapter is None:
-        waiting = wishes.accept(turn, request_id, "generate", GPU_SLOT, timeout_ms, ())
+        waiting = wishes.accept(turn, request_id, kind, GPU_SLOT, timeout_ms, ())
         if turn.world.ready:
-            wishes.start_generation(turn, request_id, waiting)
+            wishes.start_inference(turn, request_id, waiting)
         return
     adapter = _known(turn, message.adapter)
     _refuse_if_going(adapter)
     _count_use(turn, adapter)
-    waiting = wishes.accept(turn, request_id, "generate", GPU_SLOT, timeout_ms, (adapter,))
+    waiting = wishes.accept(turn, request_id, kind, GPU_SLOT, timeout_ms, (adapter,))
     if turn.world.ready and wishes.is_there(adapter, GPU_SLOT):
-        wishes.start_generation(turn, request_id, waiting)
+        wishes.start_inference(turn, request_id, waiting)
     else:
         _owe(turn, adapter, request_id, GPU_SLOT)
 
@@ -222,7 +230,7 @@ def _cancel(turn: Turn, message: requests.CancelGeneration) -> None:
     if target is None or not found:
         return
     if target.op:
-        wishes.stop_generation(turn, target)
+        wishes.stop_inference(turn, target)
     else:
         cancelled = wishes.cancelled(turn, message.target, target)
         wishes.end_request(turn, message.target, cancelled)
@@ -240,6 +248,7 @@ _ASK: Final[dict[type, Callable[[Turn, Any], None]]] = {
     requests.ActivateBatch: _activate_batch,
     requests.CancelGeneration: _cancel,
     records.GenerationRequested: _generate,
+    records.PoolingRequested: _pool,
 }
 
 REQUESTS: Final = tuple(_ASK)

@@ -30,10 +30,12 @@ from controller.client_errors import (
     NotAllowed,
     NotFinite,
     NotResident,
+    NotServed,
     Overloaded,
     PathNotAllowed,
     UnknownAdapter,
 )
+from controller.client_pooling import Classification, Embedding
 from controller.client_streams import Gap
 
 __all__ = [
@@ -42,11 +44,13 @@ __all__ = [
     "AsyncClient",
     "AsyncEventStream",
     "AsyncGeneration",
+    "Classification",
     "Client",
     "ConfigRefused",
     "Conflict",
     "DeviceOutOfMemory",
     "DoesNotFit",
+    "Embedding",
     "EngineGone",
     "EventStream",
     "Gap",
@@ -58,6 +62,7 @@ __all__ = [
     "NotAllowed",
     "NotFinite",
     "NotResident",
+    "NotServed",
     "Overloaded",
     "PathNotAllowed",
     "Timing",

@@ -1,4 +1,4 @@
-"""The blocking client.
+"""The client for asyncio.
 
 What it is: sockets and a clock around `client_session`. What it is not: logic; what can be decided
 without waiting is decided there. One rule: every wait ends with a call's deadline.
@@ -9,17 +9,18 @@ import math
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Self, TypeVar, Unpack
 
 import zmq
 import zmq.asyncio
 
+from controller.client_asking import AsyncAsking
 from controller.client_calls import TIMING, Call, GenerationCall, Timing
+from controller.client_pooling import PoolingCall
 from controller.client_session import (
     GENERATION_TIMEOUT_S,
-    NEW,
     TIMEOUT_S,
     SamplingOptions,
     Session,
@@ -30,29 +31,13 @@ from controller.client_sockets import connect_events, connect_requests, runtime_
 from controller.client_streams import EventCursor, Gap
 from messages.events import Published
 from messages.requests import (
-    ActivateAdapter,
-    ActivateBatch,
-    AdapterDone,
-    AdapterShown,
-    AdaptersListed,
-    BatchDone,
     CancelDone,
-    CancelGeneration,
-    DeactivateAdapter,
+    Classify,
+    Embed,
     EventsFetched,
-    EvictAdapter,
     GenerationDone,
-    HoldAdapter,
-    ListAdapters,
-    LoadAdapter,
     Prompt,
-    ReleaseAdapter,
-    RemoveAdapter,
     Request,
-    ShowAdapter,
-    ShowStatus,
-    StageAdapter,
-    StatusShown,
     TokensStreamed,
 )
 
@@ -63,7 +48,7 @@ _FRAMES_PER_TURN = 256
 _POLL_MS_MAX = 60_000
 
 
-class AsyncClient:
+class AsyncClient(AsyncAsking):
     """A client of one controller for any number of concurrent tasks of one event loop.
 
     Use it with `async with`. The arguments are those of `Client`.
@@ -105,70 +90,6 @@ class AsyncClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
 
-    async def load(
-        self, adapter: str, path: str = "", replace: bool = False, timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Bring an adapter to the host; with `replace`, other bytes may take over a known name."""
-        return await self._ask(LoadAdapter(NEW, adapter, path, replace), AdapterDone, timeout_s)
-
-    async def stage(
-        self, adapter: str, path: str = "", timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Bring an adapter to page-locked memory, loading it first if need be."""
-        return await self._ask(StageAdapter(NEW, adapter, path), AdapterDone, timeout_s)
-
-    async def activate(
-        self, adapter: str, path: str = "", timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Bring an adapter into a device slot, loading and staging it first if need be."""
-        return await self._ask(ActivateAdapter(NEW, adapter, path), AdapterDone, timeout_s)
-
-    async def hold(
-        self, adapter: str, path: str = "", timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Exempt an adapter from every eviction, activating it first if need be."""
-        return await self._ask(HoldAdapter(NEW, adapter, path), AdapterDone, timeout_s)
-
-    async def release(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """End a hold; the adapter stays where it is until a policy needs its room."""
-        return await self._ask(ReleaseAdapter(NEW, adapter), AdapterDone, timeout_s)
-
-    async def deactivate(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """Take an adapter out of its slot; it stays pinned."""
-        return await self._ask(DeactivateAdapter(NEW, adapter), AdapterDone, timeout_s)
-
-    async def evict(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """Drop an adapter's weights everywhere; its source and history are kept."""
-        return await self._ask(EvictAdapter(NEW, adapter), AdapterDone, timeout_s)
-
-    async def remove(
-        self, adapter: str, force: bool = False, timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Forget an adapter; `force` also ends a hold and waits for running requests."""
-        return await self._ask(RemoveAdapter(NEW, adapter, force), AdapterDone, timeout_s)
-
-    async def activate_batch(
-        self, adapters: Iterable[str], timeout_s: float | None = None
-    ) -> BatchDone:
-        """Bring a batch's whole active set into slots at once, confirmed by the engine."""
-        return await self._ask(ActivateBatch(NEW, tuple(adapters)), BatchDone, timeout_s)
-
-    async def list(self, timeout_s: float | None = None) -> AdaptersListed:
-        """Every known adapter, in order of name."""
-        return await self._ask(ListAdapters(NEW), AdaptersListed, timeout_s)
-
-    async def show(self, adapter: str, timeout_s: float | None = None) -> AdapterShown:
-        """One adapter, whole."""
-        return await self._ask(ShowAdapter(NEW, adapter), AdapterShown, timeout_s)
-
-    async def status(self, timeout_s: float | None = None) -> StatusShown:
-        """The controller, its engine and its budgets."""
-        return await self._ask(ShowStatus(NEW), StatusShown, timeout_s)
-
-    async def cancel(self, request_id: str, timeout_s: float | None = None) -> CancelDone:
-        """End a generation, of whatever client; `found` is False where nothing was running."""
-        return await self._ask(CancelGeneration(NEW, request_id), CancelDone, timeout_s)
-
     async def generate(
         self,
         prompt: Prompt,
@@ -204,13 +125,23 @@ class AsyncClient:
         call = self._session.begin(request, time.monotonic(), timeout_s)
         return await self._answer(call, reply_type)
 
+    async def _pool(
+        self, request: Embed | Classify, timeout_s: float | None, attempts: int
+    ) -> PoolingCall:
+        call = self._session.begin_pooling(request, time.monotonic(), timeout_s, attempts)
+        await self._settle(call)
+        return call
+
     async def _answer(self, call: Call, reply_type: type[R]) -> R:
+        await self._settle(call)
+        return answer_of(call, reply_type)
+
+    async def _settle(self, call: Call) -> None:
         self._wake()
         try:
             await self._wait(call, lambda: call.settled)
         finally:
             self._session.forget(call)
-        return answer_of(call, reply_type)
 
     async def _cancel(self, generation: GenerationCall) -> bool:
         call = self._begin_cancel(generation)

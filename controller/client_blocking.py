@@ -8,15 +8,16 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Self, TypeVar, Unpack
 
 import zmq
 
+from controller.client_asking import Asking
 from controller.client_calls import TIMING, Call, GenerationCall, Timing
+from controller.client_pooling import PoolingCall
 from controller.client_session import (
     GENERATION_TIMEOUT_S,
-    NEW,
     TIMEOUT_S,
     SamplingOptions,
     Session,
@@ -27,29 +28,13 @@ from controller.client_sockets import connect_events, connect_requests, runtime_
 from controller.client_streams import EventCursor, Gap
 from messages.events import Published
 from messages.requests import (
-    ActivateAdapter,
-    ActivateBatch,
-    AdapterDone,
-    AdapterShown,
-    AdaptersListed,
-    BatchDone,
     CancelDone,
-    CancelGeneration,
-    DeactivateAdapter,
+    Classify,
+    Embed,
     EventsFetched,
-    EvictAdapter,
     GenerationDone,
-    HoldAdapter,
-    ListAdapters,
-    LoadAdapter,
     Prompt,
-    ReleaseAdapter,
-    RemoveAdapter,
     Request,
-    ShowAdapter,
-    ShowStatus,
-    StageAdapter,
-    StatusShown,
     TokensStreamed,
 )
 
@@ -58,11 +43,11 @@ R = TypeVar("R")
 _POLL_MS_MAX = 60_000
 
 
-class Client:
+class Client(Asking):
     """A blocking client of one controller.
 
     `directory` is the controller's (else `$LORADOCK_DIR`, else `./.loradock`). `timeout_s` is how
-    long a request may take unless a call says otherwise, `generation_timeout_s` a generation.
+    long a request may take unless a call says otherwise, `generation_timeout_s` inference.
     Nothing is sent before the first call, and a controller that is not there yet is waited for.
     """
 
@@ -91,62 +76,6 @@ class Client:
         """Close the socket; what was under way ends with `EngineGone`."""
         self._session.close("the client was closed")
         self._socket.close()
-
-    def load(
-        self, adapter: str, path: str = "", replace: bool = False, timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Bring an adapter to the host; with `replace`, other bytes may take over a known name."""
-        return self._ask(LoadAdapter(NEW, adapter, path, replace), AdapterDone, timeout_s)
-
-    def stage(self, adapter: str, path: str = "", timeout_s: float | None = None) -> AdapterDone:
-        """Bring an adapter to page-locked memory, loading it first if need be."""
-        return self._ask(StageAdapter(NEW, adapter, path), AdapterDone, timeout_s)
-
-    def activate(self, adapter: str, path: str = "", timeout_s: float | None = None) -> AdapterDone:
-        """Bring an adapter into a device slot, loading and staging it first if need be."""
-        return self._ask(ActivateAdapter(NEW, adapter, path), AdapterDone, timeout_s)
-
-    def hold(self, adapter: str, path: str = "", timeout_s: float | None = None) -> AdapterDone:
-        """Exempt an adapter from every eviction, activating it first if need be."""
-        return self._ask(HoldAdapter(NEW, adapter, path), AdapterDone, timeout_s)
-
-    def release(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """End a hold; the adapter stays where it is until a policy needs its room."""
-        return self._ask(ReleaseAdapter(NEW, adapter), AdapterDone, timeout_s)
-
-    def deactivate(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """Take an adapter out of its slot; it stays pinned."""
-        return self._ask(DeactivateAdapter(NEW, adapter), AdapterDone, timeout_s)
-
-    def evict(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """Drop an adapter's weights everywhere; its source and history are kept."""
-        return self._ask(EvictAdapter(NEW, adapter), AdapterDone, timeout_s)
-
-    def remove(
-        self, adapter: str, force: bool = False, timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Forget an adapter; `force` also ends a hold and waits for running requests."""
-        return self._ask(RemoveAdapter(NEW, adapter, force), AdapterDone, timeout_s)
-
-    def activate_batch(self, adapters: Iterable[str], timeout_s: float | None = None) -> BatchDone:
-        """Bring a batch's whole active set into slots at once, confirmed by the engine."""
-        return self._ask(ActivateBatch(NEW, tuple(adapters)), BatchDone, timeout_s)
-
-    def list(self, timeout_s: float | None = None) -> AdaptersListed:
-        """Every known adapter, in order of name."""
-        return self._ask(ListAdapters(NEW), AdaptersListed, timeout_s)
-
-    def show(self, adapter: str, timeout_s: float | None = None) -> AdapterShown:
-        """One adapter, whole."""
-        return self._ask(ShowAdapter(NEW, adapter), AdapterShown, timeout_s)
-
-    def status(self, timeout_s: float | None = None) -> StatusShown:
-        """The controller, its engine and its budgets."""
-        return self._ask(ShowStatus(NEW), StatusShown, timeout_s)
-
-    def cancel(self, request_id: str, timeout_s: float | None = None) -> CancelDone:
-        """End a generation, of whatever client; `found` is False where nothing was running."""
-        return self._ask(CancelGeneration(NEW, request_id), CancelDone, timeout_s)
 
     def generate(
         self,
@@ -181,11 +110,21 @@ class Client:
 
     def _ask(self, request: Request, reply_type: type[R], timeout_s: float | None) -> R:
         call = self._session.begin(request, time.monotonic(), timeout_s)
+        self._settle(call)
+        return answer_of(call, reply_type)
+
+    def _pool(
+        self, request: Embed | Classify, timeout_s: float | None, attempts: int
+    ) -> PoolingCall:
+        call = self._session.begin_pooling(request, time.monotonic(), timeout_s, attempts)
+        self._settle(call)
+        return call
+
+    def _settle(self, call: Call) -> None:
         try:
             self._wait(lambda: call.settled)
         finally:
             self._session.forget(call)
-        return answer_of(call, reply_type)
 
     def _cancel(self, generation: GenerationCall, wait: bool) -> bool:
         """Pass on a cancellation; whether something was running, if that is waited for."""

@@ -1,7 +1,8 @@
 """One request on its way to its answer.
 
-What it is: `Call` (its frame, when it goes out again, when it gives up, its last word) and
-`GenerationCall`, which has many answers. What it is not: the table of all calls, which is
+What it is: `Call` (its frame, when it goes out again, when it gives up, its last word), and those
+that have output beside it: `GenerationCall`, and by `client_pooling` embeddings and
+classifications. What it is not: the table of all calls, which is
 `client_session`'s, or I/O. One rule: a call is settled once, by an answer, a refusal or its
 deadline.
 """
@@ -9,7 +10,7 @@ deadline.
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -20,11 +21,16 @@ from messages.requests import (
     FetchEvents,
     Generate,
     GenerationDone,
+    PoolingDone,
+    PrivateRequest,
     Refused,
     Reply,
     Request,
     TokensStreamed,
 )
+
+NEW: Final = ""
+"""The request id of a request that the session has not numbered yet."""
 
 PAUSES_WAITED: Final = 4
 """A stream counts as lost after so many times its longest pause."""
@@ -122,7 +128,66 @@ class Call:
         return self.frame
 
 
-class GenerationCall(Call):
+A = TypeVar("A", GenerationDone, PoolingDone)
+
+
+class AccountedCall(Call, Generic[A]):
+    """A call with output on the way and an account of it at the end, in whatever order they come.
+
+    Output that the account counts is asked for again until it is overdue.
+    """
+
+    def __init__(
+        self, request: PrivateRequest, timeout_s: float, timing: Timing, attempts: int = 1
+    ) -> None:
+        super().__init__(request, timeout_s, timing)
+        self.attempts_left = attempts - 1
+        self.handed_over = False
+        self._restart()
+
+    def _restart(self) -> None:
+        """Forget what an attempt has brought."""
+        self._account: A | None = None
+        self._output_due = 0.0
+
+    def _has_output_of(self, account: A) -> bool:
+        """Whether all that the account counts has come."""
+        raise NotImplementedError
+
+    def _lost(self, account: A) -> str:
+        """What to tell where it never came."""
+        raise NotImplementedError
+
+    def _take_account(self, account: A, now: float) -> None:
+        if self._account is None:
+            self._expect_output(now)
+        self._account = account
+        self.send_at = now + self.timing.retry_s_min
+
+    def _expect_output(self, now: float) -> None:
+        self._output_due = now + self.timing.lost_tokens_s
+
+    def next_sending(self, now: float) -> bytes | None:
+        """As every call's; output that the account counts is asked for until it is overdue."""
+        account = self._account
+        if account is not None and now >= self._output_due:
+            lost = EngineGone(self._lost(account), self.request_id)
+            self.settle(account if self._has_output_of(account) else lost)
+            return None
+        return super().next_sending(now)
+
+    def try_again(self, error: LoradockError) -> bool:
+        """Whether another attempt follows this failure; the call is then as new, without an id."""
+        if not error.retryable or self.attempts_left <= 0 or self.handed_over:
+            return False
+        self.attempts_left -= 1
+        self.outcome = None
+        self.sent = False
+        self._restart()
+        return True
+
+
+class GenerationCall(AccountedCall[GenerationDone]):
     """A generation: chunks on the way, each token once, and its account at the end."""
 
     request: Generate
@@ -130,18 +195,14 @@ class GenerationCall(Call):
     def __init__(
         self, request: Generate, timeout_s: float, timing: Timing, attempts: int = 1
     ) -> None:
-        super().__init__(request, timeout_s, timing)
-        self.attempts_left = attempts - 1
         self.chunks: deque[TokensStreamed] = deque()
-        self.handed_over = False
         self._parts: list[str] = []
-        self._restart()
+        super().__init__(request, timeout_s, timing, attempts)
 
     def _restart(self) -> None:
+        super()._restart()
         self.chunks.clear()
         self._output = TokenOutput()
-        self._done: GenerationDone | None = None
-        self._tokens_due = 0.0
         self._is_continuous = True
         self._last_tokens_at: float | None = None
         self._longest_pause_s = 0.0
@@ -169,15 +230,13 @@ class GenerationCall(Call):
         if isinstance(reply, TokensStreamed):
             self._take_chunk(reply, now)
         elif isinstance(reply, GenerationDone):
-            if self._done is None:
-                self._tokens_due = now + self.timing.lost_tokens_s
-            self._done = reply
-            self.send_at = now + self.timing.retry_s_min
+            self._take_account(reply, now)
         else:
             super().take(reply, now)
             return
-        if self._done is not None and self._has_tokens(self._done) and self._is_continuous:
-            self.settle(self._done)
+        account = self._account
+        if account is not None and self._has_output_of(account) and self._is_continuous:
+            self.settle(account)
 
     def begin_again(self, now: float) -> None:
         """As every call; what the old life lost on its way may be text after the last token.
@@ -187,8 +246,8 @@ class GenerationCall(Call):
         super().begin_again(now)
         self._is_continuous = False
 
-    def _has_tokens(self, done: GenerationDone) -> bool:
-        return self._output.tokens >= done.output_tokens
+    def _has_output_of(self, account: GenerationDone) -> bool:
+        return self._output.tokens >= account.output_tokens
 
     def _take_chunk(self, chunk: TokensStreamed, now: float) -> None:
         self._is_continuous = self._is_continuous or chunk.offset == 0
@@ -198,7 +257,7 @@ class GenerationCall(Call):
         fresh = self._output.add(chunk)
         if fresh is not None:
             self.chunks.append(fresh)
-            self._tokens_due = now + self.timing.lost_tokens_s
+            self._expect_output(now)
             self._be_patient(now)
             self.changed()
 
@@ -214,27 +273,9 @@ class GenerationCall(Call):
         pause_s = max(self.timing.retry_s_min, PAUSES_WAITED * self._longest_pause_s)
         self.send_at = now + min(pause_s, self.timing.retry_s_max)
 
-    def next_sending(self, now: float) -> bytes | None:
-        """As every call's; tokens that the account counts are asked for until they are overdue."""
-        if self._done is not None and now >= self._tokens_due:
-            lost = EngineGone(self._lost(self._done), self.request_id)
-            self.settle(self._done if self._has_tokens(self._done) else lost)
-            return None
-        return super().next_sending(now)
-
-    def _lost(self, done: GenerationDone) -> str:
+    def _lost(self, account: GenerationDone) -> str:
         return (
-            f"the generation ended with {done.output_tokens} tokens and only "
+            f"the generation ended with {account.output_tokens} tokens and only "
             f"{self._output.tokens} of them arrived: the engine that held the output is gone; "
             "generate again"
         )
-
-    def try_again(self, error: LoradockError) -> bool:
-        """Whether another attempt follows this failure; the call is then as new, without an id."""
-        if not error.retryable or self.attempts_left <= 0 or self.handed_over:
-            return False
-        self.attempts_left -= 1
-        self.outcome = None
-        self.sent = False
-        self._restart()
-        return True

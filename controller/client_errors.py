@@ -19,7 +19,8 @@ of the codes, which is `messages.errors`. One rule: every code has exactly one c
     ├── Malformed          L012
     ├── NotAllowed         L013
     ├── LogUnavailable     L014
-    └── Overloaded         L015
+    ├── Overloaded         L015
+    └── NotServed          L016
 """
 # The names say what happened, as the codes' own names do.
 # ruff: noqa: N818
@@ -143,6 +144,12 @@ class Overloaded(LoradockError):
     code = ErrorCode.OVERLOADED
 
 
+class NotServed(LoradockError):
+    """The engine's model was not loaded for this kind of request."""
+
+    code = ErrorCode.NOT_SERVED
+
+
 ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
     error.code: error
     for error in (
@@ -161,6 +168,7 @@ ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
         NotAllowed,
         LogUnavailable,
         Overloaded,
+        NotServed,
     )
 }
 

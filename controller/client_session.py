@@ -11,10 +11,13 @@ from typing import Final, TypedDict, TypeVar
 
 import msgspec
 
-from controller.client_calls import Call, GenerationCall, Timing
+from controller.client_calls import NEW, AccountedCall, Call, GenerationCall, Timing
 from controller.client_errors import EngineGone, LoradockError, Malformed
+from controller.client_pooling import PoolingCall
 from messages.requests import (
     CancelGeneration,
+    Classify,
+    Embed,
     FetchEvents,
     Generate,
     GenerationDone,
@@ -28,9 +31,6 @@ from messages.requests import (
     ShowStatus,
 )
 from messages.wire import REPLIES, REQUESTS, WireError
-
-NEW: Final = ""
-"""The request id of a request that the session has not numbered yet."""
 
 TIMEOUT_S: Final = 30.0
 GENERATION_TIMEOUT_S: Final = 600.0
@@ -110,10 +110,21 @@ class Session:
         self, request: Generate, now: float, timeout_s: float | None = None, attempts: int = 1
     ) -> GenerationCall:
         """Take up a generation, tried up to `attempts` times while the caller has no token."""
-        if attempts < 1:
-            raise ValueError(f"attempts is {attempts}; at least 1 is needed")
-        limit_s = self._generation_timeout_s if timeout_s is None else _checked_timeout(timeout_s)
+        limit_s = self._inference_limit_s(timeout_s, attempts)
         call = GenerationCall(request, limit_s, self.timing, attempts)
+        self._begin(call, now)
+        return call
+
+    def begin_pooling(
+        self,
+        request: Embed | Classify,
+        now: float,
+        timeout_s: float | None = None,
+        attempts: int = 1,
+    ) -> PoolingCall:
+        """Take up an embedding or a classification, tried up to `attempts` times."""
+        limit_s = self._inference_limit_s(timeout_s, attempts)
+        call = PoolingCall(request, limit_s, self.timing, attempts)
         self._begin(call, now)
         return call
 
@@ -181,6 +192,11 @@ class Session:
         elif call.wake_at < before:
             self._set_alarm(call)
 
+    def _inference_limit_s(self, timeout_s: float | None, attempts: int) -> float:
+        if attempts < 1:
+            raise ValueError(f"attempts is {attempts}; at least 1 is needed")
+        return self._generation_timeout_s if timeout_s is None else _checked_timeout(timeout_s)
+
     def _begin(self, call: Call, now: float) -> Call:
         """Number a call and start its time at `now`."""
         if self._closed:
@@ -218,7 +234,7 @@ class Session:
             return
         if self._complaint and isinstance(error, EngineGone):
             error.message += f" (an answer could not be used: {self._complaint})"
-        if isinstance(call, GenerationCall) and call.try_again(error):
+        if isinstance(call, AccountedCall) and call.try_again(error):
             self._begin(call, now + call.interval)
             call.interval = min(2 * call.interval, self.timing.retry_s_max)
 

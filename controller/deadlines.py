@@ -17,6 +17,12 @@ from messages import events, records
 from messages.errors import ErrorCode
 from messages.ids import AdapterId, OpId, RequestId
 
+_TOO_SLOW: Final = {
+    "generate": "the generation did not end in time and is stopped; ask for fewer tokens",
+    "embed": "the embedding did not end in time and is stopped; send fewer inputs",
+    "classify": "the classification did not end in time and is stopped; send fewer inputs",
+}
+
 
 def on_timer(turn: Turn, _message: records.TimerFired) -> None:
     """Look at everything whose time has come."""
@@ -56,10 +62,9 @@ def _expire_operation(turn: Turn, op: OpId) -> None:
 
 def _expire_request(turn: Turn, request_id: RequestId) -> None:
     waiting = turn.world.waiting[request_id]
-    if waiting.kind == "generate" and waiting.op:
-        late = "the generation did not end in time and is stopped; ask for fewer tokens"
-        wishes.refuse_request(turn, request_id, ErrorCode.ENGINE_GONE, late)
-        wishes.stop_generation(turn, waiting)
+    if waiting.kind in _TOO_SLOW and waiting.op:
+        wishes.refuse_request(turn, request_id, ErrorCode.ENGINE_GONE, _TOO_SLOW[waiting.kind])
+        wishes.stop_inference(turn, waiting)
     else:
         wishes.refuse_request(turn, request_id, *_why_late(turn, waiting))
 

@@ -164,8 +164,8 @@ def _repeat_stops(turn: Turn) -> None:
 def _drive_all_goals(turn: Turn) -> None:
     world = turn.world
     for request_id, waiting in tuple(world.waiting.items()):
-        if waiting.kind == "generate" and not waiting.adapters and not waiting.op:
-            wishes.start_generation(turn, request_id, waiting)
+        if waiting.kind in wishes.INFERENCE and not waiting.adapters and not waiting.op:
+            wishes.start_inference(turn, request_id, waiting)
         turn.due.update(dict.fromkeys(waiting.adapters))
     adapters = [world.adapters[a] for a in {**world.striving, **world.leaving}]
     # Those that somebody holds first, then the most recently used.
@@ -174,9 +174,9 @@ def _drive_all_goals(turn: Turn) -> None:
 
 
 def on_payload_lost(turn: Turn, message: records.PayloadLost) -> None:
-    """A generation's prompt died with the last controller: forget the request, it comes again."""
+    """What a request brought died with the last controller: forget it, it comes again."""
     waiting = turn.world.waiting.get(message.request_id)
-    if waiting is None or waiting.kind != "generate" or not waiting.op:
+    if waiting is None or waiting.kind not in wishes.INFERENCE or not waiting.op:
         return
     facts.abandon(turn, turn.world.operations.pop(waiting.op))
     for adapter_id in waiting.adapters:

@@ -6,7 +6,7 @@ and changes nothing. One rule: a report that names no open operation is old news
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from controller import drive, room, wishes
 from controller.actions import Command
@@ -29,6 +29,7 @@ EXPECTED: Final[dict[type, type]] = {
     commands.DropWeights: reports.WeightsDropped,
     commands.SetMapping: reports.MappingSet,
     commands.StartGeneration: reports.GenerationEnded,
+    commands.StartPooling: reports.PoolingEnded,
 }
 """The report that ends each operation where it succeeds."""
 
@@ -286,6 +287,15 @@ def _on_generation_ended(turn: Turn, operation: Operation, report: reports.Gener
     _end(turn, request_id, reply)
 
 
+def _on_pooling_ended(turn: Turn, operation: Operation, report: reports.PoolingEnded) -> None:
+    request_id, name = operation.request_id, _adapter_name(turn, operation)
+    # `EXPECTED` lets the end of no other command get here.
+    task = cast("commands.StartPooling", operation.command).task
+    counts = (report.inputs, report.input_tokens)
+    turn.publish(events.PoolingFinished(name or "", task, "done", *counts))
+    _end(turn, request_id, requests.PoolingDone(request_id, name, task, *counts))
+
+
 def _adapter_name(turn: Turn, operation: Operation) -> str | None:
     adapters: tuple[AdapterId, ...] = turn.world.waiting[operation.request_id].adapters
     return turn.world.adapters[adapters[0]].name if adapters else None
@@ -310,14 +320,23 @@ def _placements(turn: Turn, waiting: Waiting) -> tuple[requests.Placement, ...]:
 
 def _on_request_failed(turn: Turn, operation: Operation, report: reports.OperationFailed) -> None:
     request_id = operation.request_id
-    if isinstance(operation.command, commands.StartGeneration):
+    if isinstance(operation.command, commands.StartInference):
         name = _adapter_name(turn, operation) or ""
-        turn.publish(events.GenerationFinished(name, report.code, 0, 0))
+        turn.publish(_account_of_failure(operation.command, name, report.code))
     _end(turn, request_id, requests.Refused(request_id, report.code, report.message))
+
+
+def _account_of_failure(
+    command: commands.StartInference, name: str, code: ErrorCode
+) -> events.GenerationFinished | events.PoolingFinished:
+    if isinstance(command, commands.StartPooling):
+        return events.PoolingFinished(name, command.task, code, 0, 0)
+    return events.GenerationFinished(name, code, 0, 0)
 
 
 _ON_REQUEST: Final[dict[type, Callable[[Turn, Operation, Any], None]]] = {
     reports.GenerationEnded: _on_generation_ended,
+    reports.PoolingEnded: _on_pooling_ended,
     reports.MappingSet: _on_mapping_set,
     reports.OperationFailed: _on_request_failed,
 }

@@ -18,6 +18,7 @@ from messages.errors import ErrorCode
 from messages.ids import BASE_MODEL, EVICTED, NO_SLOT, UNREGISTERED, AdapterState, RequestId
 
 DOWNWARD: Final = ("deactivate", "evict", "remove")
+INFERENCE: Final = ("generate", "embed", "classify")
 
 
 def is_there(adapter: Adapter, target: AdapterState) -> bool:
@@ -79,10 +80,10 @@ def fulfil(turn: Turn, adapter: Adapter, request_id: RequestId, waiting: Waiting
     """The fact is there: answer, or begin what it was wanted for."""
     if waiting.kind == "batch":
         confirm_batch(turn, request_id, waiting)
-    elif waiting.kind == "generate":
+    elif waiting.kind in INFERENCE:
         if turn.world.ready:
             stop_waiting(turn, adapter, request_id)
-            start_generation(turn, request_id, waiting)
+            start_inference(turn, request_id, waiting)
     else:
         stop_waiting(turn, adapter, request_id)
         del turn.world.waiting[request_id]
@@ -143,17 +144,21 @@ def end_lease(turn: Turn, waiting: Waiting) -> None:
             turn.due[adapter_id] = None
 
 
-def start_generation(turn: Turn, request_id: RequestId, waiting: Waiting) -> None:
-    """Send a generation to the engine; its adapter is leased until it ends."""
+def start_inference(turn: Turn, request_id: RequestId, waiting: Waiting) -> None:
+    """Have the engine do what the adapter was wanted for; it is leased until that ends."""
     place = (BASE_MODEL, NO_SLOT, 0)
     for adapter in lease(turn, waiting):
         place = (adapter.id, adapter.slot, adapter.generation)
-    command = commands.StartGeneration(turn.next_op(), request_id, *place)
+    op = turn.next_op()
+    command: commands.StartInference = commands.StartGeneration(op, request_id, *place)
+    match waiting.kind:
+        case "embed" | "classify" as task:
+            command = commands.StartPooling(op, request_id, *place, task)
     turn.issue_for(request_id, command)
 
 
-def stop_generation(turn: Turn, waiting: Waiting) -> None:
-    """Ask the engine to end a running generation; its report then ends the lease."""
+def stop_inference(turn: Turn, waiting: Waiting) -> None:
+    """Ask the engine to end what it runs for a request; its report then ends the lease."""
     waiting.stopping = True
     turn.actions.append(Command(commands.StopGeneration(turn.next_op(), waiting.op)))
 

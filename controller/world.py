@@ -31,9 +31,11 @@ from messages.ids import (
 )
 from messages.requests import Reply
 
-RequestKind = Literal[
-    "load", "stage", "activate", "hold", "deactivate", "evict", "remove", "batch", "generate"
-]
+InferenceKind = Literal["generate", "embed", "classify"]
+RequestKind = (
+    Literal["load", "stage", "activate", "hold", "deactivate", "evict", "remove", "batch"]
+    | InferenceKind
+)
 DeadlineKind = Literal["operation", "request", "rest"]
 Deadline = tuple[int, DeadlineKind, int | str]
 """When to look, at what sort of thing, and its key."""
@@ -122,7 +124,7 @@ class Waiting(Struct, array_like=True, gc=False):
 
     `since` is the input that brought it. With `op`, the engine works for it and its adapters are
     leased. `told` marks one whose client was answered already, while the engine still works.
-    `stopping` marks a generation that the engine was asked to end.
+    `stopping` marks inference that the engine was asked to end.
     """
 
     kind: RequestKind

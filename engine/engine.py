@@ -15,7 +15,7 @@ from typing import Any, Final
 from engine.adapters import LoadedAdapter, read_adapter
 from engine.arena import Arena
 from engine.config import EngineConfig, LoRAConfig
-from engine.errors import EngineError
+from engine.errors import EngineError, NotServed
 from engine.generate import Generator
 from engine.kernels import choose_kernels
 from engine.model import PreparedModel
@@ -66,6 +66,7 @@ class Engine:
         self._handlers: dict[type, Callable[[Any], None]] = {
             **dict.fromkeys(self.residency.handlers, self.residency.do),
             commands.StartGeneration: self.start_generation,
+            commands.StartPooling: self.start_pooling,
             commands.StopGeneration: self.stop_generation,
         }
 
@@ -113,6 +114,11 @@ class Engine:
             self._generator.start(command)
         except EngineError as error:
             self.residency.fail(command.op, error)
+
+    def start_pooling(self, command: commands.StartPooling) -> None:
+        """Embed or classify: not what a generating model is for."""
+        told = f"this engine generates; to {command.task}, serve a model that is for it"
+        self.residency.fail(command.op, NotServed(told))
 
     def stop_generation(self, command: commands.StopGeneration) -> None:
         """End a generation as cancelled; nothing where it has ended already."""

@@ -16,7 +16,8 @@ what is allowed and what to do. One rule: every error a command can cause is an 
     ├── PathNotAllowed         L009  outside the adapter roots, a link, or not a regular file
     ├── Conflict               L010  files changed while being read, slot or id in use
     ├── RequestRefused         L012  a prompt or a sampling that this model can't run
-    └── EngineOverloaded       L015  a queue reached its bound
+    ├── EngineOverloaded       L015  a queue reached its bound
+    └── NotServed              L016  a task that this engine's model is not for
 
     ModelRefused (no code: it ends the start, before there are commands)
 """
@@ -109,6 +110,12 @@ class EngineOverloaded(EngineError):
     """A queue of the engine reached its bound."""
 
     code = ErrorCode.OVERLOADED
+
+
+class NotServed(EngineError):
+    """The engine was started for another task than the request's."""
+
+    code = ErrorCode.NOT_SERVED
 
 
 class ModelRefused(Exception):

@@ -9,7 +9,7 @@ import structlog
 
 from messages.commands import Command, ControllerBeat, RequestInventory
 from messages.ids import Epoch, Seq
-from messages.reports import EngineBeat, EngineInventory, OperationReport, Report, TokensGenerated
+from messages.reports import EngineBeat, EngineInventory, OperationReport, PrivateReport, Report
 from messages.wire import REPORTS, Frame
 
 _log = structlog.get_logger()
@@ -58,7 +58,7 @@ class Link:
 
     def encode(self, report: Report) -> bytes:
         """The frame of a new report; that of an operation gets a number and is kept."""
-        if not isinstance(report, TokensGenerated | EngineBeat | EngineInventory):
+        if not isinstance(report, PrivateReport | EngineBeat | EngineInventory):
             self._report_seq += 1
             self._kept[self._report_seq] = report
         return REPORTS.encode(report, self.epoch, self._report_seq)

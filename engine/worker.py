@@ -26,7 +26,7 @@ from engine.link import Link
 from engine.model import load_model
 from engine.options import configs, parse
 from messages.commands import ControllerBeat, RequestInventory
-from messages.reports import EngineBeat, TokensGenerated
+from messages.reports import EngineBeat, PrivateReport
 from messages.wire import COMMANDS, WireError
 
 _log = structlog.get_logger()
@@ -154,7 +154,7 @@ class Worker:
         """Send what has happened; where that can't be, all of it goes with the next sync."""
         for report in self._engine.poll():
             frame = self._link.encode(report)
-            is_private = isinstance(report, TokensGenerated)
+            is_private = isinstance(report, PrivateReport)
             # A report that overtook a lost one would look like a report that never was.
             if (is_private or not self._link.needs_sync) and not self._send(frame):
                 self._link.needs_sync = True

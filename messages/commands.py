@@ -7,7 +7,7 @@ by exactly one report that names its `op`, and an `op` that was seen before is n
 
 from messages.base import Message, Value
 from messages.ids import AdapterId, AdapterName, Generation, OpId, Path, RequestId, Seq, Slot
-from messages.requests import Prompt, Sampling
+from messages.requests import PoolingTask, Prompt, Sampling
 
 
 class _Command(Message, frozen=True):
@@ -91,14 +91,28 @@ class StartGeneration(_Command, frozen=True):
     sampling: Sampling = Sampling()
 
 
+class StartPooling(_Command, frozen=True):
+    """Embed or classify with an adapter in a slot (`adapter_id` 0: the base model, slot -1).
+
+    The core never sees `inputs`; the shell adds them on the way out.
+    """
+
+    request_id: RequestId
+    adapter_id: AdapterId
+    slot: Slot
+    generation: Generation
+    task: PoolingTask
+    inputs: tuple[Prompt, ...] = ()
+
+
 class StopGeneration(_Command, frozen=True):
-    """End the generation that operation `target` started; that one then reports."""
+    """End the generation or pooling that operation `target` started; that one then reports."""
 
     target: OpId
 
 
 class ResendTokens(Message, frozen=True):
-    """Send a generation's output again from its first token, running or lately ended."""
+    """Send an output again from its first token or vector, running or lately ended."""
 
     request_id: RequestId
 
@@ -118,6 +132,9 @@ class ControllerBeat(Message, frozen=True):
     acknowledged: Seq
 
 
+StartInference = StartGeneration | StartPooling
+"""What uses an adapter, with what the shell keeps for it."""
+
 Operation = (
     CheckAdapter
     | LoadWeights
@@ -127,6 +144,6 @@ Operation = (
     | ResetSlot
     | DropWeights
     | SetMapping
-    | StartGeneration
+    | StartInference
 )
 Command = Operation | StopGeneration | ResendTokens | RequestInventory | ControllerBeat

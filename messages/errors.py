@@ -26,6 +26,7 @@ class ErrorCode(StrEnum):
     NOT_ALLOWED = "L013"
     LOG_UNAVAILABLE = "L014"
     OVERLOADED = "L015"
+    NOT_SERVED = "L016"
 
 
 class Meaning(NamedTuple):
@@ -70,4 +71,7 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
         "the log can't be written; reads still work", "full disk", True
     ),
     ErrorCode.OVERLOADED: Meaning("too many requests in flight", "a queue reached its bound", True),
+    ErrorCode.NOT_SERVED: Meaning(
+        "the engine's model is not for this", "embedding asked of a generating model", False
+    ),
 }

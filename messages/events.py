@@ -121,6 +121,16 @@ class GenerationFinished(Message, frozen=True):
     output_tokens: int
 
 
+class PoolingFinished(Message, frozen=True):
+    """The account of an `Embed` or `Classify` (`task`); `adapter` is empty for the base model."""
+
+    adapter: str
+    task: str
+    outcome: str
+    inputs: int
+    input_tokens: int
+
+
 class ReportRefused(Message, frozen=True):
     """The engine said something that the life cycle does not allow; nothing was changed."""
 
@@ -164,6 +174,7 @@ Event = (
     | AdapterFailed
     | OperationOverdue
     | GenerationFinished
+    | PoolingFinished
     | ReportRefused
     | ControllerResumed
     | EngineAttached

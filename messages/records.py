@@ -1,14 +1,14 @@
 """What the log stores.
 
 What it is: the segment header, the record, and the inputs that only the log has (the shell's own,
-and a generation stripped of its prompt). What it is not: the framing and the checksums, which are
-`controller.shell.log`'s. One rule: whatever the core's decision depends on is in a record.
+and inference stripped of its prompt or inputs). What it is not: the framing and the checksums,
+which are `controller.shell.log`'s. One rule: what the core's decision depends on is in a record.
 """
 
 from messages.base import Message, Value
 from messages.ids import AdapterName, Epoch, RequestId, Seq, TimeoutMs
 from messages.reports import LoggedReport
-from messages.requests import LifecycleRequest
+from messages.requests import LifecycleRequest, PoolingTask
 
 FORMAT = 1
 
@@ -21,8 +21,17 @@ class GenerationRequested(Message, frozen=True):
     timeout_ms: TimeoutMs = 0
 
 
+class PoolingRequested(Message, frozen=True):
+    """An `Embed` or `Classify` without what is private to its client."""
+
+    request_id: RequestId
+    adapter: AdapterName | None
+    task: PoolingTask
+    timeout_ms: TimeoutMs = 0
+
+
 class PayloadLost(Message, frozen=True):
-    """A generation's prompt died with the last controller; the client will send it again."""
+    """A prompt or its like died with the last controller; the client will send it again."""
 
     request_id: RequestId
 
@@ -44,7 +53,8 @@ class TimerFired(Message, frozen=True):
     """A deadline that the core asked for has passed."""
 
 
-ShellInput = GenerationRequested | PayloadLost | ControllerStarted | EngineLost | TimerFired
+InferenceRequested = GenerationRequested | PoolingRequested
+ShellInput = InferenceRequested | PayloadLost | ControllerStarted | EngineLost | TimerFired
 Input = LifecycleRequest | LoggedReport | ShellInput
 
 

@@ -21,7 +21,7 @@ from messages.ids import (
     Seq,
     Slot,
 )
-from messages.requests import FinishReason
+from messages.requests import FinishReason, Vector
 
 
 class _Report(Message, frozen=True):
@@ -77,6 +77,13 @@ class GenerationEnded(_Report, frozen=True):
     output_tokens: int
 
 
+class PoolingEnded(_Report, frozen=True):
+    """So many inputs have their vectors (all, unless it was stopped); they went to the client."""
+
+    inputs: int
+    input_tokens: int
+
+
 class OperationFailed(_Report, frozen=True):
     """An operation changed nothing; `message` says what was found, allowed, and what to do."""
 
@@ -128,6 +135,15 @@ class TokensGenerated(Message, frozen=True):
     text: str = ""
 
 
+class VectorsComputed(Message, frozen=True):
+    """Vectors or scores on their way to the client; pass by the log."""
+
+    request_id: RequestId
+    offset: int
+    vectors: tuple[Vector, ...]
+    labels: tuple[str, ...] = ()
+
+
 class EngineBeat(Message, frozen=True):
     """The engine's main loop is alive, and its life and last operation are these."""
 
@@ -146,7 +162,9 @@ OperationReport = (
     | WeightsDropped
     | MappingSet
     | GenerationEnded
+    | PoolingEnded
     | OperationFailed
 )
 LoggedReport = OperationReport | EngineInventory
-Report = LoggedReport | TokensGenerated | EngineBeat
+PrivateReport = TokensGenerated | VectorsComputed
+Report = LoggedReport | PrivateReport | EngineBeat

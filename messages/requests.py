@@ -1,7 +1,7 @@
 """What a client asks of the controller, and what it is answered.
 
 What it is: imperative Structs (`LoadAdapter`) and their replies (`AdapterDone`). What it is not:
-what the log keeps; a generation's prompt never gets there (see `records.GenerationRequested`).
+what the log keeps; prompts and inputs never get there (see `records.InferenceRequested`).
 One rule: every request carries the client's own `request_id`, and every reply repeats it.
 """
 
@@ -29,7 +29,11 @@ from messages.ids import (
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Meta(max_length=1_000_000)]
 Prompt = Text | Annotated[tuple[TokenId, ...], Meta(max_length=262_144)]
+Inputs = Annotated[tuple[Prompt, ...], Meta(min_length=1, max_length=2048)]
+Vector = Annotated[bytes, Meta(max_length=1 << 22)]
+"""Numbers as float32, little endian."""
 FinishReason = Literal["stop", "length", "cancelled"]
+PoolingTask = Literal["embed", "classify"]
 
 
 class _Request(Message, frozen=True):
@@ -126,6 +130,22 @@ class Generate(_Request, frozen=True):
     timeout_ms: TimeoutMs = 0
 
 
+class Embed(_Request, frozen=True):
+    """Turn each input into a vector with an adapter (None: the base model); they stream back."""
+
+    adapter: AdapterName | None
+    inputs: Inputs
+    timeout_ms: TimeoutMs = 0
+
+
+class Classify(_Request, frozen=True):
+    """Score each input by the model's labels with an adapter (None: the base model)."""
+
+    adapter: AdapterName | None
+    inputs: Inputs
+    timeout_ms: TimeoutMs = 0
+
+
 class CancelGeneration(_Request, frozen=True):
     """End another request's generation; it is answered as `cancelled` with what it had."""
 
@@ -166,7 +186,10 @@ LifecycleRequest = (
     | ActivateBatch
     | CancelGeneration
 )
-Request = LifecycleRequest | Generate | Query
+PrivateRequest = Generate | Embed | Classify
+"""What an adapter is for. Prompts and inputs are the client's own: they pass by the log."""
+
+Request = LifecycleRequest | PrivateRequest | Query
 
 
 class _Reply(Message, frozen=True):
@@ -214,6 +237,27 @@ class GenerationDone(_Reply, frozen=True):
     finish_reason: FinishReason
     prompt_tokens: int
     output_tokens: int
+
+
+class VectorsStreamed(_Reply, frozen=True):
+    """Some results of an `Embed` or `Classify`: `vectors[i]` is that of input `offset + i`.
+
+    An embedding's vector has the model's dimensions; a classification's has one score for each of
+    `labels`, which are empty for an embedding.
+    """
+
+    offset: int
+    vectors: tuple[Vector, ...]
+    labels: tuple[str, ...] = ()
+
+
+class PoolingDone(_Reply, frozen=True):
+    """The last word on an `Embed` or `Classify`: all `inputs` have a result."""
+
+    adapter: AdapterName | None
+    task: PoolingTask
+    inputs: int
+    input_tokens: int
 
 
 class CancelDone(_Reply, frozen=True):
@@ -313,6 +357,8 @@ Reply = (
     | BatchDone
     | TokensStreamed
     | GenerationDone
+    | VectorsStreamed
+    | PoolingDone
     | CancelDone
     | Refused
     | AdaptersListed

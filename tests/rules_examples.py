@@ -11,7 +11,7 @@ import msgspec
 
 from controller.limits import Limits
 from controller.world import Adapter
-from messages import records, requests
+from messages import commands, records, requests
 from messages.errors import ErrorCode
 from tests.simulated_engine import Content
 from tests.simulated_world import Simulation
@@ -33,13 +33,13 @@ class Bench(Simulation):
             self.settle()
 
     def settle(self, rounds: int = 40) -> None:
-        """Let everything under way go on, generations excepted, without time passing."""
+        """Let everything under way go on, inference excepted, without time passing."""
         for _ in range(rounds):
             self.transmit(len(self.channel))
             if self.engine is not None:
                 for op in self.engine.completable():
                     command = self.engine.running[op].command
-                    if type(command).__name__ != "StartGeneration":
+                    if not isinstance(command, commands.StartInference):
                         self.engine.complete(op)
             self.deliver(100)
 
@@ -68,6 +68,12 @@ class Bench(Simulation):
     def generate(self, name: str | None) -> str:
         """Start a generation and leave it running."""
         request_id = self.ask(records.GenerationRequested, name)
+        self.settle()
+        return request_id
+
+    def pool(self, name: str | None, task: requests.PoolingTask = "embed") -> str:
+        """Start an embedding or a classification and leave it running."""
+        request_id = self.ask(records.PoolingRequested, name, task)
         self.settle()
         return request_id
 

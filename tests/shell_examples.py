@@ -5,6 +5,7 @@ nothing here waits for ever, and nothing asserts how long something took.
 """
 
 import resource
+import struct
 import threading
 import time
 import traceback
@@ -108,7 +109,8 @@ class RawClient(Peer):
     def answer(self, request_id: str) -> requests.Reply:
         while True:
             reply = self.reply()
-            if reply.request_id == request_id and not isinstance(reply, requests.TokensStreamed):
+            streams = isinstance(reply, requests.TokensStreamed | requests.VectorsStreamed)
+            if reply.request_id == request_id and not streams:
                 return reply
 
     def replies_until(self, sentinel: requests.Request) -> list[requests.Reply]:
@@ -152,6 +154,7 @@ DONE: dict[type, Callable[[Any], reports.OperationReport]] = {
     commands.DropWeights: lambda c: reports.WeightsDropped(c.op),
     commands.SetMapping: lambda c: reports.MappingSet(c.op),
     commands.StartGeneration: lambda c: reports.GenerationEnded(c.op, "length", 3, 2),
+    commands.StartPooling: lambda c: reports.PoolingEnded(c.op, len(c.inputs), 3),
 }
 
 
@@ -240,6 +243,9 @@ class StandInEngine:
         self._hold(command)
         if isinstance(command, commands.StartGeneration):
             self._say(reports.TokensGenerated(command.request_id, 0, (1, 2), "ab"))
+        if isinstance(command, commands.StartPooling):
+            vectors = tuple(struct.pack("<2f", place, 1) for place in range(len(command.inputs)))
+            self._say(reports.VectorsComputed(command.request_id, 0, vectors))
         self._say(DONE[type(command)](command))
 
     def _hold(self, command: Any) -> None:
@@ -286,6 +292,6 @@ class StandInEngine:
         frame = self._link.encode(report)
         # As the real one: a report that overtook a lost one would look as if that never was.
         if not self._link.needs_sync or isinstance(
-            report, reports.EngineInventory | reports.EngineBeat | reports.TokensGenerated
+            report, reports.EngineInventory | reports.EngineBeat | reports.PrivateReport
         ):
             self._peer.send(frame)

@@ -159,6 +159,7 @@ _MOVES = (
     _ask(requests.EvictAdapter, NAMES, TIMEOUTS),
     _ask(requests.RemoveAdapter, NAMES, _FLAGS, TIMEOUTS),
     *(_ask(records.GenerationRequested, (*NAMES, None), TIMEOUTS),) * 3,
+    _ask(records.PoolingRequested, (*NAMES, None), ("embed", "classify"), TIMEOUTS),
     lambda c, r: c.ask(requests.ActivateBatch, tuple(r.choices(NAMES, k=r.randint(1, 3))), 0),
     lambda c, r: c.cancel(r.randrange(1000)),
     lambda c, r: c.ask_again(r.randrange(1000)),

@@ -196,7 +196,7 @@ class SimulatedEngine:
         for ref in command.active:
             self._require_free(self.in_slot(ref.slot, ref.generation).adapter_id)
 
-    def _begin_generation(self, command: commands.StartGeneration, job: Job) -> None:
+    def _begin_inference(self, command: commands.StartInference, job: Job) -> None:
         if command.adapter_id:
             held = self.in_slot(command.slot, command.generation)
             assert held.adapter_id == command.adapter_id, f"{command} meets {held}"
@@ -269,10 +269,12 @@ class SimulatedEngine:
             self.in_slot(ref.slot, ref.generation)
         return reports.MappingSet(command.op)
 
-    def _end_generation(self, command: commands.StartGeneration, job: Job) -> Any:
+    def _end_inference(self, command: commands.StartInference, job: Job) -> Any:
         if command.adapter_id:
             held = self.in_slot(command.slot, command.generation)
             assert held.content == job.content, f"{command} ended on other content"
+        if isinstance(command, commands.StartPooling):
+            return reports.PoolingEnded(command.op, 0 if job.stopped else 2, 7)
         reason: reports.FinishReason = "cancelled" if job.stopped else "stop"
         return reports.GenerationEnded(command.op, reason, 3, 5)
 
@@ -329,7 +331,7 @@ def _pageable(held: Held) -> int:
 def _uses(command: Any, slot: int) -> bool:
     if isinstance(command, commands.SetMapping):
         return any(ref.slot == slot for ref in command.active)
-    return isinstance(command, commands.StartGeneration) and command.slot == slot
+    return isinstance(command, commands.StartInference) and command.slot == slot
 
 
 _BEGIN: dict[type, Any] = {
@@ -341,7 +343,8 @@ _BEGIN: dict[type, Any] = {
     commands.ResetSlot: SimulatedEngine._begin_reset,
     commands.DropWeights: SimulatedEngine._begin_drop,
     commands.SetMapping: SimulatedEngine._begin_mapping,
-    commands.StartGeneration: SimulatedEngine._begin_generation,
+    commands.StartGeneration: SimulatedEngine._begin_inference,
+    commands.StartPooling: SimulatedEngine._begin_inference,
 }
 
 _END: dict[type, Any] = {
@@ -353,5 +356,6 @@ _END: dict[type, Any] = {
     commands.ResetSlot: SimulatedEngine._end_reset,
     commands.DropWeights: SimulatedEngine._end_drop,
     commands.SetMapping: SimulatedEngine._end_mapping,
-    commands.StartGeneration: SimulatedEngine._end_generation,
+    commands.StartGeneration: SimulatedEngine._end_inference,
+    commands.StartPooling: SimulatedEngine._end_inference,
 }

@@ -39,7 +39,7 @@ class Memory:
 
     def on_input(self, message: Any) -> None:
         """A request is asked, or its prompt is lost and it will be asked again."""
-        if isinstance(message, records.GenerationRequested | requests.LifecycleRequest):
+        if isinstance(message, records.InferenceRequested | requests.LifecycleRequest):
             self.asked.setdefault(message.request_id, message)
             self.forgotten.discard(message.request_id)
         elif isinstance(message, records.PayloadLost):
@@ -86,8 +86,8 @@ class Memory:
         match command:
             case commands.ResetSlot():
                 self._check_leaving(command)
-            case commands.StartGeneration():
-                self._bind_generation(command)
+            case commands.StartGeneration() | commands.StartPooling():
+                self._bind_inference(command)
             case commands.SetMapping():
                 self._bind_batch(command)
 
@@ -101,8 +101,9 @@ class Memory:
                 places = [place[:2] for place in self.bound.get(op, [])]
                 assert (command.slot, command.generation) not in places, f"{command} under {op}"
 
-    def _bind_generation(self, command: commands.StartGeneration) -> None:
+    def _bind_inference(self, command: commands.StartInference) -> None:
         asked = self.asked[command.request_id]
+        assert getattr(asked, "task", None) == getattr(command, "task", None)
         assert (asked.adapter is None) == (command.adapter_id == 0)
         places = []
         if asked.adapter is not None:

@@ -105,7 +105,7 @@ class Simulation:
         self.inputs.append(record)
         message, now = _decoder.decode(record).input, _decoder.decode(record).time_ns
         self.memory.on_input(message)
-        if isinstance(message, records.GenerationRequested):
+        if isinstance(message, records.InferenceRequested):
             self.prompts.add(message.request_id)
         actions = self.controller.handle(message, now)
         self.shadow.handle(_decoder.decode(record).input, now)
@@ -136,7 +136,7 @@ class Simulation:
             return
         if isinstance(command, commands.RequestInventory):
             self.ask_inventory()
-        elif isinstance(command, commands.StartGeneration) and (
+        elif isinstance(command, commands.StartInference) and (
             command.request_id not in self.prompts
         ):
             self.pending.append(records.PayloadLost(command.request_id))

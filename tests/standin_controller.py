@@ -5,6 +5,7 @@ ever, a re-sent generation is streamed again from its first token) and can be to
 to lose replies, to lose chunks, to be silent, to restart.
 """
 
+import struct
 import threading
 import time
 from pathlib import Path
@@ -149,7 +150,7 @@ class StandIn:
                 return
             self._kept[request.request_id] = reply
         reply = self._kept[request.request_id]
-        streams = isinstance(reply, rq.GenerationDone)
+        streams = isinstance(reply, rq.GenerationDone | rq.PoolingDone)
         done_first = answered or self.done_first
         if streams and not done_first:
             self._stream(send, reply)
@@ -161,9 +162,12 @@ class StandIn:
             self._stream(send, reply)
 
     def _stream(self, send, done):
-        output = self.output[: done.output_tokens]
         # Each repetition comes in larger chunks than the one before.
         size = self._streamed[done.request_id] = self._streamed.get(done.request_id, 0) + 1
+        if isinstance(done, rq.PoolingDone):
+            self._stream_vectors(send, done, size)
+            return
+        output = self.output[: done.output_tokens]
         for start in range(0, len(output), size):
             part = output[start : start + size]
             tokens = tuple(token for token, _ in part)
@@ -172,6 +176,16 @@ class StandIn:
             else:
                 text = "".join(text for _, text in part)
                 send(rq.TokensStreamed(done.request_id, start, tokens, text))
+
+    def _stream_vectors(self, send, done, size):
+        labels = ("good", "bad") if done.task == "classify" else ()
+        for start in reversed(range(0, done.inputs, size)):
+            places = range(start, min(start + size, done.inputs))
+            vectors = tuple(struct.pack("<2f", place, 1.5) for place in places)
+            if self.lose_chunks:
+                self.lose_chunks -= 1
+            else:
+                send(rq.VectorsStreamed(done.request_id, start, vectors, labels))
 
     def _answer(self, request):
         special = self.answers.get(type(request))
@@ -183,6 +197,8 @@ class StandIn:
             rq.FetchEvents: self._fetch,
             rq.ActivateBatch: self._place,
             rq.Generate: self._generate,
+            rq.Embed: lambda r: self._pool(r, "embed"),
+            rq.Classify: lambda r: self._pool(r, "classify"),
             rq.CancelGeneration: lambda r: rq.CancelDone(r.request_id, r.target, True),
         }
         return usual.get(type(request), self._answer_about)(request)
@@ -198,6 +214,9 @@ class StandIn:
     def _generate(self, request):
         count = min(len(self.output), request.sampling.max_tokens)
         return rq.GenerationDone(request.request_id, request.adapter, "length", 4, count)
+
+    def _pool(self, request, task):
+        return rq.PoolingDone(request.request_id, request.adapter, task, len(request.inputs), 5)
 
     def _answer_about(self, request):
         known = self.adapters.get(request.adapter)

@@ -99,6 +99,14 @@ class Histories(RuleBasedStateMachine):
     def generate(self, name: str | None, ms: int) -> None:
         self.clients.ask(records.GenerationRequested, name, ms)
 
+    @rule(
+        name=st.sampled_from((*NAMES, None)),
+        task=st.sampled_from(("embed", "classify")),
+        ms=timeouts,
+    )
+    def pool(self, name: str | None, task: str, ms: int) -> None:
+        self.clients.ask(records.PoolingRequested, name, task, ms)
+
     @rule(number=numbers)
     def cancel(self, number: int) -> None:
         self.clients.cancel(number)

@@ -7,8 +7,8 @@ gets a new number (`controller.limits.RULES`), and a new history beside the old 
 
     python -m tests.test_controller_histories
 
-writes one for the present rules and refuses to overwrite. Histories of former rules stay, as what
-`loradock replay` has to refuse or to read by their own rules.
+writes those of the present rules that are missing, over none that is there. Histories of former
+rules stay, as what `loradock replay` has to refuse or to read by their own rules.
 """
 
 from pathlib import Path
@@ -24,6 +24,8 @@ from tests.simulated_clients import random_history
 
 HISTORIES = Path(__file__).parent / "histories"
 SEEDS = (3, 12, 18)
+LATER_SEEDS = (21,)
+"""Added when there was a new kind of input: the rules for the others stayed as they were."""
 STEPS = 300
 DIGEST_INTERVAL = 50
 
@@ -98,5 +100,7 @@ def test_histories_meet_every_kind_of_input() -> None:
 
 if __name__ == "__main__":
     HISTORIES.mkdir(exist_ok=True)
-    for history_seed in SEEDS:
-        write(HISTORIES / f"rules-{RULES}-seed-{history_seed}.jsonl", history_seed)
+    for history_seed in (*SEEDS, *LATER_SEEDS):
+        history = HISTORIES / f"rules-{RULES}-seed-{history_seed}.jsonl"
+        if not history.exists():
+            write(history, history_seed)

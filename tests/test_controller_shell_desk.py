@@ -45,7 +45,10 @@ class Counter:
         return asked and asked[0]
 
     def start(self, request_id: str, op: int = 1) -> commands.StartGeneration | None:
-        return self.desk.with_prompt(commands.StartGeneration(op, request_id, 0, -1, 0))
+        return self.desk.with_payload(commands.StartGeneration(op, request_id, 0, -1, 0))
+
+    def pool(self, request_id: str, task: rq.PoolingTask) -> commands.StartPooling | None:
+        return self.desk.with_payload(commands.StartPooling(1, request_id, 0, -1, 0, task))
 
 
 def generate(request_id: str, prompt: Any = "hello") -> rq.Generate:
@@ -65,6 +68,29 @@ def test_a_prompt_goes_to_the_engine_and_not_into_the_log(counter: Counter) -> N
     counter.desk.answer(rq.TokensStreamed("r", 0, (1,), "x"))
     assert counter.start("r") is not None
     counter.desk.answer(rq.GenerationDone("r", None, "stop", 1, 1))
+    assert counter.start("r") is None
+
+
+@pytest.mark.parametrize(("kind", "task"), [(rq.Embed, "embed"), (rq.Classify, "classify")])
+def test_inputs_go_to_the_engine_and_vectors_to_the_client(
+    counter: Counter, kind: type, task: rq.PoolingTask
+) -> None:
+    asked = counter.receive(kind("r", None, ("hello", (1, 2)), 700))
+    assert asked == records.PoolingRequested("r", None, task, 700)
+    assert counter.pool("r", task).inputs == ("hello", (1, 2))
+    counter.desk.stream(reports.VectorsComputed("r", 0, (b"1234",), ("good",)))
+    assert counter.take_sent() == [(b"c", rq.VectorsStreamed("r", 0, (b"1234",), ("good",)))]
+    assert counter.pool("r", task) is not None
+    counter.desk.answer(rq.PoolingDone("r", None, task, 2, 5))
+    assert counter.pool("r", task) is None
+    counter.take_sent()
+    # Its output may be sent once more behind that.
+    counter.desk.stream(reports.VectorsComputed("r", 1, (b"5678",)))
+    assert counter.take_sent() == [(b"c", rq.VectorsStreamed("r", 1, (b"5678",)))]
+
+
+def test_a_payload_of_another_kind_is_none(counter: Counter) -> None:
+    counter.receive(rq.Embed("r", None, ("hello",)))
     assert counter.start("r") is None
 
 

@@ -379,4 +379,4 @@ def test_tokens_pass_by_in_any_phase() -> None:
     talk.hear(beat("e", 0))
     tokens = reports.TokensGenerated("r", 0, (1,), "x")
     frame = REPORTS.encode(tokens, EPOCH, 0)
-    assert talk.link.receive([(b"a", frame), (b"b", frame)], talk.now_ns).tokens == [tokens]
+    assert talk.link.receive([(b"a", frame), (b"b", frame)], talk.now_ns).private == [tokens]

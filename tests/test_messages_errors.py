@@ -23,6 +23,7 @@ CODES = {
     "L013": ("NOT_ALLOWED", False),
     "L014": ("LOG_UNAVAILABLE", True),
     "L015": ("OVERLOADED", True),
+    "L016": ("NOT_SERVED", False),
 }
 
 

@@ -31,7 +31,7 @@ MEANS: Final[dict[ExitCode, str]] = {
     ExitCode.USAGE: "wrong usage: an option, a name or a request that can't be read (L012)",
     ExitCode.NOT_FOUND: "unknown adapter, or its files are not there (L002, L006)",
     ExitCode.REFUSED: "refused: the adapter or the request is not acceptable "
-    "(L003, L005, L007, L008, L009, L010, L013)",
+    "(L003, L005, L007, L008, L009, L010, L013, L016)",
     ExitCode.NO_ROOM: "no room, out of memory or overloaded; may succeed later (L001, L004, L015)",
     ExitCode.UNREACHABLE: "controller or engine gone, or no answer in time (L011)",
     ExitCode.LOG: "the log is damaged, diverges, or can't be written (L014)",
@@ -54,6 +54,7 @@ EXIT_OF: Final[dict[ErrorCode, ExitCode]] = {
     ErrorCode.NOT_ALLOWED: ExitCode.REFUSED,
     ErrorCode.LOG_UNAVAILABLE: ExitCode.LOG,
     ErrorCode.OVERLOADED: ExitCode.NO_ROOM,
+    ErrorCode.NOT_SERVED: ExitCode.REFUSED,
 }
 
 HINTS: Final[dict[ErrorCode, str]] = {
@@ -80,6 +81,8 @@ HINTS: Final[dict[ErrorCode, str]] = {
     ErrorCode.NOT_ALLOWED: "use a key that has this right",
     ErrorCode.LOG_UNAVAILABLE: "free some disk space where the server's directory lies",
     ErrorCode.OVERLOADED: "try again in a moment",
+    ErrorCode.NOT_SERVED: "serve a model that is for this, or name what it is for: "
+    "`loradock serve --task generate|embed|classify`",
 }
 
 

@@ -4,8 +4,10 @@ What it is: one function a kind of message, to a line or a table. What it is not
 or a decision. One rule: nothing a program needs is only here.
 """
 
+import math
+import operator
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -14,6 +16,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from controller.cli.sizes import format_size
+from controller.client_pooling import Classification, Embedding
 from controller.client_streams import Gap
 from messages.events import Published
 from messages.ids import NO_SLOT
@@ -29,6 +32,7 @@ from messages.requests import (
 )
 
 _SECOND_NS: Final = 1_000_000_000
+_TEXT_CHARACTERS_MAX: Final = 60
 
 # Everything that moves a terminal's cursor or changes its state; newline and tab stay.
 _CONTROLS: Final = dict.fromkeys([*range(32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {
@@ -68,6 +72,41 @@ def ago(time_ns: int) -> str:
         if seconds >= size:
             return f"{seconds // size}{unit} ago"
     return f"{seconds}s ago"
+
+
+def embedding(texts: Sequence[str], result: Embedding) -> list[Table | str]:
+    """Each text's vector in short, and how similar it is (by cosine) to every text."""
+    columns = ("", "text", "vector", *(str(place) for place in range(1, len(texts) + 1)))
+    rows = (
+        (str(place), _short(text), _vector(vector), *_similarities(vector, result.vectors))
+        for place, (text, vector) in enumerate(zip(texts, result.vectors, strict=True), 1)
+    )
+    return [_table(columns, rows)]
+
+
+def _vector(vector: Sequence[float]) -> str:
+    first = " ".join(f"{number:.3f}" for number in vector[:3])
+    return f"{first} ... ({len(vector)})"
+
+
+def _similarities(vector: Sequence[float], others: Iterable[Sequence[float]]) -> Iterable[str]:
+    for other in others:
+        norms = math.hypot(*vector) * math.hypot(*other)
+        yield f"{sum(map(operator.mul, vector, other)) / norms:.3f}" if norms else "-"
+
+
+def classification(texts: Sequence[str], result: Classification) -> list[Table | str]:
+    """Each text with its best label and all scores."""
+    rows = (
+        (_short(text), best, *(f"{score:.4f}" for score in scores))
+        for text, best, scores in zip(texts, result.best, result.scores, strict=True)
+    )
+    return [_table(("text", "best", *result.labels), rows)]
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _TEXT_CHARACTERS_MAX else line[: _TEXT_CHARACTERS_MAX - 3] + "..."
 
 
 def _done(reply: AdapterDone) -> list[Table | str]:

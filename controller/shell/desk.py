@@ -1,8 +1,8 @@
 """Where clients are received: who asked what, and what may not go into the log.
 
 What it is: decoding of requests, routes back to clients, prompts kept for the engine, queries
-answered. What it is not: a socket or a decision. One rule: a prompt leaves this module only towards
-the engine, and is forgotten with its answer.
+answered. What it is not: a socket or a decision. One rule: a prompt (or an embedding's inputs)
+leaves this module only towards the engine, and is forgotten with its answer.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,20 @@ from controller.shell.stream import EventStream
 from controller.turn import Refusal
 from controller.views import list_adapters, show_adapter, show_status
 from messages import requests
-from messages.commands import StartGeneration
+from messages.commands import StartGeneration, StartInference, StartPooling
 from messages.errors import ErrorCode
 from messages.ids import RequestId
-from messages.records import GenerationRequested
-from messages.requests import LifecycleRequest
+from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
+from messages.reports import PrivateReport, TokensGenerated
+from messages.requests import LifecycleRequest, PrivateRequest
 from messages.wire import REPLIES, REQUESTS, WireError
 
 ROUTES_PER_REQUEST: Final = 4
 PROMPT_BYTES_MAX: Final = 1 << 30
-"""What prompts of generations that are not answered yet may take together."""
+"""What prompts of requests that are not answered yet may take together."""
 
 Send = Callable[[bytes, bytes], None]
-Asked = tuple[LifecycleRequest | GenerationRequested, bytes]
+Asked = tuple[LifecycleRequest | InferenceRequested, bytes]
 
 
 class Desk:
@@ -56,11 +57,11 @@ class Desk:
         if isinstance(message, requests.Query):
             self._queries.append((client, message))
             return None
-        asked: LifecycleRequest | GenerationRequested
-        if not isinstance(message, requests.Generate):
+        asked: LifecycleRequest | InferenceRequested
+        if not isinstance(message, PrivateRequest):
             asked = message
         elif self._take_prompt(message.request_id, data):
-            asked = GenerationRequested(message.request_id, message.adapter, message.timeout_ms)
+            asked = _without_payload(message)
         else:
             busy = f"prompts of {self._prompt_bytes} bytes wait for answers; try again later"
             refused = requests.Refused(message.request_id, ErrorCode.OVERLOADED, busy)
@@ -70,7 +71,7 @@ class Desk:
         return asked, client
 
     def _take_prompt(self, request_id: RequestId, data: bytes) -> bool:
-        """Keep a prompt until its generation is answered; False where there is no room for it."""
+        """Keep a prompt until its request is answered; False where there is no room for it."""
         world = self._controller.world
         if request_id in world.answers:
             return True
@@ -93,23 +94,38 @@ class Desk:
         if len(self._routes) > self._routes_max:
             del self._routes[next(iter(self._routes))]
 
-    def with_prompt(self, command: StartGeneration) -> StartGeneration | None:
+    def with_payload(self, command: StartInference) -> StartInference | None:
         """The command as the engine needs it; None where the prompt died with an earlier life."""
         data = self._prompts.get(command.request_id)
-        asked = None if data is None else REQUESTS.decode(data).message
-        if not isinstance(asked, requests.Generate):
-            return None
-        return msgspec.structs.replace(command, prompt=asked.prompt, sampling=asked.sampling)
+        match None if data is None else REQUESTS.decode(data).message, command:
+            case requests.Generate() as asked, StartGeneration():
+                return msgspec.structs.replace(
+                    command, prompt=asked.prompt, sampling=asked.sampling
+                )
+            case (requests.Embed() | requests.Classify()) as asked, StartPooling():
+                return msgspec.structs.replace(command, inputs=asked.inputs)
+        return None
+
+    def stream(self, part: PrivateReport) -> None:
+        """Pass output on to the client that it is for."""
+        if isinstance(part, TokensGenerated):
+            self.answer(
+                requests.TokensStreamed(part.request_id, part.offset, part.tokens, part.text)
+            )
+        else:
+            self.answer(
+                requests.VectorsStreamed(part.request_id, part.offset, part.vectors, part.labels)
+            )
 
     def note_repeated(self, request_id: RequestId) -> None:
-        """A generation is asked for: if it had started before, its client may lack output."""
+        """Inference is asked for: if it had started before, its client may lack output."""
         world = self._controller.world
         waiting = world.waiting.get(request_id)
         if request_id in world.answers or (waiting is not None and waiting.op):
             self._repeated[request_id] = None
 
     def take_repeated(self) -> tuple[RequestId, ...]:
-        """The generations whose output is to be sent again, once an engine can be asked."""
+        """The requests whose output is to be sent again, once an engine can be asked."""
         repeated = tuple(self._repeated)
         self._repeated.clear()
         return repeated
@@ -119,10 +135,10 @@ class Desk:
         client = self._routes.get(reply.request_id)
         if client is not None:
             self._send(client, REPLIES.encode(reply, self._controller.world.epoch))
-        if type(reply) is not requests.TokensStreamed:
+        if not isinstance(reply, requests.TokensStreamed | requests.VectorsStreamed):
             self._forget_prompt(reply.request_id)
-            # A generation's repeated output may still follow its answer.
-            if type(reply) is not requests.GenerationDone:
+            # Repeated output may still follow its account.
+            if not isinstance(reply, requests.GenerationDone | requests.PoolingDone):
                 self._routes.pop(reply.request_id, None)
 
     def refuse_unlogged(self, request_id: RequestId, why: str) -> None:
@@ -162,3 +178,12 @@ class Desk:
 
     def _reply_to(self, client: bytes, reply: requests.Reply) -> None:
         self._send(client, REPLIES.encode(reply, self._controller.world.epoch))
+
+
+def _without_payload(message: PrivateRequest) -> InferenceRequested:
+    """What the log keeps of a request."""
+    who = (message.request_id, message.adapter)
+    if isinstance(message, requests.Generate):
+        return GenerationRequested(*who, message.timeout_ms)
+    task: requests.PoolingTask = "embed" if isinstance(message, requests.Embed) else "classify"
+    return PoolingRequested(*who, task, message.timeout_ms)

@@ -38,10 +38,10 @@ class Phase(Enum):
 
 
 class LinkOutput(NamedTuple):
-    """What became of one turn's frames: inputs for the log, and tokens that pass by it."""
+    """What became of one turn's frames: inputs for the log, and output that passes by it."""
 
     inputs: list[reports.LoggedReport]
-    tokens: list[reports.TokensGenerated]
+    private: list[reports.PrivateReport]
 
 
 class EngineLink:
@@ -113,8 +113,8 @@ class EngineLink:
         elif peer != self._peer:
             return
         self._heard_ns = now_ns
-        if isinstance(report, reports.TokensGenerated):
-            output.tokens.append(report)
+        if isinstance(report, reports.PrivateReport):
+            output.private.append(report)
         elif isinstance(report, reports.EngineInventory):
             # The number of a former life's question is nothing to this one.
             answers = report.answers if epoch == self._epoch else 0

@@ -33,10 +33,10 @@ from controller.shell.replay import replay
 from controller.shell.stream import EventStream
 from controller.shell.transport import Transport, TransportError
 from messages import records
-from messages.commands import ResendTokens, StartGeneration
+from messages.commands import ResendTokens, StartInference
 from messages.records import FORMAT, Header, Input, Record
-from messages.reports import EngineInventory, TokensGenerated
-from messages.requests import LifecycleRequest, TokensStreamed
+from messages.reports import EngineInventory, PrivateReport
+from messages.requests import LifecycleRequest
 from messages.wire import EVENTS
 
 EXIT_FAILED: Final = 1
@@ -151,7 +151,7 @@ class Server:
         if self._timer_ns and time.time_ns() >= self._timer_ns:
             self._timer_ns = 0
             group.append(_Entry(records.TimerFired()))
-        self._stream(output.tokens)
+        self._stream(output.private)
         if group:
             self._commit(group)
         self._desk.answer_queries()
@@ -189,7 +189,7 @@ class Server:
         for entry in group:
             if type(entry.message) is EngineInventory:
                 self._link.open()
-            if type(entry.message) is records.GenerationRequested:
+            if isinstance(entry.message, records.InferenceRequested):
                 self._desk.note_repeated(entry.message.request_id)
             for action in handle(entry.message, now):
                 self._perform(action)
@@ -215,7 +215,7 @@ class Server:
         self._link.forget_unlogged(now)
         for entry in group:
             message = entry.message
-            if isinstance(message, LifecycleRequest | records.GenerationRequested):
+            if isinstance(message, LifecycleRequest | records.InferenceRequested):
                 self._desk.refuse_unlogged(message.request_id, why)
             elif isinstance(message, records.ShellInput):
                 # Nobody would tell it again.
@@ -234,17 +234,17 @@ class Server:
 
     def _command(self, action: Command) -> None:
         command = action.message
-        if isinstance(command, StartGeneration):
-            complete = self._desk.with_prompt(command)
+        if isinstance(command, StartInference):
+            complete = self._desk.with_payload(command)
             if complete is None:
                 self._pending.append(_Entry(records.PayloadLost(command.request_id)))
                 return
             command = complete
         self._link.send(command, time.monotonic_ns())
 
-    def _stream(self, tokens: list[TokensGenerated]) -> None:
-        for part in tokens:
-            self._desk.answer(TokensStreamed(part.request_id, part.offset, part.tokens, part.text))
+    def _stream(self, private: list[PrivateReport]) -> None:
+        for part in private:
+            self._desk.stream(part)
 
     def _publish(self) -> None:
         batch = self._events.take_batch()
