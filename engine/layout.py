@@ -32,12 +32,14 @@ class ModuleKind(Enum):
 
     LINEAR: A `[rank, in]`, B `[out, rank]`. EMBEDDING: A `[in, rank]`, a row for each token, so
     that looking one up reads one row; B `[out, rank]`. EXPERTS: A `[experts, rank, in]`, B
-    `[experts, out, rank]`.
+    `[experts, out, rank]`. HEAD: no product but a layer's own weights, in place of the base's; A is
+    the weight `[out, in]`, B the bias `[out, 1]`, and the rank is always 1.
     """
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
     EXPERTS = "experts"
+    HEAD = "head"
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class ModuleShape:
                 return (self.in_features, rank)
             case ModuleKind.EXPERTS:
                 return (self.experts, rank, self.in_features)
+            case ModuleKind.HEAD:
+                return (self.out_features, self.in_features)
 
     def b_shape(self, rank: int) -> tuple[int, ...]:
         """B's shape in a blob and in the arena, of an adapter of this rank."""

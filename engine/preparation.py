@@ -18,8 +18,15 @@ from engine.layout import ModuleShape, directory_columns
 from engine.packing import find_groups, pack, with_relatives
 from engine.probe import EVERY_TOKEN, SAMPLED_ROWS, Forward, RowShapes, Sightings, watch_layers
 
-_ROWS: Final[Mapping[Role, RowShapes]] = {Role.BODY: EVERY_TOKEN, Role.HEAD: SAMPLED_ROWS}
+_ROWS: Final[Mapping[Role, RowShapes]] = {
+    Role.BODY: EVERY_TOKEN,
+    Role.HEAD: SAMPLED_ROWS,
+    Role.CLASSIFIER: SAMPLED_ROWS,
+}
 """What a layer must have seen to be mapped, by its role."""
+
+CLASSIFIERS: Final = ("score", "classifier")
+"""What `transformers` calls the classification head of a model that has one, and PEFT saves."""
 
 
 class Candidate(NamedTuple):
@@ -73,13 +80,20 @@ def module_shapes(layers: Mapping[str, BaseLayerWithLoRA]) -> tuple[ModuleShape,
 
 def find_candidates(model: PreTrainedModel) -> dict[str, Candidate]:
     """Every layer that has a wrapper, under its first path."""
-    head = model.get_output_embeddings()
-    roles = {} if head is None else {head: Role.HEAD}
+    roles = _roles(model)
     return {
         name: Candidate(layer, role, wrapper)
         for name, layer in model.named_modules()
         if (wrapper := wrapper_of(layer, role := roles.get(layer, Role.BODY))) is not None
     }
+
+
+def _roles(model: PreTrainedModel) -> dict[nn.Module, Role]:
+    """The layers that are more than their type says."""
+    children = dict(model.named_children())
+    roles = {children[name]: Role.CLASSIFIER for name in CLASSIFIERS if name in children}
+    head = model.get_output_embeddings()
+    return roles if head is None else roles | {head: Role.HEAD}
 
 
 def _targeted(candidates: Collection[str], targets: Sequence[str] | None) -> list[str]:

@@ -137,13 +137,23 @@ class PunicaWrapper:
     def add_lora_logits(
         self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0
     ) -> None:
-        """Add every sampled row's delta to the logits, in place.
+        """Add every row's delta to the logits, in place; for rows as `groups_of` says.
 
-        y: [sampled rows, vocabulary]. x: [sampled rows, hidden]. Raises ValueError as
-        `add_lora_linear`.
+        y: [rows, vocabulary]. x: [rows, hidden].
         """
-        if _has_work(self.prompt_groups, len(x), "sampled rows"):
-            self._kernels.linear(y, x, weights, self.prompt_groups, scale)
+        groups = self.groups_of(len(x))
+        if groups is not None:
+            self._kernels.linear(y, x, weights, groups, scale)
+
+    def groups_of(self, rows: int) -> Groups | None:
+        """The groups of a head's input: the sampled rows' if it has as many, else the tokens'.
+
+        Where both are as many each prompt has one token, and they are the same. None where no row
+        has an adapter. Raises ValueError where the mapping is another batch's.
+        """
+        sampled = self.prompt_groups is not None and self.prompt_groups.tokens == rows
+        groups = self.prompt_groups if sampled else self.groups
+        return groups if _has_work(groups, rows, "rows") else None
 
 
 def _has_work(groups: Groups | None, rows: int, noun: str) -> TypeGuard[Groups]:

@@ -4,12 +4,30 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from transformers.pytorch_utils import Conv1D
 
 from engine.arena import Arena
 from engine.kernels import choose_kernels
-from engine.layers import BaseLayerWithLoRA, ReplicatedLinearWithLoRA, SliceShape, wrapper_of
+from engine.layers import (
+    BaseLayerWithLoRA,
+    ClassificationHeadWithLoRA,
+    LogitsProcessorWithLoRA,
+    MergedColumnParallelLinear,
+    MergedColumnParallelLinearVariableSliceWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    QKVParallelLinear,
+    QKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    Role,
+    SliceShape,
+    VocabParallelEmbeddingWithLoRA,
+    wrapper_of,
+)
+from engine.layers.logits import VOCABULARY_MAX
+from engine.layers.packed import PackedLinear
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.staging import ModuleShape
 
@@ -28,20 +46,67 @@ class PackedPair(ReplicatedLinearWithLoRA):
         return (SliceShape(4, 2), SliceShape(4, 5))
 
 
+def packed(kind: type[PackedLinear], *widths: int, named: bool = True) -> PackedLinear:
+    names = [f"c{place}" for place in range(len(widths))] if named else ()
+    return kind(torch.ones(sum(widths), 4), None, widths, names)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding as Gemma has it."""
+
+    embed_scale = 3.0
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return super().forward(token_ids) * self.embed_scale
+
+
+class OtherEmbedding(nn.Embedding):
+    """Not a lookup of what it is called with."""
+
+    def forward(self, mask: Tensor) -> Tensor:
+        return super().forward(mask.cumsum(-1))
+
+
+Linear = nn.Linear
+HUGE = nn.Linear(1, VOCABULARY_MAX + 1, device="meta")
+
+
 @pytest.mark.parametrize(
-    ("layer", "wrapper"),
+    ("layer", "role", "wrapper"),
     [
-        (nn.Linear(2, 3), ReplicatedLinearWithLoRA),
-        (OwnLinear(2, 3), ReplicatedLinearWithLoRA),
-        (NonDynamicallyQuantizableLinear(2, 3), None),
-        (nn.Embedding(2, 3), None),
-        (nn.Conv1d(2, 3, 1), None),
-        (nn.LayerNorm(2), None),
-        (ReplicatedLinearWithLoRA(nn.Linear(2, 3)), None),
+        (Linear(2, 3), Role.BODY, ReplicatedLinearWithLoRA),
+        (OwnLinear(2, 3), Role.BODY, ReplicatedLinearWithLoRA),
+        (Conv1D(3, 2), Role.BODY, ReplicatedLinearWithLoRA),
+        (NonDynamicallyQuantizableLinear(2, 3), Role.BODY, None),
+        (nn.Embedding(2, 3), Role.BODY, VocabParallelEmbeddingWithLoRA),
+        (ScaledEmbedding(2, 3), Role.BODY, VocabParallelEmbeddingWithLoRA),
+        (OtherEmbedding(2, 3), Role.BODY, None),
+        (nn.Embedding(2, 3, max_norm=1.0), Role.BODY, None),
+        (nn.Conv1d(2, 3, 1), Role.BODY, None),
+        (nn.LayerNorm(2), Role.BODY, None),
+        (ReplicatedLinearWithLoRA(Linear(2, 3)), Role.BODY, None),
+        (packed(QKVParallelLinear, 4, 2, 2), Role.BODY, MergedQKVParallelLinearWithLoRA),
+        (
+            packed(QKVParallelLinear, 4, 2, 2, named=False),
+            Role.BODY,
+            QKVParallelLinearWithLoRA,
+        ),
+        (packed(MergedColumnParallelLinear, 4, 4), Role.BODY, MergedColumnParallelLinearWithLoRA),
+        (
+            packed(MergedColumnParallelLinear, 4, 1, 2),
+            Role.BODY,
+            MergedColumnParallelLinearVariableSliceWithLoRA,
+        ),
+        (Linear(2, 3), Role.HEAD, LogitsProcessorWithLoRA),
+        (HUGE, Role.HEAD, None),
+        (HUGE, Role.BODY, ReplicatedLinearWithLoRA),
+        (nn.Identity(), Role.HEAD, None),
+        (Linear(2, 3), Role.CLASSIFIER, ClassificationHeadWithLoRA),
+        (nn.Sequential(Linear(2, 3)), Role.CLASSIFIER, None),
     ],
 )
-def test_the_table_chooses_the_wrapper(layer: nn.Module, wrapper: type | None) -> None:
-    assert wrapper_of(layer) is wrapper
+def test_the_table_chooses_the_wrapper(layer: nn.Module, role: Role, wrapper: type | None) -> None:
+    assert wrapper_of(layer, role) is wrapper
 
 
 @pytest.mark.parametrize(
@@ -176,3 +241,113 @@ def test_halves_and_other_numbers_of_slices_are_refused_before_anything_moves(
 def test_columns_are_as_many_as_slices() -> None:
     with pytest.raises(ValueError, match="2 columns for a layer of 1"):
         ReplicatedLinearWithLoRA(nn.Linear(4, 3)).create_lora_weights(arena_for((4, 3)), [0, 1])
+
+
+WIDE = [(4, 3), (4, 1), (4, 2)]
+
+
+@torch.no_grad()
+def test_one_pair_may_cover_several_slices(punica: PunicaWrapper) -> None:
+    torch.manual_seed(4)
+    base = packed(MergedColumnParallelLinear, 3, 1, 2)
+    layer = MergedColumnParallelLinearVariableSliceWithLoRA(base)
+    bound(layer, arena_for(*WIDE), [0, 1, 2], punica)
+    punica.update_metadata(LoRAMapping([6, 0], [6, 0]), [6])
+    x = torch.randn(2, 4)
+    pairs = [(torch.randn(2, 4), torch.randn(rows, 2)) for rows in (3, 1, 2)]
+    joined = (pairs[0][0], torch.cat([b for _, b in pairs]))
+    for given in (pairs, [joined], [(pairs[0][0], joined[1][:4]), pairs[2]]):
+        layer.set_lora(0, [a for a, _ in given], [b for _, b in given])
+        expected = base(x)
+        expected[0] += torch.cat([b @ (a @ x[0]) for a, b in given])
+        assert torch.allclose(layer(x), expected, atol=1e-5)
+    layer.set_lora(0, *joined)
+    before = layer(x)
+    for wrong in ([2, 4], [5], [3, 1, 1, 1], [3, 1]):
+        with pytest.raises(ValueError):
+            layer.set_lora(0, [torch.ones(1, 4)] * len(wrong), [torch.ones(w, 1) for w in wrong])
+    with pytest.raises(ValueError, match="give A and B"):
+        layer.set_lora(0, [None], [torch.ones(6, 1)])
+    assert torch.equal(layer(x), before)
+
+
+@torch.no_grad()
+def test_three_projections_under_one_name_are_one_slice(punica: PunicaWrapper) -> None:
+    torch.manual_seed(5)
+    base = packed(QKVParallelLinear, 4, 2, 2, named=False)
+    layer = bound(QKVParallelLinearWithLoRA(base), arena_for((4, 8)), [0], punica)
+    assert layer.slice_shapes == (SliceShape(4, 8),)
+    a, b, x = torch.randn(3, 4), torch.randn(8, 3), torch.randn(2, 4)
+    layer.set_lora(2, a, b)
+    punica.update_metadata(LoRAMapping([9, 0], [9, 0]), [None, None, 9])
+    expected = base(x)
+    expected[0] += b @ (a @ x[0])
+    assert torch.allclose(layer(x), expected, atol=1e-5)
+
+
+def arena_of(layer: BaseLayerWithLoRA, dtype: torch.dtype = torch.float32) -> Arena:
+    arena = Arena(SLOTS, layer.module_shapes("a.head", 0), 1 << 16, dtype, "cpu")
+    arena.data.fill_(torch.nan)
+    return arena
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, ScaledEmbedding])
+@torch.no_grad()
+def test_an_embedding_looks_its_a_up(kind: type[nn.Embedding], punica: PunicaWrapper) -> None:
+    torch.manual_seed(6)
+    base = kind(11, 6)
+    layer = VocabParallelEmbeddingWithLoRA(base)
+    bound(layer, arena_of(layer), [0], punica)
+    # As PEFT has them: A [rank, vocabulary], B [hidden, rank].
+    a, b = torch.randn(5, 11), torch.randn(6, 5)
+    layer.set_lora(1, a, b)
+    tokens = torch.tensor([[3, 10, 0], [3, 3, 7]])
+    punica.update_metadata(LoRAMapping([0, 9, 9, 8, 9, 0], [9, 9]), [8, 9])
+    expected = base(tokens)
+    scale = 3.0 if kind is ScaledEmbedding else 1.0
+    for row, column in [(0, 1), (0, 2), (1, 1)]:
+        expected[row, column] += scale * (b @ a[:, tokens[row, column]])
+    assert torch.allclose(layer(tokens), expected, atol=1e-5)
+    assert layer.weight is base.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.no_grad()
+def test_a_saved_head_takes_the_place_of_the_base_head(
+    bias: bool, dtype: torch.dtype, punica: PunicaWrapper
+) -> None:
+    """To the last bit, for the rows of its adapter, whatever the number of labels."""
+    torch.manual_seed(7)
+    base, saved = (nn.Linear(16, 37, bias=bias, dtype=dtype) for _ in range(2))
+    layer = ClassificationHeadWithLoRA(base)
+    arena = arena_of(layer, dtype)
+    bound(layer, arena, [0], punica)
+    saved_bias = saved.bias if bias else torch.zeros(37, dtype=dtype)
+    layer.set_lora(1, saved.weight, saved_bias[:, None])
+    # Slot 0 holds an adapter without a head; the sampled rows are the second, then the tokens.
+    punica.update_metadata(LoRAMapping([8, 8, 9, 9], [8, 9]), [8, 9, None])
+    for shape, own in [((2, 16), [1]), ((2, 2, 16), [2, 3])]:
+        x = torch.randn(shape, dtype=dtype)
+        rows, found = x.view(-1, 16), layer(x).view(-1, 37)
+        others = [row for row in range(len(rows)) if row not in own]
+        assert torch.equal(found[own], saved(rows[own]))
+        assert torch.equal(found[others], base(x).view(-1, 37)[others])
+    layer.reset_lora(1)
+    assert torch.equal(layer(x), base(x))
+    arena.check()
+
+
+@torch.no_grad()
+def test_a_head_serves_sampled_rows_and_all_tokens(punica: PunicaWrapper) -> None:
+    torch.manual_seed(8)
+    base = nn.Linear(8, 13)
+    layer = LogitsProcessorWithLoRA(base)
+    bound(layer, arena_of(layer), [0], punica)
+    a, b = torch.randn(2, 8), torch.randn(13, 2)
+    layer.set_lora(0, a, b)
+    punica.update_metadata(LoRAMapping([0, 7, 7, 0, 0, 0], [7, 0]), [7])
+    for x, own in [(torch.randn(2, 1, 8), [0]), (torch.randn(2, 3, 8), [1, 2])]:
+        expected = base(x).view(-1, 13)
+        expected[own] += x.view(-1, 8)[own] @ a.T @ b.T
+        assert torch.allclose(layer(x).view(-1, 13), expected, atol=1e-5)

@@ -24,11 +24,16 @@ from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.kv_cache import RowCache
 from engine.layers import (
+    LogitsProcessorWithLoRA,
     MergedColumnParallelLinearWithLoRA,
     MergedQKVParallelLinearWithLoRA,
     ReplicatedLinearWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
 )
+from engine.layers.logits import VOCABULARY_MAX
+from engine.layout import ModuleKind
 from engine.model import PreparedModel, load_model
+from engine.preparation import find_candidates
 from tests.engine_examples import ATTENTION, CONTEXT_TOKENS_MAX, MLP, relative_error, tiny_config
 
 pytest_plugins = ("tests.engine_fixtures",)
@@ -50,27 +55,31 @@ def sliding_model() -> MistralForCausalLM:
     return MistralForCausalLM(MistralConfig(**fields))
 
 
-def test_every_linear_layer_but_the_head_is_wrapped(prepared_model: PreparedModel) -> None:
+def test_every_layer_that_the_table_knows_is_wrapped(prepared_model: PreparedModel) -> None:
     kinds = {name.rpartition(".")[2]: type(one) for name, one in prepared_model.layers.items()}
     assert kinds == {
         "qkv_proj": MergedQKVParallelLinearWithLoRA,
         "o_proj": ReplicatedLinearWithLoRA,
         "gate_up_proj": MergedColumnParallelLinearWithLoRA,
         "down_proj": ReplicatedLinearWithLoRA,
+        "embed_tokens": VocabParallelEmbeddingWithLoRA,
+        "lm_head": LogitsProcessorWithLoRA,
     }
-    assert len(prepared_model.layers) == 8
-    assert type(prepared_model.model.lm_head) is nn.Linear
+    assert len(prepared_model.layers) == 10
     for name, layer in prepared_model.layers.items():
         assert prepared_model.model.get_submodule(name) is layer
-    assert {shape.name.rpartition(".")[2] for shape in prepared_model.shapes} == {*ATTENTION, *MLP}
+    names = {shape.name.rpartition(".")[2] for shape in prepared_model.shapes}
+    assert names == {*ATTENTION, *MLP, "embed_tokens", "lm_head"}
     for index, shape in enumerate(prepared_model.shapes):
-        layer = prepared_model.model.get_submodule(shape.name)
-        assert (shape.index, (shape.out_features, shape.in_features)) == (index, layer.weight.shape)
+        widths = tuple(prepared_model.model.get_submodule(shape.name).weight.shape)
+        is_looked_up = shape.kind is ModuleKind.EMBEDDING
+        ours = (shape.in_features, shape.out_features)
+        assert (index, widths) == (shape.index, ours if is_looked_up else ours[::-1])
 
 
-def test_a_tied_head_stays_tied_and_unwrapped() -> None:
+def test_a_tied_head_stays_tied() -> None:
     model = prepare(tiny_model(tie_word_embeddings=True)).model
-    assert type(model.lm_head) is nn.Linear
+    assert type(model.lm_head) is LogitsProcessorWithLoRA
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -98,7 +107,7 @@ def test_target_modules_choose_by_suffix_or_full_name(targets: list[str], layers
     assert {name.removeprefix("model.layers.") for name in found} == layers
 
 
-@pytest.mark.parametrize("target", ["proj", "lm_head", "embed_tokens", "layers.7.mlp.up_proj"])
+@pytest.mark.parametrize("target", ["proj", "norm", "layers.7.mlp.up_proj"])
 def test_a_target_that_names_nothing_is_refused(target: str) -> None:
     with pytest.raises(ModelRefused, match=f"{target}.*these suffixes.*down_proj"):
         prepare(tiny_model(), target_modules=["o_proj", target])
@@ -167,8 +176,15 @@ def test_models_that_can_not_be_batched_are_refused() -> None:
     mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(ModelRefused, match="key/value cache"):
         prepare(mamba)
+    bare = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY_MAX + 1, n_embd=1, n_head=1, n_layer=0, n_positions=8)
+    )
+    assert list(find_candidates(bare)) == ["transformer.wte", "transformer.wpe"]
+    bare.transformer.wte, bare.transformer.wpe = (
+        nn.Embedding(VOCABULARY_MAX + 1, 1, max_norm=1.0) for _ in range(2)
+    )
     with pytest.raises(ModelRefused, match="no layer of a kind"):
-        prepare(GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=0, n_head=2)))
+        prepare(bare)
 
 
 class ForgetsPadding(LlamaForCausalLM):

@@ -82,8 +82,20 @@ def test_a_batch_of_other_rows_than_the_mapping_is_refused() -> None:
         punica.add_lora_linear(torch.ones(3, 4), torch.ones(3, 5), operands)
     with pytest.raises(ValueError, match="3 tokens meets a mapping of 2"):
         punica.add_lora_embedding(torch.ones(3, 4), torch.ones(3, dtype=torch.int64), operands)
-    with pytest.raises(ValueError, match="2 sampled rows meets a mapping of 1"):
-        punica.add_lora_logits(torch.ones(2, 4), torch.ones(2, 5), operands)
+    with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
+        punica.add_lora_logits(torch.ones(3, 4), torch.ones(3, 5), operands)
+
+
+def test_a_head_sees_the_sampled_rows_or_every_token() -> None:
+    punica = wrapper()
+    assert punica.groups_of(3) is None
+    punica.update_metadata(LoRAMapping([0, 7, 7], [0, 7]), [7])
+    assert punica.groups_of(2) is punica.prompt_groups
+    assert punica.groups_of(3) is punica.groups
+    with pytest.raises(ValueError, match="4 rows"):
+        punica.groups_of(4)
+    punica.update_metadata(LoRAMapping([0, 0, 0], [0, 0]), [7])
+    assert punica.groups_of(3) is None
 
 
 def test_logits_follow_the_sampled_rows_and_all_else_the_tokens() -> None:

@@ -12,6 +12,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
+from engine.layers.classifier import ClassificationHeadWithLoRA
+from engine.layers.embedding import VocabParallelEmbeddingWithLoRA
+from engine.layers.logits import LogitsProcessorWithLoRA
 from engine.layers.merged import (
     MergedColumnParallelLinearVariableSliceWithLoRA,
     MergedColumnParallelLinearWithLoRA,
@@ -23,6 +26,8 @@ from engine.layers.replicated import ReplicatedLinearWithLoRA
 __all__ = [
     "WRAPPERS",
     "BaseLayerWithLoRA",
+    "ClassificationHeadWithLoRA",
+    "LogitsProcessorWithLoRA",
     "MergedColumnParallelLinear",
     "MergedColumnParallelLinearVariableSliceWithLoRA",
     "MergedColumnParallelLinearWithLoRA",
@@ -32,6 +37,7 @@ __all__ = [
     "ReplicatedLinearWithLoRA",
     "Role",
     "SliceShape",
+    "VocabParallelEmbeddingWithLoRA",
     "wrapper_of",
 ]
 
@@ -41,6 +47,7 @@ class Role(Enum):
 
     BODY = "body"
     HEAD = "language-model head"
+    CLASSIFIER = "classification head"
 
 
 class Row(NamedTuple):
@@ -58,6 +65,9 @@ WRAPPERS: Final = (
     Row(Role.BODY, MergedColumnParallelLinear, MergedColumnParallelLinearVariableSliceWithLoRA),
     Row(Role.BODY, nn.Linear, ReplicatedLinearWithLoRA),
     Row(Role.BODY, Conv1D, ReplicatedLinearWithLoRA),
+    Row(Role.BODY, nn.Embedding, VocabParallelEmbeddingWithLoRA),
+    Row(Role.HEAD, nn.Linear, LogitsProcessorWithLoRA),
+    Row(Role.CLASSIFIER, nn.Linear, ClassificationHeadWithLoRA),
 )
 """In order of preference: the first row that fits a layer wraps it."""
 

@@ -1,0 +1,53 @@
+"""A classification head, which an adapter brings whole (`modules_to_save`).
+
+What it is: the base head, and in its place the saved one for the rows whose adapter has one. What
+it is not: a low-rank delta. One rule: a saved head is multiplied as the base head would be, so its
+scores are those of a model that was fine-tuned in place, to the last rounding.
+"""
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine.layers.base import SliceShape
+from engine.layers.replicated import ReplicatedLinearWithLoRA
+from engine.layout import ModuleKind
+
+
+class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
+    """A linear head with one slice of kind HEAD: a weight `[labels, hidden]`, a bias `[labels, 1]`.
+
+    A saved head has no rank; its column of the directory says 1. Where the layer has no bias the
+    saved one is zeros.
+    """
+
+    base_layer: nn.Linear
+
+    @classmethod
+    def can_replace_layer(cls, layer: nn.Module) -> bool:
+        """Linear heads."""
+        return isinstance(layer, nn.Linear)
+
+    @property
+    def slice_shapes(self) -> tuple[SliceShape, ...]:
+        """One slice, a whole head."""
+        base = self.base_layer
+        return (SliceShape(base.in_features, base.out_features, kind=ModuleKind.HEAD),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scores; x: [..., hidden], a row a sequence or a row a token of the mapping."""
+        y: Tensor = self.base_layer(x)
+        if self._punica is not None and self._slices is not None:
+            rows = x.reshape(-1, x.shape[-1])
+            self._replace(y.view(len(rows), -1), rows)
+        return y
+
+    def _replace(self, y: Tensor, x: Tensor) -> None:
+        """Write the scores of the rows whose adapter has a head of its own."""
+        arena, slices = self._bound()
+        groups = None if self._punica is None else self._punica.groups_of(len(x))
+        for slot, start, end in () if groups is None else groups.spans:
+            saved = arena.weights(slot, slices.columns[0])
+            if saved is not None and groups is not None:
+                rows = groups.rows[start:end]
+                weight, bias = (matrix.to(x.dtype) for matrix in saved)
+                y[rows] = functional.linear(x[rows], weight, bias.flatten())

@@ -1,0 +1,62 @@
+"""The token embedding: A is looked up by token, B expanded.
+
+What it is: the wrapper of `nn.Embedding`. What it is not: sharded; every rank holds all of the
+vocabulary. One rule: only embeddings whose result is the looked-up row, times a constant at most,
+are wrapped, so that the delta is looked up and scaled the same way.
+"""
+
+from torch import Tensor, nn
+
+from engine.layers.base import BaseLayerWithLoRA, Parts, SliceShape
+from engine.layout import ModuleKind
+
+
+class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
+    """`nn.Embedding` with one slice: A `[rank, vocabulary]`, B `[hidden, rank]`, both whole.
+
+    In a file A is called `lora_embedding_A`; in the arena it lies transposed, a row for each token.
+    """
+
+    base_layer: nn.Embedding
+
+    def __init__(self, base_layer: nn.Embedding) -> None:
+        super().__init__(base_layer)
+        self._scale = _scale_of(base_layer)
+
+    @classmethod
+    def can_replace_layer(cls, layer: nn.Module) -> bool:
+        """Plain lookups, and those that scale what they find (Gemma); none that changes weights."""
+        return (
+            isinstance(layer, nn.Embedding)
+            and layer.max_norm is None
+            and (type(layer).forward is nn.Embedding.forward or hasattr(layer, "embed_scale"))
+        )
+
+    @property
+    def slice_shapes(self) -> tuple[SliceShape, ...]:
+        """One slice, looked up in `num_embeddings` rows."""
+        base = self.base_layer
+        return (SliceShape(base.num_embeddings, base.embedding_dim, kind=ModuleKind.EMBEDDING),)
+
+    def slice_lora_a(self, lora_a: Parts) -> Parts:
+        """A whole, a row for each token."""
+        return [None if a is None else a.T for a in lora_a]
+
+    @property
+    def weight(self) -> Tensor:
+        """The base layer's weight, which a tied head shares."""
+        return self.base_layer.weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """The tokens' rows, deltas included, [..., hidden]; token_ids: [...] int64."""
+        y: Tensor = self.base_layer(token_ids)
+        if self._punica is not None and self._slices is not None:
+            rows = y.view(-1, y.shape[-1])
+            self._punica.add_lora_embedding(rows, token_ids.flatten(), self._slices, self._scale)
+        return y
+
+
+def _scale_of(layer: nn.Embedding) -> float:
+    """What the layer multiplies its rows by, rounded as it rounds it."""
+    scale = getattr(layer, "embed_scale", 1.0)
+    return float(scale.to(layer.weight.dtype) if isinstance(scale, Tensor) else scale)
