@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.errors import NotResident
+from engine.grouping import Grouper
 from engine.kernels import Kernels
-from engine.kernels.operands import Groups, LoRASlices, Span
+from engine.kernels.operands import Groups, LoRASlices
 
 BASE = 0
 """The adapter id of rows without an adapter."""
@@ -63,12 +64,19 @@ class PunicaWrapper:
     `token_slots` [tokens] and `prompt_slots` [sampled rows] are int64 on the host, -1 for the base
     model; `groups` and `prompt_groups` are what kernels read of the two. `rank_max`: the widest
     rank that a slot may hold, and so the width of a buffer for `add_shrink`. Before the first
-    mapping every row is the base model's.
+    mapping every row is the base model's. `specialize_active`: grids follow the number of active
+    adapters, rounded up to a power of two, instead of the number of slots.
     """
 
-    def __init__(self, device: torch.device, rank_max: int, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        rank_max: int,
+        kernels: Kernels,
+        specialize_active: bool = False,
+    ) -> None:
         self.rank_max = rank_max
-        self._device = device
+        self.grouper = Grouper(device, specialize_active)
         self._kernels = kernels
         self._mapping: LoRAMapping | None = None
         self._layout: tuple[int | None, ...] = ()
@@ -90,8 +98,7 @@ class PunicaWrapper:
         slot_of_id |= {id_: slot for slot, id_ in enumerate(layout) if id_ is not None}
         token_slots = _slots_of(mapping.index_mapping, slot_of_id)
         prompt_slots = _slots_of(mapping.prompt_mapping, slot_of_id)
-        self.groups = _group(token_slots, self._device)
-        self.prompt_groups = _group(prompt_slots, self._device)
+        self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, len(layout))
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
         self._mapping, self._layout = mapping, layout
         return True
@@ -179,23 +186,3 @@ def _slots_of(ids: Tensor, slot_of_id: dict[int, int]) -> Tensor:
             f"in slots are {sorted(slot_of_id.keys() - {BASE})}; activate them first"
         )
     return torch.tensor([slot_of_id[id_] for id_ in wanted], dtype=torch.int64)[places]
-
-
-def _group(token_slots: Tensor, device: torch.device) -> Groups:
-    """Sort the rows with an adapter stably by slot; one copy carries all of it to the device."""
-    sorted_slots, order = torch.sort(token_slots, stable=True)
-    base_rows = int((token_slots < 0).sum())
-    rows = order[base_rows:]
-    slots, counts = torch.unique_consecutive(sorted_slots[base_rows:], return_counts=True)
-    starts = torch.cumsum(counts, 0) - counts
-    spans = tuple(
-        Span(slot, start, start + count)
-        for slot, count, start in zip(slots.tolist(), counts.tolist(), starts.tolist(), strict=True)
-    )
-    packed = torch.cat([rows, slots, counts, starts])
-    if device.type == "cuda":
-        # Only a page-locked source makes the copy asynchronous.
-        packed = packed.pin_memory()
-    on_device = packed.to(device, non_blocking=True)
-    rows, tables = on_device[: len(rows)], on_device[len(rows) :].view(3, len(slots))
-    return Groups(rows, tables[0], tables[1], tables[2], spans, len(token_slots))

@@ -7,7 +7,7 @@ in no group, so no kernel ever indexes a table with -1.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,12 +104,44 @@ class Span(NamedTuple):
     end: int
 
 
+TILE_ROWS: Final = (16, 64)
+"""The heights that groups are cut to for kernels: few rows each, and long segments."""
+
+
+class GroupBounds(NamedTuple):
+    """The most rows and the most active groups that a launch has to reach.
+
+    They are what a batch's shape is rounded up to, and all that a launch's grid may depend on.
+    """
+
+    tokens: int
+    groups: int
+
+    def tiles(self, height: int) -> int:
+        """The most tiles of `height` rows that any batch within these bounds has."""
+        return min(self.tokens, (self.tokens + self.groups * (height - 1)) // height)
+
+
+class Tiles(NamedTuple):
+    """The groups, each cut into blocks of at most `height` rows.
+
+    table: [bound, 3] int64 on the device: slot, first place in `Groups.rows`, rows; zero rows
+    behind the last tile.
+    """
+
+    height: int
+    table: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """A batch's rows that have an adapter, sorted stably by slot.
 
     rows: [n] int64. slots, counts, starts: [active] int64, beside `rows` on the device. spans: the
-    same three on the host. tokens: how many rows the whole batch has.
+    same three on the host. tokens: how many rows the whole batch has. active: [1] int64 on the
+    device, the number of groups. tiles: one table for each height of `TILE_ROWS`. bounds: what
+    grids are sized by. The device's tables have the room of the bounds, so a kernel may read them
+    from the first entry of `rows` up to `bounds.tokens`, whatever their views' lengths say.
     """
 
     rows: Tensor
@@ -118,6 +150,9 @@ class Groups:
     starts: Tensor
     spans: tuple[Span, ...]
     tokens: int
+    active: Tensor
+    tiles: tuple[Tiles, ...]
+    bounds: GroupBounds
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

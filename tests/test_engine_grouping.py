@@ -1,0 +1,85 @@
+"""The grouped form of a batch: each row with an adapter once, in places that bounds decide."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.grouping import Grouper
+from engine.kernels.operands import TILE_ROWS, GroupBounds, Groups
+
+CPU = torch.device("cpu")
+SLOTS = 9
+
+slots_of_rows = st.lists(st.integers(-1, SLOTS - 1), max_size=300)
+
+
+def group(rows: list[int], prompts: list[int], specialize_active: bool = False):
+    grouper = Grouper(CPU, specialize_active)
+    as_slots = [torch.tensor(slots, dtype=torch.int64) for slots in (rows, prompts)]
+    return grouper.group(*as_slots, SLOTS)
+
+
+def rows_by_tile(groups: Groups, table: torch.Tensor) -> list[tuple[int, int]]:
+    """(slot, row) of every place that a table's tiles name, in order."""
+    return [
+        (slot, int(groups.rows[place]))
+        for slot, first, count in table.tolist()
+        for place in range(first, first + count)
+    ]
+
+
+@given(rows=slots_of_rows, prompts=slots_of_rows)
+def test_tiles_hold_every_row_with_an_adapter_once_and_no_base_row(rows, prompts) -> None:
+    for groups, slots in zip(group(rows, prompts), (rows, prompts), strict=True):
+        own = sorted((slot, row) for row, slot in enumerate(slots) if slot >= 0)
+        assert int(groups.active) == len({slot for slot, _ in own})
+        assert [tiles.height for tiles in groups.tiles] == list(TILE_ROWS)
+        for tiles in groups.tiles:
+            assert len(tiles.table) == groups.bounds.tiles(tiles.height)
+            assert rows_by_tile(groups, tiles.table) == own
+            counts = tiles.table[:, 2]
+            assert (counts <= tiles.height).all()
+            # A launch that meets no rows ends, so nothing may come behind the first such tile.
+            assert sorted(counts.bool().tolist(), reverse=True) == counts.bool().tolist()
+
+
+@given(rows=slots_of_rows)
+def test_bounds_follow_the_batch_shape_and_the_slots_alone(rows) -> None:
+    bounds = group(rows, []).tokens.bounds
+    assert bounds == group([-1] * len(rows), []).tokens.bounds
+    assert bounds.tokens >= len(rows)
+    assert bounds.tokens & (bounds.tokens - 1) == 0
+    assert bounds.groups == min(SLOTS, bounds.tokens)
+
+
+@given(rows=slots_of_rows)
+def test_specialised_bounds_follow_the_active_adapters_at_powers_of_two(rows) -> None:
+    bounds = group(rows, [], specialize_active=True).tokens.bounds
+    active = len(set(rows) - {-1})
+    assert max(1, active) <= bounds.groups <= max(1, 2 * active - 1)
+    assert bounds.groups in (1, 2, 4, 8, SLOTS)
+
+
+@given(rows=st.lists(st.integers(-1, SLOTS - 1), min_size=60, max_size=60), other=slots_of_rows)
+def test_batches_of_equal_bounds_have_their_tables_at_equal_places(rows, other) -> None:
+    first, second = group(rows, other), group(rows[::-1], other[::-1])
+    for one, two in zip(first, second, strict=True):
+        assert one.bounds == two.bounds
+        for table, same in [(one.active, two.active), *zip(tables(one), tables(two), strict=True)]:
+            assert table.storage_offset() == same.storage_offset()
+
+
+def tables(groups: Groups) -> list[torch.Tensor]:
+    views = (groups.slots, groups.counts, groups.starts, groups.rows)
+    return [*views, *[tiles.table for tiles in groups.tiles]]
+
+
+def test_a_bound_on_tiles_is_reached_and_never_passed() -> None:
+    for counts in ([17, 1, 1], [16, 16], [1], [33, 1, 64, 64], [1] * SLOTS):
+        rows = [slot for slot, count in enumerate(counts) for _ in range(count)]
+        for height in TILE_ROWS:
+            needed = sum(-(-count // height) for count in counts)
+            assert needed <= GroupBounds(len(rows), len(counts)).tiles(height)
+    assert GroupBounds(8, 8).tiles(16) == 8
+    assert GroupBounds(64, 1).tiles(64) == 1
+    assert GroupBounds(18, 2).tiles(16) == 3
