@@ -20,6 +20,7 @@ from engine.arena import Arena
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.kv_cache import RowCache, left_padding_mask
+from engine.layers import MIXED_WRAPPERS, WRAPPERS
 from engine.preparation import module_shapes, prepare_layers
 from engine.punica import PunicaWrapper
 
@@ -53,8 +54,9 @@ class PreparedModel:
         self.context_tokens_max = _context_tokens_max(model.config, context_tokens_max)
         self.eos_ids = _eos_ids(model, tokenizer)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        table = MIXED_WRAPPERS if lora_config.enable_mixed_moe_lora_format else WRAPPERS
         self.layers = prepare_layers(
-            model, self.forward, self.vocab_size, lora_config.target_modules
+            model, self.forward, self.vocab_size, lora_config.target_modules, table
         )
         self.shapes = module_shapes(self.layers)
 

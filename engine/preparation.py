@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import ModelRefused
-from engine.layers import BaseLayerWithLoRA, Role, wrapper_of
+from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, Row, wrapper_of
 from engine.layers.packed import PackedLinear
 from engine.layout import ModuleShape, directory_columns
 from engine.packing import find_groups, pack, with_relatives
@@ -42,14 +42,15 @@ def prepare_layers(
     forward: Forward,
     vocab_size: int,
     targets: Sequence[str] | None,
+    table: Sequence[Row] = WRAPPERS,
 ) -> dict[str, BaseLayerWithLoRA]:
     """Wrap the model's layers in place, packed where that can be; wrappers by their path.
 
-    With `targets`, only layers that they name. A layer that is reachable by several paths is
-    wrapped once, under its first. Raises `ModelRefused` for a model without a layer to wrap, a
-    target that names none, and a model that can't be batched.
+    With `targets`, only layers that they name; `table` says what wraps what. A layer that is
+    reachable by several paths is wrapped once, under its first. Raises `ModelRefused` for a model
+    without a layer to wrap, a target that names none, and a model that can't be batched.
     """
-    candidates = find_candidates(model)
+    candidates = find_candidates(model, table)
     if not candidates:
         raise ModelRefused("the model has no layer of a kind that can be wrapped")
     named = _targeted(candidates, targets)
@@ -78,13 +79,15 @@ def module_shapes(layers: Mapping[str, BaseLayerWithLoRA]) -> tuple[ModuleShape,
     return tuple(shapes)
 
 
-def find_candidates(model: PreTrainedModel) -> dict[str, Candidate]:
+def find_candidates(
+    model: PreTrainedModel, table: Sequence[Row] = WRAPPERS
+) -> dict[str, Candidate]:
     """Every layer that has a wrapper, under its first path."""
     roles = _roles(model)
     return {
         name: Candidate(layer, role, wrapper)
         for name, layer in model.named_modules()
-        if (wrapper := wrapper_of(layer, role := roles.get(layer, Role.BODY))) is not None
+        if (wrapper := wrapper_of(layer, role := roles.get(layer, Role.BODY), table)) is not None
     }
 
 

@@ -5,7 +5,7 @@ weights or a judge of generations (the engine checks those before it builds a ma
 an adapter id without a slot is an error, never the base model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TypeGuard
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.errors import NotResident
 from engine.grouping import Grouper
 from engine.kernels import Kernels
+from engine.kernels.expert_groups import ExpertGroups, group_experts
 from engine.kernels.operands import Groups, LoRASlices
 
 BASE = 0
@@ -161,6 +162,33 @@ class PunicaWrapper:
         sampled = self.prompt_groups is not None and self.prompt_groups.tokens == rows
         groups = self.prompt_groups if sampled else self.groups
         return groups if _has_work(groups, rows, "rows") else None
+
+    def group_experts(
+        self,
+        tokens: int,
+        adapter_enabled: Callable[[int], bool],
+        top_k_index: Tensor,
+        experts: int,
+    ) -> ExpertGroups | None:
+        """What `add_lora_fused_moe` needs of one layer's routing; None where it has nothing to do.
+
+        `adapter_enabled(slot)` says whether a slot has weights in this layer; the other arguments
+        are as in `kernels.expert_groups`. Raises ValueError as `add_lora_linear`.
+        """
+        if not _has_work(self.groups, tokens, "tokens"):
+            return None
+        return group_experts(self.groups, adapter_enabled, top_k_index, experts)
+
+    def add_lora_fused_moe(
+        self, ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
+    ) -> None:
+        """Add every pair's delta to its slices' outputs, in place: before the activation w1 and w3
+        (or both in one), before the weighted sum w2.
+
+        ys: one [pairs, out_features[s]] a slice, any strides. x: [pairs, in_features]. `groups`
+        are places in both.
+        """
+        self._kernels.experts(ys, x, weights, groups)
 
 
 def _has_work(groups: Groups | None, rows: int, noun: str) -> TypeGuard[Groups]:

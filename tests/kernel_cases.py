@@ -77,6 +77,11 @@ class Shape(NamedTuple):
     ranks: tuple[int, ...]
     absent: float = 0.2
     kind: ModuleKind = ModuleKind.LINEAR
+    experts: int = 1
+
+    def module(self, width: int, index: int = 0) -> ModuleShape:
+        """The column of a slice of this width."""
+        return ModuleShape("", self.in_features, width, index, kind=self.kind, experts=self.experts)
 
 
 def groups_of(rows: list[int]) -> Groups:
@@ -111,7 +116,7 @@ def make_case(
         for place, width in enumerate(shape.widths):
             rank = random.choice(shape.ranks)
             if random.random() >= shape.absent:
-                module = ModuleShape("", shape.in_features, width, 0, kind=shape.kind)
+                module = shape.module(width)
                 a = torch.randn(module.a_shape(rank), generator=generator).to(kept)
                 b = torch.randn(module.b_shape(rank), generator=generator) / rank**0.5
                 weights[slot, place] = (a, b.to(kept))
@@ -128,10 +133,7 @@ def make_case(
 def lay_out(weights: Weights, shape: Shape, dtype: torch.dtype) -> LoRASlices:
     """A directory and an arena that holds NaN wherever no weight lies."""
     unit = aligned_elements(1, dtype)
-    modules = [
-        ModuleShape("", shape.in_features, width, place, kind=shape.kind)
-        for place, width in enumerate(shape.widths)
-    ]
+    modules = [shape.module(width, place) for place, width in enumerate(shape.widths)]
     sizes = {
         key: slice_elements(b.shape[-1], modules[key[1]], dtype) for key, (_, b) in weights.items()
     }
@@ -148,7 +150,9 @@ def lay_out(weights: Weights, shape: Shape, dtype: torch.dtype) -> LoRASlices:
         start += sizes[slot, place]
     directory = Directory(data, offsets, ranks, offsets, ranks, Edition())
     columns = tuple(range(1, len(modules) + 1))
-    return LoRASlices(directory, columns, shape.in_features, shape.widths, shape.kind)
+    return LoRASlices(
+        directory, columns, shape.in_features, shape.widths, shape.kind, shape.experts
+    )
 
 
 def expected_output(case: Case, scale: float = 1.0) -> Tensor:

@@ -4,11 +4,12 @@ What it is: one tuple of callables. What it is not: an implementation. One rule:
 contract is told once, by its reference; all others keep it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
+from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import Groups, LoRASlices
 
 ShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
@@ -20,6 +21,9 @@ LinearKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
 EmbeddingKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
 """(y, token_ids, weights, groups, scale)."""
 
+ExpertsKernel = Callable[[Sequence[Tensor], Tensor, LoRASlices, ExpertGroups], None]
+"""(ys, x, weights, groups)."""
+
 
 class Kernels(NamedTuple):
     """One implementation of every operation; what they share (scratch) belongs to this tuple."""
@@ -28,3 +32,4 @@ class Kernels(NamedTuple):
     expand: ExpandKernel
     linear: LinearKernel
     embedding: EmbeddingKernel
+    experts: ExpertsKernel

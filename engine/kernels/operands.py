@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.directory import Edition
-from engine.layout import ModuleKind, aligned_elements
+from engine.layout import ModuleKind, ModuleShape, aligned_elements
 
 
 class Directory(NamedTuple):
@@ -45,7 +45,8 @@ class LoRASlices:
 
     Slice `s` of the layer is column `columns[s]`; there A lies at the offset, and B behind it, at
     the next multiple of 128 bytes. `kind` decides their shapes: for LINEAR A is [rank,
-    in_features] and B [out_features[s], rank], for EMBEDDING A is [in_features, rank].
+    in_features] and B [out_features[s], rank], for EMBEDDING A is [in_features, rank], for EXPERTS
+    both have `experts` in front.
 
     Views are made once for each edition of the directory: what an older one said is forgotten.
     """
@@ -57,12 +58,14 @@ class LoRASlices:
         in_features: int,
         out_features: tuple[int, ...],
         kind: ModuleKind = ModuleKind.LINEAR,
+        experts: int = 1,
     ) -> None:
         self.directory = directory
         self.columns = columns
         self.in_features = in_features
         self.out_features = out_features
         self.kind = kind
+        self.experts = experts
         self._edition = -1
         self._pairs: dict[int, tuple[Pair | None, ...]] = {}
 
@@ -84,16 +87,16 @@ class LoRASlices:
         offset, rank = entry
         if offset < 0:
             return None
-        looked_up = self.kind is ModuleKind.EMBEDDING
-        a_shape = (self.in_features, rank) if looked_up else (rank, self.in_features)
+        shape = ModuleShape("", self.in_features, out_features, 0, False, self.kind, self.experts)
+        a_shape = shape.a_shape(rank)
         behind_a = offset + aligned_elements(math.prod(a_shape), self.directory.data.dtype)
         return Pair(
-            self._matrix(offset, *a_shape),
-            self._matrix(behind_a, out_features, rank),
+            self._matrix(offset, a_shape),
+            self._matrix(behind_a, shape.b_shape(rank)),
         )
 
-    def _matrix(self, offset: int, rows: int, width: int) -> Tensor:
-        return self.directory.data[offset : offset + rows * width].view(rows, width)
+    def _matrix(self, offset: int, shape: tuple[int, ...]) -> Tensor:
+        return self.directory.data[offset : offset + math.prod(shape)].view(shape)
 
 
 class Span(NamedTuple):

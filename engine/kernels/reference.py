@@ -8,6 +8,7 @@ from functools import partial
 
 from engine.kernels.embedding import embedding_reference
 from engine.kernels.expand import expand_reference
+from engine.kernels.experts import experts_reference
 from engine.kernels.kinds import Kernels
 from engine.kernels.linear import linear_reference
 from engine.kernels.products import matrix_product, ordered_product
@@ -22,4 +23,5 @@ def reference_kernels(batch_invariant: bool) -> Kernels:
         expand=partial(expand_reference, product=product),
         linear=partial(linear_reference, product=product),
         embedding=partial(embedding_reference, product=product),
+        experts=partial(experts_reference, product=product),
     )

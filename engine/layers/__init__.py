@@ -5,6 +5,7 @@ model, which is `engine.preparation`'s. One rule: a layer is chosen by its role,
 wrapper's own `can_replace_layer`, never by a class's name.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -14,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
 from engine.layers.classifier import ClassificationHeadWithLoRA
 from engine.layers.embedding import VocabParallelEmbeddingWithLoRA
+from engine.layers.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from engine.layers.logits import LogitsProcessorWithLoRA
 from engine.layers.merged import (
     MergedColumnParallelLinearVariableSliceWithLoRA,
@@ -22,11 +24,15 @@ from engine.layers.merged import (
 from engine.layers.packed import MergedColumnParallelLinear, QKVParallelLinear
 from engine.layers.qkv import MergedQKVParallelLinearWithLoRA, QKVParallelLinearWithLoRA
 from engine.layers.replicated import ReplicatedLinearWithLoRA
+from engine.layers.router import RouterWithLoRA
 
 __all__ = [
+    "MIXED_WRAPPERS",
     "WRAPPERS",
     "BaseLayerWithLoRA",
     "ClassificationHeadWithLoRA",
+    "FusedMoE3DWithLoRA",
+    "FusedMoEWithLoRA",
     "LogitsProcessorWithLoRA",
     "MergedColumnParallelLinear",
     "MergedColumnParallelLinearVariableSliceWithLoRA",
@@ -36,6 +42,8 @@ __all__ = [
     "QKVParallelLinearWithLoRA",
     "ReplicatedLinearWithLoRA",
     "Role",
+    "RouterWithLoRA",
+    "Row",
     "SliceShape",
     "VocabParallelEmbeddingWithLoRA",
     "wrapper_of",
@@ -68,13 +76,21 @@ WRAPPERS: Final = (
     Row(Role.BODY, nn.Embedding, VocabParallelEmbeddingWithLoRA),
     Row(Role.HEAD, nn.Linear, LogitsProcessorWithLoRA),
     Row(Role.CLASSIFIER, nn.Linear, ClassificationHeadWithLoRA),
+    Row(Role.BODY, nn.Module, FusedMoE3DWithLoRA),
+    Row(Role.BODY, nn.Module, FusedMoEWithLoRA),
+    Row(Role.BODY, nn.Module, RouterWithLoRA),
 )
 """In order of preference: the first row that fits a layer wraps it."""
 
+MIXED_WRAPPERS: Final = tuple(row for row in WRAPPERS if row.wrapper is not FusedMoE3DWithLoRA)
+"""The table for both formats of expert adapters side by side: the 3-D ones are split at load."""
 
-def wrapper_of(layer: nn.Module, role: Role = Role.BODY) -> type[BaseLayerWithLoRA] | None:
+
+def wrapper_of(
+    layer: nn.Module, role: Role = Role.BODY, table: Sequence[Row] = WRAPPERS
+) -> type[BaseLayerWithLoRA] | None:
     """The class that wraps `layer`; None where it stays as it is."""
-    for row in WRAPPERS:
+    for row in table:
         fits = row.role is role and isinstance(layer, row.base_type)
         if fits and row.wrapper.can_replace_layer(layer):
             return row.wrapper

@@ -1,0 +1,125 @@
+"""Experts modules of the families that are served, tiny and random, and adapters' dense sum.
+
+What it is: configs, modules and the yardstick for one layer. What it is not: a test. One rule: the
+yardstick runs the module's own forward with the deltas added into its weights.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    NemotronHConfig,
+    OlmoeConfig,
+    PreTrainedConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+
+EXPERTS, TOP_K, HIDDEN, INTER = 4, 2, 32, 24
+
+_COMMON = {
+    "vocab_size": 64,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": TOP_K,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "intermediate_size": 40,
+    "moe_intermediate_size": INTER,
+    "first_k_dense_replace": 1,
+}
+
+
+def family_configs() -> dict[str, PreTrainedConfig]:
+    """A tiny config of each family, by a short name."""
+    qwen = {"num_experts": EXPERTS, "intermediate_size": 40, "moe_intermediate_size": INTER}
+    return {
+        "mixtral": MixtralConfig(**_COMMON, intermediate_size=INTER, num_local_experts=EXPERTS),
+        "qwen2_moe": Qwen2MoeConfig(**_COMMON, **qwen, shared_expert_intermediate_size=20),
+        "qwen3_moe": Qwen3MoeConfig(**_COMMON, **qwen, head_dim=8, norm_topk_prob=True),
+        "olmoe": OlmoeConfig(**_COMMON, intermediate_size=INTER, num_experts=EXPERTS),
+        "deepseek_v2": DeepseekV2Config(**{**_COMMON, **_LATENT}),
+        "deepseek_v3": DeepseekV3Config(**{**_COMMON, **_LATENT}),
+        "gpt_oss": GptOssConfig(
+            **_COMMON, intermediate_size=INTER, num_local_experts=EXPERTS, head_dim=8
+        ),
+        "nemotron_h": NemotronHConfig(
+            **_COMMON, n_routed_experts=EXPERTS, moe_intermediate_size=INTER
+        ),
+    }
+
+
+MODULES = {
+    "mixtral": MixtralExperts,
+    "deepseek_v3": DeepseekV3Experts,
+    "gpt_oss": GptOssExperts,
+    "nemotron_h": NemotronHExperts,
+}
+"""One module of each layout: side by side, the same again, interleaved with biases, no gate."""
+
+
+def make_experts(name: str) -> nn.Module:
+    """A random experts module that computes as its own code says."""
+    config = family_configs()[name]
+    config._experts_implementation = "eager"
+    module = MODULES[name](config)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module.eval().requires_grad_(False)
+
+
+class Delta(NamedTuple):
+    """One slot's A [experts, rank, in] and B [experts, out, rank] by slice name."""
+
+    a: Tensor
+    b: Tensor
+
+
+def add_to_weights(module: nn.Module, deltas: Mapping[str, Delta]) -> nn.Module:
+    """A copy of the module with every delta in its weights."""
+    merged = deepcopy(module)
+    for name, (a, b) in deltas.items():
+        _columns(merged, name).add_(b @ a)
+    return merged
+
+
+def _columns(module: nn.Module, name: str) -> Tensor:
+    """What a slice means in the module's weights: a view [experts, out, in]."""
+    halves = {"gate_proj": 0, "up_proj": 1}
+    fused = hasattr(module, "gate_up_proj")
+    parameter = "gate_up_proj" if fused and name in halves else name
+    weights = module.get_parameter(parameter)
+    if module.is_transposed:
+        weights = weights.transpose(1, 2)
+    if parameter == name:
+        return weights
+    inter = weights.shape[1] // 2
+    if module.is_concatenated:
+        return weights[:, halves[name] * inter :][:, :inter]
+    return weights[:, halves[name] :: 2]
