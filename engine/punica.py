@@ -7,7 +7,7 @@ an adapter id without a slot is an error, never the base model.
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from engine.errors import NotResident
 from engine.grouping import Grouper
 from engine.kernels import Kernels
 from engine.kernels.expert_groups import ExpertGroups, group_experts
-from engine.kernels.operands import Groups, LoRASlices
+from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
 
 BASE = 0
 """The adapter id of rows without an adapter."""
@@ -57,6 +57,19 @@ class LoRAMapping:
             and torch.equal(self.index_mapping, other.index_mapping)
             and torch.equal(self.prompt_mapping, other.prompt_mapping)
         )
+
+
+class Halves(NamedTuple):
+    """A linear layer's product in two halves, for ranks that exchange what lies between them.
+
+    `shrink` and `expand` give A and B. This process shrinks to one `rank_parts`-th of each rank;
+    its outputs are the columns from `offset` on.
+    """
+
+    shrink: LoRASlices
+    expand: LoRASlices
+    rank_parts: int = 1
+    offset: int = 0
 
 
 class PunicaWrapper:
@@ -131,6 +144,20 @@ class PunicaWrapper:
         """
         if _has_work(self.groups, len(x), "tokens"):
             self._kernels.linear(y, x, weights, self.groups, scale)
+
+    def add_lora_halves(
+        self, y: Tensor, x: Tensor, halves: Halves, exchange: Callable[[Tensor], Tensor]
+    ) -> None:
+        """As `add_lora_linear`, with `exchange` between shrink and expand, in place.
+
+        `exchange` takes [slices, tokens, rank_max / rank_parts], in the accumulator's dtype and 0
+        where nothing was shrunk, and gives [slices, tokens, rank_max].
+        """
+        if _has_work(self.groups, len(x), "tokens"):
+            shape = (len(halves.shrink.columns), len(x), self.rank_max // halves.rank_parts)
+            shrunk = x.new_zeros(shape, dtype=accumulator_dtype(x.dtype))
+            self.add_shrink(shrunk, x, halves.shrink)
+            self.add_expand(y, exchange(shrunk), halves.expand, halves.offset)
 
     def add_lora_embedding(
         self, y: Tensor, token_ids: Tensor, weights: LoRASlices, scale: float = 1.0

@@ -5,7 +5,7 @@ model, which is `engine.preparation`'s. One rule: a layer is chosen by its role,
 wrapper's own `can_replace_layer`, never by a class's name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -14,38 +14,68 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
 from engine.layers.classifier import ClassificationHeadWithLoRA
+from engine.layers.column import (
+    ColumnParallelLinearWithLoRA,
+    ColumnParallelLinearWithShardedLoRA,
+)
 from engine.layers.embedding import VocabParallelEmbeddingWithLoRA
 from engine.layers.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from engine.layers.logits import LogitsProcessorWithLoRA
 from engine.layers.merged import (
     MergedColumnParallelLinearVariableSliceWithLoRA,
     MergedColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithShardedLoRA,
 )
 from engine.layers.packed import MergedColumnParallelLinear, QKVParallelLinear
-from engine.layers.qkv import MergedQKVParallelLinearWithLoRA, QKVParallelLinearWithLoRA
+from engine.layers.parallel import (
+    ColumnParallelLinear,
+    ParallelHead,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from engine.layers.qkv import (
+    MergedQKVParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithShardedLoRA,
+    QKVParallelLinearWithLoRA,
+    QKVParallelLinearWithShardedLoRA,
+)
 from engine.layers.replicated import ReplicatedLinearWithLoRA
 from engine.layers.router import RouterWithLoRA
+from engine.layers.row import RowParallelLinearWithLoRA, RowParallelLinearWithShardedLoRA
 
 __all__ = [
+    "FULLY_SHARDED",
     "MIXED_WRAPPERS",
     "WRAPPERS",
     "BaseLayerWithLoRA",
     "ClassificationHeadWithLoRA",
+    "ColumnParallelLinear",
+    "ColumnParallelLinearWithLoRA",
+    "ColumnParallelLinearWithShardedLoRA",
     "FusedMoE3DWithLoRA",
     "FusedMoEWithLoRA",
     "LogitsProcessorWithLoRA",
     "MergedColumnParallelLinear",
     "MergedColumnParallelLinearVariableSliceWithLoRA",
     "MergedColumnParallelLinearWithLoRA",
+    "MergedColumnParallelLinearWithShardedLoRA",
     "MergedQKVParallelLinearWithLoRA",
+    "MergedQKVParallelLinearWithShardedLoRA",
+    "ParallelHead",
     "QKVParallelLinear",
     "QKVParallelLinearWithLoRA",
+    "QKVParallelLinearWithShardedLoRA",
     "ReplicatedLinearWithLoRA",
     "Role",
     "RouterWithLoRA",
     "Row",
+    "RowParallelLinear",
+    "RowParallelLinearWithLoRA",
+    "RowParallelLinearWithShardedLoRA",
     "SliceShape",
+    "VocabParallelEmbedding",
     "VocabParallelEmbeddingWithLoRA",
+    "fully_sharded",
     "wrapper_of",
 ]
 
@@ -71,6 +101,8 @@ WRAPPERS: Final = (
     Row(Role.BODY, QKVParallelLinear, QKVParallelLinearWithLoRA),
     Row(Role.BODY, MergedColumnParallelLinear, MergedColumnParallelLinearWithLoRA),
     Row(Role.BODY, MergedColumnParallelLinear, MergedColumnParallelLinearVariableSliceWithLoRA),
+    Row(Role.BODY, ColumnParallelLinear, ColumnParallelLinearWithLoRA),
+    Row(Role.BODY, RowParallelLinear, RowParallelLinearWithLoRA),
     Row(Role.BODY, nn.Linear, ReplicatedLinearWithLoRA),
     Row(Role.BODY, Conv1D, ReplicatedLinearWithLoRA),
     Row(Role.BODY, nn.Embedding, VocabParallelEmbeddingWithLoRA),
@@ -84,6 +116,20 @@ WRAPPERS: Final = (
 
 MIXED_WRAPPERS: Final = tuple(row for row in WRAPPERS if row.wrapper is not FusedMoE3DWithLoRA)
 """The table for both formats of expert adapters side by side: the 3-D ones are split at load."""
+
+FULLY_SHARDED: Final[Mapping[type[BaseLayerWithLoRA], type[BaseLayerWithLoRA]]] = {
+    ColumnParallelLinearWithLoRA: ColumnParallelLinearWithShardedLoRA,
+    MergedColumnParallelLinearWithLoRA: MergedColumnParallelLinearWithShardedLoRA,
+    MergedQKVParallelLinearWithLoRA: MergedQKVParallelLinearWithShardedLoRA,
+    QKVParallelLinearWithLoRA: QKVParallelLinearWithShardedLoRA,
+    RowParallelLinearWithLoRA: RowParallelLinearWithShardedLoRA,
+}
+"""What wraps in their place with fully sharded adapters; every other class is the same there."""
+
+
+def fully_sharded(table: Sequence[Row]) -> tuple[Row, ...]:
+    """The table with the classes for fully sharded adapters."""
+    return tuple(row._replace(wrapper=FULLY_SHARDED.get(row.wrapper, row.wrapper)) for row in table)
 
 
 def wrapper_of(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine.arena import Arena
 from engine.kernels.operands import Directory, LoRASlices
 from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, directory_columns
+from engine.parallel import SINGLE, ParallelGroup
 from engine.punica import PunicaWrapper
 
 Parts = Sequence[Tensor | None]
@@ -53,6 +54,11 @@ class BaseLayerWithLoRA(nn.Module):
     def can_replace_layer(cls, layer: nn.Module) -> bool:
         """Whether this wrapper's arithmetic is right for `layer`."""
         raise NotImplementedError(f"{cls.__name__} does not say which layers it can replace")
+
+    @property
+    def group(self) -> ParallelGroup:
+        """The ranks among which the layer is split; one that every rank holds whole is alone."""
+        return SINGLE
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:

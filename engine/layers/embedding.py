@@ -1,13 +1,14 @@
 """The token embedding: A is looked up by token, B expanded.
 
-What it is: the wrapper of `nn.Embedding`. What it is not: sharded; every rank holds all of the
-vocabulary. One rule: only embeddings whose result is the looked-up row, times a constant at most,
+What it is: the wrapper of `nn.Embedding`. What it is not: sharded; every rank holds A and B for all
+of the vocabulary, also where the base layer has a part of it. One rule: only embeddings whose result is the looked-up row, times a constant at most,
 are wrapped, so that the delta is looked up and scaled the same way.
 """
 
 from torch import Tensor, nn
 
 from engine.layers.base import BaseLayerWithLoRA, Parts, SliceShape
+from engine.layers.parallel import VocabParallelEmbedding
 from engine.layout import ModuleKind
 
 
@@ -29,7 +30,7 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         return (
             isinstance(layer, nn.Embedding)
             and layer.max_norm is None
-            and (type(layer).forward is nn.Embedding.forward or hasattr(layer, "embed_scale"))
+            and (_is_plain(layer) or hasattr(layer, "embed_scale"))
         )
 
     @property
@@ -54,6 +55,12 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
             rows = y.view(-1, y.shape[-1])
             self._punica.add_lora_embedding(rows, token_ids.flatten(), self._slices, self._scale)
         return y
+
+
+def _is_plain(layer: nn.Embedding) -> bool:
+    """Whether the layer gives what it finds, be it here or on another rank."""
+    is_split = isinstance(layer, VocabParallelEmbedding)
+    return is_split or type(layer).forward is nn.Embedding.forward
 
 
 def _scale_of(layer: nn.Embedding) -> float:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from engine.layers.base import BaseLayerWithLoRA, Parts, SliceShape
 from engine.layers.packed import MergedColumnParallelLinear, PackedLinear
+from engine.layers.sharded import ColumnShardedLoRA
+from engine.parallel import ParallelGroup
 
 GATE_AND_UP = 2
 
@@ -26,9 +28,14 @@ class PackedLinearWithLoRA(BaseLayerWithLoRA):
         """One slice a child, called as the child is."""
         base = self.base_layer
         return tuple(
-            SliceShape(base.in_features, width, name)
-            for name, width in zip(base.child_names, base.widths, strict=True)
+            SliceShape(base.in_features, share.whole_width, name, shard=share.shard)
+            for name, share in zip(base.child_names, base.shares, strict=True)
         )
+
+    @property
+    def group(self) -> ParallelGroup:
+        """The ranks among which the outputs are split."""
+        return self.base_layer.group
 
     def forward(self, x: Tensor) -> Tensor:
         """All children's outputs side by side, deltas included; x: [..., in_features]."""
@@ -42,6 +49,12 @@ class MergedColumnParallelLinearWithLoRA(PackedLinearWithLoRA):
     def can_replace_layer(cls, layer: nn.Module) -> bool:
         """Two projections."""
         return isinstance(layer, MergedColumnParallelLinear) and len(layer.widths) == GATE_AND_UP
+
+
+class MergedColumnParallelLinearWithShardedLoRA(
+    ColumnShardedLoRA, MergedColumnParallelLinearWithLoRA
+):
+    """The same with A's rows dealt out."""
 
 
 class MergedColumnParallelLinearVariableSliceWithLoRA(PackedLinearWithLoRA):
@@ -69,7 +82,7 @@ class MergedColumnParallelLinearVariableSliceWithLoRA(PackedLinearWithLoRA):
 
     def _spread(self, all_a: Parts, all_b: Parts) -> tuple[Parts, Parts]:
         """One A and one B a slice, from tensors that cover several."""
-        widths = self.base_layer.widths
+        widths = [share.whole_width for share in self.base_layer.shares]
         a_of_slice: list[Tensor | None] = []
         b_of_slice: list[Tensor | None] = []
         for a, b in zip(all_a, all_b, strict=True):

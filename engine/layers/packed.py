@@ -7,10 +7,36 @@ tensor object; anything else is computed anew.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+
+from engine.layers.parallel import ColumnParallelLinear
+from engine.layout import Shard
+from engine.parallel import SINGLE
+
+
+class Share(NamedTuple):
+    """How wide a part of a packed layer is as a whole, and which rows this rank keeps.
+
+    `rows` None: all of them.
+    """
+
+    whole_width: int
+    rows: tuple[range, ...] | None = None
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> Self:
+        """What this rank has of a linear layer."""
+        if isinstance(layer, ColumnParallelLinear):
+            return cls(layer.whole_out_features, layer.rows)
+        return cls(layer.out_features)
+
+    @property
+    def shard(self) -> Shard:
+        """What this rank keeps of an adapter's A and B."""
+        return Shard(b_rows=self.rows)
 
 
 class PackedLinear(nn.Linear):
@@ -18,6 +44,7 @@ class PackedLinear(nn.Linear):
 
     `widths`: the columns of each part. `child_names`: what the parts are called where the model
     knows them one by one; empty where it knows one layer, as a checkpoint that stores them fused.
+    `shares`: where the outputs are split over `group`, what each part is of its whole.
     """
 
     def __init__(
@@ -40,23 +67,35 @@ class PackedLinear(nn.Linear):
         self.widths = list(widths)
         self.child_names = tuple(child_names)
         self._unbiased = frozenset(unbiased)
+        self.group = SINGLE
+        self.shares = [Share(width) for width in self.widths]
 
     @classmethod
     def of_children(cls, children: Mapping[str, nn.Linear]) -> Self:
-        """The children packed, their weights copied; their inputs must be equally wide.
+        """The children packed, by name; see `of_layers`."""
+        return cls.of_layers(list(children.values()), list(children))
 
-        Where only some have a bias the others get one of zeros, which changes no result.
+    @classmethod
+    def of_layers(cls, layers: Sequence[nn.Linear], names: Sequence[str] = ()) -> Self:
+        """The layers packed, their weights copied; their inputs must be equally wide.
+
+        Layers whose outputs are split over ranks make a packed layer that is split alike. Where
+        only some have a bias the others get one of zeros, which changes no result.
         """
-        layers = list(children.values())
         unbiased = [place for place, layer in enumerate(layers) if layer.bias is None]
         has_bias = len(unbiased) < len(layers)
-        return cls(
+        packed = cls(
             torch.cat([layer.weight.detach() for layer in layers]),
             torch.cat([_bias_or_zeros(layer) for layer in layers]) if has_bias else None,
             [layer.out_features for layer in layers],
-            list(children),
+            names,
             unbiased,
         )
+        packed.shares = [Share.of(layer) for layer in layers]
+        packed.group = next(
+            (layer.group for layer in layers if isinstance(layer, ColumnParallelLinear)), SINGLE
+        )
+        return packed
 
     def weight_of(self, place: int) -> Tensor:
         """A child's weight, [widths[place], in_features], as a view."""

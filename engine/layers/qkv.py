@@ -1,15 +1,20 @@
 """The query, key and value projections of an attention layer, in one layer.
 
 What it is: the wrappers of `QKVParallelLinear`. What it is not: a wrapper of projections that a
-checkpoint stores fused; on one rank those are plain linear layers with one slice. One rule: a
-slice a projection where the adapter has three pairs, one slice where it has one.
+checkpoint stores fused; on one rank those are plain linear layers with one slice. Key and value
+heads that are fewer than ranks are replicated: then several ranks have the same rows of k and v.
+One rule: a slice a projection where the adapter has three pairs, one slice where it has one.
 """
+
+from itertools import accumulate
 
 from torch import nn
 
 from engine.layers.base import SliceShape
 from engine.layers.merged import PackedLinearWithLoRA
 from engine.layers.packed import QKVParallelLinear
+from engine.layers.sharded import ColumnShardedLoRA
+from engine.layout import Shard
 
 
 class MergedQKVParallelLinearWithLoRA(PackedLinearWithLoRA):
@@ -31,5 +36,21 @@ class QKVParallelLinearWithLoRA(PackedLinearWithLoRA):
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
-        """One slice over all of q, k and v."""
-        return (SliceShape(self.base_layer.in_features, self.base_layer.out_features),)
+        """One slice over all of q, k and v; each is split over the ranks by itself."""
+        base = self.base_layer
+        widths = [share.whole_width for share in base.shares]
+        firsts = accumulate(widths, initial=0)
+        rows = tuple(
+            range(first + part.start, first + part.stop)
+            for first, share in zip(firsts, base.shares, strict=False)
+            for part in share.rows or (range(share.whole_width),)
+        )
+        return (SliceShape(base.in_features, sum(widths), shard=Shard(b_rows=rows)),)
+
+
+class MergedQKVParallelLinearWithShardedLoRA(ColumnShardedLoRA, MergedQKVParallelLinearWithLoRA):
+    """Three slices, with A's rows dealt out."""
+
+
+class QKVParallelLinearWithShardedLoRA(ColumnShardedLoRA, QKVParallelLinearWithLoRA):
+    """One slice, with A's rows dealt out."""

@@ -1,0 +1,49 @@
+"""A linear layer whose outputs are split over the ranks.
+
+What it is: the wrappers of `ColumnParallelLinear`. What it is not: several projections in one
+layer; those are `merged` and `qkv`. One rule: B is cut as the base layer's weight is, so the delta
+belongs to the same columns as the output it is added to.
+"""
+
+from torch import Tensor, nn
+
+from engine.layers.base import BaseLayerWithLoRA, SliceShape
+from engine.layers.parallel import ColumnParallelLinear
+from engine.layers.sharded import ColumnShardedLoRA
+from engine.layout import Shard
+from engine.parallel import ParallelGroup
+
+
+class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
+    """One slice: A whole, B's rows as the base layer has them.
+
+    They may be several ranges, as of a pair of projections that a checkpoint stores as one.
+    """
+
+    base_layer: ColumnParallelLinear
+
+    @classmethod
+    def can_replace_layer(cls, layer: nn.Module) -> bool:
+        """Every layer whose outputs are split."""
+        return isinstance(layer, ColumnParallelLinear)
+
+    @property
+    def group(self) -> ParallelGroup:
+        """The ranks that share the layer."""
+        return self.base_layer.group
+
+    @property
+    def slice_shapes(self) -> tuple[SliceShape, ...]:
+        """One slice over the whole layer."""
+        base = self.base_layer
+        shard = Shard(b_rows=base.rows)
+        return (SliceShape(base.in_features, base.whole_out_features, shard=shard),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's columns of `x @ W.T + bias + delta`, or all where the layer gathers."""
+        base = self.base_layer
+        return base.complete(self.add_lora(base.partial(x), x))
+
+
+class ColumnParallelLinearWithShardedLoRA(ColumnShardedLoRA, ColumnParallelLinearWithLoRA):
+    """The same with A's rows dealt out."""
