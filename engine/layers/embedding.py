@@ -1,8 +1,9 @@
 """The token embedding: A is looked up by token, B expanded.
 
 What it is: the wrapper of `nn.Embedding`. What it is not: sharded; every rank holds A and B for all
-of the vocabulary, also where the base layer has a part of it. One rule: only embeddings whose result is the looked-up row, times a constant at most,
-are wrapped, so that the delta is looked up and scaled the same way.
+of the vocabulary, also where the base layer has a part of it. One rule: only embeddings whose
+result is the looked-up row, times a constant at most, are wrapped, so that the delta is looked up
+and scaled the same way.
 """
 
 from torch import Tensor, nn

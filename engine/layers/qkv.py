@@ -39,6 +39,8 @@ class QKVParallelLinearWithLoRA(PackedLinearWithLoRA):
         """One slice over all of q, k and v; each is split over the ranks by itself."""
         base = self.base_layer
         widths = [share.whole_width for share in base.shares]
+        if base.group.is_single:
+            return (SliceShape(base.in_features, sum(widths)),)
         firsts = accumulate(widths, initial=0)
         rows = tuple(
             range(first + part.start, first + part.stop)
