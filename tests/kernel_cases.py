@@ -16,7 +16,7 @@ from engine.kernels.operands import Directory, Groups, LoRASlices
 from engine.layout import ABSENT, ModuleKind, ModuleShape, aligned_elements, slice_elements
 from engine.punica import LoRAMapping, PunicaWrapper
 
-NAMES = ("reference",)
+NAMES = ("reference", "cpu")
 """The implementations that all tests run over."""
 
 ERRORS_MAX = {

@@ -8,6 +8,7 @@ reference's signature and passes the reference's tests.
 from collections.abc import Callable
 from typing import Final
 
+from engine.kernels.cpu import cpu_kernels
 from engine.kernels.kinds import Kernels
 from engine.kernels.reference import reference_kernels
 
@@ -15,10 +16,11 @@ __all__ = ["DEFAULTS", "IMPLEMENTATIONS", "Kernels", "choose_kernels"]
 
 IMPLEMENTATIONS: Final[dict[str, Callable[[bool], Kernels]]] = {
     "reference": reference_kernels,
+    "cpu": cpu_kernels,
 }
 """Name -> a maker of kernels; its argument is `batch_invariant`."""
 
-DEFAULTS: Final[dict[str, str]] = {"cpu": "reference", "cuda": "reference"}
+DEFAULTS: Final[dict[str, str]] = {"cpu": "cpu", "cuda": "reference"}
 """The implementation for each type of device."""
 
 

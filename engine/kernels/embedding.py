@@ -6,6 +6,7 @@ not: fast. One rule: only the rows of A that the batch's tokens name are read.
 
 from torch import Tensor
 
+from engine.kernels.checks import check_embedding
 from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
 from engine.kernels.products import Product, matrix_product
 
@@ -23,8 +24,9 @@ def embedding_reference(
 
     y: [tokens, out_features[0]]. token_ids: [tokens] int64, each below `in_features`. `weights` has
     one slice of kind EMBEDDING, so A is [in_features, rank]. Not written: rows of the base model,
-    and rows whose adapter has nothing here.
+    and rows whose adapter has nothing here. Raises ValueError where it is not defined.
     """
+    check_embedding(y, token_ids, weights, groups)
     dtype = accumulator_dtype(y.dtype)
     for slot, start, end in groups.spans:
         (pair,) = weights.pairs(slot)

@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from engine.kernels.checks import check_expand
 from engine.kernels.operands import Groups, LoRASlices
 from engine.kernels.products import Product, matrix_product
 
@@ -30,6 +31,7 @@ def expand_reference(  # noqa: PLR0913
     is the sum of the slices before `s`. Without `add_inputs` the product replaces what was there.
     Not written: rows of the base model, and slices for which a row's adapter has nothing.
     """
+    check_expand(y, x, weights, groups, offset)
     firsts = list(accumulate(weights.out_features, initial=offset))
     for slot, start, end in groups.spans:
         rows = groups.rows[start:end]

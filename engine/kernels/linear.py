@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from engine.kernels.checks import check_linear
 from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
 from engine.kernels.products import Product, matrix_product
 
@@ -27,6 +28,7 @@ def linear_reference(
     before `s`. Not written: rows of the base model, and slices for which a row's adapter has
     nothing. The logits operation is this one, over the groups of the sampled rows.
     """
+    check_linear(y, x, weights, groups)
     dtype = accumulator_dtype(x.dtype)
     firsts = list(accumulate(weights.out_features, initial=0))
     for slot, start, end in groups.spans:

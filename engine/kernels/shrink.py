@@ -6,6 +6,7 @@ not: fast. One rule: arithmetic follows each adapter's own rank, not the largest
 
 from torch import Tensor
 
+from engine.kernels.checks import check_shrink
 from engine.kernels.operands import Groups, LoRASlices
 from engine.kernels.products import Product, matrix_product
 
@@ -25,6 +26,7 @@ def shrink_reference(
     Not written: rows of the base model, rows whose adapter has nothing for the slice, and columns
     from the adapter's own rank on.
     """
+    check_shrink(y, x, weights, groups)
     for slot, start, end in groups.spans:
         rows = groups.rows[start:end]
         x_rows = x[rows].to(y.dtype)

@@ -1,0 +1,99 @@
+"""What a launcher makes sure of before it touches memory.
+
+What it is: shapes, dtypes, strides and devices against what an operation's reference says. What it
+is not: arithmetic. One rule: a message names the operation, what was found and what is needed.
+
+`signature` is what these checks depend on beside the layer and the groups: who has checked one may
+skip equal ones.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
+from engine.layout import ModuleKind
+
+Signature = tuple[object, ...]
+
+
+def signature(y: Tensor, x: Tensor) -> Signature:
+    """What is checked of two tensors."""
+    return (y.shape, y.stride(), y.dtype, y.device, x.shape, x.stride(), x.dtype, x.device)
+
+
+def check_linear(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> None:
+    """Raise ValueError unless `linear_reference` is defined for these."""
+    _check_kind("linear", weights, ModuleKind.LINEAR)
+    _check("linear", "x", x, (groups.tokens, weights.in_features), weights)
+    _check("linear", "y", y, (groups.tokens, sum(weights.out_features)), weights)
+    _check_dtype("linear", "y", y, x.dtype)
+
+
+def check_shrink(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> None:
+    """Raise ValueError unless `shrink_reference` is defined for these."""
+    _check_kind("shrink", weights, ModuleKind.LINEAR)
+    _check("shrink", "x", x, (groups.tokens, weights.in_features), weights)
+    _check("shrink", "y", y, (len(weights.columns), groups.tokens, _rank_max(weights)), weights)
+    _check_dtype("shrink", "y", y, accumulator_dtype(x.dtype))
+
+
+def check_expand(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, offset: int) -> None:
+    """Raise ValueError unless `expand_reference` is defined for these."""
+    _check_kind("expand", weights, ModuleKind.LINEAR)
+    _check("expand", "x", x, (len(weights.columns), groups.tokens, _rank_max(weights)), weights)
+    width = offset + sum(weights.out_features)
+    _check("expand", "y", y, (groups.tokens, width), weights, wider=True)
+    _check_dtype("expand", "x", x, accumulator_dtype(y.dtype))
+    if offset < 0:
+        raise ValueError(f"expand: offset is {offset}; at least 0 is needed")
+
+
+def check_embedding(y: Tensor, token_ids: Tensor, weights: LoRASlices, groups: Groups) -> None:
+    """Raise ValueError unless `embedding_reference` is defined for these, the ids' values apart."""
+    _check_kind("embedding", weights, ModuleKind.EMBEDDING)
+    _check("embedding", "token_ids", token_ids, (groups.tokens,), weights)
+    _check("embedding", "y", y, (groups.tokens, *weights.out_features), weights)
+    _check_dtype("embedding", "token_ids", token_ids, torch.int64)
+
+
+def _rank_max(weights: LoRASlices) -> int:
+    """The widest rank that any slot has in the layer's columns."""
+    return int(weights.directory.host_ranks[:, list(weights.columns)].max())
+
+
+def _check(
+    operation: str,
+    name: str,
+    found: Tensor,
+    needed: tuple[int, ...],
+    weights: LoRASlices,
+    *,
+    wider: bool = False,
+) -> None:
+    """Shape, strides and device; `wider` (and a buffer's last size) may exceed what is needed."""
+    shape = tuple(found.shape)
+    may_be_wider = wider or len(needed) == 3
+    fits = len(shape) == len(needed) and shape[:-1] == needed[:-1]
+    if not fits or shape[-1] < needed[-1] or (shape[-1] > needed[-1] and not may_be_wider):
+        at_least = ", the last at least that" if may_be_wider else ""
+        raise ValueError(
+            f"{operation}: {name} is {list(shape)}; {list(needed)} is needed{at_least}"
+        )
+    if shape and shape[-1] > 1 and found.stride(-1) != 1:
+        raise ValueError(
+            f"{operation}: {name} has strides {found.stride()}; its last has to be 1, so that a "
+            "row's numbers lie side by side"
+        )
+    device = weights.directory.data.device
+    if found.device != device:
+        raise ValueError(f"{operation}: {name} is on {found.device}; the weights are on {device}")
+
+
+def _check_dtype(operation: str, name: str, found: Tensor, needed: torch.dtype) -> None:
+    if found.dtype != needed:
+        raise ValueError(f"{operation}: {name} is {found.dtype}; {needed} is needed")
+
+
+def _check_kind(operation: str, weights: LoRASlices, needed: ModuleKind) -> None:
+    if weights.kind is not needed:
+        raise ValueError(f"{operation}: the layer's kind is {weights.kind}; {needed} is needed")

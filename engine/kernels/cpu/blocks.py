@@ -1,0 +1,189 @@
+"""A batch's rows, cut into blocks that are computed together.
+
+What it is: arithmetic on row numbers, once for each mapping. What it is not: a product. One rule:
+there is a Python loop over groups and over long runs, never over rows.
+
+A group is *long* from `LONG_ROWS` on: then a product's time is that of its numbers and not of its
+call. A long group is cut into runs of rows that lie side by side, which are read and written where
+they are. All short groups make blocks together.
+"""
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.operands import Groups, Span
+
+LONG_ROWS: Final = 32
+"""From so many rows on a group is worth calls of its own."""
+BLOCK_ROWS: Final = 256
+"""The most rows that are gathered, or converted, at once."""
+PADDED_ROWS: Final = 16
+"""With batch_invariant every product has exactly so many rows."""
+
+
+class Part(NamedTuple):
+    """`size` rows of one slot within a block, of which the first `real` are not padding."""
+
+    slot: int
+    size: int
+    real: int
+
+
+class Piece(NamedTuple):
+    """A part by itself: its slot, the batch's rows that it reads, and those that it writes."""
+
+    slot: int
+    reads: Tensor
+    writes: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Rows that are computed together, part by part.
+
+    rows: [size] int64, the batch's row of each of the block's; None where these are `first` and
+    those that follow. keep: [real rows] int64, the places in the block of rows that are not there
+    as padding only; None where all are real. targets: `rows` without the padding.
+    """
+
+    parts: tuple[Part, ...]
+    first: int
+    rows: Tensor | None
+    keep: Tensor | None = None
+    targets: Tensor | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The rows of each part."""
+        return [part.size for part in self.parts]
+
+    @property
+    def size(self) -> int:
+        """All rows, padding included."""
+        return sum(self.sizes)
+
+
+class Cutter:
+    """Blocks of a batch, found once for each mapping and used by all layers.
+
+    With `batch_invariant` every part has the same number of rows, so that a row's sums don't depend
+    on how many there are beside it.
+    """
+
+    def __init__(self, batch_invariant: bool) -> None:
+        self.batch_invariant = batch_invariant
+        self._known: tuple[Groups, tuple[Block, ...]] | None = None
+
+    def __call__(self, groups: Groups) -> tuple[Block, ...]:
+        """The blocks of `groups`; these are compared by identity and held, so never mistaken."""
+        if self._known is None or self._known[0] is not groups:
+            self._known = (groups, padded(groups) if self.batch_invariant else cut(groups))
+        return self._known[1]
+
+
+def cut(groups: Groups) -> tuple[Block, ...]:
+    """Blocks that together hold every row of every group once."""
+    long_spans = [span for span in groups.spans if span.end - span.start >= LONG_ROWS]
+    short_spans = [span for span in groups.spans if span.end - span.start < LONG_ROWS]
+    long = [block for span in long_spans for block in _long_blocks(groups, span)]
+    return (*long, *_short_blocks(groups, short_spans))
+
+
+def padded(groups: Groups) -> tuple[Block, ...]:
+    """Blocks of parts that have exactly `PADDED_ROWS` rows; a part's last row fills it up."""
+    parts = [
+        _part(span.slot, min(PADDED_ROWS, span.end - start))
+        for span in groups.spans
+        for start in range(span.start, span.end, PADDED_ROWS)
+    ]
+    blocks, start, parts_max = [], 0, BLOCK_ROWS // PADDED_ROWS
+    for place in range(0, len(parts), parts_max):
+        some = tuple(parts[place : place + parts_max])
+        size = sum(part.size for part in some)
+        blocks.append(_filled_up(some, groups.rows[start : start + size], PADDED_ROWS))
+        start += size
+    return tuple(blocks)
+
+
+def equal_parts(block: Block) -> Block:
+    """The same rows, each part filled up to the rows of the largest."""
+    width = max(block.sizes)
+    return block if min(block.sizes) == width else _filled_up(block.parts, rows_of(block), width)
+
+
+def rows_of(block: Block) -> Tensor:
+    """The batch's row of each of the block's."""
+    if block.rows is None:
+        return torch.arange(block.first, block.first + block.size)
+    return block.rows
+
+
+def pieces(block: Block) -> list[Piece]:
+    """The block's parts, each by itself."""
+    rows = rows_of(block).split_with_sizes(block.sizes)
+    return [
+        Piece(part.slot, reads, reads[: part.real])
+        for part, reads in zip(block.parts, rows, strict=True)
+    ]
+
+
+def _part(slot: int, size: int) -> Part:
+    return Part(slot, size, size)
+
+
+def _filled_up(parts: tuple[Part, ...], rows: Tensor, width: int) -> Block:
+    """A block whose parts all have `width` rows, each part's last row as often as it takes."""
+    counts = torch.tensor([part.size for part in parts])[:, None]
+    starts = torch.cumsum(counts, 0) - counts
+    places = torch.arange(width)
+    sources = starts + torch.minimum(places, counts - 1)
+    keep = (places < counts).flatten().nonzero().flatten()
+    filled = tuple(part._replace(size=width) for part in parts)
+    return Block(filled, 0, rows[sources.flatten()], keep, rows)
+
+
+def _long_blocks(groups: Groups, span: Span) -> list[Block]:
+    """One block a run where runs are long on the average, else blocks of gathered rows."""
+    rows = groups.rows[span.start : span.end]
+    breaks = (rows[1:] - rows[:-1] != 1).nonzero().flatten() + 1
+    runs = len(breaks) + 1
+    if runs * LONG_ROWS > len(rows):
+        pieces = torch.split(rows, BLOCK_ROWS)
+        return [Block((_part(span.slot, len(piece)),), 0, piece) for piece in pieces]
+    edges = [0, *breaks.tolist(), len(rows)]
+    firsts = rows[edges[:-1]].tolist()
+    return [
+        Block((_part(span.slot, end - start),), first, None)
+        for first, start, end in zip(firsts, edges[:-1], edges[1:], strict=True)
+    ]
+
+
+def _short_blocks(groups: Groups, spans: list[Span]) -> list[Block]:
+    """Whole groups, as many as `BLOCK_ROWS` takes, in each block."""
+    blocks: list[Block] = []
+    waiting: list[Span] = []
+    size = 0
+    for span in spans:
+        count = span.end - span.start
+        if size + count > BLOCK_ROWS:
+            blocks.append(_short_block(groups, waiting))
+            waiting, size = [], 0
+        waiting.append(span)
+        size += count
+    return [*blocks, _short_block(groups, waiting)] if waiting else blocks
+
+
+def _short_block(groups: Groups, spans: list[Span]) -> Block:
+    start, end = spans[0].start, spans[-1].end
+    size = sum(span.end - span.start for span in spans)
+    rows = groups.rows[start:end]
+    if size != end - start:
+        rows = torch.cat([groups.rows[span.start : span.end] for span in spans])
+    parts = tuple(_part(span.slot, span.end - span.start) for span in spans)
+    first = int(rows[0])
+    if torch.equal(rows, torch.arange(first, first + size)):
+        return Block(parts, first, None)
+    return Block(parts, 0, rows)

@@ -1,0 +1,69 @@
+"""The fused pair on a CPU: plans by layer, made when the mapping or the directory changes.
+
+What it is: a memory of plans, and the way to them. What it is not: arithmetic; the strategies have
+files of their own. One rule: a plan is used for exactly the mapping and the edition of the
+directory that it was made for.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.kernels.checks import Signature, check_linear, signature
+from engine.kernels.cpu.blocks import Cutter
+from engine.kernels.cpu.costs import Plan, cheapest
+from engine.kernels.cpu.grouped import Grouped
+from engine.kernels.cpu.layer import LayerBlock, layer_block, wide_dtype
+from engine.kernels.cpu.scratch import Scratch
+from engine.kernels.operands import Groups, LoRASlices
+
+
+class _LayerPlan(NamedTuple):
+    """What a layer does, and for what that was found; `groups` is compared by identity."""
+
+    groups: Groups
+    edition: int
+    signature: Signature
+    plans: tuple[Plan, ...]
+
+
+class CpuLinear:
+    """`linear` for one engine; called by one thread at a time."""
+
+    def __init__(self, cutter: Cutter, scratch: Scratch) -> None:
+        self._cutter = cutter
+        self._scratch = scratch
+        self._plans: dict[LoRASlices, _LayerPlan] = {}
+
+    def __call__(
+        self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, scale: float
+    ) -> None:
+        """As `linear_reference`."""
+        plan = self._plans.get(weights)
+        if (
+            plan is None
+            or plan.groups is not groups
+            or plan.edition != weights.directory.edition.number
+            or plan.signature != signature(y, x)
+        ):
+            check_linear(y, x, weights, groups)
+            plan = self._plans[weights] = self._plan(y, x, weights, groups)
+        for part in plan.plans:
+            part.run(y, x, scale)
+
+    def _plan(self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> _LayerPlan:
+        plans: list[Plan] = []
+        for block in self._cutter(groups):
+            layer = layer_block(weights, block, x.dtype)
+            if layer is not None:
+                strategy, dtype = self._choose(layer)
+                plans.append(strategy(layer, dtype, self._scratch))
+        edition = weights.directory.edition.number
+        return _LayerPlan(groups, edition, signature(y, x), tuple(plans))
+
+    def _choose(self, layer: LayerBlock) -> tuple[type[Plan], torch.dtype]:
+        """With batch_invariant there is one way only, whatever else would be cheaper."""
+        if self._cutter.batch_invariant:
+            return Grouped, wide_dtype(layer.activations, layer.weights)
+        return cheapest(layer)
