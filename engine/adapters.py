@@ -5,17 +5,23 @@ keeper of adapters; whoever asks holds the answer. One rule: everything is check
 is kept, and all that is wrong is told in one error.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.adapter_files import AdapterFiles, open_adapter
 from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
 from engine.errors import EngineError
-from engine.fitting import Pair, check_modules, check_names, pair_up
-from engine.layout import ModuleShape, Shard, blob_bytes
-from engine.lora import LoRALayerWeights, LoRAModel, LoRARequest
-from engine.parts import Part
+from engine.fitting import ModelSide, check_names, fit
+from engine.layout import ModuleShape, blob_bytes
+from engine.lora import (
+    LoRALayerWeights,
+    LoRAModel,
+    LoRARequest,
+    MoEEPLoadSpec,
+    PackedLoRALayerWeights,
+)
+from engine.naming import Equivalence
 from engine.peft_config import PEFTHelper, decode_config
 from engine.problems import Problems, shown
 from engine.values import check_values
@@ -27,7 +33,9 @@ __all__ = [
     "LoRAModel",
     "LoRARequest",
     "LoadedAdapter",
+    "MoEEPLoadSpec",
     "PEFTHelper",
+    "PackedLoRALayerWeights",
     "read_adapter",
 ]
 
@@ -57,21 +65,24 @@ def read_adapter(  # noqa: PLR0913 - each is a fact that reading needs
     bounds: AdapterBounds = DEFAULT_BOUNDS,
     adapter: str = "",
     *,
+    equivalences: tuple[Equivalence, ...] = (),
     is_follower: bool = False,
 ) -> LoadedAdapter:
     """Read the adapter at `path` (absolute, or relative to one of `roots`) and check it completely.
 
     `modules` are what can be adapted, by full path; of sharded ones this process's part is kept.
-    `lora_config` has its dtype resolved; `adapter` is the name for texts. A follower reads nothing
-    but its parts, judges the values of these alone and makes no fingerprint: somebody else does.
-    Values are looked at once everything else is sound. Raises one `EngineError` that tells all that
-    was found: `AdapterConfigRefused` before `AdapterDoesNotFit` before `NotFinite` where there is
-    more than one kind; `PathNotAllowed`, `AdapterNotFound`, `Conflict` for a file that changes
-    meanwhile, `HostOutOfMemory`.
+    `lora_config` has its dtype resolved; `adapter` is the name for texts; `equivalences` are
+    `naming.equivalences_of` the model. A follower reads nothing but its parts, judges the values of
+    these alone and makes no fingerprint: somebody else does. Values are looked at once everything
+    else is sound. Raises one `EngineError` that tells all that was found: `AdapterConfigRefused`
+    before `AdapterDoesNotFit` before `NotFinite` where there is more than one kind;
+    `PathNotAllowed`, `AdapterNotFound`, `Conflict` for a file that changes meanwhile,
+    `HostOutOfMemory`.
     """
+    model = ModelSide(modules, lora_config, equivalences)
     try:
         with open_adapter(path, roots) as files:
-            loaded = _read(files, modules, lora_config, bounds, is_follower)
+            loaded = _read(files, model, bounds, is_follower)
             files.check_unchanged()
             return loaded
     except EngineError as error:
@@ -79,11 +90,7 @@ def read_adapter(  # noqa: PLR0913 - each is a fact that reading needs
 
 
 def _read(
-    files: AdapterFiles,
-    modules: Mapping[str, ModuleShape],
-    lora_config: LoRAConfig,
-    bounds: AdapterBounds,
-    is_follower: bool,
+    files: AdapterFiles, model: ModelSide, bounds: AdapterBounds, is_follower: bool
 ) -> LoadedAdapter:
     problems = Problems(bounds.problems_max)
     config, helper, reader = b"", None, None
@@ -92,30 +99,24 @@ def _read(
         helper = PEFTHelper.read(decode_config(config, bounds), bounds, problems)
     with problems.collecting():
         reader = WeightsReader(files.weights, bounds)
-        names = sort_names(reader.tensors)
-        check_names(names, problems)
+        if helper is None:
+            check_names(sort_names(reader.tensors, model.naming()), None, problems)
     if helper is None or reader is None:
         raise problems.error()
-    pairs = pair_up(names, reader.tensors, helper, problems)
-    check_modules(pairs, reader.tensors, helper, modules, lora_config, problems)
+    with problems.collecting():
+        pairs = fit(reader.tensors, helper, model.naming(), model, problems)
     problems.raise_if_any()
-    shards = {pair.module: modules[pair.module].shard for pair in pairs}
-    wanted = _parts(pairs, shards)
+    shards = {pair.module: model.modules[pair.module].shard for pair in pairs}
+    wanted = {k: part for pair in pairs for k, part in pair.parts(shards[pair.module]).items()}
     found, fingerprint = (
         (reader.read(wanted), "") if is_follower else reader.read_all(wanted, config)
     )
-    check_values(pairs, found.ranges, lora_config.dtype, problems)
+    dtype = model.lora_config.dtype
+    check_values(pairs, found.ranges, dtype, problems)
     problems.raise_if_any()
-    model = LoRAModel.from_pairs(1, pairs, found.tensors, shards)
+    lora_model = LoRAModel.from_pairs(1, pairs, found.tensors, shards)
     ranks = {pair.module: pair.rank for pair in pairs}
-    size_bytes = blob_bytes(ranks, list(modules.values()), lora_config.dtype)
-    return LoadedAdapter(fingerprint, model, model.rank, model.size_bytes, size_bytes)
-
-
-def _parts(pairs: Iterable[Pair], shards: Mapping[str, Shard]) -> dict[str, Part]:
-    """What this process keeps of each tensor."""
-    parts: dict[str, Part] = {}
-    for pair in pairs:
-        shard = shards[pair.module]
-        parts[pair.a], parts[pair.b] = shard.a_part(pair.rank), shard.b_part()
-    return parts
+    size_bytes = blob_bytes(ranks, list(model.modules.values()), dtype)
+    return LoadedAdapter(
+        fingerprint, lora_model, lora_model.rank, lora_model.size_bytes, size_bytes
+    )

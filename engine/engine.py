@@ -19,6 +19,7 @@ from engine.errors import EngineError, NotServed
 from engine.generate import Generator
 from engine.kernels import choose_kernels
 from engine.model import PreparedModel
+from engine.naming import equivalences_of
 from engine.punica import PunicaWrapper
 from engine.registry import SeenOperations
 from engine.residency import Residency
@@ -49,6 +50,7 @@ class Engine:
         lora_config.verify_with_device(model.device)
         self._lora_config = lora_config.verify_with_model_config(model.model.config)
         self._shapes = {shape.name: shape for shape in model.shapes}
+        self._equivalences = equivalences_of(model.model)
         slots_max, dtype = lora_config.max_loras, self._lora_config.dtype
         arena = Arena(slots_max, model.shapes, config.device_bytes_max, dtype, model.device)
         kernels = choose_kernels(model.device.type)
@@ -149,4 +151,5 @@ class Engine:
             self._lora_config,
             self._config.adapter_bounds,
             command.adapter,
+            equivalences=self._equivalences,
         )

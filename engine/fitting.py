@@ -5,139 +5,175 @@ read yet when it is asked. One rule: a module is what its full path says, never 
 resembles.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
-
-import torch
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.layout import ModuleShape
+from engine.layout import ModuleKind, ModuleShape
+from engine.naming import SKIP_PREFIXES, Equivalence, Naming, Rename
+from engine.pairs import Pair, Tensors, pair_up
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems, shown
-from engine.weight_names import PairNames, WeightNames
+from engine.weight_names import WeightNames, sort_names
 
-_SCALING_MAX: Final = 3.0e38
-_SCALING_MIN: Final = 1.2e-38
-
-
-class HasShape(Protocol):
-    """A tensor, in memory or still in its file."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-        ...
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Its shape."""
-        ...
+Modules = Mapping[str, ModuleShape]
+"""What can be adapted in a model, by full path."""
 
 
-Tensors = Mapping[str, HasShape]
+@dataclass(frozen=True)
+class ModelSide:
+    """What of a model and its engine an adapter is held against.
+
+    `modules`: what can be adapted; `lora_config` has its dtype resolved; `equivalences`: see
+    `naming.equivalences_of`.
+    """
+
+    modules: Modules
+    lora_config: LoRAConfig
+    equivalences: tuple[Equivalence, ...] = ()
+
+    def naming(
+        self, rename: Rename | None = None, skip_prefixes: Iterable[str] = SKIP_PREFIXES
+    ) -> Naming:
+        """How paths of adapters lead to this model's."""
+        return Naming(self.modules, self.equivalences, rename, skip_prefixes)
 
 
-class Pair(NamedTuple):
-    """One module's A `[rank, in]` and B `[out, rank]`, by name, and what multiplies them."""
-
-    module: str
-    a: str
-    b: str
-    rank: int
-    alpha: float
-    scaling: float
+_TOLD: Final = {
+    ModuleKind.LINEAR: "lora_A and lora_B",
+    ModuleKind.EMBEDDING: "lora_embedding_A and lora_embedding_B",
+    ModuleKind.HEAD: "a weight of its own, which modules_to_save names",
+    ModuleKind.EXPERTS: "target_parameters",
+}
+"""How an adapter brings weights for a module of each kind."""
 
 
-def check_names(names: WeightNames, problems: Problems) -> None:
-    """Tell names that mean nothing here, and a file that has none with a meaning."""
-    problems.add_each(AdapterDoesNotFit, "unexpected tensors", names.unexpected)
-    if not names.pairs:
-        problems.add(AdapterDoesNotFit, "no tensor is an A or a B of a linear layer")
-
-
-def pair_up(
-    names: WeightNames, tensors: Tensors, helper: PEFTHelper, problems: Problems
+def fit(
+    tensors: Tensors,
+    helper: PEFTHelper,
+    naming: Naming,
+    model: ModelSide | None,
+    problems: Problems,
 ) -> list[Pair]:
-    """The modules whose A and B are there and agree with each other and with the config."""
-    pairs: list[Pair] = []
-    for module, found in names.pairs.items():
-        with problems.collecting():
-            pairs.append(_pair(module, found, tensors, helper))
+    """What the tensors are, by module; all that is wrong with names and shapes in `problems`.
+
+    Without `model`, what needs none is checked. Raises `AdapterDoesNotFit` for an ambiguous path.
+    """
+    names = sort_names(tensors, naming, helper.modules_to_save)
+    check_names(names, helper, problems)
+    pairs = pair_up(names, tensors, helper, problems)
+    if model is not None:
+        _check_modules(pairs, tensors, helper, model, problems)
+        _check_copies(names.copies, tensors, model.modules, problems)
     return pairs
 
 
-def _pair(module: str, names: PairNames, tensors: Tensors, helper: PEFTHelper) -> Pair:
-    if names.a is None or names.b is None:
-        there, missing = ("A", "B") if names.b is None else ("B", "A")
-        raise AdapterDoesNotFit(f"{module} has lora_{there} but no lora_{missing}; both are needed")
-    rank, alpha = helper.rank_of(names.source), helper.alpha_of(names.source)
-    scaling = helper.scaling_of(names.source)
-    a, b = tensors[names.a], tensors[names.b]
-    for name, tensor in ((names.a, a), (names.b, b)):
-        if not tensor.dtype.is_floating_point:
-            raise AdapterDoesNotFit(f"{name} is {tensor.dtype}; a floating dtype is needed")
-        if len(tensor.shape) != 2:
-            raise AdapterDoesNotFit(f"{name} is {list(tensor.shape)}; two dimensions are needed")
-    if a.shape[0] != rank or b.shape[1] != rank:
-        raise AdapterDoesNotFit(
-            f"{module} has A {list(a.shape)} and B {list(b.shape)}; the config gives it rank {rank}"
-        )
-    if not _SCALING_MIN <= abs(scaling) <= _SCALING_MAX:
-        raise AdapterConfigRefused(
-            f"{module} has alpha {alpha} and rank {rank}, a scaling of {scaling}; one that float32 "
-            "can hold is needed"
-        )
-    return Pair(module, names.a, names.b, rank, alpha, scaling)
+def check_names(names: WeightNames, helper: PEFTHelper | None, problems: Problems) -> None:
+    """Tell names that mean nothing here, a file without a meaning, and a head that is missing."""
+    fused = [name for pair in names.experts.values() for name in (pair.a, pair.b) if name]
+    experts = [f"{name} (adapted expert parameters are not served)" for name in fused]
+    problems.add_each(AdapterDoesNotFit, "unexpected tensors", names.unexpected + experts)
+    if not names.pairs and not fused:
+        problems.add(AdapterDoesNotFit, "no tensor is an A or a B of a module")
+    has_head = any(pair.kind is ModuleKind.HEAD for pair in names.pairs.values())
+    if helper is not None and helper.modules_to_save and not has_head:
+        saved = ", ".join(map(shown, helper.modules_to_save))
+        problems.add(AdapterDoesNotFit, f"modules_to_save names {saved}, no tensor is one of them")
 
 
-def check_modules(
+def _check_modules(
     pairs: Iterable[Pair],
     tensors: Tensors,
     helper: PEFTHelper,
-    modules: Mapping[str, ModuleShape],
-    lora_config: LoRAConfig,
+    model: ModelSide,
     problems: Problems,
 ) -> None:
     """Hold the pairs against the model's modules and the engine's limits."""
+    modules = model.modules
     with problems.collecting():
-        helper.validate_legal(lora_config)
+        helper.validate_legal(model.lora_config)
     touched = {pair.module: pair for pair in pairs}
     unknown = [module for module in touched if module not in modules]
     unknown[:1] = [_with_hint(module, modules) for module in unknown[:1]]
     problems.add_each(AdapterDoesNotFit, "not wrapped in this model", unknown)
     known = [(pair, modules[pair.module]) for pair in touched.values() if pair.module in modules]
-    turned = [pair.module for pair, shape in known if helper.fan_in_fan_out != shape.transposed]
-    says = f"fan_in_fan_out is {helper.fan_in_fan_out}, but their weights lie the other way"
-    problems.add_each(AdapterConfigRefused, says, turned)
+    _check_orientation(known, helper, problems)
     for pair, shape in known:
-        a, b = list(tensors[pair.a].shape), list(tensors[pair.b].shape)
-        if a[1] != shape.in_features or b[0] != shape.out_features:
-            problems.add(
-                AdapterDoesNotFit,
-                f"{pair.module} has A {a} and B {b}; this "
-                f"model's takes {shape.in_features} and gives {shape.out_features}",
-            )
-        if pair.rank % shape.shard.rank_parts:
-            problems.add(
-                AdapterDoesNotFit,
-                f"{pair.module} has rank {pair.rank}, which {shape.shard.rank_parts} ranks can't "
-                "share evenly; fully sharded adapters need that: take a rank that they divide, or "
-                "serve without fully_sharded_loras",
-            )
+        with problems.collecting():
+            _check_shape(pair, shape, tensors)
     problems.add_each(
         AdapterDoesNotFit, "target_modules without a tensor", _untouched(touched, helper, modules)
     )
 
 
-def _with_hint(module: str, modules: Mapping[str, ModuleShape]) -> str:
+def _check_copies(
+    copies: Mapping[str, str], tensors: Tensors, modules: Modules, problems: Problems
+) -> None:
+    """Tell copies of the base's embeddings that have other rows than this model: new tokens."""
+    for module, name in copies.items():
+        shape = modules.get(module)
+        if shape is None or shape.kind not in (ModuleKind.EMBEDDING, ModuleKind.LINEAR):
+            continue
+        expected = [shape.in_features, shape.out_features]
+        expected = expected if shape.kind is ModuleKind.EMBEDDING else expected[::-1]
+        if list(tensors[name].shape) != expected:
+            problems.add(
+                AdapterDoesNotFit,
+                f"{name} is {list(tensors[name].shape)}, this model's {expected}; an adapter that "
+                "brings tokens of its own is not served",
+            )
+
+
+def _check_orientation(
+    known: Sequence[tuple[Pair, ModuleShape]], helper: PEFTHelper, problems: Problems
+) -> None:
+    """Refuse a `fan_in_fan_out` that contradicts every layer for which it means something.
+
+    Where an adapter touches layers of both kinds no value is right for all, and PEFT decides layer
+    by layer.
+    """
+    linear = [(pair, shape) for pair, shape in known if shape.kind is ModuleKind.LINEAR]
+    turned = [pair.module for pair, shape in linear if helper.fan_in_fan_out != shape.transposed]
+    if len(turned) == len(linear):
+        says = f"fan_in_fan_out is {helper.fan_in_fan_out}, but their weights lie the other way"
+        problems.add_each(AdapterConfigRefused, says, turned)
+
+
+def _check_shape(pair: Pair, shape: ModuleShape, tensors: Tensors) -> None:
+    if pair.kind is not shape.kind:
+        raise AdapterDoesNotFit(
+            f"{pair.module} is a module of kind {shape.kind.value}; it takes {_TOLD[shape.kind]}"
+        )
+    a = list(tensors[pair.a].shape)
+    if pair.kind is ModuleKind.HEAD:
+        if a != [shape.out_features, shape.in_features]:
+            raise AdapterDoesNotFit(
+                f"{pair.module} has a weight {a}; this model's takes {shape.in_features} and gives "
+                f"{shape.out_features}"
+            )
+        return
+    b = [] if pair.b is None else list(tensors[pair.b].shape)
+    if a[1] != shape.in_features or b[0] != shape.out_features:
+        raise AdapterDoesNotFit(
+            f"{pair.module} has A {a} and B {b}; this "
+            f"model's takes {shape.in_features} and gives {shape.out_features}"
+        )
+    if pair.rank % shape.shard.rank_parts:
+        raise AdapterDoesNotFit(
+            f"{pair.module} has rank {pair.rank}, which {shape.shard.rank_parts} ranks can't "
+            "share evenly; fully sharded adapters need that: take a rank that they divide, or "
+            "serve without fully_sharded_loras"
+        )
+
+
+def _with_hint(module: str, modules: Collection[str]) -> str:
     near = next((name for name in modules if name.endswith(f".{module}")), None)
     return module if near is None else f"{module} (there is {near})"
 
 
-def _untouched(
-    touched: Iterable[str], helper: PEFTHelper, modules: Mapping[str, ModuleShape]
-) -> list[str]:
+def _untouched(touched: Iterable[str], helper: PEFTHelper, modules: Modules) -> list[str]:
     """The targets that this model has but the file has nothing for: half an adapter."""
     if isinstance(helper.target_modules, str) or helper.has_exclusions:
         return []

@@ -6,7 +6,7 @@ can be multiplied.
 """
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,13 +16,14 @@ import torch
 from engine.adapter_files import open_adapter
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
-from engine.fitting import Pair, check_names, pair_up, suffixes
-from engine.layout import WHOLE, ModuleShape, Shard
-from engine.parts import ALL
+from engine.fitting import ModelSide, fit, suffixes
+from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard
+from engine.naming import Naming, Rename
+from engine.pairs import Pair
+from engine.parts import ALL, Part
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems
 from engine.values import check_values, value_range
-from engine.weight_names import Rename, sort_names
 from engine.weights_reader import WeightsReader
 
 
@@ -61,8 +62,9 @@ class LoRALayerWeights:
     """One module's weights: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.
 
     The module's delta is `scaling * lora_b @ lora_a`; `scaling` 0 takes `lora_alpha / rank`. Of a
-    sharded module both are the part that `shard` says. Raises `AdapterDoesNotFit` where the shapes
-    contradict each other or the rank.
+    sharded module both are the part that `shard` says. For kind EXPERTS both have the experts in
+    front. For HEAD they are a whole layer's weight `[out, in]` and bias `[out, 1]`, of rank 1.
+    Raises `AdapterDoesNotFit` where the shapes contradict each other or the rank.
     """
 
     module_name: str
@@ -72,26 +74,42 @@ class LoRALayerWeights:
     lora_b: torch.Tensor
     scaling: float = 0.0
     shard: Shard = WHOLE
+    kind: ModuleKind = ModuleKind.LINEAR
 
     def __post_init__(self) -> None:
-        a, b = list(self.lora_a.shape), list(self.lora_b.shape)
-        a_rank = self.shard.a_rank(self.rank)
-        if len(a) != 2 or len(b) != 2 or a[0] != a_rank or b[1] != self.rank:
+        if not self._is_sound():
+            a, b = list(self.lora_a.shape), list(self.lora_b.shape)
+            a_rank = self.shard.a_rank(self.rank)
             raise AdapterDoesNotFit(
-                f"{self.module_name} has A {a} and B {b} for rank {self.rank}; "
-                f"A [{a_rank}, in] and B [out, {self.rank}] are needed"
+                f"{self.module_name} has A {a} and B {b} for rank {self.rank} and kind "
+                f"{self.kind.value}; A [{a_rank}, in] and B [out, {self.rank}] are needed"
             )
         self.scaling = self.scaling or self.lora_alpha / self.rank
+
+    def _is_sound(self) -> bool:
+        a, b = tuple(self.lora_a.shape), tuple(self.lora_b.shape)
+        match self.kind, a, b:
+            case ModuleKind.HEAD, (out, _), (height, 1):
+                return out == height and self.rank == 1
+            case ModuleKind.EXPERTS, (count, a_rank, _), (experts, _, b_rank):
+                return (
+                    count == experts
+                    and a_rank == self.shard.a_rank(self.rank)
+                    and (b_rank == self.rank)
+                )
+            case ModuleKind.LINEAR | ModuleKind.EMBEDDING, (a_rank, _), (_, b_rank):
+                return (a_rank, b_rank) == (self.shard.a_rank(self.rank), self.rank)
+        return False
 
     @property
     def input_dim(self) -> int:
         """The width that A reads."""
-        return self.lora_a.shape[1]
+        return self.lora_a.shape[-1]
 
     @property
     def output_dim(self) -> int:
         """The width that B writes."""
-        return self.lora_b.shape[0]
+        return self.lora_b.shape[-2]
 
     def cut(self, shard: Shard) -> "LoRALayerWeights":
         """What a process keeps of whole weights, in memory of its own where that is less."""
@@ -111,6 +129,76 @@ class LoRALayerWeights:
             self.lora_b = scaled(self.lora_b, self.scaling).to(self.lora_b.dtype)
             self.scaling = 1.0
         return self
+
+
+@dataclass
+class PackedLoRALayerWeights:
+    """The weights of a packed layer, one a slice; None for a child the adapter doesn't touch."""
+
+    module_name: str
+    loras: tuple[LoRALayerWeights | None, ...]
+
+    @classmethod
+    def pack(
+        cls, module_name: str, loras: Sequence[LoRALayerWeights | None]
+    ) -> "PackedLoRALayerWeights":
+        """The children's weights, shared; ValueError where the adapter touches none of them."""
+        if not any(loras):
+            raise ValueError(f"the adapter touches no child of {module_name}")
+        return cls(module_name, tuple(loras))
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of a child."""
+        return max(lora.rank for lora in self.loras if lora)
+
+    @property
+    def lora_a(self) -> list[torch.Tensor | None]:
+        """A of each child."""
+        return [lora.lora_a if lora else None for lora in self.loras]
+
+    @property
+    def lora_b(self) -> list[torch.Tensor | None]:
+        """B of each child."""
+        return [lora.lora_b if lora else None for lora in self.loras]
+
+    @property
+    def scaling(self) -> list[float | None]:
+        """The scaling of each child."""
+        return [lora.scaling if lora else None for lora in self.loras]
+
+    @property
+    def size_bytes(self) -> int:
+        """What all tensors take."""
+        return sum(lora.size_bytes for lora in self.loras if lora)
+
+    def optimize(self) -> "PackedLoRALayerWeights":
+        """Fold each scaling into its B; this one."""
+        for lora in self.loras:
+            if lora:
+                lora.optimize()
+        return self
+
+
+@dataclass(frozen=True)
+class MoEEPLoadSpec:
+    """Which of a layer's experts this rank keeps; no others are read.
+
+    Raises ValueError where `local_experts` are not among `num_experts`.
+    """
+
+    num_experts: int
+    local_experts: range
+
+    def __post_init__(self) -> None:
+        local = self.local_experts
+        if local.step != 1 or not 0 <= local.start < local.stop <= self.num_experts:
+            raise ValueError(f"local_experts is {local}; a range within {self.num_experts} experts")
+
+    def a_part(self, rank: int) -> Part:
+        """What to read of an A that lies expert by expert, `[experts * rank, in]`."""
+        local = self.local_experts
+        return Part((range(local.start * rank, local.stop * rank),))
 
 
 @dataclass
@@ -147,6 +235,13 @@ class LoRAModel:
         """Whether the adapter touches a module."""
         return module_name in self.loras
 
+    def get_packed(
+        self, module_name: str, children: Sequence[str]
+    ) -> PackedLoRALayerWeights | None:
+        """The weights of a packed layer's children; None where the adapter touches none."""
+        loras = [self.get_lora(child) for child in children]
+        return PackedLoRALayerWeights.pack(module_name, loras) if any(loras) else None
+
     @classmethod
     def from_lora_tensors(  # noqa: PLR0913 - a signature that people know
         cls,
@@ -158,18 +253,22 @@ class LoRAModel:
         dtype: torch.dtype | None = None,
         weights_mapper: Rename | None = None,
         skip_prefixes: Iterable[str] = (),
+        model: ModelSide | None = None,
     ) -> "LoRAModel":
         """An adapter from tensors in memory, named as in PEFT's files.
 
-        Tensors that have the device and the dtype (None: any) are shared, not copied. Raises one
-        `EngineError` with all that is wrong with names, shapes, dtypes or values.
+        Tensors that have the device and the dtype (None: any) are shared, not copied. With `model`
+        everything is checked that reading files into an engine checks; without it what needs no
+        model is. Raises one `EngineError` with all that is wrong with names, shapes, dtypes or
+        values.
         """
         problems = Problems(DEFAULT_BOUNDS.problems_max)
-        names = sort_names(tensors, weights_mapper, skip_prefixes)
-        check_names(names, problems)
-        pairs = pair_up(names, tensors, peft_helper, problems)
+        naming = Naming(rename=weights_mapper, skip_prefixes=skip_prefixes)
+        if model is not None:
+            naming = model.naming(weights_mapper, skip_prefixes)
+        pairs = fit(tensors, peft_helper, naming, model, problems)
         problems.raise_if_any()
-        wanted = [name for pair in pairs for name in (pair.a, pair.b)]
+        wanted = [name for pair in pairs for name in pair.factors()]
         ranges = {name: value_range(tensors[name]) for name in wanted}
         check_values(pairs, ranges, dtype or torch.float32, problems)
         problems.raise_if_any()
@@ -195,16 +294,16 @@ class LoRAModel:
         Widths are not known here and not checked: `read_adapter` is the way into an engine.
         Raises like `from_lora_tensors` and `adapter_files.open_adapter`.
         """
+        naming = Naming(rename=weights_mapper, skip_prefixes=skip_prefixes)
         with open_adapter(os.path.abspath(lora_dir), [Path(lora_dir)]) as files:
             reader = WeightsReader(files.weights, DEFAULT_BOUNDS)
-            names = sort_names(reader.tensors, weights_mapper, skip_prefixes)
-            other = [m for m in names.pairs if suffixes([m]).isdisjoint(expected_lora_modules)]
             problems = Problems(DEFAULT_BOUNDS.problems_max)
+            pairs = fit(reader.tensors, peft_helper, naming, None, problems)
+            touched = [pair.module for pair in pairs]
+            other = [m for m in touched if suffixes([m]).isdisjoint(expected_lora_modules)]
             problems.add_each(AdapterDoesNotFit, "not among the expected modules", other)
-            check_names(names, problems)
-            pairs = pair_up(names, reader.tensors, peft_helper, problems)
             problems.raise_if_any()
-            found = reader.read({name: ALL for pair in pairs for name in (pair.a, pair.b)})
+            found = reader.read({name: ALL for pair in pairs for name in pair.factors()})
             files.check_unchanged()
         return cls.from_lora_tensors(
             lora_model_id,
@@ -228,19 +327,20 @@ class LoRAModel:
         Of the modules that `shards` names they are the parts that it says.
         """
         loras = {
-            pair.module: LoRALayerWeights(
-                pair.module,
-                pair.rank,
-                pair.alpha,
-                tensors[pair.a],
-                tensors[pair.b],
-                pair.scaling,
-                shards.get(pair.module, WHOLE),
-            )
-            for pair in pairs
+            pair.module: _weights(pair, tensors, shards.get(pair.module, WHOLE)) for pair in pairs
         }
         rank = max(lora.rank for lora in loras.values())
         return cls(lora_model_id, rank, loras)
+
+
+def _weights(pair: Pair, tensors: Mapping[str, torch.Tensor], shard: Shard) -> LoRALayerWeights:
+    a = tensors[pair.a]
+    b = a.new_zeros(len(a)) if pair.b is None else tensors[pair.b]
+    if pair.kind is ModuleKind.HEAD:
+        b, shard = b[:, None], WHOLE
+    return LoRALayerWeights(
+        pair.module, pair.rank, pair.alpha, a, b, pair.scaling, shard, pair.kind
+    )
 
 
 def scaled(lora_b: torch.Tensor, scaling: float) -> torch.Tensor:

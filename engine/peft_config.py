@@ -32,6 +32,16 @@ def _is_harmless_start(value: Any) -> bool:
     return value is None or isinstance(value, bool)
 
 
+CLASSIFICATION_HEADS: Final = ("classifier", "score")
+"""Modules that an adapter may bring whole; PEFT names both, whichever the model has."""
+
+
+def _are_heads(value: Any) -> bool:
+    return _is_off(value) or (
+        isinstance(value, list) and all(name in CLASSIFICATION_HEADS for name in value)
+    )
+
+
 class Refusal(NamedTuple):
     """A field whose value must be `allowed`, and what to say where it is not."""
 
@@ -54,7 +64,11 @@ REFUSALS: Final = (
         _is_harmless_start,
         "it may have changed the base weights; convert the adapter to plain LoRA when saving it",
     ),
-    Refusal("modules_to_save", _is_off, "whole trained modules are not served"),
+    Refusal(
+        "modules_to_save",
+        _are_heads,
+        f"of whole trained modules only heads are served: {', '.join(CLASSIFICATION_HEADS)}",
+    ),
     Refusal("target_parameters", _is_off, "adapted parameters (fused experts) are not served"),
     Refusal("trainable_token_indices", _is_off, "trained token embeddings are not served"),
     Refusal("use_qalora", _is_off, "QA-LoRA is not served"),
@@ -89,6 +103,8 @@ class PEFTHelper:
     `target_modules`: names, or one pattern, as the config has them; they are not evaluated,
     because the weights' names say what is adapted. A module's own rank and scaling are told by
     the methods, patterns included. `has_exclusions`: some of the targets may have been left out.
+    `modules_to_save`: heads that the adapter brings whole. `target_parameters`: adapted parameters
+    of fused experts.
     """
 
     r: int
@@ -99,6 +115,8 @@ class PEFTHelper:
     fan_in_fan_out: bool
     rank_pattern: PatternTable[int]
     alpha_pattern: PatternTable[float]
+    modules_to_save: tuple[str, ...] = ()
+    target_parameters: tuple[str, ...] = ()
 
     @classmethod
     def from_local_dir(cls, directory: str, bounds: AdapterBounds = DEFAULT_BOUNDS) -> "PEFTHelper":
@@ -129,12 +147,14 @@ class PEFTHelper:
         helper = cls(
             r=fields.required("r", _as_rank, 1),
             lora_alpha=fields.required("lora_alpha", _as_alpha, 1.0),
-            target_modules=fields.required("target_modules", _as_targets, no_targets),
+            target_modules=fields.targets(no_targets),
             has_exclusions=not _is_off(config.get("exclude_modules")),
             use_rslora=fields.switch("use_rslora"),
             fan_in_fan_out=fields.switch("fan_in_fan_out"),
             rank_pattern=fields.patterns("rank_pattern", _as_rank),
             alpha_pattern=fields.patterns("alpha_pattern", _as_alpha),
+            modules_to_save=fields.names("modules_to_save"),
+            target_parameters=fields.names("target_parameters"),
         )
         return helper if len(problems) == refused else None
 
@@ -195,6 +215,19 @@ class _Fields:
             self._refused(f"{name} is missing; it is required")
             return otherwise
         return self._read(name, self._config[name], read, otherwise)
+
+    def targets(self, otherwise: tuple[str, ...] | str) -> tuple[str, ...] | str:
+        """`target_modules`, which may be empty where only parameters are adapted."""
+        if self._config.get("target_modules") == [] and self.names("target_parameters"):
+            return ()
+        return self.required("target_modules", _as_targets, otherwise)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list of names; empty where the field is missing or was refused."""
+        value = self._config.get(name)
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            return ()
+        return tuple(value)
 
     def switch(self, name: str) -> bool:
         """A field that is true or false; false where it is missing."""

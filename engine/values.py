@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from engine.errors import NotFinite
-from engine.fitting import Pair
+from engine.pairs import Pair
 from engine.problems import Problems
 
 
@@ -34,7 +34,7 @@ def check_values(
     pairs: Sequence[Pair], ranges: Mapping[str, ValueRange], dtype: torch.dtype, problems: Problems
 ) -> None:
     """Tell every tensor that holds, or in `dtype` would hold, what is not finite."""
-    named = [(pair.a, 1.0) for pair in pairs] + [(pair.b, pair.scaling) for pair in pairs]
+    named = [factor for pair in pairs for factor in pair.factors().items()]
     stored = torch.tensor([ranges[name] for name, _ in named], dtype=torch.float64)
     scaling = torch.tensor([scaling for _, scaling in named], dtype=torch.float32)
     kept = (stored.float() * scaling[:, None]).to(dtype)

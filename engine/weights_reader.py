@@ -15,8 +15,8 @@ import xxhash
 from engine.adapter_files import OpenFile
 from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound
-from engine.fitting import HasShape
 from engine.host_memory import allocate_host
+from engine.pairs import HasShape
 from engine.parts import ALL, Part, runs_of
 from engine.tensor_file import LENGTH_BYTES, StoredTensor, header_length, parse_header
 from engine.values import ValueRange, value_range

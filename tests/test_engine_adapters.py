@@ -168,7 +168,11 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     "DoRA as a text": ({"use_dora": "yes"}, CONFIG_REFUSED, "use_dora is 'yes'"),
     "aLoRA": ({"alora_invocation_tokens": [1]}, CONFIG_REFUSED, "activated LoRA"),
     "replication": ({"layer_replication": [[0, 1]]}, CONFIG_REFUSED, "layer_replication"),
-    "modules_to_save": ({"modules_to_save": ["lm_head"]}, CONFIG_REFUSED, "modules_to_save"),
+    **{
+        f"modules_to_save {saved}": ({"modules_to_save": saved}, CONFIG_REFUSED, "modules_to_save")
+        for saved in (["lm_head"], ["score", "embed_tokens"], ["norm"], "score", [["score"]])
+    },
+    "a head without weights": ({"modules_to_save": ["score"]}, DOES_NOT_FIT, "no tensor is one"),
     "target_parameters": ({"target_parameters": ["x"]}, CONFIG_REFUSED, "target_parameters"),
     "token indices": ({"trainable_token_indices": [3]}, CONFIG_REFUSED, "trainable_token"),
     "another type": ({"peft_type": "IA3"}, CONFIG_REFUSED, "peft_type is 'IA3'"),
@@ -245,8 +249,8 @@ def with_one(shape: tuple[int, int], row: int, column: int, value: float) -> tor
 
 
 DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "no B": (tensors(q_B=None), f"{Q} has lora_A but no lora_B"),
-    "no A": (tensors(v_A=None), f"{V} has lora_B but no lora_A"),
+    "no B": (tensors(q_B=None), f"{Q}.lora_A.weight has no lora_B beside it"),
+    "no A": (tensors(v_A=None), f"{V}.lora_B.weight has no lora_A beside it"),
     "A too wide": (tensors(q_A=ones(4, 32)), "A [4, 32] and B [16, 4]; this model's takes 16"),
     "A too narrow": (tensors(q_A=ones(4, 8)), "A [4, 8] and B [16, 4]; this model's takes 16"),
     "B too narrow": (tensors(v_B=ones(4, 4)), "B [4, 4]; this model's takes 16 and gives 8"),
@@ -265,7 +269,7 @@ DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "twice": (tensors() | {key(Q, "A").removeprefix(HEAD): ones(4, 16)}, "the same as"),
     "embedding": (
         tensors() | {f"{HEAD}model.embed_tokens.lora_embedding_A": ones(4, 9)},
-        "adapted embeddings are not served",
+        "model.embed_tokens.lora_embedding_A has no lora_B beside it",
     ),
     "experts": (
         tensors() | {f"{HEAD}model.mlp.experts.lora_A": ones(4, 9)},

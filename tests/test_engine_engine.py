@@ -175,10 +175,10 @@ class Gate:
         self._read = engine_module.read_adapter
         monkeypatch.setattr(engine_module, "read_adapter", self)
 
-    def __call__(self, *arguments: object) -> LoadedAdapter:
+    def __call__(self, *arguments: object, **options: object) -> LoadedAdapter:
         self._entered.set()
         assert self._opened.wait(WAIT_S)
-        return self._read(*arguments)
+        return self._read(*arguments, **options)
 
     def wait_until_entered(self) -> None:
         assert self._entered.wait(WAIT_S)
@@ -243,7 +243,7 @@ def test_whatever_a_file_job_raises_is_a_report(
 ) -> None:
     fingerprint = bench.fingerprint("mlp")
 
-    def raising(*_: object) -> None:
+    def raising(*_: object, **__: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:

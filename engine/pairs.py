@@ -1,0 +1,113 @@
+"""Which tensors make one module's weights, and whether they agree with each other and the config.
+
+What it is: names and shapes put together. What it is not: the model, which `engine.fitting` holds
+them against, or values. One rule: a pair that exists has the rank that its config gives it.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import torch
+
+from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
+from engine.layout import ModuleKind, Shard
+from engine.parts import ALL, Part
+from engine.peft_config import PEFTHelper
+from engine.problems import Problems
+from engine.weight_names import PairNames, WeightNames
+
+_SCALING_MAX: Final = 3.0e38
+_SCALING_MIN: Final = 1.2e-38
+
+
+class HasShape(Protocol):
+    """A tensor, in memory or still in its file."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+        ...
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Its shape."""
+        ...
+
+
+Tensors = Mapping[str, HasShape]
+
+
+class Pair(NamedTuple):
+    """One module's A `[rank, in]` and B `[out, rank]`, by name, and what multiplies them.
+
+    Of a head they are the weight `[out, in]` and the bias `[out]`, None where it has none.
+    """
+
+    module: str
+    a: str
+    b: str | None
+    rank: int
+    alpha: float
+    scaling: float
+    kind: ModuleKind = ModuleKind.LINEAR
+
+    def factors(self) -> dict[str, float]:
+        """Its tensors, and what each is multiplied by before it is rounded."""
+        return {self.a: 1.0} | ({} if self.b is None else {self.b: self.scaling})
+
+    def parts(self, shard: Shard) -> dict[str, Part]:
+        """Its tensors, and what a process with this shard keeps of each."""
+        if self.kind is ModuleKind.HEAD:
+            return dict.fromkeys(self.factors(), ALL)
+        parts = (shard.a_part(self.rank), shard.b_part())
+        return dict(zip(self.factors(), parts, strict=True))
+
+
+def pair_up(
+    names: WeightNames, tensors: Tensors, helper: PEFTHelper, problems: Problems
+) -> list[Pair]:
+    """The modules whose A and B are there and agree with each other and with the config."""
+    pairs: list[Pair] = []
+    for module, found in names.pairs.items():
+        make = _head if found.kind is ModuleKind.HEAD else _pair
+        with problems.collecting():
+            pairs.append(make(module, found, tensors, helper))
+    return pairs
+
+
+def _pair(module: str, names: PairNames, tensors: Tensors, helper: PEFTHelper) -> Pair:
+    if names.a is None or names.b is None:
+        there, missing = (names.a, "B") if names.b is None else (names.b, "A")
+        raise AdapterDoesNotFit(f"{there} has no lora_{missing} beside it; both are needed")
+    rank, alpha = helper.rank_of(names.source), helper.alpha_of(names.source)
+    scaling = helper.scaling_of(names.source)
+    a, b = (_shape(name, tensors[name], 2) for name in (names.a, names.b))
+    if a[0] != rank or b[1] != rank:
+        raise AdapterDoesNotFit(f"{module} has A {a} and B {b}; the config gives it rank {rank}")
+    if not _SCALING_MIN <= abs(scaling) <= _SCALING_MAX:
+        raise AdapterConfigRefused(
+            f"{module} has alpha {alpha} and rank {rank}, a scaling of {scaling}; one that float32 "
+            "can hold is needed"
+        )
+    return Pair(module, names.a, names.b, rank, alpha, scaling, names.kind)
+
+
+def _head(module: str, names: PairNames, tensors: Tensors, _helper: PEFTHelper) -> Pair:
+    if names.a is None:
+        raise AdapterDoesNotFit(f"{module} has a saved bias but no weight; both are needed")
+    weight = _shape(names.a, tensors[names.a], 2)
+    bias = weight[:1] if names.b is None else _shape(names.b, tensors[names.b], 1)
+    if bias != weight[:1]:
+        raise AdapterDoesNotFit(
+            f"{module} has a weight {weight} and a bias {bias}; one value for each label is needed"
+        )
+    return Pair(module, names.a, names.b, 1, 1.0, 1.0, names.kind)
+
+
+def _shape(name: str, tensor: HasShape, dimensions: int) -> list[int]:
+    if not tensor.dtype.is_floating_point:
+        raise AdapterDoesNotFit(f"{name} is {tensor.dtype}; a floating dtype is needed")
+    if len(tensor.shape) != dimensions:
+        count = "two dimensions are" if dimensions == 2 else "one dimension is"
+        raise AdapterDoesNotFit(f"{name} is {list(tensor.shape)}; {count} needed")
+    return list(tensor.shape)
