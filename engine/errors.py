@@ -25,7 +25,7 @@ what is allowed and what to do. One rule: every error a command can cause is an 
 # Kinds are named by what was found, as clients are told it; every one is an error by its base.
 # ruff: noqa: N818
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from messages.errors import ErrorCode
 
@@ -120,3 +120,15 @@ class NotServed(EngineError):
 
 class ModelRefused(Exception):
     """The base model's directory holds nothing that this engine can serve rightly."""
+
+
+FOREIGN_FAILURES: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What foreign model code raises where it is called in a way it does not support."""

@@ -20,9 +20,11 @@ from engine.arena import Arena
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.kv_cache import RowCache, left_padding_mask
-from engine.layers import MIXED_WRAPPERS, WRAPPERS
+from engine.layers import wrappers_for
+from engine.parallel import SINGLE, ParallelGroup
 from engine.preparation import module_shapes, prepare_layers
 from engine.punica import PunicaWrapper
+from engine.sharding import shard_model
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -50,11 +52,13 @@ class PreparedModel:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.device: torch.device = model.device
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.context_tokens_max = _context_tokens_max(model.config, context_tokens_max)
         self.eos_ids = _eos_ids(model, tokenizer)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
-        table = MIXED_WRAPPERS if lora_config.enable_mixed_moe_lora_format else WRAPPERS
+        table = wrappers_for(
+            lora_config.enable_mixed_moe_lora_format, lora_config.fully_sharded_loras
+        )
         self.layers = prepare_layers(
             model, self.forward, self.vocab_size, lora_config.target_modules, table
         )
@@ -91,10 +95,12 @@ class PreparedModel:
         return logits
 
 
-def load_model(config: EngineConfig, lora_config: LoRAConfig) -> PreparedModel:
+def load_model(
+    config: EngineConfig, lora_config: LoRAConfig, group: ParallelGroup = SINGLE
+) -> PreparedModel:
     """Read `config.model_directory` (safetensors, nothing remote, no foreign code) and prepare it.
 
-    Raises `ModelRefused`.
+    Every rank of `group` keeps its part; collective. Raises `ModelRefused`.
     """
     # What goes to stderr is for people to read; a bar is drawn over it.
     disable_progress_bar()
@@ -108,12 +114,17 @@ def load_model(config: EngineConfig, lora_config: LoRAConfig) -> PreparedModel:
             trust_remote_code=False,
             use_safetensors=True,
             dtype="auto",
-        ).to(config.torch_device)
+        )
+        if group.is_single:
+            model.to(config.torch_device)
         tokenizer = _load_tokenizer(directory)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError) as error:
         raise ModelRefused(
             f"{directory} can't be loaded as a causal language model on {config.device}: {error}"
         ) from error
+    if not group.is_single:
+        group.wait_for_all()
+        shard_model(model, group, config.torch_device)
     return PreparedModel(model, lora_config, tokenizer, config.context_tokens_max)
 
 

@@ -10,7 +10,12 @@ from typing import Final, NamedTuple
 
 from torch import nn
 
-from engine.layers import BaseLayerWithLoRA, MergedColumnParallelLinear, QKVParallelLinear
+from engine.layers import (
+    BaseLayerWithLoRA,
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+)
 from engine.layers.packed import PackedLinear, PackedSlice, SharedCall
 
 
@@ -52,8 +57,8 @@ class Group(NamedTuple):
 def find_groups(model: nn.Module, names: Collection[str]) -> list[Group]:
     """The groups whose children are all among `names` and can share one weight.
 
-    They can if they are plain linear layers (a quantised one has its own forward) of one input
-    width, dtype and device, and no child is also reached by another path.
+    They can if they are plain linear layers (a quantised one has its own forward), or a rank's rows
+    of such, of one input width, dtype and device, and no child is also reached by another path.
     """
     paths = _paths(model)
     groups = [
@@ -105,11 +110,21 @@ def _paths(model: nn.Module) -> dict[nn.Module, int]:
 
 def _can_share(model: nn.Module, group: Group, paths: dict[nn.Module, int]) -> bool:
     layers = [model.get_submodule(child) for child in group.children]
-    if not all(type(layer) is nn.Linear for layer in layers):
+    if not all(_is_plain(layer) for layer in layers):
         return False
-    kinds = {(layer.in_features, layer.weight.dtype, layer.weight.device) for layer in layers}
+    kinds = {
+        (type(layer), layer.in_features, layer.weight.dtype, layer.weight.device)
+        for layer in layers
+    }
     own_paths = paths[model.get_submodule(group.path)]
     return len(kinds) == 1 and all(paths[layer] == own_paths for layer in layers)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer only multiplies: a whole linear layer, or a rank's rows of one."""
+    if isinstance(layer, ColumnParallelLinear):
+        return not layer.gathers
+    return type(layer) is nn.Linear
 
 
 def _linear(owner: nn.Module, name: str) -> nn.Linear:

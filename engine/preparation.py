@@ -6,6 +6,7 @@ the probe. One rule: a layer is wrapped only if it was seen to do what its wrapp
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from torch import nn
@@ -64,7 +65,8 @@ def prepare_layers(
         for group in groups
         if mapped.issuperset(group.children) and seen.share_inputs(group.children)
     ]
-    wrapped = {group.name: pack(model, group, _wrap_packed) for group in packed}
+    wrap = partial(_wrap_packed, table)
+    wrapped = {group.name: pack(model, group, wrap) for group in packed}
     alone = mapped.difference(child for group in packed for child in group.children)
     wrapped |= {name: candidates[name].wrapper(candidates[name].layer) for name in alone}
     _replace(model, {wrapped[name].base_layer: wrapped[name] for name in alone})
@@ -132,8 +134,8 @@ def _mapped(
     return set(named).difference(unmapped)
 
 
-def _wrap_packed(layer: PackedLinear) -> BaseLayerWithLoRA:
-    wrapper = wrapper_of(layer)
+def _wrap_packed(table: Sequence[Row], layer: PackedLinear) -> BaseLayerWithLoRA:
+    wrapper = wrapper_of(layer, table=table)
     if wrapper is None:
         raise TypeError(f"the table has no wrapper for {type(layer).__name__}")
     return wrapper(layer)

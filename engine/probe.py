@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
+from engine.errors import FOREIGN_FAILURES as _FAILURES
 from engine.errors import ModelRefused
 from engine.kv_cache import RowCache
 
@@ -100,18 +101,6 @@ def watch_layers(
     for row, prompt in enumerate(prompts):
         _compare(together[:, row], _two_steps(forward, [prompt], tokens[0])[:, 0])
     return seen
-
-
-_FAILURES: Final = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""What foreign model code raises where it is called in a way it does not support."""
 
 
 def _two_steps(forward: Forward, prompts: Sequence[Sequence[int]], next_token: int) -> Tensor:

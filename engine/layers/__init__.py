@@ -75,8 +75,8 @@ __all__ = [
     "SliceShape",
     "VocabParallelEmbedding",
     "VocabParallelEmbeddingWithLoRA",
-    "fully_sharded",
     "wrapper_of",
+    "wrappers_for",
 ]
 
 
@@ -127,8 +127,11 @@ FULLY_SHARDED: Final[Mapping[type[BaseLayerWithLoRA], type[BaseLayerWithLoRA]]] 
 """What wraps in their place with fully sharded adapters; every other class is the same there."""
 
 
-def fully_sharded(table: Sequence[Row]) -> tuple[Row, ...]:
-    """The table with the classes for fully sharded adapters."""
+def wrappers_for(mixed_experts: bool, fully_sharded: bool) -> tuple[Row, ...]:
+    """The table for these two fields of `LoRAConfig`."""
+    table = MIXED_WRAPPERS if mixed_experts else WRAPPERS
+    if not fully_sharded:
+        return table
     return tuple(row._replace(wrapper=FULLY_SHARDED.get(row.wrapper, row.wrapper)) for row in table)
 
 

@@ -117,20 +117,17 @@ def vocabulary_share(vocabulary: int, group: ParallelGroup) -> range:
 class ParallelHead(ParallelLinear):
     """The language-model head with its vocabulary split; the logits are whole.
 
-    Its weight is a view, so that a head that is tied to the token embedding stays tied. Where the
-    vocabulary is no multiple of the ranks, the last rank's logits are padded to be gathered, and
-    the padding, which then is the last of all columns, is cut off.
+    Where the vocabulary is no multiple of the ranks, the last rank's logits are padded to be
+    gathered, and the padding, which then is the last of all columns, is cut off.
     """
 
-    def __init__(
-        self, layer: nn.Linear, group: ParallelGroup, weight: Tensor | None = None
-    ) -> None:
-        """`weight`: this rank's rows where they lie elsewhere already; None takes the layer's."""
+    def __init__(self, layer: nn.Linear, group: ParallelGroup) -> None:
         tokens = vocabulary_share(layer.out_features, group)
         mine = slice(tokens.start, tokens.stop)
-        bias = None if layer.bias is None else layer.bias[mine]
-        super().__init__(layer, layer.weight[mine] if weight is None else weight, bias)
+        bias = None if layer.bias is None else layer.bias[mine].clone()
+        super().__init__(layer, layer.weight[mine].clone(), bias)
         self.group = group
+        self.tokens = tokens
 
     def complete(self, y: Tensor) -> Tensor:
         """The logits of the whole vocabulary."""
