@@ -28,7 +28,7 @@ from engine.problems import shown
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
-_PICKLED: Final = ("adapter_model.bin", "adapter_model.pt")
+PICKLED_NAMES: Final = ("adapter_model.bin", "adapter_model.pt")
 
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _BELOW_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -101,16 +101,32 @@ class AdapterFiles:
 
 
 @contextmanager
-def open_adapter(path: str, roots: Sequence[Path]) -> Iterator[AdapterFiles]:
+def open_adapter(
+    path: str, roots: Sequence[Path], *, allow_pickled: bool = False
+) -> Iterator[AdapterFiles]:
     """The files of the adapter at `path`, absolute or relative to one of `roots`.
 
+    Weights are safetensors; `allow_pickled` takes what `torch.save` wrote where there are none.
     Raises `PathNotAllowed` for a path that is not below a root, steps upwards or crosses a link,
     and `AdapterNotFound` where directory or files are missing.
     """
     with ExitStack() as stack:
         directory = _open_directory(path, roots, stack)
-        files = [_open_file(name, directory, stack) for name in (CONFIG_NAME, WEIGHTS_NAME)]
-        yield AdapterFiles(*files)
+        config = _open_file(CONFIG_NAME, directory, stack)
+        weights = _open_file(_weights_name(directory, allow_pickled), directory, stack)
+        yield AdapterFiles(config, weights)
+
+
+def _weights_name(directory: int, allow_pickled: bool) -> str:
+    pickled = [name for name in PICKLED_NAMES if _is_there(name, directory)]
+    if not pickled or _is_there(WEIGHTS_NAME, directory):
+        return WEIGHTS_NAME
+    if not allow_pickled:
+        raise AdapterNotFound(
+            f"there is {pickled[0]} but no {WEIGHTS_NAME}; pickled weights are not read here: save "
+            "the adapter as safetensors, or start the engine with --allow-pickled-weights"
+        )
+    return pickled[0]
 
 
 def _open_directory(path: str, roots: Sequence[Path], stack: ExitStack) -> int:
@@ -165,16 +181,7 @@ def _walk(root: Path, below: tuple[str, ...], stack: ExitStack) -> int:
 
 
 def _open_file(name: str, directory: int, stack: ExitStack) -> OpenFile:
-    try:
-        descriptor = _open_below(name, directory, 0)
-    except AdapterNotFound as error:
-        pickled = [other for other in _PICKLED if _is_there(other, directory)]
-        if name != WEIGHTS_NAME or not pickled:
-            raise
-        raise AdapterNotFound(
-            f"there is {pickled[0]} but no {WEIGHTS_NAME}; pickled weights are never read, because "
-            "they can run code: save the adapter as safetensors"
-        ) from error
+    descriptor = _open_below(name, directory, 0)
     stack.callback(os.close, descriptor)
     return OpenFile(name, descriptor)
 

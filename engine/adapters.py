@@ -23,10 +23,10 @@ from engine.lora import (
 )
 from engine.naming import Equivalence
 from engine.peft_config import PEFTHelper, decode_config
+from engine.pickled_weights import open_weights
 from engine.problems import Problems, shown
 from engine.values import check_values
 from engine.weight_names import sort_names
-from engine.weights_reader import WeightsReader
 
 __all__ = [
     "LoRALayerWeights",
@@ -66,22 +66,23 @@ def read_adapter(  # noqa: PLR0913 - each is a fact that reading needs
     adapter: str = "",
     *,
     equivalences: tuple[Equivalence, ...] = (),
+    allow_pickled: bool = False,
     is_follower: bool = False,
 ) -> LoadedAdapter:
     """Read the adapter at `path` (absolute, or relative to one of `roots`) and check it completely.
 
     `modules` are what can be adapted, by full path; of sharded ones this process's part is kept.
     `lora_config` has its dtype resolved; `adapter` is the name for texts; `equivalences` are
-    `naming.equivalences_of` the model. A follower reads nothing but its parts, judges the values of
-    these alone and makes no fingerprint: somebody else does. Values are looked at once everything
-    else is sound. Raises one `EngineError` that tells all that was found: `AdapterConfigRefused`
-    before `AdapterDoesNotFit` before `NotFinite` where there is more than one kind;
-    `PathNotAllowed`, `AdapterNotFound`, `Conflict` for a file that changes meanwhile,
-    `HostOutOfMemory`.
+    `naming.equivalences_of` the model; `allow_pickled` is `open_adapter`'s. A follower reads
+    nothing but its parts, judges the values of these alone and makes no fingerprint: somebody else
+    does. Values are looked at once everything else is sound. Raises one `EngineError` that tells
+    all that was found: `AdapterConfigRefused` before `AdapterDoesNotFit` before `NotFinite` where
+    there is more than one kind; `PathNotAllowed`, `AdapterNotFound`, `Conflict` for a file that
+    changes meanwhile, `HostOutOfMemory`.
     """
     model = ModelSide(modules, lora_config, equivalences)
     try:
-        with open_adapter(path, roots) as files:
+        with open_adapter(path, roots, allow_pickled=allow_pickled) as files:
             loaded = _read(files, model, bounds, is_follower)
             files.check_unchanged()
             return loaded
@@ -98,7 +99,7 @@ def _read(
         config = files.read_config(bounds)
         helper = PEFTHelper.read(decode_config(config, bounds), bounds, problems)
     with problems.collecting():
-        reader = WeightsReader(files.weights, bounds)
+        reader = open_weights(files.weights, bounds)
         if helper is None:
             check_names(sort_names(reader.tensors, model.naming()), None, problems)
     if helper is None or reader is None:

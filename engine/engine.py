@@ -152,4 +152,5 @@ class Engine:
             self._config.adapter_bounds,
             command.adapter,
             equivalences=self._equivalences,
+            allow_pickled=self._config.allow_pickled_weights,
         )

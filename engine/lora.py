@@ -22,9 +22,9 @@ from engine.naming import Naming, Rename
 from engine.pairs import Pair
 from engine.parts import ALL, Part
 from engine.peft_config import PEFTHelper
+from engine.pickled_weights import open_weights
 from engine.problems import Problems
 from engine.values import check_values, value_range
-from engine.weights_reader import WeightsReader
 
 
 @dataclass(frozen=True)
@@ -287,6 +287,7 @@ class LoRAModel:
         dtype: torch.dtype | None = None,
         weights_mapper: Rename | None = None,
         skip_prefixes: Iterable[str] = (),
+        allow_pickled: bool = False,
     ) -> "LoRAModel":
         """An adapter from a directory that the caller trusts to name; links below are refused.
 
@@ -295,8 +296,9 @@ class LoRAModel:
         Raises like `from_lora_tensors` and `adapter_files.open_adapter`.
         """
         naming = Naming(rename=weights_mapper, skip_prefixes=skip_prefixes)
-        with open_adapter(os.path.abspath(lora_dir), [Path(lora_dir)]) as files:
-            reader = WeightsReader(files.weights, DEFAULT_BOUNDS)
+        path, roots = os.path.abspath(lora_dir), [Path(lora_dir)]
+        with open_adapter(path, roots, allow_pickled=allow_pickled) as files:
+            reader = open_weights(files.weights, DEFAULT_BOUNDS)
             problems = Problems(DEFAULT_BOUNDS.problems_max)
             pairs = fit(reader.tensors, peft_helper, naming, None, problems)
             touched = [pair.module for pair in pairs]

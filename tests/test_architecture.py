@@ -153,8 +153,20 @@ def test_a_way_to_run_code_is_seen(text: str) -> None:
 
 def test_what_only_looks_like_running_code_is_let_pass() -> None:
     harmless = ("re.compile('x')", "model.eval()", "platform.system()", "run(x, shell=False)")
-    for text in (*harmless, "torch.load(f, weights_only=True)"):
+    for text in harmless:
         assert ways_to_run_code([source("engine/x.py", text)]) == []
+
+
+def test_pickles_are_loaded_in_one_place_and_as_tensors_only() -> None:
+    right = "torch.load(f, weights_only=True)"
+    assert ways_to_run_code([source("engine/pickled_weights.py", right)]) == []
+    for path, text in (
+        ("engine/adapters.py", right),
+        ("engine/pickled_weights.py", "torch.load(f)"),
+        ("engine/pickled_weights.py", "torch.load(f, weights_only=allowed)"),
+        ("engine/pickled_weights.py", "from torch import load"),
+    ):
+        assert len(ways_to_run_code([source(path, text)])) == 1
 
 
 def test_an_impure_call_in_the_core_is_seen() -> None:

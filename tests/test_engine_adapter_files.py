@@ -154,10 +154,10 @@ def test_what_is_missing_is_told(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
-def test_pickled_weights_are_never_read(root: Path, name: str) -> None:
+def test_pickled_weights_are_not_read_unasked(root: Path, name: str) -> None:
     directory = write(root / "pickled")
     (directory / WEIGHTS_NAME).rename(directory / name)
-    with pytest.raises(AdapterNotFound, match="pickled weights are never read"):
+    with pytest.raises(AdapterNotFound, match="pickled weights are not read here"):
         read_at("pickled", root)
 
 

@@ -1,5 +1,6 @@
 """The engine's commands: every operation ends in one report, and a failed one changes nothing."""
 
+import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 import torch
 from msgspec import structs
 from peft import PeftModel
+from safetensors.torch import load_file
 
 from engine import engine as engine_module
 from engine import residency
@@ -312,3 +314,17 @@ def test_stopping_and_sending_again_go_to_the_generation(bench: EngineBench) -> 
 def test_every_command_of_the_vocabulary_has_a_method(bench: EngineBench) -> None:
     kinds = set(EngineCommand.__args__) - {cm.ResendTokens}
     assert set(bench.engine._handlers) == kinds
+
+
+def test_pickled_weights_are_read_where_the_engine_was_told_so(
+    make_engine: Callable[..., EngineBench], adapter_root: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(adapter_root / "mlp", tmp_path / "mlp")
+    weights = tmp_path / "mlp" / "adapter_model.safetensors"
+    torch.save(load_file(weights), tmp_path / "mlp" / "adapter_model.bin")
+    weights.unlink()
+    check = {"adapter_id": 1, "adapter": "mlp", "path": ""}
+    refused = make_engine(adapter_roots=(tmp_path,)).do(cm.CheckAdapter, **check)
+    failure(refused, ErrorCode.NOT_FOUND, "--allow-pickled-weights")
+    told = make_engine(adapter_roots=(tmp_path,), allow_pickled_weights=True)
+    assert isinstance(told.do(cm.CheckAdapter, **check), rp.AdapterChecked)
