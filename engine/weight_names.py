@@ -46,7 +46,7 @@ FAMILIES: Final = (
 
 EMBEDDING_NAMES: Final = (
     *("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out"),
-    *("tok_embeddings", "shared"),
+    *("tok_embeddings", "shared", "output_projection", "decoder"),
 )
 """How models call their embeddings and heads; PEFT saves copies of them beside adapters."""
 
@@ -104,7 +104,7 @@ def sort_names(
                 _file(found, name, meant, naming)
             elif (copied := _copied(path)) is not None:
                 found.copies[naming.resolve(copied)] = name
-            else:
+            elif not _is_copied_bias(path):
                 found.unexpected.append(name + _reason(path))
     return found
 
@@ -135,6 +135,12 @@ def _copied(path: str) -> str | None:
     module = path.removesuffix(".weight").removesuffix(".base_layer")
     is_copy = path.endswith(".weight") and module.rpartition(".")[2] in EMBEDDING_NAMES
     return module if is_copy else None
+
+
+def _is_copied_bias(path: str) -> bool:
+    """Whether `path` is the base bias of an adapted head; of any other name it is a trained one."""
+    module = path.removesuffix(".base_layer.bias")
+    return module != path and module.rpartition(".")[2] in EMBEDDING_NAMES
 
 
 def _file(found: WeightNames, name: str, meant: _Meaning, naming: Naming) -> None:

@@ -9,73 +9,16 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.adapters import read_adapter
-from engine.arena import Arena
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import DeviceOutOfMemory
-from engine.kernels import choose_kernels
-from engine.kv_cache import RowCache
 from engine.model import PreparedModel, load_model
-from engine.punica import LoRAMapping, PunicaWrapper
-from engine.staging import Blob, stage
 from tests.engine_examples import ADAPTERS, relative_error
+from tests.parity_bench import Bench, Row
 
 pytest_plugins = ("tests.engine_fixtures",)
 
 ERROR_MAX = 1e-5
 EXAMPLES = Path(__file__).parent.parent / "examples" / "tiny"
-Row = tuple[str | None, tuple[int, ...]]
-"""An adapter's name (None: the base) and a prompt."""
-
-
-class Bench:
-    """A prepared model with slots that are written and reset by hand."""
-
-    def __init__(self, model: PreparedModel, root: Path, slots: int, device_bytes: int) -> None:
-        self.model = model
-        config = LoRAConfig(max_lora_rank=64, max_loras=slots)
-        config = config.verify_with_model_config(model.model.config)
-        shapes = {shape.name: shape for shape in model.shapes}
-        self.arena = Arena(slots, model.shapes, device_bytes, config.dtype, "cpu")
-        self.arena.data.fill_(torch.nan)
-        self.punica = PunicaWrapper(model.device, config.max_lora_rank, choose_kernels("cpu"))
-        model.bind(self.arena, self.punica)
-        self.ids = {path.name: at for at, path in enumerate(sorted(root.iterdir()), start=1)}
-        self.blobs: dict[str, Blob] = {
-            name: stage(
-                read_adapter(name, [root], shapes, config).model, model.shapes, config.dtype, False
-            )
-            for name in self.ids
-        }
-        self.generations = [0] * slots
-        self.residents: list[str | None] = [None] * slots
-
-    def write(self, slot: int, name: str) -> None:
-        self.arena.begin_write(slot, self.generations[slot] + 1, self.blobs[name])
-        self.arena.finish_write(slot)
-        self.generations[slot] += 1
-        self.residents[slot] = name
-
-    def reset(self, slot: int) -> None:
-        self.arena.reset(slot, self.generations[slot])
-        self.residents[slot] = None
-
-    def logits(self, rows: list[Row]) -> Tensor:
-        """The logits after each prompt, all rows in one left-padded batch."""
-        width = max(len(tokens) for _, tokens in rows)
-        ids = [0 if name is None else self.ids[name] for name, _ in rows]
-        padding = [width - len(tokens) for _, tokens in rows]
-        index = [
-            0 if column < padding[row] else ids[row]
-            for row in range(len(rows))
-            for column in range(width)
-        ]
-        layout = [None if name is None else self.ids[name] for name in self.residents]
-        self.punica.update_metadata(LoRAMapping(index, ids, is_prefill=True), layout)
-        padded = torch.tensor(
-            [[1] * gap + list(tokens) for gap, (_, tokens) in zip(padding, rows, strict=True)]
-        )
-        return self.model.forward(padded, RowCache([len(tokens) for _, tokens in rows]))
 
 
 class Yardstick:

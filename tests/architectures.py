@@ -1,0 +1,143 @@
+"""The architectures that are held against PEFT: one row each, tiny and random.
+
+What it is: the table that the parity tests run and that SUPPORTED.md is drawn from. What it is not:
+a list of what is allowed; any model that passes the engine's own probe is served. One rule: a row
+that the engine refuses says so, and the refusal is tested like a success.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY: Final = 97
+CONTEXT_TOKENS_MAX: Final = 64
+
+COMMON: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_TOKENS_MAX,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,
+}
+"""Fields by the names that most configurations have; each configuration takes those it knows."""
+
+
+MLA: Final[Mapping[str, Any]] = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "first_k_dense_replace": 2,
+}
+"""Latent attention's own widths."""
+
+
+JAMBA: Final[Mapping[str, Any]] = {
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "use_mamba_kernels": False,
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+}
+"""One layer of attention, one that is a state-space model."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One `transformers` model type; `fields` are its own beside the common ones (None: without).
+
+    `unwrapped`: last names of linear layers that do not see every token, so that an adapter which
+    touches them is refused. `refused`: what the engine says of the whole model.
+    """
+
+    model_type: str
+    title: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    unwrapped: tuple[str, ...] = ()
+    refused: str = ""
+
+    def build(self, dtype: torch.dtype = torch.float32, layers: int = 2) -> PreTrainedModel:
+        """A random instance, the same every time."""
+        torch.manual_seed(1)
+        fields = {"num_hidden_layers": layers, **COMMON, **self.fields}
+        config = AutoConfig.for_model(
+            self.model_type, **{name: value for name, value in fields.items() if value is not None}
+        )
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+ARCHITECTURES: Final = (
+    Architecture("llama", "Llama"),
+    Architecture("mistral", "Mistral", {"sliding_window": 6}),
+    Architecture("qwen2", "Qwen 2"),
+    Architecture("qwen3", "Qwen 3"),
+    Architecture("gemma", "Gemma"),
+    Architecture("gemma2", "Gemma 2", {"sliding_window": 6, "query_pre_attn_scalar": 8}),
+    Architecture("gemma3_text", "Gemma 3", {"sliding_window": 6, "query_pre_attn_scalar": 8}),
+    Architecture("phi", "Phi 1 and 2"),
+    Architecture("phi3", "Phi 3 and 4"),
+    Architecture("gpt_neox", "GPT-NeoX, Pythia"),
+    Architecture("gpt2", "GPT-2"),
+    Architecture("gpt_bigcode", "GPT-BigCode, StarCoder"),
+    Architecture(
+        "gpt_neo",
+        "GPT-Neo",
+        {
+            "attention_types": [[["global", "local"], 1]],
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "window_size": 6,
+        },
+    ),
+    Architecture("gptj", "GPT-J", {"rotary_dim": 4}),
+    Architecture("codegen", "CodeGen", {"rotary_dim": 4}),
+    Architecture("falcon", "Falcon", {"head_dim": None}),
+    Architecture("opt", "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    Architecture("bloom", "BLOOM"),
+    Architecture("mpt", "MPT", {"d_model": 32, "n_heads": 4, "max_seq_len": 64}),
+    Architecture("stablelm", "StableLM"),
+    Architecture("cohere", "Cohere Command R"),
+    Architecture("cohere2", "Cohere Command R7B", {"sliding_window": 6}),
+    Architecture("olmo2", "OLMo 2"),
+    Architecture("olmo3", "OLMo 3", {"sliding_window": 6}),
+    Architecture("granite", "Granite"),
+    Architecture("starcoder2", "StarCoder 2"),
+    Architecture("glm", "GLM"),
+    Architecture("glm4", "GLM 4"),
+    Architecture("nemotron", "Nemotron"),
+    Architecture("smollm3", "SmolLM 3"),
+    Architecture("exaone4", "EXAONE 4", {"sliding_window": 6}),
+    Architecture("seed_oss", "Seed-OSS"),
+    Architecture("arcee", "Arcee"),
+    Architecture("helium", "Helium"),
+    Architecture("persimmon", "Persimmon"),
+    Architecture("biogpt", "BioGPT"),
+    Architecture("xglm", "XGLM", {"d_model": 32, "attention_heads": 4, "ffn_dim": 48}),
+    Architecture("ernie4_5", "ERNIE 4.5"),
+    Architecture("apertus", "Apertus"),
+    Architecture("hunyuan_v1_dense", "Hunyuan dense"),
+    Architecture("minicpm3", "MiniCPM 3", MLA, unwrapped=("kv_b_proj",)),
+    Architecture("nanochat", "nanochat"),
+    Architecture("diffllama", "DiffLlama"),
+    Architecture("internlm3", "InternLM 3"),
+    Architecture("doge", "Doge", unwrapped=("dt_proj",)),
+    Architecture("openai-gpt", "GPT", refused="the model fills no key/value cache"),
+    Architecture("mamba", "Mamba", refused="the model fills no key/value cache"),
+    Architecture("jamba", "Jamba", JAMBA, refused="does not run with a left-padded batch"),
+    Architecture("recurrent_gemma", "RecurrentGemma", refused="the model fills no key/value cache"),
+    Architecture("modernbert-decoder", "ModernBERT decoder", unwrapped=("dense",)),
+    Architecture("vaultgemma", "VaultGemma"),
+    Architecture("rwkv", "RWKV", refused="the model fills no key/value cache"),
+)

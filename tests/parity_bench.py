@@ -1,0 +1,198 @@
+"""A prepared model whose slots are written by hand, and adapters as peft makes and runs them.
+
+What it is: the two sides of a parity test. What it is not: a test. One rule: adapters are made by
+peft, saved, and come back through the engine's own reader.
+"""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from engine.adapters import LoRAModel, read_adapter
+from engine.arena import Arena
+from engine.config import LoRAConfig
+from engine.kernels import choose_kernels
+from engine.kv_cache import RowCache
+from engine.model import PreparedModel
+from engine.punica import LoRAMapping, PunicaWrapper
+from engine.staging import Blob, stage
+
+Row = tuple[str | None, tuple[int, ...]]
+"""An adapter's name (None: the base) and a prompt."""
+
+
+def read(model: PreparedModel, root: Path, name: str) -> LoRAModel:
+    """The adapter `name` under `root` through the engine's reader."""
+    config = LoRAConfig(max_lora_rank=64).verify_with_model_config(model.model.config)
+    return read_adapter(name, [root], {s.name: s for s in model.shapes}, config).model
+
+
+class Bench:
+    """A prepared model with slots that are written and reset by hand."""
+
+    def __init__(self, model: PreparedModel, root: Path, slots: int, device_bytes: int) -> None:
+        self.model = model
+        config = LoRAConfig(max_lora_rank=64, max_loras=slots)
+        config = config.verify_with_model_config(model.model.config)
+        self.arena = Arena(slots, model.shapes, device_bytes, config.dtype, "cpu")
+        self.arena.data.fill_(torch.nan)
+        self.punica = PunicaWrapper(model.device, config.max_lora_rank, choose_kernels("cpu"))
+        model.bind(self.arena, self.punica)
+        names = sorted(path.parent.name for path in root.glob("*/adapter_config.json"))
+        self.ids = {name: at for at, name in enumerate(names, start=1)}
+        self.blobs: dict[str, Blob] = {
+            name: stage(read(model, root, name), model.shapes, config.dtype, False)
+            for name in self.ids
+        }
+        self.generations = [0] * slots
+        self.residents: list[str | None] = [None] * slots
+
+    def write(self, slot: int, name: str) -> None:
+        self.arena.begin_write(slot, self.generations[slot] + 1, self.blobs[name])
+        self.arena.finish_write(slot)
+        self.generations[slot] += 1
+        self.residents[slot] = name
+
+    def reset(self, slot: int) -> None:
+        self.arena.reset(slot, self.generations[slot])
+        self.residents[slot] = None
+
+    def logits(self, rows: list[Row]) -> Tensor:
+        """The logits after each prompt, all rows in one left-padded batch."""
+        return self.steps(rows, [])[0]
+
+    @torch.inference_mode()
+    def steps(self, rows: list[Row], next_tokens: Sequence[int]) -> list[Tensor]:
+        """The logits after each prompt, then after each of `next_tokens`, cached."""
+        width = max(len(tokens) for _, tokens in rows)
+        ids = [0 if name is None else self.ids[name] for name, _ in rows]
+        padding = [width - len(tokens) for _, tokens in rows]
+        index = [
+            0 if column < padding[row] else ids[row]
+            for row in range(len(rows))
+            for column in range(width)
+        ]
+        padded = torch.tensor(
+            [[1] * gap + list(tokens) for gap, (_, tokens) in zip(padding, rows, strict=True)]
+        )
+        cache = RowCache([len(tokens) for _, tokens in rows])
+        self._map(LoRAMapping(index, ids, is_prefill=True))
+        found = [self.model.forward(padded, cache)]
+        for token in next_tokens:
+            cache.grow(1)
+            self._map(LoRAMapping(ids, ids))
+            found.append(self.model.forward(torch.full((len(rows), 1), token), cache))
+        return found
+
+    def _map(self, mapping: LoRAMapping) -> None:
+        layout = [None if name is None else self.ids[name] for name in self.residents]
+        self.punica.update_metadata(mapping, layout)
+
+
+def linear_suffixes(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """The last two names of every linear layer but the head: in attention, and elsewhere."""
+    head = model.get_output_embeddings()
+    found = {
+        ".".join(name.split(".")[-2:]): "att" in name.lower()
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D) and layer is not head
+    }
+    attention = [name for name, is_attention in found.items() if is_attention]
+    return attention, [name for name in found if name not in attention]
+
+
+def adapter_configs(
+    model: PreTrainedModel, unwrapped: Collection[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Adapters of five kinds and five ranks for any model, by names that no module has.
+
+    All linear layers, attention only, one of each with patterns, both ends of the model, and one
+    single layer, which leaves its siblings' slices empty. `unwrapped`: last names to leave out.
+    """
+    attention, others = (
+        [name for name in names if name.rpartition(".")[2] not in unwrapped]
+        for names in linear_suffixes(model)
+    )
+    names = {module: name for name, module in model.named_modules()}
+    ends = [names[model.get_input_embeddings()], names[model.get_output_embeddings()]]
+    one = [name for name in names.values() if name.endswith(attention[0])][-1]
+    turned = {"fan_in_fan_out": any(isinstance(module, Conv1D) for module in names)}
+    everything = [*attention, *others] if unwrapped else "all-linear"
+    return {
+        "rank8": {"r": 8, "lora_alpha": 16, "target_modules": everything, **turned},
+        "rank4": {
+            "r": 4,
+            "lora_alpha": 6,
+            "target_modules": attention,
+            "use_rslora": True,
+            **turned,
+        },
+        "rank64": {
+            "r": 64,
+            "lora_alpha": 32,
+            "target_modules": [attention[-1], others[-1]],
+            "rank_pattern": {others[-1]: 24},
+            "alpha_pattern": {others[-1]: 9},
+            **turned,
+        },
+        "rank24": {"r": 24, "lora_alpha": 24, "target_modules": ends},
+        "rank1": {"r": 1, "lora_alpha": 2, "target_modules": [one], **turned},
+    }
+
+
+class PeftSide:
+    """The same base with every adapter in peft, and its directory of saved adapters."""
+
+    def __init__(self, model: PreTrainedModel, root: Path, unwrapped: Collection[str] = ()) -> None:
+        configs = {
+            name: LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **fields)
+            for name, fields in adapter_configs(model, unwrapped).items()
+        }
+        torch.manual_seed(3)
+        first, *rest = configs
+        self.model = get_peft_model(model, configs[first], adapter_name=first)
+        for name in rest:
+            self.model.add_adapter(name, configs[name])
+        self._settle()
+        for config in self.model.peft_config.values():
+            # peft notes a random start as a start that changes nothing in the base, which is true.
+            config.init_lora_weights = True
+        self.model.save_pretrained(root, selected_adapters=list(configs))
+        self.model.eval()
+        self.names = tuple(configs)
+
+    def _settle(self) -> None:
+        """Give A and B values that the base's dtype can hold, as those of a published adapter.
+
+        Embeddings' are brought to the others' size first; peft draws them as wide as 1.
+        """
+        for name, parameter in self.model.named_parameters():
+            if "lora_" in name:
+                size = 0.2 if "lora_embedding" in name else 1.0
+                parameter.data = (parameter.data * size).to(self.model.dtype).to(parameter.dtype)
+
+    @torch.no_grad()
+    def steps(self, row: Row, next_tokens: Sequence[int]) -> list[Tensor]:
+        """One row alone: the logits after its prompt, then after each of `next_tokens`, cached."""
+        name, prompt = row
+        if name is None:
+            with self.model.disable_adapter():
+                return self._steps(prompt, next_tokens)
+        self.model.set_adapter(name)
+        return self._steps(prompt, next_tokens)
+
+    def _steps(self, prompt: Sequence[int], next_tokens: Sequence[int]) -> list[Tensor]:
+        cache = DynamicCache()
+        found = []
+        for tokens in (prompt, *([token] for token in next_tokens)):
+            output = self.model(
+                input_ids=torch.tensor([list(tokens)]), past_key_values=cache, use_cache=True
+            )
+            found.append(output.logits[0, -1])
+        return found
