@@ -12,13 +12,13 @@ from pathlib import Path
 from engine.adapter_files import AdapterFiles, open_adapter
 from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
 from engine.errors import EngineError
+from engine.expert_weights import MoEEPLoadSpec
 from engine.fitting import ModelSide, check_names, fit
 from engine.layout import ModuleShape, blob_bytes
 from engine.lora import (
     LoRALayerWeights,
     LoRAModel,
     LoRARequest,
-    MoEEPLoadSpec,
     PackedLoRALayerWeights,
 )
 from engine.naming import Equivalence
@@ -105,18 +105,20 @@ def _read(
     if helper is None or reader is None:
         raise problems.error()
     with problems.collecting():
-        pairs = fit(reader.tensors, helper, model.naming(), model, problems)
+        fitted = fit(reader.tensors, helper, model.naming(), model, problems)
     problems.raise_if_any()
-    shards = {pair.module: model.modules[pair.module].shard for pair in pairs}
-    wanted = {k: part for pair in pairs for k, part in pair.parts(shards[pair.module]).items()}
+    wanted = fitted.parts(model.modules)
     found, fingerprint = (
         (reader.read(wanted), "") if is_follower else reader.read_all(wanted, config)
     )
     dtype = model.lora_config.dtype
-    check_values(pairs, found.ranges, dtype, problems)
+    # What other ranks keep of the experts is theirs to judge.
+    own = [pair for pair in fitted.stored() if pair.a in wanted]
+    check_values(own, found.ranges, dtype, problems)
     problems.raise_if_any()
-    lora_model = LoRAModel.from_pairs(1, pairs, found.tensors, shards)
-    ranks = {pair.module: pair.rank for pair in pairs}
+    shards = {name: shape.shard for name, shape in model.modules.items()}
+    lora_model = LoRAModel.from_fitted(1, fitted, found.tensors, shards)
+    ranks = {name: lora.rank for name, lora in lora_model.loras.items()}
     size_bytes = blob_bytes(ranks, list(model.modules.values()), dtype)
     return LoadedAdapter(
         fingerprint, lora_model, lora_model.rank, lora_model.size_bytes, size_bytes

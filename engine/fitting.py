@@ -6,14 +6,17 @@ resembles.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
+from engine.expert_names import ExpertPair, pair_experts, split_experts
+from engine.expert_weights import expert_parts
 from engine.layout import ModuleKind, ModuleShape
 from engine.naming import SKIP_PREFIXES, Equivalence, Naming, Rename
 from engine.pairs import Pair, Tensors, pair_up
+from engine.parts import Part
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems, shown
 from engine.weight_names import WeightNames, sort_names
@@ -41,6 +44,31 @@ class ModelSide:
         return Naming(self.modules, self.equivalences, rename, skip_prefixes)
 
 
+@dataclass(frozen=True)
+class Fitted:
+    """What an adapter's tensors are: `pairs` of modules with one A and one B, and of `experts`."""
+
+    pairs: list[Pair]
+    experts: list[ExpertPair]
+
+    def stored(self) -> list[Pair]:
+        """All of them, as the file has them."""
+        return [*self.pairs, *(expert.pair for expert in self.experts)]
+
+    def whole(self) -> "Fitted":
+        """The same where nobody shares the experts' weights."""
+        return replace(self, experts=[expert.whole() for expert in self.experts])
+
+    def parts(self, modules: Modules) -> dict[str, Part]:
+        """What this process keeps of each tensor; of other ranks' experts nothing."""
+        own = [pair.parts(modules[pair.module].shard) for pair in self.pairs]
+        return {
+            name: part
+            for parts in (*own, expert_parts(self.experts))
+            for name, part in parts.items()
+        }
+
+
 _TOLD: Final = {
     ModuleKind.LINEAR: "lora_A and lora_B",
     ModuleKind.EMBEDDING: "lora_embedding_A and lora_embedding_B",
@@ -56,26 +84,34 @@ def fit(
     naming: Naming,
     model: ModelSide | None,
     problems: Problems,
-) -> list[Pair]:
+) -> Fitted:
     """What the tensors are, by module; all that is wrong with names and shapes in `problems`.
 
-    Without `model`, what needs none is checked. Raises `AdapterDoesNotFit` for an ambiguous path.
+    Without `model`, what needs none is checked; experts need one. Raises `AdapterDoesNotFit` for
+    an ambiguous path.
     """
-    names = sort_names(tensors, naming, helper.modules_to_save)
-    check_names(names, helper, problems)
+    modules = {} if model is None else model.modules
+    found = sort_names(tensors, naming, helper.modules_to_save)
+    names, experts = split_experts(found, naming, modules.values())
+    check_names(names, helper, problems, has_experts=any(one.is_touched for one in experts))
     pairs = pair_up(names, tensors, helper, problems)
+    stacked = pair_experts(experts, tensors, helper, problems)
     if model is not None:
         _check_modules(pairs, tensors, helper, model, problems)
-        _check_copies(names.copies, tensors, model.modules, problems)
-    return pairs
+        touched = {column.name for pair in stacked for column in pair.columns}
+        _check_targets(touched.union(pair.module for pair in pairs), helper, modules, problems)
+        _check_copies(names.copies, tensors, modules, problems)
+    return Fitted(pairs, stacked)
 
 
-def check_names(names: WeightNames, helper: PEFTHelper | None, problems: Problems) -> None:
+def check_names(
+    names: WeightNames, helper: PEFTHelper | None, problems: Problems, has_experts: bool = False
+) -> None:
     """Tell names that mean nothing here, a file without a meaning, and a head that is missing."""
     fused = [name for pair in names.experts.values() for name in (pair.a, pair.b) if name]
-    experts = [f"{name} (adapted expert parameters are not served)" for name in fused]
+    experts = [f"{name} (of no experts that this model has wrapped)" for name in fused]
     problems.add_each(AdapterDoesNotFit, "unexpected tensors", names.unexpected + experts)
-    if not names.pairs and not fused:
+    if not names.pairs and not fused and not has_experts:
         problems.add(AdapterDoesNotFit, "no tensor is an A or a B of a module")
     has_head = any(pair.kind is ModuleKind.HEAD for pair in names.pairs.values())
     if helper is not None and helper.modules_to_save and not has_head:
@@ -103,9 +139,24 @@ def _check_modules(
     for pair, shape in known:
         with problems.collecting():
             _check_shape(pair, shape, tensors)
-    problems.add_each(
-        AdapterDoesNotFit, "target_modules without a tensor", _untouched(touched, helper, modules)
-    )
+
+
+def _check_targets(
+    touched: Collection[str], helper: PEFTHelper, modules: Modules, problems: Problems
+) -> None:
+    """Tell targets that this model has but the file has nothing for: half an adapter.
+
+    `touched`: every module-slice that the file has something for.
+    """
+    missing = _untouched(touched, helper, modules)
+    problems.add_each(AdapterDoesNotFit, "target_modules without a tensor", missing)
+    adapted = {modules[name].parameter for name in touched if name in modules}
+    there = {shape.parameter for shape in modules.values()} if helper.target_parameters else set()
+    for target in helper.target_parameters:
+        found = {path for path in there if path == target or path.endswith(f".{target}")}
+        if found.isdisjoint(adapted):
+            why = "no tensor is for it" if found else "it is not wrapped in this model"
+            problems.add(AdapterDoesNotFit, f"target_parameters name {shown(target)}; {why}")
 
 
 def _check_copies(

@@ -49,13 +49,15 @@ class Shard:
     `a_columns`: which columns of A, None for all. `b_rows`: which rows of B, in the order in which
     they are kept, None for all. `rank_parts`, `rank_part`: A's rows are dealt out to so many
     processes, and this one gets every `rank_parts`-th, from row `rank_part` on; so the parts of a
-    row's shrunk activations interleave to the whole, whatever rank its adapter has.
+    row's shrunk activations interleave to the whole, whatever rank its adapter has. `experts`:
+    which experts' matrices are kept of a stack, None for all.
     """
 
     a_columns: range | None = None
     b_rows: tuple[range, ...] | None = None
     rank_parts: int = 1
     rank_part: int = 0
+    experts: range | None = None
 
     def a_rank(self, rank: int) -> int:
         """How many of A's rows are kept, of an adapter of this rank; ValueError where uneven."""
@@ -86,12 +88,15 @@ class Shard:
         return Part(self.b_rows)
 
     def cut_a(self, lora_a: torch.Tensor) -> torch.Tensor:
-        """The part of A `[rank, in]`, as a view; ValueError where `a_rank` raises one."""
-        return self.a_part(len(lora_a)).cut(lora_a)
+        """The part of A `[rank, in]`, or of a stack; ValueError where `a_rank` raises one."""
+        return self.a_part(lora_a.shape[-2]).cut(self._own_experts(lora_a))
 
     def cut_b(self, lora_b: torch.Tensor) -> torch.Tensor:
-        """The part of B `[out, rank]`, as a view where its rows lie together."""
-        return self.b_part().cut(lora_b)
+        """The part of B `[out, rank]`, or of a stack; as a view where its rows lie together."""
+        return self.b_part().cut(self._own_experts(lora_b))
+
+    def _own_experts(self, stack: torch.Tensor) -> torch.Tensor:
+        return stack if self.experts is None else stack[self.experts.start : self.experts.stop]
 
 
 WHOLE: Final = Shard()
@@ -106,6 +111,16 @@ class Entry(NamedTuple):
     rank: int
 
 
+class Within(NamedTuple):
+    """Where a slice's outputs lie in a parameter of the model that holds several slices.
+
+    `parameter`: its full path. `rows`: of its outputs, so of a B that is for all of it.
+    """
+
+    parameter: str
+    rows: range
+
+
 @dataclass(frozen=True)
 class ModuleShape:
     """One module-slice that adapters can touch: its place in the model and in the directory.
@@ -114,7 +129,8 @@ class ModuleShape:
     `out_features` are the whole module's; `index` is its first column in the directory, counted
     from 0 without gaps; `transposed` says that the base layer stores its weight as `[in, out]`. A
     packed layer has one entry for each of its slices. `experts` is 1 for every kind but EXPERTS.
-    `shard` is what this process keeps of a LINEAR slice, and what `a_shape` and `b_shape` tell.
+    `shard` is what this process keeps of a LINEAR or EXPERTS slice, and what `a_shape` and
+    `b_shape` tell. `within`: for experts' gate and up, where the model has them in one parameter.
     """
 
     name: str
@@ -125,6 +141,19 @@ class ModuleShape:
     kind: ModuleKind = ModuleKind.LINEAR
     experts: int = 1
     shard: Shard = WHOLE
+    within: Within | None = None
+
+    @property
+    def kept_experts(self) -> range:
+        """Whose matrices this process keeps."""
+        return range(self.experts) if self.shard.experts is None else self.shard.experts
+
+    @property
+    def parameter(self) -> str:
+        """The path of the model's own parameter that it is, or is a part of."""
+        if self.within is not None:
+            return self.within.parameter
+        return self.name if self.kind is ModuleKind.EXPERTS else f"{self.name}.weight"
 
     @property
     def columns(self) -> int:
@@ -139,18 +168,21 @@ class ModuleShape:
         """A's shape in a blob and in the arena, of an adapter of this rank."""
         match self.kind:
             case ModuleKind.LINEAR:
-                return (self.shard.a_rank(rank), self.shard.a_width(self.in_features))
+                return self._a_matrix(rank)
             case ModuleKind.EMBEDDING:
                 return (self.in_features, rank)
             case ModuleKind.EXPERTS:
-                return (self.experts, rank, self.in_features)
+                return (len(self.kept_experts), *self._a_matrix(rank))
             case ModuleKind.HEAD:
                 return (self.out_features, self.in_features)
 
     def b_shape(self, rank: int) -> tuple[int, ...]:
         """B's shape in a blob and in the arena, of an adapter of this rank."""
         matrix = (self.shard.b_height(self.out_features), rank)
-        return (self.experts, *matrix) if self.kind is ModuleKind.EXPERTS else matrix
+        return (len(self.kept_experts), *matrix) if self.kind is ModuleKind.EXPERTS else matrix
+
+    def _a_matrix(self, rank: int) -> tuple[int, int]:
+        return (self.shard.a_rank(rank), self.shard.a_width(self.in_features))
 
 
 def entries(shape: ModuleShape, start: int, rank: int, dtype: torch.dtype) -> tuple[Entry, ...]:

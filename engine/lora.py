@@ -16,11 +16,12 @@ import torch
 from engine.adapter_files import open_adapter
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
-from engine.fitting import ModelSide, fit, suffixes
+from engine.expert_weights import expert_parts, expert_stacks
+from engine.fitting import Fitted, ModelSide, fit, suffixes
 from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard
 from engine.naming import Naming, Rename
 from engine.pairs import Pair
-from engine.parts import ALL, Part
+from engine.parts import ALL
 from engine.peft_config import PEFTHelper
 from engine.pickled_weights import open_weights
 from engine.problems import Problems
@@ -180,27 +181,6 @@ class PackedLoRALayerWeights:
         return self
 
 
-@dataclass(frozen=True)
-class MoEEPLoadSpec:
-    """Which of a layer's experts this rank keeps; no others are read.
-
-    Raises ValueError where `local_experts` are not among `num_experts`.
-    """
-
-    num_experts: int
-    local_experts: range
-
-    def __post_init__(self) -> None:
-        local = self.local_experts
-        if local.step != 1 or not 0 <= local.start < local.stop <= self.num_experts:
-            raise ValueError(f"local_experts is {local}; a range within {self.num_experts} experts")
-
-    def a_part(self, rank: int) -> Part:
-        """What to read of an A that lies expert by expert, `[experts * rank, in]`."""
-        local = self.local_experts
-        return Part((range(local.start * rank, local.stop * rank),))
-
-
 @dataclass
 class LoRAModel:
     """One adapter: its id (at least 1), its highest rank, and its weights by module path."""
@@ -266,14 +246,16 @@ class LoRAModel:
         naming = Naming(rename=weights_mapper, skip_prefixes=skip_prefixes)
         if model is not None:
             naming = model.naming(weights_mapper, skip_prefixes)
-        pairs = fit(tensors, peft_helper, naming, model, problems)
+        fitted = fit(tensors, peft_helper, naming, model, problems).whole()
         problems.raise_if_any()
-        wanted = [name for pair in pairs for name in pair.factors()]
+        wanted = [name for pair in fitted.stored() for name in pair.factors()]
         ranges = {name: value_range(tensors[name]) for name in wanted}
-        check_values(pairs, ranges, dtype or torch.float32, problems)
+        check_values(fitted.stored(), ranges, dtype or torch.float32, problems)
         problems.raise_if_any()
         placed = {name: tensors[name].to(device, dtype) for name in wanted}
-        return cls.from_pairs(lora_model_id, pairs, placed)
+        parts = expert_parts(fitted.experts).items()
+        placed |= {name: part.cut(placed[name]) for name, part in parts}
+        return cls.from_fitted(lora_model_id, fitted, placed)
 
     @classmethod
     def from_local_checkpoint(  # noqa: PLR0913 - a signature that people know
@@ -300,7 +282,7 @@ class LoRAModel:
         with open_adapter(path, roots, allow_pickled=allow_pickled) as files:
             reader = open_weights(files.weights, DEFAULT_BOUNDS)
             problems = Problems(DEFAULT_BOUNDS.problems_max)
-            pairs = fit(reader.tensors, peft_helper, naming, None, problems)
+            pairs = fit(reader.tensors, peft_helper, naming, None, problems).pairs
             touched = [pair.module for pair in pairs]
             other = [m for m in touched if suffixes([m]).isdisjoint(expected_lora_modules)]
             problems.add_each(AdapterDoesNotFit, "not among the expected modules", other)
@@ -317,20 +299,25 @@ class LoRAModel:
         )
 
     @classmethod
-    def from_pairs(
+    def from_fitted(
         cls,
         lora_model_id: int,
-        pairs: Iterable[Pair],
+        fitted: Fitted,
         tensors: Mapping[str, torch.Tensor],
         shards: Mapping[str, Shard] = MappingProxyType({}),
     ) -> "LoRAModel":
-        """An adapter from pairs that were checked; the tensors are shared.
+        """An adapter from what was checked; the tensors are shared, but for experts' B.
 
         Of the modules that `shards` names they are the parts that it says.
         """
         loras = {
-            pair.module: _weights(pair, tensors, shards.get(pair.module, WHOLE)) for pair in pairs
+            pair.module: _weights(pair, tensors, shards.get(pair.module, WHOLE))
+            for pair in fitted.pairs
         }
+        for column, pair, a, b in expert_stacks(fitted.experts, tensors):
+            loras[column.name] = LoRALayerWeights(
+                column.name, pair.rank, pair.alpha, a, b, pair.scaling, column.shard, column.kind
+            )
         rank = max(lora.rank for lora in loras.values())
         return cls(lora_model_id, rank, loras)
 

@@ -76,14 +76,32 @@ def pair_up(
 
 
 def _pair(module: str, names: PairNames, tensors: Tensors, helper: PEFTHelper) -> Pair:
+    return pair_of(module, names, tensors, helper, helper.key_of(names.source))
+
+
+def pair_of(
+    module: str,
+    names: PairNames,
+    tensors: Tensors,
+    helper: PEFTHelper,
+    key: str,
+    experts: int = 1,
+) -> Pair:
+    """A module's A and B, which must agree with each other and with what the config says of `key`.
+
+    Fused tensors have the rank once for each of `experts`. Raises `AdapterDoesNotFit`, and
+    `AdapterConfigRefused` for a scaling that can't be held.
+    """
     if names.a is None or names.b is None:
         there, missing = (names.a, "B") if names.b is None else (names.b, "A")
         raise AdapterDoesNotFit(f"{there} has no lora_{missing} beside it; both are needed")
-    rank, alpha = helper.rank_of(names.source), helper.alpha_of(names.source)
-    scaling = helper.scaling_of(names.source)
+    rank, alpha, scaling = helper.rank_of(key), helper.alpha_of(key), helper.scaling_of(key)
     a, b = (_shape(name, tensors[name], 2) for name in (names.a, names.b))
-    if a[0] != rank or b[1] != rank:
-        raise AdapterDoesNotFit(f"{module} has A {a} and B {b}; the config gives it rank {rank}")
+    if a[0] != rank * experts or b[1] != rank * experts:
+        each = f" for each of {experts} experts" if experts > 1 else ""
+        raise AdapterDoesNotFit(
+            f"{module} has A {a} and B {b}; the config gives it rank {rank}{each}"
+        )
     if not _SCALING_MIN <= abs(scaling) <= _SCALING_MAX:
         raise AdapterConfigRefused(
             f"{module} has alpha {alpha} and rank {rank}, a scaling of {scaling}; one that float32 "

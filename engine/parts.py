@@ -20,12 +20,12 @@ class Part(NamedTuple):
     columns: range | None = None
 
     def cut(self, matrix: Tensor) -> Tensor:
-        """This part of a matrix in memory, as a view where its rows lie together."""
+        """This part of a matrix, or of each of a stack, as a view where its rows lie together."""
         columns = slice(None) if self.columns is None else _slice(self.columns)
         if self.rows is None:
-            return matrix[:, columns]
-        pieces = [matrix[_slice(rows), columns] for rows in self.rows]
-        return pieces[0] if len(pieces) == 1 else cat(pieces)
+            return matrix[..., columns]
+        pieces = [matrix[..., _slice(rows), columns] for rows in self.rows]
+        return pieces[0] if len(pieces) == 1 else cat(pieces, dim=-2)
 
     def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What is left of a matrix of this shape; ValueError for what lies outside of it.

@@ -42,6 +42,11 @@ def _are_heads(value: Any) -> bool:
     )
 
 
+def _are_names(value: Any) -> bool:
+    is_list = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+    return _is_off(value) or is_list
+
+
 class Refusal(NamedTuple):
     """A field whose value must be `allowed`, and what to say where it is not."""
 
@@ -69,7 +74,7 @@ REFUSALS: Final = (
         _are_heads,
         f"of whole trained modules only heads are served: {', '.join(CLASSIFICATION_HEADS)}",
     ),
-    Refusal("target_parameters", _is_off, "adapted parameters (fused experts) are not served"),
+    Refusal("target_parameters", _are_names, "a list of names is needed"),
     Refusal("trainable_token_indices", _is_off, "trained token embeddings are not served"),
     Refusal("use_qalora", _is_off, "QA-LoRA is not served"),
     Refusal("use_bdlora", _is_off, "block-diagonal LoRA is not served"),
@@ -104,7 +109,7 @@ class PEFTHelper:
     because the weights' names say what is adapted. A module's own rank and scaling are told by
     the methods, patterns included. `has_exclusions`: some of the targets may have been left out.
     `modules_to_save`: heads that the adapter brings whole. `target_parameters`: adapted parameters
-    of fused experts.
+    themselves, by path or its end.
     """
 
     r: int
@@ -171,6 +176,15 @@ class PEFTHelper:
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
+    def targets_parameter(self, path: str) -> bool:
+        """Whether the parameter at this path is adapted as such, and not as a linear layer's."""
+        return any(path == one or path.endswith(f".{one}") for one in self.target_parameters)
+
+    def key_of(self, module: str) -> str:
+        """What patterns match for a linear layer, which may be adapted as a parameter."""
+        parameter = f"{module}.weight"
+        return parameter if self.targets_parameter(parameter) else module
+
     def validate_legal(self, lora_config: LoRAConfig) -> None:
         """Raise `AdapterDoesNotFit` where a rank is over the engine's maximum."""
         rank = max(self.r, *self.rank_pattern.values(), 0)
@@ -218,7 +232,7 @@ class _Fields:
 
     def targets(self, otherwise: tuple[str, ...] | str) -> tuple[str, ...] | str:
         """`target_modules`, which may be empty where only parameters are adapted."""
-        if self._config.get("target_modules") == [] and self.names("target_parameters"):
+        if not self._config.get("target_modules") and self.names("target_parameters"):
             return ()
         return self.required("target_modules", _as_targets, otherwise)
 

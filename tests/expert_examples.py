@@ -29,6 +29,7 @@ EXPERTS, TOP_K, HIDDEN, INTER = 4, 2, 32, 24
 
 _COMMON = {
     "vocab_size": 64,
+    "dtype": "float32",
     "hidden_size": HIDDEN,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,

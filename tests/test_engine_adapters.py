@@ -173,7 +173,8 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
         for saved in (["lm_head"], ["score", "embed_tokens"], ["norm"], "score", [["score"]])
     },
     "a head without weights": ({"modules_to_save": ["score"]}, DOES_NOT_FIT, "no tensor is one"),
-    "target_parameters": ({"target_parameters": ["x"]}, CONFIG_REFUSED, "target_parameters"),
+    "unknown parameter": ({"target_parameters": ["x"]}, DOES_NOT_FIT, "target_parameters name 'x'"),
+    "numbered parameters": ({"target_parameters": [1]}, CONFIG_REFUSED, "target_parameters is [1]"),
     "token indices": ({"trainable_token_indices": [3]}, CONFIG_REFUSED, "trainable_token"),
     "another type": ({"peft_type": "IA3"}, CONFIG_REFUSED, "peft_type is 'IA3'"),
     "QA-LoRA": ({"use_qalora": True}, CONFIG_REFUSED, "use_qalora"),
@@ -273,7 +274,7 @@ DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     ),
     "experts": (
         tensors() | {f"{HEAD}model.mlp.experts.lora_A": ones(4, 9)},
-        "expert parameters are not served",
+        "of no experts that this model has",
     ),
     "magnitudes": (
         tensors() | {f"{HEAD}{Q}.lora_magnitude_vector": ones(16)},

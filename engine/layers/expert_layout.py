@@ -46,15 +46,18 @@ class ExpertLayout:
         return self.inter_features * (2 if self.is_gated else 1)
 
     def gate_and_up(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The columns of gate and of up as views; one view of all where there is no gate.
+        """The columns of gate and of up as views; rows: [..., up_features]."""
+        own = self.gate_and_up_rows()
+        return tuple(rows[..., part.start : part.stop : part.step] for part in own)
 
-        rows: [..., up_features], of an activation or of a B transposed.
-        """
+    def gate_and_up_rows(self) -> tuple[range, ...]:
+        """Which outputs of the parameter are gate's and which are up's; all where is no gate."""
+        width, inter = self.up_features, self.inter_features
         if not self.is_gated:
-            return (rows,)
+            return (range(width),)
         if self.is_interleaved:
-            return rows[..., ::2], rows[..., 1::2]
-        return rows[..., : self.inter_features], rows[..., self.inter_features :]
+            return range(0, width, 2), range(1, width, 2)
+        return range(inter), range(inter, width)
 
     def up(self, module: nn.Module, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
         """What enters the activation, [rows, up_features]; x: [rows, in_features].

@@ -6,6 +6,7 @@ which no row has weights here runs the module's own forward.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from engine.kernels.expert_groups import ExpertGroups, sort_by_expert
 from engine.kernels.operands import LoRASlices
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
 from engine.layers.expert_layout import ExpertLayout, layout_of
-from engine.layout import ModuleKind, ModuleShape
+from engine.layout import ModuleKind, ModuleShape, Within
 
 
 class ExpertsWithLoRA(BaseLayerWithLoRA):
@@ -43,7 +44,7 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         raise NotImplementedError(f"{type(self).__name__} does not say where its slices go")
 
     def module_shapes(self, name: str, first: int) -> list[ModuleShape]:
-        """The layer's slices, called as the parameters of the module at `name` are."""
+        """The layer's slices, called as the projections of the module at `name` are."""
         return super().module_shapes(f"{name}.", first)
 
     def create_lora_weights(self, arena: Arena, columns: Sequence[int]) -> None:
@@ -122,6 +123,15 @@ class FusedMoEWithLoRA(ExpertsWithLoRA):
             *(_slice(self.layout, *widths, name) for name in names),
             _down_slice(self.layout),
         )
+
+    def module_shapes(self, name: str, first: int) -> list[ModuleShape]:
+        """As the base class; gate and up are known as parts of the module's one parameter."""
+        shapes = super().module_shapes(name, first)
+        if not self.layout.is_gated:
+            return shapes
+        parameter = f"{name}.{self.layout.up_name}"
+        parts = [*(Within(parameter, rows) for rows in self.layout.gate_and_up_rows()), None]
+        return [replace(shape, within=part) for shape, part in zip(shapes, parts, strict=True)]
 
     def up_views(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Gate's and up's own columns."""

@@ -1,0 +1,241 @@
+"""Which experts' weights an adapter's tensors are: per expert (2-D), or fused (3-D).
+
+What it is: from names, config and shapes to pairs of tensors and the columns that they fill. What
+it is not: a reader of values. One rule: a fused tensor's name alone never decides what it adapts;
+the config's `target_parameters` do, and the shapes have to agree.
+
+Per expert: `<experts>.3.gate_proj`, each with an A `[rank, in]` and a B `[out, rank]`. Fused:
+`<experts>` or `<experts>.base_layer`, with an A `[experts * rank, in]`, expert after expert, and a
+B `[out, rank * experts]`, the expert counted fastest. With both parameters adapted gate_up is the
+inner one, under `base_layer`; with one adapted it stands under the plain name, whichever it is.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from engine.errors import AdapterDoesNotFit
+from engine.layout import WHOLE, ModuleKind, ModuleShape
+from engine.naming import Naming
+from engine.pairs import Pair, Tensors, pair_of
+from engine.peft_config import PEFTHelper
+from engine.problems import Problems
+from engine.weight_names import PairNames, WeightNames
+
+_SINGLE: Final = re.compile(r"(.+)\.(\d{1,6})\.(\w+)\Z")
+_PROJECTIONS: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+"""Older names of projections; others mean themselves."""
+_PARENTS: Final = {".block_sparse_moe.": ".mlp."}
+"""Older names of what holds the experts and their router; used where the model has none so."""
+_INNER: Final = ".base_layer"
+
+
+class ExpertPair(NamedTuple):
+    """An A and a B of the file, and the columns that they fill: several where they are split.
+
+    `expert` is the one that they are for; None for fused ones, which are for all.
+    """
+
+    pair: Pair
+    columns: tuple[ModuleShape, ...]
+    expert: int | None = None
+
+    def whole(self) -> "ExpertPair":
+        """The same where this process keeps all of it."""
+        columns = tuple(replace(column, shard=WHOLE) for column in self.columns)
+        return self._replace(columns=columns)
+
+
+class Single(NamedTuple):
+    """What a per-expert path names."""
+
+    expert: int
+    projection: str
+
+
+@dataclass
+class Experts:
+    """One experts module: its columns by their last name, and what the file has for it.
+
+    `fused`: by how many wrappers lie inside, 1 for `base_layer`. `path`: of the module.
+    """
+
+    path: str
+    columns: dict[str, ModuleShape] = field(default_factory=dict)
+    fused: dict[int, PairNames] = field(default_factory=dict)
+    singles: dict[Single, PairNames] = field(default_factory=dict)
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether the file has anything for it."""
+        return bool(self.fused or self.singles)
+
+    @property
+    def parameters(self) -> dict[str, tuple[ModuleShape, ...]]:
+        """The model's own parameters by their last name, the inner one first, and their columns."""
+        found: dict[str, tuple[ModuleShape, ...]] = {}
+        for shape in self.columns.values():
+            last = shape.parameter.rpartition(".")[2]
+            found[last] = (*found.get(last, ()), shape)
+        return found
+
+
+def split_experts(
+    names: WeightNames, naming: Naming, modules: Iterable[ModuleShape]
+) -> tuple[WeightNames, list[Experts]]:
+    """The names that are no experts', and the model's experts modules with those that are.
+
+    What stays in `experts` is of experts that are not among `modules`.
+    """
+    known = _known_experts(modules)
+    pairs: dict[str, PairNames] = {}
+    fused: dict[str, PairNames] = {}
+    for written, found in names.experts.items():
+        outer = naming.resolve(_renamed(written.removesuffix(_INNER), known))
+        if outer in known:
+            known[outer].fused[int(written.endswith(_INNER))] = found
+        else:
+            fused[written] = found
+    for written, found in names.pairs.items():
+        path = _renamed(written, known)
+        match = _SINGLE.match(path)
+        experts = known.get(naming.resolve(match[1])) if match else None
+        if match and experts:
+            projection = _PROJECTIONS.get(match[3], match[3])
+            experts.singles[Single(int(match[2]), projection)] = found
+        else:
+            pairs[path] = found
+    return names._replace(pairs=pairs, experts=fused), list(known.values())
+
+
+def _renamed(path: str, known: Collection[str]) -> str:
+    """A path below an older parent, where the model has its experts below the newer one."""
+    for old, new in _PARENTS.items():
+        before, found, _ = path.partition(old)
+        if found and f"{before}{new}experts" in known:
+            return path.replace(old, new, 1)
+    return path
+
+
+def _known_experts(modules: Iterable[ModuleShape]) -> dict[str, Experts]:
+    known: dict[str, Experts] = {}
+    for shape in modules:
+        if shape.kind is ModuleKind.EXPERTS:
+            path, _, last = shape.name.rpartition(".")
+            known.setdefault(path, Experts(path)).columns[last] = shape
+    return known
+
+
+def pair_experts(
+    found: Iterable[Experts], tensors: Tensors, helper: PEFTHelper, problems: Problems
+) -> list[ExpertPair]:
+    """The pairs of all experts modules, held against the config and the model's shapes."""
+    pairs: list[ExpertPair] = []
+    for experts in found:
+        with problems.collecting():
+            if experts.fused and experts.singles:
+                raise AdapterDoesNotFit(
+                    f"{experts.path} has tensors per expert and fused ones; one format is needed"
+                )
+            pairs += _fused_pairs(experts, tensors, helper)
+            pairs += _single_pairs(experts, tensors, helper)
+    return pairs
+
+
+def _fused_pairs(experts: Experts, tensors: Tensors, helper: PEFTHelper) -> Iterator[ExpertPair]:
+    for parameter, names in _parameters_of(experts, tensors, helper).items():
+        columns = experts.parameters[parameter]
+        module = f"{experts.path}.{parameter}"
+        key = f"{names.source.removesuffix(_INNER)}.{parameter}"
+        count = columns[0].experts
+        pair = pair_of(module, names, tensors, helper, key, count)
+        outputs = sum(shape.out_features for shape in columns)
+        _check_widths(pair, tensors, columns[0].in_features, outputs)
+        yield ExpertPair(pair, columns)
+
+
+def _parameters_of(experts: Experts, tensors: Tensors, helper: PEFTHelper) -> dict[str, PairNames]:
+    """Which parameter each fused pair adapts."""
+    names = list(experts.parameters)
+    if len(experts.fused) == len(names):
+        return {name: experts.fused[1 - place] for place, name in enumerate(names)}
+    if not experts.fused:
+        return {}
+    ((depth, only),) = experts.fused.items()
+    source = only.source.removesuffix(_INNER)
+    targets = [name for name in names if helper.targets_parameter(f"{source}.{name}")]
+    likely = targets or [name for name in names if _fits(experts, name, only, tensors)]
+    if depth or len(likely) != 1:
+        raise AdapterDoesNotFit(
+            f"{experts.path} has fused tensors under {only.source} alone, and the config's "
+            f"target_parameters name {' and '.join(targets) or 'none of them'}; which parameter "
+            "they adapt must be clear"
+        )
+    return {likely[0]: only}
+
+
+def _fits(experts: Experts, parameter: str, names: PairNames, tensors: Tensors) -> bool:
+    columns = experts.parameters[parameter]
+    widths = (columns[0].in_features, sum(shape.out_features for shape in columns))
+    sides = ((names.a, 1, widths[0]), (names.b, 0, widths[1]))
+    return all(
+        name is None or list(tensors[name].shape[side:])[:1] == [width]
+        for name, side, width in sides
+    )
+
+
+def _single_pairs(experts: Experts, tensors: Tensors, helper: PEFTHelper) -> list[ExpertPair]:
+    pairs: list[ExpertPair] = []
+    for (expert, projection), names in experts.singles.items():
+        column = experts.columns.get(projection)
+        module = f"{experts.path}.{expert}.{projection}"
+        if column is None:
+            there = ", ".join(experts.columns)
+            raise AdapterDoesNotFit(
+                f"{module} is an adapter per expert, but these experts are served as {there}; "
+                "serve with enable_mixed_moe_lora_format to have both formats"
+            )
+        if expert >= column.experts:
+            raise AdapterDoesNotFit(f"{module}: this model has {column.experts} experts there")
+        pair = pair_of(module, names, tensors, helper, names.source)
+        _check_widths(pair, tensors, column.in_features, column.out_features)
+        pairs.append(ExpertPair(pair, (column,), expert))
+    _check_stacks(pairs)
+    _check_complete(experts, helper)
+    return pairs
+
+
+def _check_stacks(pairs: Iterable[ExpertPair]) -> None:
+    """Refuse experts of one projection whose matrices can't lie in one stack."""
+    first: dict[str, Pair] = {}
+    for pair, (column,), _ in pairs:
+        other = first.setdefault(column.name, pair)
+        if (other.rank, other.scaling) != (pair.rank, pair.scaling):
+            raise AdapterDoesNotFit(
+                f"{other.module} has rank {other.rank} and scaling {other.scaling}, {pair.module} "
+                f"{pair.rank} and {pair.scaling}; experts of one projection need the same"
+            )
+
+
+def _check_complete(experts: Experts, helper: PEFTHelper) -> None:
+    """Refuse half an adapter: targets that are plain names adapt every expert."""
+    if isinstance(helper.target_modules, str) or helper.has_exclusions:
+        return
+    for projection in sorted({single.projection for single in experts.singles}):
+        there = {single.expert for single in experts.singles if single.projection == projection}
+        missing = experts.columns[projection].experts - len(there)
+        if missing:
+            raise AdapterDoesNotFit(
+                f"{experts.path} lacks {projection} of {missing} experts; "
+                "target_modules name all of them"
+            )
+
+
+def _check_widths(pair: Pair, tensors: Tensors, in_features: int, out_features: int) -> None:
+    a, b = (list(tensors[name].shape) for name in pair.factors())
+    if a[1] != in_features or b[0] != out_features:
+        raise AdapterDoesNotFit(
+            f"{pair.module} has A {a} and B {b}; this model's takes {in_features} and gives "
+            f"{out_features}"
+        )
