@@ -34,7 +34,10 @@ class Grouper:
     while the other may still be on its way. On a CPU every call returns tensors of its own.
     """
 
-    def __init__(self, device: torch.device, specialize_active: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, rank_max: int, specialize_active: bool = False
+    ) -> None:
+        self._rank_max = rank_max
         self._specialize_active = specialize_active
         self._link = _Link(device) if device.type == "cuda" else None
 
@@ -69,7 +72,7 @@ class Grouper:
         active, counts = torch.unique_consecutive(sorted_slots[base_rows:], return_counts=True)
         groups = _power_of_two(len(active)) if self._specialize_active else slots_max
         tokens = _power_of_two(len(slots))
-        bounds = GroupBounds(tokens, min(groups, tokens, slots_max))
+        bounds = GroupBounds(tokens, min(groups, tokens, slots_max), self._rank_max)
         return _Draft(len(slots), order[base_rows:], active, counts, bounds)
 
 

@@ -90,7 +90,7 @@ class PunicaWrapper:
         specialize_active: bool = False,
     ) -> None:
         self.rank_max = rank_max
-        self.grouper = Grouper(device, specialize_active)
+        self.grouper = Grouper(device, rank_max, specialize_active)
         self._kernels = kernels
         self._mapping: LoRAMapping | None = None
         self._layout: tuple[int | None, ...] = ()

@@ -2,8 +2,14 @@
 
 What it is: weights in an arena of NaN, a batch's slots, and a float64 result made row by row. What
 it is not: a test. One rule: an implementation joins all kernel tests by its name in NAMES.
+
+Triton's kernels join where they can run: under Triton's interpreter (TRITON_INTERPRET=1, which
+`test_engine_kernels_triton` sets for a process of its own), or compiled, on a CUDA device. The
+interpreter is slow and has no bfloat16, so it gets fewer cases.
 """
 
+import os
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
@@ -16,8 +22,14 @@ from engine.kernels.operands import Directory, Groups, LoRASlices
 from engine.layout import ABSENT, ModuleKind, ModuleShape, aligned_elements, slice_elements
 from engine.punica import LoRAMapping, PunicaWrapper
 
-NAMES = ("reference", "cpu")
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IS_COMPILED = os.environ.get("LORADOCK_TEST_COMPILED") == "1"
+
+NAMES = ("triton",) if IS_INTERPRETED or IS_COMPILED else ("reference", "cpu")
 """The implementations that all tests run over."""
+
+REPEATS = 3 if IS_INTERPRETED else 20
+"""How many batches a property is tried on."""
 
 ERRORS_MAX = {
     torch.float64: 1e-12,
@@ -33,6 +45,8 @@ Weights = dict[tuple[int, int], tuple[Tensor, Tensor]]
 
 def dtypes(name: str) -> list[torch.dtype]:
     """What an implementation has to be right in."""
+    if IS_INTERPRETED:
+        return [torch.float32, torch.float16]
     return [dtype for dtype in ERRORS_MAX if name == "reference" or dtype != torch.float64]
 
 
@@ -40,7 +54,57 @@ NAMES_AND_DTYPES = [(name, dtype) for name in NAMES for dtype in dtypes(name)]
 
 
 def kernels_of(name: str, batch_invariant: bool = False) -> Kernels:
-    return choose_kernels("cpu", name, batch_invariant)
+    kernels = choose_kernels("cpu", name, batch_invariant)
+    return run_on_device(kernels) if IS_COMPILED else kernels
+
+
+def run_on_device(kernels: Kernels, device: str = "cuda") -> Kernels:
+    """The same kernels for operands on the CPU, which are brought to the device and back."""
+
+    def brought(operation):
+        def run(y, x, weights: LoRASlices, groups: Groups, *rest) -> None:
+            there = move(y, device), move(x, device)
+            getattr(kernels, operation)(
+                *there, layer_on(weights, device), groups_on(groups, device), *rest
+            )
+            y.copy_(there[0])
+
+        return run
+
+    names = ("shrink", "expand", "linear", "embedding")
+    return kernels._replace(**{name: brought(name) for name in names})
+
+
+def move(tensor: Tensor, device: str) -> Tensor:
+    """A copy with the same strides; what lies between a view's rows is NaN. Meta stays meta."""
+    if tensor.device.type != "cpu":
+        return tensor
+    size = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    filler = torch.nan if tensor.is_floating_point() else 0
+    around = torch.full((max(0, size),), filler, dtype=tensor.dtype, device=device)
+    copy = around.as_strided(tensor.shape, tensor.stride())
+    return copy.copy_(tensor) if tensor.numel() else copy
+
+
+def layer_on(weights: LoRASlices, device: str) -> LoRASlices:
+    directory = weights.directory
+    tables = (directory.data, directory.offsets, directory.ranks)
+    moved = Directory(*[table.to(device) for table in tables], *directory[3:])
+    return LoRASlices(
+        moved, weights.columns, weights.in_features, weights.out_features, weights.kind
+    )
+
+
+def groups_on(groups: Groups, device: str) -> Groups:
+    """A batch's tables on the device; each has the room of its bounds behind it, as always."""
+    room = torch.zeros(groups.bounds.tokens, dtype=torch.int64, device=device)
+    room[: len(groups.rows)] = groups.rows.to(device)
+    return replace(
+        groups,
+        rows=room[: len(groups.rows)],
+        active=groups.active.to(device),
+        tiles=tuple(tiles._replace(table=tiles.table.to(device)) for tiles in groups.tiles),
+    )
 
 
 class Case(NamedTuple):
@@ -87,7 +151,7 @@ class Shape(NamedTuple):
 def groups_of(rows: list[int]) -> Groups:
     """The groups that a Punica wrapper makes of these slots."""
     slots = max(rows, default=0) + 1
-    punica = PunicaWrapper(torch.device("cpu"), 1, kernels_of("reference"))
+    punica = PunicaWrapper(torch.device("cpu"), 512, kernels_of("reference"))
     ids = [slot + 1 for slot in rows]
     punica.update_metadata(LoRAMapping(ids, []), list(range(1, slots + 1)))
     assert punica.groups is not None
@@ -203,10 +267,17 @@ BATCHES = [
     *(Batch(shape, tokens) for tokens in (0, 1, 2, 7, 64, 511) for shape in SHAPES),
     Batch(LARGE_RANKS, 37),
 ]
+if IS_INTERPRETED:
+    BATCHES = [
+        batch
+        for batch in BATCHES
+        if batch.tokens * batch.shape.slots < 300 and batch.shape is not LARGE_RANKS
+    ] + [Batch(Shape(40, (24, 9), 3, (1, 40, 72), 0.1), 37)]
 EMBEDDING_BATCHES = [
     Batch(Shape(301, widths, slots, ranks, 0.2, ModuleKind.EMBEDDING), tokens)
     for tokens in (0, 1, 2, 7, 64, 511)
     for widths, slots, ranks in [((48,), 1, (16,)), ((37,), 65, (1, 3, 8, 31, 512))]
+    if not IS_INTERPRETED or tokens * slots < 100
 ]
 
 

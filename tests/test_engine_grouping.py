@@ -14,7 +14,7 @@ slots_of_rows = st.lists(st.integers(-1, SLOTS - 1), max_size=300)
 
 
 def group(rows: list[int], prompts: list[int], specialize_active: bool = False):
-    grouper = Grouper(CPU, specialize_active)
+    grouper = Grouper(CPU, 16, specialize_active)
     as_slots = [torch.tensor(slots, dtype=torch.int64) for slots in (rows, prompts)]
     return grouper.group(*as_slots, SLOTS)
 
@@ -79,7 +79,7 @@ def test_a_bound_on_tiles_is_reached_and_never_passed() -> None:
         rows = [slot for slot, count in enumerate(counts) for _ in range(count)]
         for height in TILE_ROWS:
             needed = sum(-(-count // height) for count in counts)
-            assert needed <= GroupBounds(len(rows), len(counts)).tiles(height)
-    assert GroupBounds(8, 8).tiles(16) == 8
-    assert GroupBounds(64, 1).tiles(64) == 1
-    assert GroupBounds(18, 2).tiles(16) == 3
+            assert needed <= GroupBounds(len(rows), len(counts), 16).tiles(height)
+    assert GroupBounds(8, 8, 16).tiles(16) == 8
+    assert GroupBounds(64, 1, 16).tiles(64) == 1
+    assert GroupBounds(18, 2, 16).tiles(16) == 3

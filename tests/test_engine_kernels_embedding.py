@@ -11,6 +11,7 @@ from tests.kernel_cases import (
     ERRORS_MAX,
     NAMES,
     NAMES_AND_DTYPES,
+    REPEATS,
     Batch,
     Shape,
     batch_name,
@@ -40,7 +41,7 @@ def test_a_batch_invariant_row_has_the_same_bits_in_every_batch(name: str) -> No
     kernels = kernels_of(name, batch_invariant=True)
     whole = case.y.clone()
     kernels.embedding(whole, case.x, case.slices, case.groups, 1.0)
-    for _ in range(20):
+    for _ in range(REPEATS):
         some = random.sample(range(40), random.choice((1, 2, 3, 17, 39)))
         part = case.only(some)
         found = part.y.clone()

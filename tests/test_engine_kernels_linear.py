@@ -12,10 +12,12 @@ from tests.kernel_cases import (
     ERRORS_MAX,
     NAMES,
     NAMES_AND_DTYPES,
+    REPEATS,
     Batch,
     Case,
     Shape,
     batch_name,
+    dtypes,
     error_of,
     expected_output,
     kernels_of,
@@ -41,7 +43,7 @@ def test_the_delta_is_the_sum_written_out(name: str, dtype: torch.dtype, batch: 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=2 * REPEATS, deadline=None)
 def test_any_small_layer_and_batch(name: str, seed: int) -> None:
     random = Random(seed)
     widths = tuple(random.choice((1, 7, 32)) for _ in range(random.randint(1, 3)))
@@ -117,7 +119,7 @@ def test_the_same_batch_gives_the_same_bits(name: str) -> None:
     assert torch.equal(results[0], run(name, case))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, dtypes(NAMES[0])[-1]])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_invariant_row_has_the_same_bits_in_every_batch(
     name: str, dtype: torch.dtype
@@ -129,7 +131,7 @@ def test_a_batch_invariant_row_has_the_same_bits_in_every_batch(
     whole = case.y.clone()
     kernels.linear(whole, case.x, case.slices, case.groups, 1.0)
     assert error_of(whole, expected_output(case)) <= ERRORS_MAX[dtype]
-    for _ in range(25):
+    for _ in range(REPEATS):
         some = random.sample(range(70), random.choice((1, 2, 3, 17, 40, 69)))
         part = case.only(some)
         found = part.y.clone()

@@ -14,13 +14,22 @@ from engine.kernels.reference import reference_kernels
 
 __all__ = ["DEFAULTS", "IMPLEMENTATIONS", "Kernels", "choose_kernels"]
 
+
+def triton_kernels(batch_invariant: bool) -> Kernels:
+    """The Triton kernels; Triton itself is imported here, for where it may be missing."""
+    from engine.kernels.gpu.kernels import triton_kernels as make  # noqa: PLC0415
+
+    return make(batch_invariant)
+
+
 IMPLEMENTATIONS: Final[dict[str, Callable[[bool], Kernels]]] = {
     "reference": reference_kernels,
     "cpu": cpu_kernels,
+    "triton": triton_kernels,
 }
 """Name -> a maker of kernels; its argument is `batch_invariant`."""
 
-DEFAULTS: Final[dict[str, str]] = {"cpu": "cpu", "cuda": "reference"}
+DEFAULTS: Final[dict[str, str]] = {"cpu": "cpu", "cuda": "triton"}
 """The implementation for each type of device."""
 
 

@@ -112,13 +112,14 @@ TILE_ROWS: Final = (16, 64)
 
 
 class GroupBounds(NamedTuple):
-    """The most rows and the most active groups that a launch has to reach.
+    """The most rows, the most active groups and the highest rank that a launch has to reach.
 
     They are what a batch's shape is rounded up to, and all that a launch's grid may depend on.
     """
 
     tokens: int
     groups: int
+    rank: int
 
     def tiles(self, height: int) -> int:
         """The most tiles of `height` rows that any batch within these bounds has."""

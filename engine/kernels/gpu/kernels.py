@@ -1,0 +1,135 @@
+"""The Triton implementation of every operation, put together.
+
+What it is: the operations' contracts over launches that a batch's bounds choose. What it is not: a
+kernel. One rule: nothing here reads the device or, once every layer and size was seen, allocates.
+"""
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.checks import check_embedding, check_expand, check_linear, check_shrink
+from engine.kernels.experts import experts_cpu, experts_reference
+from engine.kernels.gpu.expand import launch_expand
+from engine.kernels.gpu.fused import launch_fused
+from engine.kernels.gpu.launch import Layer, Layers, Workspace, check_operands
+from engine.kernels.gpu.lookup import launch_lookup
+from engine.kernels.gpu.plans import LOOKUP, PLANS, Plan, plans_for, regime_of
+from engine.kernels.gpu.shrink import launch_shrink, launch_sum_splits
+from engine.kernels.kinds import Kernels
+from engine.kernels.operands import Groups, LoRASlices
+from engine.kernels.products import ordered_product
+
+
+def triton_kernels(batch_invariant: bool) -> Kernels:
+    """The Triton kernels with scratch memory of their own.
+
+    Experts are PyTorch's grouped product, which runs on the device but reads the groups' host side.
+    """
+    operations = TritonOperations(batch_invariant)
+    return Kernels(
+        shrink=operations.shrink,
+        expand=operations.expand,
+        linear=operations.linear,
+        embedding=operations.embedding,
+        experts=partial(experts_reference, product=ordered_product)
+        if batch_invariant
+        else experts_cpu,
+    )
+
+
+class TritonOperations:
+    """Every operation; each raises ValueError for operands that it can't take."""
+
+    def __init__(self, batch_invariant: bool, plans: dict[str, Plan] | None = None) -> None:
+        """`plans` None takes the device's own."""
+        self._batch_invariant = batch_invariant
+        self._plans = plans
+        self._layers = Layers()
+        self._workspace = Workspace()
+
+    def shrink(
+        self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, scale: float
+    ) -> None:
+        """See `engine.kernels.shrink`; y: float32."""
+        check_shrink(y, x, weights, groups)
+        layer = self._layer(x, weights, groups)
+        plan = self._plan(x, groups).shrink
+        if not groups.tokens:
+            return
+        if plan.splits == 1:
+            launch_shrink(y[None], x, layer, groups, scale, plan)
+            return
+        parts = self._workspace.take((plan.splits, *y.shape), y.device)
+        launch_shrink(parts, x, layer, groups, scale, plan)
+        launch_sum_splits(y, parts, layer, groups, plan)
+
+    # The contract has six; `self` is the seventh.
+    def expand(
+        self,
+        y: Tensor,
+        x: Tensor,
+        weights: LoRASlices,
+        groups: Groups,
+        offset: int,
+        add_inputs: bool,
+    ) -> None:
+        """See `engine.kernels.expand`; x: float32."""
+        check_expand(y, x, weights, groups, offset)
+        layer = self._layer(y, weights, groups)
+        plan = self._plan(y, groups).expand
+        if groups.tokens:
+            launch_expand(y, x[None], layer, groups, plan, offset=offset, add_inputs=add_inputs)
+
+    def linear(
+        self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, scale: float
+    ) -> None:
+        """See `engine.kernels.linear`."""
+        check_linear(y, x, weights, groups)
+        layer = self._layer(x, weights, groups)
+        plan = self._plan(x, groups)
+        if not groups.tokens:
+            return
+        if plan.fused is not None:
+            launch_fused(y, x, layer, groups, scale, plan.fused)
+            return
+        shape = (plan.shrink.splits, layer.slices, groups.tokens, _rank_room(groups))
+        parts = self._workspace.take(shape, x.device)
+        launch_shrink(parts, x, layer, groups, scale, plan.shrink)
+        launch_expand(y, parts, layer, groups, plan.expand)
+
+    def embedding(
+        self, y: Tensor, token_ids: Tensor, weights: LoRASlices, groups: Groups, scale: float
+    ) -> None:
+        """See `engine.kernels.embedding`."""
+        check_embedding(y, token_ids, weights, groups)
+        layer = self._layer(y, weights, groups)
+        plan = self._plan(y, groups)
+        if not groups.tokens:
+            return
+        shrunk = self._workspace.take((1, 1, groups.tokens, _rank_room(groups)), y.device)
+        launch_lookup(shrunk[0, 0], token_ids, layer, groups, scale, LOOKUP)
+        launch_expand(y, shrunk, layer, groups, plan.expand)
+
+    def _layer(self, rows: Tensor, weights: LoRASlices, groups: Groups) -> Layer:
+        layer = self._layers.of(weights)
+        check_operands(layer, rows, self._layers.rank_of(weights), groups)
+        return layer
+
+    def _plan(self, rows: Tensor, groups: Groups) -> Plan:
+        plans = self._plans or _device_plans(rows.device)
+        return plans[regime_of(groups.bounds, self._batch_invariant)]
+
+
+@cache
+def _device_plans(device: torch.device) -> dict[str, Plan]:
+    """A device's table; Triton's interpreter, which runs on the CPU, takes one of them."""
+    if device.type != "cuda":
+        return PLANS[90]
+    return plans_for(torch.cuda.get_device_capability(device))
+
+
+def _rank_room(groups: Groups) -> int:
+    """The width of scratch rows, so that each starts at a multiple of 64 bytes."""
+    return -(-groups.bounds.rank // 16) * 16

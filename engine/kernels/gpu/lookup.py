@@ -1,0 +1,65 @@
+"""The first half of a token embedding's delta on a GPU: a row of A for each token.
+
+What it is: one launch over tiles. What it is not: the whole operation; B's product is
+`expand`'s. One rule: only the rows of A that the batch's tokens name are read.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.gpu.common import find_tile, find_weights
+from engine.kernels.gpu.launch import Layer, tiles_of
+from engine.kernels.gpu.plans import LookupPlan
+from engine.kernels.operands import Groups
+
+
+@triton.jit
+def lookup_kernel(
+    y, token_ids, data, offsets, ranks, layer, tiles, rows,
+    y_stride, directory_stride, scale,
+    UNIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """`y[t, :rank] = scale * A[token_ids[t]]` of one tile."""
+    slot, first, count = find_tile(tiles, tl.program_id(0))
+    if count == 0:
+        return
+    offset, rank = find_weights(offsets, ranks, layer, slot, 0, directory_stride, UNIT)
+    if offset < 0:
+        return
+    m = tl.arange(0, BLOCK_M)
+    row = tl.load(rows + first + m, m < count, 0)
+    token = tl.load(token_ids + row, m < count, 0)
+    if rank % 8 == 0:
+        # The compiler sees that this is a multiple of eight, so A's rows start at 16 bytes.
+        copy_rows(
+            y + row * y_stride, data + offset, token, m < count, rank // 8 * 8, scale, BLOCK_R
+        )
+    else:
+        copy_rows(y + row * y_stride, data + offset, token, m < count, rank, scale, BLOCK_R)
+
+
+@triton.jit
+def copy_rows(y_rows, a, token, row_mask, rank, scale, BLOCK_R: tl.constexpr):
+    """Write `scale * A[token]` to float32 rows; A is [vocabulary, rank]."""
+    a_rows = a + token * rank
+    for r_first in range(0, rank, BLOCK_R):
+        r = r_first + tl.arange(0, BLOCK_R)
+        mask = row_mask[:, None] & (r < rank)[None, :]
+        found = tl.load(a_rows[:, None] + r[None, :], mask, 0.0).to(tl.float32)
+        tl.store(y_rows[:, None] + r[None, :], found * scale, mask)
+
+
+def launch_lookup(
+    y: Tensor, token_ids: Tensor, layer: Layer, groups: Groups, scale: float, plan: LookupPlan
+) -> None:
+    """Fill `y` [tokens, rank_max] float32 with the rows of A that `token_ids` [tokens] name."""
+    tiles = tiles_of(groups, plan.height)
+    lookup_kernel[(len(tiles),)](
+        *(y, token_ids, *layer.operands, tiles, groups.rows),
+        *(y.stride(0), layer.directory_stride, scale),
+        UNIT=layer.unit,
+        BLOCK_M=plan.height,
+        BLOCK_R=plan.block_r,
+        num_warps=plan.warps,
+    )

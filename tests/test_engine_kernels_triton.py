@@ -1,0 +1,68 @@
+"""Triton's kernels in the tests of all implementations, under Triton's interpreter.
+
+The interpreter has to be chosen before Triton is imported, so these tests run in a process of their
+own; `make gpu` runs the same files compiled, on a device.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.kernels.gpu.plans import PLANS, REGIMES, SOURCE, FusedPlan, plans_for, regime_of
+from engine.kernels.operands import TILE_ROWS, GroupBounds
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.parametrize("operation", ["linear", "shrink", "expand", "embedding", "checks"])
+def test_the_interpreted_kernels_keep_the_contract(operation: str) -> None:
+    path = TESTS / f"test_engine_kernels_{operation}.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, str(path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_every_architecture_has_a_plan_for_every_regime_that_groups_are_cut_for() -> None:
+    assert PLANS.keys() == SOURCE.keys()
+    for plans in PLANS.values():
+        assert tuple(plans) == REGIMES
+        for plan in plans.values():
+            for launch in filter(None, plan):
+                assert launch.height in TILE_ROWS
+        assert isinstance(plans["few"].fused, FusedPlan)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups", "regime"),
+    [
+        (1, 1, "few"),
+        (4, 4, "few"),
+        (8, 1, "decode"),
+        (64, 1, "alone"),
+        (2048, 1, "alone"),
+        (64, 64, "many"),
+        (256, 8, "prefill"),
+        (2048, 64, "prefill"),
+        (1024, 64, "many"),
+        (128, 8, "decode"),
+    ],
+)
+def test_the_bounds_pick_the_regime(tokens: int, groups: int, regime: str) -> None:
+    assert regime_of(GroupBounds(tokens, groups, 16)) == regime
+    assert regime_of(GroupBounds(tokens, groups, 16), batch_invariant=True) == "invariant"
+
+
+def test_a_device_gets_the_newest_table_that_it_can_run() -> None:
+    assert plans_for((8, 0)) is PLANS[80]
+    assert plans_for((8, 9)) is PLANS[80]
+    assert plans_for((9, 0)) is PLANS[90]
+    assert plans_for((12, 0)) is PLANS[100]
+    with pytest.raises(ValueError, match=r"7\.5"):
+        plans_for((7, 5))
