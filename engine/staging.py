@@ -5,6 +5,7 @@ copy to the device. One rule: a blob has every number exactly as the arena will 
 activating is one copy.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ __all__ = [
     "blob_bytes",
     "slice_elements",
     "stage",
+    "unpack",
 ]
 
 
@@ -95,6 +97,24 @@ def stage(model: LoRAModel, modules: Sequence[ModuleShape], dtype: torch.dtype, 
     if loras:
         raise KeyError(f"modules that the directory has no column for: {sorted(loras)}")
     return Blob(data, offsets, ranks)
+
+
+def unpack(blob: Blob, modules: Sequence[ModuleShape], lora_model_id: int) -> LoRAModel:
+    """An adapter as it lies in a blob: its tensors are views, and the scaling is in B already."""
+    loras = {}
+    for shape in modules:
+        start, rank = int(blob.offsets[shape.index]), int(blob.ranks[shape.index])
+        if start != ABSENT:
+            behind_a = start + aligned_elements(math.prod(shape.a_shape(rank)), blob.data.dtype)
+            a = _read_matrix(blob.data, start, shape.a_shape(rank))
+            b = _read_matrix(blob.data, behind_a, shape.b_shape(rank))
+            a = a.T if shape.kind is ModuleKind.EMBEDDING else a
+            loras[shape.name] = LoRALayerWeights(shape.name, rank, rank, a, b, 1.0)
+    return LoRAModel(lora_model_id, int(blob.ranks.max()), loras)
+
+
+def _read_matrix(data: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return data[start : start + math.prod(shape)].view(shape)
 
 
 def _write_slice(data: torch.Tensor, start: int, lora: LoRALayerWeights, shape: ModuleShape) -> int:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from controller.policies.lru import choose_lru
+from controller.policies.none import choose_none
 from controller.world import Adapter
 
 Policy = Callable[[Iterator[Adapter]], Adapter | None]
 """Takes candidates, least recently touched first; returns the victim, None where there is none."""
 
-POLICIES: Final[dict[str, Policy]] = {"lru": choose_lru}
+POLICIES: Final[dict[str, Policy]] = {"lru": choose_lru, "none": choose_none}
