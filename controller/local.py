@@ -7,7 +7,7 @@ when no waiting would bring it.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from controller import room
@@ -27,19 +27,25 @@ Execute = Callable[[commands.Command], Iterable[reports.LoggedReport]]
 class LocalController:
     """A `Controller` and the engine that does each of its commands at once.
 
-    `world` is for reading only.
+    `observe` is called with every event, in order. `world` is for reading only.
     """
 
     def __init__(
-        self, limits: Limits, policy: str, execute: Execute, *, checked: bool = False
+        self,
+        limits: Limits,
+        policy: str,
+        execute: Execute,
+        observe: Callable[[events.Event], None] = lambda _: None,
+        *,
+        checked: bool = False,
     ) -> None:
         """`checked` verifies every invariant after every input; for tests, and when in doubt."""
         self._core = Controller(limits, policy, checked=checked)
         self._execute = execute
+        self._observe = observe
         self._asked = 0
         self._inputs: deque[records.Input] = deque()
         self._replies: dict[str, requests.Reply] = {}
-        self._events: list[events.Event] = []
 
     @property
     def world(self) -> World:
@@ -52,15 +58,13 @@ class LocalController:
 
     def ask(
         self, kind: Callable[..., requests.LifecycleRequest], *fields: Any, **named: Any
-    ) -> list[events.Event]:
-        """Have a request done, and all that follows from it; what happened, in order.
+    ) -> None:
+        """Have a request done, and all that follows from it; raises `Refusal`.
 
-        `kind` is called with a fresh request id and `fields`. Raises `Refusal`; whatever happened
-        before it is told by the world alone.
+        `kind` is called with a fresh request id and `fields`.
         """
         self._asked += 1
         request_id = f"r{self._asked}"
-        self._events = []
         self._handle(kind(request_id, *fields, **named))
         stalled = False
         while request_id not in self._replies:
@@ -69,7 +73,6 @@ class LocalController:
         reply = self._replies.pop(request_id)
         if isinstance(reply, requests.Refused):
             raise Refusal(reply.code, self._why(reply, stalled))
-        return self._events
 
     def find(self, name: str) -> Adapter | None:
         """The adapter under a name, if it has been loaded."""
@@ -86,15 +89,21 @@ class LocalController:
         found = min((a for a in free if a is not None), key=lambda a: a.touched, default=None)
         return None if found is None else found.name
 
-    def why_never_together(self, names: Iterable[str], new_bytes: Sequence[int]) -> str | None:
-        """Why these known adapters, and new ones with blobs of these sizes, can't all be in slots.
+    def why_never_together(self, sizes: Mapping[str, int | None]) -> str | None:
+        """Why adapters of these names can't all be in slots; None where they can.
 
-        None where they can: the same answer that an `ActivateBatch` of them would get.
+        None as a size takes the one that is known; another stands for a blob that is new, also
+        where it will replace a known one. Otherwise the answer that an `ActivateBatch` would get.
         """
-        known = [self.world.current(name) for name in names]
-        new = [Adapter(0, "", "", blob_bytes=size_bytes) for size_bytes in new_bytes]
+        adapters = tuple([self._as_if(name, size_bytes) for name, size_bytes in sizes.items()])
         turn = Turn(self.world, self._core.limits, self._core.policy, [])
-        return room.why_never_together(turn, (*(a for a in known if a is not None), *new))
+        return room.why_never_together(turn, adapters)
+
+    def _as_if(self, name: str, size_bytes: int | None) -> Adapter:
+        known = self.world.current(name)
+        if known is not None and size_bytes is None:
+            return known
+        return Adapter(0 if known is None else known.id, name, "", blob_bytes=size_bytes or 0)
 
     def _handle(self, message: records.Input, time_ns: int = 0) -> None:
         """One input, and the reports of every command that follows from it, all at one time."""
@@ -110,7 +119,7 @@ class LocalController:
             case Reply(message):
                 self._replies[message.request_id] = message
             case Publish(message):
-                self._events.append(message.event)
+                self._observe(message.event)
             case SetTimer():
                 # The world knows its next deadline; it is looked up when nothing else is left.
                 pass

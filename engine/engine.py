@@ -13,14 +13,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from engine.adapters import LoadedAdapter, read_adapter
-from engine.arena import Arena
 from engine.config import EngineConfig, LoRAConfig
+from engine.equipment import equip
 from engine.errors import EngineError, NotServed
 from engine.generate import Generator
-from engine.kernels import choose_kernels
 from engine.model import PreparedModel
 from engine.naming import equivalences_of
-from engine.punica import PunicaWrapper
 from engine.registry import SeenOperations
 from engine.residency import Residency
 from engine.work import WorkPool
@@ -47,15 +45,9 @@ class Engine:
     ) -> None:
         self.engine_id: Final = engine_id
         self._config = config
-        lora_config.verify_with_device(model.device)
-        self._lora_config = lora_config.verify_with_model_config(model.model.config)
+        arena, punica, self._lora_config = equip(model, lora_config, config.device_bytes_max)
         self._shapes = {shape.name: shape for shape in model.shapes}
         self._equivalences = equivalences_of(model.model)
-        slots_max, dtype = lora_config.max_loras, self._lora_config.dtype
-        arena = Arena(slots_max, model.shapes, config.device_bytes_max, dtype, model.device)
-        kernels = choose_kernels(model.device.type)
-        punica = PunicaWrapper(model.device, lora_config.max_lora_rank, kernels)
-        model.bind(arena, punica)
         self._outbox: list[reports.Report] = []
         tell = self._outbox.append
         self.residency: Final = Residency(

@@ -36,6 +36,12 @@ class EngineError(Exception):
     code: ClassVar[ErrorCode]
 
 
+class NoRoom(EngineError):
+    """No slot or no place on the host is free, and nobody may leave."""
+
+    code = ErrorCode.NO_ROOM
+
+
 class HostOutOfMemory(EngineError):
     """The host has no room for an adapter's weights or its blob, page-locked or not."""
 
@@ -118,6 +124,12 @@ class NotServed(EngineError):
     code = ErrorCode.NOT_SERVED
 
 
+class EngineFault(EngineError):
+    """Something failed that nobody foresaw; the log has it whole."""
+
+    code = ErrorCode.ENGINE_GONE
+
+
 class ModelRefused(Exception):
     """The base model's directory holds nothing that this engine can serve rightly."""
 
@@ -132,3 +144,18 @@ FOREIGN_FAILURES: Final = (
     ValueError,
 )
 """What foreign model code raises where it is called in a way it does not support."""
+
+
+_BY_CODE: Final = {
+    kind.code: kind
+    for kind in (
+        *(NoRoom, AdapterNotFound, AdapterDoesNotFit, DeviceOutOfMemory, AdapterConfigRefused),
+        *(UnknownAdapter, NotResident, NotFinite, PathNotAllowed, Conflict, RequestRefused),
+        *(EngineOverloaded, NotServed),
+    )
+}
+
+
+def error_of(code: ErrorCode, message: str) -> EngineError:
+    """The error that a code stands for."""
+    return _BY_CODE.get(code, EngineFault)(message)

@@ -6,15 +6,16 @@ more; it shares tensors with its giver only until it is packed.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from engine.adapters import LoadedAdapter
 from engine.config import DEFAULT_BOUNDS, LoRAConfig
 from engine.errors import AdapterDoesNotFit
-from engine.fitting import Pair
-from engine.layout import ModuleKind, ModuleShape, blob_bytes
+from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes
 from engine.lora import LoRALayerWeights, LoRAModel
+from engine.pairs import Pair
 from engine.problems import Problems, shown
 from engine.values import check_values, value_range
 
@@ -27,12 +28,13 @@ def check_handed(
 ) -> LoadedAdapter:
     """Check an adapter in memory completely; `fingerprint` names this very handing over.
 
-    `lora_config` has its dtype resolved. Nothing is copied, and `model` is only read. Raises one
+    `lora_config` has its dtype resolved. `model` holds whole modules, whatever this process keeps
+    of them, and is only read. Raises one
     `EngineError` that tells all that was found: `AdapterDoesNotFit`, or `NotFinite` where shapes
     are sound.
     """
     problems = Problems(DEFAULT_BOUNDS.problems_max)
-    loras = {name: _detached(lora) for name, lora in model.loras.items()}
+    loras = {name: _detached(lora, modules.get(name)) for name, lora in model.loras.items()}
     if not loras:
         problems.add(AdapterDoesNotFit, "no module is touched")
     for name, lora in loras.items():
@@ -41,15 +43,15 @@ def check_handed(
     _check_values(loras, lora_config.dtype, problems)
     _raise(model.id, problems)
     ranks = {name: lora.rank for name, lora in loras.items()}
-    checked = LoRAModel(model.id, max(ranks.values()), loras)
+    checked = LoRAModel(model.id, max(ranks.values()), loras).cut(modules)
     size_bytes = blob_bytes(ranks, modules.values(), lora_config.dtype)
     return LoadedAdapter(fingerprint, checked, checked.rank, checked.size_bytes, size_bytes)
 
 
-def _detached(lora: LoRALayerWeights) -> LoRALayerWeights:
+def _detached(lora: LoRALayerWeights, shape: ModuleShape | None) -> LoRALayerWeights:
     """The same tensors without their gradients' history; shapes are looked at once more."""
-    a, b = lora.lora_a.detach(), lora.lora_b.detach()
-    return LoRALayerWeights(lora.module_name, lora.rank, lora.lora_alpha, a, b, lora.scaling)
+    kind = lora.kind if shape is None else shape.kind
+    return replace(lora, lora_a=lora.lora_a.detach(), lora_b=lora.lora_b.detach(), kind=kind)
 
 
 def _check_fit(
@@ -69,17 +71,28 @@ def _check_fit(
             f"{name} has rank {lora.rank}; 1 to {lora_config.max_lora_rank} (max_lora_rank) are "
             "served",
         )
-    if (lora.input_dim, lora.output_dim) != (shape.in_features, shape.out_features):
+    if lora.shard != WHOLE:
+        problems.add(AdapterDoesNotFit, f"{name} is a part of a module; whole ones are handed over")
+        return
+    found, expected = (lora.lora_a.shape, lora.lora_b.shape), _whole_shapes(shape, lora.rank)
+    if found != expected:
         problems.add(
             AdapterDoesNotFit,
-            f"{name} has A {list(lora.lora_a.shape)} and B {list(lora.lora_b.shape)}; this "
-            f"model's takes {shape.in_features} and gives {shape.out_features}",
+            f"{name} has A {list(found[0])} and B {list(found[1])}; this model's takes "
+            f"{list(expected[0])} and {list(expected[1])}",
         )
     for letter, tensor in (("A", lora.lora_a), ("B", lora.lora_b)):
         if not tensor.dtype.is_floating_point:
             problems.add(
                 AdapterDoesNotFit, f"{name}'s {letter} is {tensor.dtype}; a floating one is needed"
             )
+
+
+def _whole_shapes(shape: ModuleShape, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A's and B's shape as they are handed over: of the whole module, before they are packed."""
+    whole = replace(shape, shard=WHOLE)
+    a, b = whole.a_shape(rank), whole.b_shape(rank)
+    return (a[::-1] if shape.kind is ModuleKind.EMBEDDING else a), b
 
 
 def _check_values(
@@ -100,13 +113,15 @@ def _raise(adapter_id: int, problems: Problems) -> None:
 
 
 def dummy_adapter(lora_model_id: int, rank: int, modules: Sequence[ModuleShape]) -> LoRAModel:
-    """An adapter of `rank` on every module, all zeros: it takes its room and adds nothing."""
+    """An adapter of `rank` on every module that has one, all zeros: it adds nothing.
+
+    A head is left alone, because it has no rank and its weights would take the base's place.
+    """
     loras = {}
     for shape in modules:
-        if shape.kind is ModuleKind.EXPERTS:
-            raise NotImplementedError(f"{shape.name} holds experts")
-        a, b = torch.zeros(rank, shape.in_features), torch.zeros(shape.out_features, rank)
-        loras[shape.name] = LoRALayerWeights(shape.name, rank, rank, a, b)
+        if shape.kind is not ModuleKind.HEAD:
+            a, b = (torch.zeros(matrix) for matrix in _whole_shapes(shape, rank))
+            loras[shape.name] = LoRALayerWeights(shape.name, rank, rank, a, b, kind=shape.kind)
     return LoRAModel(lora_model_id, rank, loras)
 
 

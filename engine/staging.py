@@ -103,13 +103,17 @@ def unpack(blob: Blob, modules: Sequence[ModuleShape], lora_model_id: int) -> Lo
     """An adapter as it lies in a blob: its tensors are views, and the scaling is in B already."""
     loras = {}
     for shape in modules:
-        start, rank = int(blob.offsets[shape.index]), int(blob.ranks[shape.index])
+        start = int(blob.offsets[shape.index])
+        # B's column tells the adapter's own rank; A may have been dealt out.
+        rank = int(blob.ranks[shape.index + shape.columns - 1])
         if start != ABSENT:
             behind_a = start + aligned_elements(math.prod(shape.a_shape(rank)), blob.data.dtype)
             a = _read_matrix(blob.data, start, shape.a_shape(rank))
             b = _read_matrix(blob.data, behind_a, shape.b_shape(rank))
             a = a.T if shape.kind is ModuleKind.EMBEDDING else a
-            loras[shape.name] = LoRALayerWeights(shape.name, rank, rank, a, b, 1.0)
+            loras[shape.name] = LoRALayerWeights(
+                shape.name, rank, rank, a, b, 1.0, shape.shard, shape.kind
+            )
     return LoRAModel(lora_model_id, int(blob.ranks.max()), loras)
 
 

@@ -66,8 +66,8 @@ AREAS = (
         (*STDLIB, "zmq", "msgspec", "structlog", "torch", "messages", "engine"),
     ),
     Area(
-        "engine/manager.py",
-        (*STDLIB, "msgspec", "structlog", "torch", "messages", "engine", "controller"),
+        "engine/model_manager.py",
+        (*STDLIB, "torch", "transformers", "messages", "engine", "controller"),
         SHELL_AND_CLIENT,
     ),
     Area(
@@ -88,9 +88,9 @@ FLOORS = (
     ("engine.packing", "engine.probe"),
     ("engine.preparation",),
     ("engine.model",),
-    ("engine.residency",),
+    ("engine.equipment", "engine.residency"),
     ("engine.engine",),
-    ("engine.worker", "engine.manager"),
+    ("engine.worker", "engine.model_manager", "engine.worker_manager", "engine.manager"),
 )
 
 BANNED_MODULES = (

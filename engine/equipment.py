@@ -1,0 +1,36 @@
+"""What a prepared model needs beside it to serve adapters: kernels, an arena, a batch's metadata.
+
+What it is: the one place where the three are made and bound. What it is not: a holder of adapters
+(`residency`). One rule: whoever serves a model, over a socket or in process, has it equipped here,
+so that a configuration means the same everywhere.
+"""
+
+from typing import NamedTuple
+
+from engine.arena import Arena
+from engine.config import LoRAConfig
+from engine.kernels import choose_kernels
+from engine.model import PreparedModel
+from engine.punica import PunicaWrapper
+
+
+class Equipment(NamedTuple):
+    """`lora_config` has its dtype resolved."""
+
+    arena: Arena
+    punica: PunicaWrapper
+    lora_config: LoRAConfig
+
+
+def equip(model: PreparedModel, lora_config: LoRAConfig, device_bytes_max: int) -> Equipment:
+    """Make what the configuration asks for, and bind the model's layers to it.
+
+    Raises `ValueError` for what this model's dtype or device can't do, `DeviceOutOfMemory`.
+    """
+    lora_config.verify_with_device(model.device)
+    config = lora_config.verify_with_model_config(model.model)
+    kernels = choose_kernels(model.device.type, batch_invariant=config.batch_invariant)
+    arena = Arena(config.max_loras, model.shapes, device_bytes_max, config.dtype, model.device)
+    punica = PunicaWrapper(model.device, config.max_lora_rank, kernels)
+    model.bind(arena, punica)
+    return Equipment(arena, punica, config)

@@ -1,0 +1,168 @@
+"""The engine's side of a manager: a model, its adapters' residency, and the mapping that is set.
+
+What it is: the same `Residency` that an engine process has, whose commands are done at once, to
+their end. What it is not: a decider; the manager has the core for that. One rule: a row never meets
+another adapter's weights: a mapping that outlives its slots fails the next forward.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.adapters import LoadedAdapter
+from engine.config import LoRAConfig
+from engine.equipment import equip
+from engine.errors import NotResident, UnknownAdapter
+from engine.fitting import ModelSide
+from engine.layout import ModuleKind, ModuleShape, blob_bytes
+from engine.lora import LoRAModel
+from engine.model import PreparedModel
+from engine.naming import equivalences_of
+from engine.punica import LoRAMapping
+from engine.residency import Residency
+from engine.staging import unpack
+from engine.work import InlineJobs
+from messages import commands, reports
+from messages.ids import AdapterId
+
+
+class InProcessEngine:
+    """A model that is prepared where it is, and the adapters of one manager.
+
+    `side`: what adapters have to fit. An adapter's name is its id for people; the core's own number
+    for it is its key here.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        lora_config: LoRAConfig,
+        device: torch.device | str,
+        device_bytes_max: int | None,
+    ) -> None:
+        prepared = PreparedModel(model.to(device), lora_config)
+        config = lora_config.verify_with_model_config(prepared.model)
+        if device_bytes_max is None:
+            device_bytes_max = config.max_loras * highest_bytes(prepared.shapes, config)
+        arena, self._punica, self.lora_config = equip(prepared, config, device_bytes_max)
+        self.model: Final = prepared.model
+        self.vocab_size: Final = prepared.vocab_size
+        self.side: Final = ModelSide(
+            {shape.name: shape for shape in prepared.shapes},
+            self.lora_config,
+            equivalences_of(prepared.model),
+        )
+        self._offer: LoadedAdapter | None = None
+        self._mapping: LoRAMapping | None = None
+        self._homeless: NotResident | None = None
+        self._told: list[reports.OperationReport] = []
+        self.residency: Final = Residency(
+            arena,
+            prepared.shapes,
+            self._take_offer,
+            InlineJobs(),
+            self._told.append,
+            pins=prepared.device.type == "cuda",
+        )
+        self.model.register_forward_pre_hook(self._check_mapping)
+
+    @property
+    def adapter_ids(self) -> list[int]:
+        """Every adapter on the host, in the order of arrival."""
+        return [int(held.source.adapter) for held in self.residency.held.values()]
+
+    @property
+    def lora_index_to_id(self) -> list[int | None]:
+        """Who is in each slot; None where nobody is."""
+        held = self.residency.held
+        return [
+            None if resident is None else int(held[resident].source.adapter)
+            for resident in self.residency.residents
+        ]
+
+    def weights_of(self, key: AdapterId) -> LoRAModel:
+        """An adapter as it is kept; its tensors are the host's own memory."""
+        held = self.residency.held[key]
+        if isinstance(held.weights, LoRAModel):
+            return held.weights
+        return unpack(held.weights, tuple(self.side.modules.values()), int(held.source.adapter))
+
+    @contextmanager
+    def offering(self, loaded: LoadedAdapter) -> Iterator[None]:
+        """Give `loaded` to whoever is loaded in this block."""
+        self._offer = loaded
+        try:
+            yield
+        finally:
+            self._offer = None
+
+    def execute(self, command: commands.Command) -> list[reports.LoggedReport]:
+        """Do a command to its end; what there is to report."""
+        match command:
+            case commands.RequestInventory():
+                return [self.inventory()]
+            case (
+                commands.StartGeneration()
+                | commands.StopGeneration()
+                | commands.ResendTokens()
+                | commands.ControllerBeat()
+            ):
+                raise RuntimeError(f"{type(command).__name__} is nothing that a manager asks for")
+        self.residency.do(command)
+        self.residency.collect(wait=True)
+        told: list[reports.LoggedReport] = [*self._told]
+        self._told.clear()
+        return told
+
+    def inventory(self) -> reports.EngineInventory:
+        """What is held, and what can be."""
+        return reports.EngineInventory(
+            engine_id="in process",
+            pid=0,
+            model="",
+            slots_max=len(self.residency.residents),
+            device_bytes_max=self.residency.arena.capacity_bytes,
+            adapters=self.residency.inventory(),
+        )
+
+    def set_mapping(self, mapping: LoRAMapping) -> bool:
+        """Have the next forwards use it; False where nothing changed. Raises `NotResident`."""
+        changed = self._punica.update_metadata(mapping, self.lora_index_to_id)
+        self._mapping, self._homeless = mapping, None
+        return changed
+
+    def follow_slots(self) -> None:
+        """Have the mapping that is set mean the same adapters, wherever they are now."""
+        if self._mapping is None:
+            return
+        try:
+            self._punica.update_metadata(self._mapping, self.lora_index_to_id)
+            self._homeless = None
+        except NotResident as error:
+            self._homeless = error
+
+    def close(self) -> None:
+        """Wait for copies that run, and end their thread."""
+        self.residency.close()
+
+    def _check_mapping(self, _model: nn.Module, _arguments: tuple[Any, ...]) -> None:
+        if self._homeless is not None:
+            raise NotResident(f"{self._homeless}, or set another mapping")
+
+    def _take_offer(self, command: commands.CheckAdapter | commands.LoadWeights) -> LoadedAdapter:
+        if self._offer is None:
+            raise UnknownAdapter(f"adapter {command.adapter} is not on the host; add it first")
+        return self._offer
+
+
+def highest_bytes(shapes: Sequence[ModuleShape], lora_config: LoRAConfig) -> int:
+    """What an adapter of the highest rank on every module takes on the device."""
+    ranks = {
+        shape.name: 1 if shape.kind is ModuleKind.HEAD else lora_config.max_lora_rank
+        for shape in shapes
+    }
+    return blob_bytes(ranks, shapes, lora_config.dtype)

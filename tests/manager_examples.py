@@ -1,0 +1,157 @@
+"""A model, adapters and an oracle for the manager's tests.
+
+What it is: contents that differ in rank, scaling and modules, in memory and as files, and the
+logits that each one has by plain PyTorch. One rule: the oracle uses none of the engine's code.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.adapters import LoRALayerWeights, LoRAModel
+from engine.config import LoRAConfig
+from engine.manager import LoRAModelManager, create_lora_manager
+from engine.punica import LoRAMapping
+
+VOCABULARY = 31
+PROMPT = (3, 1, 4, 1, 5)
+ERROR_MAX = 1e-5
+CONFIG = LlamaConfig(
+    vocab_size=VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=32,
+    tie_word_embeddings=False,
+    initializer_range=0.3,
+)
+LAYER = "model.layers.0."
+ATTENTION = [f"{LAYER}self_attn.{name}_proj" for name in "qkvo"]
+MLP = [f"{LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+@dataclass(frozen=True)
+class Content:
+    """One adapter's weights, all from its seed."""
+
+    seed: int
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """A and B by module, as PEFT saves them."""
+        generator = torch.Generator().manual_seed(self.seed)
+        widths = {
+            name: module.weight.shape
+            for name, module in base().named_modules()
+            if name in self.modules
+        }
+        return {
+            name: (
+                torch.randn(self.rank, widths[name][1], generator=generator) / 2,
+                torch.randn(widths[name][0], self.rank, generator=generator) / 2,
+            )
+            for name in self.modules
+        }
+
+    def model(self, adapter_id: int) -> LoRAModel:
+        """The same as a program hands it over."""
+        loras = {
+            name: LoRALayerWeights(name, self.rank, self.alpha, a, b)
+            for name, (a, b) in self.pairs().items()
+        }
+        return LoRAModel(adapter_id, self.rank, loras)
+
+    def save(self, directory: Path) -> Path:
+        """The same as files."""
+        directory.mkdir(parents=True, exist_ok=True)
+        config = {
+            "peft_type": "LORA",
+            "r": self.rank,
+            "lora_alpha": self.alpha,
+            "target_modules": [name.rpartition(".")[2] for name in self.modules],
+            "bias": "none",
+        }
+        tensors = {
+            f"base_model.model.{name}.lora_{letter}.weight": tensor
+            for name, pair in self.pairs().items()
+            for letter, tensor in zip("AB", pair, strict=True)
+        }
+        # Under other names first, as whoever replaces files that are in use does.
+        save_file(tensors, directory / "new")
+        (directory / "new").rename(directory / "adapter_model.safetensors")
+        (directory / "adapter_config.json").write_text(json.dumps(config))
+        return directory
+
+
+CONTENTS = (
+    Content(11, 4, 8, (*ATTENTION, *MLP)),
+    Content(12, 1, 3, tuple(ATTENTION)),
+    Content(13, 8, 4, tuple(MLP)),
+    Content(14, 3, 6, (ATTENTION[3], MLP[1])),
+)
+
+
+@cache
+def base() -> LlamaForCausalLM:
+    """The base model, which nobody wraps."""
+    torch.manual_seed(5)
+    return LlamaForCausalLM(CONFIG).eval()
+
+
+@cache
+@torch.no_grad()
+def logits_of(content: Content | None) -> Tensor:
+    """The prompt's logits by the base model's own code, the delta added to its weights."""
+    model = LlamaForCausalLM(CONFIG).eval()
+    model.load_state_dict(base().state_dict())
+    if content is not None:
+        for name, (a, b) in content.pairs().items():
+            model.get_submodule(name).weight += content.scaling * (b @ a)
+    return model(torch.tensor([PROMPT])).logits[0]
+
+
+def make_manager(
+    cls: type[LoRAModelManager], slots: int = 2, capacity: int = 3, **options: object
+) -> LoRAModelManager:
+    """A manager of its own copy of the base model."""
+    model = LlamaForCausalLM(CONFIG)
+    model.load_state_dict(base().state_dict())
+    config = LoRAConfig(max_lora_rank=8, max_loras=slots, max_cpu_loras=capacity)
+    return create_lora_manager(
+        model, 16, 256, VOCABULARY, config, "cpu", cls, checked=True, **options
+    )
+
+
+def mapping_of(*adapter_ids: int) -> LoRAMapping:
+    """A batch in which every id has the prompt as one row."""
+    index = [adapter_id for adapter_id in adapter_ids for _ in PROMPT]
+    return LoRAMapping(index, adapter_ids, is_prefill=True)
+
+
+@torch.no_grad()
+def forward(manager: LoRAModelManager, rows: int) -> Tensor:
+    """The prompt's logits in so many rows, [rows, tokens, vocabulary]."""
+    return manager.model(torch.tensor([PROMPT] * rows)).logits
+
+
+def check_rows(manager: LoRAModelManager, contents: Mapping[int, Content], *ids: int) -> None:
+    """What the mapping that is set computes is what each id's own content has."""
+    for adapter_id, found in zip(ids, forward(manager, len(ids)), strict=True):
+        expected = logits_of(contents[adapter_id] if adapter_id else None)
+        error = float((found - expected).norm() / expected.norm())
+        assert error < ERROR_MAX, f"rows of adapter {adapter_id} are off by {error:.1e}"

@@ -1,0 +1,166 @@
+"""The core with its engine in the same thread: answers at once, and waits only where time helps."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from controller.limits import Limits
+from controller.local import LocalController
+from controller.turn import Refusal
+from messages import commands, events, reports, requests
+from messages.errors import ErrorCode
+from messages.ids import EVICTED, GPU_SLOT, PINNED
+
+SUCCESS = {
+    commands.LoadWeights: reports.WeightsLoaded,
+    commands.StageWeights: reports.WeightsStaged,
+    commands.UnstageWeights: reports.WeightsUnstaged,
+    commands.WriteSlot: reports.SlotWritten,
+    commands.ResetSlot: reports.SlotReset,
+    commands.DropWeights: reports.WeightsDropped,
+    commands.SetMapping: reports.MappingSet,
+}
+
+
+class Bench:
+    """Ten bytes an adapter; `failing` are kinds of command that fail once each."""
+
+    def __init__(self, slots: int, capacity: int, policy: str, **limits: int) -> None:
+        self.done: list[commands.Command] = []
+        self.told: list[events.Event] = []
+        self.failing: list[type] = []
+        self.slots = slots
+        bounds = Limits(slots_max=slots, host_adapters_max=capacity, answers_max=1, **limits)
+        self.core = LocalController(bounds, policy, self.execute, self.told.append, checked=True)
+        self.core.attach(self.inventory())
+
+    def inventory(self) -> reports.EngineInventory:
+        held = [a for a in self.core.world.adapters.values() if a.state in (PINNED, GPU_SLOT)]
+        rows = [
+            reports.InventoryAdapter(
+                a.id, a.name, a.path, a.fingerprint, 1, a.state, a.slot, a.generation, 10, 10
+            )
+            for a in held
+        ]
+        return reports.EngineInventory("e", 0, "", self.slots, 1 << 30, adapters=tuple(rows))
+
+    def execute(self, command: commands.Command) -> Iterable[reports.LoggedReport]:
+        self.done.append(command)
+        if isinstance(command, commands.RequestInventory):
+            return [self.inventory()]
+        if type(command) in self.failing:
+            self.failing.remove(type(command))
+            return [reports.OperationFailed(command.op, ErrorCode.NOT_FOUND, "as it was told to")]
+        if isinstance(command, commands.CheckAdapter):
+            return [reports.AdapterChecked(command.op, command.adapter, 1, 10, 10)]
+        return [SUCCESS[type(command)](command.op)]
+
+    def activate(self, *names: str) -> None:
+        for name in names:
+            self.core.ask(requests.ActivateAdapter, name)
+
+    def refused(self, kind: type, *fields: object) -> Refusal:
+        with pytest.raises(Refusal) as caught:
+            self.core.ask(kind, *fields)
+        return caught.value
+
+    def states(self) -> dict[str, str]:
+        return {a.name: a.state for a in self.core.world.adapters.values()}
+
+
+def test_an_answer_comes_with_everything_that_follows_it() -> None:
+    bench = Bench(1, 2, "lru")
+    bench.activate("a", "b")
+    assert bench.states() == {"a": PINNED, "b": GPU_SLOT}
+    assert not bench.core.world.operations
+    assert not bench.core.world.waiting
+    kinds = [type(command) for command in bench.done]
+    assert kinds[:4] == [
+        commands.CheckAdapter,
+        commands.LoadWeights,
+        commands.StageWeights,
+        commands.WriteSlot,
+    ]
+    assert [type(event) for event in bench.told].count(events.AdapterActivated) == 2
+
+
+def test_where_nobody_may_leave_the_wait_is_over_before_it_begins() -> None:
+    bench = Bench(1, 2, "none")
+    bench.activate("a")
+    refusal = bench.refused(requests.ActivateAdapter, "b")
+    assert refusal.code is ErrorCode.NO_ROOM
+    for words in ("1 of 1 slots", "2 of 2 adapters are on the host", "0 adapters are held"):
+        assert words in refusal.message
+    assert "wait" not in refusal.message
+    assert bench.states() == {"a": GPU_SLOT, "b": PINNED}
+    assert bench.refused(requests.LoadAdapter, "c").code is ErrorCode.NO_ROOM
+    assert bench.states() == {"a": GPU_SLOT, "b": PINNED}
+    bench.core.ask(requests.DeactivateAdapter, "a")
+    bench.activate("b")
+    assert bench.states() == {"a": PINNED, "b": GPU_SLOT}
+
+
+def test_what_the_engine_fails_is_told_in_its_own_words_and_tried_again() -> None:
+    bench = Bench(1, 1, "lru")
+    bench.failing = [commands.CheckAdapter]
+    refusal = bench.refused(requests.LoadAdapter, "a")
+    assert (refusal.code, refusal.message) == (ErrorCode.NOT_FOUND, "as it was told to")
+    assert bench.states() == {}
+    bench.activate("a")
+    bench.failing = [commands.ResetSlot]
+    assert bench.refused(requests.DeactivateAdapter, "a").code is ErrorCode.NOT_FOUND
+    assert isinstance(bench.done[-1], commands.RequestInventory)
+    assert bench.states() == {"a": GPU_SLOT}
+    bench.core.ask(requests.DeactivateAdapter, "a")
+    assert bench.states() == {"a": PINNED}
+
+
+def test_time_passes_where_it_helps() -> None:
+    """A victim that could not be taken down rests; who needs its room waits for that alone."""
+    bench = Bench(1, 2, "lru")
+    bench.activate("a")
+    bench.failing = [commands.ResetSlot]
+    before = bench.core.world.time_ns
+    bench.activate("b")
+    assert bench.states() == {"a": PINNED, "b": GPU_SLOT}
+    waited_ms = (bench.core.world.time_ns - before) / 1e6
+    assert waited_ms == Limits().rest_ms
+
+
+def test_the_oldest_is_who_was_touched_first_and_is_not_held() -> None:
+    bench = Bench(2, 4, "none")
+    assert bench.core.oldest() is None
+    bench.activate("a", "b")
+    bench.core.ask(requests.LoadAdapter, "c")
+    bench.core.ask(requests.ActivateAdapter, "a")
+    assert bench.core.oldest() == "b"
+    bench.core.ask(requests.HoldAdapter, "b")
+    assert bench.core.oldest() == "c"
+    bench.core.ask(requests.RemoveAdapter, "c")
+    assert bench.core.oldest() == "a"
+
+
+def test_what_can_never_be_together_is_known_before_anything_is_asked() -> None:
+    bench = Bench(2, 4, "lru", device_bytes_max=25)
+    bench.activate("a")
+    bench.core.ask(requests.HoldAdapter, "a")
+    done = len(bench.done)
+    core = bench.core
+    assert core.why_never_together({"a": None, "new": 10}) is None
+    assert core.why_never_together({"new": 15}) is None
+    assert "slots" in (core.why_never_together({"new": 1, "newer": 1}) or "")
+    assert "bytes" in (core.why_never_together({"new": 16}) or "")
+    # Another size for one that is there takes that one's place and not one beside it.
+    assert core.why_never_together({"a": 25}) is None
+    assert core.why_never_together({"a": 16, "new": 10}) is not None
+    assert len(bench.done) == done
+
+
+def test_an_answer_that_is_there_is_kept_no_longer_than_needed() -> None:
+    bench = Bench(1, 1, "lru")
+    for _ in range(50):
+        bench.activate("a")
+        bench.activate("b")
+    assert bench.states()["a"] == EVICTED
+    assert len(bench.core.world.answers) == 1
+    assert not bench.core._replies
