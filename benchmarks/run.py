@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import control
+from benchmarks import adapters, control
 from benchmarks.figures import Figure
 from benchmarks.tables import rounded, write_tables
 
@@ -25,7 +25,13 @@ DOCUMENTS: Final = (
 )
 """Where the tables are quoted."""
 
-GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {"control": control.run}
+GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
+    "adapters": adapters.run,
+    "control": control.run,
+}
+
+TOGETHER: Final[dict[str, tuple[str, ...]]] = {"layers": ("adapters",)}
+"""Who asks for one group is shown these too."""
 
 
 def main() -> None:
@@ -35,7 +41,7 @@ def main() -> None:
     only = parser.parse_args().only
     console = Console(width=150)
     known = _read()
-    for group in [only] if only else sorted(GROUPS):
+    for group in (only, *TOGETHER.get(only, ())) if only else sorted(GROUPS):
         with console.status(f"measuring {group}"):
             measured = list(GROUPS[group]())
         console.print(_table(group, measured))

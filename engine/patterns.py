@@ -60,6 +60,8 @@ class PatternTable(Generic[V]):
 
     def find(self, name: str) -> V | None:
         """The value of the first key that matches; None where none does."""
+        if not self._rows:
+            return None
         if name not in self._found:
             self._found[name] = self._search(name)
         return self._found[name]

@@ -93,7 +93,7 @@ class WeightsReader:
         found = ReadTensors({}, {})
         for stored in self._stored:
             if stored.name in wanted:
-                tensor = self._read_part(stored, wanted[stored.name])
+                tensor, _ = self._read_part(stored, wanted[stored.name])
                 found.tensors[stored.name] = tensor
                 found.ranges[stored.name] = value_range(tensor)
         return found
@@ -108,34 +108,27 @@ class WeightsReader:
             if part is None:
                 self._pass_over(stored, digest)
             else:
-                whole = self._read_whole(stored, digest)
+                whole, raw = self._read_part(stored, ALL)
+                digest.update(raw)
                 found.ranges[stored.name] = value_range(whole)
                 # A part gets memory of its own, so that the rest of the whole is given back.
                 found.tensors[stored.name] = whole if part == ALL else part.cut(whole).clone()
         return found, digest.hexdigest()
 
-    def _read_part(self, stored: StoredTensor, part: Part) -> torch.Tensor:
+    def _read_part(self, stored: StoredTensor, part: Part) -> tuple[torch.Tensor, memoryview]:
+        """A part of a tensor, and its bytes."""
         tensor = allocate_host(part.shape_in(stored.shape), stored.dtype, pin=False)
-        buffer, filled = _bytes_of(tensor), 0
+        raw: memoryview = tensor.view(torch.uint8).numpy().data.cast("B")
         if part == ALL:
-            self._file.read_into(buffer, stored.start)
-            return tensor
+            self._file.read_into(raw, stored.start)
+            return tensor, raw
+        filled = 0
         for start, size_bytes in runs_of(part, stored.shape, stored.dtype.itemsize):
-            self._file.read_into(buffer[filled : filled + size_bytes], stored.start + start)
+            self._file.read_into(raw[filled : filled + size_bytes], stored.start + start)
             filled += size_bytes
-        return tensor
-
-    def _read_whole(self, stored: StoredTensor, digest: xxhash.xxh3_128) -> torch.Tensor:
-        tensor = self._read_part(stored, ALL)
-        digest.update(_bytes_of(tensor))
-        return tensor
+        return tensor, raw
 
     def _pass_over(self, stored: StoredTensor, digest: xxhash.xxh3_128) -> None:
         end = stored.start + stored.size_bytes
         for start in range(stored.start, end, _CHUNK_BYTES):
             digest.update(self._file.read(start, min(_CHUNK_BYTES, end - start)))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    view: memoryview = tensor.view(torch.uint8).numpy().data.cast("B")
-    return view

@@ -1,0 +1,108 @@
+"""Reading adapters: what checking everything costs beside only reading the bytes.
+
+What it is: the figures named `adapters.*`. What it is not: a measurement of a disk; the files lie
+in the page cache. One rule: the yardstick ends with the same bytes in memory of its own, because a
+file that is only mapped was not read, and both find the memory that they take unused.
+"""
+
+import ctypes
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.figures import Figure, in_turns
+from engine.adapters import read_adapter
+from engine.config import LoRAConfig
+from engine.layout import ModuleShape
+
+HIDDEN, INNER, KEYS, LAYERS, RANK = 4096, 14336, 1024, 32, 16
+"""An 8-billion-parameter Llama's shapes."""
+
+WIDTHS: Final = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN, KEYS),
+    "self_attn.v_proj": (HIDDEN, KEYS),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (HIDDEN, INNER),
+    "mlp.up_proj": (HIDDEN, INNER),
+    "mlp.down_proj": (INNER, HIDDEN),
+}
+ROUNDS: Final = 11
+RATIO_MAX: Final = 2.0
+
+Clock = Callable[[], float]
+"""This process's own time for one thread, which waits for nothing; wall time for several."""
+
+
+def run() -> Iterator[Figure]:
+    """Every figure of the group."""
+    with tempfile.TemporaryDirectory(prefix="ld-") as name:
+        modules = _write(Path(name) / "adapter")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield _read(Path(name), modules, "adapters.read", time.process_time)
+        torch.set_num_threads(threads)
+        yield _read(Path(name), modules, "adapters.read_all_threads", time.perf_counter)
+
+
+def _write(directory: Path) -> dict[str, ModuleShape]:
+    """An adapter of every linear layer, bfloat16; answers with the modules that it touches."""
+    modules, tensors = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(LAYERS):
+        for projection, (width, height) in WIDTHS.items():
+            name = f"model.layers.{layer}.{projection}"
+            modules[name] = ModuleShape(name, width, height, len(modules))
+            for matrix, shape in (("A", (RANK, width)), ("B", (height, RANK))):
+                values = torch.randn(shape, generator=generator).to(torch.bfloat16)
+                tensors[f"base_model.model.{name}.lora_{matrix}.weight"] = values
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": ".*_proj"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return modules
+
+
+def _read(root: Path, modules: dict[str, ModuleShape], name: str, clock: Clock) -> Figure:
+    lora_config = LoRAConfig(max_lora_rank=RANK, lora_dtype="bfloat16")
+    weights = root / "adapter" / "adapter_model.safetensors"
+
+    def ours() -> object:
+        return read_adapter("adapter", [root], modules, lora_config)
+
+    def bare() -> object:
+        return {name: tensor.clone() for name, tensor in load_file(weights).items()}
+
+    seconds, yardstick = in_turns(_timed(ours, clock), _timed(bare, clock), ROUNDS)
+    ratio = seconds / yardstick
+    size = weights.stat().st_size / 1e6
+    return Figure(
+        name,
+        seconds * 1e3,
+        "ms",
+        f"safetensors alone, {size:.0f} MB: {yardstick * 1e3:.1f} ms",
+        ratio,
+        f"ratio <= {RATIO_MAX:g}",
+        ratio <= RATIO_MAX,
+    )
+
+
+def _timed(work: Callable[[], object], clock: Clock) -> Callable[[], float]:
+    """The time of a run, without that of letting go of what it made."""
+
+    def seconds() -> float:
+        # What an earlier run let go of goes back to the system, or the next would find it there.
+        ctypes.CDLL(None).malloc_trim(0)
+        started = clock()
+        made = work()
+        ended = clock()
+        del made
+        return ended - started
+
+    return seconds
