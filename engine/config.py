@@ -181,6 +181,18 @@ class AdapterBounds:
         _check_positive(self, tuple(self.__dataclass_fields__))
 
 
+def _check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in ("auto", *choices):
+        raise ValueError(f"{name} is {value!r}; auto, or one of {', '.join(choices)}")
+
+
+TASKS: Final = ("generate", "embed", "classify")
+"""What an engine can be for."""
+
+POOLINGS: Final = ("mean", "cls", "last")
+"""How the hidden states of a text's tokens can become one vector."""
+
 DEFAULT_BOUNDS: Final = AdapterBounds()
 """The bounds of an engine that sets none."""
 
@@ -192,8 +204,10 @@ class EngineConfig:
     `adapter_roots`: the directories that adapters may lie under. `allow_pickled_weights`: whether
     an adapter without a safetensors file may have `.bin` or `.pt` weights. `device`: a torch
     device, or "auto" for the first CUDA device where there is one, else the CPU. `pin_memory` None:
-    only where the device is CUDA. `context_tokens_max` 0: the model's own limit. Raises
-    `ValueError`.
+    only where the device is CUDA. `context_tokens_max` 0: the model's own limit. `task`: what the
+    model is for, one of `TASKS`, or "auto" for what its config says. `pooling`: how a text's tokens
+    become its vector, one of `POOLINGS`, or "auto"; `normalize`: whether vectors have length 1.
+    "auto" and None follow the model's own files. Raises `ValueError`.
     """
 
     model_directory: Path
@@ -206,6 +220,9 @@ class EngineConfig:
     max_num_seqs: int = 64
     queue_requests_max: int = 1024
     context_tokens_max: int = 0
+    task: str = "auto"
+    pooling: str = "auto"
+    normalize: bool | None = None
     adapter_bounds: AdapterBounds = field(default_factory=AdapterBounds)
 
     def __post_init__(self) -> None:
@@ -217,6 +234,8 @@ class EngineConfig:
             self, ("device_bytes_max", "file_threads", "max_num_seqs", "queue_requests_max")
         )
         _check_switches(self, ("allow_pickled_weights",))
+        _check_choice(self, "task", TASKS)
+        _check_choice(self, "pooling", POOLINGS)
         if not _is_int(self.context_tokens_max) or self.context_tokens_max < 0:
             raise ValueError(
                 f"context_tokens_max is {self.context_tokens_max!r}; an integer of at least 0"

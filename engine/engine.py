@@ -1,4 +1,4 @@
-"""The engine: the base model, its adapters' residency, and its generations, behind `submit`.
+"""The engine: the base model, its adapters' residency, and its inference, behind `submit`.
 
 What it is: one queue of commands in and one of reports out. What it is not: a process or a socket
 (`worker`), or a decider (the controller). One rule: every operation ends in exactly one report, and
@@ -15,10 +15,11 @@ from typing import Any, Final
 from engine.adapters import LoadedAdapter, read_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.equipment import equip
-from engine.errors import EngineError, NotServed
-from engine.generate import Generator
+from engine.errors import EngineError
+from engine.inference import inference_of, require_task
 from engine.model import PreparedModel
 from engine.naming import equivalences_of
+from engine.pooled_model import PooledModel
 from engine.registry import SeenOperations
 from engine.residency import Residency
 from engine.work import WorkPool
@@ -37,7 +38,7 @@ class Engine:
 
     def __init__(
         self,
-        model: PreparedModel,
+        model: PreparedModel | PooledModel,
         config: EngineConfig,
         lora_config: LoRAConfig,
         engine_id: str,
@@ -53,21 +54,22 @@ class Engine:
         self.residency: Final = Residency(
             arena, model.shapes, self._read, WorkPool(config.file_threads, wake), tell, config.pins
         )
-        self._generator = Generator(
+        self._task = model.task
+        self._inference = inference_of(
             model, punica, arena, self.residency.residents, config, self._outbox.append
         )
         self._seen = SeenOperations()
         self._handlers: dict[type, Callable[[Any], None]] = {
             **dict.fromkeys(self.residency.handlers, self.residency.do),
-            commands.StartGeneration: self.start_generation,
-            commands.StartPooling: self.start_pooling,
+            commands.StartGeneration: self.start_inference,
+            commands.StartPooling: self.start_inference,
             commands.StopGeneration: self.stop_generation,
         }
 
     @property
     def is_idle(self) -> bool:
         """Whether `step` would do nothing."""
-        return self._generator.is_idle
+        return self._inference.is_idle
 
     @property
     def is_copying(self) -> bool:
@@ -87,9 +89,9 @@ class Engine:
             self._handlers[type(command)](command)
 
     def step(self) -> None:
-        """Bring every running generation one token on, if there are any."""
-        if not self._generator.is_idle:
-            self._generator.step()
+        """One forward pass, if anything waits for one."""
+        if not self._inference.is_idle:
+            self._inference.step()
 
     def poll(self) -> list[reports.Report]:
         """Everything that happened since the last call, in order."""
@@ -102,25 +104,21 @@ class Engine:
         """Start nothing more, and wait for copies that run."""
         self.residency.close()
 
-    def start_generation(self, command: commands.StartGeneration) -> None:
-        """Queue a generation; it ends with a report of its own."""
+    def start_inference(self, command: commands.StartInference) -> None:
+        """Queue a request; it ends with a report of its own."""
         try:
-            self._generator.start(command)
+            require_task(self._task, command)
+            self._inference.start(command)
         except EngineError as error:
             self.residency.fail(command.op, error)
 
-    def start_pooling(self, command: commands.StartPooling) -> None:
-        """Embed or classify: not what a generating model is for."""
-        told = f"this engine generates; to {command.task}, serve a model that is for it"
-        self.residency.fail(command.op, NotServed(told))
-
     def stop_generation(self, command: commands.StopGeneration) -> None:
-        """End a generation as cancelled; nothing where it has ended already."""
-        self._generator.stop(command.target)
+        """End what an operation started; nothing where it has ended already."""
+        self._inference.stop(command.target)
 
     def resend_tokens(self, command: commands.ResendTokens) -> None:
-        """Send an output again from its first token, if it is still known."""
-        self._generator.resend(command.request_id)
+        """Send an output again from its beginning, if it is still known."""
+        self._inference.resend(command.request_id)
 
     def inventory(self) -> reports.EngineInventory:
         """Who this engine is and what it holds, as of the last `poll`."""
@@ -131,7 +129,7 @@ class Engine:
             slots_max=len(self.residency.residents),
             device_bytes_max=self._config.device_bytes_max,
             last_op=self.last_op,
-            running=tuple(sorted((*self.residency.running, *self._generator.operations))),
+            running=tuple(sorted((*self.residency.running, *self._inference.operations))),
             adapters=self.residency.inventory(),
         )
 

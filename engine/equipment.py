@@ -10,8 +10,8 @@ from typing import NamedTuple
 from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
-from engine.model import PreparedModel
 from engine.punica import PunicaWrapper
+from engine.served import ServedModel
 
 
 class Equipment(NamedTuple):
@@ -22,7 +22,7 @@ class Equipment(NamedTuple):
     lora_config: LoRAConfig
 
 
-def equip(model: PreparedModel, lora_config: LoRAConfig, device_bytes_max: int) -> Equipment:
+def equip(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int) -> Equipment:
     """Make what the configuration asks for, and bind the model's layers to it.
 
     Raises `ValueError` for what this model's dtype or device can't do, `DeviceOutOfMemory`.

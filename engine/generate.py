@@ -8,7 +8,7 @@ each row's (slot, generation) is checked against the arena, and a stale row fail
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -26,19 +26,18 @@ from engine.errors import (
 )
 from engine.kv_cache import RowCache
 from engine.model import PreparedModel
-from engine.punica import BASE, LoRAMapping, PunicaWrapper
+from engine.prompts import prompt_tokens
+from engine.punica import LoRAMapping, PunicaWrapper
 from engine.sampling import Sampler
+from engine.slots import Slots
 from engine.text import Detokenizer, StopFilter
 from messages.commands import StartGeneration
-from messages.ids import NO_SLOT, OpId, RequestId
+from messages.ids import OpId, RequestId
 from messages.reports import GenerationEnded, OperationFailed, Report, TokensGenerated
-from messages.requests import FinishReason, Prompt
+from messages.requests import FinishReason
 
 PREFILL_TOKENS_MAX: Final = 8192
 """The most prompt tokens, padding included, in one forward; a longer prompt is alone in its own."""
-
-CHARACTERS_PER_TOKEN_MAX: Final = 32
-"""A text longer than this many times the context is refused before it is tokenized."""
 
 ENDED_OUTPUTS_MAX: Final = 256
 """How many ended outputs are kept for clients that lost their connection."""
@@ -106,8 +105,7 @@ class Generator:
     ) -> None:
         self._model = model
         self._punica = punica
-        self._arena = arena
-        self._residents = residents
+        self._slots = Slots(arena, residents)
         self._config = config
         self._emit = emit
         self._waiting: deque[Row] = deque()
@@ -136,7 +134,7 @@ class Generator:
             )
         if command.request_id in self._alive:
             raise Conflict(f"request {command.request_id!r} is generating; use another request_id")
-        self._check_residency(command)
+        self._slots.check(command)
         row = Row(command, self._prompt_tokens(command), self._model)
         self._alive[command.request_id] = row
         self._outputs[command.request_id] = row.output
@@ -174,55 +172,18 @@ class Generator:
     def _is_resident(self, row: Row) -> bool:
         """Whether a row's adapter is still where it was; a row whose adapter is not has failed."""
         try:
-            self._check_residency(row.command)
+            self._slots.check(row.command)
         except NotResident as error:
             self._fail(row, error)
             return False
         return True
 
-    def _check_residency(self, command: StartGeneration) -> None:
-        """Raise `NotResident` unless the slot holds this adapter in this generation."""
-        if command.slot == NO_SLOT and command.adapter_id == BASE:
-            return
-        if not 0 <= command.slot < len(self._residents):
-            raise NotResident(
-                f"adapter {command.adapter_id} in slot {command.slot}; slots are "
-                f"0 to {len(self._residents) - 1}, and {NO_SLOT} for the base model alone"
-            )
-        self._arena.check_generation(command.slot, command.generation)
-        if self._residents[command.slot] != command.adapter_id:
-            raise NotResident(
-                f"slot {command.slot} holds adapter {self._residents[command.slot]}, "
-                f"not {command.adapter_id}; activate it again"
-            )
-
     def _prompt_tokens(self, command: StartGeneration) -> list[int]:
-        tokenizer = self._model.tokenizer
-        if tokenizer is None and (isinstance(command.prompt, str) or command.sampling.stop):
+        if self._model.tokenizer is None and command.sampling.stop:
             raise RequestRefused(
-                "the model's directory has no tokenizer, so prompts are token ids and stop "
-                "strings can't be told"
+                "the model's directory has no tokenizer, so stop strings can't be told"
             )
-        characters_max = self._model.context_tokens_max * CHARACTERS_PER_TOKEN_MAX
-        if isinstance(command.prompt, str) and len(command.prompt) > characters_max:
-            raise RequestRefused(
-                f"a prompt of {len(command.prompt)} characters; a context of "
-                f"{self._model.context_tokens_max} tokens is read up to {characters_max}"
-            )
-        tokens = _tokenize(tokenizer, command.prompt)
-        foreign = [token for token in tokens if token >= self._model.vocab_size]
-        if foreign:
-            raise RequestRefused(
-                f"token {foreign[0]} in the prompt; this model's are 0 to "
-                f"{self._model.vocab_size - 1}"
-            )
-        wanted, allowed = command.sampling.max_tokens, self._model.context_tokens_max
-        if len(tokens) + wanted > allowed:
-            raise RequestRefused(
-                f"a prompt of {len(tokens)} tokens and max_tokens {wanted} are "
-                f"{len(tokens) + wanted}; the context takes {allowed}"
-            )
-        return tokens
+        return prompt_tokens(self._model, command.prompt, command.sampling.max_tokens)
 
     def _admit(self) -> None:
         """Prefill waiting requests together and let those that go on join the running batch."""
@@ -262,7 +223,7 @@ class Generator:
 
     def _forward(self, rows: list[Row], tokens: Tensor, cache: RowCache) -> list[int]:
         """Bring `rows` one token on; the places of those that go on."""
-        self._punica.update_metadata(_mapping(rows, tokens.shape[1]), self._residents)
+        self._punica.update_metadata(_mapping(rows, tokens.shape[1]), self._slots.residents)
         try:
             logits = self._model.forward(tokens, cache)
         except torch.OutOfMemoryError as error:
@@ -328,17 +289,6 @@ class Generator:
             self._cache.keep(places)
         else:
             self._cache = RowCache([])
-
-
-def _tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt; an empty one becomes the model's beginning-of-text token."""
-    tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
-    if tokens:
-        return tokens
-    first = getattr(tokenizer, "bos_token_id", None)
-    if first is None:
-        raise RequestRefused("an empty prompt, and no beginning-of-text token to start from")
-    return [first]
 
 
 def _mapping(rows: Sequence[Row], width: int) -> LoRAMapping:

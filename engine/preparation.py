@@ -17,14 +17,13 @@ from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, Row, wrapper_of
 from engine.layers.packed import PackedLinear
 from engine.layout import ModuleShape, directory_columns
 from engine.packing import find_groups, pack, with_relatives
-from engine.probe import EVERY_TOKEN, SAMPLED_ROWS, Forward, RowShapes, Sightings, watch_layers
+from engine.probe import SAMPLED_ROWS, RowShapes, Sightings, Trial, watch_layers
 
 _ROWS: Final[Mapping[Role, RowShapes]] = {
-    Role.BODY: EVERY_TOKEN,
     Role.HEAD: SAMPLED_ROWS,
     Role.CLASSIFIER: SAMPLED_ROWS,
 }
-"""What a layer must have seen to be mapped, by its role."""
+"""What a layer must have seen to be mapped, by its role; the body, what the trial says."""
 
 CLASSIFIERS: Final = ("score", "classifier")
 """What `transformers` calls the classification head of a model that has one, and PEFT saves."""
@@ -40,7 +39,7 @@ class Candidate(NamedTuple):
 
 def prepare_layers(
     model: PreTrainedModel,
-    forward: Forward,
+    trial: Trial,
     vocab_size: int,
     targets: Sequence[str] | None,
     table: Sequence[Row] = WRAPPERS,
@@ -58,8 +57,9 @@ def prepare_layers(
     groups = find_groups(model, named)
     siblings = [child for group in groups for child in group.children]
     layers = {name: candidates[name].layer for name in named}
-    seen = watch_layers(forward, layers, vocab_size, siblings)
-    mapped = _mapped(candidates, named, seen, explicit=targets is not None)
+    seen = watch_layers(trial, layers, vocab_size, siblings)
+    rows = {name: _ROWS.get(candidates[name].role, trial.rows) for name in named}
+    mapped = _mapped(rows, seen, explicit=targets is not None)
     packed = [
         group
         for group in groups
@@ -96,7 +96,8 @@ def find_candidates(
 def _roles(model: PreTrainedModel) -> dict[nn.Module, Role]:
     """The layers that are more than their type says."""
     children = dict(model.named_children())
-    roles = {children[name]: Role.CLASSIFIER for name in CLASSIFIERS if name in children}
+    heads = [children[name] for name in CLASSIFIERS if name in children]
+    roles = {layer: Role.CLASSIFIER for head in heads for layer in head.modules()}
     head = model.get_output_embeddings()
     return roles if head is None else roles | {head: Role.HEAD}
 
@@ -121,17 +122,15 @@ def _is_named(name: str, targets: Collection[str]) -> bool:
     return any(name == target or name.endswith("." + target) for target in targets)
 
 
-def _mapped(
-    candidates: Mapping[str, Candidate], named: Sequence[str], seen: Sightings, explicit: bool
-) -> set[str]:
-    """Those of `named` that saw what their role says; the others stay as they are."""
-    unmapped = [name for name in named if not seen.saw_all(name, _ROWS[candidates[name].role])]
-    if unmapped and (explicit or len(unmapped) == len(named)):
+def _mapped(rows: Mapping[str, RowShapes], seen: Sightings, explicit: bool) -> set[str]:
+    """Those layers that saw the rows that they have to; the others stay as they are."""
+    unmapped = [name for name, shapes in rows.items() if not seen.saw_all(name, shapes)]
+    if unmapped and (explicit or len(unmapped) == len(rows)):
         raise ModelRefused(
             f"layers {unmapped} do not see every token of a batch in its order, so no adapter "
             "can be applied to them; name others as target_modules"
         )
-    return set(named).difference(unmapped)
+    return set(rows).difference(unmapped)
 
 
 def _wrap_packed(table: Sequence[Row], layer: PackedLinear) -> BaseLayerWithLoRA:

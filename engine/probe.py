@@ -8,18 +8,24 @@ padded rows answer as they do alone.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
-from engine.errors import FOREIGN_FAILURES as _FAILURES
-from engine.errors import ModelRefused
+from engine.errors import FOREIGN_FAILURES, ModelRefused
 from engine.kv_cache import RowCache
 
 Forward = Callable[[Tensor, RowCache], Tensor]
 """`PreparedModel.forward`."""
+
+Prompts = Sequence[Sequence[int]]
+
+PooledForward = Callable[[Prompts], Tensor]
+"""`PooledModel.forward`."""
+
 
 ERRORS_MAX: Final = {torch.float64: 1e-3, torch.float32: 1e-3}
 """The relative norm by which a padded row may differ from the row alone."""
@@ -43,6 +49,18 @@ EVERY_TOKEN: Final = RowShapes(frozenset({(2, _LONG), (2 * _LONG,)}), frozenset(
 
 SAMPLED_ROWS: Final = RowShapes(EVERY_TOKEN.prefill | EVERY_TOKEN.decode, EVERY_TOKEN.decode)
 """What a head sees: the last token of each row, or every token where the model can't choose."""
+
+
+class Trial(NamedTuple):
+    """How a model is tried: two batches of some prompts, the second with one token a row.
+
+    `run` takes prompts and a token, and gives both batches' results, [2, rows, width]. `batch` says
+    what the model is asked to run with, `rows` what a layer of its body may be given.
+    """
+
+    run: Callable[[Prompts, int], Tensor]
+    batch: str
+    rows: RowShapes
 
 
 class Call(NamedTuple):
@@ -78,7 +96,7 @@ class Sightings:
 
 
 def watch_layers(
-    forward: Forward,
+    trial: Trial,
     layers: Mapping[str, nn.Module],
     vocab_size: int,
     remembered: Collection[str] = (),
@@ -92,15 +110,44 @@ def watch_layers(
     prompts = [tokens[:_SHORT], tokens[1:]]
     with _watch(layers, frozenset(remembered)) as seen:
         try:
-            together = _two_steps(forward, prompts, tokens[0])
-        except _FAILURES as error:
+            together = trial.run(prompts, tokens[0])
+        except FOREIGN_FAILURES as error:
             raise ModelRefused(
-                "the model does not run with a left-padded batch and a plain key/value cache "
-                f"(state-space and encoder models do not): {type(error).__name__}: {error}"
+                f"the model does not run with {trial.batch}: {type(error).__name__}: {error}"
             ) from error
     for row, prompt in enumerate(prompts):
-        _compare(together[:, row], _two_steps(forward, [prompt], tokens[0])[:, 0])
+        _compare(together[:, row], trial.run([prompt], tokens[0])[:, 0])
     return seen
+
+
+def generation_trial(forward: Forward) -> Trial:
+    """A prefill and a decode step."""
+    batch = (
+        "a left-padded batch and a plain key/value cache (state-space and encoder models do not)"
+    )
+    return Trial(partial(_two_steps, forward), batch, EVERY_TOKEN)
+
+
+def pooling_trial(forward: PooledForward) -> Trial:
+    """Two forwards; a layer of the body may also see one row a prompt, as a pooler does."""
+
+    def run(prompts: Prompts, token: int) -> Tensor:
+        return torch.stack([forward(prompts), forward([[token]] * len(prompts))])
+
+    return Trial(run, "a right-padded batch (encoder-decoder models do not)", SAMPLED_ROWS)
+
+
+def sees_what_follows(forward: PooledForward, vocab_size: int) -> bool:
+    """Whether what a text's first token becomes depends on the tokens after it.
+
+    `forward` gives the first token's states. Raises `ModelRefused` where the model does not run.
+    """
+    prompts = [[3 % vocab_size, 10 % vocab_size], [3 % vocab_size, 17 % vocab_size]]
+    try:
+        one, other = forward(prompts)
+    except FOREIGN_FAILURES as error:
+        raise ModelRefused(f"the model does not run: {type(error).__name__}: {error}") from error
+    return not torch.equal(one, other)
 
 
 def _two_steps(forward: Forward, prompts: Sequence[Sequence[int]], next_token: int) -> Tensor:
@@ -134,7 +181,7 @@ def _compare(padded: Tensor, alone: Tensor) -> None:
     error = float((padded.double() - alone.double()).norm() / alone.double().norm())
     if not error <= allowed:
         raise ModelRefused(
-            f"a left-padded row answers otherwise than alone (relative norm {error:.1e}, "
+            f"a padded row answers otherwise than alone (relative norm {error:.1e}, "
             f"at most {allowed:.0e}); the model can't be batched"
         )
 

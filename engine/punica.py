@@ -139,11 +139,12 @@ class PunicaWrapper:
     ) -> None:
         """Add every row's delta to a linear layer's output, in place; scale 1 is no scaling.
 
-        y: [tokens, sum of out_features]. x: [tokens, in_features]. A batch without adapters costs
-        nothing. Raises ValueError where the batch has other rows than the mapping.
+        y: [rows, sum of out_features]. x: [rows, in_features]; for rows as `groups_of` says. A
+        batch without adapters costs nothing.
         """
-        if _has_work(self.groups, len(x), "tokens"):
-            self._kernels.linear(y, x, weights, self.groups, scale)
+        groups = self.groups_of(len(x))
+        if groups is not None:
+            self._kernels.linear(y, x, weights, groups, scale)
 
     def add_lora_halves(
         self, y: Tensor, x: Tensor, halves: Halves, exchange: Callable[[Tensor], Tensor]
@@ -181,7 +182,7 @@ class PunicaWrapper:
             self._kernels.linear(y, x, weights, groups, scale)
 
     def groups_of(self, rows: int) -> Groups | None:
-        """The groups of a head's input: the sampled rows' if it has as many, else the tokens'.
+        """The groups of a layer's input: the sampled rows' if it has as many, else the tokens'.
 
         Where both are as many each prompt has one token, and they are the same. None where no row
         has an adapter. Raises ValueError where the mapping is another batch's.

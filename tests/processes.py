@@ -82,12 +82,16 @@ def controller(directory: Path, **options: object) -> Iterator[ControllerProcess
 
 @contextmanager
 def engine(
-    directory: Path, roots: tuple[Path, ...] = (TINY / "adapters",), limits: Limits = LIMITS
+    directory: Path,
+    roots: tuple[Path, ...] = (TINY / "adapters",),
+    limits: Limits = LIMITS,
+    model: Path = TINY / "model",
+    options: tuple[str, ...] = (),
 ) -> Iterator["subprocess.Popen[bytes]"]:
     command = [sys.executable, "-m", "engine.worker"]
-    command += ["--connect", endpoint(directory, "engine.sock"), "--model", str(TINY / "model")]
+    command += ["--connect", endpoint(directory, "engine.sock"), "--model", str(model)]
     command += ["--max-loras", str(limits.slots_max), "--max-lora-rank", "64"]
-    command += ["--device-bytes-max", str(limits.device_bytes_max)]
+    command += ["--device-bytes-max", str(limits.device_bytes_max), *options]
     for root in roots:
         command += ["--adapter-root", str(root)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

@@ -36,6 +36,9 @@ OTHER_VALUES: dict[str, Any] = {
     "max_num_seqs": 4,
     "queue_requests_max": 5,
     "context_tokens_max": 6,
+    "task": "classify",
+    "pooling": "cls",
+    "normalize": False,
 }
 OPTIONS = msgspec.structs.fields(EngineOptions)
 

@@ -34,8 +34,11 @@ HELP: Final = {
     "pin_memory": "Page-lock staged adapters; where it is not said, only for CUDA.",
     "file_threads": "Threads that read adapters.",
     "max_num_seqs": "The most rows in a batch.",
-    "queue_requests_max": "Generations that may wait in the engine.",
+    "queue_requests_max": "Requests that may wait in the engine.",
     "context_tokens_max": "Prompt and output together; 0 is the model's own limit.",
+    "task": "What the model is for: generate, embed, classify, or auto: what its config says.",
+    "pooling": "How tokens become one vector: mean, cls, last, or auto: as the model was saved.",
+    "normalize": "Embeddings of length 1; where it is not said, as the model was saved.",
 }
 
 _METAVARS: Final = {
@@ -43,7 +46,13 @@ _METAVARS: Final = {
     "target_modules": "MODULE",
     "default_mm_loras": "MODALITY=PATH",
     "device": "DEVICE",
+    "task": "TASK",
+    "pooling": "KIND",
 }
+
+
+_THREE_WAYS: Final = ("pin_memory", "normalize")
+"""On, off, or not said."""
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -78,7 +87,7 @@ def _parameter(field: Any) -> Parameter:
     name = option_name(field.name)
     option = typer.Option(
         None if is_repeated else field.default,
-        f"--{name}/--no-{name}" if field.name == "pin_memory" else f"--{name}",
+        f"--{name}/--no-{name}" if field.name in _THREE_WAYS else f"--{name}",
         help=HELP[field.name],
         rich_help_panel=_PANEL,
         metavar=_METAVARS.get(field.name, "NUMBER" if is_number else None),

@@ -31,6 +31,9 @@ class EngineOptions(Struct, frozen=True):
     max_num_seqs: int = 64
     queue_requests_max: int = 1024
     context_tokens_max: int = 0
+    task: str = "auto"
+    pooling: str = "auto"
+    normalize: bool | None = None
 
     def command_line(self) -> list[str]:
         """The engine's options for everything that is not at its default."""

@@ -1,0 +1,55 @@
+"""A client's prompt as the tokens that a model reads.
+
+What it is: tokenization, and what is refused before it. What it is not: a chat template. One rule:
+a prompt that this model can't run is refused with what was found and what is allowed, before it
+takes a place anywhere.
+"""
+
+from typing import Any, Final
+
+from engine.errors import RequestRefused
+from engine.served import ServedModel
+from messages.requests import Prompt
+
+CHARACTERS_PER_TOKEN_MAX: Final = 32
+"""A text longer than this many times the context is refused before it is tokenized."""
+
+
+def prompt_tokens(model: ServedModel, prompt: Prompt, wanted: int = 0) -> list[int]:
+    """The token ids of a prompt that leaves `wanted` tokens of the context.
+
+    Raises `RequestRefused`.
+    """
+    if model.tokenizer is None and isinstance(prompt, str):
+        raise RequestRefused("the model's directory has no tokenizer, so prompts are token ids")
+    characters_max = model.context_tokens_max * CHARACTERS_PER_TOKEN_MAX
+    if isinstance(prompt, str) and len(prompt) > characters_max:
+        raise RequestRefused(
+            f"a prompt of {len(prompt)} characters; a context of "
+            f"{model.context_tokens_max} tokens is read up to {characters_max}"
+        )
+    tokens = _tokenize(model.tokenizer, prompt)
+    foreign = [token for token in tokens if token >= model.vocab_size]
+    if foreign:
+        raise RequestRefused(
+            f"token {foreign[0]} in the prompt; this model's are 0 to {model.vocab_size - 1}"
+        )
+    _check_length(len(tokens), wanted, model.context_tokens_max)
+    return tokens
+
+
+def _check_length(found: int, wanted: int, allowed: int) -> None:
+    if found + wanted > allowed:
+        more = f" and max_tokens {wanted} are {found + wanted}" if wanted else ""
+        raise RequestRefused(f"a prompt of {found} tokens{more}; the context takes {allowed}")
+
+
+def _tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt; an empty one becomes the model's beginning-of-text token."""
+    tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+    if tokens:
+        return tokens
+    first = getattr(tokenizer, "bos_token_id", None)
+    if first is None:
+        raise RequestRefused("an empty prompt, and no beginning-of-text token to start from")
+    return [first]

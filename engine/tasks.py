@@ -1,0 +1,51 @@
+"""What a model is for: to generate, to embed, or to classify.
+
+What it is: the task that a saved model's config tells. What it is not: a list of model names; the
+library's own tables say what each class is for. One rule: what a person asks for is done, and only
+what nobody asked for is guessed.
+"""
+
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from messages.requests import PoolingTask
+
+Task = Literal["generate"] | PoolingTask
+
+TASKS: Final[tuple[Task, ...]] = ("generate", *get_args(PoolingTask))
+
+AUTO_CLASSES: Final[dict[Task, Any]] = {
+    "generate": AutoModelForCausalLM,
+    "embed": AutoModel,
+    "classify": AutoModelForSequenceClassification,
+}
+"""What loads a model for each task."""
+
+_CLASSES_FOR: Final[dict[Task, frozenset[str]]] = {
+    "generate": frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()),
+    "classify": frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()),
+}
+
+SENTENCE_MODULES: Final = "modules.json"
+"""The file by which sentence-transformers marks a model that embeds."""
+
+
+def task_of(directory: Path, config: Any, wanted: str) -> Task:
+    """What the model saved in `directory` with this config is for; `wanted` may be "auto".
+
+    One saved by sentence-transformers embeds, whatever class its weights were trained in; else the
+    class that the config names decides, and one without a head embeds.
+    """
+    for task in TASKS:
+        if task == wanted:
+            return task
+    if (directory / SENTENCE_MODULES).is_file():
+        return "embed"
+    classes = set(config.architectures or ())
+    return next((task for task, names in _CLASSES_FOR.items() if classes & names), "embed")
