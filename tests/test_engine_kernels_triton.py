@@ -17,7 +17,9 @@ from engine.kernels.operands import TILE_ROWS, GroupBounds
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize("operation", ["linear", "shrink", "expand", "embedding", "checks"])
+@pytest.mark.parametrize(
+    "operation", ["linear", "shrink", "expand", "embedding", "checks", "traffic"]
+)
 def test_the_interpreted_kernels_keep_the_contract(operation: str) -> None:
     path = TESTS / f"test_engine_kernels_{operation}.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

@@ -73,7 +73,7 @@ class Plan(NamedTuple):
 
 REGIMES: Final = ("few", "decode", "many", "prefill", "alone", "invariant")
 
-LOOKUP: Final = LookupPlan(SHORT, 32, 4)
+LOOKUP: Final = LookupPlan(SHORT, 32, 2)
 """An embedding's lookup, which is too small to be worth a choice."""
 
 FEW_TOKENS: Final = 4

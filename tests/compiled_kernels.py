@@ -1,0 +1,158 @@
+"""The Triton kernels compiled ahead of time, and what the compiler made of them.
+
+What it is: every launch of the checked-in plans as a job for Triton's compiler, and its result read
+with the tools that Triton brings. What it is not: a run; no device is needed. One rule: a kernel's
+constants are those of its launcher, and a job that names others fails.
+"""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.kernels.gpu.expand import expand_kernel
+from engine.kernels.gpu.fused import fused_kernel
+from engine.kernels.gpu.lookup import lookup_kernel
+from engine.kernels.gpu.plans import LOOKUP, PLANS
+from engine.kernels.gpu.shrink import shrink_kernel, sum_splits_kernel
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+SHARED_BYTES_MAX = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""The shared memory that one block can have."""
+
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+SLICES = 3
+
+TABLES = {"offsets": "*i64", "ranks": "*i32", "layer": "*i64", "tiles": "*i64", "rows": "*i64"}
+NOT_ALIGNED = {"directory_stride", "y_offset"}
+"""Numbers of which nothing is promised; strides and widths are multiples of 16 in every model."""
+
+
+class Job(NamedTuple):
+    """One kernel with one set of constants; `pointers` are its other arguments' types."""
+
+    kernel: Any
+    pointers: dict[str, str]
+    constants: dict[str, int]
+    warps: int
+    stages: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.__name__} {tuple(self.constants.values())}"
+
+
+class Compiled(NamedTuple):
+    """What a job became: its resources, and how often each instruction occurs."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    instructions: dict[str, int]
+
+    def count(self, pattern: str) -> int:
+        return sum(n for name, n in self.instructions.items() if re.fullmatch(pattern, name))
+
+
+def jobs(architecture: int, dtype: str) -> list[Job]:
+    """Every launch of an architecture's plans once, for activations and weights of one dtype."""
+    found = {job.name: job for job in _jobs(architecture, dtype)}
+    return list(found.values())
+
+
+def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
+    unit, halved = 128 // ITEM_BYTES[dtype], ITEM_BYTES[dtype] // 2
+    own, floats = f"*{dtype}", "*fp32"
+    weights = {**TABLES, "data": own}
+    for shrink, expand, fused in PLANS[architecture].values():
+        blocks = {"BLOCK_M": shrink.height, "BLOCK_R": shrink.block_r}
+        split = {"UNIT": unit, "SPLITS": shrink.splits}
+        yield Job(
+            shrink_kernel,
+            {**weights, "y": floats, "x": own, "scale": "fp32"},
+            {**split, **blocks, "BLOCK_K": shrink.block_k // halved},
+            *(shrink.warps, shrink.stages),
+        )
+        yield Job(
+            sum_splits_kernel,
+            {**TABLES, "y": floats, "parts": floats},
+            {**split, **blocks},
+            *(shrink.warps, 3),
+        )
+        yield Job(
+            expand_kernel,
+            {**weights, "y": own, "x": floats},
+            {
+                **split,
+                "SLICES": SLICES,
+                "ADD": True,
+                "OUT_UNIT": 16,
+                "BLOCK_M": expand.height,
+                "BLOCK_N": expand.block_n,
+                "BLOCK_R": expand.block_r,
+            },
+            *(expand.warps, expand.stages),
+        )
+        if fused is not None:
+            yield Job(
+                fused_kernel,
+                {**weights, "y": own, "x": own, "scale": "fp32"},
+                {
+                    "UNIT": unit,
+                    "SLICES": SLICES,
+                    "OUT_UNIT": 16,
+                    "BLOCK_M": fused.height,
+                    "BLOCK_N": fused.block_n,
+                    "BLOCK_R": fused.block_r,
+                    "BLOCK_K": fused.block_k // halved,
+                },
+                *(fused.warps, fused.stages),
+            )
+    yield Job(
+        lookup_kernel,
+        {**weights, "y": floats, "token_ids": "*i64", "scale": "fp32"},
+        {"UNIT": unit, "BLOCK_M": LOOKUP.height, "BLOCK_R": LOOKUP.block_r},
+        *(LOOKUP.warps, 3),
+    )
+
+
+def build(job: Job, architecture: int, folder: Path) -> Compiled:
+    """Compile a job, and read resources and instructions out of its machine code."""
+    signature, hints = {}, {}
+    for place, name in enumerate(job.kernel.arg_names):
+        signature[name] = "constexpr" if name in job.constants else job.pointers.get(name, "i32")
+        if signature[name][0] in "*i" and name not in NOT_ALIGNED:
+            hints[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(job.kernel, signature, job.constants, hints)
+    options = {"num_warps": job.warps, "num_stages": job.stages}
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    use = _told(cubin, "--dump-resource-usage").rpartition("Function")[2]
+    registers, stack, local = (
+        int(re.search(rf"{name}:(\d+)", use)[1]) for name in ("REG", "STACK", "LOCAL")
+    )
+    names = re.findall(
+        r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z]\S*)", _told(cubin, "-sass"), re.M
+    )
+    counts = {name: names.count(name) for name in set(names)}
+    return Compiled(registers, stack + local, made.metadata.shared, counts)
+
+
+def _told(cubin: Path, option: str) -> str:
+    command = [str(_tool()), option, str(cubin)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def _tool() -> Path:
+    if not CUOBJDUMP.exists():
+        raise FileNotFoundError(f"{CUOBJDUMP} comes with Triton's NVIDIA backend")
+    return CUOBJDUMP
