@@ -1,7 +1,7 @@
-"""A batch's rows, cut into blocks that are computed together.
+"""A batch's rows, cut into what is computed together.
 
 What it is: arithmetic on row numbers, once for each mapping. What it is not: a product. One rule:
-there is a Python loop over groups and over long runs, never over rows.
+there is a Python loop over groups, over long runs and over blocks, never over rows.
 
 A group is *long* from `LONG_ROWS` on: then a product's time is that of its numbers and not of its
 call. A long group is cut into runs of rows that lie side by side, which are read and written where
@@ -9,6 +9,7 @@ they are. All short groups make blocks together.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import torch
@@ -24,20 +25,21 @@ PADDED_ROWS: Final = 16
 """With batch_invariant every product has exactly so many rows."""
 
 
+class Run(NamedTuple):
+    """Rows of one slot: `first` to `end` of the batch, or `rows` [n] int64 that lie apart."""
+
+    slot: int
+    first: int
+    end: int
+    rows: Tensor | None
+
+
 class Part(NamedTuple):
     """`size` rows of one slot within a block, of which the first `real` are not padding."""
 
     slot: int
     size: int
     real: int
-
-
-class Piece(NamedTuple):
-    """A part by itself: its slot, the batch's rows that it reads, and those that it writes."""
-
-    slot: int
-    reads: Tensor
-    writes: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +68,23 @@ class Block:
         return sum(self.sizes)
 
 
+class Cut(NamedTuple):
+    """Runs and blocks that together hold every row of every group once."""
+
+    runs: tuple[Run, ...]
+    blocks: tuple[Block, ...]
+
+
+class Piece(NamedTuple):
+    """One slot's rows of the batch: those that are read, and those that are written."""
+
+    slot: int
+    reads: Tensor
+    writes: Tensor
+
+
 class Cutter:
-    """Blocks of a batch, found once for each mapping and used by all layers.
+    """What a batch is cut into, found once for each mapping and used by all layers.
 
     With `batch_invariant` every part has the same number of rows, so that a row's sums don't depend
     on how many there are beside it.
@@ -75,24 +92,34 @@ class Cutter:
 
     def __init__(self, batch_invariant: bool) -> None:
         self.batch_invariant = batch_invariant
-        self._known: tuple[Groups, tuple[Block, ...]] | None = None
+        self._known: tuple[Groups, Cut] | None = None
 
-    def __call__(self, groups: Groups) -> tuple[Block, ...]:
-        """The blocks of `groups`; these are compared by identity and held, so never mistaken."""
+    def __call__(self, groups: Groups) -> Cut:
+        """Runs and blocks of `groups`, which is held and compared by identity: never mistaken."""
         if self._known is None or self._known[0] is not groups:
             self._known = (groups, padded(groups) if self.batch_invariant else cut(groups))
         return self._known[1]
 
+    def pieces(self, groups: Groups) -> list[Piece]:
+        """The rows of `groups` slot by slot, for operations that take one slot at a time."""
+        if self.batch_invariant:
+            return [piece for block in self(groups).blocks for piece in _pieces(block)]
+        return [
+            Piece(span.slot, rows, rows)
+            for span in groups.spans
+            for rows in torch.split(groups.rows[span.start : span.end], BLOCK_ROWS)
+        ]
 
-def cut(groups: Groups) -> tuple[Block, ...]:
-    """Blocks that together hold every row of every group once."""
-    long_spans = [span for span in groups.spans if span.end - span.start >= LONG_ROWS]
-    short_spans = [span for span in groups.spans if span.end - span.start < LONG_ROWS]
-    long = [block for span in long_spans for block in _long_blocks(groups, span)]
-    return (*long, *_short_blocks(groups, short_spans))
+
+def cut(groups: Groups) -> Cut:
+    """Long groups as runs, short ones as blocks."""
+    long = [span for span in groups.spans if span.end - span.start >= LONG_ROWS]
+    short = [span for span in groups.spans if span.end - span.start < LONG_ROWS]
+    runs = tuple(run for span in long for run in _runs(groups, span))
+    return Cut(runs, tuple(_short_blocks(groups, short)))
 
 
-def padded(groups: Groups) -> tuple[Block, ...]:
+def padded(groups: Groups) -> Cut:
     """Blocks of parts that have exactly `PADDED_ROWS` rows; a part's last row fills it up."""
     parts = [
         _part(span.slot, min(PADDED_ROWS, span.end - start))
@@ -105,7 +132,7 @@ def padded(groups: Groups) -> tuple[Block, ...]:
         size = sum(part.size for part in some)
         blocks.append(_filled_up(some, groups.rows[start : start + size], PADDED_ROWS))
         start += size
-    return tuple(blocks)
+    return Cut((), tuple(blocks))
 
 
 def equal_parts(block: Block) -> Block:
@@ -121,8 +148,7 @@ def rows_of(block: Block) -> Tensor:
     return block.rows
 
 
-def pieces(block: Block) -> list[Piece]:
-    """The block's parts, each by itself."""
+def _pieces(block: Block) -> list[Piece]:
     rows = rows_of(block).split_with_sizes(block.sizes)
     return [
         Piece(part.slot, reads, reads[: part.real])
@@ -145,19 +171,17 @@ def _filled_up(parts: tuple[Part, ...], rows: Tensor, width: int) -> Block:
     return Block(filled, 0, rows[sources.flatten()], keep, rows)
 
 
-def _long_blocks(groups: Groups, span: Span) -> list[Block]:
-    """One block a run where runs are long on the average, else blocks of gathered rows."""
+def _runs(groups: Groups, span: Span) -> list[Run]:
+    """Runs of rows side by side where these are long on the average, else gathered rows."""
     rows = groups.rows[span.start : span.end]
     breaks = (rows[1:] - rows[:-1] != 1).nonzero().flatten() + 1
-    runs = len(breaks) + 1
-    if runs * LONG_ROWS > len(rows):
-        pieces = torch.split(rows, BLOCK_ROWS)
-        return [Block((_part(span.slot, len(piece)),), 0, piece) for piece in pieces]
+    if (len(breaks) + 1) * LONG_ROWS > len(rows):
+        return [Run(span.slot, 0, 0, some) for some in torch.split(rows, BLOCK_ROWS)]
     edges = [0, *breaks.tolist(), len(rows)]
+    sizes = (end - start for start, end in pairwise(edges))
     firsts = rows[edges[:-1]].tolist()
     return [
-        Block((_part(span.slot, end - start),), first, None)
-        for first, start, end in zip(firsts, edges[:-1], edges[1:], strict=True)
+        Run(span.slot, first, first + size, None) for first, size in zip(firsts, sizes, strict=True)
     ]
 
 

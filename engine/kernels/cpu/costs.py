@@ -17,7 +17,7 @@ import torch
 from engine.kernels.cpu.dense import Dense
 from engine.kernels.cpu.gathered import Gathered
 from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer import LayerBlock, SliceWeights, wide_dtype
+from engine.kernels.cpu.layer import LayerBlock, SliceWeights, computation_dtypes
 
 
 class Product(NamedTuple):
@@ -54,8 +54,7 @@ MACHINES: Final = {
         side_by_side=1.3e-4,
     ),
 }
-"""By the dtype of the computation. float16 has no fast product on CPUs: it is computed in float32,
-as is what mixes dtypes, and float64 is taken to cost like float32."""
+"""By the dtype of the computation; float64 is taken to cost like float32."""
 
 CONVERT_CALL: Final = 1.2
 CONVERT_ELEMENT: Final = 8e-5
@@ -66,22 +65,16 @@ Plan = Grouped | Dense | Gathered
 
 def cheapest(layer: LayerBlock) -> tuple[type[Plan], torch.dtype]:
     """The strategy for a layer and a block, and the dtype to compute in."""
+    dtypes = computation_dtypes(layer.activations, layer.weights)
     offers: list[tuple[float, type[Plan], torch.dtype]] = [
-        (estimate(Grouped, layer, dtype), Grouped, dtype) for dtype in dtypes(layer)
+        (estimate(Grouped, layer, dtype), Grouped, dtype) for dtype in dtypes
     ]
     if len(layer.block.parts) > 1:
-        dtype = dtypes(layer)[0]
+        dtype = dtypes[0]
         offers.append((estimate(Dense, layer, dtype), Dense, dtype))
         if Gathered.can_run(layer):
             offers.append((estimate(Gathered, layer, dtype), Gathered, dtype))
     return min(offers, key=lambda offer: offer[0])[1:]
-
-
-def dtypes(layer: LayerBlock) -> list[torch.dtype]:
-    """What the computation may be made in; the first is the nearest to the operands' own."""
-    wide = wide_dtype(layer.activations, layer.weights)
-    is_native = layer.activations == layer.weights and layer.weights in MACHINES
-    return [layer.weights, wide] if is_native and layer.weights != wide else [wide]
 
 
 def estimate(strategy: type[Plan], layer: LayerBlock, dtype: torch.dtype) -> float:

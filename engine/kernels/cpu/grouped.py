@@ -15,29 +15,12 @@ from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.cpu.staging import Inlet, add_rows
 
 
-class Operand:
-    """The transpose of a matrix of the arena, in the computation's dtype."""
-
-    def __init__(self, use: str, matrix: Tensor, dtype: torch.dtype, scratch: Scratch) -> None:
-        self._source = matrix
-        self._converted = None
-        if matrix.dtype != dtype:
-            self._converted = scratch.take(use, tuple(matrix.shape), dtype)
-        self._transposed = (matrix if self._converted is None else self._converted).T
-
-    def fetch(self) -> Tensor:
-        """The transpose; where it was converted, until the next one of the same use is fetched."""
-        if self._converted is not None:
-            self._converted.copy_(self._source)
-        return self._transposed
-
-
 class _Step(NamedTuple):
-    """One part of one slice: its place in the block, A, B, and where the first product goes."""
+    """One part of one slice: its place in the block, A and B, and where the first product goes."""
 
     place: int
-    a: Operand
-    b: Operand
+    a: Tensor
+    b: Tensor
     shrunk: Tensor
 
 
@@ -63,7 +46,8 @@ class Grouped:
         self._dtype = dtype
         self._scratch = scratch
         self._inlet = Inlet(layer.block, layer.in_features, dtype, scratch)
-        self._in_place = layer.block.rows is None and layer.activations == dtype
+        self._converts = layer.weights != dtype
+        self._in_place = layer.block.rows is None and layer.activations == dtype == layer.weights
         self._slices = [self._plan(one) for one in layer.slices]
 
     def _plan(self, one: SliceWeights) -> _Slice:
@@ -75,7 +59,7 @@ class Grouped:
         for place, pair in enumerate(one.pairs):
             if pair is not None:
                 shape = (block.parts[place].size, pair.b.shape[1])
-                a, b = (Operand(*use, dtype, scratch) for use in zip("ab", pair, strict=True))
+                a, b = (pair.a, pair.b) if self._converts else (pair.a.T, pair.b.T)
                 steps.append(_Step(place, a, b, scratch.take("shrunk", shape, dtype)))
             elif not self._in_place:
                 absent.append(parts[place])
@@ -95,15 +79,20 @@ class Grouped:
         columns = y[block.first : block.first + block.size, one.columns]
         targets = columns.split_with_sizes(block.sizes)
         for place, a, b, shrunk in one.steps:
-            torch.mm(rows[place], a.fetch(), out=shrunk)
-            targets[place].addmm_(shrunk, b.fetch(), alpha=scale)
+            torch.mm(rows[place], a, out=shrunk)
+            targets[place].addmm_(shrunk, b, alpha=scale)
 
     def _add_staged(self, y: Tensor, rows: tuple[Tensor, ...], one: _Slice, scale: float) -> None:
         for part in one.absent:
             part.zero_()
         for place, a, b, shrunk in one.steps:
-            torch.mm(rows[place], a.fetch(), out=shrunk)
+            torch.mm(rows[place], self._transposed("a", a) if self._converts else a, out=shrunk)
             if scale != 1.0:
                 shrunk.mul_(scale)
-            torch.mm(shrunk, b.fetch(), out=one.parts[place])
+            transposed = self._transposed("b", b) if self._converts else b
+            torch.mm(shrunk, transposed, out=one.parts[place])
         add_rows(y[:, one.columns], one.delta, self._block)
+
+    def _transposed(self, use: str, matrix: Tensor) -> Tensor:
+        """The transpose in the computation's dtype, until the next one of the same use."""
+        return self._scratch.take(use, tuple(matrix.shape), self._dtype).copy_(matrix).T

@@ -68,3 +68,13 @@ def layer_block(weights: LoRASlices, block: Block, activations: torch.dtype) -> 
 def wide_dtype(activations: torch.dtype, weights: torch.dtype) -> torch.dtype:
     """The dtype in which nothing between the operands and the result is rounded more than once."""
     return accumulator_dtype(torch.promote_types(activations, weights))
+
+
+def computation_dtypes(activations: torch.dtype, weights: torch.dtype) -> list[torch.dtype]:
+    """What products may be made in; the first is the nearest to the operands' own.
+
+    float16 has no fast product on CPUs, so it is computed in float32, as is what mixes dtypes.
+    """
+    wide = wide_dtype(activations, weights)
+    is_native = activations == weights and weights in (wide, torch.bfloat16)
+    return [weights, wide] if is_native and weights != wide else [wide]

@@ -15,6 +15,7 @@ from engine.kernels.cpu.blocks import Cutter
 from engine.kernels.cpu.costs import Plan, cheapest
 from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer import LayerBlock, layer_block, wide_dtype
+from engine.kernels.cpu.runs import LongRuns
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.operands import Groups, LoRASlices
 
@@ -25,7 +26,7 @@ class _LayerPlan(NamedTuple):
     groups: Groups
     edition: int
     signature: Signature
-    plans: tuple[Plan, ...]
+    plans: tuple[Plan | LongRuns, ...]
 
 
 class CpuLinear:
@@ -53,8 +54,11 @@ class CpuLinear:
             part.run(y, x, scale)
 
     def _plan(self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> _LayerPlan:
-        plans: list[Plan] = []
-        for block in self._cutter(groups):
+        plans: list[Plan | LongRuns] = []
+        runs, blocks = self._cutter(groups)
+        if runs:
+            plans.append(LongRuns(runs, weights, x.dtype, self._scratch))
+        for block in blocks:
             layer = layer_block(weights, block, x.dtype)
             if layer is not None:
                 strategy, dtype = self._choose(layer)
