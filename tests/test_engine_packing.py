@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from engine.config import LoRAConfig
 from engine.layers.packed import (
+    PART_ROWS_MAX,
     MergedColumnParallelLinear,
     PackedLinear,
     PackedSlice,
@@ -57,6 +58,17 @@ def test_children_answer_as_before_with_one_call(biases: tuple[bool, ...]) -> No
         assert (part.bias is None) == (child.bias is None)
         assert child.bias is None or torch.equal(part.bias, child.bias)
     assert layer.calls == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, PART_ROWS_MAX, PART_ROWS_MAX + 1])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_any_number_of_rows_is_the_same_product(mode: type, bias: bool, rows: int) -> None:
+    children, layer, _ = siblings(bias, bias, False)
+    with mode():
+        for x in (torch.randn(rows, 8), torch.randn(1, rows, 8), torch.randn(8, rows).T):
+            expected = torch.cat([child(x) for child in children], dim=-1)
+            assert torch.allclose(layer(x), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
