@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import adapters, control, layers
+from benchmarks import adapters, control, experts, layers
 from benchmarks.figures import Figure
 from benchmarks.tables import rounded, write_tables
 
@@ -28,6 +28,7 @@ DOCUMENTS: Final = (
 GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "adapters": adapters.run,
     "control": control.run,
+    "experts": experts.run,
     "layers": layers.run,
 }
 

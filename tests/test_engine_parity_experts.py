@@ -15,7 +15,8 @@ from engine.model import PreparedModel
 from tests.engine_examples import relative_error
 from tests.expert_adapters import PER_EXPERT, make_model, save_fused, save_per_expert
 from tests.expert_examples import family_configs
-from tests.test_engine_parity import Bench, Yardstick
+from tests.parity_bench import Bench
+from tests.test_engine_parity import Yardstick
 
 pytest_plugins = ("tests.engine_fixtures",)
 

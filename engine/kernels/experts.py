@@ -6,13 +6,14 @@ slots that have weights here are read or written.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.kernels.expert_groups import ExpertGroups
-from engine.kernels.grouped import grouped_product
-from engine.kernels.operands import LoRASlices, accumulator_dtype
+from engine.kernels.operands import LoRASlices, Pair, accumulator_dtype
 from engine.kernels.products import Product, matrix_product
 
 
@@ -44,13 +45,48 @@ def experts_reference(
 
 
 def experts_cpu(ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups) -> None:
-    """As the reference, with one grouped product over all experts for each slot and half."""
-    for (slot, first, _), ends in zip(groups.spans, groups.ends, strict=True):
-        rows = groups.pairs[first : first + int(ends[-1])]
-        x_rows = x[rows]
-        for y, pair in zip(ys, weights.pairs(slot), strict=True):
+    """As the reference, with one gather, one sum and no weight copied for each slice.
+
+    What is looped over are the groups that have rows: that is how a CPU multiplies many small
+    matrices of different memory fastest (one row to a group is usual while decoding).
+    """
+    ends = groups.ends.tolist()
+    for place, y in enumerate(ys):
+        rows: list[Tensor] = []
+        parts: list[_Part] = []
+        for (slot, first, _), own in zip(groups.spans, ends, strict=True):
+            pair = weights.pairs(slot)[place]
             if pair is not None:
-                dtype = torch.promote_types(x.dtype, pair.a.dtype)
-                shrunk = grouped_product(x_rows.to(dtype), pair.a.to(dtype), ends)
-                delta = grouped_product(shrunk, pair.b.to(dtype), ends)
-                y.index_add_(0, rows, delta.to(y.dtype))
+                rows.append(groups.pairs[first : first + own[-1]])
+                parts += _parts(pair, own, x.dtype)
+        if parts:
+            _add(y, x, torch.cat(rows), parts)
+
+
+class _Part(NamedTuple):
+    """Some rows, and the matrices of their slot and expert: A turned [in, rank], B [rank, out]."""
+
+    rows: int
+    a: Tensor
+    b: Tensor
+
+
+def _parts(pair: Pair, ends: Sequence[int], dtype: torch.dtype) -> list[_Part]:
+    """The experts of one slot that have rows, in `dtype` or a wider one."""
+    wider = torch.promote_types(dtype, pair.a.dtype)
+    a, b = (matrices.to(wider).transpose(1, 2) for matrices in pair)
+    bounds = enumerate(pairwise((0, *ends)))
+    return [
+        _Part(end - start, a[expert], b[expert]) for expert, (start, end) in bounds if end > start
+    ]
+
+
+def _add(y: Tensor, x: Tensor, rows: Tensor, parts: Sequence[_Part]) -> None:
+    """Add the deltas of `rows`, which are the parts' rows one after the other."""
+    inputs = x[rows].to(parts[0].a.dtype)
+    deltas = inputs.new_empty(len(rows), y.shape[1])
+    sizes = [part.rows for part in parts]
+    pieces = (torch.split(tensor, sizes) for tensor in (inputs, deltas))
+    for (_, a, b), own, delta in zip(parts, *pieces, strict=True):
+        torch.mm(torch.mm(own, a), b, out=delta)
+    y.index_add_(0, rows, deltas.to(y.dtype))
