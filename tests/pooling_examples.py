@@ -115,8 +115,11 @@ def save_adapters(example: PoolingExample, root: Path, **fields: Any) -> dict[st
     made = {}
     for seed, (name, given) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed + 1)
-        config = LoraConfig(target_modules=example.targets, init_lora_weights=False, **given)
-        model = get_peft_model(example.make(), config).eval()
+        options = {"target_modules": example.targets, "init_lora_weights": False} | given | fields
+        model = get_peft_model(example.make(), LoraConfig(**options)).eval()
+        for copied in (p for n, p in model.named_parameters() if "modules_to_save" in n):
+            # What training would have made of it.
+            torch.nn.init.normal_(copied)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         model.save_pretrained(root / name)

@@ -42,8 +42,9 @@ class Bench:
         task: PoolingTask,
         root: Path,
         options: PoolingOptions = NOTHING_SAID,
+        **fields: object,
     ) -> None:
-        self.yardsticks = save_adapters(example, root)
+        self.yardsticks = save_adapters(example, root, **fields)
         self.base = example.make()
         config = LoRAConfig(max_lora_rank=8, max_loras=len(NAMES), lora_dtype="float32")
         self.model = PooledModel(example.make(), config, task=task, options=options)
@@ -92,6 +93,16 @@ def test_a_mixed_batch_is_pefts_row_by_row(
         assert relative_error(found, expected) < ERROR_MAX, row
         if row[0] is not None:
             assert relative_error(bench.expected(None, row[1]), expected) > 0.01, row
+
+
+@pytest.mark.parametrize("example", CLASSIFIERS, ids=lambda example: example.name)
+def test_a_head_that_an_adapter_brings_is_its_own_rows_alone(
+    example: PoolingExample, tmp_path: Path
+) -> None:
+    bench = Bench(example, "classify", tmp_path, task_type="SEQ_CLS")
+    rows = [(name, text) for text in TEXTS for name in (None, *NAMES)]
+    for row, found in zip(rows, bench.pooled(rows), strict=True):
+        assert relative_error(found, bench.expected(*row)) < ERROR_MAX, row
 
 
 @pytest.mark.parametrize("pooling", Pooling)
