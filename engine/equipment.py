@@ -12,6 +12,7 @@ from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
 from engine.punica import PunicaWrapper
 from engine.served import ServedModel
+from engine.streams import SecondStream
 
 
 class Equipment(NamedTuple):
@@ -31,6 +32,10 @@ def equip(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int) ->
     config = lora_config.verify_with_model_config(model.model)
     kernels = choose_kernels(model.device.type, batch_invariant=config.batch_invariant)
     arena = Arena(config.max_loras, model.shapes, device_bytes_max, config.dtype, model.device)
-    punica = PunicaWrapper(model.device, config.max_lora_rank, kernels)
+    punica = PunicaWrapper(
+        *(model.device, config.max_lora_rank, kernels),
+        specialize_active=config.specialize_active_lora,
+        beside=SecondStream(model.device) if config.dual_stream else None,
+    )
     model.bind(arena, punica)
     return Equipment(arena, punica, config)

@@ -16,7 +16,8 @@ from engine.errors import NotResident
 from engine.grouping import Grouper
 from engine.kernels import Kernels
 from engine.kernels.expert_groups import ExpertGroups, group_experts
-from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
+from engine.kernels.operands import GroupBounds, Groups, LoRASlices, accumulator_dtype
+from engine.streams import Beside
 
 BASE = 0
 """The adapter id of rows without an adapter."""
@@ -72,6 +73,13 @@ class Halves(NamedTuple):
     offset: int = 0
 
 
+class LaunchKey(NamedTuple):
+    """What the launches over a mapping depend on; None where nothing is launched."""
+
+    tokens: GroupBounds | None
+    prompts: GroupBounds | None
+
+
 class PunicaWrapper:
     """The current batch's metadata, shared by all wrapped layers of a model.
 
@@ -79,7 +87,8 @@ class PunicaWrapper:
     model; `groups` and `prompt_groups` are what kernels read of the two. `rank_max`: the widest
     rank that a slot may hold, and so the width of a buffer for `add_shrink`. Before the first
     mapping every row is the base model's. `specialize_active`: grids follow the number of active
-    adapters, rounded up to a power of two, instead of the number of slots.
+    adapters, rounded up to a power of two, instead of the number of slots. `beside`: where a linear
+    layer's delta is made while its base output is; None makes it after.
     """
 
     def __init__(
@@ -87,11 +96,14 @@ class PunicaWrapper:
         device: torch.device,
         rank_max: int,
         kernels: Kernels,
+        *,
         specialize_active: bool = False,
+        beside: Beside | None = None,
     ) -> None:
         self.rank_max = rank_max
         self.grouper = Grouper(device, rank_max, specialize_active)
         self._kernels = kernels
+        self._beside = beside
         self._mapping: LoRAMapping | None = None
         self._layout: tuple[int | None, ...] = ()
         self.token_slots: Tensor | None = None
@@ -116,6 +128,15 @@ class PunicaWrapper:
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
         self._mapping, self._layout = mapping, layout
         return True
+
+    @property
+    def launch_key(self) -> LaunchKey:
+        """What the launches over the current mapping depend on."""
+        tokens, prompts = (
+            groups.bounds if groups is not None and groups.spans else None
+            for groups in (self.groups, self.prompt_groups)
+        )
+        return LaunchKey(tokens, prompts)
 
     def add_shrink(self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0) -> None:
         """`y[s, t] = scale * x[t] @ A[s][slot(t)].T`; see `kernels.shrink` for what stays."""
@@ -145,6 +166,31 @@ class PunicaWrapper:
         groups = self.groups_of(len(x))
         if groups is not None:
             self._kernels.linear(y, x, weights, groups, scale)
+
+    def with_lora_linear(
+        self, base: Callable[[], Tensor], x: Tensor, weights: LoRASlices
+    ) -> Tensor:
+        """`base()`, which a linear layer makes of `x`, with every row's delta added.
+
+        base: gives [..., sum of out_features], contiguous. x: [tokens, in_features]. With `beside`
+        the delta is made in float32 while `base` runs, and their sum is rounded once, as without.
+        """
+        if self._beside is None or not _has_work(self.groups, len(x), "tokens"):
+            y = base()
+            self.add_lora_linear(y.view(-1, y.shape[-1]), x, weights)
+            return y
+        y, delta = self._beside.run(base, lambda: self._delta(x, weights))
+        y.view(delta.shape).add_(delta)
+        return y
+
+    def _delta(self, x: Tensor, weights: LoRASlices) -> Tensor:
+        """Every row's delta, 0 for the base model: [tokens, sum of out_features]."""
+        dtype = accumulator_dtype(x.dtype)
+        shrunk = x.new_empty((len(weights.columns), len(x), self.rank_max), dtype=dtype)
+        delta = x.new_zeros((len(x), sum(weights.out_features)), dtype=dtype)
+        self.add_shrink(shrunk, x, weights)
+        self.add_expand(delta, shrunk, weights, add_inputs=False)
+        return delta
 
     def add_lora_halves(
         self, y: Tensor, x: Tensor, halves: Halves, exchange: Callable[[Tensor], Tensor]

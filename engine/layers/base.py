@@ -5,7 +5,7 @@ family has to define raises until it does. One rule: a wrapper holds no adapter 
 numbers of its columns in the slot directory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -147,6 +147,16 @@ class BaseLayerWithLoRA(nn.Module):
         arena, slices = self._bound()
         for column in slices.columns:
             arena.reset_slice(slot, column)
+
+    def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`base(x)`, [..., out], with the batch's deltas; the two may be made side by side.
+
+        A family that adds its deltas in another way overrides this and `add_lora` together.
+        """
+        if self._punica is None or self._slices is None:
+            return base(x)
+        rows = x.reshape(-1, x.shape[-1])
+        return self._punica.with_lora_linear(lambda: base(x), rows, self._slices)
 
     def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the batch's deltas to `y` in place: y [..., out], contiguous; x [..., in]."""

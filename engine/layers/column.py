@@ -42,7 +42,7 @@ class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
     def forward(self, x: Tensor) -> Tensor:
         """This rank's columns of `x @ W.T + bias + delta`, or all where the layer gathers."""
         base = self.base_layer
-        return base.complete(self.add_lora(base.partial(x), x))
+        return base.complete(self.with_lora(base.partial, x))
 
 
 class ColumnParallelLinearWithShardedLoRA(ColumnShardedLoRA, ColumnParallelLinearWithLoRA):

@@ -39,7 +39,7 @@ class PackedLinearWithLoRA(BaseLayerWithLoRA):
 
     def forward(self, x: Tensor) -> Tensor:
         """All children's outputs side by side, deltas included; x: [..., in_features]."""
-        return self.add_lora(self.base_layer(x), x)
+        return self.with_lora(self.base_layer, x)
 
 
 class MergedColumnParallelLinearWithLoRA(PackedLinearWithLoRA):

@@ -42,4 +42,4 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x @ W.T + bias + delta`; x: [..., in_features], one row a token of the mapping."""
-        return self.add_lora(self.base_layer(x), x)
+        return self.with_lora(self.base_layer, x)

@@ -39,7 +39,7 @@ class RowParallelLinearWithLoRA(BaseLayerWithLoRA):
         """The sum over the ranks of `x @ W.T + delta`, and the bias once."""
         base = self.base_layer
         x = base.enter(x)
-        return base.complete(self.add_lora(base.partial(x), x))
+        return base.complete(self.with_lora(base.partial, x))
 
 
 class RowParallelLinearWithShardedLoRA(RowShardedLoRA, RowParallelLinearWithLoRA):

@@ -6,7 +6,7 @@ what crosses between ranks is the shrunk activations, as wide as a rank and not 
 float32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -34,6 +34,10 @@ class ShardedLoRA(BaseLayerWithLoRA):
         """As the base class, with both halves of the product apart."""
         super().create_lora_weights(arena, columns)
         self._halves = self._halves_of(self._bound()[1])
+
+    def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """`base(x)` first: the exchange leaves nothing to run beside it."""
+        return self.add_lora(base(x), x)
 
     def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the batch's deltas to `y` in place, in two halves with an exchange between them."""
