@@ -28,6 +28,7 @@ from engine.problems import shown
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
+STREAMED_NAME: Final = "adapter_model.tensors"
 PICKLED_NAMES: Final = ("adapter_model.bin", "adapter_model.pt")
 
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -106,7 +107,8 @@ def open_adapter(
 ) -> Iterator[AdapterFiles]:
     """The files of the adapter at `path`, absolute or relative to one of `roots`.
 
-    Weights are safetensors; `allow_pickled` takes what `torch.save` wrote where there are none.
+    Weights are safetensors, else a tensorizer stream; `allow_pickled` takes what `torch.save` wrote
+    where there is neither.
     Raises `PathNotAllowed` for a path that is not below a root, steps upwards or crosses a link,
     and `AdapterNotFound` where directory or files are missing.
     """
@@ -118,15 +120,15 @@ def open_adapter(
 
 
 def _weights_name(directory: int, allow_pickled: bool) -> str:
-    pickled = [name for name in PICKLED_NAMES if _is_there(name, directory)]
-    if not pickled or _is_there(WEIGHTS_NAME, directory):
-        return WEIGHTS_NAME
-    if not allow_pickled:
+    """The first of the names that are there; the usual one where none is."""
+    plain = [name for name in (WEIGHTS_NAME, STREAMED_NAME) if _is_there(name, directory)]
+    pickled = [name for name in PICKLED_NAMES if not plain and _is_there(name, directory)]
+    if pickled and not allow_pickled:
         raise AdapterNotFound(
             f"there is {pickled[0]} but no {WEIGHTS_NAME}; pickled weights are not read here: save "
             "the adapter as safetensors, or start the engine with --allow-pickled-weights"
         )
-    return pickled[0]
+    return next(iter(plain + pickled), WEIGHTS_NAME)
 
 
 def _open_directory(path: str, roots: Sequence[Path], stack: ExitStack) -> int:

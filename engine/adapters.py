@@ -23,9 +23,9 @@ from engine.lora import (
 )
 from engine.naming import Equivalence
 from engine.peft_config import PEFTHelper, decode_config
-from engine.pickled_weights import open_weights
 from engine.problems import Problems, shown
 from engine.values import check_values
+from engine.weight_formats import open_weights
 from engine.weight_names import sort_names
 
 __all__ = [

@@ -23,9 +23,9 @@ from engine.naming import Naming, Rename
 from engine.pairs import Pair
 from engine.parts import ALL
 from engine.peft_config import PEFTHelper
-from engine.pickled_weights import open_weights
 from engine.problems import Problems
 from engine.values import check_values, value_range
+from engine.weight_formats import open_weights
 
 
 @dataclass(frozen=True)

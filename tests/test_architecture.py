@@ -80,6 +80,7 @@ WRONG_IMPORTS = [
     ("engine/x.py", "import triton"),
     ("engine/x.py", "from controller.core import Controller"),
     ("engine/x.py", "import peft"),
+    ("engine/x.py", "from tensorizer import TensorDeserializer"),
     ("engine/model_manager.py", "from controller.shell.log import Log"),
     ("engine/model_manager.py", "import controller.client"),
     ("engine/model_manager.py", "import zmq"),
