@@ -10,7 +10,7 @@ STEPS  ?= 200
 DIR    ?= .loradock-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench gpu replay sim diagrams clean
+.PHONY: help setup demo test check bench gpu replay sim diagrams supported clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,9 @@ sim: $(STAMP)  ## drive the core through long random histories (SEED=1 STEPS=500
 
 diagrams: $(STAMP)  ## draw the life cycle into ARCHITECTURE.md
 	$(BIN)/python -m controller.shell.diagrams ARCHITECTURE.md
+
+supported: $(STAMP)  ## write what is supported into SUPPORTED.md and README.md
+	$(BIN)/python -m tests.supported
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)

@@ -1,0 +1,18 @@
+"""The documents say of models, layers and adapters what the tables say."""
+
+import pytest
+
+from tests.supported import BEGIN, END, ROOT, full, short, with_text
+
+
+@pytest.mark.parametrize(("name", "text"), [("SUPPORTED.md", full), ("README.md", short)])
+def test_the_documents_are_up_to_date(name: str, text: object) -> None:
+    document = (ROOT / name).read_text()
+    assert with_text(document, text()) == document, "run `make supported`"
+
+
+def test_only_what_stands_between_the_marks_is_written() -> None:
+    fresh = with_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", "new")
+    assert fresh == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+    with pytest.raises(ValueError, match="marks"):
+        with_text("no marks", "new")
