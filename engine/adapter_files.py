@@ -68,6 +68,11 @@ class OpenFile:
         self.read_into(memoryview(buffer), start)
         return bytes(buffer)
 
+    @property
+    def stamp(self) -> str:
+        """Size and time of the last change: what two readers of one file agree on."""
+        return f"{self._opened.st_size}@{self._opened.st_mtime_ns}"
+
     def check_unchanged(self) -> None:
         """Raise `Conflict` where the file was written to since it was opened."""
         now, then = os.fstat(self._descriptor), self._opened
@@ -94,6 +99,11 @@ class AdapterFiles:
                 f"{CONFIG_NAME} has {size_bytes} bytes; at most {bounds.config_bytes_max} are read"
             )
         return self._config.read(0, size_bytes)
+
+    @property
+    def stamp(self) -> str:
+        """What two readers of the same files agree on."""
+        return f"{self._config.stamp} {self.weights.stamp}"
 
     def check_unchanged(self) -> None:
         """Raise `Conflict` where either file was written to since it was opened."""

@@ -47,7 +47,7 @@ class LoadedAdapter:
     `fingerprint`: see `start_fingerprint`; empty where a follower read it. `model`: its weights as
     they were stored, under id 1, of sharded modules this process's part. `rank`: its highest.
     `host_bytes`: what the weights take; `blob_bytes`: what they will take staged, on the host and
-    on the device alike.
+    on the device alike. `stamp`: what all ranks have to find alike: the files, and these sizes.
     """
 
     fingerprint: str
@@ -55,6 +55,7 @@ class LoadedAdapter:
     rank: int
     host_bytes: int
     blob_bytes: int
+    stamp: str = ""
 
 
 def read_adapter(  # noqa: PLR0913 - each is a fact that reading needs
@@ -120,6 +121,6 @@ def _read(
     lora_model = LoRAModel.from_fitted(1, fitted, found.tensors, shards)
     ranks = {name: lora.rank for name, lora in lora_model.loras.items()}
     size_bytes = blob_bytes(ranks, list(model.modules.values()), dtype)
-    return LoadedAdapter(
-        fingerprint, lora_model, lora_model.rank, lora_model.size_bytes, size_bytes
-    )
+    host_bytes = lora_model.size_bytes
+    stamp = f"{files.stamp} {host_bytes} {size_bytes}"
+    return LoadedAdapter(fingerprint, lora_model, lora_model.rank, host_bytes, size_bytes, stamp)

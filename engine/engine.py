@@ -13,16 +13,18 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from engine.adapters import LoadedAdapter, read_adapter
+from engine.agreement import AgreedJobs
 from engine.config import EngineConfig, LoRAConfig
 from engine.equipment import equip
 from engine.errors import EngineError
 from engine.inference import inference_of, require_task
 from engine.model import PreparedModel
 from engine.naming import equivalences_of
+from engine.parallel import ParallelGroup
 from engine.pooled_model import PooledModel
 from engine.registry import SeenOperations
-from engine.residency import Residency
-from engine.work import WorkPool
+from engine.residency import Job, Residency
+from engine.work import Jobs, WorkPool
 from messages import commands, reports
 from messages.ids import OpId
 
@@ -49,11 +51,11 @@ class Engine:
         arena, punica, self._lora_config = equip(model, lora_config, config.device_bytes_max)
         self._shapes = {shape.name: shape for shape in model.shapes}
         self._equivalences = equivalences_of(model.model)
+        group = self._group = model.group
         self._outbox: list[reports.Report] = []
         tell = self._outbox.append
-        self.residency: Final = Residency(
-            arena, model.shapes, self._read, WorkPool(config.file_threads, wake), tell, config.pins
-        )
+        jobs = _jobs_of(group, config.file_threads, wake)
+        self.residency: Final = Residency(arena, model.shapes, self._read, jobs, tell, config.pins)
         self._task = model.task
         self._inference = inference_of(
             model, punica, arena, self.residency.residents, config, self._outbox.append
@@ -75,6 +77,11 @@ class Engine:
     def is_copying(self) -> bool:
         """Whether a copy to the device is on its way; only `poll` sees it arrive."""
         return self.residency.is_copying
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether files are being read, or adapters packed, here or on another rank."""
+        return any(self.residency.running)
 
     @property
     def last_op(self) -> OpId:
@@ -143,4 +150,17 @@ class Engine:
             command.adapter,
             equivalences=self._equivalences,
             allow_pickled=self._config.allow_pickled_weights,
+            is_follower=not self._group.leads,
         )
+
+
+def _jobs_of(group: ParallelGroup, threads: int, wake: Callable[[], None]) -> Jobs[Job]:
+    """What does a rank's jobs: threads, whose results count when all ranks have theirs."""
+    if group.is_single:
+        return WorkPool(threads, wake)
+    return AgreedJobs(WorkPool(threads, wake), group, _stamp_of)
+
+
+def _stamp_of(result: Any) -> str:
+    """What a job's result was made from, where ranks may find different things."""
+    return result.stamp if isinstance(result, LoadedAdapter) else ""

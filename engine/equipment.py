@@ -7,8 +7,10 @@ so that a configuration means the same everywhere.
 
 from typing import NamedTuple
 
+from engine.agreement import AgreedCopier
 from engine.arena import Arena
 from engine.config import LoRAConfig
+from engine.copying import copier_for
 from engine.kernels import choose_kernels
 from engine.punica import PunicaWrapper
 from engine.served import ServedModel
@@ -26,12 +28,19 @@ class Equipment(NamedTuple):
 def equip(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int) -> Equipment:
     """Make what the configuration asks for, and bind the model's layers to it.
 
-    Raises `ValueError` for what this model's dtype or device can't do, `DeviceOutOfMemory`.
+    Raises `ValueError` for what this model's dtype, device or ranks can't do, and
+    `DeviceOutOfMemory`.
     """
     lora_config.verify_with_device(model.device)
     config = lora_config.verify_with_model_config(model.model)
+    if config.fully_sharded_loras:
+        model.group.part_of(config.max_lora_rank, "with fully_sharded_loras, max_lora_rank")
     kernels = choose_kernels(model.device.type, batch_invariant=config.batch_invariant)
-    arena = Arena(config.max_loras, model.shapes, device_bytes_max, config.dtype, model.device)
+    copier = copier_for(model.device)
+    if not model.group.is_single:
+        copier = AgreedCopier(copier, model.group)
+    slots_max, dtype = config.max_loras, config.dtype
+    arena = Arena(slots_max, model.shapes, device_bytes_max, dtype, model.device, copier)
     punica = PunicaWrapper(
         *(model.device, config.max_lora_rank, kernels),
         specialize_active=config.specialize_active_lora,

@@ -27,6 +27,8 @@ what is allowed and what to do. One rule: every error a command can cause is an 
 
 from typing import ClassVar, Final
 
+import torch
+
 from messages.errors import ErrorCode
 
 
@@ -159,3 +161,15 @@ _BY_CODE: Final = {
 def error_of(code: ErrorCode, message: str) -> EngineError:
     """The error that a code stands for."""
     return _BY_CODE.get(code, EngineFault)(message)
+
+
+def code_of(error: BaseException) -> ErrorCode:
+    """What a client is told; what nobody foresaw counts as the engine not being able to answer."""
+    match error:
+        case EngineError():
+            return error.code
+        case torch.OutOfMemoryError():
+            return ErrorCode.DEVICE_OUT_OF_MEMORY
+        case MemoryError():
+            return ErrorCode.NO_ROOM
+    return ErrorCode.ENGINE_GONE

@@ -39,6 +39,9 @@ from messages.requests import FinishReason
 PREFILL_TOKENS_MAX: Final = 8192
 """The most prompt tokens, padding included, in one forward; a longer prompt is alone in its own."""
 
+UNSOUND: Final = -1
+"""In place of a token: the row's logits are not finite."""
+
 ENDED_OUTPUTS_MAX: Final = 256
 """How many ended outputs are kept for clients that lost their connection."""
 
@@ -227,25 +230,27 @@ class Generator:
         try:
             logits = self._model.forward(tokens, cache)
         except torch.OutOfMemoryError as error:
+            if not self._model.group.is_single:
+                # The other ranks are within the forward still, and can't be called back.
+                raise
             # The cache may be half written, so none of these rows can go on.
             for row in rows:
                 self._fail(row, DeviceOutOfMemory(f"a batch of {len(rows)} rows: {error}"))
             return []
-        likeliest = logits.argmax(-1).tolist()
-        # NaN and +inf pass through the maximum, and it is -inf where every token is forbidden.
-        sound = logits.amax(-1).isfinite().tolist()
-        return [
-            place
-            for place, row in enumerate(rows)
-            if self._choose(row, logits[place], likeliest[place], sound[place])
-        ]
+        tokens_chosen = self._choose(rows, logits)
+        return [place for place, row in enumerate(rows) if self._accept(row, tokens_chosen[place])]
 
-    def _choose(self, row: Row, logits: Tensor, likeliest: int, is_sound: bool) -> bool:
+    def _choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
+        """Every row's next token, or `UNSOUND`; on every rank what rank 0 has chosen."""
+        group = self._model.group
+        chosen = _choices(rows, logits) if group.leads else [UNSOUND] * len(rows)
+        return group.broadcast_numbers(chosen)
+
+    def _accept(self, row: Row, token: int) -> bool:
         """Give a row its next token; whether it goes on."""
-        if not is_sound:
+        if token == UNSOUND:
             self._fail(row, NotFinite("the model's output is not finite; is the adapter sound?"))
             return False
-        token = likeliest if row.sampler.is_greedy else row.sampler.choose(logits)
         before = len(row.output.tokens)
         text, reason = row.accept(token)
         self._tell(row, row.output.tokens[before:], text)
@@ -289,6 +294,19 @@ class Generator:
             self._cache.keep(places)
         else:
             self._cache = RowCache([])
+
+
+def _choices(rows: Sequence[Row], logits: Tensor) -> list[int]:
+    likeliest = logits.argmax(-1).tolist()
+    # NaN and +inf pass through the maximum, and it is -inf where every token is forbidden.
+    sound = logits.amax(-1).isfinite().tolist()
+    for place, row in enumerate(rows):
+        if not sound[place]:
+            likeliest[place] = UNSOUND
+        elif not row.sampler.is_greedy:
+            likeliest[place] = row.sampler.choose(logits[place])
+    chosen: list[int] = likeliest
+    return chosen
 
 
 def _mapping(rows: Sequence[Row], width: int) -> LoRAMapping:

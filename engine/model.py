@@ -7,6 +7,7 @@ found out by a request.
 """
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -102,13 +103,18 @@ def load_model(
         raise ModelRefused(
             f"{directory} can't be loaded, task {config.task}, on {config.device}: {error}"
         ) from error
-    if not group.is_single:
+    if group.is_single:
+        # One rank has nobody to share with; the other classes would take the longer way.
+        lora_config = replace(lora_config, fully_sharded_loras=False)
+    else:
         if task != "generate":
             raise ModelRefused(f"{directory} is to {task}; that is served by one process alone")
         group.wait_for_all()
         shard_model(model, group, config.torch_device)
     if task == "generate":
-        return PreparedModel(model, lora_config, tokenizer, config.context_tokens_max)
+        prepared = PreparedModel(model, lora_config, tokenizer, config.context_tokens_max)
+        prepared.group = group
+        return prepared
     options = pooling_options(config)
     return PooledModel(model, lora_config, tokenizer, config.context_tokens_max, task, options)
 

@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
     parser = ArgumentParser("python -m engine.worker", description="A LoRADock engine process.")
     parser.add_argument("--connect", required=True, help="the controller's ipc:// socket")
     parser.add_argument("--model", required=True, type=Path, help="directory of the base model")
-    parser.add_argument("--parent-fd", type=int, help="a pipe that ends with the supervisor")
+    parser.add_argument("--parent-pid", type=int, help="the supervisor, to end when it has ended")
     parser.add_argument("--engine-id", default=uuid4().hex, help="the name of this life")
     for owner in NO_OPTIONS:
         for name in option_names(owner):

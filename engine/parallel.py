@@ -5,11 +5,12 @@ way to send objects; what is not a tensor travels as bytes that somebody else en
 group of one calls nothing, so that a single process needs no torch.distributed.
 
 Every call is collective: all ranks make the same calls, in the same order, from one thread. A rank
-that stays away ends the call with an error within `TIMEOUT_S` on all others.
+that stays away ends the call with `RankLost` within `TIMEOUT_S` on all others.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -23,6 +24,18 @@ TIMEOUT_S: Final = 60.0
 
 START_TIMEOUT_S: Final = 1800.0
 """How long the first ready rank waits for those that still load the model."""
+
+
+class RankLost(Exception):  # noqa: N818 - named by what was found, as the engine's errors
+    """Another rank is gone, silent, or not the same any more; the group can't go on."""
+
+
+@contextmanager
+def _talking(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"{what} with the other ranks failed: {str(error)[:300]}") from error
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,8 @@ class ParallelGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, in place; the same bits on all ranks."""
         if not self.is_single:
-            dist.all_reduce(x, group=self.device_group)
+            with _talking("summing"):
+                dist.all_reduce(x, group=self.device_group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -58,7 +72,8 @@ class ParallelGroup:
         if self.is_single:
             return x[None]
         gathered = x.new_empty((self.world_size, *x.shape))
-        dist.all_gather(list(gathered.unbind()), x.contiguous(), group=self.device_group)
+        with _talking("gathering"):
+            dist.all_gather(list(gathered.unbind()), x.contiguous(), group=self.device_group)
         return gathered
 
     def gather_columns(self, x: Tensor) -> Tensor:
@@ -72,7 +87,7 @@ class ParallelGroup:
         if self.is_single:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        dist.broadcast(tensor, 0, group=self.host_group)
+        self._broadcast(tensor)
         return tensor.tolist()
 
     def broadcast_bytes(self, data: bytes) -> bytes:
@@ -82,7 +97,7 @@ class ParallelGroup:
         (size,) = self.broadcast_numbers([len(data)])
         tensor = _tensor_of(data) if self.leads else torch.empty(size, dtype=torch.uint8)
         if size:
-            dist.broadcast(tensor, 0, group=self.host_group)
+            self._broadcast(tensor)
         return tensor.numpy().tobytes()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -98,10 +113,17 @@ class ParallelGroup:
             for tensor, size in zip(gathered, sizes, strict=True)
         ]
 
+    def all_true(self, claim: bool) -> bool:
+        """Whether every rank claims it."""
+        if self.is_single:
+            return claim
+        return all(bool(told) for told in self._gather_on_host(torch.tensor([int(claim)])))
+
     def wait_for_all(self) -> None:
         """Return when every rank has come here; they may take as long as loading a model does."""
         if not self.is_single:
-            dist.monitored_barrier(timeout=timedelta(seconds=START_TIMEOUT_S))
+            with _talking("starting"):
+                dist.monitored_barrier(timeout=timedelta(seconds=START_TIMEOUT_S))
 
     def part_of(self, size: int, what: str) -> range:
         """This rank's equal share of `size` things; ValueError where there is no such."""
@@ -112,12 +134,33 @@ class ParallelGroup:
 
     def _gather_on_host(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(gathered, tensor, group=self.host_group)
+        with _talking("gathering"):
+            dist.all_gather(gathered, tensor, group=self.host_group)
         return gathered
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        with _talking("telling"):
+            dist.broadcast(tensor, 0, group=self.host_group)
 
 
 SINGLE: Final = ParallelGroup()
 """The group of a process that holds its model alone."""
+
+
+def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether `torchrun` started this process as one of several."""
+    return int(environment.get("WORLD_SIZE", "1")) > 1
+
+
+def device_of(
+    group: ParallelGroup, device: torch.device, environment: Mapping[str, str] = os.environ
+) -> str:
+    """The device of this rank; raises ValueError where all were given the same one."""
+    if group.is_single or device.type != "cuda":
+        return str(device)
+    if device.index:
+        raise ValueError(f"device is {str(device)!r} for several ranks; say cuda, and each has one")
+    return f"cuda:{environment['LOCAL_RANK']}"
 
 
 def join_group(device_type: str, environment: Mapping[str, str] = os.environ) -> ParallelGroup:
@@ -125,8 +168,7 @@ def join_group(device_type: str, environment: Mapping[str, str] = os.environ) ->
 
     On CUDA the process takes the device of its local rank. Waits until all ranks are there.
     """
-    world_size = int(environment.get("WORLD_SIZE", "1"))
-    if world_size == 1:
+    if not is_rank(environment):
         return SINGLE
     if device_type == "cuda":
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
@@ -136,7 +178,7 @@ def join_group(device_type: str, environment: Mapping[str, str] = os.environ) ->
     host_group = dist.new_group(backend="gloo", timeout=timeout)
     backend = "nccl" if device_type == "cuda" else "gloo"
     device_group = dist.new_group(backend=backend, timeout=timeout)
-    return ParallelGroup(dist.get_rank(), world_size, device_group, host_group)
+    return ParallelGroup(dist.get_rank(), dist.get_world_size(), device_group, host_group)
 
 
 def leave_group(group: ParallelGroup) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from engine.adapters import LoadedAdapter
 from engine.arena import Arena
-from engine.errors import Conflict, EngineError, UnknownAdapter
+from engine.errors import Conflict, EngineError, UnknownAdapter, code_of
 from engine.layout import ModuleShape
 from engine.lora import LoRAModel
 from engine.registry import HeldAdapter
@@ -127,7 +127,10 @@ class Residency:
 
     def fail(self, op: OpId, error: BaseException) -> None:
         """Report that an operation failed, and why."""
-        self._tell(reports.OperationFailed(op, _code_of(error), str(error)))
+        code = code_of(error)
+        if code == ErrorCode.ENGINE_GONE:
+            _log.error("operation failed unexpectedly", error=repr(error), exc_info=error)
+        self._tell(reports.OperationFailed(op, code, str(error)))
 
     def check_adapter(self, command: commands.CheckAdapter) -> None:
         """Have an adapter read and checked; keep nothing."""
@@ -147,7 +150,8 @@ class Residency:
 
         def read() -> LoadedAdapter:
             loaded = self._read(command)
-            if loaded.fingerprint != command.fingerprint:
+            # A follower has none: it read the very files of which rank 0 has made it.
+            if loaded.fingerprint not in ("", command.fingerprint):
                 raise Conflict(
                     f"{command.adapter}: its files have fingerprint {loaded.fingerprint}, checked "
                     f"were {command.fingerprint}; they have changed, load them with replace"
@@ -265,16 +269,3 @@ class Residency:
         for op, busy_id in self._busy.items():
             if busy_id == adapter_id:
                 raise Conflict(f"operation {op} on adapter {adapter_id} has not ended; wait for it")
-
-
-def _code_of(error: BaseException) -> ErrorCode:
-    """What a client is told; what nobody foresaw counts as the engine not being able to answer."""
-    match error:
-        case EngineError():
-            return error.code
-        case torch.OutOfMemoryError():
-            return ErrorCode.DEVICE_OUT_OF_MEMORY
-        case MemoryError():
-            return ErrorCode.NO_ROOM
-    _log.error("operation failed unexpectedly", error=repr(error), exc_info=error)
-    return ErrorCode.ENGINE_GONE

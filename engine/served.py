@@ -17,6 +17,7 @@ from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.layers import BaseLayerWithLoRA, wrappers_for
 from engine.layout import ModuleShape
+from engine.parallel import SINGLE, ParallelGroup
 from engine.preparation import module_shapes, prepare_layers
 from engine.probe import Trial
 from engine.punica import PunicaWrapper
@@ -31,11 +32,12 @@ class ServedModel:
 
     `layers`: name -> wrapper, in the directory's order. `shapes`: one `ModuleShape` a slice, by
     index. `vocab_size`: the rows of the token embedding. `context_tokens_max`: the tokens of one
-    row. `tokenizer` None: prompts are token ids. Raises `ModelRefused` for a model that can't be
-    served.
+    row. `tokenizer` None: prompts are token ids. `group`: the ranks that hold it together. Raises
+    `ModelRefused` for a model that can't be served.
     """
 
     task: Task
+    group: ParallelGroup = SINGLE
     layers: Mapping[str, BaseLayerWithLoRA]
     shapes: tuple[ModuleShape, ...]
 

@@ -6,25 +6,38 @@ rule: nothing that arrives ends the process but SIGTERM or the end of its superv
 our own does, loudly.
 
     python -m engine.worker --connect ipc:///run/loradock/engine --model DIR --adapter-root DIR
+    torchrun --nproc-per-node 2 -m engine.worker ...    the same, as one engine of two ranks
 """
 
 import os
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import structlog
 import zmq
 
+from engine.config import EngineConfig, LoRAConfig
 from engine.engine import Engine
+from engine.ensemble import Leader, follow
 from engine.errors import EngineError, ModelRefused
 from engine.link import Link
 from engine.model import load_model
 from engine.options import configs, parse
+from engine.parallel import (
+    ParallelGroup,
+    RankLost,
+    device_of,
+    is_rank,
+    join_group,
+    leave_group,
+)
 from messages.commands import ControllerBeat, RequestInventory
 from messages.reports import EngineBeat, PrivateReport
 from messages.wire import COMMANDS, WireError
@@ -69,20 +82,27 @@ class Wakeup:
 
 
 class Worker:
-    """The loop between one engine and one socket, until `stop` or the end of `parent_fd`."""
+    """The loop between one engine and one socket, until `stop` or the end of a parent.
+
+    `parents`: descriptors of the processes that started this one, which end with them.
+    """
 
     def __init__(
-        self, engine: Engine, socket: "zmq.Socket[bytes]", wakeup: Wakeup, parent_fd: int | None
+        self,
+        engine: Engine | Leader,
+        socket: "zmq.Socket[bytes]",
+        wakeup: Wakeup,
+        parents: Sequence[int],
     ) -> None:
         self._engine = engine
         self._socket = socket
         self._wakeup = wakeup
-        self._parent_fd = parent_fd
+        self._parents = frozenset(parents)
         self._link = Link()
         self._poller = zmq.Poller()
         self._poller.register(wakeup.read_fd, zmq.POLLIN)
-        if parent_fd is not None:
-            self._poller.register(parent_fd, zmq.POLLIN)
+        for parent in parents:
+            self._poller.register(parent, zmq.POLLIN)
         self._stopping = False
         self._beat_due_s = self._heard_s = time.monotonic()
         self._malformed = 0
@@ -107,11 +127,7 @@ class Worker:
         ready = dict(self._poller.poll(self._timeout_ms()))
         if self._wakeup.read_fd in ready:
             self._wakeup.clear()
-        if self._parent_fd is not None and self._parent_fd in ready:
-            self._on_parent(self._parent_fd)
-
-    def _on_parent(self, parent_fd: int) -> None:
-        if not os.read(parent_fd, 4096):
+        if not self._parents.isdisjoint(ready):
             _log.info("the supervisor is gone")
             self.stop()
 
@@ -188,30 +204,82 @@ class Worker:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load the model, attach to the controller and serve; the exit status of the process."""
+    """Load the model, attach to the controller and serve; the exit status of the process.
+
+    Started by `torchrun`, every rank does: rank 0 serves, and the others follow it.
+    """
     _log_to_stderr()
     options = parse(arguments)
     try:
         config, lora_config = configs(options)
+        parents = _open_parents(options.parent_pid)
+        group = join_group(config.torch_device.type)
+        config = replace(config, device=device_of(group, config.torch_device))
+    except ProcessLookupError:
+        _log.info("the supervisor is gone")
+        return 0
     except (ValueError, RuntimeError) as error:
         _log.error("wrong configuration", error=str(error))
         return 2
-    wakeup = Wakeup()
     try:
-        model = load_model(config, lora_config)
-        engine = Engine(model, config, lora_config, options.engine_id, wakeup.wake)
+        return _run(Setup(config, lora_config, group, parents), options)
+    except RankLost as error:
+        _log.error("the engine of several ranks can't go on", rank=group.rank, error=str(error))
+        sys.stderr.flush()
+        # What waits for the rank that is gone, in whichever library, is not waited for.
+        os._exit(1)
+
+
+class Setup(NamedTuple):
+    """What a rank starts with."""
+
+    config: EngineConfig
+    lora_config: LoRAConfig
+    group: ParallelGroup
+    parents: Sequence[int]
+
+
+def _run(setup: Setup, options: Namespace) -> int:
+    wakeup, group = Wakeup(), setup.group
+    try:
+        model = load_model(setup.config, setup.lora_config, group)
+        engine = Engine(model, setup.config, setup.lora_config, options.engine_id, wakeup.wake)
     except (ModelRefused, EngineError, ValueError) as error:
         _log.error("the engine can't start", error=str(error))
         return 1
+    group.wait_for_all()
+    if group.leads:
+        _serve(engine if group.is_single else Leader(engine, group), setup, options, wakeup)
+    else:
+        # Whoever ends all ranks tells all; rank 0 is the one to hear it, and says when.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        follow(engine, group)
+    leave_group(group)
+    return 0
+
+
+def _serve(engine: Engine | Leader, setup: Setup, options: Namespace, wakeup: Wakeup) -> None:
+    """Serve the controller until told to stop."""
     with zmq.Context() as context:
-        worker = Worker(engine, _connect(context, options.connect), wakeup, options.parent_fd)
-        _handle_signals(worker, wakeup, options.parent_fd is not None)
-        _log.info("ready", engine_id=options.engine_id, model=str(config.model_directory))
-        worker.run()
-        context.destroy(linger=0)
+        worker = Worker(engine, _connect(context, options.connect), wakeup, setup.parents)
+        _handle_signals(worker, wakeup, bool(setup.parents))
+        model = str(setup.config.model_directory)
+        _log.info("ready", engine_id=options.engine_id, model=model, ranks=setup.group.world_size)
+        try:
+            worker.run()
+        finally:
+            context.destroy(linger=0)
     engine.close()
     _log.info("ended", engine_id=options.engine_id)
-    return 0
+
+
+def _open_parents(supervisor_pid: int | None) -> list[int]:
+    """Descriptors of the supervisor, and of `torchrun` where it stands between; may be none."""
+    pids = [] if supervisor_pid is None else [supervisor_pid]
+    if is_rank():
+        pids.append(os.getppid())
+    return [os.pidfd_open(pid) for pid in pids]
 
 
 def _connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":

@@ -98,17 +98,16 @@ class Process:
 
     def __init__(self, directory: Path, model: Path, root: Path, supervised: bool) -> None:
         self.path = directory / "engine"
-        read_fd, self.parent_fd = os.pipe()
-        options = ["--parent-fd", str(read_fd)] if supervised else []
+        self.parent = subprocess.Popen(["sleep", "600"]) if supervised else None
+        options = ["--parent-pid", str(self.parent.pid)] if self.parent else []
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "engine.worker", "--connect", f"ipc://{self.path}",
              "--model", model, "--adapter-root", root, "--device", "cpu", "--max-loras", "3",
              "--max-lora-rank", "16", "--device-bytes-max", "1000000", "--engine-id", "a" * 32,
              *options],
-            cwd=ROOT, pass_fds=[read_fd], stderr=subprocess.PIPE, text=True,
+            cwd=ROOT, stderr=subprocess.PIPE, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        os.close(read_fd)
 
     def end(self) -> tuple[int, str]:
         """The exit status, and what was said to people."""
@@ -119,8 +118,12 @@ class Process:
         if self.popen.poll() is None:
             self.popen.kill()
             self.popen.communicate()
-        if self.parent_fd >= 0:
-            os.close(self.parent_fd)
+        self.end_parent()
+
+    def end_parent(self) -> None:
+        if self.parent is not None:
+            self.parent.kill()
+            self.parent.wait()
 
 
 @pytest.fixture(scope="module")
@@ -293,8 +296,7 @@ def test_a_dead_controller_is_outlived(start: Callable[[bool], Process]) -> None
     again = second.until(lambda report: isinstance(report, rp.TokensGenerated))[-1].message
     (ended,) = [f.message for f in frames if isinstance(f.message, rp.GenerationEnded)]
     assert (again.offset, len(again.tokens)) == (0, ended.output_tokens)
-    os.close(process.parent_fd)
-    process.parent_fd = -1
+    process.end_parent()
     status, said = process.end()
     assert status == 0, said
     assert "the supervisor is gone" in said

@@ -97,6 +97,12 @@ Engine = Annotated[
     EngineKind,
     typer.Option(help="Start an engine, or wait for one that is started elsewhere."),
 ]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(
+        min=1, metavar="NUMBER", help="Processes that hold the model together, with torchrun."
+    ),
+]
 Policy = Annotated[str, typer.Option(metavar="NAME", help="Who has to leave when room is needed.")]
 Slots = Annotated[int, _count("--slots", "Device slots: the most adapters in one batch.")]
 HostAdapters = Annotated[int, _count("--host-adapters", "Adapters on the host, in any state.")]
@@ -151,6 +157,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter an option
     model: Model = "",
     adapter_root: AdapterRoots = None,
     engine: Engine = EngineKind.MANAGED,
+    tensor_parallel_size: TensorParallelSize = 1,
     policy: Policy = "lru",
     slots: Slots = _DEFAULTS.slots_max,
     host_adapters: HostAdapters = _DEFAULTS.host_adapters_max,
@@ -212,7 +219,8 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter an option
         checked=checked,
     )
     roots = tuple(str(root) for root in adapter_root or ())
-    _run(ctx, ServeConfig(server, model, roots, engine.value, engine_options), as_json)
+    config = ServeConfig(server, model, roots, engine.value, engine_options, tensor_parallel_size)
+    _run(ctx, config, as_json)
 
 
 def _limits(**values: int) -> Limits:

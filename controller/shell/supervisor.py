@@ -1,7 +1,7 @@
 """`loradock serve`: a controller and its engine as child processes, each started again if it dies.
 
 What it is: a parent that waits. What it is not: in the way of any message; it has no socket. One
-rule: children outlive each other but not the parent, whose death they see on a pipe.
+rule: children outlive each other but not the parent, whose death they see by themselves.
 """
 
 import os
@@ -51,6 +51,7 @@ class ServeConfig(Struct, frozen=True):
     adapter_roots: tuple[str, ...] = ()
     engine: Literal["managed", "external"] = "managed"
     engine_options: EngineOptions = EngineOptions()
+    tensor_parallel_size: int = 1
 
 
 class Child:
@@ -178,7 +179,7 @@ def serve(config: ServeConfig) -> int:
     try:
         children = [Child("controller", _controller_command(config.server, parent_fd))]
         if config.engine == "managed":
-            children.append(Child("engine", _engine_command(config, parent_fd)))
+            children.append(Child("engine", _engine_command(config)))
         return Supervisor(children, parent_fd).run()
     except TransportError as error:
         log.error("can't serve here", error=str(error))
@@ -193,13 +194,19 @@ def _controller_command(config: ServerConfig, parent_fd: int) -> list[str]:
     return [sys.executable, "-m", "controller.shell.server", options, str(parent_fd)]
 
 
-def _engine_command(config: ServeConfig, parent_fd: int) -> list[str]:
+def _engine_command(config: ServeConfig) -> list[str]:
     directory, limits = Path(config.server.directory), config.server.limits
-    command = [sys.executable, "-m", "engine.worker"]
+    command = [sys.executable, "-m"]
+    if config.tensor_parallel_size > 1:
+        # This is `torchrun`, by a name that is there wherever its library is.
+        command += ["torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(config.tensor_parallel_size), "-m"]
+    command += ["engine.worker"]
     command += ["--connect", endpoint(directory, "engine.sock"), "--model", config.model]
     for root in config.adapter_roots:
         command += ["--adapter-root", root]
     command += ["--max-loras", str(limits.slots_max)]
     command += ["--device-bytes-max", str(limits.device_bytes_max)]
-    command += ["--parent-fd", str(parent_fd)]
+    # A pid and not the pipe, which does not reach the ranks through torchrun.
+    command += ["--parent-pid", str(os.getpid())]
     return [*command, *config.engine_options.command_line()]
