@@ -152,11 +152,9 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
     return int(environment.get("WORLD_SIZE", "1")) > 1
 
 
-def device_of(
-    group: ParallelGroup, device: torch.device, environment: Mapping[str, str] = os.environ
-) -> str:
-    """The device of this rank; raises ValueError where all were given the same one."""
-    if group.is_single or device.type != "cuda":
+def device_of(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
+    """This rank's device of a kind; raises ValueError where all were given the same one."""
+    if device.type != "cuda":
         return str(device)
     if device.index:
         raise ValueError(f"device is {str(device)!r} for several ranks; say cuda, and each has one")
@@ -164,12 +162,10 @@ def device_of(
 
 
 def join_group(device_type: str, environment: Mapping[str, str] = os.environ) -> ParallelGroup:
-    """The group that `torchrun` started this process in; `SINGLE` where it did not.
+    """The group that `torchrun` started this process in.
 
     On CUDA the process takes the device of its local rank. Waits until all ranks are there.
     """
-    if not is_rank(environment):
-        return SINGLE
     if device_type == "cuda":
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
     # The first group is for the start alone, so it may wait long; all else must not.

@@ -31,6 +31,7 @@ from engine.link import Link
 from engine.model import load_model
 from engine.options import configs, parse
 from engine.parallel import (
+    SINGLE,
     ParallelGroup,
     RankLost,
     device_of,
@@ -213,8 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config, lora_config = configs(options)
         parents = _open_parents(options.parent_pid)
-        group = join_group(config.torch_device.type)
-        config = replace(config, device=device_of(group, config.torch_device))
+        group = SINGLE
+        if is_rank():
+            group = join_group(config.torch_device.type)
+            config = replace(config, device=device_of(config.torch_device))
     except ProcessLookupError:
         _log.info("the supervisor is gone")
         return 0

@@ -75,6 +75,7 @@ OPTIONS = {
     "--model": "m",
     "--adapter-root": "a",
     "--engine": "external",
+    "--tensor-parallel-size": "2",
 }
 
 
@@ -101,7 +102,7 @@ def test_every_bound_is_an_option(started, tmp_path):
     result = run("serve", *arguments, directory=tmp_path)
     assert result.exit_code == 0, result.output
     options = EngineOptions(max_lora_rank=64)
-    assert started == [ServeConfig(server, "m", ("a", "b"), "external", options)]
+    assert started == [ServeConfig(server, "m", ("a", "b"), "external", options, 2)]
     for changed, default in ((limits, Limits()), (server, defaults.server), (started[0], defaults)):
         for name in changed.__struct_fields__:
             only_one = name == "policy"

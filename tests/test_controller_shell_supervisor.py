@@ -5,60 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from controller.cli.exits import ExitCode
-from controller.client import Client
-from messages.requests import StatusShown
-from tests.processes import ROOT, TINY
-
-WAIT_S = 60
-
-
-@contextmanager
-def serve(
-    directory: Path, *options: str, model: Path = TINY / "model"
-) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-c", "from controller.cli.main import app; app()"]
-    command += ["--dir", str(directory), "serve", "--model", str(model)]
-    command += ["--adapter-root", str(TINY / "adapters"), *options]
-    with directory.with_suffix(".log").open("wb") as errors:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=errors, stderr=errors)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def status_once(directory: Path, ready: Callable[[StatusShown], bool]) -> StatusShown:
-    """The first status that is as wanted."""
-    deadline = time.monotonic() + WAIT_S
-    with Client(directory, timeout_s=WAIT_S) as client:
-        while True:
-            status = client.status()
-            if ready(status):
-                return status
-            assert time.monotonic() < deadline, status
-            time.sleep(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for_end(*pids: int) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, pids
-        time.sleep(0.05)
+from tests.processes import ROOT
+from tests.served import WAIT_S, serve, status_once, wait_for_end
 
 
 def test_both_children_come_back_and_a_signal_ends_all(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import structlog
 import zmq
 
 from engine import worker
@@ -309,6 +310,14 @@ def second_inventory(controller: Controller) -> rp.EngineInventory:
     return controller.attach()
 
 
+@pytest.fixture
+def _logs_as_before() -> Iterator[None]:
+    """`main` logs to the test's own stderr, which is closed when the test has ended."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("_logs_as_before")
 def test_wrong_options_end_the_start_with_a_word(
     tmp_path: Path, model_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

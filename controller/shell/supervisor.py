@@ -198,8 +198,7 @@ def _engine_command(config: ServeConfig) -> list[str]:
     directory, limits = Path(config.server.directory), config.server.limits
     command = [sys.executable, "-m"]
     if config.tensor_parallel_size > 1:
-        # This is `torchrun`, by a name that is there wherever its library is.
-        command += ["torch.distributed.run", "--standalone"]
+        command += ["engine.ranks", "--standalone"]
         command += ["--nproc-per-node", str(config.tensor_parallel_size), "-m"]
     command += ["engine.worker"]
     command += ["--connect", endpoint(directory, "engine.sock"), "--model", config.model]
