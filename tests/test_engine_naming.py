@@ -26,6 +26,8 @@ from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit
 from engine.layout import ModuleKind, ModuleShape
 from engine.naming import Equivalence, Naming, equivalences_of
+from engine.weight_names import EMBEDDING_NAMES
+from tests.architectures import ARCHITECTURES
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
@@ -183,3 +185,16 @@ def test_paths_of_the_time_before_the_prefix_are_found() -> None:
         "model.layers.7.self_attn.q_proj": "model.layers.7.self_attn.q_proj",
     }.items():
         assert naming.resolve(old) == new
+
+
+def test_what_peft_saves_beside_adapters_is_known_by_name_in_every_architecture() -> None:
+    """PEFT calls the copies of an embedding and a head as the model calls these."""
+    for architecture in ARCHITECTURES:
+        if not architecture.refused:
+            with torch.device("meta"):
+                model = architecture.build(layers=1)
+            ends = (model.get_input_embeddings(), model.get_output_embeddings())
+            paths = [path for path, module in model.named_modules() if module in ends]
+            assert paths
+            for path in paths:
+                assert path.rpartition(".")[2] in EMBEDDING_NAMES, architecture.model_type
