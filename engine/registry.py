@@ -23,15 +23,23 @@ SEEN_MAX: Final = 4096
 class HeldAdapter:
     """One adapter on the host, and its slot, if any.
 
-    `weights`: as they were read; a blob once they were staged, also after they were unstaged.
+    `weights`: as they were read; a blob once they were staged, also after they were unstaged. They
+    are held nowhere else, so that what was packed is given back.
     """
 
     source: LoadWeights
-    loaded: LoadedAdapter
+    rank: int
+    host_bytes: int
+    blob_bytes: int
     weights: LoRAModel | Blob
     is_staged: bool = False
     slot: int = NO_SLOT
     generation: int = 0
+
+    @classmethod
+    def of(cls, source: LoadWeights, loaded: LoadedAdapter) -> "HeldAdapter":
+        """The record of an adapter that was just read."""
+        return cls(source, loaded.rank, loaded.host_bytes, loaded.blob_bytes, loaded.model)
 
     @property
     def state(self) -> AdapterState:
@@ -47,12 +55,12 @@ class HeldAdapter:
             adapter=self.source.adapter,
             path=self.source.path,
             fingerprint=self.source.fingerprint,
-            rank=self.loaded.rank,
+            rank=self.rank,
             state=self.state,
             slot=self.slot,
             generation=self.generation,
-            host_bytes=self.loaded.host_bytes,
-            blob_bytes=self.loaded.blob_bytes,
+            host_bytes=self.host_bytes,
+            blob_bytes=self.blob_bytes,
         )
 
 

@@ -159,7 +159,7 @@ class Residency:
             return loaded
 
         def loaded(adapter: LoadedAdapter) -> reports.WeightsLoaded:
-            self.held[command.adapter_id] = HeldAdapter(command, adapter, adapter.model)
+            self.held[command.adapter_id] = HeldAdapter.of(command, adapter)
             return reports.WeightsLoaded(command.op)
 
         self._start(command.op, command.adapter_id, read, loaded)

@@ -126,12 +126,16 @@ def logits_of(content: Content | None) -> Tensor:
 
 
 def make_manager(
-    cls: type[LoRAModelManager], slots: int = 2, capacity: int = 3, **options: object
+    cls: type[LoRAModelManager],
+    slots: int = 2,
+    capacity: int = 3,
+    lora_dtype: str = "auto",
+    **options: object,
 ) -> LoRAModelManager:
     """A manager of its own copy of the base model."""
     model = LlamaForCausalLM(CONFIG)
     model.load_state_dict(base().state_dict())
-    config = LoRAConfig(max_lora_rank=8, max_loras=slots, max_cpu_loras=capacity)
+    config = LoRAConfig(8, slots, capacity, lora_dtype)
     return create_lora_manager(
         model, 16, 256, VOCABULARY, config, "cpu", cls, checked=True, **options
     )
