@@ -100,11 +100,26 @@ PLANS: Final[dict[int, dict[str, Plan]]] = {
             ExpandPlan(SHORT, 128, 16, 4, 2),
             FusedPlan(SHORT, 64, 16, 128, 4, 3),
         ),
-        "decode": Plan(ShrinkPlan(SHORT, 16, 128, 8, 4, 4), ExpandPlan(SHORT, 128, 16, 4, 2)),
-        "many": Plan(ShrinkPlan(SHORT, 16, 128, 4, 4, 4), ExpandPlan(SHORT, 256, 16, 4, 2)),
-        "prefill": Plan(ShrinkPlan(LONG, 32, 64, 4, 4, 3), ExpandPlan(LONG, 128, 16, 8, 2)),
-        "alone": Plan(ShrinkPlan(LONG, 64, 64, 4, 4, 3), ExpandPlan(LONG, 128, 16, 8, 2)),
-        "invariant": Plan(ShrinkPlan(SHORT, 16, 128, 8, 4, 4), ExpandPlan(SHORT, 128, 16, 4, 2)),
+        "decode": Plan(
+            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
+        "many": Plan(
+            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
+            ExpandPlan(SHORT, 256, 16, 4, 2),
+        ),
+        "prefill": Plan(
+            ShrinkPlan(LONG, 32, 64, 4, 4, 3),
+            ExpandPlan(LONG, 128, 16, 8, 2),
+        ),
+        "alone": Plan(
+            ShrinkPlan(LONG, 64, 64, 4, 4, 3),
+            ExpandPlan(LONG, 128, 16, 8, 2),
+        ),
+        "invariant": Plan(
+            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
     },
     90: {
         "few": Plan(
@@ -112,11 +127,26 @@ PLANS: Final[dict[int, dict[str, Plan]]] = {
             ExpandPlan(SHORT, 128, 16, 4, 2),
             FusedPlan(SHORT, 128, 16, 128, 8, 4),
         ),
-        "decode": Plan(ShrinkPlan(SHORT, 16, 128, 8, 4, 4), ExpandPlan(SHORT, 128, 16, 4, 2)),
-        "many": Plan(ShrinkPlan(SHORT, 16, 128, 8, 4, 4), ExpandPlan(SHORT, 256, 16, 4, 2)),
-        "prefill": Plan(ShrinkPlan(LONG, 32, 64, 4, 4, 4), ExpandPlan(LONG, 128, 32, 8, 2)),
-        "alone": Plan(ShrinkPlan(LONG, 64, 64, 4, 4, 4), ExpandPlan(LONG, 128, 32, 8, 2)),
-        "invariant": Plan(ShrinkPlan(SHORT, 16, 128, 8, 4, 4), ExpandPlan(SHORT, 128, 16, 4, 2)),
+        "decode": Plan(
+            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
+        "many": Plan(
+            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
+            ExpandPlan(SHORT, 256, 16, 4, 2),
+        ),
+        "prefill": Plan(
+            ShrinkPlan(LONG, 32, 64, 4, 4, 4),
+            ExpandPlan(LONG, 128, 32, 8, 2),
+        ),
+        "alone": Plan(
+            ShrinkPlan(LONG, 64, 64, 4, 4, 4),
+            ExpandPlan(LONG, 128, 32, 8, 2),
+        ),
+        "invariant": Plan(
+            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
     },
     100: {
         "few": Plan(
@@ -124,11 +154,26 @@ PLANS: Final[dict[int, dict[str, Plan]]] = {
             ExpandPlan(SHORT, 128, 16, 4, 2),
             FusedPlan(SHORT, 128, 16, 128, 8, 4),
         ),
-        "decode": Plan(ShrinkPlan(SHORT, 16, 128, 8, 4, 4), ExpandPlan(SHORT, 128, 16, 4, 2)),
-        "many": Plan(ShrinkPlan(SHORT, 16, 128, 8, 4, 4), ExpandPlan(SHORT, 256, 16, 4, 2)),
-        "prefill": Plan(ShrinkPlan(LONG, 32, 64, 4, 4, 4), ExpandPlan(LONG, 128, 32, 8, 2)),
-        "alone": Plan(ShrinkPlan(LONG, 64, 64, 4, 4, 4), ExpandPlan(LONG, 128, 32, 8, 2)),
-        "invariant": Plan(ShrinkPlan(SHORT, 16, 128, 8, 4, 4), ExpandPlan(SHORT, 128, 16, 4, 2)),
+        "decode": Plan(
+            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
+        "many": Plan(
+            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
+            ExpandPlan(SHORT, 256, 16, 4, 2),
+        ),
+        "prefill": Plan(
+            ShrinkPlan(LONG, 32, 64, 4, 4, 4),
+            ExpandPlan(LONG, 128, 32, 8, 2),
+        ),
+        "alone": Plan(
+            ShrinkPlan(LONG, 64, 64, 4, 4, 4),
+            ExpandPlan(LONG, 128, 32, 8, 2),
+        ),
+        "invariant": Plan(
+            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
     },
 }
 
