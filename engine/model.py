@@ -25,7 +25,7 @@ from engine.pooling_options import pooling_options
 from engine.probe import generation_trial
 from engine.served import ServedModel, Tokenizer
 from engine.sharding import shard_model
-from engine.tasks import AUTO_CLASSES, task_of
+from engine.tasks import loader_of, task_of
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -33,7 +33,7 @@ _LOCAL: Final = {"local_files_only": True, "trust_remote_code": False}
 
 
 class PreparedModel(ServedModel):
-    """A causal language model, to generate with.
+    """A causal language model, or the language part of an image-text model, to generate with.
 
     `context_tokens_max`: prompt and output of one row together. `eos_ids`: the tokens that end an
     output.
@@ -93,7 +93,7 @@ def load_model(
     try:
         found = AutoConfig.from_pretrained(directory, **_LOCAL)
         task = task_of(directory, found, config.task)
-        model = AUTO_CLASSES[task].from_pretrained(
+        model = loader_of(task, found).from_pretrained(
             directory, use_safetensors=True, dtype="auto", **_LOCAL
         )
         if group.is_single:

@@ -58,7 +58,7 @@ class PooledModel(ServedModel):
 
     @torch.inference_mode()
     def forward(self, prompts: Prompts) -> Tensor:
-        """Each text's pooled states, or its labels' logits: [rows, width], in the model's dtype."""
+        """Each text's pooled states, or its labels' logits: [rows, width] float32."""
         tokens = self._pad(prompts)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         own = (torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]).long()
@@ -68,16 +68,15 @@ class PooledModel(ServedModel):
         output = self.model(tokens, **arguments)
         if self.task == "classify":
             logits: Tensor = output.logits
-            return logits
-        return _pooled(self.pooling, output.last_hidden_state, own)
+            return logits.float()
+        return _pooled(self.pooling, output.last_hidden_state.float(), own)
 
     def results(self, pooled: Tensor) -> Tensor:
-        """What a client gets of `forward`'s rows, float32: vectors, or scores of the labels.
+        """What a client gets of `forward`'s rows: vectors, or scores of the labels.
 
         Scores are logits of a regression, each label's own probability where several may hold (or
         there is one), else probabilities that add up to 1.
         """
-        pooled = pooled.float()
         if self.task == "embed":
             return normalize(pooled) if self._normalize else pooled
         kind = self.model.config.problem_type

@@ -34,6 +34,12 @@ def prompt_tokens(model: ServedModel, prompt: Prompt, wanted: int = 0) -> list[i
         raise RequestRefused(
             f"token {foreign[0]} in the prompt; this model's are 0 to {model.vocab_size - 1}"
         )
+    media = model.media_tokens.intersection(tokens)
+    if media:
+        raise RequestRefused(
+            f"token {min(media)} in the prompt stands for an image, a video or a sound; this "
+            "engine takes text alone"
+        )
     _check_length(len(tokens), wanted, model.context_tokens_max)
     return tokens
 

@@ -7,7 +7,7 @@ adapter that was packed for a model fits every process that prepared it alike.
 
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +23,8 @@ from engine.probe import Trial
 from engine.punica import PunicaWrapper
 from engine.tasks import Task
 
+_MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id")
+
 Tokenizer = Any
 """A `transformers` tokenizer; the library brings no types."""
 
@@ -32,7 +34,8 @@ class ServedModel:
 
     `layers`: name -> wrapper, in the directory's order. `shapes`: one `ModuleShape` a slice, by
     index. `vocab_size`: the rows of the token embedding. `context_tokens_max`: the tokens of one
-    row. `tokenizer` None: prompts are token ids. `group`: the ranks that hold it together. Raises
+    row. `tokenizer` None: prompts are token ids. `media_tokens`: those that stand for an image or
+    the like, which prompts may not have. `group`: the ranks that hold it together. Raises
     `ModelRefused` for a model that can't be served.
     """
 
@@ -50,9 +53,17 @@ class ServedModel:
         self.device: torch.device = model.device
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.context_tokens_max = _context_tokens_max(model.config, context_tokens_max)
+        found = (getattr(model.config, name, None) for name in _MEDIA_TOKENS)
+        self.media_tokens = frozenset(token for token in found if token is not None)
 
     def _prepare(self, trial: Trial, lora_config: LoRAConfig) -> None:
         """Wrap the model's layers in place."""
+        for name in ("enable_tower_connector_lora", "default_mm_loras"):
+            if getattr(lora_config, name):
+                raise ModelRefused(
+                    f"{name} is set, and requests bring text alone: a tower or connector would "
+                    "never be run; leave it out"
+                )
         table = wrappers_for(
             lora_config.enable_mixed_moe_lora_format, lora_config.fully_sharded_loras
         )

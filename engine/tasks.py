@@ -8,9 +8,15 @@ what nobody asked for is guessed.
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
@@ -20,20 +26,31 @@ Task = Literal["generate"] | PoolingTask
 
 TASKS: Final[tuple[Task, ...]] = ("generate", *get_args(PoolingTask))
 
-AUTO_CLASSES: Final[dict[Task, Any]] = {
+_AUTO_CLASSES: Final[dict[Task, Any]] = {
     "generate": AutoModelForCausalLM,
     "embed": AutoModel,
     "classify": AutoModelForSequenceClassification,
 }
-"""What loads a model for each task."""
 
 _CLASSES_FOR: Final[dict[Task, frozenset[str]]] = {
-    "generate": frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()),
+    "generate": frozenset(
+        (
+            *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+            *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
+        )
+    ),
     "classify": frozenset(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()),
 }
 
 SENTENCE_MODULES: Final = "modules.json"
 """The file by which sentence-transformers marks a model that embeds."""
+
+
+def loader_of(task: Task, config: Any) -> Any:
+    """The class that loads a model with this config for a task."""
+    if task == "generate" and config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    return _AUTO_CLASSES[task]
 
 
 def task_of(directory: Path, config: Any, wanted: str) -> Task:

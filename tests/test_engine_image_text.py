@@ -1,0 +1,187 @@
+"""Image-text models generate from text, with adapters on their language part alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
+
+from engine.adapters import read_adapter
+from engine.config import EngineConfig, LoRAConfig
+from engine.equipment import equip
+from engine.errors import AdapterDoesNotFit, ModelRefused, RequestRefused
+from engine.kv_cache import RowCache
+from engine.model import PreparedModel, load_model
+from engine.naming import equivalences_of
+from engine.prompts import prompt_tokens
+from engine.punica import LoRAMapping
+from engine.staging import stage
+from tests.architectures import COMMON
+from tests.engine_examples import relative_error
+
+IMAGE_TOKEN = 90
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+QWEN_VISION = {
+    "depth": 1,
+    "embed_dim": 16,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "mlp_ratio": 2,
+    "patch_size": 4,
+}
+QWEN_TEXT = {
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+}
+GEMMA_TEXT = {"sliding_window": 6, "query_pre_attn_scalar": 8}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llava": (
+        {"model_type": "llama"},
+        {"model_type": "clip_vision_model", "projection_dim": 16, **VISION},
+        {"image_token_index": IMAGE_TOKEN},
+    ),
+    "gemma3": (
+        {"model_type": "gemma3_text", **GEMMA_TEXT},
+        {"model_type": "siglip_vision_model", **VISION},
+        {"mm_tokens_per_image": 4, "image_token_index": IMAGE_TOKEN},
+    ),
+    "idefics3": (
+        {"model_type": "llama"},
+        {"model_type": "idefics3_vision", **VISION},
+        {"image_token_id": IMAGE_TOKEN, "scale_factor": 2},
+    ),
+    "qwen2_vl": (QWEN_TEXT, QWEN_VISION, {"image_token_id": IMAGE_TOKEN}),
+    "qwen2_5_vl": (QWEN_TEXT, QWEN_VISION, {"image_token_id": IMAGE_TOKEN}),
+}
+"""Of each model type: its text config, its vision config, its own fields."""
+
+TEXT = {"num_hidden_layers": 2, **COMMON}
+PROMPTS = ((5, 6, 7), (9, 8, 7, 6, 5, 4, 3, 11), (40,))
+TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+LANGUAGE = rf".*(language_model|text_model)\.layers.*\.({'|'.join(TARGETS)})"
+NAMES = ("whole", "text")
+
+
+def build(kind: str) -> PreTrainedModel:
+    text, vision, own = KINDS[kind]
+    config = AutoConfig.for_model(kind, text_config={**TEXT, **text}, vision_config=vision, **own)
+    torch.manual_seed(1)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+
+
+def save_adapter(root: Path, name: str, model: PreTrainedModel, **fields: Any) -> PeftModel:
+    torch.manual_seed(len(name))
+    made = get_peft_model(model, LoraConfig(init_lora_weights=False, **fields)).eval()
+    made.save_pretrained(root / name)
+    return made
+
+
+def trained_on_text_alone(kind: str, root: Path) -> PeftModel:
+    """An adapter of the text model by itself; the image-text model with the same deltas."""
+    whole = build(kind)
+    text = {"model_type": "qwen2", **TEXT, **KINDS[kind][0]}
+    text.pop("rope_parameters", None)
+    alone = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text)).eval()
+    fields = {"r": 4, "lora_alpha": 6}
+    tuned = save_adapter(root, "text", alone, target_modules=TARGETS, **fields)
+    yardstick = get_peft_model(
+        whole, LoraConfig(target_modules=LANGUAGE, init_lora_weights=False, **fields)
+    ).eval()
+    deltas = {
+        name.rpartition("layers.")[2]: weight
+        for name, weight in tuned.state_dict().items()
+        if "lora_" in name
+    }
+    for name, weight in yardstick.named_parameters():
+        if "lora_" in name:
+            weight.data.copy_(deltas[name.rpartition("layers.")[2]])
+    return yardstick
+
+
+class Bench:
+    """An image-text model with an adapter of its own in slot 0 and a text model's in slot 1."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self.yardsticks: dict[str | None, Callable[..., Any]] = {
+            None: build(kind),
+            "whole": save_adapter(
+                root, "whole", build(kind), target_modules=LANGUAGE, r=8, lora_alpha=16
+            ),
+            "text": trained_on_text_alone(kind, root),
+        }
+        self.model = PreparedModel(build(kind), LoRAConfig(max_lora_rank=8, max_loras=2))
+        config = LoRAConfig(max_lora_rank=8, max_loras=2)
+        arena, self.punica, self.config = equip(self.model, config, 1 << 20)
+        for slot, name in enumerate(NAMES):
+            blob = stage(self.read(root, name), self.model.shapes, torch.float32, False)
+            arena.begin_write(slot, 1, blob)
+            arena.finish_write(slot)
+
+    def read(self, root: Path, name: str) -> Any:
+        shapes = {shape.name: shape for shape in self.model.shapes}
+        ways = equivalences_of(self.model.model)
+        return read_adapter(name, [root], shapes, self.config, equivalences=ways).model
+
+    def logits(self, rows: list[tuple[str | None, tuple[int, ...]]]) -> Tensor:
+        width = max(len(prompt) for _, prompt in rows)
+        ids = [0 if name is None else NAMES.index(name) + 1 for name, _ in rows]
+        padded = torch.tensor([[0] * (width - len(p)) + list(p) for _, p in rows])
+        index = torch.tensor(ids).repeat_interleave(width)
+        self.punica.update_metadata(LoRAMapping(index, ids, is_prefill=True), [1, 2])
+        return self.model.forward(padded, RowCache([len(p) for _, p in rows]))
+
+    @torch.no_grad()
+    def expected(self, name: str | None, prompt: tuple[int, ...]) -> Tensor:
+        output = self.yardsticks[name](input_ids=torch.tensor([prompt]))
+        logits: Tensor = output.logits[0, -1]
+        return logits
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_on_the_language_part_are_pefts(kind: str, tmp_path: Path) -> None:
+    bench = Bench(kind, tmp_path)
+    rows = [(name, prompt) for prompt in PROMPTS for name in (None, *NAMES)]
+    for row, found in zip(rows, bench.logits(rows), strict=True):
+        expected = bench.expected(*row)
+        assert relative_error(found, expected) < 1e-5, row
+        if row[0] is not None:
+            assert relative_error(bench.expected(None, row[1]), expected) > 0.01, row
+
+
+def test_an_adapter_that_touches_the_tower_is_refused(tmp_path: Path) -> None:
+    bench = Bench("llava", tmp_path)
+    save_adapter(tmp_path, "tower", build("llava"), target_modules=["q_proj", "fc1"], r=2)
+    with pytest.raises(AdapterDoesNotFit, match=r"vision_tower.*fc1"):
+        bench.read(tmp_path, "tower")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"enable_tower_connector_lora": True}, {"default_mm_loras": {"image": "a"}}]
+)
+def test_what_only_images_could_use_stops_the_start(fields: dict[str, Any]) -> None:
+    with pytest.raises(ModelRefused, match=next(iter(fields))):
+        PreparedModel(build("llava"), LoRAConfig(**fields))
+
+
+def test_a_saved_image_text_model_generates_from_text_alone(tmp_path: Path) -> None:
+    build("qwen2_vl").save_pretrained(tmp_path)
+    model = load_model(EngineConfig(tmp_path), LoRAConfig())
+    assert model.task == "generate"
+    assert prompt_tokens(model, (5, 6)) == [5, 6]
+    with pytest.raises(RequestRefused, match=f"token {IMAGE_TOKEN} .* image"):
+        prompt_tokens(model, (5, IMAGE_TOKEN))
