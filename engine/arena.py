@@ -213,12 +213,7 @@ class Arena:
         """
         self._check_unwritten(slot)
         shape, rank = self.shape_at(index), int(b.shape[-1])
-        if a.shape != shape.a_shape(rank) or b.shape != shape.b_shape(rank) or not rank:
-            raise ValueError(
-                f"A {list(a.shape)} and B {list(b.shape)} for {shape.name}; "
-                f"for rank {rank} A {list(shape.a_shape(rank))} and B "
-                f"{list(shape.b_shape(rank))} are needed, and at least rank 1"
-            )
+        shape.check_fit(a, b)
         owner = self._reserve(slice_elements(rank, shape, self.dtype) * self.dtype.itemsize)
         try:
             for matrix, tensor in zip(

@@ -184,6 +184,16 @@ class ModuleShape:
     def _a_matrix(self, rank: int) -> tuple[int, int]:
         return (self.shard.a_rank(rank), self.shard.a_width(self.in_features))
 
+    def check_fit(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Raise ValueError unless A and B have this module-slice's shapes, at B's rank."""
+        rank = int(b.shape[-1])
+        if a.shape != self.a_shape(rank) or b.shape != self.b_shape(rank) or not rank:
+            raise ValueError(
+                f"A {list(a.shape)} and B {list(b.shape)} for {self.name}; "
+                f"for rank {rank} A {list(self.a_shape(rank))} and B "
+                f"{list(self.b_shape(rank))} are needed, and at least rank 1"
+            )
+
 
 def entries(shape: ModuleShape, start: int, rank: int, dtype: torch.dtype) -> tuple[Entry, ...]:
     """What the directory says of a module-slice of this rank whose A starts at `start`."""

@@ -224,9 +224,14 @@ def test_a_packed_layer_may_lack_a_slice(punica: PunicaWrapper) -> None:
         ([None, torch.ones(1, 4)], [torch.ones(2, 1), None]),
         ([torch.ones(1, 4)], [torch.ones(2, 1)]),
         (torch.ones(1, 4), torch.ones(2, 1)),
+        # Smaller or larger than the slice, in A, in B, in rank; never padded.
+        ([torch.ones(1, 4)] * 2, [torch.ones(2, 1), torch.ones(4, 1)]),
+        ([torch.ones(1, 4), torch.ones(1, 3)], [torch.ones(2, 1), torch.ones(5, 1)]),
+        ([torch.ones(1, 4), torch.ones(2, 4)], [torch.ones(2, 1), torch.ones(5, 1)]),
+        ([torch.ones(1, 4), torch.ones(0, 4)], [torch.ones(2, 1), torch.ones(5, 0)]),
     ],
 )
-def test_halves_and_other_numbers_of_slices_are_refused_before_anything_moves(
+def test_halves_other_numbers_and_other_shapes_are_refused_before_anything_moves(
     lora_a: object, lora_b: object, punica: PunicaWrapper
 ) -> None:
     arena = arena_for((4, 2), (4, 5))

@@ -124,8 +124,9 @@ class BaseLayerWithLoRA(nn.Module):
 
         A packed layer takes one A and one B a slice, None for both where the adapter has nothing.
         Each slice gets an extent of its own; a whole adapter is better written with
-        `Arena.begin_write`, which copies once. Raises ValueError for another number of slices, or
-        an A without its B, and what `Arena.write_slice` raises.
+        `Arena.begin_write`, which copies once. Raises ValueError for another number of slices, an
+        A without its B, or other shapes, before anything changes; and what `Arena.write_slice`
+        raises.
         """
         arena, slices = self._bound()
         pairs = zip(
@@ -137,6 +138,9 @@ class BaseLayerWithLoRA(nn.Module):
         whole = [(column, a, b) for column, a, b in pairs if (a is None) == (b is None)]
         if len(whole) != len(slices.columns):
             raise ValueError("A without its B, or B without its A; give both, or None for both")
+        for column, a, b in whole:
+            if a is not None and b is not None:
+                arena.shape_at(column).check_fit(a, b)
         self.reset_lora(slot)
         for column, a, b in whole:
             if a is not None and b is not None:
