@@ -15,31 +15,38 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused
+from engine.layers.expert_layout import layout_of
 from engine.layers.parallel import (
     ColumnParallelLinear,
     ParallelHead,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from engine.layers.parallel_experts import ParallelExperts
 from engine.parallel import ParallelGroup
 from engine.probe import ERROR_MAX_HALF, ERRORS_MAX
 
 _PROMPT_TOKENS: Final = 5
 """How many tokens the whole and the split model are asked about."""
 
+_BY_EXPERT: Final = "experts shared whole"
+"""The plan's word for what no plan says."""
+
 _SAME: Final = 1
 _OTHER: Final = 0
 
 
-def shard_model(model: PreTrainedModel, group: ParallelGroup, device: torch.device) -> None:
+def shard_model(
+    model: PreTrainedModel, group: ParallelGroup, device: torch.device, by_expert: bool = False
+) -> None:
     """Leave of `model`, which is whole on the host, this rank's part on `device`, in place.
 
-    Collective. Raises `ModelRefused`, on every rank, for a model without a plan, a plan with
-    entries that we don't know, layers that can't be shared evenly, and a plan that changes what
-    the model answers.
+    With `by_expert` a rank keeps some experts whole, and else some columns of each. Collective.
+    Raises `ModelRefused`, on every rank, for a model without a plan, a plan with entries that we
+    don't know, layers that can't be shared evenly, and a plan that changes what the model answers.
     """
     whole = _answer(model) if group.leads else None
-    Sharding(model, group).apply()
+    Sharding(model, group, by_expert).apply()
     model.to(device)
     try:
         split = _answer(model)
@@ -59,8 +66,12 @@ def shard_model(model: PreTrainedModel, group: ParallelGroup, device: torch.devi
 class Sharding:
     """One model, one group, and the plan between them."""
 
-    def __init__(self, model: PreTrainedModel, group: ParallelGroup) -> None:
+    def __init__(
+        self, model: PreTrainedModel, group: ParallelGroup, by_expert: bool = False
+    ) -> None:
+        """`by_expert`: experts are shared whole, each by one rank, whatever the plan says."""
         self._model = model
+        self._by_expert = by_expert
         self._group = group
         self._embedding = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
@@ -70,6 +81,8 @@ class Sharding:
             "rowwise": lambda _, layer: RowParallelLinear(_linear(layer), group),
             "rowwise_split_input": lambda _, layer: RowParallelLinear(_linear(layer), group, True),
             "embedding_rowwise": self._embedding_rows,
+            "moe_tp_experts": lambda _, layer: ParallelExperts(layer, group, by_expert=False),
+            _BY_EXPERT: lambda _, layer: ParallelExperts(layer, group, by_expert=True),
             "replicate": _whole,
             # Whole on every rank; the gradients that are summed do not exist here.
             "replicated_with_grad_allreduce": _whole,
@@ -100,7 +113,15 @@ class Sharding:
                 f"{type(self._model).__name__} has no tensor-parallel plan; serve it on one rank"
             )
         modules = _matching(plan, dict(self._model.named_modules()))
-        parameters = _matching(plan, dict(self._model.named_parameters()))
+        experts = _experts_of(self._model)
+        if self._by_expert:
+            modules |= dict.fromkeys(experts, _BY_EXPERT)
+        # How an experts module's parameters are cut follows from what is said of the module.
+        parameters = {
+            name: style
+            for name, style in _matching(plan, dict(self._model.named_parameters())).items()
+            if name.rpartition(".")[0] not in experts
+        }
         unknown = {_pattern_of(name): style for name, style in parameters.items()}
         unknown |= {
             _pattern_of(name): style for name, style in modules.items() if style not in self._styles
@@ -178,6 +199,11 @@ def _pattern_of(name: str) -> str:
 
 def _matching(plan: Mapping[str, str], named: Mapping[str, object]) -> dict[str, str]:
     return {name: plan[_pattern_of(name)] for name in named if _pattern_of(name) in plan}
+
+
+def _experts_of(model: nn.Module) -> set[str]:
+    """The paths of the experts modules that are understood."""
+    return {name for name, module in model.named_modules() if layout_of(module) is not None}
 
 
 def _linear(layer: nn.Module) -> nn.Linear:

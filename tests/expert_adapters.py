@@ -21,10 +21,12 @@ Fields = dict[str, object]
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
-def make_model(family: str) -> PreTrainedModel:
-    """The family's tiny model, always with the same random weights."""
+def make_model(family: str, **changes: int) -> PreTrainedModel:
+    """The family's tiny model, always with the same random weights; `changes` to its config."""
     torch.manual_seed(23)
-    model = AutoModelForCausalLM.from_config(family_configs()[family]).eval()
+    config = family_configs()[family]
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config).eval()
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)

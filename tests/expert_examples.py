@@ -85,9 +85,10 @@ MODULES = {
 """One module of each layout: side by side, the same again, interleaved with biases, no gate."""
 
 
-def make_experts(name: str) -> nn.Module:
-    """A random experts module that computes as its own code says."""
+def make_experts(name: str, **changes: int) -> nn.Module:
+    """A random experts module that computes as its own code says; `changes` to its config."""
     config = family_configs()[name]
+    config.update(changes)
     config._experts_implementation = "eager"
     module = MODULES[name](config)
     for parameter in module.parameters():

@@ -16,7 +16,6 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
-    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
@@ -74,7 +73,6 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "phi3": (Phi3Config, {}),
     "gpt-neox": (GPTNeoXConfig, {}),
     "gpt2": (GPT2Config, {}),
-    "mixtral": (MixtralConfig, {"num_local_experts": 2}),
     "llama-three-heads": (
         LlamaConfig,
         {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},

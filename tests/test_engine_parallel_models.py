@@ -13,7 +13,6 @@ MODELS = [
 ]
 REFUSED = {
     "gpt2": "has no tensor-parallel plan",
-    "mixtral": "mlp.experts.gate_up_proj: packed_colwise",
     "llama-three-heads": "3 heads can't be shared evenly by 2 ranks",
     "llama-odd-mlp": "out_features 49 can't be shared evenly by 2 ranks",
 }

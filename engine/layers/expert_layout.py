@@ -12,13 +12,32 @@ gives a gated one the method `_apply_gate`. These are what is read here.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from engine.kernels.expert_groups import Routed, sort_by_expert
 from engine.kernels.grouped import grouped_product
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _CALL_ARGUMENTS = 3
+
+
+class Call(NamedTuple):
+    """What an experts module is called with.
+
+    hidden_states: [tokens, in_features]. top_k_index, top_k_weights: [tokens, top_k]. `is_partial`:
+    an index may be `experts`, for one that the module does not have.
+    """
+
+    hidden_states: Tensor
+    top_k_index: Tensor
+    top_k_weights: Tensor
+    is_partial: bool = False
+
+
+Adder = Callable[[Tensor, Tensor, Routed], object]
+"""(y, x, routed): add to y [pairs, out] what x [pairs, in] gives, both sorted by expert."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +77,41 @@ class ExpertLayout:
         if self.is_interleaved:
             return range(0, width, 2), range(1, width, 2)
         return range(inter), range(inter, width)
+
+    def up_rows(self, inter: range) -> tuple[range, ...]:
+        """The outputs of the parameter that give these columns behind the activation."""
+        if self.is_interleaved:
+            return (range(2 * inter.start, 2 * inter.stop),)
+        return tuple(own[inter.start : inter.stop] for own in self.gate_and_up_rows())
+
+    def forward(
+        self,
+        module: nn.Module,
+        call: Call,
+        add_up: Adder | None = None,
+        add_down: Adder | None = None,
+    ) -> Tensor:
+        """The weighted sum of each token's experts, [tokens, out_features].
+
+        `add_up` and `add_down` may add to what enters the activation, and to the experts' outputs.
+        An expert that `module` does not have counts as zeros.
+        """
+        routed = sort_by_expert(call.top_k_index, self.experts)
+        x = call.hidden_states[routed.tokens]
+        inner = self.up(module, x, routed.experts, routed.ends)
+        if add_up is not None:
+            add_up(inner, x, routed)
+        activated = self.activate(module, inner)
+        outer = self.down(module, activated, routed.experts, routed.ends)
+        if add_down is not None:
+            add_down(outer, activated, routed)
+        outer = self.finish(module, outer)
+        if call.is_partial:
+            # Nothing was computed in these rows, so they may hold anything.
+            outer = outer.masked_fill((routed.experts == self.experts)[:, None], 0)
+        pairs = outer[routed.places].view(*call.top_k_index.shape, -1)
+        weighted = pairs * call.top_k_weights[..., None]
+        return weighted.sum(dim=1).to(call.hidden_states.dtype)
 
     def up(self, module: nn.Module, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
         """What enters the activation, [rows, up_features]; x: [rows, in_features].

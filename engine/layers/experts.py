@@ -12,11 +12,12 @@ from functools import partial
 from torch import Tensor, nn
 
 from engine.arena import Arena
-from engine.kernels.expert_groups import ExpertGroups, sort_by_expert
+from engine.kernels.expert_groups import ExpertGroups, Routed
 from engine.kernels.operands import LoRASlices
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
-from engine.layers.expert_layout import ExpertLayout, layout_of
-from engine.layout import ModuleKind, ModuleShape, Within
+from engine.layers.expert_layout import Call, ExpertLayout, layout_of
+from engine.layers.parallel_experts import ParallelExperts
+from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, Within
 
 
 class ExpertsWithLoRA(BaseLayerWithLoRA):
@@ -69,43 +70,60 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         hidden_states: [tokens, in_features], one row a token of the mapping. top_k_index,
         top_k_weights: [tokens, top_k], the router's choice.
         """
-        groups = self._groups(hidden_states, top_k_index)
+        base = self.base_layer
+        call = Call(hidden_states, top_k_index, top_k_weights)
+        own = base.localized(call) if isinstance(base, ParallelExperts) else call
+        groups = self._groups(own)
         if groups is None:
-            result: Tensor = self.base_layer(hidden_states, top_k_index, top_k_weights)
+            result: Tensor = base(hidden_states, top_k_index, top_k_weights)
             return result
-        return self._forward(hidden_states, top_k_index, top_k_weights, groups)
 
-    def _groups(self, hidden_states: Tensor, top_k_index: Tensor) -> ExpertGroups | None:
+        def add_up(y: Tensor, x: Tensor, routed: Routed) -> None:
+            self._add(self._up, self.up_views(y), x, groups.at(routed.places))
+
+        def add_down(y: Tensor, x: Tensor, routed: Routed) -> None:
+            self._add(self._down, (y,), x, groups.at(routed.places))
+
+        y = self.layout.forward(base, own, add_up, add_down)
+        return base.group.all_reduce(y) if isinstance(base, ParallelExperts) else y
+
+    def _groups(self, call: Call) -> ExpertGroups | None:
         if self._punica is None or self._up is None:
             return None
         return self._punica.group_experts(
-            len(hidden_states), self.adapter_enabled, top_k_index, self.layout.experts
+            len(call.hidden_states), self.adapter_enabled, call.top_k_index, self.layout.experts
         )
-
-    def _forward(
-        self,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        groups: ExpertGroups,
-    ) -> Tensor:
-        layout, module = self.layout, self.base_layer
-        routed = sort_by_expert(top_k_index, layout.experts)
-        placed = groups.at(routed.places)
-        x = hidden_states[routed.tokens]
-        inner = layout.up(module, x, routed.experts, routed.ends)
-        self._add(self._up, self.up_views(inner), x, placed)
-        activated = layout.activate(module, inner)
-        outer = layout.down(module, activated, routed.experts, routed.ends)
-        self._add(self._down, (outer,), activated, placed)
-        outer = layout.finish(module, outer)[routed.places].view(*top_k_index.shape, -1)
-        return (outer * top_k_weights[..., None]).sum(dim=1).to(hidden_states.dtype)
 
     def _add(
         self, slices: LoRASlices | None, ys: Sequence[Tensor], x: Tensor, groups: ExpertGroups
     ) -> None:
         if self._punica is not None and slices is not None:
             self._punica.add_lora_fused_moe(ys, x, slices, groups)
+
+    @property
+    def whole(self) -> ExpertLayout:
+        """The layout of the module as one rank alone has it, which is what adapters are for."""
+        base = self.base_layer
+        return base.whole if isinstance(base, ParallelExperts) else self.layout
+
+    def _slice(self, in_features: int, out_features: int, name: str, shard: Shard) -> SliceShape:
+        base, experts = self.base_layer, self.whole.experts
+        if isinstance(base, ParallelExperts) and base.kept is not None:
+            shard = Shard(experts=base.kept)
+        return SliceShape(
+            in_features, out_features, name, kind=ModuleKind.EXPERTS, experts=experts, shard=shard
+        )
+
+    def _down_slice(self) -> SliceShape:
+        whole, inter = self.whole, self._inter
+        shard = WHOLE if inter is None else Shard(a_columns=inter)
+        return self._slice(whole.inter_features, whole.out_features, "down_proj", shard)
+
+    @property
+    def _inter(self) -> range | None:
+        """This rank's columns behind the activation; None for all."""
+        base = self.base_layer
+        return base.inter if isinstance(base, ParallelExperts) else None
 
 
 class FusedMoEWithLoRA(ExpertsWithLoRA):
@@ -117,20 +135,19 @@ class FusedMoEWithLoRA(ExpertsWithLoRA):
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
         """`gate_proj` and `up_proj`, then `down_proj`."""
-        names = ("gate_proj", "up_proj") if self.layout.is_gated else ("up_proj",)
-        widths = (self.layout.in_features, self.layout.inter_features)
-        return (
-            *(_slice(self.layout, *widths, name) for name in names),
-            _down_slice(self.layout),
-        )
+        whole = self.whole
+        names = ("gate_proj", "up_proj") if whole.is_gated else ("up_proj",)
+        shard = WHOLE if self._inter is None else Shard(b_rows=(self._inter,))
+        ups = [self._slice(whole.in_features, whole.inter_features, name, shard) for name in names]
+        return (*ups, self._down_slice())
 
     def module_shapes(self, name: str, first: int) -> list[ModuleShape]:
         """As the base class; gate and up are known as parts of the module's one parameter."""
         shapes = super().module_shapes(name, first)
-        if not self.layout.is_gated:
+        if not self.whole.is_gated:
             return shapes
-        parameter = f"{name}.{self.layout.up_name}"
-        parts = [*(Within(parameter, rows) for rows in self.layout.gate_and_up_rows()), None]
+        parameter = f"{name}.{self.whole.up_name}"
+        parts = [*(Within(parameter, rows) for rows in self.whole.gate_and_up_rows()), None]
         return [replace(shape, within=part) for shape, part in zip(shapes, parts, strict=True)]
 
     def up_views(self, rows: Tensor) -> tuple[Tensor, ...]:
@@ -150,22 +167,11 @@ class FusedMoE3DWithLoRA(ExpertsWithLoRA):
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
         """`gate_up_proj`, in the order of the module's own columns, then `down_proj`."""
-        layout = self.layout
-        return (
-            _slice(layout, layout.in_features, layout.up_features, layout.up_name),
-            _down_slice(layout),
-        )
+        whole = self.whole
+        shard = WHOLE if self._inter is None else Shard(b_rows=whole.up_rows(self._inter))
+        up = self._slice(whole.in_features, whole.up_features, whole.up_name, shard)
+        return (up, self._down_slice())
 
     def up_views(self, rows: Tensor) -> tuple[Tensor, ...]:
         """All columns."""
         return (rows,)
-
-
-def _slice(layout: ExpertLayout, in_features: int, out_features: int, name: str) -> SliceShape:
-    return SliceShape(
-        in_features, out_features, name, kind=ModuleKind.EXPERTS, experts=layout.experts
-    )
-
-
-def _down_slice(layout: ExpertLayout) -> SliceShape:
-    return _slice(layout, layout.inter_features, layout.out_features, "down_proj")
