@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.adapters import LoRALayerWeights, LoRAModel
 from engine.config import LoRAConfig
-from engine.manager import LoRAModelManager, create_lora_manager
+from engine.manager import LoRAModelManager, LRUCacheLoRAModelManager, create_lora_manager
 from engine.punica import LoRAMapping
 
 VOCABULARY = 31
@@ -35,6 +35,7 @@ CONFIG = LlamaConfig(
     initializer_range=0.3,
 )
 LAYER = "model.layers.0."
+CLASSES = (LoRAModelManager, LRUCacheLoRAModelManager)
 ATTENTION = [f"{LAYER}self_attn.{name}_proj" for name in "qkvo"]
 MLP = [f"{LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")]
 
@@ -159,3 +160,20 @@ def check_rows(manager: LoRAModelManager, contents: Mapping[int, Content], *ids:
         expected = logits_of(contents[adapter_id] if adapter_id else None)
         error = float((found - expected).norm() / expected.norm())
         assert error < ERROR_MAX, f"rows of adapter {adapter_id} are off by {error:.1e}"
+
+
+def held(manager: LoRAModelManager) -> object:
+    """Everything that a refused call must leave as it was."""
+    pinned = [adapter_id for adapter_id in manager.adapter_ids if manager.is_pinned(adapter_id)]
+    memory = manager.get_lora_metrics()["memory"]
+    return manager.adapter_ids, manager.lora_index_to_id, pinned, memory
+
+
+def full(cls: type[LoRAModelManager], slots: int = 2, capacity: int = 2) -> LoRAModelManager:
+    """A manager with adapters 1 to `capacity`, of which the first are in slots."""
+    manager = make_manager(cls, slots, capacity)
+    for adapter_id in range(1, capacity + 1):
+        manager.add_adapter(CONTENTS[adapter_id - 1].model(adapter_id))
+        if adapter_id <= slots:
+            manager.activate_adapter(adapter_id)
+    return manager

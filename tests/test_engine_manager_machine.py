@@ -276,8 +276,10 @@ class LRUWorkerMachine(WorkerMachine):
 
 
 TestPlainManager = ManagerMachine.TestCase
+TestPlainManager.settings = SETTINGS
 TestLRUManager = LRUMachine.TestCase
+TestLRUManager.settings = SETTINGS
 TestPlainWorker = WorkerMachine.TestCase
+TestPlainWorker.settings = SETTINGS
 TestLRUWorker = LRUWorkerMachine.TestCase
-for case in (TestPlainManager, TestLRUManager, TestPlainWorker, TestLRUWorker):
-    case.settings = SETTINGS
+TestLRUWorker.settings = SETTINGS
