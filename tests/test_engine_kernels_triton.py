@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    "operation", ["linear", "shrink", "expand", "embedding", "checks", "traffic"]
+    "operation", ["linear", "shrink", "expand", "halves", "embedding", "checks", "traffic"]
 )
 def test_the_interpreted_kernels_keep_the_contract(operation: str) -> None:
     path = TESTS / f"test_engine_kernels_{operation}.py"
