@@ -228,9 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(Setup(config, lora_config, group, parents), options)
     except RankLost as error:
         _log.error("the engine of several ranks can't go on", rank=group.rank, error=str(error))
-        sys.stderr.flush()
-        # What waits for the rank that is gone, in whichever library, is not waited for.
-        os._exit(1)
+        return 1
 
 
 class Setup(NamedTuple):
@@ -314,5 +312,17 @@ def _log_to_stderr() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
+def _end(status: int) -> None:
+    """End the process; a rank without the seconds that its library takes to close connections.
+
+    Of ranks that are gone it would wait for an answer.
+    """
+    if is_rank():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())
