@@ -20,7 +20,7 @@ from engine.errors import NotResident, UnknownAdapter
 from engine.fitting import ModelSide
 from engine.layout import ModuleKind, ModuleShape, blob_bytes
 from engine.lora import LoRAModel
-from engine.model import PreparedModel
+from engine.model import prepare_loaded
 from engine.naming import equivalences_of
 from engine.punica import LoRAMapping
 from engine.residency import Residency
@@ -44,7 +44,7 @@ class InProcessEngine:
         device: torch.device | str,
         device_bytes_max: int | None,
     ) -> None:
-        prepared = PreparedModel(model.to(device), lora_config)
+        prepared = prepare_loaded(model.to(device), lora_config)
         config = lora_config.verify_with_model_config(prepared.model)
         if device_bytes_max is None:
             device_bytes_max = config.max_loras * highest_bytes(prepared.shapes, config)
@@ -107,6 +107,7 @@ class InProcessEngine:
                 return [self.inventory()]
             case (
                 commands.StartGeneration()
+                | commands.StartPooling()
                 | commands.StopGeneration()
                 | commands.ResendTokens()
                 | commands.ControllerBeat()

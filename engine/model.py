@@ -22,6 +22,7 @@ from engine.kv_cache import RowCache, left_padding_mask
 from engine.parallel import SINGLE, ParallelGroup
 from engine.pooled_model import PooledModel
 from engine.pooling_options import pooling_options
+from engine.preparation import CLASSIFIERS
 from engine.probe import generation_trial
 from engine.served import ServedModel, Tokenizer
 from engine.sharding import shard_model
@@ -76,6 +77,14 @@ class PreparedModel(ServedModel):
         output = self.model(input_ids.to(self.device), **arguments)
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+def prepare_loaded(model: PreTrainedModel, lora_config: LoRAConfig) -> PreparedModel | PooledModel:
+    """Prepare a model that its owner has loaded, for what its head says that it is for."""
+    if model.get_output_embeddings() is not None:
+        return PreparedModel(model, lora_config)
+    is_classifier = any(name in CLASSIFIERS for name, _ in model.named_children())
+    return PooledModel(model, lora_config, task="classify" if is_classifier else "embed")
 
 
 def load_model(
