@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import adapters, control, experts, layers
+from benchmarks import adapters, control, experts, kernels, layers
 from benchmarks.figures import Figure
 from benchmarks.tables import rounded, write_tables
 
@@ -29,6 +29,7 @@ GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "adapters": adapters.run,
     "control": control.run,
     "experts": experts.run,
+    "kernels": kernels.run,
     "layers": layers.run,
 }
 

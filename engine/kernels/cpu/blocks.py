@@ -8,6 +8,7 @@ call. A long group is cut into runs of rows that lie side by side, which are rea
 they are. All short groups make blocks together.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -116,7 +117,7 @@ def cut(groups: Groups) -> Cut:
     long = [span for span in groups.spans if span.end - span.start >= LONG_ROWS]
     short = [span for span in groups.spans if span.end - span.start < LONG_ROWS]
     runs = tuple(run for span in long for run in _runs(groups, span))
-    return Cut(runs, tuple(_short_blocks(groups, short)))
+    return Cut(runs, tuple(short_blocks(groups, short)))
 
 
 def padded(groups: Groups) -> Cut:
@@ -185,14 +186,14 @@ def _runs(groups: Groups, span: Span) -> list[Run]:
     ]
 
 
-def _short_blocks(groups: Groups, spans: list[Span]) -> list[Block]:
+def short_blocks(groups: Groups, spans: Sequence[Span]) -> list[Block]:
     """Whole groups, as many as `BLOCK_ROWS` takes, in each block."""
     blocks: list[Block] = []
     waiting: list[Span] = []
     size = 0
     for span in spans:
         count = span.end - span.start
-        if size + count > BLOCK_ROWS:
+        if waiting and size + count > BLOCK_ROWS:
             blocks.append(_short_block(groups, waiting))
             waiting, size = [], 0
         waiting.append(span)

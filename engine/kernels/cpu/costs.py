@@ -61,20 +61,21 @@ CONVERT_ELEMENT: Final = 8e-5
 """Rows or weights into the computation's dtype, or deltas out of it."""
 
 Plan = Grouped | Dense | Gathered
+Choice = tuple[type[Plan], torch.dtype]
+"""A strategy, and the dtype to compute in."""
 
 
-def cheapest(layer: LayerBlock) -> tuple[type[Plan], torch.dtype]:
+def cheapest(layer: LayerBlock) -> Choice:
     """The strategy for a layer and a block, and the dtype to compute in."""
     dtypes = computation_dtypes(layer.activations, layer.weights)
-    offers: list[tuple[float, type[Plan], torch.dtype]] = [
-        (estimate(Grouped, layer, dtype), Grouped, dtype) for dtype in dtypes
-    ]
+    choices: list[Choice] = [(Grouped, dtype) for dtype in dtypes]
     if len(layer.block.parts) > 1:
-        dtype = dtypes[0]
-        offers.append((estimate(Dense, layer, dtype), Dense, dtype))
+        choices.append((Dense, dtypes[0]))
         if Gathered.can_run(layer):
-            offers.append((estimate(Gathered, layer, dtype), Gathered, dtype))
-    return min(offers, key=lambda offer: offer[0])[1:]
+            choices.append((Gathered, dtypes[0]))
+    if len(choices) == 1:
+        return choices[0]
+    return min(choices, key=lambda choice: estimate(choice[0], layer, choice[1]))
 
 
 def estimate(strategy: type[Plan], layer: LayerBlock, dtype: torch.dtype) -> float:

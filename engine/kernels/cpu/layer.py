@@ -48,6 +48,12 @@ class LayerBlock(NamedTuple):
         """The width of x."""
         return self.slices[0].in_features
 
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What costs depend on: equal for layers that are alike."""
+        widths = [(one.in_features, one.out_features, *one.ranks) for one in self.slices]
+        return (self.block, self.activations, self.weights, *widths)
+
 
 def layer_block(weights: LoRASlices, block: Block, activations: torch.dtype) -> LayerBlock | None:
     """The layer's slices that any of the block's parts touches; None where there is none."""

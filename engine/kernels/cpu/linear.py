@@ -7,12 +7,11 @@ directory that it was made for.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from engine.kernels.checks import Signature, check_linear, signature
 from engine.kernels.cpu.blocks import Cutter
-from engine.kernels.cpu.costs import Plan, cheapest
+from engine.kernels.cpu.costs import Choice, Plan, cheapest
 from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer import LayerBlock, layer_block, wide_dtype
 from engine.kernels.cpu.runs import LongRuns
@@ -36,6 +35,8 @@ class CpuLinear:
         self._cutter = cutter
         self._scratch = scratch
         self._plans: dict[LoRASlices, _LayerPlan] = {}
+        self._choices: dict[tuple[object, ...], Choice] = {}
+        self._chosen_for: Groups | None = None
 
     def __call__(
         self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, scale: float
@@ -61,13 +62,22 @@ class CpuLinear:
         for block in blocks:
             layer = layer_block(weights, block, x.dtype)
             if layer is not None:
-                strategy, dtype = self._choose(layer)
+                strategy, dtype = self._choose(layer, groups)
                 plans.append(strategy(layer, dtype, self._scratch))
         edition = weights.directory.edition.number
         return _LayerPlan(groups, edition, signature(y, x), tuple(plans))
 
-    def _choose(self, layer: LayerBlock) -> tuple[type[Plan], torch.dtype]:
-        """With batch_invariant there is one way only, whatever else would be cheaper."""
+    def _choose(self, layer: LayerBlock, groups: Groups) -> Choice:
+        """The cheapest strategy, found once for layers that are alike.
+
+        With batch_invariant there is one way only, whatever else would be cheaper.
+        """
         if self._cutter.batch_invariant:
             return Grouped, wide_dtype(layer.activations, layer.weights)
-        return cheapest(layer)
+        if self._chosen_for is not groups:
+            self._chosen_for = groups
+            self._choices.clear()
+        key = layer.signature
+        if key not in self._choices:
+            self._choices[key] = cheapest(layer)
+        return self._choices[key]
