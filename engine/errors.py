@@ -4,6 +4,7 @@ What it is: one small tree. What it is not: a place for texts; whoever raises sa
 what is allowed and what to do. One rule: every error a command can cause is an `EngineError`.
 
     EngineError
+    ├── NoRoom                 L001  every slot or place is taken, and nobody may leave
     ├── HostOutOfMemory        L001  no room on the host for weights or a blob
     ├── AdapterNotFound        L002  directory or file is missing or can't be read
     ├── AdapterDoesNotFit      L003  rank, shape, module or dtype
@@ -15,6 +16,7 @@ what is allowed and what to do. One rule: every error a command can cause is an 
     ├── NotFinite              L008  NaN or infinity, also after rounding to the LoRA dtype
     ├── PathNotAllowed         L009  outside the adapter roots, a link, or not a regular file
     ├── Conflict               L010  files changed while being read, slot or id in use
+    ├── EngineFault            L011  what nobody foresaw, as a manager's caller gets it
     ├── RequestRefused         L012  a prompt or a sampling that this model can't run
     ├── EngineOverloaded       L015  a queue reached its bound
     └── NotServed              L016  a task that this engine's model is not for

@@ -86,6 +86,13 @@ def _check_fit(
             problems.add(
                 AdapterDoesNotFit, f"{name}'s {letter} is {tensor.dtype}; a floating one is needed"
             )
+        if tensor.is_meta or tensor.layout is not torch.strided:
+            kind = f"{tensor.layout} on {tensor.device}"
+            problems.add(
+                AdapterDoesNotFit, f"{name}'s {letter} is {kind}; plain numbers are needed"
+            )
+    if not lora.scaling:
+        problems.add(AdapterDoesNotFit, f"{name} has alpha 0; it would do nothing")
 
 
 def _whole_shapes(shape: ModuleShape, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

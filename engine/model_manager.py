@@ -27,7 +27,7 @@ from engine.errors import EngineError, NoRoom, error_of
 from engine.handed import check_handed, dummy_adapter, warmup_rank
 from engine.in_process import InProcessEngine
 from engine.layout import ModuleKind
-from engine.punica import LoRAMapping
+from engine.punica import LoRAMapping, MappingType
 from messages import events, requests
 from messages.ids import EVICTED, GPU_SLOT
 
@@ -122,9 +122,10 @@ class LoRAModelManager:
         """Check an adapter and copy it to the host; False if its id is there already.
 
         An id that is there counts as used, whatever the weights. Nothing of `adapter` is referenced
-        afterwards. Raises `AdapterDoesNotFit`, `NotFinite`, and `NoRoom` where the host is full and
-        nobody may leave.
+        afterwards. Raises `AdapterDoesNotFit`, `NotFinite`, `ValueError` for an id that is no
+        integer, and `NoRoom` where the host is full and nobody may leave.
         """
+        _check_positive({"id": adapter.id})
         if self.find(adapter.id) is not None:
             self._ask(requests.StageAdapter, adapter.id)
             return False
@@ -214,8 +215,11 @@ class LoRAModelManager:
 
         It holds until the next one, follows its adapters when they move to other slots, and fails
         forwards (L007) while one of them is in none. Raises `NotResident` for an id without a slot,
-        `ValueError` for more rows than this manager was made for; then the last one goes on.
+        `ValueError` for more rows than this manager was made for, or for another part than the
+        language model; then the last one goes on.
         """
+        if mapping.type is not MappingType.LANGUAGE:
+            raise ValueError(f"a mapping for a {mapping.type.value}; this model is text alone")
         for name, rows_max in self._rows_max.items():
             rows = len(getattr(mapping, name))
             if rows > rows_max:

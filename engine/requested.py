@@ -15,6 +15,7 @@ from engine.books import Clock, Durations
 from engine.config import AdapterBounds
 from engine.errors import AdapterNotFound, Conflict, NotResident
 from engine.fitting import ModelSide
+from engine.problems import shown
 from engine.punica import BASE, LoRAMapping
 
 Marks = tuple[tuple[str, int, int, int, int], ...]
@@ -138,8 +139,8 @@ def _marks_of(path: str) -> Marks:
     try:
         with os.scandir(path) as entries:
             found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
-    except OSError as error:
-        raise AdapterNotFound(f"{path!r} can't be looked at: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise AdapterNotFound(f"{shown(path)} can't be looked at: {error}") from error
     return tuple(
         sorted((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
     )

@@ -16,7 +16,7 @@ from engine.manager import (
     LRUCacheLoRAModelManager,
     create_lora_manager,
 )
-from engine.punica import LoRAMapping
+from engine.punica import LoRAMapping, MappingType
 from messages.errors import ErrorCode
 from tests.engine_examples import relative_error
 from tests.manager_examples import (
@@ -209,6 +209,13 @@ def test_a_mapping_may_have_as_many_rows_as_the_manager_was_made_for() -> None:
     for index, prompt, name in ((257, 1, "index_mapping"), (1, 17, "prompt_mapping")):
         with pytest.raises(ValueError, match=name):
             manager.set_adapter_mapping(LoRAMapping([1] * index, [1] * prompt))
+
+
+@pytest.mark.parametrize("part", [MappingType.TOWER, MappingType.CONNECTOR])
+def test_a_mapping_for_a_part_that_is_not_there_is_refused(part: MappingType) -> None:
+    manager = full(LoRAModelManager)
+    with pytest.raises(ValueError, match=part.value):
+        manager.set_adapter_mapping(LoRAMapping([1], [1], type=part))
 
 
 def test_capacities_are_the_configuration_s() -> None:

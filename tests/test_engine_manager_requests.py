@@ -176,6 +176,9 @@ def test_ids_and_paths_are_one_to_one(folder: Path) -> None:
         worker.add_adapter(other)
     with pytest.raises(Conflict, match="in one batch"):
         worker.set_active_adapters([request(folder, 1), other])
+    for path in ("/no/where", "zero\0byte", "\ud800", "x" * 5000):
+        with pytest.raises(AdapterNotFound):
+            worker.add_adapter(request(folder, 3, lora_path=path))
     with pytest.raises(AdapterNotFound, match="no lora_path"):
         worker.add_adapter(request(folder, 3, lora_path=""))
     with pytest.raises(NotResident, match=r"\[2\]"):

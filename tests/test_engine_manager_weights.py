@@ -95,6 +95,26 @@ BAD: dict[str, tuple[Callable[[], LoRAModel], type[EngineError], str]] = {
         AdapterDoesNotFit,
         "up_proj",
     ),
+    "tensors without numbers": (
+        lambda: changed(0, UP, lambda lora: replace(lora, lora_a=lora.lora_a.to("meta"))),
+        AdapterDoesNotFit,
+        "meta",
+    ),
+    "a sparse tensor": (
+        lambda: changed(0, UP, lambda lora: replace(lora, lora_b=lora.lora_b.to_sparse())),
+        AdapterDoesNotFit,
+        "sparse",
+    ),
+    "a scaling that is no number": (
+        lambda: changed(0, UP, lambda lora: replace(lora, scaling=torch.nan)),
+        NotFinite,
+        "up_proj",
+    ),
+    "nothing but zeros by its alpha": (
+        lambda: changed(0, UP, lambda lora: replace(lora, lora_alpha=0.0, scaling=0.0)),
+        AdapterDoesNotFit,
+        "alpha 0",
+    ),
     "no module": (lambda: LoRAModel(9, 1, {}), AdapterDoesNotFit, "no module"),
 }
 
@@ -184,3 +204,14 @@ def test_what_is_finite_in_its_own_dtype_alone_is_refused() -> None:
     manager = make_manager(LoRAModelManager, lora_dtype="float16")
     with pytest.raises(NotFinite, match="float16"):
         manager.add_adapter(changed(0, UP, poked("lora_b", 60_000.0)))
+
+
+@pytest.mark.parametrize("adapter_id", [True, 1.0, "1", None])
+def test_an_id_is_an_integer(adapter_id: object) -> None:
+    manager = full(LoRAModelManager)
+    before = held(manager)
+    model = CONTENTS[0].model(1)
+    model.id = adapter_id
+    with pytest.raises(ValueError, match="id is"):
+        manager.add_adapter(model)
+    assert held(manager) == before
