@@ -108,11 +108,15 @@ class Sharding:
     def _read_plan(self) -> dict[str, str]:
         """What the plan says of each module; refused where it says what we don't know."""
         plan = self._model.tp_plan or {}
-        if not plan:
+        layers = dict(self._model.named_modules())
+        modules = _matching(plan, layers)
+        ends = (self._embedding, self._head)
+        # Without its layers every rank would hold nearly all of the model.
+        if all(layers[name] in ends for name in modules):
             raise ModelRefused(
-                f"{type(self._model).__name__} has no tensor-parallel plan; serve it on one rank"
+                f"{type(self._model).__name__} has no tensor-parallel plan for its layers; serve "
+                "it on one rank"
             )
-        modules = _matching(plan, dict(self._model.named_modules()))
         experts = _experts_of(self._model)
         if self._by_expert:
             modules |= dict.fromkeys(experts, _BY_EXPERT)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DiffLlamaConfig,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
@@ -73,6 +74,7 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "phi3": (Phi3Config, {}),
     "gpt-neox": (GPTNeoXConfig, {}),
     "gpt2": (GPT2Config, {}),
+    "diffllama": (DiffLlamaConfig, {}),
     "llama-three-heads": (
         LlamaConfig,
         {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},

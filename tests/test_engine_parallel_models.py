@@ -13,6 +13,7 @@ MODELS = [
 ]
 REFUSED = {
     "gpt2": "has no tensor-parallel plan",
+    "diffllama": "has no tensor-parallel plan for its layers",
     "llama-three-heads": "3 heads can't be shared evenly by 2 ranks",
     "llama-odd-mlp": "out_features 49 can't be shared evenly by 2 ranks",
 }
