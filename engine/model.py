@@ -118,8 +118,13 @@ def load_model(
     else:
         if task != "generate":
             raise ModelRefused(f"{directory} is to {task}; that is served by one process alone")
+        if config.expert_parallel and lora_config.fully_sharded_loras:
+            raise ModelRefused(
+                "expert_parallel and fully_sharded_loras are both on; whole experts leave nothing "
+                "of their adapters to shard: take one of the two"
+            )
         group.wait_for_all()
-        shard_model(model, group, config.torch_device)
+        shard_model(model, group, config.torch_device, config.expert_parallel)
     if task == "generate":
         prepared = PreparedModel(model, lora_config, tokenizer, config.context_tokens_max)
         prepared.group = group

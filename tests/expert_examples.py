@@ -76,6 +76,17 @@ def family_configs() -> dict[str, PreTrainedConfig]:
     }
 
 
+SERVED_FAMILIES = {
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen 2 MoE",
+    "qwen3_moe": "Qwen 3 MoE",
+    "olmoe": "OLMoE",
+    "deepseek_v2": "DeepSeek V2",
+    "deepseek_v3": "DeepSeek V3",
+    "gpt_oss": "GPT-OSS",
+}
+"""The families whose whole models are held against peft, by their title."""
+
 MODULES = {
     "mixtral": MixtralExperts,
     "deepseek_v3": DeepseekV3Experts,

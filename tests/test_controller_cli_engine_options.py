@@ -39,6 +39,7 @@ OTHER_VALUES: dict[str, Any] = {
     "task": "classify",
     "pooling": "cls",
     "normalize": False,
+    "expert_parallel": True,
 }
 OPTIONS = msgspec.structs.fields(EngineOptions)
 

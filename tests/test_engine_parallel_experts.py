@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.expert_adapters import PER_EXPERT, save_fused, save_per_expert
+from engine.config import EngineConfig, LoRAConfig
+from engine.errors import ModelRefused
+from engine.model import load_model
+from engine.parallel import ParallelGroup
+from tests.expert_adapters import PER_EXPERT, make_model, save_fused, save_per_expert
 from tests.expert_examples import MODULES
 from tests.ranks import Ranks, ranks
 
@@ -52,3 +56,12 @@ def test_what_can_not_be_shared_evenly_is_refused(pair: Ranks) -> None:
         assert "experts 3 can't be shared evenly by 2 ranks" in said[0]
         assert "expert columns 3 can't be shared evenly by 2 ranks" in said[1]
         assert "mlp.experts: experts 3 can't be shared evenly" in said[2]
+
+
+def test_whole_experts_and_fully_sharded_adapters_are_refused_together(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    make_model("mixtral").save_pretrained(directory)
+    config = EngineConfig(directory, device="cpu", expert_parallel=True)
+    lora_config = LoRAConfig(fully_sharded_loras=True)
+    with pytest.raises(ModelRefused, match="expert_parallel and fully_sharded_loras"):
+        load_model(config, lora_config, ParallelGroup(0, 2))

@@ -14,7 +14,7 @@ from engine.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, RouterWithLoRA
 from engine.model import PreparedModel
 from tests.engine_examples import relative_error
 from tests.expert_adapters import PER_EXPERT, make_model, save_fused, save_per_expert
-from tests.expert_examples import family_configs
+from tests.expert_examples import SERVED_FAMILIES
 from tests.parity_bench import Bench
 from tests.test_engine_parity import Yardstick
 
@@ -22,7 +22,6 @@ pytest_plugins = ("tests.engine_fixtures",)
 
 ERROR_MAX = 1e-5
 PROMPTS = ((3, 1, 44), (1, 2, 3, 4, 5, 6, 7, 8, 9), (20,))
-CAUSAL = [name for name in family_configs() if name != "nemotron_h"]
 
 
 def prepare(family: str, is_mixed: bool) -> PreparedModel:
@@ -31,7 +30,7 @@ def prepare(family: str, is_mixed: bool) -> PreparedModel:
 
 
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["3-D", "mixed"])
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("family", SERVED_FAMILIES)
 def test_a_mixed_batch_is_pefts(family: str, is_mixed: bool, tmp_path: Path) -> None:
     models = save_fused(family, tmp_path)
     if is_mixed and family in PER_EXPERT:
@@ -48,7 +47,7 @@ def test_a_mixed_batch_is_pefts(family: str, is_mixed: bool, tmp_path: Path) -> 
     assert (torch.pdist(longest) > 1e-2 * longest.norm(dim=1).max()).all(), "adapters are alike"
 
 
-@pytest.mark.parametrize("family", CAUSAL)
+@pytest.mark.parametrize("family", SERVED_FAMILIES)
 def test_experts_and_routers_are_wrapped(family: str) -> None:
     layers = prepare(family, is_mixed=False).layers
     router = "router" if family == "gpt_oss" else "gate"

@@ -39,6 +39,7 @@ HELP: Final = {
     "task": "What the model is for: generate, embed, classify, or auto: what its config says.",
     "pooling": "How tokens become one vector: mean, cls, last, or auto: as the model was saved.",
     "normalize": "Embeddings of length 1; where it is not said, as the model was saved.",
+    "expert_parallel": "Each rank keeps some experts whole, not some columns of each.",
 }
 
 _METAVARS: Final = {

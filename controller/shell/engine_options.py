@@ -34,6 +34,7 @@ class EngineOptions(Struct, frozen=True):
     task: str = "auto"
     pooling: str = "auto"
     normalize: bool | None = None
+    expert_parallel: bool = False
 
     def command_line(self) -> list[str]:
         """The engine's options for everything that is not at its default."""
