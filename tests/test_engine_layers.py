@@ -236,11 +236,14 @@ def test_halves_other_numbers_and_other_shapes_are_refused_before_anything_moves
 ) -> None:
     arena = arena_for((4, 2), (4, 5))
     layer = bound(PackedPair(nn.Linear(4, 7)), arena, [0, 1], punica)
-    layer.set_lora(0, [torch.ones(1, 4), None], [torch.ones(2, 1), None])
-    before = arena.host_offsets.clone()
+    layer.set_lora(0, [torch.full((3, 4), 7.0), None], [torch.full((2, 3), 7.0), None])
     with pytest.raises(ValueError):
         layer.set_lora(0, lora_a, lora_b)
-    assert torch.equal(arena.host_offsets, before)
+    kept = arena.weights(0, 0)
+    assert kept is not None
+    assert [matrix.shape for matrix in kept] == [(3, 4), (2, 3)]
+    assert all((matrix == 7).all() for matrix in kept)
+    assert arena.weights(0, 1) is None
 
 
 def test_columns_are_as_many_as_slices() -> None:
