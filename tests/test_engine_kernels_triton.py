@@ -17,18 +17,32 @@ from engine.kernels.operands import TILE_ROWS, GroupBounds
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.parametrize(
-    "operation", ["linear", "shrink", "expand", "halves", "embedding", "checks", "traffic"]
-)
-def test_the_interpreted_kernels_keep_the_contract(operation: str) -> None:
-    path = TESTS / f"test_engine_kernels_{operation}.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run(
-        [*command, str(path)], env=environment, capture_output=True, text=True, check=False
-    )
+def test_the_interpreted_kernels_keep_the_contract() -> None:
+    operations = ("linear", "shrink", "expand", "halves", "embedding", "checks", "traffic")
+    paths = [str(TESTS / f"test_engine_kernels_{operation}.py") for operation in operations]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]
+    done = run({"TRITON_INTERPRET": "1"}, command)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+    assert " skipped" not in done.stdout
+
+
+def test_without_triton_the_other_kernels_are_there() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from engine.kernels import choose_kernels\n"
+        "import engine.punica, engine.layers\n"
+        "choose_kernels('cpu'), choose_kernels('cpu', 'reference')\n"
+        "try: choose_kernels('cpu', 'triton')\n"
+        "except ImportError: print('missing')\n"
+    )
+    done = run({}, [sys.executable, "-c", script])
+    assert done.stdout == "missing\n", done.stderr
+
+
+def run(settings: dict[str, str], command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **settings}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_every_architecture_has_a_plan_for_every_regime_that_groups_are_cut_for() -> None:
