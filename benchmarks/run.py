@@ -43,12 +43,16 @@ def main() -> None:
     parser.add_argument("--only", choices=sorted(GROUPS), help="run one group")
     only = parser.parse_args().only
     console = Console(width=150)
-    known = _read()
     for group in (only, *TOGETHER.get(only, ())) if only else sorted(GROUPS):
         with console.status(f"measuring {group}"):
             measured = list(GROUPS[group]())
         console.print(_table(group, measured))
-        known = [f for f in known if not f.name.startswith(f"{group}.")] + measured
+        _keep(group, measured)
+
+
+def _keep(group: str, measured: list[Figure]) -> None:
+    """Put a group's figures in the place of its old ones, as the file has them by now."""
+    known = [f for f in _read() if not f.name.startswith(f"{group}.")] + measured
     RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=2) + b"\n")
     for document in DOCUMENTS:
         write_tables(document, known)
