@@ -1,6 +1,7 @@
 """What an adapter's expert tensors mean, and every way in which they can contradict the model."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from engine.adapters import LoadedAdapter, read_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit
-from engine.layout import ModuleKind, ModuleShape, Within
+from engine.layout import ModuleKind, ModuleShape, Shard, Within
 from tests.expert_adapters import DOWN, GATE_UP, pair_for, per_expert, write
 from tests.expert_examples import EXPERTS, HIDDEN, INTER
 
@@ -68,11 +69,13 @@ def read(
     root: Path,
     tensors: Mapping[str, Tensor],
     modules: Mapping[str, ModuleShape],
+    *,
+    is_follower: bool = False,
     **fields: object,
 ) -> LoadedAdapter:
     write(root / "one", tensors, {"r": RANK, **fields})
     config = LoRAConfig(max_lora_rank=16, lora_dtype="float32")
-    return read_adapter("one", [root], modules, config)
+    return read_adapter("one", [root], modules, config, is_follower=is_follower)
 
 
 def refusal(
@@ -252,3 +255,46 @@ def test_a_parameters_rank_is_found_under_its_own_name(tmp_path: Path) -> None:
     loras = read(tmp_path, tensors, shapes(), **fields).model.loras
     assert (loras[f"{path}.gate_up_proj"].rank, loras[f"{path}.gate_up_proj"].scaling) == (3, 4)
     assert (loras[f"{path}.down_proj"].rank, loras[f"{path}.down_proj"].scaling) == (2, 3)
+
+
+def kept(modules: Mapping[str, ModuleShape], own: range) -> dict[str, ModuleShape]:
+    """The same modules on a rank that has these experts."""
+    return {
+        name: replace(shape, shard=Shard(experts=own))
+        if shape.kind is ModuleKind.EXPERTS
+        else shape
+        for name, shape in modules.items()
+    }
+
+
+def test_a_rank_reads_nothing_of_other_ranks_experts(tmp_path: Path) -> None:
+    own = range(2, EXPERTS)
+    modules = kept(shapes(is_mixed=True), own)
+    tensors = per_expert("qwen3_moe", RANK)
+    for name in tensors:
+        if any(f".experts.{expert}." in name for expert in range(own.start)):
+            # Whoever read this would refuse it.
+            tensors[name] = torch.full_like(tensors[name], torch.nan)
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    loras = read(tmp_path, tensors, modules, is_follower=True, target_modules=targets).model.loras
+    assert len(loras) == 6
+    for expert in own:
+        a = tensors[f"base_model.model.{EXPERT_PATHS[0]}.{expert}.up_proj.lora_A.weight"]
+        stack = loras[f"{EXPERT_PATHS[0]}.up_proj"].lora_a
+        assert len(stack) == len(own)
+        assert torch.equal(stack[expert - own.start], a)
+
+
+def test_a_rank_keeps_its_experts_of_fused_tensors(tmp_path: Path) -> None:
+    own, path = range(1, 3), EXPERT_PATHS[0]
+    tensors = gate_up(path)
+    # Of A, which lies expert after expert, the others' rows are not read.
+    a_name, b_name = tensors
+    tensors[a_name][: own.start * RANK] = torch.nan
+    loras = read(
+        tmp_path, tensors, kept(shapes(), own), is_follower=True, target_parameters=[GATE_UP]
+    ).model.loras
+    a, b = stacks(tensors[a_name], tensors[b_name])
+    lora = loras[f"{path}.gate_up_proj"]
+    assert torch.equal(lora.lora_a, a[own.start : own.stop])
+    assert torch.equal(lora.lora_b, b[own.start : own.stop])
