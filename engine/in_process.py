@@ -145,6 +145,8 @@ class InProcessEngine:
             self._homeless = None
         except NotResident as error:
             self._homeless = error
+            # Who calls a part of the model passes by the hook; that part has nobody's weights then.
+            self._punica.update_metadata(LoRAMapping([], []), self.lora_index_to_id)
 
     def close(self) -> None:
         """Wait for copies that run, and end their thread."""

@@ -46,6 +46,10 @@ def test_an_adapter_in_a_used_slot_gets_no_rows_of_the_last_one() -> None:
     assert manager.lora_index_to_id == [2]
     with pytest.raises(NotResident, match=r"\[1\].*another mapping"):
         forward(manager, 2)
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        part, expected = (model.model(ids)[0] for model in (manager.model, base()))
+    assert relative_error(part, expected) < ERROR_MAX, "a part that is called alone"
     with pytest.raises(NotResident):
         manager.set_adapter_mapping(mapping_of(1, 0))
     manager.deactivate_adapter(2)
