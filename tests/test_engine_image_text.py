@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     PreTrainedModel,
 )
 
@@ -25,63 +24,13 @@ from engine.naming import equivalences_of
 from engine.prompts import prompt_tokens
 from engine.punica import LoRAMapping
 from engine.staging import stage
-from tests.architectures import COMMON
 from tests.engine_examples import relative_error
+from tests.image_text_examples import IMAGE_TOKEN, KINDS, TEXT, build
 
-IMAGE_TOKEN = 90
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
-QWEN_VISION = {
-    "depth": 1,
-    "embed_dim": 16,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "mlp_ratio": 2,
-    "patch_size": 4,
-}
-QWEN_TEXT = {
-    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-}
-GEMMA_TEXT = {"sliding_window": 6, "query_pre_attn_scalar": 8}
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "llava": (
-        {"model_type": "llama"},
-        {"model_type": "clip_vision_model", "projection_dim": 16, **VISION},
-        {"image_token_index": IMAGE_TOKEN},
-    ),
-    "gemma3": (
-        {"model_type": "gemma3_text", **GEMMA_TEXT},
-        {"model_type": "siglip_vision_model", **VISION},
-        {"mm_tokens_per_image": 4, "image_token_index": IMAGE_TOKEN},
-    ),
-    "idefics3": (
-        {"model_type": "llama"},
-        {"model_type": "idefics3_vision", **VISION},
-        {"image_token_id": IMAGE_TOKEN, "scale_factor": 2},
-    ),
-    "qwen2_vl": (QWEN_TEXT, QWEN_VISION, {"image_token_id": IMAGE_TOKEN}),
-    "qwen2_5_vl": (QWEN_TEXT, QWEN_VISION, {"image_token_id": IMAGE_TOKEN}),
-}
-"""Of each model type: its text config, its vision config, its own fields."""
-
-TEXT = {"num_hidden_layers": 2, **COMMON}
 PROMPTS = ((5, 6, 7), (9, 8, 7, 6, 5, 4, 3, 11), (40,))
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 LANGUAGE = rf".*(language_model|text_model)\.layers.*\.({'|'.join(TARGETS)})"
 NAMES = ("whole", "text")
-
-
-def build(kind: str) -> PreTrainedModel:
-    text, vision, own = KINDS[kind]
-    config = AutoConfig.for_model(kind, text_config={**TEXT, **text}, vision_config=vision, **own)
-    torch.manual_seed(1)
-    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
 
 
 def save_adapter(root: Path, name: str, model: PreTrainedModel, **fields: Any) -> PeftModel:
