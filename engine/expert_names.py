@@ -13,7 +13,7 @@ inner one, under `base_layer`; with one adapted it stands under the plain name, 
 import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from engine.errors import AdapterDoesNotFit
 from engine.layout import WHOLE, ModuleKind, ModuleShape
@@ -22,6 +22,8 @@ from engine.pairs import Pair, Tensors, pair_of
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems
 from engine.weight_names import PairNames, WeightNames
+
+K = TypeVar("K")
 
 _SINGLE: Final = re.compile(r"(.+)\.(\d{1,6})\.(\w+)\Z")
 _PROJECTIONS: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -86,27 +88,35 @@ def split_experts(
 ) -> tuple[WeightNames, list[Experts]]:
     """The names that are no experts', and the model's experts modules with those that are.
 
-    What stays in `experts` is of experts that are not among `modules`.
+    What stays in `experts` is of experts that are not among `modules`. A second pair for what has
+    one, under an older name, is `unexpected`.
     """
     known = _known_experts(modules)
-    pairs: dict[str, PairNames] = {}
-    fused: dict[str, PairNames] = {}
+    result = WeightNames({}, {}, names.copies, [*names.unexpected])
     for written, found in names.experts.items():
         outer = naming.resolve(_renamed(written.removesuffix(_INNER), known))
         if outer in known:
-            known[outer].fused[int(written.endswith(_INNER))] = found
+            _enter(known[outer].fused, int(written.endswith(_INNER)), found, result.unexpected)
         else:
-            fused[written] = found
+            result.experts[written] = found
     for written, found in names.pairs.items():
         path = _renamed(written, known)
         match = _SINGLE.match(path)
         experts = known.get(naming.resolve(match[1])) if match else None
         if match and experts:
             projection = _PROJECTIONS.get(match[3], match[3])
-            experts.singles[Single(int(match[2]), projection)] = found
+            _enter(experts.singles, Single(int(match[2]), projection), found, result.unexpected)
         else:
-            pairs[path] = found
-    return names._replace(pairs=pairs, experts=fused), list(known.values())
+            _enter(result.pairs, path, found, result.unexpected)
+    return result, list(known.values())
+
+
+def _enter(into: dict[K, PairNames], key: K, found: PairNames, unexpected: list[str]) -> None:
+    """Keep a pair, unless another has its place."""
+    first = into.setdefault(key, found)
+    if first is not found:
+        there = first.a or first.b
+        unexpected += [f"{name} (the same as {there})" for name in (found.a, found.b) if name]
 
 
 def _renamed(path: str, known: Collection[str]) -> str:

@@ -16,6 +16,7 @@ from tests.expert_adapters import DOWN, GATE_UP, pair_for, per_expert, write
 from tests.expert_examples import EXPERTS, HIDDEN, INTER
 
 RANK = 2
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_PATHS = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
 
 
@@ -242,6 +243,25 @@ def test_what_does_not_fit_is_refused_with_its_reason(case: str, tmp_path: Path)
     tensors, is_mixed, words = REFUSED[case]
     fields = {"target_modules": ".*", "rank_pattern": {r"experts\.1\.up_proj": 3}}
     assert words in refusal(tmp_path, tensors, shapes(is_mixed=is_mixed), **fields)
+
+
+@pytest.mark.parametrize(
+    ("second", "outer"),
+    [
+        ("mlp.experts.0.w1", INTER),
+        ("mlp.experts.00.gate_proj", INTER),
+        ("block_sparse_moe.experts.0.gate_proj", INTER),
+        ("block_sparse_moe.gate", EXPERTS),
+    ],
+)
+def test_two_pairs_for_one_matrix_are_refused(second: str, outer: int, tmp_path: Path) -> None:
+    tensors = per_expert("qwen3_moe", RANK)
+    for path, height in (("mlp.gate", EXPERTS), (second, outer)):
+        name = f"base_model.model.model.layers.0.{path}"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(height, RANK)
+    with pytest.raises(AdapterDoesNotFit, match="the same as"):
+        read(tmp_path, tensors, shapes(is_mixed=True), target_modules=list(PROJECTIONS))
 
 
 def test_a_parameters_rank_is_found_under_its_own_name(tmp_path: Path) -> None:
