@@ -172,24 +172,26 @@ class PunicaWrapper:
     ) -> Tensor:
         """`base()`, which a linear layer makes of `x`, with every row's delta added.
 
-        base: gives [..., sum of out_features], contiguous. x: [tokens, in_features]. With `beside`
-        the delta is made in float32 while `base` runs, and their sum is rounded once, as without.
+        base: gives [..., sum of out_features], contiguous. x: [rows, in_features]; for rows as
+        `groups_of` says. With `beside` the delta is made in float32 while `base` runs, and their
+        sum is rounded once, as without.
         """
-        if self._beside is None or not _has_work(self.groups, len(x), "tokens"):
+        groups = None if self._beside is None else self.groups_of(len(x))
+        if self._beside is None or groups is None:
             y = base()
             self.add_lora_linear(y.view(-1, y.shape[-1]), x, weights)
             return y
-        y, delta = self._beside.run(base, lambda: self._delta(x, weights))
+        y, delta = self._beside.run(base, lambda: self._delta(x, weights, groups))
         y.view(delta.shape).add_(delta)
         return y
 
-    def _delta(self, x: Tensor, weights: LoRASlices) -> Tensor:
-        """Every row's delta, 0 for the base model: [tokens, sum of out_features]."""
+    def _delta(self, x: Tensor, weights: LoRASlices, groups: Groups) -> Tensor:
+        """Every row's delta, 0 for the base model: [rows, sum of out_features]."""
         dtype = accumulator_dtype(x.dtype)
         shrunk = x.new_empty((len(weights.columns), len(x), self.rank_max), dtype=dtype)
         delta = x.new_zeros((len(x), sum(weights.out_features)), dtype=dtype)
-        self.add_shrink(shrunk, x, weights)
-        self.add_expand(delta, shrunk, weights, add_inputs=False)
+        self._kernels.shrink(shrunk, x, weights, groups, 1.0)
+        self._kernels.expand(delta, shrunk, weights, groups, 0, False)
         return delta
 
     def add_lora_halves(

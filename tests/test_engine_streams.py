@@ -48,6 +48,16 @@ def test_a_delta_made_beside_gives_what_one_made_after_gives(dtype: torch.dtype)
     assert torch.equal(found[case.base_rows], case.y[case.base_rows])
 
 
+def test_the_sampled_rows_have_their_deltas_made_beside_too() -> None:
+    case = make_case(Shape(20, (12,), 2, (5,)), [1, -1, 0], torch.float32, seed=2)
+    beside = InTurn()
+    punica = wrapper(beside)
+    punica.update_metadata(LoRAMapping([2, 2, 0, 0, 1], [2, 0, 1]), [1, 2])
+    found = punica.with_lora_linear(case.y.clone, case.x, case.slices)
+    assert beside.runs == 1
+    assert error_of(found, expected_output(case)) <= ERRORS_MAX[torch.float32]
+
+
 def test_nothing_runs_beside_a_batch_without_adapters() -> None:
     case = make_case(Shape(20, (12,), 2, (5,)), [-1, -1], torch.float32, seed=1)
     beside = InTurn()
