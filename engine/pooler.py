@@ -69,15 +69,20 @@ class Request:
         self.is_sound = self.is_sound and bool(row.isfinite().all())
         self.vectors[self.left.pop()] = packed(row)
 
-    @property
-    def size_bytes(self) -> int:
-        """What its vectors take."""
-        return sum(map(len, self.vectors.values()))
+    def report(self, labels: tuple[str, ...]) -> VectorsComputed:
+        """All vectors, in the order of the inputs."""
+        vectors = tuple(self.vectors[place] for place in range(len(self.inputs)))
+        return VectorsComputed(self.command.request_id, 0, vectors, labels)
 
     @property
     def input_tokens(self) -> int:
         """The tokens of all inputs whose vectors are there."""
         return sum(len(self.inputs[place]) for place in self.vectors)
+
+
+def size_bytes(computed: VectorsComputed) -> int:
+    """What a request's vectors take."""
+    return sum(map(len, computed.vectors))
 
 
 def packed(row: Tensor) -> bytes:
@@ -106,7 +111,7 @@ class Pooler:
         self._config = config
         self._emit = emit
         self._waiting: deque[Request] = deque()
-        self._ended: dict[RequestId, Request] = {}
+        self._ended: dict[RequestId, VectorsComputed] = {}
         self._kept_bytes = 0
 
     @property
@@ -155,7 +160,7 @@ class Pooler:
         """Send the vectors of a request that ended lately again."""
         ended = self._ended.get(request_id)
         if ended is not None:
-            self._tell(ended)
+            self._emit(ended)
 
     def step(self) -> None:
         """One forward over as many inputs as fit, of the requests that came first."""
@@ -206,29 +211,24 @@ class Pooler:
     def _finish(self, request: Request) -> None:
         """Give out what there is, and the account of it."""
         self._waiting.remove(request)
-        self._tell(request)
+        # Of a request that was stopped only some are there, and nobody waits for them.
+        if not request.left:
+            computed = request.report(self._model.labels)
+            self._emit(computed)
+            self._keep(computed)
         done, tokens = len(request.vectors), request.input_tokens
         self._emit(PoolingEnded(request.command.op, done, tokens))
-        self._keep(request)
-
-    def _tell(self, request: Request) -> None:
-        places = sorted(request.vectors)
-        # Of a request that was stopped only some are there, and nobody waits for them.
-        if len(places) == len(request.inputs):
-            vectors = tuple(request.vectors[place] for place in places)
-            request_id = request.command.request_id
-            self._emit(VectorsComputed(request_id, 0, vectors, self._model.labels))
 
     def _fail(self, request: Request, error: EngineError) -> None:
         self._waiting.remove(request)
         self._emit(OperationFailed(request.command.op, error.code, str(error)))
 
-    def _keep(self, request: Request) -> None:
-        """Keep an ended request's vectors until others have ended after it."""
-        before = self._ended.pop(request.command.request_id, None)
-        self._kept_bytes -= 0 if before is None else before.size_bytes
-        self._ended[request.command.request_id] = request
-        self._kept_bytes += request.size_bytes
+    def _keep(self, ended: VectorsComputed) -> None:
+        """Keep an ended request's vectors, and nothing else of it, until others end after it."""
+        before = self._ended.pop(ended.request_id, None)
+        self._kept_bytes -= 0 if before is None else size_bytes(before)
+        self._ended[ended.request_id] = ended
+        self._kept_bytes += size_bytes(ended)
         while self._kept_bytes > KEPT_BYTES_MAX or len(self._ended) > KEPT_MAX:
             oldest = self._ended.pop(next(iter(self._ended)))
-            self._kept_bytes -= oldest.size_bytes
+            self._kept_bytes -= size_bytes(oldest)

@@ -1,6 +1,8 @@
 """The queue of embeddings and classifications: who shares a forward, who fails, who gets what."""
 
+import gc
 import struct
+import weakref
 from pathlib import Path
 
 import pytest
@@ -190,6 +192,16 @@ def test_ended_vectors_are_sent_again_while_they_are_kept(
     assert bench.run() == []
     bench.pooler.resend("third")
     assert [report.request_id for report in bench.run()] == ["third"]
+
+
+def test_of_an_ended_request_only_its_vectors_are_kept(bench: Bench) -> None:
+    bench.start((5, 6))
+    [request] = map(weakref.ref, bench.pooler._waiting)
+    bench.run()
+    gc.collect()
+    assert request() is None
+    bench.pooler.resend("r1")
+    assert [type(report) for report in bench.run()] == [VectorsComputed]
 
 
 def test_an_output_that_is_not_finite_fails_its_request(
