@@ -6,9 +6,11 @@ bounded before anything of it is unpickled.
 
 The format: a zip archive of one pickle, which names tensors, and one entry a storage. Entries that
 are compressed, and the format of before 2020, which is no archive, are refused: what they unpack to
-could not be bounded.
+could not be bounded. So is one whose end points elsewhere than torch.save's: readers of archives
+differ in what they then take for its directory, and what was checked would not be what is loaded.
 """
 
+import struct
 import zipfile
 from collections.abc import Mapping
 from typing import Final
@@ -23,6 +25,10 @@ from engine.whole_weights import buffered, check_size, plain_tensors
 
 _OTHER_ENTRIES_MAX: Final = 16
 """How many entries an archive has beside its storages."""
+
+_END: Final = struct.Struct("<4s36xQQ4s4xQ4x4s16xH")
+"""The end of an archive: signature, directory's size and start; signature, place of the first part;
+signature, length of a comment."""
 
 
 def load_pickled(file: OpenFile, bounds: AdapterBounds) -> dict[str, torch.Tensor]:
@@ -71,4 +77,21 @@ def _check_archive(file: OpenFile, bounds: AdapterBounds) -> None:
     if total > file.size_bytes:
         raise AdapterUnsound(
             f"{file.name} has {file.size_bytes} bytes, its entries {total}; they overlap"
+        )
+    _check_end(file)
+
+
+def _check_end(file: OpenFile) -> None:
+    """Raise `AdapterUnsound` unless every reader finds the same directory, right before the end."""
+    start = max(0, file.size_bytes - _END.size)
+    end = _END.unpack(file.read(start, file.size_bytes - start).rjust(_END.size))
+    first, directory_bytes, directory_start, second, first_start, third, comment = end
+    if (
+        (first, second, third) != (b"PK\6\6", b"PK\6\7", b"PK\5\6")
+        or directory_start + directory_bytes != start
+        or (first_start, comment) != (start, 0)
+    ):
+        raise AdapterUnsound(
+            f"{file.name} does not end as an archive of torch.save's does; save the adapter anew, "
+            "best as safetensors"
         )

@@ -3,6 +3,7 @@
 import io
 import json
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,21 @@ def overlapping() -> bytes:
     return target.getvalue()
 
 
+def with_two_directories() -> bytes:
+    """Archives one behind the other: our reader finds the second, torch's own is sent to the first.
+
+    The 98 bytes of an end are its 64-bit record, the 20 of that record's place, and 22 of old.
+    """
+    first, second = saved({"x": Evil()}), saved(PLAIN)
+    place = struct.pack("<4sLQL", b"PK\6\7", 0, len(first) - 98, 1)
+    return first + second[:-42] + place + second[-22:]
+
+
+def behind_something() -> bytes:
+    """An archive that does not begin where the file does: our reader alone makes up for that."""
+    return bytes(64) + saved(PLAIN)
+
+
 UNSOUND: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "no archive"),
     "text": (b"not an archive", "no archive"),
@@ -133,6 +149,9 @@ UNSOUND: dict[str, tuple[bytes, str]] = {
     "a bare pickle": (pickle.dumps(PLAIN), "no archive"),
     "compressed": (rezipped(zipfile.ZIP_DEFLATED), "compressed; save plain"),
     "overlapping": (overlapping(), "they overlap"),
+    "two directories": (with_two_directories(), "does not end as"),
+    "behind something": (behind_something(), "does not end as"),
+    "with a comment": (saved(PLAIN)[:-2] + b"\1\0!", "does not end as"),
     "code": (saved({"x": Evil()}), "holds more than tensors"),
     "code beside tensors": (saved(PLAIN | {"x": Evil()}), "holds more than tensors"),
     "a whole model": (saved(torch.nn.Linear(2, 2)), "holds more than tensors"),
