@@ -115,7 +115,8 @@ class PunicaWrapper:
         """Turn adapter ids into slots and groups; False where nothing has changed.
 
         `lora_index_to_id[slot]` is the adapter in that slot, None where it is empty. Raises
-        `NotResident` (L007) for an id without a slot; then the metadata stays what it was.
+        `NotResident` (L007) for an id without a slot, and ValueError for a mapping with as many
+        sampled rows as tokens that are not the same; then the metadata stays what it was.
         """
         layout = tuple(lora_index_to_id)
         if self._mapping is not None and layout == self._layout and mapping.equals(self._mapping):
@@ -124,6 +125,12 @@ class PunicaWrapper:
         slot_of_id |= {id_: slot for slot, id_ in enumerate(layout) if id_ is not None}
         token_slots = _slots_of(mapping.index_mapping, slot_of_id)
         prompt_slots = _slots_of(mapping.prompt_mapping, slot_of_id)
+        if len(token_slots) == len(prompt_slots) and not torch.equal(token_slots, prompt_slots):
+            # A layer's input would be either, and each row has one adapter.
+            raise ValueError(
+                f"index_mapping and prompt_mapping both have {len(token_slots)} rows and differ; "
+                "a batch of one token a prompt has one adapter a row"
+            )
         self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, len(layout))
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
         self._mapping, self._layout = mapping, layout
@@ -232,7 +239,7 @@ class PunicaWrapper:
     def groups_of(self, rows: int) -> Groups | None:
         """The groups of a layer's input: the sampled rows' if it has as many, else the tokens'.
 
-        Where both are as many each prompt has one token, and they are the same. None where no row
+        Where both are as many they are the same, as `update_metadata` makes sure. None where no row
         has an adapter. Raises ValueError where the mapping is another batch's.
         """
         sampled = self.prompt_groups is not None and self.prompt_groups.tokens == rows

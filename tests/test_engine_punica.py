@@ -151,7 +151,6 @@ def test_only_a_change_of_mapping_or_of_layout_is_worked_on() -> None:
     assert punica.update_metadata(LoRAMapping([1, 0], [1, 0]), [2, 1])
     assert punica.token_slots is not None
     assert punica.token_slots.tolist() == [1, -1]
-    assert punica.update_metadata(LoRAMapping([2, 0], [1, 0]), [2, 1])
     assert punica.update_metadata(LoRAMapping([2, 0], [1]), [2, 1])
     assert punica.update_metadata(LoRAMapping([2, 0], [1], is_prefill=True), [2, 1])
 
@@ -165,3 +164,14 @@ def test_an_adapter_without_a_slot_is_an_error_and_changes_nothing() -> None:
             punica.update_metadata(mapping, [1, None])
     assert punica.groups is before
     assert not punica.update_metadata(LoRAMapping([1], [1]), [1, None])
+
+
+def test_a_row_that_is_a_token_and_a_sampled_row_has_one_adapter() -> None:
+    punica = wrapper()
+    punica.update_metadata(LoRAMapping([1, 0], [1, 0]), [1, 2])
+    before = punica.groups
+    for index, prompt in (([1, 2], [2, 1]), ([1, 0], [1, 1]), ([0, 0], [0, 1])):
+        with pytest.raises(ValueError, match="both have 2 rows and differ"):
+            punica.update_metadata(LoRAMapping(index, prompt), [1, 2])
+    assert punica.groups is before
+    assert not punica.update_metadata(LoRAMapping([1, 0], [1, 0]), [1, 2])
