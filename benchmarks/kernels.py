@@ -38,7 +38,7 @@ TOKENS: Final = (1, 16, 128, 512)
 ADAPTERS: Final = (1, 8, 32)
 DTYPES: Final = (torch.float32, torch.bfloat16)
 PREFILL_TOKENS: Final = 128
-ROUNDS: Final = 5
+ROUNDS: Final = 11
 SAMPLE_SECONDS: Final = 2e-3
 """How long one sample lasts at least, so that the clock's steps don't show."""
 
