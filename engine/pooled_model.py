@@ -99,14 +99,19 @@ class PooledModel(ServedModel):
     def _find_padding(self) -> int:
         """The token that fills rows; models that look for it are told where they have none."""
         own = self.model.config.get_text_config(decoder=True)
-        found = getattr(own, "pad_token_id", None)
+        found = self._padding_of(own)
         if found is not None:
-            return int(found)
-        found = getattr(self.tokenizer, "pad_token_id", None)
+            return found
+        found = self._padding_of(self.tokenizer)
         if found is None:
             found = self.foreign_token = 0
         own.pad_token_id = self.model.config.pad_token_id = found
-        return int(found)
+        return found
+
+    def _padding_of(self, owner: object) -> int | None:
+        """What `owner` names; None also for one that is not embedded, as the -1 of old configs."""
+        found = getattr(owner, "pad_token_id", None)
+        return found if found is not None and 0 <= found < self.vocab_size else None
 
     def _natural_pooling(self) -> Pooling:
         """The last token knows the whole text where every token sees those before it only."""

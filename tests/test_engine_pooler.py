@@ -270,6 +270,17 @@ def test_a_text_that_ends_like_padding_is_refused_where_a_model_can_not_tell() -
     assert type(bench.run()[-1]) is PoolingEnded
 
 
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_padding_token_that_is_not_embedded_is_none(token: int) -> None:
+    base = CLASSIFIERS[2].make()
+    base.config.pad_token_id = token
+    model = PooledModel(base, LoRAConfig(), task="classify")
+    assert model.foreign_token == 0
+    texts = [(5, 6, 7), (9, 8, 7, 6, 5)]
+    expected = torch.cat([model.forward([text]) for text in texts])
+    torch.testing.assert_close(model.forward(texts), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("served", ["generate", "embed", "classify"])
 def test_an_engine_has_one_task(served: str) -> None:
     place = (1, "r", 0, -1, 0)
