@@ -73,45 +73,49 @@ class Grouper:
         groups = _power_of_two(len(active)) if self._specialize_active else slots_max
         tokens = _power_of_two(len(slots))
         bounds = GroupBounds(tokens, min(groups, tokens, slots_max), self._rank_max)
-        return _Draft(len(slots), order[base_rows:], active, counts, bounds)
+        return _Draft(slots, order[base_rows:], active, counts, bounds)
 
 
 class _Draft:
     """One mapping's tables on the host, and their order in a buffer.
 
     The order: the number of active groups; for each group slot, count, start; the tiles of each
-    height; the rows. Every table has the room that the bounds ask for, and zeros behind its end.
+    height; the rows; each token's slot. Every table has the room that the bounds ask for, and zeros
+    behind its end.
     """
 
     def __init__(
-        self, tokens: int, rows: Tensor, slots: Tensor, counts: Tensor, bounds: GroupBounds
+        self, token_slots: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, bounds: GroupBounds
     ) -> None:
-        self._tokens, self._bounds = tokens, bounds
+        self._token_slots, self._bounds = token_slots, bounds
         self._rows, self._slots, self._counts = rows, slots, counts
         self._starts = torch.cumsum(counts, 0) - counts
         tiles = [bounds.tiles(height) for height in TILE_ROWS]
-        self._rooms = [1, *[bounds.groups] * 3, *[3 * count for count in tiles], bounds.tokens]
+        tables = (*[3 * count for count in tiles], bounds.tokens, bounds.tokens)
+        self._rooms = [1, *[bounds.groups] * 3, *tables]
         self.words = sum(self._rooms)
 
     def write(self, buffer: Tensor) -> None:
         """Fill `buffer` [words] int64, which is all zeros."""
         groups = (self._slots, self._counts, self._starts)
         tiles = [_tiles(*groups, height).flatten() for height in TILE_ROWS]
-        tables = (torch.tensor([len(self._slots)]), *groups, *tiles, self._rows)
+        active = torch.tensor([len(self._slots)])
+        tables = (active, *groups, *tiles, self._rows, self._token_slots)
         for room, table in zip(torch.split(buffer, self._rooms), tables, strict=True):
             room[: len(table)] = table
 
     def read(self, buffer: Tensor) -> Groups:
         """The tables in `buffer`, which is what `write` filled or a copy of it."""
-        active, slots, counts, starts, *tiles, rows = torch.split(buffer, self._rooms)
-        count = len(self._slots)
+        active, slots, counts, starts, *tiles, rows, token_slots = torch.split(buffer, self._rooms)
+        count, tokens = len(self._slots), len(self._token_slots)
         return Groups(
             rows=rows[: len(self._rows)],
             slots=slots[:count],
             counts=counts[:count],
             starts=starts[:count],
             spans=_spans(self._slots, self._counts, self._starts),
-            tokens=self._tokens,
+            tokens=tokens,
+            token_slots=token_slots[:tokens],
             active=active,
             tiles=tuple(
                 Tiles(height, table.view(-1, 3))
@@ -128,7 +132,7 @@ class _Link:
         self.frozen = False
         self._device = device
         self._turn = 0
-        self._allocate(4 * TOKENS_MAX)
+        self._allocate(6 * TOKENS_MAX)
 
     def open(self, words: int) -> Tensor:
         """The next page-locked buffer, all zeros; waits where its last copy is still on its way."""

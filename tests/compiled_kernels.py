@@ -17,9 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.gpu.expand import expand_kernel
+from engine.kernels.gpu.experts import experts_expand_kernel, experts_shrink_kernel
 from engine.kernels.gpu.fused import fused_kernel
 from engine.kernels.gpu.lookup import lookup_kernel
-from engine.kernels.gpu.plans import LOOKUP, PLANS
+from engine.kernels.gpu.plans import EXPERTS, LOOKUP, PLANS, ExpertsPlan
 from engine.kernels.gpu.shrink import shrink_kernel, sum_splits_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -31,7 +32,8 @@ ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SLICES = 3
 
 TABLES = {"offsets": "*i64", "ranks": "*i32", "layer": "*i64", "tiles": "*i64", "rows": "*i64"}
-NOT_ALIGNED = {"directory_stride", "y_offset"}
+PAIRS = {"firsts": "*i64", "keys": "*i64", "pairs": "*i64"}
+NOT_ALIGNED = {"directory_stride", "y_offset", "experts", "pair_count"}
 """Numbers of which nothing is promised; strides and widths are multiples of 16 in every model."""
 
 
@@ -120,6 +122,38 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
         {**weights, "y": floats, "token_ids": "*i64", "scale": "fp32"},
         {"UNIT": unit, "BLOCK_M": LOOKUP.height, "BLOCK_R": LOOKUP.block_r},
         *(LOOKUP.warps, 3),
+    )
+    for plan in EXPERTS.values():
+        yield from _experts_jobs(plan, dtype)
+
+
+def _experts_jobs(plan: ExpertsPlan, dtype: str) -> Iterator[Job]:
+    own, shrink, expand = f"*{dtype}", plan.shrink, plan.expand
+    split = {"UNIT": 128 // ITEM_BYTES[dtype], "SPLITS": shrink.splits}
+    tables = {**TABLES, **PAIRS, "data": own, "parts": "*fp32"}
+    yield Job(
+        experts_shrink_kernel,
+        {**tables, "x": own},
+        {
+            **split,
+            "BLOCK_M": shrink.height,
+            "BLOCK_R": shrink.block_r,
+            "BLOCK_K": shrink.block_k // (ITEM_BYTES[dtype] // 2),
+        },
+        *(shrink.warps, shrink.stages),
+    )
+    yield Job(
+        experts_expand_kernel,
+        {**tables, "y": own},
+        {
+            **split,
+            "COLUMN_STEP": 1,
+            "OUT_UNIT": 16,
+            "BLOCK_M": expand.height,
+            "BLOCK_N": expand.block_n,
+            "BLOCK_R": expand.block_r,
+        },
+        *(expand.warps, expand.stages),
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.directory import Edition
 from engine.kernels import Kernels, choose_kernels
+from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import Directory, Groups, LoRASlices
 from engine.layout import ABSENT, ModuleKind, ModuleShape, aligned_elements, slice_elements
 from engine.punica import LoRAMapping, PunicaWrapper
@@ -71,8 +72,15 @@ def run_on_device(kernels: Kernels, device: str = "cuda") -> Kernels:
 
         return run
 
+    def experts(ys, x, weights: LoRASlices, groups: ExpertGroups) -> None:
+        there = [move(y, device) for y in ys]
+        moved = replace(groups, pairs=groups.pairs.to(device), keys=groups.keys.to(device))
+        kernels.experts(there, move(x, device), layer_on(weights, device), moved)
+        for y, result in zip(ys, there, strict=True):
+            y.copy_(result)
+
     names = ("shrink", "expand", "linear", "embedding")
-    return kernels._replace(**{name: brought(name) for name in names})
+    return kernels._replace(**{name: brought(name) for name in names}, experts=experts)
 
 
 def move(tensor: Tensor, device: str) -> Tensor:
@@ -91,7 +99,8 @@ def layer_on(weights: LoRASlices, device: str) -> LoRASlices:
     tables = (directory.data, directory.offsets, directory.ranks)
     moved = Directory(*[table.to(device) for table in tables], *directory[3:])
     return LoRASlices(
-        moved, weights.columns, weights.in_features, weights.out_features, weights.kind
+        *(moved, weights.columns, weights.in_features, weights.out_features),
+        *(weights.kind, weights.experts),
     )
 
 
@@ -102,6 +111,7 @@ def groups_on(groups: Groups, device: str) -> Groups:
     return replace(
         groups,
         rows=room[: len(groups.rows)],
+        token_slots=groups.token_slots.to(device),
         active=groups.active.to(device),
         tiles=tuple(tiles._replace(table=tiles.table.to(device)) for tiles in groups.tiles),
     )

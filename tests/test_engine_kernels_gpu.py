@@ -11,6 +11,7 @@ import torch
 
 from engine.graphs import CapturedStep
 from engine.kernels import choose_kernels
+from engine.layout import ModuleKind
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.streams import SecondStream
 from tests.kernel_cases import (
@@ -130,3 +131,49 @@ def test_a_delta_made_on_a_second_stream_is_added_whole(is_captured: bool) -> No
     run = CapturedStep(step, punica) if is_captured else step
     for _ in range(20):
         assert is_right(run(case.x.cuda(), case.y.cuda()), case)
+
+
+EXPERTS = Shape(256, (192, 64), SLOTS, (1, 8, 13, 64), 0.4, ModuleKind.EXPERTS, 7)
+TOP_K = 2
+
+
+def routed(tokens: int, seed: int) -> torch.Tensor:
+    """Two experts a token; 7 is another rank's."""
+    random = Random(seed)
+    return torch.tensor([random.sample(range(8), TOP_K) for _ in range(tokens)])
+
+
+def expected_of_experts(case: Case, rows: list[int], top_k_index: torch.Tensor) -> torch.Tensor:
+    """Every pair's delta in float64."""
+    result = case.y.double()
+    for pair, expert in enumerate(top_k_index.flatten().tolist()):
+        slot, first = rows[pair // TOP_K], 0
+        for place, width in enumerate(case.slices.out_features):
+            if expert < EXPERTS.experts and (slot, place) in case.weights:
+                a, b = (matrix[expert].double() for matrix in case.weights[slot, place])
+                result[pair, first : first + width] += b @ (a @ case.x[pair].double())
+            first += width
+    return result
+
+
+@pytest.mark.parametrize("tokens", [2, 24, 700])
+def test_a_replayed_graph_adds_the_experts_deltas_of_every_batch(tokens: int) -> None:
+    punica = wrapper()
+    case = make_case(EXPERTS, [-1] * (TOP_K * tokens), DTYPE, seed=tokens)
+    layer = layer_on(case.slices, "cuda")
+
+    def step(x: torch.Tensor, y: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
+        result = y.clone()
+        groups = punica.group_experts(tokens, lambda _: False, top_k_index, EXPERTS.experts)
+        assert groups is not None
+        punica.add_lora_fused_moe(result.split(EXPERTS.widths, dim=1), x, layer, groups)
+        return result
+
+    captured = CapturedStep(step, punica)
+    for seed, rows in enumerate(batches(tokens, 8)):
+        show(punica, rows)
+        top_k_index = routed(tokens, seed)
+        found = captured(case.x.cuda(), case.y.cuda(), top_k_index.cuda())
+        wanted = expected_of_experts(case, rows, top_k_index)
+        assert error_of(found.cpu(), wanted) <= ERRORS_MAX[DTYPE], rows
+    assert len(captured.keys) == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton._C.libtriton import interpreter
 
+from engine.kernels.expert_groups import group_experts
 from engine.layout import ModuleKind
 from tests.kernel_cases import IS_INTERPRETED, Shape, kernels_of, make_case
 
@@ -70,3 +71,17 @@ def test_an_embedding_reads_the_rows_that_its_tokens_name(loads) -> None:
     case = make_case(shape, [0, 1, 1, -1, 0], torch.float16, seed=5)
     read = weight_elements_read(loads, case, kernels_of("triton").embedding)
     assert read == 4 * 8 + 2 * 40 * 8
+
+
+def test_experts_without_pairs_are_not_read(loads) -> None:
+    shape = Shape(64, (24, 40), 3, (13,), 0.0, ModuleKind.EXPERTS, 6)
+    case = make_case(shape, [0, 2, -1, 0], torch.float16, seed=6)
+    groups = group_experts(case.groups, lambda _: True, torch.tensor([[1], [5], [3], [1]]), 6)
+    assert groups is not None
+
+    def add(y, x, weights, *_) -> None:
+        kernels_of("triton").experts(y.split(shape.widths, dim=1), x, weights, groups)
+
+    # Slot 0's expert 1 and slot 2's expert 5, each with both slices.
+    wanted = 2 * 13 * (2 * 64 + 24 + 40)
+    assert weight_elements_read(loads, case, add) == wanted

@@ -11,14 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.gpu.plans import PLANS, REGIMES, SOURCE, FusedPlan, plans_for, regime_of
+from engine.kernels.gpu.plans import (
+    EXPERTS,
+    PLANS,
+    REGIMES,
+    SOURCE,
+    FusedPlan,
+    experts_plan,
+    plans_for,
+    regime_of,
+)
 from engine.kernels.operands import TILE_ROWS, GroupBounds
 
 TESTS = Path(__file__).parent
 
 
 def test_the_interpreted_kernels_keep_the_contract() -> None:
-    operations = ("linear", "shrink", "expand", "halves", "embedding", "checks", "traffic")
+    operations = (
+        *("linear", "shrink", "expand", "halves", "embedding", "checks", "traffic", "experts"),
+    )
     paths = [str(TESTS / f"test_engine_kernels_{operation}.py") for operation in operations]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]
     done = run({"TRITON_INTERPRET": "1"}, command)
@@ -53,6 +64,14 @@ def test_every_architecture_has_a_plan_for_every_regime_that_groups_are_cut_for(
             for launch in filter(None, plan):
                 assert launch.height in TILE_ROWS
         assert isinstance(plans["few"].fused, FusedPlan)
+    for shrink, expand in EXPERTS.values():
+        assert shrink.height == expand.height
+
+
+def test_experts_take_long_tiles_where_groups_have_many_pairs() -> None:
+    assert experts_plan(GroupBounds(64, 2, 16)) is EXPERTS["prefill"]
+    assert experts_plan(GroupBounds(63, 2, 16)) is EXPERTS["decode"]
+    assert experts_plan(GroupBounds(64, 2, 16), batch_invariant=True) is EXPERTS["invariant"]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,12 @@ is not: arithmetic. One rule: a message names the operation, what was found and 
 skip equal ones.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
 from engine.layout import ModuleKind
 
@@ -56,6 +59,25 @@ def check_embedding(y: Tensor, token_ids: Tensor, weights: LoRASlices, groups: G
     _check_dtype("embedding", "token_ids", token_ids, torch.int64)
 
 
+def check_experts(
+    ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
+) -> None:
+    """Raise ValueError unless `experts_reference` is defined for these."""
+    _check_kind("experts", weights, ModuleKind.EXPERTS)
+    if groups.experts != weights.experts:
+        raise ValueError(
+            f"experts: the groups are of {groups.experts} experts; the layer has {weights.experts}"
+        )
+    if len(ys) != len(weights.columns):
+        raise ValueError(f"experts: {len(ys)} outputs; the layer has {len(weights.columns)} slices")
+    pairs = len(groups.pairs)
+    _check("experts", "x", x, (pairs, weights.in_features), weights)
+    for y, width in zip(ys, weights.out_features, strict=True):
+        _check_shape("experts", "y", y, (pairs, width))
+        _check_device("experts", "y", y, weights)
+        _check_dtype("experts", "y", y, x.dtype)
+
+
 def _rank_max(weights: LoRASlices) -> int:
     """The widest rank that any slot has in the layer's columns."""
     return int(weights.directory.host_ranks[:, list(weights.columns)].max())
@@ -71,19 +93,28 @@ def _check(
     wider: bool = False,
 ) -> None:
     """Shape, strides and device; `wider` (and a buffer's last size) may exceed what is needed."""
+    _check_shape(operation, name, found, needed, may_be_wider=wider or len(needed) == 3)
+    if found.shape and found.shape[-1] > 1 and found.stride(-1) != 1:
+        raise ValueError(
+            f"{operation}: {name} has strides {found.stride()}; its last has to be 1, so that a "
+            "row's numbers lie side by side"
+        )
+    _check_device(operation, name, found, weights)
+
+
+def _check_shape(
+    operation: str, name: str, found: Tensor, needed: tuple[int, ...], *, may_be_wider: bool = False
+) -> None:
     shape = tuple(found.shape)
-    may_be_wider = wider or len(needed) == 3
     fits = len(shape) == len(needed) and shape[:-1] == needed[:-1]
     if not fits or shape[-1] < needed[-1] or (shape[-1] > needed[-1] and not may_be_wider):
         at_least = ", the last at least that" if may_be_wider else ""
         raise ValueError(
             f"{operation}: {name} is {list(shape)}; {list(needed)} is needed{at_least}"
         )
-    if shape and shape[-1] > 1 and found.stride(-1) != 1:
-        raise ValueError(
-            f"{operation}: {name} has strides {found.stride()}; its last has to be 1, so that a "
-            "row's numbers lie side by side"
-        )
+
+
+def _check_device(operation: str, name: str, found: Tensor, weights: LoRASlices) -> None:
     device = weights.directory.data.device
     if found.device != device:
         raise ValueError(f"{operation}: {name} is on {found.device}; the weights are on {device}")

@@ -8,30 +8,60 @@ A *pair* is a token and one of the experts that it was routed to: `t * top_k + k
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import Groups, Span
+from engine.kernels.operands import GroupBounds, Groups
+
+NO_GROUP: Final = 1 << 62
+"""The key of pairs that no adapter of this rank touches: of base rows, and of others' experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Pairs whose token has an adapter, sorted by slot, then stably by expert.
+    """A batch's pairs sorted by slot, then stably by expert; those in no group behind them.
 
-    pairs: [n] int64. spans: a slot and where in `pairs` its own start and end, on the host. ends:
-    [spans, experts] int32, where each expert's pairs end, counted from the span's start; behind the
-    last are pairs of experts that this rank does not have.
+    pairs: [tokens * top_k] int64. keys: beside them int64, `slot * experts + expert` or `NO_GROUP`,
+    ascending. bounds: the most pairs, the most groups and the highest rank that a batch of this
+    shape can have. slots: those with weights in this layer, on the host: what a loop may visit;
+    kernels on a device ask the directory instead, because a captured graph meets other slots.
     """
 
     pairs: Tensor
-    spans: tuple[Span, ...]
-    ends: Tensor
+    keys: Tensor
+    experts: int
+    bounds: GroupBounds
+    slots: tuple[int, ...]
 
     def at(self, places: Tensor) -> "ExpertGroups":
         """The same groups where pair `p` is row `places[p]` of a kernel's operands."""
-        return ExpertGroups(places[self.pairs], self.spans, self.ends)
+        return replace(self, pairs=places[self.pairs])
+
+    def host_bounds(self) -> list[list[int]]:
+        """For each of `slots` where its experts' pairs start, and behind them the last one's end.
+
+        It waits for the device.
+        """
+        device = self.keys.device
+        firsts = torch.tensor(self.slots, dtype=torch.int64, device=device)[:, None] * self.experts
+        wanted = firsts + torch.arange(self.experts + 1, device=device)
+        bounds: list[list[int]] = torch.searchsorted(self.keys, wanted).tolist()
+        return bounds
+
+    def tiles(self, height: int) -> Tensor:
+        """Where each tile starts in `pairs`, or their number behind the last: [bound] int64.
+
+        A tile is at most `height` pairs of one group; its rows are those whose key is its first
+        one's. The table's length follows from the bounds.
+        """
+        places = torch.arange(len(self.keys), device=self.keys.device)
+        within = places - torch.searchsorted(self.keys, self.keys)
+        starts = (within % height == 0) & (self.keys != NO_GROUP)
+        numbers = torch.arange(1, self.bounds.tiles(height) + 1, device=places.device)
+        return torch.searchsorted(starts.cumsum(0), numbers)
 
 
 def group_experts(
@@ -40,34 +70,18 @@ def group_experts(
     """The groups of one layer's pairs; None where no row's slot `has_weights` there.
 
     top_k_index: [tokens, top_k], each an expert below `experts`, or `experts` for one that is not
-    this rank's.
+    this rank's. On a CUDA device it is never None: a graph that was captured with slots without
+    weights may be replayed with others.
     """
-    kept = [span for span in groups.spans if has_weights(span.slot)]
-    if not kept:
+    slots = tuple(span.slot for span in groups.spans if has_weights(span.slot))
+    if not slots and top_k_index.device.type != "cuda":
         return None
-    top_k, device = top_k_index.shape[1], top_k_index.device
-    tokens = torch.cat([groups.rows[span.start : span.end] for span in kept])
-    pairs = (tokens[:, None] * top_k + torch.arange(top_k, device=device)).reshape(-1)
-    sizes = [(span.end - span.start) * top_k for span in kept]
-    spans = tuple(
-        Span(span.slot, sum(sizes[:at]), sum(sizes[: at + 1])) for at, span in enumerate(kept)
-    )
-    return _sorted(pairs, spans, top_k_index.reshape(-1)[pairs], experts)
-
-
-def _sorted(
-    pairs: Tensor, spans: tuple[Span, ...], experts_of: Tensor, experts: int
-) -> ExpertGroups:
-    """Sort pairs, which are in the spans' order, by expert within each span."""
-    device = pairs.device
-    firsts = torch.tensor([span.start for span in spans]).to(device, non_blocking=True)
-    # The number of the span that a place lies in.
-    span_of = torch.searchsorted(firsts, torch.arange(len(pairs), device=device), right=True) - 1
-    keys, order = (span_of * (experts + 1) + experts_of).sort(stable=True)
-    numbers = torch.arange(len(spans), device=device)[:, None] * (experts + 1)
-    last_keys = numbers + torch.arange(experts, device=device)
-    ends = torch.searchsorted(keys, last_keys, right=True) - firsts[:, None]
-    return ExpertGroups(pairs[order], spans, ends.to(torch.int32))
+    keys = groups.token_slots[:, None] * experts + top_k_index
+    is_grouped = (groups.token_slots >= 0)[:, None] & (top_k_index < experts)
+    keys, pairs = torch.where(is_grouped, keys, NO_GROUP).flatten().sort(stable=True)
+    most = min(len(pairs), groups.bounds.groups * experts)
+    bounds = GroupBounds(len(pairs), most, groups.bounds.rank)
+    return ExpertGroups(pairs, keys, experts, bounds, slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.kernels.checks import check_experts
 from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import LoRASlices, Pair, accumulator_dtype
 from engine.kernels.products import Product, matrix_product
@@ -29,12 +30,13 @@ def experts_reference(
 
     ys: one [rows, out_features[s]] a slice, views with any stride. x: [rows, in_features]. groups:
     its `pairs` are rows of both. `weights` are of kind EXPERTS. Not written: rows in no group, and
-    slices for which a row's slot has nothing.
+    slices for which a row's slot has nothing. Raises ValueError for operands that don't fit.
     """
+    check_experts(ys, x, weights, groups)
     dtype = accumulator_dtype(x.dtype)
-    for (slot, first, _), ends in zip(groups.spans, groups.ends.tolist(), strict=True):
-        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            rows = groups.pairs[first + start : first + end]
+    for slot, bounds in zip(groups.slots, groups.host_bounds(), strict=True):
+        for expert, (start, end) in enumerate(pairwise(bounds)):
+            rows = groups.pairs[start:end]
             if not len(rows):
                 continue
             for y, pair in zip(ys, weights.pairs(slot), strict=True):
@@ -50,15 +52,16 @@ def experts_cpu(ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: Ex
     What is looped over are the groups that have rows: that is how a CPU multiplies many small
     matrices of different memory fastest (one row to a group is usual while decoding).
     """
-    ends = groups.ends.tolist()
+    check_experts(ys, x, weights, groups)
+    all_bounds = groups.host_bounds()
     for place, y in enumerate(ys):
         rows: list[Tensor] = []
         parts: list[_Part] = []
-        for (slot, first, _), own in zip(groups.spans, ends, strict=True):
+        for slot, bounds in zip(groups.slots, all_bounds, strict=True):
             pair = weights.pairs(slot)[place]
             if pair is not None:
-                rows.append(groups.pairs[first : first + own[-1]])
-                parts += _parts(pair, own, x.dtype)
+                rows.append(groups.pairs[bounds[0] : bounds[-1]])
+                parts += _parts(pair, bounds, x.dtype)
         if parts:
             _add(y, x, torch.cat(rows), parts)
 
@@ -71,13 +74,14 @@ class _Part(NamedTuple):
     b: Tensor
 
 
-def _parts(pair: Pair, ends: Sequence[int], dtype: torch.dtype) -> list[_Part]:
+def _parts(pair: Pair, bounds: Sequence[int], dtype: torch.dtype) -> list[_Part]:
     """The experts of one slot that have rows, in `dtype` or a wider one."""
     wider = torch.promote_types(dtype, pair.a.dtype)
     a, b = (matrices.to(wider).transpose(1, 2) for matrices in pair)
-    bounds = enumerate(pairwise((0, *ends)))
     return [
-        _Part(end - start, a[expert], b[expert]) for expert, (start, end) in bounds if end > start
+        _Part(end - start, a[expert], b[expert])
+        for expert, (start, end) in enumerate(pairwise(bounds))
+        if end > start
     ]
 
 

@@ -142,10 +142,11 @@ class Groups:
     """A batch's rows that have an adapter, sorted stably by slot.
 
     rows: [n] int64. slots, counts, starts: [active] int64, beside `rows` on the device. spans: the
-    same three on the host. tokens: how many rows the whole batch has. active: [1] int64 on the
-    device, the number of groups. tiles: one table for each height of `TILE_ROWS`. bounds: what
-    grids are sized by. The device's tables have the room of the bounds, so a kernel may read them
-    from the first entry of `rows` up to `bounds.tokens`, whatever their views' lengths say.
+    same three on the host. tokens: how many rows the whole batch has. token_slots: [tokens] int64,
+    each one's slot, -1 for the base model. active: [1] int64 on the device, the number of groups.
+    tiles: one table for each height of `TILE_ROWS`. bounds: what grids are sized by. The device's
+    tables have the room of the bounds, so a kernel may read them from the first entry of `rows` up
+    to `bounds.tokens`, whatever their views' lengths say.
     """
 
     rows: Tensor
@@ -154,6 +155,7 @@ class Groups:
     starts: Tensor
     spans: tuple[Span, ...]
     tokens: int
+    token_slots: Tensor
     active: Tensor
     tiles: tuple[Tiles, ...]
     bounds: GroupBounds

@@ -1,8 +1,8 @@
 """Mixtures of experts: deltas inside each expert, before its activation and before the sum.
 
 What it is: the wrappers of the experts modules that `expert_layout` understands. What it is not: a
-router, a shared expert or an attention layer; those are layers of their own. One rule: a batch in
-which no row has weights here runs the module's own forward.
+router, a shared expert or an attention layer; those are layers of their own. One rule: a batch
+without groups, as `group_experts` makes them, runs the module's own forward.
 """
 
 from collections.abc import Sequence

@@ -4,38 +4,47 @@ What it is: the operations' contracts over launches that a batch's bounds choose
 kernel. One rule: nothing here reads the device or, once every layer and size was seen, allocates.
 """
 
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from engine.kernels.checks import check_embedding, check_expand, check_linear, check_shrink
-from engine.kernels.experts import experts_cpu, experts_reference
+from engine.kernels.checks import (
+    check_embedding,
+    check_expand,
+    check_experts,
+    check_linear,
+    check_shrink,
+)
+from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.gpu.expand import launch_expand
+from engine.kernels.gpu.experts import launch_experts_expand, launch_experts_shrink
 from engine.kernels.gpu.fused import launch_fused
 from engine.kernels.gpu.launch import Layer, Layers, Workspace, check_operands
 from engine.kernels.gpu.lookup import launch_lookup
-from engine.kernels.gpu.plans import LOOKUP, PLANS, Plan, plans_for, regime_of
+from engine.kernels.gpu.plans import (
+    LOOKUP,
+    PLANS,
+    Plan,
+    experts_plan,
+    plans_for,
+    regime_of,
+)
 from engine.kernels.gpu.shrink import launch_shrink, launch_sum_splits
 from engine.kernels.kinds import Kernels
-from engine.kernels.operands import Groups, LoRASlices
-from engine.kernels.products import ordered_product
+from engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
 
 def triton_kernels(batch_invariant: bool) -> Kernels:
-    """The Triton kernels with scratch memory of their own.
-
-    Experts are PyTorch's grouped product, which runs on the device but reads the groups' host side.
-    """
+    """The Triton kernels with scratch memory of their own."""
     operations = TritonOperations(batch_invariant)
     return Kernels(
         shrink=operations.shrink,
         expand=operations.expand,
         linear=operations.linear,
         embedding=operations.embedding,
-        experts=partial(experts_reference, product=ordered_product)
-        if batch_invariant
-        else experts_cpu,
+        experts=operations.experts,
     )
 
 
@@ -54,7 +63,7 @@ class TritonOperations:
     ) -> None:
         """See `engine.kernels.shrink`; y: float32."""
         check_shrink(y, x, weights, groups)
-        layer = self._layer(x, weights, groups)
+        layer = self._layer(x, weights, groups.bounds)
         plan = self._plan(x, groups).shrink
         if not groups.tokens:
             return
@@ -77,7 +86,7 @@ class TritonOperations:
     ) -> None:
         """See `engine.kernels.expand`; x: float32."""
         check_expand(y, x, weights, groups, offset)
-        layer = self._layer(y, weights, groups)
+        layer = self._layer(y, weights, groups.bounds)
         plan = self._plan(y, groups).expand
         if groups.tokens:
             launch_expand(y, x[None], layer, groups, plan, offset=offset, add_inputs=add_inputs)
@@ -87,14 +96,14 @@ class TritonOperations:
     ) -> None:
         """See `engine.kernels.linear`."""
         check_linear(y, x, weights, groups)
-        layer = self._layer(x, weights, groups)
+        layer = self._layer(x, weights, groups.bounds)
         plan = self._plan(x, groups)
         if not groups.tokens:
             return
         if plan.fused is not None:
             launch_fused(y, x, layer, groups, scale, plan.fused)
             return
-        shape = (plan.shrink.splits, layer.slices, groups.tokens, _rank_room(groups))
+        shape = (plan.shrink.splits, layer.slices, groups.tokens, _rank_room(groups.bounds))
         parts = self._workspace.take(shape, x.device)
         launch_shrink(parts, x, layer, groups, scale, plan.shrink)
         launch_expand(y, parts, layer, groups, plan.expand)
@@ -104,17 +113,32 @@ class TritonOperations:
     ) -> None:
         """See `engine.kernels.embedding`."""
         check_embedding(y, token_ids, weights, groups)
-        layer = self._layer(y, weights, groups)
+        layer = self._layer(y, weights, groups.bounds)
         plan = self._plan(y, groups)
         if not groups.tokens:
             return
-        shrunk = self._workspace.take((1, 1, groups.tokens, _rank_room(groups)), y.device)
+        shrunk = self._workspace.take((1, 1, groups.tokens, _rank_room(groups.bounds)), y.device)
         launch_lookup(shrunk[0, 0], token_ids, layer, groups, scale, LOOKUP)
         launch_expand(y, shrunk, layer, groups, plan.expand)
 
-    def _layer(self, rows: Tensor, weights: LoRASlices, groups: Groups) -> Layer:
+    def experts(
+        self, ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
+    ) -> None:
+        """See `engine.kernels.experts`."""
+        check_experts(ys, x, weights, groups)
+        layer = self._layer(x, weights, groups.bounds)
+        plan = experts_plan(groups.bounds, self._batch_invariant)
+        if not len(groups.pairs):
+            return
+        shape = (plan.shrink.splits, layer.slices, len(groups.pairs), _rank_room(groups.bounds))
+        parts = self._workspace.take(shape, x.device)
+        firsts = groups.tiles(plan.shrink.height)
+        launch_experts_shrink(parts, x, layer, groups, firsts, plan.shrink)
+        launch_experts_expand(ys, parts, layer, groups, firsts, plan.expand)
+
+    def _layer(self, rows: Tensor, weights: LoRASlices, bounds: GroupBounds) -> Layer:
         layer = self._layers.of(weights)
-        check_operands(layer, rows, self._layers.rank_of(weights), groups)
+        check_operands(layer, rows, self._layers.rank_of(weights), bounds)
         return layer
 
     def _plan(self, rows: Tensor, groups: Groups) -> Plan:
@@ -130,6 +154,6 @@ def _device_plans(device: torch.device) -> dict[str, Plan]:
     return plans_for(torch.cuda.get_device_capability(device))
 
 
-def _rank_room(groups: Groups) -> int:
+def _rank_room(bounds: GroupBounds) -> int:
     """The width of scratch rows, so that each starts at a multiple of 64 bytes."""
-    return -(-groups.bounds.rank // 16) * 16
+    return -(-bounds.rank // 16) * 16

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import Groups, LoRASlices
+from engine.kernels.operands import GroupBounds, Groups, LoRASlices
 from engine.layout import ALIGNMENT_BYTES
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
@@ -113,16 +113,15 @@ def block_k_of(block_k: int, x: Tensor, layer: Layer) -> int:
     return block_k if widest == 2 else block_k // 2
 
 
-def check_operands(layer: Layer, rows: Tensor, rank: int, groups: Groups) -> None:
+def check_operands(layer: Layer, rows: Tensor, rank: int, bounds: GroupBounds) -> None:
     """Raise ValueError for dtypes that kernels don't read, and for ranks above the scratch's."""
     for name, tensor in (("activations", rows), ("weights", layer.operands[0])):
         if tensor.dtype not in DTYPES:
             known = ", ".join(map(str, DTYPES))
             raise ValueError(f"{name} are {tensor.dtype}; Triton kernels read {known}")
-    if rank > groups.bounds.rank:
+    if rank > bounds.rank:
         raise ValueError(
-            f"a slot holds rank {rank}; the batch's groups were made for ranks up to "
-            f"{groups.bounds.rank}"
+            f"a slot holds rank {rank}; the batch's groups were made for ranks up to {bounds.rank}"
         )
 
 

@@ -71,10 +71,29 @@ class Plan(NamedTuple):
     fused: FusedPlan | None = None
 
 
+class ExpertsPlan(NamedTuple):
+    """The launches over pairs of tokens and experts."""
+
+    shrink: ShrinkPlan
+    expand: ExpandPlan
+
+
 REGIMES: Final = ("few", "decode", "many", "prefill", "alone", "invariant")
 
 LOOKUP: Final = LookupPlan(SHORT, 32, 2)
 """An embedding's lookup, which is too small to be worth a choice."""
+
+EXPERTS: Final[dict[str, ExpertsPlan]] = {
+    "decode": ExpertsPlan(ShrinkPlan(SHORT, 16, 128, 4, 4, 4), ExpandPlan(SHORT, 128, 16, 4, 2)),
+    "prefill": ExpertsPlan(ShrinkPlan(LONG, 16, 64, 1, 4, 3), ExpandPlan(LONG, 128, 16, 8, 2)),
+    "invariant": ExpertsPlan(ShrinkPlan(SHORT, 16, 128, 4, 4, 4), ExpandPlan(SHORT, 128, 16, 4, 2)),
+}
+"""The experts' launches on every architecture; reasoned, not measured.
+
+A slot and an expert rarely share many pairs, so these are rows of few: short tiles, and the input
+cut in four because expert matrices are narrow. Long segments alone fill the device, and their
+scratch is the largest, so nothing is cut.
+"""
 
 FEW_TOKENS: Final = 4
 MANY_GROUPS: Final = 48
@@ -189,6 +208,14 @@ def regime_of(bounds: GroupBounds, batch_invariant: bool = False) -> str:
     if bounds.tokens >= LONG_SEGMENT * bounds.groups:
         return "prefill"
     return "many" if bounds.groups >= MANY_GROUPS else "decode"
+
+
+def experts_plan(bounds: GroupBounds, batch_invariant: bool = False) -> ExpertsPlan:
+    """The row that a batch of pairs takes; bounds: those of its groups by slot and expert."""
+    if batch_invariant:
+        return EXPERTS["invariant"]
+    is_long = bounds.tokens >= LONG_SEGMENT * bounds.groups
+    return EXPERTS["prefill" if is_long else "decode"]
 
 
 def plans_for(capability: tuple[int, int]) -> dict[str, Plan]:
