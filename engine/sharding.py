@@ -48,6 +48,8 @@ def shard_model(
     whole = _answer(model) if group.leads else None
     Sharding(model, group, by_expert).apply()
     model.to(device)
+    # Rank 0 alone has run the whole model, on the host: longer than any later call may take.
+    group.wait_for_all()
     try:
         split = _answer(model)
     except FOREIGN_FAILURES as error:

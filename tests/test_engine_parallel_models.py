@@ -3,7 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import Tensor
 
+from engine.parallel import ParallelGroup
+from engine.sharding import shard_model
+from tests.parallel_models import build
 from tests.ranks import Ranks, ranks
 
 ERROR_MAX = 1e-5
@@ -47,3 +52,25 @@ def test_what_can_not_be_split_is_refused(pair: Ranks, name: str) -> None:
 def test_a_plan_that_changes_the_answer_is_refused(pair: Ranks) -> None:
     for said in pair.run("lying_plan"):
         assert "answers otherwise than whole" in said
+
+
+class Listening(ParallelGroup):
+    """A group of one that takes note of what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "asked", [])
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.asked.append("sum")
+        return x
+
+    def wait_for_all(self) -> None:
+        self.asked.append("wait")
+
+
+def test_nothing_is_summed_before_rank_0_has_run_the_whole_model() -> None:
+    group = Listening()
+    shard_model(build("llama"), group, torch.device("cpu"))
+    assert group.asked[0] == "wait"
+    assert "sum" in group.asked
