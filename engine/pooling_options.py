@@ -70,9 +70,12 @@ def _of_sentence_transformer(directory: Path, chosen: Pooling | None) -> Pooling
         if chosen is None and "Pooling" in paths:
             pooling = _pooling_of(_read(directory / paths["Pooling"] / "config.json"), directory)
         limits = directory / "sentence_bert_config.json"
-        tokens_max = _read(limits).get("max_seq_length") if limits.is_file() else None
-        return PoolingOptions(pooling, "Normalize" in paths, tokens_max or 0)
-    except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        reading = _read(limits) if limits.is_file() else {}
+        if reading.get("do_lower_case"):
+            raise ModelRefused(f"{directory} lowers the case of its texts; that is not served")
+        tokens_max = int(reading.get("max_seq_length") or 0)
+        return PoolingOptions(pooling, "Normalize" in paths, tokens_max)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelRefused(
             f"{directory}: {SENTENCE_MODULES} or a file that it names is not as sentence-"
             f"transformers writes it: {type(error).__name__}: {error}"

@@ -75,6 +75,27 @@ def test_what_a_sentence_model_needs_and_is_not_served_stops_the_start(
         options(sentence_model(tmp_path, modules, **flags))
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"do_lower_case": true}', "lowers the case"),
+        ('{"max_seq_length": "many"}', "not as sentence-transformers writes it"),
+        ("[]", "not as sentence-transformers writes it"),
+    ],
+)
+def test_how_a_sentence_model_reads_texts_is_followed_or_stops_the_start(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    flags = {"pooling_mode_mean_tokens": True}
+    directory = sentence_model(tmp_path, ["Transformer", "Pooling"], **flags)
+    reading = directory / "sentence_bert_config.json"
+    reading.write_text('{"max_seq_length": null, "do_lower_case": false}')
+    assert options(directory).tokens_max == 0
+    reading.write_text(text)
+    with pytest.raises(ModelRefused, match=words):
+        options(directory)
+
+
 @pytest.mark.parametrize("text", ["[", "[1]", "{}", '[{"type": "Pooling"}]', '[{"path": ""}]'])
 def test_an_unsound_modules_file_is_told(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
