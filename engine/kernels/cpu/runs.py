@@ -41,27 +41,28 @@ class LongRuns:
 
     def run(self, y: Tensor, x: Tensor, scale: float) -> None:
         """Add the runs' deltas to y: [tokens, width]; x: [tokens, in_features]."""
-        for slot, first, end, rows in self._runs:
-            x_rows = x[first:end] if rows is None else x.index_select(0, rows)
-            x_rows = x_rows.to(self._dtype)
-            for columns, pair in zip(self._columns, self._weights.pairs(slot), strict=True):
-                if pair is None:
-                    continue
-                shrunk = self._scratch.take("shrunk", (len(x_rows), len(pair.a)), self._dtype)
-                torch.mm(x_rows, pair.a.to(self._dtype).T, out=shrunk)
-                if rows is None:
-                    self._add(y[first:end, columns], shrunk, pair, scale)
-                else:
-                    delta = torch.mm(shrunk, pair.b.to(self._dtype).T).mul_(scale)
-                    y[:, columns].index_add_(0, rows, delta.to(y.dtype))
+        slices = [y[:, columns] for columns in self._columns]
+        for run in self._runs:
+            x_rows = x[run.first : run.end] if run.rows is None else x.index_select(0, run.rows)
+            if not self._in_place:
+                x_rows = x_rows.to(self._dtype)
+            for target, pair in zip(slices, self._weights.pairs(run.slot), strict=True):
+                if pair is not None:
+                    self._add(target, x_rows, run, pair, scale)
 
-    def _add(self, target: Tensor, shrunk: Tensor, pair: Pair, scale: float) -> None:
-        """Add a run's delta where it belongs: [rows, out_features]."""
-        if self._in_place:
-            target.addmm_(shrunk, pair.b.T, alpha=scale)
+    def _add(self, y: Tensor, x_rows: Tensor, run: Run, pair: Pair, scale: float) -> None:
+        """Add a run's delta to one slice: y [tokens, out_features], x_rows [rows, in_features]."""
+        a, b = pair if self._in_place else (pair.a.to(self._dtype), pair.b.to(self._dtype))
+        shrunk = self._scratch.take("shrunk", (len(x_rows), len(a)), self._dtype)
+        torch.mm(x_rows, a.T, out=shrunk)
+        if run.rows is not None:
+            delta = torch.mm(shrunk, b.T).mul_(scale)
+            y.index_add_(0, run.rows, delta.to(y.dtype))
+        elif self._in_place:
+            y[run.first : run.end].addmm_(shrunk, b.T, alpha=scale)
         else:
-            wide = target.to(self._dtype).addmm_(shrunk, pair.b.to(self._dtype).T, alpha=scale)
-            target.copy_(wide)
+            target = y[run.first : run.end]
+            target.copy_(target.to(self._dtype).addmm_(shrunk, b.T, alpha=scale))
 
 
 def _bounded(run: Run) -> list[Run]:
