@@ -206,3 +206,11 @@ def test_plans_follow_the_mapping_and_the_tensors() -> None:
             found = some.y.clone()
             linear(found, some.x, slices, own, 1.0)
             assert error_of(found, expected_output(some)) <= ERRORS_MAX[converted]
+
+
+def test_a_batch_is_cut_once_for_its_tokens_and_once_for_its_sampled_rows() -> None:
+    cutter = Cutter(batch_invariant=False)
+    tokens, sampled = groups_of([0, 0, 1]), groups_of([0, 1])
+    first = cutter(tokens), cutter(sampled)
+    assert cutter(tokens) is first[0]
+    assert cutter(sampled) is first[1]

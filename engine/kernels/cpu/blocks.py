@@ -8,6 +8,7 @@ call. A long group is cut into runs of rows that lie side by side, which are rea
 they are. All short groups make blocks together.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -93,13 +94,17 @@ class Cutter:
 
     def __init__(self, batch_invariant: bool) -> None:
         self.batch_invariant = batch_invariant
-        self._known: tuple[Groups, Cut] | None = None
+        # A batch has two: its tokens', and its sampled rows'.
+        self._known: deque[tuple[Groups, Cut]] = deque(maxlen=2)
 
     def __call__(self, groups: Groups) -> Cut:
         """Runs and blocks of `groups`, which is held and compared by identity: never mistaken."""
-        if self._known is None or self._known[0] is not groups:
-            self._known = (groups, padded(groups) if self.batch_invariant else cut(groups))
-        return self._known[1]
+        for known, found in self._known:
+            if known is groups:
+                return found
+        made = padded(groups) if self.batch_invariant else cut(groups)
+        self._known.append((groups, made))
+        return made
 
     def pieces(self, groups: Groups) -> list[Piece]:
         """The rows of `groups` slot by slot, for operations that take one slot at a time."""
