@@ -16,6 +16,7 @@ from engine.kernels.checks import check_experts
 from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import LoRASlices, Pair, accumulator_dtype
 from engine.kernels.products import Product, matrix_product
+from engine.kernels.threads import threads_for
 
 
 def experts_reference(
@@ -91,6 +92,7 @@ def _add(y: Tensor, x: Tensor, rows: Tensor, parts: Sequence[_Part]) -> None:
     deltas = inputs.new_empty(len(rows), y.shape[1])
     sizes = [part.rows for part in parts]
     pieces = (torch.split(tensor, sizes) for tensor in (inputs, deltas))
-    for (_, a, b), own, delta in zip(parts, *pieces, strict=True):
-        torch.mm(torch.mm(own, a), b, out=delta)
+    with threads_for(max(sizes)):
+        for (_, a, b), own, delta in zip(parts, *pieces, strict=True):
+            torch.mm(torch.mm(own, a), b, out=delta)
     y.index_add_(0, rows, deltas.to(y.dtype))

@@ -17,14 +17,19 @@ from engine.kernels.cpu.layer import LayerBlock, layer_block, wide_dtype
 from engine.kernels.cpu.runs import LongRuns
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.operands import Groups, LoRASlices
+from engine.kernels.threads import threads_for
 
 
 class _LayerPlan(NamedTuple):
-    """What a layer does, and for what that was found; `groups` is compared by identity."""
+    """What a layer does, and for what that was found; `groups` is compared by identity.
+
+    `rows`: of the longest group, which is the most that one product has.
+    """
 
     groups: Groups
     edition: int
     signature: Signature
+    rows: int
     plans: tuple[Plan | LongRuns, ...]
 
 
@@ -51,8 +56,9 @@ class CpuLinear:
         ):
             check_linear(y, x, weights, groups)
             plan = self._plans[weights] = self._plan(y, x, weights, groups)
-        for part in plan.plans:
-            part.run(y, x, scale)
+        with threads_for(plan.rows):
+            for part in plan.plans:
+                part.run(y, x, scale)
 
     def _plan(self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> _LayerPlan:
         plans: list[Plan | LongRuns] = []
@@ -65,7 +71,8 @@ class CpuLinear:
                 strategy, dtype = self._choose(layer, groups)
                 plans.append(strategy(layer, dtype, self._scratch))
         edition = weights.directory.edition.number
-        return _LayerPlan(groups, edition, signature(y, x), tuple(plans))
+        rows = max((span.end - span.start for span in groups.spans), default=0)
+        return _LayerPlan(groups, edition, signature(y, x), rows, tuple(plans))
 
     def _choose(self, layer: LayerBlock, groups: Groups) -> Choice:
         """The cheapest strategy, found once for layers that are alike.
