@@ -35,7 +35,6 @@ from messages.requests import (
     ListAdapters,
     LoadAdapter,
     PoolingDone,
-    Prompt,
     ReleaseAdapter,
     RemoveAdapter,
     Request,
@@ -43,6 +42,7 @@ from messages.requests import (
     ShowStatus,
     StageAdapter,
     StatusShown,
+    TextPrompt,
 )
 
 R = TypeVar("R")
@@ -119,7 +119,7 @@ class Asking(ABC):
 
     def embed(
         self,
-        texts: str | Iterable[Prompt],
+        texts: str | Iterable[TextPrompt],
         adapter: str | None = None,
         *,
         timeout_s: float | None = None,
@@ -134,7 +134,7 @@ class Asking(ABC):
 
     def classify(
         self,
-        texts: str | Iterable[Prompt],
+        texts: str | Iterable[TextPrompt],
         adapter: str | None = None,
         *,
         timeout_s: float | None = None,
@@ -227,7 +227,7 @@ class AsyncAsking(ABC):
 
     async def embed(
         self,
-        texts: str | Iterable[Prompt],
+        texts: str | Iterable[TextPrompt],
         adapter: str | None = None,
         *,
         timeout_s: float | None = None,
@@ -242,7 +242,7 @@ class AsyncAsking(ABC):
 
     async def classify(
         self,
-        texts: str | Iterable[Prompt],
+        texts: str | Iterable[TextPrompt],
         adapter: str | None = None,
         *,
         timeout_s: float | None = None,

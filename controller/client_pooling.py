@@ -17,8 +17,8 @@ from messages.requests import (
     Embed,
     Inputs,
     PoolingDone,
-    Prompt,
     Reply,
+    TextPrompt,
     VectorsStreamed,
 )
 
@@ -46,17 +46,17 @@ class Classification(Struct, frozen=True):
         return tuple(self.labels[place] for place in places)
 
 
-def embed_request(texts: str | Iterable[Prompt], adapter: str | None) -> Embed:
+def embed_request(texts: str | Iterable[TextPrompt], adapter: str | None) -> Embed:
     """A request that the session has not numbered yet."""
     return Embed(NEW, adapter, _inputs(texts))
 
 
-def classify_request(texts: str | Iterable[Prompt], adapter: str | None) -> Classify:
+def classify_request(texts: str | Iterable[TextPrompt], adapter: str | None) -> Classify:
     """A request that the session has not numbered yet."""
     return Classify(NEW, adapter, _inputs(texts))
 
 
-def _inputs(texts: str | Iterable[Prompt]) -> Inputs:
+def _inputs(texts: str | Iterable[TextPrompt]) -> Inputs:
     """The texts as a tuple; one text alone is not taken for its characters."""
     return (texts,) if isinstance(texts, str) else tuple(texts)
 

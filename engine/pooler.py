@@ -34,7 +34,7 @@ from engine.slots import Slots
 from messages.commands import StartPooling
 from messages.ids import AdapterId, OpId, RequestId
 from messages.reports import OperationFailed, PoolingEnded, Report, VectorsComputed
-from messages.requests import Prompt
+from messages.requests import TextPrompt
 
 BATCH_TOKENS_MAX: Final = 8192
 """The most tokens, padding included, in one forward; a longer text is alone in its own."""
@@ -137,7 +137,7 @@ class Pooler:
         inputs = [self._input_tokens(place, prompt) for place, prompt in enumerate(command.inputs)]
         self._waiting.append(Request(command, inputs))
 
-    def _input_tokens(self, place: int, prompt: Prompt) -> list[int]:
+    def _input_tokens(self, place: int, prompt: TextPrompt) -> list[int]:
         try:
             tokens = prompt_tokens(self._model, prompt)
         except RequestRefused as error:

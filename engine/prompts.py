@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from engine.errors import RequestRefused
 from engine.served import ServedModel
-from messages.requests import Prompt
+from messages.requests import IllustratedPrompt, Prompt, TextPrompt
 
 CHARACTERS_PER_TOKEN_MAX: Final = 32
 """A text longer than this many times the context is refused before it is tokenized."""
@@ -20,6 +20,8 @@ def prompt_tokens(model: ServedModel, prompt: Prompt, wanted: int = 0) -> list[i
 
     Raises `RequestRefused`.
     """
+    if isinstance(prompt, IllustratedPrompt):
+        raise RequestRefused("images in the prompt; this engine takes text alone")
     if model.tokenizer is None and isinstance(prompt, str):
         raise RequestRefused("the model's directory has no tokenizer, so prompts are token ids")
     characters_max = model.context_tokens_max * CHARACTERS_PER_TOKEN_MAX
@@ -50,7 +52,7 @@ def _check_length(found: int, wanted: int, allowed: int) -> None:
         raise RequestRefused(f"a prompt of {found} tokens{more}; the context takes {allowed}")
 
 
-def _tokenize(tokenizer: Any, prompt: Prompt) -> list[int]:
+def _tokenize(tokenizer: Any, prompt: TextPrompt) -> list[int]:
     """Token ids of a prompt; an empty one becomes the model's beginning-of-text token."""
     tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
     if tokens:

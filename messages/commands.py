@@ -7,7 +7,7 @@ by exactly one report that names its `op`, and an `op` that was seen before is n
 
 from messages.base import Message, Value
 from messages.ids import AdapterId, AdapterName, Generation, OpId, Path, RequestId, Seq, Slot
-from messages.requests import PoolingTask, Prompt, Sampling
+from messages.requests import PoolingTask, Prompt, Sampling, TextPrompt
 
 
 class _Command(Message, frozen=True):
@@ -102,7 +102,7 @@ class StartPooling(_Command, frozen=True):
     slot: Slot
     generation: Generation
     task: PoolingTask
-    inputs: tuple[Prompt, ...] = ()
+    inputs: tuple[TextPrompt, ...] = ()
 
 
 class StopGeneration(_Command, frozen=True):

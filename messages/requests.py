@@ -5,7 +5,7 @@ what the log keeps; prompts and inputs never get there (see `records.InferenceRe
 One rule: every request carries the client's own `request_id`, and every reply repeats it.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -28,12 +28,34 @@ from messages.ids import (
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Meta(max_length=1_000_000)]
-Prompt = Text | Annotated[tuple[TokenId, ...], Meta(max_length=262_144)]
-Inputs = Annotated[tuple[Prompt, ...], Meta(min_length=1, max_length=2048)]
+TextPrompt = Text | Annotated[tuple[TokenId, ...], Meta(max_length=262_144)]
+Inputs = Annotated[tuple[TextPrompt, ...], Meta(min_length=1, max_length=2048)]
 Vector = Annotated[bytes, Meta(max_length=1 << 22)]
 """Numbers as float32, little endian."""
 FinishReason = Literal["stop", "length", "cancelled"]
 PoolingTask = Literal["embed", "classify"]
+
+IMAGE_BYTES_MAX: Final = 8 << 20
+"""What one image file may have: a photograph as cameras write it."""
+
+IMAGES_MAX: Final = 16
+"""How many images one prompt may have; `wire.ILLUSTRATED_BYTES_MAX` bounds them together."""
+
+Image = Annotated[bytes, Meta(min_length=1, max_length=IMAGE_BYTES_MAX)]
+"""An image file as it lies on a disk (PNG, JPEG, ...); the engine says which formats it reads."""
+
+
+class IllustratedPrompt(Value, frozen=True, array_like=False):
+    """A text and its images: `text` has the model's own placeholder once for each, in their order.
+
+    A map on the wire, so that it is told from token ids, which are an array.
+    """
+
+    text: Text
+    images: Annotated[tuple[Image, ...], Meta(min_length=1, max_length=IMAGES_MAX)]
+
+
+Prompt = TextPrompt | IllustratedPrompt
 
 
 class _Request(Message, frozen=True):

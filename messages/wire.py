@@ -18,11 +18,14 @@ from messages.errors import ErrorCode
 from messages.events import Published
 from messages.ids import Epoch, Seq
 from messages.reports import Report
-from messages.requests import Reply, Request
+from messages.requests import Generate, IllustratedPrompt, Reply, Request
 
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 1 << 20
-"""The largest frame that is read. Prompts are the only long part of a request."""
+"""The largest request that is read, images aside. Prompts are the only other long part of it."""
+
+ILLUSTRATED_BYTES_MAX: Final = 32 << 20
+"""The largest generation that is read, with its images."""
 
 REPLY_BYTES_MAX: Final = 256 << 20
 """What a client or an inventory may have to read: a list of a hundred thousand adapters."""
@@ -71,9 +74,13 @@ class Channel(Generic[T]):
             raise WireError(self._foreign(frame))
         try:
             _, _, _, epoch, seq = _HEADER.unpack_from(frame)
-            return Frame(epoch, seq, self._decode(memoryview(frame)[_HEADER.size :]))
+            return Frame(epoch, seq, self._read(memoryview(frame)[_HEADER.size :]))
         except (msgspec.DecodeError, struct.error, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"not a {self.name}: {error}") from error
+
+    def _read(self, body: memoryview) -> T:
+        message: T = self._decode(body)
+        return message
 
     def _foreign(self, frame: bytes) -> str:
         if frame[:2] != _MAGIC or len(frame) < 4:
@@ -83,9 +90,42 @@ class Channel(Generic[T]):
         return f"a frame of channel {frame[3:4]!r} where a {self.name} was expected"
 
 
-REQUESTS: Final[Channel[Request]] = Channel("request", b"Q", Request, FRAME_BYTES_MAX)
+class _Requests(Channel[Request]):
+    """Requests, of which images alone make one long.
+
+    No other kind is decoded from a long frame: arrays take many times their bytes in memory.
+    """
+
+    def _read(self, body: memoryview) -> Request:
+        size = len(body) + _HEADER.size
+        if size <= FRAME_BYTES_MAX:
+            return super()._read(body)
+        if body[1 : 1 + len(_GENERATE)] == _GENERATE:
+            request = super()._read(body)
+            size -= _image_bytes(request)
+            if size <= FRAME_BYTES_MAX:
+                return request
+        raise WireError(
+            f"request of {size} bytes, images aside; at most {FRAME_BYTES_MAX} are read"
+        )
+
+
+# A generation's tag, which follows the byte that tells how many fields there are.
+_GENERATE: Final = msgspec.msgpack.encode(Generate.__name__)
+
+
+def _image_bytes(request: Request) -> int:
+    match request:
+        case Generate(prompt=IllustratedPrompt(images=images)):
+            return sum(map(len, images))
+    return 0
+
+
+REQUESTS: Final[Channel[Request]] = _Requests("request", b"Q", Request, ILLUSTRATED_BYTES_MAX)
 REPLIES: Final[Channel[Reply]] = Channel("reply", b"A", Reply, REPLY_BYTES_MAX)
-COMMANDS: Final[Channel[Command]] = Channel("command", b"C", Command, 2 * FRAME_BYTES_MAX)
+COMMANDS: Final[Channel[Command]] = Channel(
+    "command", b"C", Command, ILLUSTRATED_BYTES_MAX + FRAME_BYTES_MAX
+)
 REPORTS: Final[Channel[Report]] = Channel("report", b"R", Report, REPLY_BYTES_MAX)
 EVENTS: Final[Channel[tuple[Published, ...]]] = Channel(
     "event batch", b"E", tuple[Published, ...], REPLY_BYTES_MAX

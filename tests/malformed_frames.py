@@ -31,6 +31,15 @@ FRAMES: dict[str, tuple[bytes, ...]] = {
     "an empty frame first": (b"", REQUESTS.encode(rq.ShowStatus("x"))),
     "two megabytes of prompt": (REQUESTS.encode(rq.Generate("x", None, "p" * (2 << 20))),),
     "two megabytes of nothing": (bytes(2 * FRAME_BYTES_MAX),),
+    "two megabytes of an image to embed": (
+        REQUESTS.encode(rq.Embed("x", None, (rq.IllustratedPrompt("i", (bytes(2 << 20),)),))),
+    ),
+    "an image to classify": (
+        REQUESTS.encode(rq.Classify("x", None, (rq.IllustratedPrompt("i", (b"x",)),))),
+    ),
+    "more images than may be": (
+        REQUESTS.encode(rq.Generate("x", None, rq.IllustratedPrompt("i", (b"x",) * 17))),
+    ),
     "an id with a newline": (REQUESTS.encode(rq.ShowStatus("a\nb")),),
     "an id that is too long": (REQUESTS.encode(rq.ShowStatus("x" * 65)),),
     "an endless timeout": (REQUESTS.encode(rq.StageAdapter("x", "caesar", "", 2**40)),),

@@ -175,6 +175,17 @@ EXAMPLES: dict[type, Any] = {
     )
 }
 
+_ILLUSTRATED = requests.IllustratedPrompt("<image> Grüße <image>", (b"\x89PNG\r\n", b"\xff\xd8"))
+VARIANTS: dict[str, Any] = {
+    "request/Generate with images": requests.Generate(
+        "r-18", "tenant-17", _ILLUSTRATED, _SAMPLING, 60_000
+    ),
+    "command/StartGeneration with images": commands.StartGeneration(
+        12, "r-18", 5, 3, 9, _ILLUSTRATED, _SAMPLING
+    ),
+}
+"""Messages that have another form beside the one of `EXAMPLES`."""
+
 _NAME_LETTERS = "ABCXYZabcxyz0189._-"
 
 
@@ -234,7 +245,7 @@ _STRATEGIES: dict[type, Any] = {
     msgspec.inspect.FloatType: _floats,
     msgspec.inspect.VarTupleType: _tuples,
     msgspec.inspect.StructType: _structs,
-    msgspec.inspect.BytesType: lambda info: st.binary(max_size=30),
+    msgspec.inspect.BytesType: lambda info: st.binary(min_size=info.min_length or 0, max_size=30),
     msgspec.inspect.BoolType: lambda info: st.booleans(),
     msgspec.inspect.NoneType: lambda info: st.none(),
     msgspec.inspect.LiteralType: lambda info: st.sampled_from(info.values),

@@ -194,9 +194,9 @@ def test_garbage_is_answered_or_passed_over(stack: Stack, unharmed: Any) -> None
     assert all(is_refused(reply, ErrorCode.MALFORMED) for reply in replies)
 
 
-def test_twenty_megabytes_cost_their_sender_the_line(stack: Stack, unharmed: Any) -> None:
+def test_fifty_megabytes_cost_their_sender_the_line(stack: Stack, unharmed: Any) -> None:
     with RawClient(stack.directory) as stranger:
-        stranger.send(bytes(20 << 20))
+        stranger.send(bytes(50 << 20))
         assert stack.client.status().seq
     with RawClient(stack.directory) as again:
         assert again.status().seq

@@ -30,9 +30,32 @@ from messages.errors import ErrorCode
 from messages.events import Event, Published
 from messages.records import Header, Input, Record
 from messages.reports import Report
-from messages.requests import ActivateAdapter, Generate, ListAdapters, LoadAdapter, Reply, Request
-from messages.wire import COMMANDS, EVENTS, PROTOCOL_VERSION, REPLIES, REPORTS, REQUESTS, WireError
-from tests.message_examples import EXAMPLES, example_of, members, strategy
+from messages.requests import (
+    IMAGE_BYTES_MAX,
+    IMAGES_MAX,
+    ActivateAdapter,
+    ActivateBatch,
+    Classify,
+    Embed,
+    Generate,
+    IllustratedPrompt,
+    ListAdapters,
+    LoadAdapter,
+    Reply,
+    Request,
+)
+from messages.wire import (
+    COMMANDS,
+    EVENTS,
+    FRAME_BYTES_MAX,
+    ILLUSTRATED_BYTES_MAX,
+    PROTOCOL_VERSION,
+    REPLIES,
+    REPORTS,
+    REQUESTS,
+    WireError,
+)
+from tests.message_examples import EXAMPLES, VARIANTS, example_of, members, strategy
 
 GOLDEN = Path(__file__).parent / "golden" / "messages.json"
 EPOCH, SEQ, TIME_NS = 3, 2**40 + 7, 1_700_000_000_000_000_001
@@ -68,6 +91,9 @@ CASES: dict[str, Golden] = {
     if member in EXAMPLES
 }
 CASES |= {
+    name: on_channel(CHANNELS[name.split("/")[0]], message) for name, message in VARIANTS.items()
+}
+CASES |= {
     f"record/{member.__name__}": in_log(Record(TIME_NS, EXAMPLES[member], b"\x00client", "d1"))
     for member in members(Input)
     if member in EXAMPLES
@@ -80,7 +106,7 @@ def golden_entries() -> dict[str, list[str]]:
 
 
 def begins_with(longer: Any, shorter: Any) -> bool:
-    """Every array of `shorter` is the beginning of its counterpart in `longer`."""
+    """Every array of `shorter` is the beginning of its counterpart in `longer`; maps are equal."""
     if isinstance(longer, list) and isinstance(shorter, list):
         return len(longer) >= len(shorter) and all(map(begins_with, longer, shorter))
     return bool(longer == shorter)
@@ -190,34 +216,75 @@ def test_more_elements_than_fields_are_refused() -> None:
             refused(channel, frame[:HEAD_BYTES] + msgspec.msgpack.encode([*elements, 0]))
 
 
-@pytest.mark.parametrize("channel", [REQUESTS, COMMANDS], ids=lambda c: c.name)
-def test_a_frame_beyond_its_bound_is_not_read(channel: Any) -> None:
-    size = 2_000_000 if channel is REQUESTS else 2_500_000
-    assert f"{HEAD_BYTES + size} bytes" in str(refused(channel, head(channel) + bytes(size)))
+@pytest.mark.parametrize(("channel", "bytes_max"), [(REQUESTS, 1 << 20), (COMMANDS, 33 << 20)])
+def test_a_frame_beyond_its_bound_is_not_read(channel: Any, bytes_max: int) -> None:
+    frame = head(channel) + bytes(bytes_max - HEAD_BYTES + 1)
+    assert f"of {bytes_max + 1} bytes" in str(refused(channel, frame))
+    assert "at most" not in str(refused(channel, frame[:-1]))
+
+
+def illustrated(text: str, *sizes: int) -> bytes:
+    """A request's frame, with images of so many bytes each."""
+    prompt = IllustratedPrompt(text, tuple(map(bytes, sizes)))
+    return REQUESTS.encode(Generate("r", None, prompt))
+
+
+def test_images_alone_make_a_request_long() -> None:
+    largest = illustrated("t", *[IMAGE_BYTES_MAX] * 3, IMAGE_BYTES_MAX - 200)
+    assert FRAME_BYTES_MAX < ILLUSTRATED_BYTES_MAX - 200 < len(largest) <= ILLUSTRATED_BYTES_MAX
+    assert REQUESTS.encode(REQUESTS.decode(largest).message) == largest
+    assert "at most" in str(refused(REQUESTS, illustrated("t", *[IMAGE_BYTES_MAX] * 4)))
+    refused(REQUESTS, illustrated("t", IMAGE_BYTES_MAX + 1))
+    refused(REQUESTS, illustrated("t", *[1] * (IMAGES_MAX + 1)))
+    refused(REQUESTS, illustrated("t"))
+    refused(REQUESTS, illustrated("t", 0))
+    # The rest of it is bounded as if there were none.
+    wide = "𝄞" * (FRAME_BYTES_MAX // 4 - 50)
+    assert REQUESTS.decode(illustrated(wide, 2 << 20)).message
+    assert "images aside" in str(refused(REQUESTS, illustrated(wide + "𝄞" * 50, 2 << 20)))
+
+
+@pytest.mark.parametrize("kind", [Embed, Classify, ActivateBatch])
+def test_no_other_request_is_decoded_from_a_long_frame(kind: Any) -> None:
+    images = {"text": "t", "images": [bytes(2 << 20)]}
+    for field in (["x" * 900_000, "x" * 900_000], [images]):
+        frame = head(REQUESTS) + msgspec.msgpack.encode([kind.__name__, "r", None, field])
+        assert "images aside" in str(refused(REQUESTS, frame))
+
+
+@pytest.mark.parametrize("kind", [Embed, Classify])
+def test_only_generation_takes_images(kind: Any) -> None:
+    fields = [kind.__name__, "r", None, [{"text": "t", "images": [b"x"]}]]
+    error = refused(REQUESTS, head(REQUESTS) + msgspec.msgpack.encode(fields))
+    assert "got `object`" in str(error)
 
 
 Place = tuple[int, ...]
 
 
+def parts_of(value: Any) -> list[Any]:
+    """The elements of an array; the keys and values of a map, in turns."""
+    if isinstance(value, dict):
+        return [part for item in value.items() for part in item]
+    return value if isinstance(value, list) else []
+
+
 def places(value: Any, above: Place = ()) -> list[Place]:
-    """Every array position in a message's body, the tags' and the nested ones' included."""
-    if not isinstance(value, list):
-        return [above]
-    below = [place for i, element in enumerate(value) for place in places(element, (*above, i))]
-    return [above, *below]
+    """Every position in a message's body, the tags' and the nested ones' included."""
+    parts = enumerate(parts_of(value))
+    return [above, *(place for i, part in parts for place in places(part, (*above, i)))]
 
 
 def with_value(value: Any, place: Place, hostile: bytes) -> bytes:
-    """The body, with the element at `place` replaced by raw bytes."""
+    """The body, with the part at `place` replaced by raw bytes."""
     if not place:
         return hostile
     parts = [
-        with_value(element, place[1:], hostile)
-        if i == place[0]
-        else msgspec.msgpack.encode(element)
-        for i, element in enumerate(value)
+        with_value(part, place[1:], hostile) if i == place[0] else msgspec.msgpack.encode(part)
+        for i, part in enumerate(parts_of(value))
     ]
-    return b"\xdc" + len(parts).to_bytes(2, "big") + b"".join(parts)
+    head, size = (b"\xde", len(value)) if isinstance(value, dict) else (b"\xdc", len(parts))
+    return head + size.to_bytes(2, "big") + b"".join(parts)
 
 
 HOSTILE_VALUES = {

@@ -15,13 +15,13 @@ from typing import Final
 
 import zmq
 
-from messages.wire import FRAME_BYTES_MAX, REPORTS
+from messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
 
 FRAMES_PER_TURN: Final = 512
 """The most frames taken from one socket before their group is written: bounds a turn's latency."""
 
 # The socket drops a peer that sends more in one frame; below it a too long frame is answered.
-_REQUEST_BYTES_HARD_MAX: Final = 8 * FRAME_BYTES_MAX
+_REQUEST_BYTES_HARD_MAX: Final = REQUESTS.bytes_max + 8 * FRAME_BYTES_MAX
 _PATH_BYTES_MAX: Final = 107
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 _NO_WAIT_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -58,7 +58,7 @@ class Transport:
         self._poller = zmq.Poller()
         requests = self._open(zmq.ROUTER, _REQUEST_BYTES_HARD_MAX, _REQUESTS_QUEUED_MAX)
         engine = self._open(zmq.ROUTER, REPORTS.bytes_max, _QUEUE_FRAMES_MAX)
-        events = self._open(zmq.PUB, _REQUEST_BYTES_HARD_MAX, _QUEUE_FRAMES_MAX)
+        events = self._open(zmq.PUB, FRAME_BYTES_MAX, _QUEUE_FRAMES_MAX)
         self._requests = self._bind(requests, endpoint(directory, "requests.sock"))
         self._engine = self._bind(engine, endpoint(directory, "engine.sock"))
         self._events = self._bind(events, endpoint(directory, "events.sock"))
