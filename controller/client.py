@@ -35,6 +35,7 @@ from controller.client_errors import (
     PathNotAllowed,
     UnknownAdapter,
 )
+from controller.client_images import ImageSource
 from controller.client_pooling import Classification, Embedding
 from controller.client_streams import Gap
 
@@ -55,6 +56,7 @@ __all__ = [
     "EventStream",
     "Gap",
     "Generation",
+    "ImageSource",
     "LogUnavailable",
     "LoradockError",
     "Malformed",

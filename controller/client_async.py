@@ -9,7 +9,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import Self, TypeVar, Unpack
 
@@ -18,6 +18,7 @@ import zmq.asyncio
 
 from controller.client_asking import AsyncAsking
 from controller.client_calls import TIMING, Call, GenerationCall, Timing
+from controller.client_images import ImageSource, with_images
 from controller.client_pooling import PoolingCall
 from controller.client_session import (
     GENERATION_TIMEOUT_S,
@@ -38,6 +39,7 @@ from messages.requests import (
     GenerationDone,
     Prompt,
     Request,
+    TextPrompt,
     TokensStreamed,
 )
 
@@ -92,20 +94,28 @@ class AsyncClient(AsyncAsking):
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: TextPrompt,
         adapter: str | None = None,
         *,
+        images: ImageSource | Iterable[ImageSource] = (),
         timeout_s: float | None = None,
         attempts: int = 1,
         **sampling: Unpack[SamplingOptions],
     ) -> "AsyncGeneration":
         """Continue a prompt (text or token ids) with an adapter, or the base model for None.
 
+        `images` are image files, as bytes or as paths on this machine; the text has the model's own
+        placeholder once for each, in their order. Raises `Malformed` where a request can't carry
+        them.
+
         `sampling` is `max_tokens`, `temperature`, `top_k`, `top_p`, `seed` and `stop`. With
         `attempts` over 1 a retryable failure begins a new generation under a new id, as long as
         no token was handed out; reading with `text()` hands out nothing before the end.
         """
-        request = generate_request(prompt, adapter, sampling)
+        whole: Prompt = prompt
+        if images:
+            whole = await asyncio.to_thread(with_images, prompt, images)
+        request = generate_request(whole, adapter, sampling)
         call = self._session.begin_generation(request, time.monotonic(), timeout_s, attempts)
         self._wake()
         return AsyncGeneration(self, call)

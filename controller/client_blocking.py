@@ -8,13 +8,14 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Self, TypeVar, Unpack
 
 import zmq
 
 from controller.client_asking import Asking
 from controller.client_calls import TIMING, Call, GenerationCall, Timing
+from controller.client_images import ImageSource, with_images
 from controller.client_pooling import PoolingCall
 from controller.client_session import (
     GENERATION_TIMEOUT_S,
@@ -33,8 +34,8 @@ from messages.requests import (
     Embed,
     EventsFetched,
     GenerationDone,
-    Prompt,
     Request,
+    TextPrompt,
     TokensStreamed,
 )
 
@@ -79,20 +80,25 @@ class Client(Asking):
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: TextPrompt,
         adapter: str | None = None,
         *,
+        images: ImageSource | Iterable[ImageSource] = (),
         timeout_s: float | None = None,
         attempts: int = 1,
         **sampling: Unpack[SamplingOptions],
     ) -> "Generation":
         """Continue a prompt (text or token ids) with an adapter, or the base model for None.
 
+        `images` are image files, as bytes or as paths on this machine; the text has the model's own
+        placeholder once for each, in their order. Raises `Malformed` where a request can't carry
+        them.
+
         `sampling` is `max_tokens`, `temperature`, `top_k`, `top_p`, `seed` and `stop`. With
         `attempts` over 1 a retryable failure begins a new generation under a new id, as long as
         no token was handed out; reading with `text()` hands out nothing before the end.
         """
-        request = generate_request(prompt, adapter, sampling)
+        request = generate_request(with_images(prompt, images), adapter, sampling)
         call = self._session.begin_generation(request, time.monotonic(), timeout_s, attempts)
         self._exchange()
         return Generation(self, call)

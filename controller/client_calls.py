@@ -28,6 +28,7 @@ from messages.requests import (
     Request,
     TokensStreamed,
 )
+from messages.wire import FRAME_BYTES_MAX
 
 NEW: Final = ""
 """The request id of a request that the session has not numbered yet."""
@@ -40,9 +41,11 @@ class Timing(Struct, frozen=True):
     """When to send again and how long to wait, in seconds.
 
     A frame without an answer goes out again after `retry_s_min`, then after twice that, up to
-    `retry_s_max`. A call ends `slack_s` after the time that the controller was given, so that the
-    controller's own words on a timeout can still arrive. Output that a generation's account counts
-    and that does not come for `lost_tokens_s` is lost: longer than a controller takes to be back.
+    `retry_s_max`; a longer frame than most requests may have, as many times later as it is longer,
+    so that images are not sent in a stream. A call ends `slack_s` after the time that the
+    controller was given, so that the controller's own words on a timeout can still arrive. Output
+    that a generation's account counts and that does not come for `lost_tokens_s` is lost: longer
+    than a controller takes to be back.
     """
 
     retry_s_min: float = 0.5
@@ -88,6 +91,11 @@ class Call:
         """When the call next wants to be looked at."""
         return min(self.send_at, self.deadline)
 
+    @property
+    def patience(self) -> float:
+        """How many times longer than others the call waits before its frame goes out again."""
+        return max(1.0, len(self.frame) / FRAME_BYTES_MAX)
+
     def start(self, at: float, slack_s: float) -> None:
         """Begin the call's time: the first sending is due at `at`."""
         self.send_at = at
@@ -122,7 +130,7 @@ class Call:
             silent = EngineGone(f"no answer within {self.timeout_s:g} s", self.request_id)
             self.settle(self.put_off or silent)
             return None
-        self.send_at = now + self.interval
+        self.send_at = now + self.interval * self.patience
         self.interval = min(2 * self.interval, self.timing.retry_s_max)
         self.sent = True
         return self.frame
@@ -271,7 +279,7 @@ class GenerationCall(AccountedCall[GenerationDone]):
             self._longest_pause_s = max(self._longest_pause_s, now - self._last_tokens_at)
         self._last_tokens_at = now
         pause_s = max(self.timing.retry_s_min, PAUSES_WAITED * self._longest_pause_s)
-        self.send_at = now + min(pause_s, self.timing.retry_s_max)
+        self.send_at = now + min(pause_s, self.timing.retry_s_max) * self.patience
 
     def _lost(self, account: GenerationDone) -> str:
         return (

@@ -39,7 +39,10 @@ IMAGE_BYTES_MAX: Final = 8 << 20
 """What one image file may have: a photograph as cameras write it."""
 
 IMAGES_MAX: Final = 16
-"""How many images one prompt may have; `wire.ILLUSTRATED_BYTES_MAX` bounds them together."""
+"""How many images one prompt may have."""
+
+IMAGES_BYTES_MAX: Final = 32 << 20
+"""What the images of one prompt may have together."""
 
 Image = Annotated[bytes, Meta(min_length=1, max_length=IMAGE_BYTES_MAX)]
 """An image file as it lies on a disk (PNG, JPEG, ...); the engine says which formats it reads."""

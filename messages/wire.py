@@ -18,13 +18,13 @@ from messages.errors import ErrorCode
 from messages.events import Published
 from messages.ids import Epoch, Seq
 from messages.reports import Report
-from messages.requests import Generate, IllustratedPrompt, Reply, Request
+from messages.requests import IMAGES_BYTES_MAX, Generate, IllustratedPrompt, Reply, Request
 
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 1 << 20
 """The largest request that is read, images aside. Prompts are the only other long part of it."""
 
-ILLUSTRATED_BYTES_MAX: Final = 32 << 20
+ILLUSTRATED_BYTES_MAX: Final = IMAGES_BYTES_MAX + FRAME_BYTES_MAX
 """The largest generation that is read, with its images."""
 
 REPLY_BYTES_MAX: Final = 256 << 20
@@ -90,6 +90,10 @@ class Channel(Generic[T]):
         return f"a frame of channel {frame[3:4]!r} where a {self.name} was expected"
 
 
+# A generation's tag, which follows the byte that tells how many fields there are.
+_GENERATE: Final = msgspec.msgpack.encode(Generate.__name__)
+
+
 class _Requests(Channel[Request]):
     """Requests, of which images alone make one long.
 
@@ -97,21 +101,19 @@ class _Requests(Channel[Request]):
     """
 
     def _read(self, body: memoryview) -> Request:
-        size = len(body) + _HEADER.size
+        size = _HEADER.size + len(body)
         if size <= FRAME_BYTES_MAX:
             return super()._read(body)
+        images = 0
         if body[1 : 1 + len(_GENERATE)] == _GENERATE:
             request = super()._read(body)
-            size -= _image_bytes(request)
-            if size <= FRAME_BYTES_MAX:
+            images = _image_bytes(request)
+            if size - images <= FRAME_BYTES_MAX and images <= IMAGES_BYTES_MAX:
                 return request
         raise WireError(
-            f"request of {size} bytes, images aside; at most {FRAME_BYTES_MAX} are read"
+            f"request of {size - images} bytes and {images} bytes of images; at most "
+            f"{FRAME_BYTES_MAX} and {IMAGES_BYTES_MAX} are read"
         )
-
-
-# A generation's tag, which follows the byte that tells how many fields there are.
-_GENERATE: Final = msgspec.msgpack.encode(Generate.__name__)
 
 
 def _image_bytes(request: Request) -> int:

@@ -115,13 +115,38 @@ def test_prompts_take_bounded_memory(counter: Counter, monkeypatch: pytest.Monke
     assert counter.start("r-3").prompt == "hello"
 
 
-def test_the_prompt_of_a_request_that_was_taken_up_always_has_room(
+def test_prompts_of_requests_that_were_taken_up_have_as_much_room_again(
     counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counter.controller.handle(records.GenerationRequested("r", None, 0), 1)
-    monkeypatch.setattr(desk_module, "PROMPT_BYTES_MAX", 0)
-    assert counter.receive(generate("r")) is not None
-    assert counter.start("r").prompt == "hello"
+    frame_bytes = len(REQUESTS.encode(generate("r-1")))
+    monkeypatch.setattr(desk_module, "PROMPT_BYTES_MAX", frame_bytes)
+    for request_id in ("r-1", "r-2", "r-3"):
+        counter.controller.handle(records.GenerationRequested(request_id, None, 0), 1)
+    assert counter.receive(generate("new")) is not None
+    assert counter.receive(generate("r-1")) is not None
+    assert counter.start("r-1").prompt == "hello"
+    # One more is as if its prompt were lost; nobody is told that it ended before it does.
+    assert counter.receive(generate("r-2")) is not None
+    assert counter.start("r-2") is None
+    assert counter.take_sent() == []
+    # Nor does a longer one displace the prompt that was kept.
+    assert counter.receive(generate("new", "longer than before" * 10)) is not None
+    assert counter.start("new").prompt == "hello"
+    counter.desk.answer(rq.GenerationDone("r-1", None, "stop", 1, 1))
+    assert counter.receive(generate("r-3")) is not None
+    assert counter.start("r-3").prompt == "hello"
+
+
+def test_images_go_to_the_engine_and_count_as_prompts(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(desk_module, "PROMPT_BYTES_MAX", 5 << 20)
+    prompt = rq.IllustratedPrompt("<image>", (bytes(2 << 20), b"x"))
+    asked = counter.receive(generate("r-1", prompt))
+    assert asked == records.GenerationRequested("r-1", None, 700)
+    assert counter.receive(generate("r-2", prompt)) is not None
+    assert counter.receive(generate("r-3", prompt)) is None
+    assert counter.start("r-1").prompt == counter.start("r-2").prompt == prompt
 
 
 def test_an_answer_goes_where_the_request_came_from_last(counter: Counter) -> None:

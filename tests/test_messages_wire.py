@@ -32,6 +32,7 @@ from messages.records import Header, Input, Record
 from messages.reports import Report
 from messages.requests import (
     IMAGE_BYTES_MAX,
+    IMAGES_BYTES_MAX,
     IMAGES_MAX,
     ActivateAdapter,
     ActivateBatch,
@@ -216,10 +217,12 @@ def test_more_elements_than_fields_are_refused() -> None:
             refused(channel, frame[:HEAD_BYTES] + msgspec.msgpack.encode([*elements, 0]))
 
 
-@pytest.mark.parametrize(("channel", "bytes_max"), [(REQUESTS, 1 << 20), (COMMANDS, 33 << 20)])
+@pytest.mark.parametrize(("channel", "bytes_max"), [(REQUESTS, 1 << 20), (COMMANDS, 34 << 20)])
 def test_a_frame_beyond_its_bound_is_not_read(channel: Any, bytes_max: int) -> None:
     frame = head(channel) + bytes(bytes_max - HEAD_BYTES + 1)
-    assert f"of {bytes_max + 1} bytes" in str(refused(channel, frame))
+    error = str(refused(channel, frame))
+    assert f"of {bytes_max + 1} bytes" in error
+    assert f"at most {bytes_max}" in error
     assert "at most" not in str(refused(channel, frame[:-1]))
 
 
@@ -230,18 +233,22 @@ def illustrated(text: str, *sizes: int) -> bytes:
 
 
 def test_images_alone_make_a_request_long() -> None:
-    largest = illustrated("t", *[IMAGE_BYTES_MAX] * 3, IMAGE_BYTES_MAX - 200)
-    assert FRAME_BYTES_MAX < ILLUSTRATED_BYTES_MAX - 200 < len(largest) <= ILLUSTRATED_BYTES_MAX
-    assert REQUESTS.encode(REQUESTS.decode(largest).message) == largest
-    assert "at most" in str(refused(REQUESTS, illustrated("t", *[IMAGE_BYTES_MAX] * 4)))
-    refused(REQUESTS, illustrated("t", IMAGE_BYTES_MAX + 1))
-    refused(REQUESTS, illustrated("t", *[1] * (IMAGES_MAX + 1)))
-    refused(REQUESTS, illustrated("t"))
-    refused(REQUESTS, illustrated("t", 0))
-    # The rest of it is bounded as if there were none.
+    whole = [IMAGE_BYTES_MAX] * (IMAGES_BYTES_MAX // IMAGE_BYTES_MAX)
     wide = "𝄞" * (FRAME_BYTES_MAX // 4 - 50)
-    assert REQUESTS.decode(illustrated(wide, 2 << 20)).message
-    assert "images aside" in str(refused(REQUESTS, illustrated(wide + "𝄞" * 50, 2 << 20)))
+    largest = illustrated(wide, *whole)
+    assert ILLUSTRATED_BYTES_MAX - 200 < len(largest) <= ILLUSTRATED_BYTES_MAX
+    assert REQUESTS.encode(REQUESTS.decode(largest).message) == largest
+    assert f"and {IMAGES_BYTES_MAX + 1} bytes" in str(refused(REQUESTS, illustrated("", *whole, 1)))
+    assert "at most" in str(refused(REQUESTS, illustrated("", *whole, IMAGE_BYTES_MAX)))
+    # The rest of it is bounded as if there were none.
+    assert "bytes of images" in str(refused(REQUESTS, illustrated(wide + "𝄞" * 50, 2 << 20)))
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (1, 0), (IMAGE_BYTES_MAX + 1,), (1,) * 17])
+def test_images_are_bounded_in_number_and_size(sizes: tuple[int, ...]) -> None:
+    assert IMAGES_MAX == 16
+    error = str(refused(REQUESTS, illustrated("t", *sizes)))
+    assert "$[3].images" in error
 
 
 @pytest.mark.parametrize("kind", [Embed, Classify, ActivateBatch])
@@ -249,7 +256,7 @@ def test_no_other_request_is_decoded_from_a_long_frame(kind: Any) -> None:
     images = {"text": "t", "images": [bytes(2 << 20)]}
     for field in (["x" * 900_000, "x" * 900_000], [images]):
         frame = head(REQUESTS) + msgspec.msgpack.encode([kind.__name__, "r", None, field])
-        assert "images aside" in str(refused(REQUESTS, frame))
+        assert "and 0 bytes of images" in str(refused(REQUESTS, frame))
 
 
 @pytest.mark.parametrize("kind", [Embed, Classify])

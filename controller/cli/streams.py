@@ -9,6 +9,7 @@ client does. One rule: what came is printed at once.
 
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,7 +34,13 @@ app = typer.Typer()
 @app.command(rich_help_panel="Using")
 def generate(  # noqa: PLR0913, PLR0917 - one parameter an option
     ctx: typer.Context,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            help="The text to continue; - reads it from stdin. With images it has the placeholder "
+            "of the model, as its processor writes it, once for each."
+        ),
+    ],
     adapter: Annotated[
         str | None,
         typer.Option(
@@ -41,6 +48,15 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter an option
             "-a",
             help="Generate with this adapter; without, with the base model.",
             autocompletion=complete_adapter,
+        ),
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            metavar="FILE",
+            help="An image, in the order of the placeholders; repeatable.",
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 128,
@@ -55,7 +71,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter an option
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, and print the text as it comes."""
+    """Continue a prompt, with or without images, and print the text as it comes."""
     sampling: SamplingOptions = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -68,7 +84,9 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter an option
     output = output_of(ctx, as_json)
     with (
         open_client(ctx) as client,
-        client.generate(text, adapter, timeout_s=timeout, attempts=attempts, **sampling) as running,
+        client.generate(
+            text, adapter, images=image or (), timeout_s=timeout, attempts=attempts, **sampling
+        ) as running,
     ):
         _print_generation(output, running)
 

@@ -25,7 +25,10 @@ from messages.wire import REPLIES, REQUESTS, WireError
 
 ROUTES_PER_REQUEST: Final = 4
 PROMPT_BYTES_MAX: Final = 1 << 30
-"""What prompts of requests that are not answered yet may take together."""
+"""What prompts of requests that are not answered yet may take together.
+
+Those of requests that were taken up before, by an earlier life, may take as much again.
+"""
 
 Send = Callable[[bytes, bytes], None]
 Asked = tuple[LifecycleRequest | InferenceRequested, bytes]
@@ -75,9 +78,11 @@ class Desk:
         world = self._controller.world
         if request_id in world.answers:
             return True
-        known = request_id in self._prompts or request_id in world.waiting
-        if not known and self._prompt_bytes + len(data) > PROMPT_BYTES_MAX:
-            return False
+        before = self._prompts.get(request_id, b"")
+        known = bool(before) or request_id in world.waiting
+        if self._prompt_bytes - len(before) + len(data) > PROMPT_BYTES_MAX * (1 + known):
+            # What was taken up goes on with the prompt that was kept, or ends as if it were lost.
+            return known
         # The latest sending counts: after a restart it is the only one that is left.
         self._forget_prompt(request_id)
         self._prompts[request_id] = data

@@ -26,8 +26,9 @@ _PATH_BYTES_MAX: Final = 107
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 _NO_WAIT_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 # Frames kept for one peer. Beyond it a client that sends on waits, and one that does not read
-# loses answers and events, which it can ask for again.
-_REQUESTS_QUEUED_MAX: Final = 1024
+# loses answers and events, which it can ask for again. Requests can be long, so that few of them
+# are queued: a client that sends nothing but the longest has a little over 1 GiB here.
+_REQUESTS_QUEUED_MAX: Final = 32
 _QUEUE_FRAMES_MAX: Final = 16_384
 
 

@@ -1,0 +1,64 @@
+"""Images as a client gives them.
+
+What it is: files and bytes made part of a prompt. What it is not: a reader of images; the engine
+decodes them and says what it takes. One rule: what no request can carry is refused here, before
+more of it is read than a request may have.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import Final
+
+from controller.client_errors import Malformed
+from messages.requests import (
+    IMAGE_BYTES_MAX,
+    IMAGES_BYTES_MAX,
+    IMAGES_MAX,
+    IllustratedPrompt,
+    Image,
+    Prompt,
+    TextPrompt,
+)
+
+ImageSource = bytes | str | os.PathLike[str]
+"""An image file's bytes, or its path on this machine."""
+
+_SOURCES: Final = (bytes, str, os.PathLike)
+
+
+def with_images(prompt: TextPrompt, images: ImageSource | Iterable[ImageSource]) -> Prompt:
+    """The prompt with its images, if there are any.
+
+    Raises `Malformed` for what no request can carry, and `OSError` for a file that can't be read.
+    """
+    sources = (images,) if isinstance(images, _SOURCES) else tuple(images)
+    if not sources:
+        return prompt
+    if not isinstance(prompt, str):
+        raise Malformed("images need a text, which says where each belongs; not token ids")
+    if len(sources) > IMAGES_MAX:
+        raise Malformed(f"{len(sources)} images; a prompt may have {IMAGES_MAX}")
+    read, size = [], 0
+    for number, source in enumerate(sources, 1):
+        read.append(_image(f"image {number}", source))
+        size += len(read[-1])
+        if size > IMAGES_BYTES_MAX:
+            raise Malformed(
+                f"the first {number} images have {size} bytes together; those of a prompt may "
+                f"have {IMAGES_BYTES_MAX}"
+            )
+    return IllustratedPrompt(prompt, tuple(read))
+
+
+def _image(name: str, source: ImageSource) -> Image:
+    if not isinstance(source, _SOURCES):
+        raise Malformed(f"{name} is a {type(source).__name__}; bytes or a path are taken")
+    if not isinstance(source, bytes):
+        name = f"{name}, {os.fspath(source)!r},"
+        with open(source, "rb") as file:
+            source = file.read(IMAGE_BYTES_MAX + 1)
+    if not source:
+        raise Malformed(f"{name} is empty")
+    if len(source) > IMAGE_BYTES_MAX:
+        raise Malformed(f"{name} is longer than the {IMAGE_BYTES_MAX} bytes that one may have")
+    return source
