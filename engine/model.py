@@ -21,7 +21,7 @@ from engine.errors import ModelRefused
 from engine.kv_cache import RowCache, left_padding_mask
 from engine.parallel import SINGLE, ParallelGroup
 from engine.pooled_model import PooledModel
-from engine.pooling_options import pooling_options
+from engine.pooling_options import NOTHING_SAID, pooling_options
 from engine.preparation import CLASSIFIERS
 from engine.probe import generation_trial
 from engine.served import ServedModel, Tokenizer
@@ -102,6 +102,7 @@ def load_model(
     try:
         found = AutoConfig.from_pretrained(directory, **_LOCAL)
         task = task_of(directory, found, config.task)
+        options = NOTHING_SAID if task == "generate" else pooling_options(config)
         model = loader_of(task, found).from_pretrained(
             directory, use_safetensors=True, dtype="auto", **_LOCAL
         )
@@ -116,8 +117,6 @@ def load_model(
         # One rank has nobody to share with; the other classes would take the longer way.
         lora_config = replace(lora_config, fully_sharded_loras=False)
     else:
-        if task != "generate":
-            raise ModelRefused(f"{directory} is to {task}; that is served by one process alone")
         if config.expert_parallel and lora_config.fully_sharded_loras:
             raise ModelRefused(
                 "expert_parallel and fully_sharded_loras are both on; whole experts leave nothing "
@@ -125,12 +124,14 @@ def load_model(
             )
         group.wait_for_all()
         shard_model(model, group, config.torch_device, config.expert_parallel)
+    prepared: PreparedModel | PooledModel
     if task == "generate":
         prepared = PreparedModel(model, lora_config, tokenizer, config.context_tokens_max)
-        prepared.group = group
-        return prepared
-    options = pooling_options(config)
-    return PooledModel(model, lora_config, tokenizer, config.context_tokens_max, task, options)
+    else:
+        tokens_max = config.context_tokens_max
+        prepared = PooledModel(model, lora_config, tokenizer, tokens_max, task, options)
+    prepared.group = group
+    return prepared
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:

@@ -64,9 +64,9 @@ class Request:
         places = range(len(self.inputs))
         self.left = sorted(places, key=lambda place: len(self.inputs[place]), reverse=True)
 
-    def take(self, row: Tensor) -> None:
+    def take(self, row: Tensor, is_sound: bool) -> None:
         """The result of the last place that is left; row: [width] float32."""
-        self.is_sound = self.is_sound and bool(row.isfinite().all())
+        self.is_sound = self.is_sound and is_sound
         self.vectors[self.left.pop()] = packed(row)
 
     def report(self, labels: tuple[str, ...]) -> VectorsComputed:
@@ -193,14 +193,20 @@ class Pooler:
         self._punica.update_metadata(mapping, self._slots.residents)
         ops = {request.command.op for request, _ in batch}
         concerned = [request for request in self._waiting if request.command.op in ops]
+        group = self._model.group
         try:
             results = self._model.results(self._model.forward(prompts)).cpu()
         except torch.OutOfMemoryError as error:
+            if not group.is_single:
+                # The other ranks are within the forward still, and can't be called back.
+                raise
             for request in concerned:
                 self._fail(request, DeviceOutOfMemory(f"a batch of {len(batch)} inputs: {error}"))
             return
-        for (request, _), row in zip(batch, results, strict=True):
-            request.take(row)
+        # Vectors are rank 0's; so is the word on them, for requests end alike on all ranks.
+        sound = group.broadcast_numbers(results.isfinite().all(-1).tolist())
+        for (request, _), row, is_sound in zip(batch, results, sound, strict=True):
+            request.take(row, bool(is_sound))
         for request in concerned:
             if not request.is_sound:
                 unsound = "the model's output is not finite; is the adapter sound?"

@@ -8,6 +8,7 @@ whole one did; every other model is refused, with the reason.
 
 import re
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Final
 
 import torch
@@ -45,8 +46,9 @@ def shard_model(
     Raises `ModelRefused`, on every rank, for a model without a plan, a plan with entries that we
     don't know, layers that can't be shared evenly, and a plan that changes what the model answers.
     """
+    sharding = Sharding(model, group, by_expert)
     whole = _answer(model) if group.leads else None
-    Sharding(model, group, by_expert).apply()
+    sharding.apply()
     model.to(device)
     # Rank 0 alone has run the whole model, on the host: longer than any later call may take.
     group.wait_for_all()
@@ -224,10 +226,17 @@ def _whole(_name: str, layer: nn.Module) -> nn.Module:
 
 @torch.inference_mode()
 def _answer(model: PreTrainedModel) -> Tensor:
-    """What the model says of a short prompt, [1, tokens, width], on the host."""
+    """What the model says of a short prompt, all in one row, on the host.
+
+    A text's labels may be few, or one that is nearly zero; so a classifier is also asked for the
+    states that they were made from.
+    """
     tokens = torch.arange(_PROMPT_TOKENS, device=model.device)[None]
-    answer: Tensor = model(input_ids=tokens, use_cache=False)[0]
-    return answer.cpu()
+    arguments = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
+    said: list[Tensor] = [model(input_ids=tokens, **arguments)[0]]
+    if said[0].ndim == 2:
+        said.append(model.base_model(input_ids=tokens, **arguments)[0])
+    return torch.cat([answer.flatten() for answer in said]).cpu()
 
 
 def _agree(whole: Tensor, split: Tensor) -> bool:

@@ -15,6 +15,9 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
+    EuroBertConfig,
+    EuroBertForSequenceClassification,
+    EuroBertModel,
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
@@ -77,6 +80,7 @@ def _make(kind: type, config: type, **fields: Any) -> Callable[[], PreTrainedMod
 EMBEDDERS = (
     PoolingExample("bert", _make(BertModel, BertConfig, **_ENCODER), _BERT_TARGETS),
     PoolingExample("roberta", _make(RobertaModel, RobertaConfig, **_ENCODER), _BERT_TARGETS),
+    PoolingExample("eurobert", _make(EuroBertModel, EuroBertConfig, **_DECODER), _LLAMA_TARGETS),
     PoolingExample("qwen3", _make(Qwen3Model, Qwen3Config, **_DECODER, head_dim=8), _LLAMA_TARGETS),
 )
 CLASSIFIERS = (
@@ -103,6 +107,11 @@ CLASSIFIERS = (
     PoolingExample(
         "mistral",
         _make(MistralForSequenceClassification, MistralConfig, **_DECODER, **LABELS),
+        _LLAMA_TARGETS,
+    ),
+    PoolingExample(
+        "eurobert",
+        _make(EuroBertForSequenceClassification, EuroBertConfig, **_DECODER, **LABELS),
         _LLAMA_TARGETS,
     ),
 )

@@ -16,6 +16,7 @@ from tests.pooling_examples import (
     save_adapters,
 )
 from tests.processes import controller, engine
+from tests.served import serve, status_once
 
 PATIENCE_S = 60
 NAMES = (None, *ADAPTERS)
@@ -59,6 +60,23 @@ def test_a_client_gets_what_peft_computes(
             client.generate((1, 2)).text()
         names = [type(item.event).__name__ for item in client.events(since=0, follow=False)]
         assert names.count("PoolingFinished") == 2 * len(NAMES)
+
+
+def test_two_ranks_classify_as_peft_does_with_the_heads_that_adapters_bring(tmp_path: Path) -> None:
+    example = CLASSIFIERS[2]
+    models = save_adapters(example, tmp_path / "adapters", task_type="SEQ_CLS")
+    options = ("--device", "cpu", "--slots", "2", "--tensor-parallel-size", "2")
+    options += ("--fully-sharded-loras", "--adapter-root", str(tmp_path / "adapters"))
+    directory, saved = tmp_path / "dir", example.save(tmp_path / "model")
+    with (
+        serve(directory, *options, model=saved),
+        Client(directory, timeout_s=PATIENCE_S) as client,
+    ):
+        status_once(directory, lambda status: bool(status.engine_id))
+        for name, model in models.items():
+            client.load(name)
+            check(client, "classify", name, expected(model, "classify"))
+        check(client, "classify", None, expected(example.make(), "classify"))
 
 
 def check(client: Client, task: PoolingTask, name: str | None, wanted: list[list[float]]) -> None:
