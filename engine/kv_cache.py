@@ -24,15 +24,23 @@ class RowCache:
 
     In `cache`, every layer's keys and values are [rows, heads, width, head_dim] with one width for
     all layers; the last `lengths[row]` columns are the row's own, the others are never read.
+    `offsets`: how much further a row's next position is than its length, where images count for
+    other than their tokens.
     """
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    def __init__(self, lengths: Sequence[int], offsets: Sequence[int] = ()) -> None:
         """An empty cache for a first forward of rows that have `lengths` tokens."""
         self.cache = DynamicCache()
         self.lengths = list(lengths)
+        self.offsets = list(offsets) or [0] * len(self.lengths)
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def positions(self) -> list[int]:
+        """The position of each row's next token."""
+        return [length + more for length, more in zip(self.lengths, self.offsets, strict=True)]
 
     @property
     def width(self) -> int:
@@ -50,11 +58,13 @@ class RowCache:
             mine.keys = torch.cat([_widen(mine.keys, width), _widen(theirs.keys, width)])
             mine.values = torch.cat([_widen(mine.values, width), _widen(theirs.values, width)])
         self.lengths += other.lengths
+        self.offsets += other.offsets
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, at least one, and the columns that are padding in all."""
         whole = list(rows) == list(range(len(self)))
         self.lengths = [self.lengths[row] for row in rows]
+        self.offsets = [self.offsets[row] for row in rows]
         padding = self.width - max(self.lengths)
         if whole and padding == 0:
             return

@@ -7,6 +7,7 @@ found out by a request.
 """
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -19,25 +20,29 @@ from transformers.utils.logging import disable_progress_bar
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.kv_cache import RowCache, left_padding_mask
+from engine.media import Media, media_arguments
+from engine.media_probe import try_images
 from engine.parallel import SINGLE, ParallelGroup
 from engine.pooled_model import PooledModel
 from engine.pooling_options import NOTHING_SAID, pooling_options
 from engine.preparation import CLASSIFIERS
 from engine.probe import generation_trial
+from engine.processor import LOCAL, ImageReader, ImagesRefused, Processor, load_processor
 from engine.served import ServedModel, Tokenizer
 from engine.sharding import shard_model
 from engine.tasks import loader_of, task_of
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
-_LOCAL: Final = {"local_files_only": True, "trust_remote_code": False}
+_NO_PROCESSOR: Final = ImagesRefused("the model was prepared without a processor")
 
 
 class PreparedModel(ServedModel):
     """A causal language model, or the language part of an image-text model, to generate with.
 
     `context_tokens_max`: prompt and output of one row together. `eos_ids`: the tokens that end an
-    output.
+    output. `reader` reads prompts with images; it is None where they are refused, and then
+    `without_images` says why.
     """
 
     task = "generate"
@@ -48,22 +53,27 @@ class PreparedModel(ServedModel):
         lora_config: LoRAConfig,
         tokenizer: Tokenizer = None,
         context_tokens_max: int = 0,
+        processor: Processor | ImagesRefused = _NO_PROCESSOR,
     ) -> None:
-        """Wrap the layers of `model` in place."""
+        """Wrap the layers of `model` in place; `processor` reads images, or says why none are."""
         super().__init__(model, tokenizer, context_tokens_max)
         self.eos_ids = _eos_ids(model, tokenizer)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._prepare(generation_trial(self.forward), lora_config)
+        self.reader, self.without_images = self._reader_of(processor)
 
     @torch.inference_mode()
-    def forward(self, input_ids: Tensor, rows: RowCache) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, rows: RowCache, media: Sequence[Media | None] = ()
+    ) -> Tensor:
         """The logits after each row's last token, [rows, vocabulary]; fills `rows` in place.
 
         input_ids: [rows, tokens] int64, on any device; a row that brings fewer tokens has padding
-        on the left. `rows.lengths` already counts the new tokens.
+        on the left. `rows.lengths` already counts the new tokens, and `rows.offsets` the images.
+        media: in a prefill with images, what each row has.
         """
         tokens = input_ids.shape[1]
-        lengths = torch.tensor(rows.lengths, device=self.device)
+        lengths, following = torch.tensor([rows.lengths, rows.positions], device=self.device)
         arguments: dict[str, Any] = {
             "attention_mask": left_padding_mask(lengths, rows.width + tokens),
             "past_key_values": rows.cache,
@@ -71,12 +81,26 @@ class PreparedModel(ServedModel):
         }
         if "position_ids" in self._accepts:
             places = torch.arange(-tokens, 0, device=self.device)
-            arguments["position_ids"] = (lengths[:, None] + places).clamp(min=0)
+            arguments["position_ids"] = (following[:, None] + places).clamp(min=0)
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = 1
+        if any(media):
+            own = media_arguments(media, arguments["position_ids"].cpu())
+            arguments |= {name: tensor.to(self.device) for name, tensor in own.items()}
         output = self.model(input_ids.to(self.device), **arguments)
         logits: Tensor = output.logits[:, -1]
         return logits
+
+    def _reader_of(self, processor: Processor | ImagesRefused) -> tuple[ImageReader | None, str]:
+        """What reads images, once it is proved that they can be batched; else why they can't."""
+        if isinstance(processor, ImagesRefused):
+            return None, str(processor)
+        try:
+            reader = ImageReader(processor, self, self._accepts)
+            try_images(self.forward, reader)
+        except ImagesRefused as refusal:
+            return None, str(refusal)
+        return reader, ""
 
 
 def prepare_loaded(model: PreTrainedModel, lora_config: LoRAConfig) -> PreparedModel | PooledModel:
@@ -100,11 +124,11 @@ def load_model(
     if not (directory / "config.json").is_file():
         raise ModelRefused(f"{directory} has no config.json; name a directory of a saved model")
     try:
-        found = AutoConfig.from_pretrained(directory, **_LOCAL)
+        found = AutoConfig.from_pretrained(directory, **LOCAL)
         task = task_of(directory, found, config.task)
         options = NOTHING_SAID if task == "generate" else pooling_options(config)
         model = loader_of(task, found).from_pretrained(
-            directory, use_safetensors=True, dtype="auto", **_LOCAL
+            directory, use_safetensors=True, dtype="auto", **LOCAL
         )
         if group.is_single:
             model.to(config.torch_device)
@@ -126,7 +150,9 @@ def load_model(
         shard_model(model, group, config.torch_device, config.expert_parallel)
     prepared: PreparedModel | PooledModel
     if task == "generate":
-        prepared = PreparedModel(model, lora_config, tokenizer, config.context_tokens_max)
+        processor = _find_processor(directory, found)
+        tokens_max = config.context_tokens_max
+        prepared = PreparedModel(model, lora_config, tokenizer, tokens_max, processor)
     else:
         tokens_max = config.context_tokens_max
         prepared = PooledModel(model, lora_config, tokenizer, tokens_max, task, options)
@@ -143,7 +169,14 @@ def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset()
 
 
+def _find_processor(directory: Path, config: Any) -> Processor | ImagesRefused:
+    try:
+        return load_processor(directory, config)
+    except ImagesRefused as refusal:
+        return refusal
+
+
 def _load_tokenizer(directory: Path) -> Tokenizer:
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    return AutoTokenizer.from_pretrained(directory, **_LOCAL)
+    return AutoTokenizer.from_pretrained(directory, **LOCAL)

@@ -17,8 +17,9 @@ from transformers.cache_utils import DynamicLayer
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused
 from engine.kv_cache import RowCache
+from engine.media import Media, offsets_of
 
-Forward = Callable[[Tensor, RowCache], Tensor]
+Forward = Callable[[Tensor, RowCache, Sequence[Media | None]], Tensor]
 """`PreparedModel.forward`."""
 
 Prompts = Sequence[Sequence[int]]
@@ -116,7 +117,7 @@ def watch_layers(
                 f"the model does not run with {trial.batch}: {type(error).__name__}: {error}"
             ) from error
     for row, prompt in enumerate(prompts):
-        _compare(together[:, row], trial.run([prompt], tokens[0])[:, 0])
+        compare(together[:, row], trial.run([prompt], tokens[0])[:, 0])
     return seen
 
 
@@ -125,7 +126,7 @@ def generation_trial(forward: Forward) -> Trial:
     batch = (
         "a left-padded batch and a plain key/value cache (state-space and encoder models do not)"
     )
-    return Trial(partial(_two_steps, forward), batch, EVERY_TOKEN)
+    return Trial(partial(two_steps, forward), batch, EVERY_TOKEN)
 
 
 def pooling_trial(forward: PooledForward) -> Trial:
@@ -150,15 +151,17 @@ def sees_what_follows(forward: PooledForward, vocab_size: int) -> bool:
     return not torch.equal(one, other)
 
 
-def _two_steps(forward: Forward, prompts: Sequence[Sequence[int]], next_token: int) -> Tensor:
+def two_steps(
+    forward: Forward, prompts: Prompts, next_token: int, media: Sequence[Media | None] = ()
+) -> Tensor:
     """Logits after a prefill and after one decode step, [2, rows, vocabulary]."""
     width = max(len(prompt) for prompt in prompts)
     padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    rows = RowCache([len(prompt) for prompt in prompts])
-    first = forward(padded, rows)
+    rows = RowCache([len(prompt) for prompt in prompts], offsets_of(media))
+    first = forward(padded, rows, media)
     _check_cache(rows, width)
     rows.grow(1)
-    second = forward(torch.full((len(prompts), 1), next_token), rows)
+    second = forward(torch.full((len(prompts), 1), next_token), rows, ())
     _check_cache(rows, width + 1)
     return torch.stack([first, second])
 
@@ -176,7 +179,8 @@ def _check_cache(rows: RowCache, width: int) -> None:
         raise ModelRefused("the model fills no key/value cache; generation would start over")
 
 
-def _compare(padded: Tensor, alone: Tensor) -> None:
+def compare(padded: Tensor, alone: Tensor) -> None:
+    """Raise `ModelRefused` where a row of a batch answers otherwise than alone."""
     allowed = ERRORS_MAX.get(alone.dtype, ERROR_MAX_HALF)
     error = float((padded.double() - alone.double()).norm() / alone.double().norm())
     if not error <= allowed:

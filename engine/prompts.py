@@ -5,6 +5,7 @@ a prompt that this model can't run is refused with what was found and what is al
 takes a place anywhere.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from engine.errors import RequestRefused
@@ -22,28 +23,43 @@ def prompt_tokens(model: ServedModel, prompt: Prompt, wanted: int = 0) -> list[i
     """
     if isinstance(prompt, IllustratedPrompt):
         raise RequestRefused("images in the prompt; this engine takes text alone")
-    if model.tokenizer is None and isinstance(prompt, str):
-        raise RequestRefused("the model's directory has no tokenizer, so prompts are token ids")
-    characters_max = model.context_tokens_max * CHARACTERS_PER_TOKEN_MAX
-    if isinstance(prompt, str) and len(prompt) > characters_max:
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise RequestRefused("the model's directory has no tokenizer, so prompts are token ids")
+        check_text(model, prompt)
+    tokens = _tokenize(model.tokenizer, prompt)
+    media = model.media_tokens.intersection(tokens)
+    if media:
         raise RequestRefused(
-            f"a prompt of {len(prompt)} characters; a context of "
+            f"token {min(media)} in the prompt stands for an image, a video or a sound; a text "
+            "alone can't have it"
+        )
+    check_tokens(model, tokens, wanted)
+    return tokens
+
+
+def check_text(model: ServedModel, text: str) -> None:
+    """Raise `RequestRefused` for a text that is too long to be tokenized at all."""
+    characters_max = model.context_tokens_max * CHARACTERS_PER_TOKEN_MAX
+    if len(text) > characters_max:
+        raise RequestRefused(
+            f"a prompt of {len(text)} characters; a context of "
             f"{model.context_tokens_max} tokens is read up to {characters_max}"
         )
-    tokens = _tokenize(model.tokenizer, prompt)
+
+
+def check_tokens(model: ServedModel, tokens: Sequence[int], wanted: int) -> None:
+    """Raise `RequestRefused` where the model does not know a token, or the context is too short.
+
+    Tokens that stand for images may lie beyond the embedding: nobody looks them up.
+    """
     foreign = [token for token in tokens if token >= model.vocab_size]
+    foreign = [token for token in foreign if token not in model.media_tokens]
     if foreign:
         raise RequestRefused(
             f"token {foreign[0]} in the prompt; this model's are 0 to {model.vocab_size - 1}"
         )
-    media = model.media_tokens.intersection(tokens)
-    if media:
-        raise RequestRefused(
-            f"token {min(media)} in the prompt stands for an image, a video or a sound; this "
-            "engine takes text alone"
-        )
     _check_length(len(tokens), wanted, model.context_tokens_max)
-    return tokens
 
 
 def _check_length(found: int, wanted: int, allowed: int) -> None:

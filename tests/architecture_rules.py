@@ -59,6 +59,7 @@ AREAS = (
         SHELL_AND_CLIENT,
     ),
     Area("engine/kernels/*", (*STDLIB, "torch", "triton", "engine")),
+    Area("engine/images.py", (*STDLIB, "PIL", "messages", "engine")),
     Area("engine/streamed_weights.py", (*STDLIB, "torch", "tensorizer", "engine")),
     Area("engine/layers/*", (*STDLIB, "torch", "transformers", "engine")),
     Area("engine/punica.py", (*STDLIB, "torch", "engine")),

@@ -28,6 +28,16 @@ QWEN_VISION = {
     "mlp_ratio": 2,
     "patch_size": 4,
 }
+QWEN_2_5_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "window_size": 16,
+    "fullatt_block_indexes": [0],
+}
 QWEN_TEXT = {
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
 }
@@ -49,7 +59,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"image_token_id": IMAGE_TOKEN, "scale_factor": 2},
     ),
     "qwen2_vl": (QWEN_TEXT, QWEN_VISION, {"image_token_id": IMAGE_TOKEN}),
-    "qwen2_5_vl": (QWEN_TEXT, QWEN_VISION, {"image_token_id": IMAGE_TOKEN}),
+    "qwen2_5_vl": (QWEN_TEXT, QWEN_2_5_VISION, {"image_token_id": IMAGE_TOKEN}),
 }
 """Of each model type: its text config, its vision config, its own fields."""
 
