@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.operands import TILE_ROWS, GroupBounds, Groups, Span, Tiles
+from engine.sizes import power_of_two
 
 TOKENS_MAX: Final = 8192
 """How many rows the device's tables take before they first have to grow."""
@@ -70,8 +71,8 @@ class Grouper:
         sorted_slots, order = torch.sort(slots, stable=True)
         base_rows = int((slots < 0).sum())
         active, counts = torch.unique_consecutive(sorted_slots[base_rows:], return_counts=True)
-        groups = _power_of_two(len(active)) if self._specialize_active else slots_max
-        tokens = _power_of_two(len(slots))
+        groups = power_of_two(len(active)) if self._specialize_active else slots_max
+        tokens = power_of_two(len(slots))
         bounds = GroupBounds(tokens, min(groups, tokens, slots_max), self._rank_max)
         return _Draft(slots, order[base_rows:], active, counts, bounds)
 
@@ -144,7 +145,7 @@ class _Link:
                 )
             # The copies into the old buffer have to end before its memory is another's.
             torch.cuda.current_stream(self._device).synchronize()
-            self._allocate(_power_of_two(words))
+            self._allocate(power_of_two(words))
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
         return self._on_host[self._turn][:words].zero_()
@@ -179,8 +180,3 @@ def _tiles(slots: Tensor, counts: Tensor, starts: Tensor, height: int) -> Tensor
 def _spans(slots: Tensor, counts: Tensor, starts: Tensor) -> tuple[Span, ...]:
     columns: Sequence[list[int]] = (slots.tolist(), starts.tolist(), (starts + counts).tolist())
     return tuple(map(Span, *columns))
-
-
-def _power_of_two(number: int) -> int:
-    """The least power of two that is not below `number`, and not below 1."""
-    return 1 << max(0, number - 1).bit_length()

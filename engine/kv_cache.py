@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache
+
+from engine.cache_layers import RoomyLayer
 
 
 def left_padding_mask(lengths: Tensor, width: int) -> Tensor:
@@ -30,7 +31,7 @@ class RowCache:
 
     def __init__(self, lengths: Sequence[int], offsets: Sequence[int] = ()) -> None:
         """An empty cache for a first forward of rows that have `lengths` tokens."""
-        self.cache = DynamicCache()
+        self.cache = Cache(layer_class_to_replicate=RoomyLayer)
         self.lengths = list(lengths)
         self.offsets = list(offsets) or [0] * len(self.lengths)
 
@@ -43,9 +44,14 @@ class RowCache:
         return [length + more for length, more in zip(self.lengths, self.offsets, strict=True)]
 
     @property
+    def layers(self) -> list[RoomyLayer]:
+        """The layers that hold something; a layer that reads another's cache holds nothing."""
+        return [layer for layer in self.cache.layers if layer.is_initialized]
+
+    @property
     def width(self) -> int:
         """The columns of every layer: as many as the longest row's tokens, or more."""
-        return next((layer.keys.shape[2] for layer in _filled(self.cache)), 0)
+        return next((layer.width for layer in self.layers), 0)
 
     def grow(self, tokens: int) -> None:
         """Count the tokens that the next forward brings to every row."""
@@ -53,31 +59,20 @@ class RowCache:
 
     def join(self, other: "RowCache") -> None:
         """Take the rows of `other` after the own ones; `other` is not to be used any more."""
-        width = max(self.width, other.width)
-        for mine, theirs in zip(_filled(self.cache), _filled(other.cache), strict=True):
-            mine.keys = torch.cat([_widen(mine.keys, width), _widen(theirs.keys, width)])
-            mine.values = torch.cat([_widen(mine.values, width), _widen(theirs.values, width)])
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.join(theirs)
         self.lengths += other.lengths
         self.offsets += other.offsets
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, at least one, and the columns that are padding in all."""
-        whole = list(rows) == list(range(len(self)))
+        is_whole = list(rows) == list(range(len(self)))
         self.lengths = [self.lengths[row] for row in rows]
         self.offsets = [self.offsets[row] for row in rows]
         padding = self.width - max(self.lengths)
-        if whole and padding == 0:
+        if is_whole and padding == 0:
             return
-        for layer in _filled(self.cache):
-            index = torch.tensor(rows, dtype=torch.int64, device=layer.keys.device)
-            layer.keys = layer.keys[:, :, padding:].index_select(0, index)
-            layer.values = layer.values[:, :, padding:].index_select(0, index)
-
-
-def _filled(cache: DynamicCache) -> list[DynamicLayer]:
-    """The layers that hold something; a layer that reads another's cache holds nothing."""
-    return [layer for layer in cache.layers if layer.is_initialized]
-
-
-def _widen(states: Tensor, width: int) -> Tensor:
-    return pad(states, (0, 0, width - states.shape[2], 0))
+        staying = next((at for at, row in enumerate(rows) if at != row), len(rows))
+        for layer in self.layers:
+            moved = torch.tensor(rows[staying:], dtype=torch.int64, device=layer.keys.device)
+            layer.keep(staying, moved, padding)

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicLayer
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused
 from engine.kv_cache import RowCache
@@ -167,15 +166,14 @@ def two_steps(
 
 
 def _check_cache(rows: RowCache, width: int) -> None:
-    filled = [layer for layer in rows.cache.layers if layer.is_initialized]
-    for number, layer in enumerate(filled):
-        shape = tuple(layer.keys.shape) if isinstance(layer, DynamicLayer) else ()
+    for number, layer in enumerate(rows.layers):
+        shape = tuple(layer.keys.shape)
         if len(shape) != 4 or shape[0] != len(rows) or shape[2] != width:
             raise ModelRefused(
-                f"layer {number} caches {shape or type(layer).__name__}; only keys and values of "
+                f"layer {number} caches {shape}; only keys and values of "
                 f"[rows, heads, tokens, head_dim] can be batched, here ({len(rows)}, ?, {width}, ?)"
             )
-    if not filled:
+    if not rows.layers:
         raise ModelRefused("the model fills no key/value cache; generation would start over")
 
 

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.cache_layers import IDLE_ROOM_MAX
 from engine.kv_cache import RowCache, left_padding_mask
+from engine.sizes import power_of_two
 
 LAYERS, HEADS, WIDTH = 2, 3, 4
 
@@ -55,6 +57,76 @@ def test_every_row_is_whole_after_any_history(seed: int) -> None:
                 first = rows.width - rows.lengths[row]
                 assert torch.equal(layer.keys[row, :, first:], states + number)
                 assert torch.equal(layer.values[row, :, first:], -states - number)
+            room, needed = layer.room, power_of_two(len(own)) * power_of_two(rows.width + 1)
+            assert room[0] * room[1] <= IDLE_ROOM_MAX * needed
+
+
+def storages(rows: RowCache) -> set[int]:
+    return {layer.keys.untyped_storage().data_ptr() for layer in rows.layers}
+
+
+def test_steps_joins_and_leaves_move_nothing_while_there_is_room() -> None:
+    random = Random(1)
+    rows, _ = brought(random, [5, 3, 4])
+    fill(rows, torch.zeros(3, HEADS, 1, WIDTH))
+    before = storages(rows)
+    assert [layer.room for layer in rows.layers] == [(4, 8)] * LAYERS
+    fill(rows, torch.zeros(3, HEADS, 1, WIDTH))
+    rows.grow(2)
+    rows.keep([1, 2])
+    rows.join(brought(random, [5, 2])[0])
+    for _ in range(2):
+        fill(rows, torch.zeros(4, HEADS, 1, WIDTH))
+    assert storages(rows) == before
+    # The ninth column of the oldest is one too many, and room grows to the next power of two.
+    rows.grow(2)
+    fill(rows, torch.zeros(4, HEADS, 1, WIDTH))
+    assert [layer.room for layer in rows.layers] == [(4, 16)] * LAYERS
+    grown = set()
+    for _ in range(200):
+        fill(rows, torch.zeros(4, HEADS, 1, WIDTH))
+        grown |= storages(rows)
+    assert len(grown) <= 5 * LAYERS
+
+
+def test_what_a_row_left_never_lies_in_another() -> None:
+    random = Random(2)
+    rows, _ = brought(random, [9, 9, 9])
+    fill(rows, torch.full((3, HEADS, 1, WIDTH), torch.nan))
+    rows.grow(1)
+    for layer in rows.layers:
+        layer.keys[1:] = layer.values[1:] = torch.nan
+    rows.keep([0])
+    for length in (2, 1):
+        rows.join(brought(random, [length])[0])
+    for layer in rows.layers:
+        assert layer.room == (4, 16)
+        for states in (layer.keys, layer.values):
+            assert not states[1, :, :-2].any()
+            assert not states[2, :, :-1].any()
+            assert states[1:].isfinite().all()
+
+
+def test_a_cache_filled_in_inference_mode_is_kept_outside_of_it() -> None:
+    random = Random(3)
+    with torch.inference_mode():
+        rows, own = brought(random, [2, 3])
+        fill(rows, torch.ones(2, HEADS, 1, WIDTH))
+    rows.grow(1)
+    rows.join(brought(random, [7])[0])
+    rows.keep([1, 2])
+    fill(rows, torch.ones(2, HEADS, 1, WIDTH))
+    assert torch.equal(rows.layers[0].keys[0, :, -5:-2], own[1])
+
+
+def test_a_layer_takes_rows_in_any_order_or_forgets_them() -> None:
+    rows, own = brought(Random(4), [2, 2])
+    rows.cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(rows.layers[0].values[0], -own[1])
+    rows.cache.reset()
+    assert rows.layers == []
+    fill(rows, torch.zeros(5, HEADS, 3, WIDTH))
+    assert rows.layers[1].keys.shape == (5, HEADS, 3, WIDTH)
 
 
 def test_the_mask_is_each_rows_last_columns() -> None:
