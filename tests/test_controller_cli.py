@@ -178,6 +178,7 @@ def test_no_controller_ends_in_unreachable(tmp_path):
         ["serve", "--model", "m", "--slots", "0"],
         ["serve", "--model", "m", "--slots", "9", "--host-adapters", "8"],
         ["serve", "--model", "m", "--policy", "fair"],
+        ["serve", "--model", "m", "--default-mm-lora", "audio=a"],
         ["serve", "--model", "m", "--sync", "maybe"],
         ["no-such-command"],
     ],

@@ -95,13 +95,16 @@ def test_every_bound_is_an_option(started, tmp_path):
         rest_ms=4500,
         digest_interval=14,
     )
-    server = ServerConfig(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True)
+    server = ServerConfig(
+        *(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True, {"image": "x=y"})
+    )
     defaults = ServeConfig(ServerConfig(""))
     arguments = [word for option in OPTIONS.items() for word in option]
     arguments += ["--adapter-root", "b", "--checked", "--max-lora-rank", "64"]
+    arguments += ["--default-mm-lora", "image=x=y"]
     result = run("serve", *arguments, directory=tmp_path)
     assert result.exit_code == 0, result.output
-    options = EngineOptions(max_lora_rank=64)
+    options = EngineOptions(max_lora_rank=64, default_mm_loras=("image=x=y",))
     assert started == [ServeConfig(server, "m", ("a", "b"), "external", options, 2)]
     for changed, default in ((limits, Limits()), (server, defaults.server), (started[0], defaults)):
         for name in changed.__struct_fields__:

@@ -7,6 +7,7 @@ import pytest
 from controller.core import Controller
 from controller.limits import Limits
 from controller.shell import desk as desk_module
+from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.desk import ROUTES_PER_REQUEST, Desk
 from messages import commands, records, reports
 from messages import requests as rq
@@ -20,12 +21,13 @@ ENGINE = reports.EngineInventory("e", 1, "m", 8, 1 << 30)
 class Counter:
     """A desk over a core with an engine, and what went out by it."""
 
-    def __init__(self) -> None:
+    def __init__(self, default_path: str = "") -> None:
         self.controller = Controller(LIMITS, checked=True)
         self.controller.handle(records.ControllerStarted(1), 1)
         self.controller.handle(ENGINE, 1)
         self.sent: list[tuple[bytes, Any]] = []
-        self.desk = Desk(self.controller, None, self._send, 1)  # type: ignore[arg-type]
+        defaults = DefaultAdapters({"image": default_path} if default_path else {})
+        self.desk = Desk(self.controller, None, self._send, 1, defaults)  # type: ignore[arg-type]
 
     def _send(self, client: bytes, frame: bytes) -> None:
         self.sent.append((client, REPLIES.decode(frame).message))
@@ -35,14 +37,14 @@ class Counter:
         return sent
 
     def receive(self, message: rq.Request, client: bytes = b"c") -> Any:
-        """What would be logged; it is handled and its answers go out."""
-        asked = self.desk.receive(client, REQUESTS.encode(message))
-        if asked is not None:
-            assert asked[1] == client
-            for action in self.controller.handle(asked[0], 1):
+        """The message's own input, which is the last; all are handled and their answers go out."""
+        inputs = self.desk.receive(client, REQUESTS.encode(message))
+        assert [sender for _, sender in inputs] in ([], [client], [b"", client])
+        for asked, _ in inputs:
+            for action in self.controller.handle(asked, 1):
                 if isinstance(getattr(action, "message", None), rq.Reply):
                     self.desk.answer(action.message)
-        return asked and asked[0]
+        return inputs[-1][0] if inputs else None
 
     def start(self, request_id: str, op: int = 1) -> commands.StartGeneration | None:
         return self.desk.with_payload(commands.StartGeneration(op, request_id, 0, -1, 0))

@@ -311,6 +311,8 @@ def test_it_ends_with_its_parent(directory: Path) -> None:
         {"limits": {"slots_max": 0}},
         {"limits": {"slots_max": 3, "host_adapters_max": 2}},
         {"sync": "sometimes"},
+        {"default_mm_loras": {"audio": "a"}},
+        {"default_mm_loras": {"image": ""}},
     ],
 )
 def test_wrong_options_leave_no_trace(directory: Path, changes: dict[str, Any]) -> None:

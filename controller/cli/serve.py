@@ -20,6 +20,7 @@ from controller.cli.engine_options import with_engine_options
 from controller.cli.exits import CommandError, ExitCode
 from controller.cli.sizes import format_size, parse_size
 from controller.limits import Limits, LimitsError, limits_from
+from controller.shell.default_adapters import DefaultPaths, default_paths
 from controller.shell.engine_options import EngineOptions
 
 if TYPE_CHECKING:
@@ -186,13 +187,10 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter an option
             "an engine needs a base model",
             "give its directory with --model, or --engine external to wait for an engine",
         )
-    from controller.policies import POLICIES
     from controller.shell.server import ServerConfig
     from controller.shell.supervisor import ServeConfig
 
-    if policy not in POLICIES:
-        known = ", ".join(sorted(POLICIES))
-        raise CommandError(ExitCode.USAGE, f"policy {policy!r} is not known; known are {known}")
+    _check_policy(policy)
     limits = _limits(
         slots_max=slots,
         host_adapters_max=host_adapters,
@@ -216,11 +214,27 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter an option
         sync_interval_ms=round(sync_interval * 1000),
         segment_bytes_max=segment_bytes,
         engine_timeout_ms=round(engine_timeout * 1000),
+        default_mm_loras=_default_paths(engine_options),
         checked=checked,
     )
     roots = tuple(str(root) for root in adapter_root or ())
     config = ServeConfig(server, model, roots, engine.value, engine_options, tensor_parallel_size)
     _run(ctx, config, as_json)
+
+
+def _check_policy(policy: str) -> None:
+    from controller.policies import POLICIES
+
+    if policy not in POLICIES:
+        known = ", ".join(sorted(POLICIES))
+        raise CommandError(ExitCode.USAGE, f"policy {policy!r} is not known; known are {known}")
+
+
+def _default_paths(options: EngineOptions) -> DefaultPaths:
+    try:
+        return default_paths(options.default_mm_loras)
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, str(error)) from error
 
 
 def _limits(**values: int) -> Limits:

@@ -11,13 +11,14 @@ from typing import Final
 import msgspec
 
 from controller.core import Controller
+from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.stream import EventStream
 from controller.turn import Refusal
 from controller.views import list_adapters, show_adapter, show_status
 from messages import requests
 from messages.commands import StartGeneration, StartInference, StartPooling
 from messages.errors import ErrorCode
-from messages.ids import RequestId
+from messages.ids import AdapterName, RequestId
 from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
 from messages.reports import PrivateReport, TokensGenerated
 from messages.requests import LifecycleRequest, PrivateRequest
@@ -37,8 +38,16 @@ Asked = tuple[LifecycleRequest | InferenceRequested, bytes]
 class Desk:
     """The clients' side of the controller."""
 
-    def __init__(self, controller: Controller, events: EventStream, send: Send, pid: int) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        events: EventStream,
+        send: Send,
+        pid: int,
+        defaults: DefaultAdapters,
+    ) -> None:
         self._controller = controller
+        self._defaults = defaults
         self._events = events
         self._send = send
         self._pid = pid
@@ -50,28 +59,39 @@ class Desk:
         self._queries: list[tuple[bytes, requests.Query]] = []
         self._routes_max = ROUTES_PER_REQUEST * controller.limits.requests_max
 
-    def receive(self, client: bytes, data: bytes) -> Asked | None:
-        """An input for the log; None where the frame was none, or asks without changing."""
+    def receive(self, client: bytes, data: bytes) -> list[Asked]:
+        """Inputs for the log; none where the frame was no request, or asks without changing."""
         try:
             message = REQUESTS.decode(data).message
         except WireError as error:
             self._reply_to(client, requests.Refused("", error.code, str(error)))
-            return None
+            return []
         if isinstance(message, requests.Query):
             self._queries.append((client, message))
-            return None
-        asked: LifecycleRequest | InferenceRequested
+            return []
         if not isinstance(message, PrivateRequest):
-            asked = message
+            inputs: list[Asked] = [(message, client)]
         elif self._take_prompt(message.request_id, data):
-            asked = _without_payload(message)
+            inputs = self._inputs_of(message, client)
         else:
             busy = f"prompts of {self._prompt_bytes} bytes wait for answers; try again later"
             refused = requests.Refused(message.request_id, ErrorCode.OVERLOADED, busy)
             self._reply_to(client, refused)
-            return None
+            return []
         self._remember_route(message.request_id, client)
-        return asked, client
+        return inputs
+
+    def _inputs_of(self, message: PrivateRequest, client: bytes) -> list[Asked]:
+        """What the log keeps of a request; before it, what makes its default adapter known."""
+        default = self._defaults.of(message)
+        if default is None:
+            return [(_without_payload(message, message.adapter), client)]
+        asked: Asked = (_without_payload(message, default.name), client)
+        world, request_id = self._controller.world, message.request_id
+        is_new = request_id not in world.waiting and request_id not in world.answers
+        if is_new and world.current(default.name) is None:
+            return [(default.load(), b""), asked]
+        return [asked]
 
     def _take_prompt(self, request_id: RequestId, data: bytes) -> bool:
         """Keep a prompt until its request is answered; False where there is no room for it."""
@@ -185,9 +205,9 @@ class Desk:
         self._send(client, REPLIES.encode(reply, self._controller.world.epoch))
 
 
-def _without_payload(message: PrivateRequest) -> InferenceRequested:
-    """What the log keeps of a request."""
-    who = (message.request_id, message.adapter)
+def _without_payload(message: PrivateRequest, adapter: AdapterName | None) -> InferenceRequested:
+    """What the log keeps of a request that runs under this adapter."""
+    who = (message.request_id, adapter)
     if isinstance(message, requests.Generate):
         return GenerationRequested(*who, message.timeout_ms)
     task: requests.PoolingTask = "embed" if isinstance(message, requests.Embed) else "classify"

@@ -26,6 +26,7 @@ from controller.core import Controller
 from controller.limits import RULES, Limits, LimitsError, check_limits, limits_to
 from controller.policies import POLICIES
 from controller.shell import stderr
+from controller.shell.default_adapters import DefaultAdapters, DefaultPaths
 from controller.shell.desk import Desk
 from controller.shell.link import BEAT_INTERVAL_NS, EngineLink
 from controller.shell.log import Log, LogError, LogFull, LogSyncFailed, SyncPolicy
@@ -63,6 +64,8 @@ class ServerConfig(Struct, frozen=True):
     engine_timeout_ms: int = 10_000
     checked: bool = False
     """Verify every invariant after every input; slow, for tests and doubts."""
+    default_mm_loras: DefaultPaths = {}
+    """Modality -> path of the adapter of requests that bring it and name none."""
 
 
 class ConfigError(Exception):
@@ -86,7 +89,10 @@ class Server:
         self._log = opened
         self._events = EventStream(Path(config.directory) / "log")
         self._controller = _recover(config, self._events)
-        self._desk = Desk(self._controller, self._events, transport.reply, os.getpid())
+        defaults = DefaultAdapters(config.default_mm_loras)
+        for modality, default in defaults.by_modality.items():
+            log.info("default adapter", modality=modality, adapter=default.name, path=default.path)
+        self._desk = Desk(self._controller, self._events, transport.reply, os.getpid(), defaults)
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
         self._interval_sync = config.sync == "interval"
         self._pending: list[_Entry] = []
@@ -145,9 +151,7 @@ class Server:
         group += [_Entry(report) for report in output.inputs]
         group += self._losses(now, self._engine_fd in ready)
         for client, frame in self._transport.receive_requests():
-            asked = self._desk.receive(client, frame)
-            if asked is not None:
-                group.append(_Entry(*asked))
+            group += [_Entry(*asked) for asked in self._desk.receive(client, frame)]
         if self._timer_ns and time.time_ns() >= self._timer_ns:
             self._timer_ns = 0
             group.append(_Entry(records.TimerFired()))
