@@ -24,7 +24,7 @@ from engine.media import Media, media_arguments
 from engine.media_probe import try_images
 from engine.parallel import SINGLE, ParallelGroup
 from engine.pooled_model import PooledModel
-from engine.pooling_options import NOTHING_SAID, pooling_options
+from engine.pooling_options import pooling_options
 from engine.preparation import CLASSIFIERS
 from engine.probe import generation_trial
 from engine.processor import LOCAL, ImageReader, ImagesRefused, Processor, load_processor
@@ -126,7 +126,7 @@ def load_model(
     try:
         found = AutoConfig.from_pretrained(directory, **LOCAL)
         task = task_of(directory, found, config.task)
-        options = NOTHING_SAID if task == "generate" else pooling_options(config)
+        options = pooling_options(config, task)
         model = loader_of(task, found).from_pretrained(
             directory, use_safetensors=True, dtype="auto", **LOCAL
         )

@@ -140,11 +140,13 @@ def pooling_trial(forward: PooledForward) -> Trial:
 def sees_what_follows(forward: PooledForward, vocab_size: int) -> bool:
     """Whether what a text's first token becomes depends on the tokens after it.
 
-    `forward` gives the first token's states. Raises `ModelRefused` where the model does not run.
+    `forward` gives the first token's states. Two texts are asked about one after the other, so that
+    the same arithmetic is done in the same places. Raises `ModelRefused` where the model does not
+    run.
     """
-    prompts = [[3 % vocab_size, 10 % vocab_size], [3 % vocab_size, 17 % vocab_size]]
+    prompts = [[3 % vocab_size, second % vocab_size] for second in (10, 11)]
     try:
-        one, other = forward(prompts)
+        one, other = (forward([prompt]) for prompt in prompts)
     except FOREIGN_FAILURES as error:
         raise ModelRefused(f"the model does not run: {type(error).__name__}: {error}") from error
     return not torch.equal(one, other)

@@ -8,6 +8,7 @@ what nobody asked for is guessed.
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+import msgspec
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -43,7 +44,10 @@ _CLASSES_FOR: Final[dict[Task, frozenset[str]]] = {
 }
 
 SENTENCE_MODULES: Final = "modules.json"
-"""The file by which sentence-transformers marks a model that embeds."""
+"""The file by which sentence-transformers marks its models: the steps from a text to a vector."""
+
+SENTENCE_CONFIG: Final = "config_sentence_transformers.json"
+"""Its settings beside the steps, where there are any."""
 
 
 def loader_of(task: Task, config: Any) -> Any:
@@ -62,7 +66,16 @@ def task_of(directory: Path, config: Any, wanted: str) -> Task:
     for task in TASKS:
         if task == wanted:
             return task
-    if (directory / SENTENCE_MODULES).is_file():
+    if _is_sentence_model(directory):
         return "embed"
     classes = set(config.architectures or ())
     return next((task for task, names in _CLASSES_FOR.items() if classes & names), "embed")
+
+
+def _is_sentence_model(directory: Path) -> bool:
+    """Whether sentence-transformers saved it to embed; it saves classifiers (of pairs) too."""
+    if not (directory / SENTENCE_MODULES).is_file():
+        return False
+    path = directory / SENTENCE_CONFIG
+    saved = msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
+    return bool(saved.get("model_type", "SentenceTransformer") == "SentenceTransformer")
