@@ -6,8 +6,8 @@ text's own tokens have depends on it, and what a padded text gives is what it gi
 """
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,19 +15,23 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
+from engine.errors import ModelRefused
 from engine.pooling_options import NOTHING_SAID, Pooling, PoolingOptions
 from engine.probe import Prompts, pooling_trial, sees_what_follows
 from engine.punica import LoRAMapping
 from engine.served import ServedModel, Tokenizer
 from messages.requests import PoolingTask
 
+VECTOR_NUMBERS_MAX: Final = (1 << 22) // 4
+"""The most numbers of one vector that a report carries."""
+
 
 class PooledModel(ServedModel):
     """An encoder, a decoder without its head, or either with a classification head.
 
     `labels`: what each number of a classification stands for; empty where the model embeds.
-    `foreign_token`: a token that no text may end with, because batches are padded with it; None
-    where the model has a padding token of its own.
+    `width`: the numbers of a vector. `prompt`: what a text is put behind; `prompt_tokens`: how many
+    of its tokens have no part in the vector. `rows_max`: the most texts of one forward.
     """
 
     def __init__(
@@ -42,26 +46,40 @@ class PooledModel(ServedModel):
         """Wrap the layers of `model` in place."""
         super().__init__(model, tokenizer, context_tokens_max)
         self.task = task
-        limits = (self.context_tokens_max, options.tokens_max, _positions_max(model))
+        # A tokenizer that was never told a limit has one that no text reaches.
+        read_max = options.tokens_max or getattr(tokenizer, "model_max_length", 0)
+        limits = (self.context_tokens_max, read_max, _positions_max(model))
         self.context_tokens_max = min(limit for limit in limits if limit > 0)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
-        self.foreign_token: int | None = None
-        self._padding = self._find_padding()
+        self._padding = self._own_padding()
+        # One token has to be left for padding that ends none of them.
+        self.rows_max = self.vocab_size - 1
+        self.prompt = options.prompt
+        self.prompt_tokens = (
+            0 if options.pools_prompt else _tokens_of_prompt(tokenizer, self.prompt)
+        )
         self._normalize = options.normalize
-        self.labels: tuple[str, ...] = ()
-        if task == "classify":
-            count, names = model.config.num_labels, model.config.id2label
-            self.labels = tuple(str(names[place]) for place in range(count))
-        else:
+        self.labels = _labels(model.config) if task == "classify" else ()
+        if task == "embed":
             self.pooling = options.pooling or self._natural_pooling()
         self._prepare(pooling_trial(self.forward), lora_config)
+        self.width = self.forward([[0]]).shape[-1]
+        if self.width > VECTOR_NUMBERS_MAX:
+            raise ModelRefused(
+                f"the model gives {self.width} numbers for a text; at most {VECTOR_NUMBERS_MAX} "
+                "are sent"
+            )
 
     @torch.inference_mode()
-    def forward(self, prompts: Prompts) -> Tensor:
-        """Each text's pooled states, or its labels' logits: [rows, width] float32."""
+    def forward(self, prompts: Prompts, firsts: Sequence[int] = ()) -> Tensor:
+        """Each text's pooled states, or its labels' logits: [rows, width] float32.
+
+        `firsts`: the first token of each text that counts in a mean; all do where it is empty.
+        """
         tokens = self._pad(prompts)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        own = (torch.arange(tokens.shape[1], device=self.device) < lengths[:, None]).long()
+        places = torch.arange(tokens.shape[1], device=self.device)
+        own = (places < lengths[:, None]).long()
         arguments: dict[str, Any] = {"attention_mask": own}
         if "use_cache" in self._accepts:
             arguments["use_cache"] = False
@@ -69,7 +87,10 @@ class PooledModel(ServedModel):
         if self.task == "classify":
             logits: Tensor = output.logits
             return logits.float()
-        return _pooled(self.pooling, output.last_hidden_state.float(), own)
+        counted = own
+        if any(firsts):
+            counted = own * (places >= torch.tensor(firsts, device=self.device)[:, None])
+        return _pooled(self.pooling, output.last_hidden_state.float(), counted)
 
     def results(self, pooled: Tensor) -> Tensor:
         """What a client gets of `forward`'s rows: vectors, or scores of the labels.
@@ -92,26 +113,28 @@ class PooledModel(ServedModel):
         return LoRAMapping((own * ids[:, None]).flatten(), ids, is_prefill=True)
 
     def _pad(self, prompts: Prompts) -> Tensor:
+        padding = self._padding
+        if padding is None:
+            padding = self._free_padding({prompt[-1] for prompt in prompts})
         width = max(map(len, prompts))
-        padded = [[*prompt, *[self._padding] * (width - len(prompt))] for prompt in prompts]
+        padded = [[*prompt, *[padding] * (width - len(prompt))] for prompt in prompts]
         return torch.tensor(padded, device=self.device)
 
-    def _find_padding(self) -> int:
-        """The token that fills rows; models that look for it are told where they have none."""
-        own = self.model.config.get_text_config(decoder=True)
-        found = self._padding_of(own)
-        if found is not None:
-            return found
-        found = self._padding_of(self.tokenizer)
-        if found is None:
-            found = self.foreign_token = 0
-        own.pad_token_id = self.model.config.pad_token_id = found
-        return found
-
-    def _padding_of(self, owner: object) -> int | None:
-        """What `owner` names; None also for one that is not embedded, as the -1 of old configs."""
-        found = getattr(owner, "pad_token_id", None)
+    def _own_padding(self) -> int | None:
+        """The config's; None also for one that is not embedded, as the -1 of old configs."""
+        found = self.model.config.get_text_config(decoder=True).pad_token_id
         return found if found is not None and 0 <= found < self.vocab_size else None
+
+    def _free_padding(self, ends: Collection[int]) -> int:
+        """A token that is not among `ends`, and that the model takes for padding in this batch.
+
+        A classifier looks for a text's end before its padding; so a text that ended with the token
+        would be cut.
+        """
+        found = next(token for token in range(self.vocab_size) if token not in ends)
+        config = self.model.config
+        config.get_text_config(decoder=True).pad_token_id = config.pad_token_id = found
+        return found
 
     def _natural_pooling(self) -> Pooling:
         """The last token knows the whole text where every token sees those before it only."""
@@ -119,18 +142,32 @@ class PooledModel(ServedModel):
         return Pooling.MEAN if sees_what_follows(self.forward, self.vocab_size) else Pooling.LAST
 
 
-def _pooled(pooling: Pooling, states: Tensor, own: Tensor) -> Tensor:
+def _pooled(pooling: Pooling, states: Tensor, counted: Tensor) -> Tensor:
     """One vector a text, [rows, hidden], from `states` [rows, tokens, hidden].
 
-    own: [rows, tokens] int64, 1 where a token is the text's own.
+    counted: [rows, tokens] int64, 1 where a token is the text's own and counts in a mean.
     """
     match pooling:
         case Pooling.MEAN:
-            return (states * own[..., None]).sum(1) / own.sum(1)[:, None]
+            return (states * counted[..., None]).sum(1) / counted.sum(1)[:, None]
         case Pooling.CLS:
             return states[:, 0]
         case Pooling.LAST:
-            return states[torch.arange(len(own), device=own.device), own.sum(1) - 1]
+            places = torch.arange(counted.shape[1], device=counted.device)
+            return states[torch.arange(len(counted)), (counted * places).argmax(1)]
+
+
+def _labels(config: Any) -> tuple[str, ...]:
+    """The name of each label, or the number that stands for one without."""
+    return tuple(str(config.id2label.get(at, at)) for at in range(config.num_labels))
+
+
+def _tokens_of_prompt(tokenizer: Tokenizer, prompt: str) -> int:
+    """How many tokens come before a text's own; what ends every text is no part of a prompt."""
+    if tokenizer is None or not prompt:
+        return 0
+    tokens = tokenizer(prompt)["input_ids"]
+    return len(tokens) - int(tokens[-1] in tokenizer.all_special_ids)
 
 
 def _positions_max(model: PreTrainedModel) -> int:

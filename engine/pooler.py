@@ -11,8 +11,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -39,30 +40,47 @@ from messages.requests import TextPrompt
 BATCH_TOKENS_MAX: Final = 8192
 """The most tokens, padding included, in one forward; a longer text is alone in its own."""
 
+BATCH_TOKENS_GROWTH: Final = 128
+"""How many more there may be after a forward, where a lack of memory has made them fewer."""
+
+VECTORS_BYTES_MAX: Final = 64 << 20
+"""How many bytes of vectors one request may ask for: they travel in one report."""
+
 KEPT_MAX: Final = 256
 """How many ended requests' vectors are kept for clients that lost their connection."""
 
 KEPT_BYTES_MAX: Final = 64 << 20
 """How many bytes these may take together."""
 
+_NUMBER_BYTES: Final = 4
 
-@dataclass
+_log = structlog.get_logger()
+
+
+class TextTokens(NamedTuple):
+    """An input as the model reads it; `first`: the first of its tokens that counts in a mean."""
+
+    tokens: list[int]
+    first: int = 0
+
+
+@dataclass(eq=False)
 class Request:
-    """One request on its way: its inputs' tokens, the places that are left, the vectors by place.
+    """One request on its way: its texts, the places that are left, and the vectors by place.
 
-    `left` has the longest input first and is taken from its end: inputs of like length share a
+    `left` has the longest text first and is taken from its end: texts of like length share a
     forward, with little padding.
     """
 
     command: StartPooling
-    inputs: list[list[int]]
+    texts: list[TextTokens]
     left: list[int] = field(default_factory=list)
     vectors: dict[int, bytes] = field(default_factory=dict)
     is_sound: bool = True
 
     def __post_init__(self) -> None:
-        places = range(len(self.inputs))
-        self.left = sorted(places, key=lambda place: len(self.inputs[place]), reverse=True)
+        places = range(len(self.texts))
+        self.left = sorted(places, key=lambda place: len(self.texts[place].tokens), reverse=True)
 
     def take(self, row: Tensor, is_sound: bool) -> None:
         """The result of the last place that is left; row: [width] float32."""
@@ -71,13 +89,17 @@ class Request:
 
     def report(self, labels: tuple[str, ...]) -> VectorsComputed:
         """All vectors, in the order of the inputs."""
-        vectors = tuple(self.vectors[place] for place in range(len(self.inputs)))
+        vectors = tuple(self.vectors[place] for place in range(len(self.texts)))
         return VectorsComputed(self.command.request_id, 0, vectors, labels)
 
     @property
     def input_tokens(self) -> int:
         """The tokens of all inputs whose vectors are there."""
-        return sum(len(self.inputs[place]) for place in self.vectors)
+        return sum(len(self.texts[place].tokens) for place in self.vectors)
+
+
+Batch = list[tuple[Request, TextTokens]]
+"""Texts of one forward, requests in order, each one's own from the end of its `left` on."""
 
 
 def size_bytes(computed: VectorsComputed) -> int:
@@ -108,7 +130,9 @@ class Pooler:
         self._model = model
         self._punica = punica
         self._slots = Slots(arena, residents)
-        self._config = config
+        self._queue_max = config.queue_requests_max
+        self._rows_max = min(config.max_num_seqs, model.rows_max)
+        self._tokens_max = BATCH_TOKENS_MAX
         self._emit = emit
         self._waiting: deque[Request] = deque()
         self._ended: dict[RequestId, VectorsComputed] = {}
@@ -126,7 +150,7 @@ class Pooler:
 
     def start(self, command: StartPooling) -> None:
         """Queue a request; raises `EngineError` where it can't be run."""
-        if len(self._waiting) >= self._config.queue_requests_max:
+        if len(self._waiting) >= self._queue_max:
             raise EngineOverloaded(
                 f"{len(self._waiting)} requests wait for their batch, the most that may; try again "
                 "when some have ended"
@@ -134,20 +158,33 @@ class Pooler:
         if any(request.command.request_id == command.request_id for request in self._waiting):
             raise Conflict(f"request {command.request_id!r} is running; use another request_id")
         self._slots.check(command)
-        inputs = [self._input_tokens(place, prompt) for place, prompt in enumerate(command.inputs)]
-        self._waiting.append(Request(command, inputs))
+        self._check_size(len(command.inputs))
+        texts = [self._read(place, prompt) for place, prompt in enumerate(command.inputs)]
+        self._waiting.append(Request(command, texts))
 
-    def _input_tokens(self, place: int, prompt: TextPrompt) -> list[int]:
+    def _check_size(self, inputs: int) -> None:
+        each = self._model.width * _NUMBER_BYTES
+        if inputs * each > VECTORS_BYTES_MAX:
+            raise RequestRefused(
+                f"{inputs} inputs, of {self._model.width} numbers each; at most "
+                f"{VECTORS_BYTES_MAX} bytes of them are sent for one request: send "
+                f"{VECTORS_BYTES_MAX // each} inputs at a time"
+            )
+
+    def _read(self, place: int, prompt: TextPrompt) -> TextTokens:
+        """An input's tokens, with the model's own prompt before them where it is a text."""
+        first = 0
+        if isinstance(prompt, str):
+            prompt, first = self._model.prompt + prompt, self._model.prompt_tokens
         try:
             tokens = prompt_tokens(self._model, prompt)
         except RequestRefused as error:
             raise RequestRefused(f"input {place}: {error}") from error
-        if tokens[-1] == self._model.foreign_token:
+        if first >= len(tokens):
             raise RequestRefused(
-                f"input {place} ends with token {tokens[-1]}, with which this model's batches are "
-                "padded; give the model a padding token of its own"
+                f"input {place} has no tokens beside the model's own prompt, which does not count"
             )
-        return tokens
+        return TextTokens(tokens, first)
 
     def stop(self, target: OpId) -> None:
         """End the request that operation `target` started, if it has not ended by itself."""
@@ -169,50 +206,65 @@ class Pooler:
                 self._slots.check(request.command)
             except NotResident as error:
                 self._fail(request, error)
-        batch = self._next_inputs()
+        batch = self._next_batch()
         if batch:
             self._run(batch)
 
-    def _next_inputs(self) -> list[tuple[Request, list[int]]]:
-        """What fits into one forward: requests in order, each with inputs' tokens in its own."""
-        batch: list[tuple[Request, list[int]]] = []
+    def _next_batch(self) -> Batch:
+        """What fits into one forward."""
+        batch: Batch = []
         width = 0
         for request in self._waiting:
             for place in reversed(request.left):
-                width = max(width, len(request.inputs[place]))
-                is_full = len(batch) >= self._config.max_num_seqs
-                if batch and (is_full or width * (len(batch) + 1) > BATCH_TOKENS_MAX):
+                text = request.texts[place]
+                width = max(width, len(text.tokens))
+                is_full = len(batch) >= self._rows_max
+                if batch and (is_full or width * (len(batch) + 1) > self._tokens_max):
                     return batch
-                batch.append((request, request.inputs[place]))
+                batch.append((request, text))
         return batch
 
-    def _run(self, batch: list[tuple[Request, list[int]]]) -> None:
-        prompts = [tokens for _, tokens in batch]
-        adapter_ids = [request.command.adapter_id for request, _ in batch]
-        mapping = self._model.mapping(prompts, adapter_ids)
-        self._punica.update_metadata(mapping, self._slots.residents)
-        ops = {request.command.op for request, _ in batch}
-        concerned = [request for request in self._waiting if request.command.op in ops]
-        group = self._model.group
-        try:
-            results = self._model.results(self._model.forward(prompts)).cpu()
-        except torch.OutOfMemoryError as error:
-            if not group.is_single:
-                # The other ranks are within the forward still, and can't be called back.
-                raise
-            for request in concerned:
-                self._fail(request, DeviceOutOfMemory(f"a batch of {len(batch)} inputs: {error}"))
+    def _run(self, batch: Batch) -> None:
+        results = self._results(batch)
+        if results is None:
             return
+        self._tokens_max = min(self._tokens_max + BATCH_TOKENS_GROWTH, BATCH_TOKENS_MAX)
         # Vectors are rank 0's; so is the word on them, for requests end alike on all ranks.
-        sound = group.broadcast_numbers(results.isfinite().all(-1).tolist())
+        sound = self._model.group.broadcast_numbers(results.isfinite().all(-1).tolist())
         for (request, _), row, is_sound in zip(batch, results, sound, strict=True):
             request.take(row, bool(is_sound))
-        for request in concerned:
+        for request in dict.fromkeys(request for request, _ in batch):
             if not request.is_sound:
                 unsound = "the model's output is not finite; is the adapter sound?"
                 self._fail(request, NotFinite(unsound))
             elif not request.left:
                 self._finish(request)
+
+    def _results(self, batch: Batch) -> Tensor | None:
+        """What clients get of each text, [rows, width] on the host; None where memory ran out."""
+        prompts = [text.tokens for _, text in batch]
+        firsts = [text.first for _, text in batch]
+        mapping = self._model.mapping(prompts, [one.command.adapter_id for one, _ in batch])
+        self._punica.update_metadata(mapping, self._slots.residents)
+        try:
+            return self._model.results(self._model.forward(prompts, firsts)).cpu()
+        except torch.OutOfMemoryError as error:
+            if not self._model.group.is_single:
+                # The other ranks are within the forward still, and can't be called back.
+                raise
+            full = str(error)
+        # What the forward held is given back only now that its error is gone.
+        self._make_do(batch, full)
+        return None
+
+    def _make_do(self, batch: Batch, full: str) -> None:
+        """Half of a batch is tried next, until it is one text, which then fails."""
+        width = max(len(text.tokens) for _, text in batch)
+        if len(batch) == 1:
+            self._fail(batch[0][0], DeviceOutOfMemory(f"an input of {width} tokens: {full}"))
+            return
+        self._tokens_max = width * len(batch) // 2
+        _log.warning("no memory for a batch", texts=len(batch), tokens=width * len(batch))
 
     def _finish(self, request: Request) -> None:
         """Give out what there is, and the account of it."""

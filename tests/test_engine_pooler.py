@@ -3,25 +3,34 @@
 import gc
 import struct
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine import pooler
+from engine import pooled_model, pooler
 from engine.arena import Arena
 from engine.config import EngineConfig, LoRAConfig
-from engine.errors import Conflict, EngineOverloaded, NotResident, NotServed, RequestRefused
+from engine.errors import (
+    Conflict,
+    EngineOverloaded,
+    ModelRefused,
+    NotResident,
+    NotServed,
+    RequestRefused,
+)
 from engine.inference import require_task
 from engine.kernels import choose_kernels
+from engine.parallel import ParallelGroup
 from engine.pooled_model import PooledModel
 from engine.pooler import Pooler
 from engine.punica import PunicaWrapper
 from messages.commands import StartGeneration, StartPooling
 from messages.errors import ErrorCode
 from messages.reports import OperationFailed, PoolingEnded, Report, VectorsComputed
-from tests.pooling_examples import CLASSIFIERS, EMBEDDERS, PADDING, TEXTS, VOCABULARY
+from tests.pooling_examples import CLASSIFIERS, EMBEDDERS, TEXTS, VOCABULARY
 
 LAST_TOKEN = VOCABULARY - 1
 
@@ -37,6 +46,7 @@ class Bench:
         self.reports: list[Report] = []
         self.residents: list[int | None] = [1]
         self.forwards: list[list[int]] = []
+        self.memory_tokens: int | None = None
         self.pooler = Pooler(
             model,
             punica,
@@ -71,15 +81,22 @@ def model() -> PooledModel:
 
 @pytest.fixture
 def bench(model: PooledModel, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(pooler, "BATCH_TOKENS_MAX", 40)
     made = Bench(model, max_num_seqs=4, queue_requests_max=3)
     forward = model.forward
 
-    def counted(prompts: list[list[int]]) -> Tensor:
+    def counted(prompts: list[list[int]], firsts: Sequence[int] = ()) -> Tensor:
         made.forwards.append([len(prompt) for prompt in prompts])
-        return forward(prompts)
+        if made.memory_tokens is not None and padded(prompts) > made.memory_tokens:
+            raise torch.OutOfMemoryError("full")
+        return forward(prompts, firsts)
 
     monkeypatch.setattr(model, "forward", counted)
     return made
+
+
+def padded(prompts: list[list[int]]) -> int:
+    return len(prompts) * max(map(len, prompts))
 
 
 def numbers(vector: bytes) -> list[float]:
@@ -103,11 +120,10 @@ def test_inputs_of_like_length_share_a_forward_and_requests_too(bench: Bench) ->
     assert bench.forwards == [[1, 2, 3, 8], [9, 4]]
 
 
-def test_a_forward_is_bounded_in_tokens(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pooler, "BATCH_TOKENS_MAX", 12)
-    bench.start(*[(7,) * length for length in (3, 20, 4, 5)])
+def test_a_forward_is_bounded_in_tokens(bench: Bench) -> None:
+    bench.start(*[(7,) * length for length in (12, 50, 13, 14)])
     bench.run()
-    assert bench.forwards == [[3, 4], [5], [20]]
+    assert bench.forwards == [[12, 13], [14], [50]]
 
 
 def test_a_request_whose_adapter_left_its_slot_fails_alone(
@@ -222,17 +238,61 @@ def test_an_output_that_is_not_finite_fails_its_request(
     assert others[-1] == PoolingEnded(second, 1, 3)
 
 
-def test_no_memory_fails_those_of_the_batch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_prompts: object) -> Tensor:
-        raise torch.OutOfMemoryError("full")
+def test_without_memory_smaller_batches_are_tried(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooler, "BATCH_TOKENS_GROWTH", 8)
+    bench.memory_tokens = 20
+    ops = [bench.start(*[(7,) * 8] * 4), bench.start(*[(7,) * 3] * 6)]
+    told = bench.run()
+    assert [report.op for report in told if isinstance(report, PoolingEnded)] == ops
+    # Half as many after a failure; then it is seen, step by step, how many there may be.
+    assert bench.forwards[:5] == [[8, 8, 8, 8], [8, 8], [8, 8, 3], [8], [8, 3]]
+    bench.memory_tokens = None
+    bench.forwards.clear()
+    bench.start(*[(7,) * 8] * 16)
+    bench.run()
+    assert bench.forwards[-1] == [8, 8, 8, 8]
 
-    with monkeypatch.context() as patched:
-        patched.setattr(bench.model, "forward", full)
-        bench.start((5,))
-        [failed] = bench.run()
+
+def test_a_text_that_has_no_memory_alone_fails_its_request_alone(bench: Bench) -> None:
+    bench.memory_tokens = 20
+    first, large = bench.start((7,) * 8, (7,) * 8), bench.start((7,) * 9, (7,) * 21)
+    third = bench.start((7,) * 8)
+    ends = {one.op: one for one in bench.run() if not isinstance(one, VectorsComputed)}
+    assert {op for op, end in ends.items() if isinstance(end, PoolingEnded)} == {first, third}
+    failed = ends[large]
+    assert isinstance(failed, OperationFailed)
     assert failed.code == ErrorCode.DEVICE_OUT_OF_MEMORY
-    bench.start((5,))
+    assert failed.message == "an input of 21 tokens: full"
+
+
+def test_one_of_several_ranks_without_memory_can_not_go_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.model, "group", ParallelGroup(0, 2))
+    bench.memory_tokens = 1
+    bench.start((7, 8))
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.pooler.step()
+
+
+def test_what_one_request_gets_is_bounded_in_bytes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooler, "VECTORS_BYTES_MAX", 3 * 32 * 4)
+    with pytest.raises(RequestRefused, match=r"4 inputs, of 32 numbers each.*send 3 inputs at a"):
+        bench.start(*TEXTS)
+    bench.start(*TEXTS[:3])
     assert type(bench.run()[-1]) is PoolingEnded
+
+
+def test_a_model_whose_vectors_are_too_long_to_be_sent_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pooled_model, "VECTOR_NUMBERS_MAX", 2)
+    with pytest.raises(ModelRefused, match="3 numbers for a text; at most 2"):
+        PooledModel(CLASSIFIERS[0].make(), LoRAConfig(), task="classify")
 
 
 def test_scores_add_up_to_one_and_have_labels() -> None:
@@ -259,26 +319,31 @@ def test_the_problem_type_says_what_scores_are(kind: str, expected: Tensor) -> N
     torch.testing.assert_close(model.results(torch.tensor([[1.0, -2.0, 0.0]]))[0], expected)
 
 
-def test_a_text_that_ends_like_padding_is_refused_where_a_model_can_not_tell() -> None:
-    base = CLASSIFIERS[2].make()
-    assert PooledModel(CLASSIFIERS[2].make(), LoRAConfig(), task="classify").foreign_token is None
-    base.config.pad_token_id = None
-    bench = Bench(PooledModel(base, LoRAConfig(), task="classify"))
-    with pytest.raises(RequestRefused, match="input 0 ends with token 0"):
-        bench.start((5, 0), task="classify")
-    bench.start((0, 5), (PADDING, 5, 6), task="classify")
-    assert type(bench.run()[-1]) is PoolingEnded
-
-
-@pytest.mark.parametrize("token", [-1, VOCABULARY])
-def test_a_padding_token_that_is_not_embedded_is_none(token: int) -> None:
+@pytest.mark.parametrize("token", [None, -1, VOCABULARY])
+def test_a_model_without_padding_is_told_one_that_ends_no_text_of_its_batch(
+    token: int | None,
+) -> None:
     base = CLASSIFIERS[2].make()
     base.config.pad_token_id = token
     model = PooledModel(base, LoRAConfig(), task="classify")
-    assert model.foreign_token == 0
-    texts = [(5, 6, 7), (9, 8, 7, 6, 5)]
+    texts = [(5, 6, 7), (9, 8, 7, 6, 0), (0, 0, 0), (4, 1), (3,) * 9]
     expected = torch.cat([model.forward([text]) for text in texts])
     torch.testing.assert_close(model.forward(texts), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_texts_that_end_in_every_token_there_is_do_not_share_one_forward() -> None:
+    base = CLASSIFIERS[2].make()
+    base.config.pad_token_id = None
+    bench = Bench(PooledModel(base, LoRAConfig(), task="classify"), max_num_seqs=1000)
+    bench.start(*[(5, token) for token in range(VOCABULARY)], task="classify")
+    assert bench.run()[-1] == PoolingEnded(1, VOCABULARY, 2 * VOCABULARY)
+
+
+def test_labels_without_names_are_numbers() -> None:
+    base = CLASSIFIERS[0].make()
+    base.config.id2label = {1: "bad", 2: "ugly", 3: "other"}
+    model = PooledModel(base, LoRAConfig(), task="classify")
+    assert model.labels == ("0", "bad", "ugly")
 
 
 @pytest.mark.parametrize("served", ["generate", "embed", "classify"])
