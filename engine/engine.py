@@ -51,6 +51,7 @@ class Engine:
         arena, punica, self._lora_config = equip(model, lora_config, config.device_bytes_max)
         self._shapes = {shape.name: shape for shape in model.shapes}
         self._equivalences = equivalences_of(model.model)
+        self._left_out = model.left_out
         group = self._group = model.group
         self._outbox: list[reports.Report] = []
         tell = self._outbox.append
@@ -149,6 +150,7 @@ class Engine:
             self._config.adapter_bounds,
             command.adapter,
             equivalences=self._equivalences,
+            left_out=self._left_out,
             allow_pickled=self._config.allow_pickled_weights,
             is_follower=not self._group.leads,
         )

@@ -5,12 +5,13 @@ What it is: the one place where the three are made and bound. What it is not: a 
 so that a configuration means the same everywhere.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.agreement import AgreedCopier
 from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.copying import copier_for
+from engine.image_punica import IMAGE_PARTS, ImagePunicaWrapper
 from engine.kernels import choose_kernels
 from engine.punica import PunicaWrapper
 from engine.served import ServedModel
@@ -41,10 +42,15 @@ def equip(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int) ->
         copier = AgreedCopier(copier, model.group)
     slots_max, dtype = config.max_loras, config.dtype
     arena = Arena(slots_max, model.shapes, device_bytes_max, dtype, model.device, copier)
-    punica = PunicaWrapper(
-        *(model.device, config.max_lora_rank, kernels),
-        specialize_active=config.specialize_active_lora,
-        beside=SecondStream(model.device) if config.dual_stream else None,
-    )
-    model.bind(arena, punica)
+    options: dict[str, Any] = {
+        "specialize_active": config.specialize_active_lora,
+        "beside": SecondStream(model.device) if config.dual_stream else None,
+    }
+    punica = PunicaWrapper(model.device, config.max_lora_rank, kernels, **options)
+    image_punicas = {
+        part: ImagePunicaWrapper(model.device, config.max_lora_rank, kernels, **options)
+        for part in IMAGE_PARTS
+        if config.enable_tower_connector_lora
+    }
+    model.bind(arena, punica, image_punicas)
     return Equipment(arena, punica, config)

@@ -30,18 +30,21 @@ class ModelSide:
     """What of a model and its engine an adapter is held against.
 
     `modules`: what can be adapted; `lora_config` has its dtype resolved; `equivalences`: see
-    `naming.equivalences_of`.
+    `naming.equivalences_of`; `left_out`: the layers of tower and connector where they are not
+    wrapped.
     """
 
     modules: Modules
     lora_config: LoRAConfig
     equivalences: tuple[Equivalence, ...] = ()
+    left_out: frozenset[str] = frozenset()
 
     def naming(
         self, rename: Rename | None = None, skip_prefixes: Iterable[str] = SKIP_PREFIXES
     ) -> Naming:
         """How paths of adapters lead to this model's."""
-        return Naming(self.modules, self.equivalences, rename, skip_prefixes)
+        known = (*self.modules, *self.left_out)
+        return Naming(known, self.equivalences, rename, skip_prefixes)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class Fitted:
             for name, part in parts.items()
         }
 
+
+LEFT_OUT: Final = (
+    "in the tower or the connector, which take adapters only with enable_tower_connector_lora"
+)
 
 _TOLD: Final = {
     ModuleKind.LINEAR: "lora_A and lora_B",
@@ -131,7 +138,9 @@ def _check_modules(
     with problems.collecting():
         helper.validate_legal(model.lora_config)
     touched = {pair.module: pair for pair in pairs}
-    unknown = [module for module in touched if module not in modules]
+    left_out = [module for module in touched if module in model.left_out]
+    problems.add_each(AdapterDoesNotFit, LEFT_OUT, left_out)
+    unknown = [m for m in touched if m not in modules and m not in model.left_out]
     unknown[:1] = [_with_hint(module, modules) for module in unknown[:1]]
     problems.add_each(AdapterDoesNotFit, "not wrapped in this model", unknown)
     known = [(pair, modules[pair.module]) for pair in touched.values() if pair.module in modules]

@@ -5,7 +5,7 @@ their end. What it is not: a decider; the manager has the core for that. One rul
 another adapter's weights: a mapping that outlives its slots fails the next forward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -18,11 +18,12 @@ from engine.config import LoRAConfig
 from engine.equipment import equip
 from engine.errors import NotResident, UnknownAdapter
 from engine.fitting import ModelSide
+from engine.image_punica import IMAGE_PARTS
 from engine.layout import ModuleKind, ModuleShape, blob_bytes
 from engine.lora import LoRAModel
 from engine.model import prepare_loaded
 from engine.naming import equivalences_of
-from engine.punica import LoRAMapping
+from engine.punica import LoRAMapping, MappingType
 from engine.residency import Residency
 from engine.staging import unpack
 from engine.work import InlineJobs
@@ -48,17 +49,20 @@ class InProcessEngine:
         config = lora_config.verify_with_model_config(prepared.model)
         if device_bytes_max is None:
             device_bytes_max = config.max_loras * highest_bytes(prepared.shapes, config)
-        arena, self._punica, self.lora_config = equip(prepared, config, device_bytes_max)
+        arena, punica, self.lora_config = equip(prepared, config, device_bytes_max)
+        self.image_mapper: Final = prepared.image_mapper
+        self._punicas = {MappingType.LANGUAGE: punica, **self.image_mapper.punicas}
         self.model: Final = prepared.model
         self.vocab_size: Final = prepared.vocab_size
         self.side: Final = ModelSide(
             {shape.name: shape for shape in prepared.shapes},
             self.lora_config,
             equivalences_of(prepared.model),
+            prepared.left_out,
         )
         self._offer: LoadedAdapter | None = None
-        self._mapping: LoRAMapping | None = None
-        self._homeless: NotResident | None = None
+        self._mappings: dict[MappingType, LoRAMapping] = {}
+        self._homeless: dict[MappingType, NotResident] = {}
         self._told: list[reports.OperationReport] = []
         self.residency: Final = Residency(
             arena,
@@ -68,7 +72,10 @@ class InProcessEngine:
             self._told.append,
             pins=prepared.device.type == "cuda",
         )
-        self.model.register_forward_pre_hook(self._check_mapping)
+        self.model.register_forward_pre_hook(self._checking(MappingType.LANGUAGE))
+        if prepared.image_part is not None:
+            check = self._checking(*IMAGE_PARTS)
+            prepared.image_part.encoder.register_forward_pre_hook(check)
 
     @property
     def adapter_ids(self) -> list[int]:
@@ -131,30 +138,46 @@ class InProcessEngine:
         )
 
     def set_mapping(self, mapping: LoRAMapping) -> bool:
-        """Have the next forwards use it; False where nothing changed. Raises `NotResident`."""
-        changed = self._punica.update_metadata(mapping, self.lora_index_to_id)
-        self._mapping, self._homeless = mapping, None
+        """Have the next forwards use it in its part of the model; False where nothing changed.
+
+        Raises `NotResident`, and `ValueError` for a part whose layers are not wrapped.
+        """
+        if mapping.type not in self._punicas:
+            raise ValueError(
+                f"a mapping for a {mapping.type.value}, where nothing is wrapped; that takes an "
+                "image-text model and enable_tower_connector_lora"
+            )
+        changed = self._punicas[mapping.type].update_metadata(mapping, self.lora_index_to_id)
+        self._mappings[mapping.type] = mapping
+        self._homeless.pop(mapping.type, None)
         return changed
 
     def follow_slots(self) -> None:
-        """Have the mapping that is set mean the same adapters, wherever they are now."""
-        if self._mapping is None:
-            return
-        try:
-            self._punica.update_metadata(self._mapping, self.lora_index_to_id)
-            self._homeless = None
-        except NotResident as error:
-            self._homeless = error
-            # Who calls a part of the model passes by the hook; that part has nobody's weights then.
-            self._punica.update_metadata(LoRAMapping([], []), self.lora_index_to_id)
+        """Have the mappings that are set mean the same adapters, wherever they are now."""
+        for part, mapping in self._mappings.items():
+            punica = self._punicas[part]
+            try:
+                punica.update_metadata(mapping, self.lora_index_to_id)
+                self._homeless.pop(part, None)
+            except NotResident as error:
+                self._homeless[part] = error
+                # Who calls a layer by itself passes by the hooks; it has nobody's weights then.
+                nothing = LoRAMapping([], [], type=part)
+                punica.update_metadata(nothing, self.lora_index_to_id)
 
     def close(self) -> None:
         """Wait for copies that run, and end their thread."""
         self.residency.close()
 
-    def _check_mapping(self, _model: nn.Module, _arguments: tuple[Any, ...]) -> None:
-        if self._homeless is not None:
-            raise NotResident(f"{self._homeless}, or set another mapping")
+    def _checking(self, *parts: MappingType) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        """What fails a forward whose mapping outlived its slots, in one of these parts."""
+
+        def check(_model: nn.Module, _arguments: tuple[Any, ...]) -> None:
+            for part in parts:
+                if part in self._homeless:
+                    raise NotResident(f"{self._homeless[part]}, or set another mapping")
+
+        return check
 
     def _take_offer(self, command: commands.CheckAdapter | commands.LoadWeights) -> LoadedAdapter:
         if self._offer is None:

@@ -25,6 +25,7 @@ from engine.books import Books, Clock
 from engine.config import LoRAConfig
 from engine.errors import EngineError, NoRoom, error_of
 from engine.handed import check_handed, dummy_adapter, warmup_rank
+from engine.image_part import ImageTensors
 from engine.in_process import InProcessEngine
 from engine.layout import ModuleKind
 from engine.punica import LoRAMapping, MappingType
@@ -213,18 +214,28 @@ class LoRAModelManager:
     def set_adapter_mapping(self, mapping: LoRAMapping) -> bool:
         """Say which adapter each row of the next forwards uses; False where nothing changed.
 
-        It holds until the next one, follows its adapters when they move to other slots, and fails
-        forwards (L007) while one of them is in none. Raises `NotResident` for an id without a slot,
-        `ValueError` for more rows than this manager was made for, or for another part than the
-        language model; then the last one goes on.
+        It is for the part of the model that its type says, and holds there until the next one,
+        follows its adapters when they move to other slots, and fails forwards that run that part
+        (L007) while one of them is in none. Raises `NotResident` for an id without a slot,
+        `ValueError` for more rows than this manager was made for, or for a part whose layers are
+        not wrapped; then the last one goes on. Mappings of tower and connector are bounded by the
+        images alone; `image_mappings` makes them.
         """
-        if mapping.type is not MappingType.LANGUAGE:
-            raise ValueError(f"a mapping for a {mapping.type.value}; this model is text alone")
-        for name, rows_max in self._rows_max.items():
+        is_bounded = mapping.type is MappingType.LANGUAGE
+        for name, rows_max in self._rows_max.items() if is_bounded else ():
             rows = len(getattr(mapping, name))
             if rows > rows_max:
                 raise ValueError(f"{name} has {rows} rows; this manager takes {rows_max}")
         return self._engine.set_mapping(mapping)
+
+    def image_mappings(self, adapter_ids: Sequence[int], media: ImageTensors) -> list[LoRAMapping]:
+        """The tower's and the connector's mapping for a forward with these images.
+
+        `adapter_ids`: one an image (of tiles: one for each entry of the first axis), 0 for the
+        base. `media`: `pixel_values` and what else the model's forward takes of images. Empty
+        without `enable_tower_connector_lora`; raises ValueError where the two don't agree.
+        """
+        return self._engine.image_mapper.mappings(adapter_ids, media)
 
     def create_dummy_lora(self, lora_id: int, rank: int) -> LoRAModel:
         """An adapter that takes all the room of its rank and adds nothing, to warm up with."""

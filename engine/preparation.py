@@ -5,19 +5,23 @@ and the exchange. What it is not: the table (`engine.layers`), the families (`en
 the probe. One rule: a layer is wrapped only if it was seen to do what its wrapper assumes.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from statistics import mode
 from typing import Final, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import ModelRefused
+from engine.image_part import ImagePart
+from engine.image_probe import watch_images
 from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, Row, wrapper_of
 from engine.layers.packed import PackedLinear
 from engine.layout import ModuleShape, directory_columns
-from engine.packing import find_groups, pack, with_relatives
+from engine.packing import Group, find_groups, pack, with_relatives
 from engine.probe import SAMPLED_ROWS, RowShapes, Sightings, Trial, watch_layers
+from engine.punica import MappingType
 
 _ROWS: Final[Mapping[Role, RowShapes]] = {
     Role.HEAD: SAMPLED_ROWS,
@@ -37,37 +41,122 @@ class Candidate(NamedTuple):
     wrapper: type[BaseLayerWithLoRA]
 
 
-def prepare_layers(
-    model: PreTrainedModel,
-    trial: Trial,
-    vocab_size: int,
-    targets: Sequence[str] | None,
-    table: Sequence[Row] = WRAPPERS,
-) -> dict[str, BaseLayerWithLoRA]:
-    """Wrap the model's layers in place, packed where that can be; wrappers by their path.
+class Scope(NamedTuple):
+    """What of a model may be wrapped, and by what.
 
-    With `targets`, only layers that they name; `table` says what wraps what. A layer that is
-    reachable by several paths is wrapped once, under its first. Raises `ModelRefused` for a model
-    without a layer to wrap, a target that names none, and a model that can't be batched.
+    `targets`: suffixes or full names of layers, None for all. `table`: what wraps what. `images`:
+    the model's part that reads images, None where it has none; wrapped only if `adapts_images`.
     """
-    candidates = find_candidates(model, table)
+
+    targets: Sequence[str] | None = None
+    table: Sequence[Row] = WRAPPERS
+    images: ImagePart | None = None
+    adapts_images: bool = False
+
+
+class Prepared(NamedTuple):
+    """What became of a model's layers.
+
+    `layers`: wrappers by their path. `parts`: the part of the model that each of them is of.
+    `left_out`: the paths of layers that only `adapts_images` would have had wrapped.
+    """
+
+    layers: dict[str, BaseLayerWithLoRA]
+    parts: dict[str, MappingType]
+    left_out: frozenset[str]
+
+
+class Seen(NamedTuple):
+    """What a trial saw: the layers that can be mapped, with their part, and who shares inputs."""
+
+    parts: Mapping[str, MappingType]
+    share_inputs: Callable[[Sequence[str]], bool]
+
+    def is_packable(self, group: Group) -> bool:
+        """Whether a group's children can be mapped, and read one input."""
+        return self.parts.keys() >= set(group.children) and self.share_inputs(group.children)
+
+
+def prepare_layers(model: PreTrainedModel, trial: Trial, vocab_size: int, scope: Scope) -> Prepared:
+    """Wrap the model's layers in place, packed where that can be.
+
+    A layer that is reachable by several paths is wrapped once, under its first. Raises
+    `ModelRefused` for a model without a layer to wrap, a target that names none, and a model that
+    can't be batched.
+    """
+    candidates = find_candidates(model, scope.table)
+    of_images = _of_images(candidates, scope.images)
+    left_out = frozenset() if scope.adapts_images else of_images
+    candidates = {name: found for name, found in candidates.items() if name not in left_out}
     if not candidates:
         raise ModelRefused("the model has no layer of a kind that can be wrapped")
-    named = _targeted(candidates, targets)
+    named = _targeted(candidates, scope.targets, left_out)
     groups = find_groups(model, named)
     siblings = [child for group in groups for child in group.children]
-    layers = {name: candidates[name].layer for name in named}
+    texts = {name: candidates[name] for name in named if name not in of_images}
+    tried = [_try_texts(trial, vocab_size, texts, siblings, explicit=scope.targets is not None)]
+    if scope.images is not None and scope.adapts_images:
+        shown = {name: candidates[name] for name in named if name in of_images}
+        tried.append(_try_images(scope.images, model, shown, siblings))
+    packed = [group for group in groups if any(seen.is_packable(group) for seen in tried)]
+    parts = {name: part for seen in tried for name, part in seen.parts.items()}
+    _check_targets(scope.targets, parts)
+    parts |= {group.name: parts[group.children[0]] for group in packed}
+    layers = _wrap(model, candidates, parts, packed, scope.table)
+    return Prepared(layers, {name: parts[name] for name in layers}, left_out)
+
+
+def _try_texts(
+    trial: Trial,
+    vocab_size: int,
+    named: Mapping[str, Candidate],
+    siblings: Collection[str],
+    explicit: bool,
+) -> Seen:
+    layers = {name: found.layer for name, found in named.items()}
     seen = watch_layers(trial, layers, vocab_size, siblings)
-    rows = {name: _ROWS.get(candidates[name].role, trial.rows) for name in named}
-    mapped = _mapped(rows, seen, explicit=targets is not None)
-    packed = [
-        group
-        for group in groups
-        if mapped.issuperset(group.children) and seen.share_inputs(group.children)
-    ]
+    rows = {name: _ROWS.get(found.role, trial.rows) for name, found in named.items()}
+    mapped = _mapped(rows, seen, explicit)
+    return Seen(dict.fromkeys(mapped, MappingType.LANGUAGE), seen.share_inputs)
+
+
+def _try_images(
+    images: ImagePart,
+    model: PreTrainedModel,
+    named: Mapping[str, Candidate],
+    siblings: Collection[str],
+) -> Seen:
+    """The tower's are the encoder's layers with as many rows for each unit as most of them have.
+
+    A merger at an encoder's end has fewer, and is the connector's as what stands behind it is.
+    """
+    layers = {name: found.layer for name, found in named.items()}
+    seen = watch_images(images, layers, model.dtype, siblings)
+    found = {name: rows for name in named if (rows := seen.rows_per_unit(name)) is not None}
+    if named and not found:
+        raise ModelRefused(
+            f"layers {list(named)} do not see every image's rows by themselves, so no adapter can "
+            "be applied to them; leave enable_tower_connector_lora off"
+        )
+    tower = [name for name in found if images.is_in_tower(layers[name])]
+    usual = mode(found[name] for name in tower) if tower else None
+    parts = dict.fromkeys(found, MappingType.CONNECTOR)
+    parts |= {name: MappingType.TOWER for name in tower if found[name] == usual}
+    return Seen(parts, seen.share_inputs)
+
+
+def _wrap(
+    model: PreTrainedModel,
+    candidates: Mapping[str, Candidate],
+    mapped: Collection[str],
+    packed: Sequence[Group],
+    table: Sequence[Row],
+) -> dict[str, BaseLayerWithLoRA]:
+    """Put wrappers in place of what is mapped; wrappers by path, in the model's order."""
     wrap = partial(_wrap_packed, table)
     wrapped = {group.name: pack(model, group, wrap) for group in packed}
-    alone = mapped.difference(child for group in packed for child in group.children)
+    children = {child for group in packed for child in group.children}
+    alone = [name for name in mapped if name not in wrapped and name not in children]
     wrapped |= {name: candidates[name].wrapper(candidates[name].layer) for name in alone}
     _replace(model, {wrapped[name].base_layer: wrapped[name] for name in alone})
     return {name: wrapped[name] for name, _ in model.named_modules() if name in wrapped}
@@ -102,12 +191,26 @@ def _roles(model: PreTrainedModel) -> dict[nn.Module, Role]:
     return roles if head is None else roles | {head: Role.HEAD}
 
 
-def _targeted(candidates: Collection[str], targets: Sequence[str] | None) -> list[str]:
+def _of_images(candidates: Mapping[str, Candidate], images: ImagePart | None) -> frozenset[str]:
+    """The candidates in the model's part that reads images."""
+    if images is None:
+        return frozenset()
+    return frozenset(name for name, found in candidates.items() if found.layer in images)
+
+
+def _targeted(
+    candidates: Collection[str], targets: Sequence[str] | None, left_out: Collection[str]
+) -> list[str]:
     """The candidates that `targets` name; a packed parent and its children imply each other."""
     if targets is None:
         return list(candidates)
     implied = {target: with_relatives(target) for target in targets}
     missing = [t for t in targets if not any(_is_named(name, implied[t]) for name in candidates)]
+    if any(_is_named(name, implied[target]) for target in missing for name in left_out):
+        raise ModelRefused(
+            f"target_modules {missing} name layers of the tower or the connector; set "
+            "enable_tower_connector_lora to have these wrapped"
+        )
     if missing:
         suffixes = sorted({name.rpartition(".")[2] for name in candidates})
         raise ModelRefused(
@@ -131,6 +234,20 @@ def _mapped(rows: Mapping[str, RowShapes], seen: Sightings, explicit: bool) -> s
             "can be applied to them; name others as target_modules"
         )
     return set(rows).difference(unmapped)
+
+
+def _check_targets(targets: Sequence[str] | None, mapped: Collection[str]) -> None:
+    """Refuse targets of which no layer could be mapped."""
+    unmapped = [
+        target
+        for target in targets or ()
+        if not any(_is_named(name, with_relatives(target)) for name in mapped)
+    ]
+    if unmapped:
+        raise ModelRefused(
+            f"target_modules {unmapped} name layers that do not see every image's rows by "
+            "themselves, so no adapter can be applied to them; name others"
+        )
 
 
 def _wrap_packed(table: Sequence[Row], layer: PackedLinear) -> BaseLayerWithLoRA:

@@ -64,7 +64,8 @@ class Trial(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One input of a layer: its shape, and the tensor with a copy of what was in it then."""
+    """One input of a layer: its shape, and the tensor with what was in it then, whole or told
+    by a few numbers of each row."""
 
     shape: tuple[int, ...]
     tensor: Tensor | None = None
@@ -89,10 +90,7 @@ class Sightings:
 
         Only for layers that the probe was asked to remember.
         """
-        calls = [self.calls[name] for name in names]
-        if len({len(own) for own in calls}) != 1 or not calls[0]:
-            return False
-        return all(_is_one_input(together) for together in zip(*calls, strict=True))
+        return share_inputs([self.calls[name] for name in names])
 
 
 def watch_layers(
@@ -188,6 +186,13 @@ def compare(padded: Tensor, alone: Tensor) -> None:
             f"a padded row answers otherwise than alone (relative norm {error:.1e}, "
             f"at most {allowed:.0e}); the model can't be batched"
         )
+
+
+def share_inputs(calls: Sequence[Sequence[Call]]) -> bool:
+    """Whether layers with these calls were always given one tensor, unchanged meanwhile."""
+    if len({len(own) for own in calls}) != 1 or not calls[0]:
+        return False
+    return all(_is_one_input(together) for together in zip(*calls, strict=True))
 
 
 def _is_one_input(calls: Sequence[Call]) -> bool:

@@ -7,7 +7,7 @@ an adapter id without a slot is an error, never the base model.
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,10 +131,13 @@ class PunicaWrapper:
                 f"index_mapping and prompt_mapping both have {len(token_slots)} rows and differ; "
                 "a batch of one token a prompt has one adapter a row"
             )
-        self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, len(layout))
+        self._group(token_slots, prompt_slots, len(layout))
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
         self._mapping, self._layout = mapping, layout
         return True
+
+    def _group(self, token_slots: Tensor, prompt_slots: Tensor, slots_max: int) -> None:
+        self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, slots_max)
 
     @property
     def launch_key(self) -> LaunchKey:
@@ -147,8 +150,9 @@ class PunicaWrapper:
 
     def add_shrink(self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0) -> None:
         """`y[s, t] = scale * x[t] @ A[s][slot(t)].T`; see `kernels.shrink` for what stays."""
-        if self.groups is not None:
-            self._kernels.shrink(y, x, weights, self.groups, scale)
+        groups = self.groups_of(len(x))
+        if groups is not None:
+            self._kernels.shrink(y, x, weights, groups, scale)
 
     def add_expand(
         self,
@@ -159,8 +163,9 @@ class PunicaWrapper:
         add_inputs: bool = True,
     ) -> None:
         """`y[t, offset + o_s :][:out_s] += x[s, t] @ B[s][slot(t)].T`; see `kernels.expand`."""
-        if self.groups is not None:
-            self._kernels.expand(y, x, weights, self.groups, offset, add_inputs)
+        groups = self.groups_of(x.shape[1])
+        if groups is not None:
+            self._kernels.expand(y, x, weights, groups, offset, add_inputs)
 
     def add_lora_linear(
         self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0
@@ -209,7 +214,7 @@ class PunicaWrapper:
         `exchange` takes [slices, tokens, rank_max / rank_parts], in the accumulator's dtype and 0
         where nothing was shrunk, and gives [slices, tokens, rank_max].
         """
-        if _has_work(self.groups, len(x), "tokens"):
+        if self.groups_of(len(x)) is not None:
             shape = (len(halves.shrink.columns), len(x), self.rank_max // halves.rank_parts)
             shrunk = x.new_zeros(shape, dtype=accumulator_dtype(x.dtype))
             self.add_shrink(shrunk, x, halves.shrink)
@@ -222,8 +227,9 @@ class PunicaWrapper:
 
         y: [tokens, hidden]. token_ids: [tokens] int64. Raises ValueError as `add_lora_linear`.
         """
-        if _has_work(self.groups, len(token_ids), "tokens"):
-            self._kernels.embedding(y, token_ids, weights, self.groups, scale)
+        groups = self.groups_of(len(token_ids))
+        if groups is not None:
+            self._kernels.embedding(y, token_ids, weights, groups, scale)
 
     def add_lora_logits(
         self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0
@@ -244,7 +250,14 @@ class PunicaWrapper:
         """
         sampled = self.prompt_groups is not None and self.prompt_groups.tokens == rows
         groups = self.prompt_groups if sampled else self.groups
-        return groups if _has_work(groups, rows, "rows") else None
+        if groups is None or not groups.spans:
+            return None
+        if rows != groups.tokens:
+            raise ValueError(
+                f"a batch of {rows} rows meets a mapping of {groups.tokens}; "
+                "update the mapping before every forward"
+            )
+        return groups
 
     def group_experts(
         self,
@@ -258,9 +271,10 @@ class PunicaWrapper:
         `adapter_enabled(slot)` says whether a slot has weights in this layer; the other arguments
         are as in `kernels.expert_groups`. Raises ValueError as `add_lora_linear`.
         """
-        if not _has_work(self.groups, tokens, "tokens"):
+        groups = self.groups_of(tokens)
+        if groups is None:
             return None
-        return group_experts(self.groups, adapter_enabled, top_k_index, experts)
+        return group_experts(groups, adapter_enabled, top_k_index, experts)
 
     def add_lora_fused_moe(
         self, ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
@@ -272,18 +286,6 @@ class PunicaWrapper:
         are places in both.
         """
         self._kernels.experts(ys, x, weights, groups)
-
-
-def _has_work(groups: Groups | None, rows: int, noun: str) -> TypeGuard[Groups]:
-    """Whether any row has an adapter; raises ValueError where the mapping is another batch's."""
-    if groups is None or not groups.spans:
-        return False
-    if rows != groups.tokens:
-        raise ValueError(
-            f"a batch of {rows} {noun} meets a mapping of {groups.tokens}; "
-            "update the mapping before every forward"
-        )
-    return True
 
 
 def _slots_of(ids: Tensor, slot_of_id: dict[int, int]) -> Tensor:

@@ -15,12 +15,14 @@ from transformers import PreTrainedModel
 from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
+from engine.image_part import ImagePart, find_image_part
+from engine.image_punica import NO_PUNICAS, ImageMapper, ImagePunicas
 from engine.layers import BaseLayerWithLoRA, wrappers_for
 from engine.layout import ModuleShape
 from engine.parallel import SINGLE, ParallelGroup
-from engine.preparation import module_shapes, prepare_layers
+from engine.preparation import Scope, module_shapes, prepare_layers
 from engine.probe import Trial
-from engine.punica import PunicaWrapper
+from engine.punica import MappingType, PunicaWrapper
 from engine.tasks import Task
 
 _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id")
@@ -32,7 +34,10 @@ Tokenizer = Any
 class ServedModel:
     """A base model on its way to be served; its task's class calls `_prepare` when it can run.
 
-    `layers`: name -> wrapper, in the directory's order. `shapes`: one `ModuleShape` a slice, by
+    `layers`: name -> wrapper, in the directory's order; `parts`: which part of the model each of
+    them is of; `left_out`: those that only `enable_tower_connector_lora` would have had wrapped.
+    `image_part`: what reads images, None where requests bring none. `image_mapper`: has images run
+    under their adapters. `shapes`: one `ModuleShape` a slice, by
     index. `vocab_size`: the rows of the token embedding. `context_tokens_max`: the tokens of one
     row. `tokenizer` None: prompts are token ids. `media_tokens`: those that stand for an image or
     the like, which prompts may not have. `group`: the ranks that hold it together. Raises
@@ -41,7 +46,10 @@ class ServedModel:
 
     task: Task
     group: ParallelGroup = SINGLE
+    image_part: ImagePart | None
     layers: Mapping[str, BaseLayerWithLoRA]
+    parts: Mapping[str, MappingType]
+    left_out: frozenset[str]
     shapes: tuple[ModuleShape, ...]
 
     def __init__(
@@ -51,6 +59,7 @@ class ServedModel:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.device: torch.device = model.device
+        self.image_mapper = ImageMapper(None)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.context_tokens_max = _context_tokens_max(model.config, context_tokens_max)
         found = (getattr(model.config, name, None) for name in _MEDIA_TOKENS)
@@ -58,26 +67,40 @@ class ServedModel:
 
     def _prepare(self, trial: Trial, lora_config: LoRAConfig) -> None:
         """Wrap the model's layers in place."""
-        for name in ("enable_tower_connector_lora", "default_mm_loras"):
-            if getattr(lora_config, name):
-                raise ModelRefused(
-                    f"{name} is set, and requests bring text alone: a tower or connector would "
-                    "never be run; leave it out"
-                )
-        table = wrappers_for(
-            lora_config.enable_mixed_moe_lora_format, lora_config.fully_sharded_loras
+        if lora_config.default_mm_loras:
+            raise ModelRefused(
+                "default_mm_loras is set, and requests bring text alone; leave it out"
+            )
+        self.image_part = find_image_part(self.model) if self.task == "generate" else None
+        if lora_config.enable_tower_connector_lora and self.image_part is None:
+            raise ModelRefused(
+                "enable_tower_connector_lora is set, and this model reads no images; leave it off"
+            )
+        scope = Scope(
+            lora_config.target_modules,
+            wrappers_for(lora_config.enable_mixed_moe_lora_format, lora_config.fully_sharded_loras),
+            self.image_part,
+            lora_config.enable_tower_connector_lora,
         )
-        self.layers = prepare_layers(
-            self.model, trial, self.vocab_size, lora_config.target_modules, table
-        )
+        prepared = prepare_layers(self.model, trial, self.vocab_size, scope)
+        self.layers, self.parts, self.left_out = prepared
         self.shapes = module_shapes(self.layers)
 
-    def bind(self, arena: Arena, punica: PunicaWrapper) -> None:
-        """Let every wrapped layer read its columns of `arena`, and the batch's mapping."""
+    def bind(
+        self, arena: Arena, punica: PunicaWrapper, image_punicas: ImagePunicas = NO_PUNICAS
+    ) -> None:
+        """Let every wrapped layer read its columns of `arena`, and its part's mapping.
+
+        `image_punicas`: those of the tower and of the connector; a layer of a part that has none
+        computes the base.
+        """
         columns = iter([shape.index for shape in self.shapes])
-        for layer in self.layers.values():
+        by_part = {MappingType.LANGUAGE: punica, **image_punicas}
+        for name, layer in self.layers.items():
             layer.create_lora_weights(arena, list(islice(columns, len(layer.slice_shapes))))
-            layer.set_mapping(punica)
+            if self.parts[name] in by_part:
+                layer.set_mapping(by_part[self.parts[name]])
+        self.image_mapper = ImageMapper(self.image_part, image_punicas)
 
 
 def _context_tokens_max(config: Any, wanted: int) -> int:

@@ -135,7 +135,7 @@ def test_a_batch_of_other_rows_than_the_mapping_is_loud() -> None:
     bench = Bench("mixtral", FusedMoE3DWithLoRA)
     bench.write(0, 4)
     bench.punica.update_metadata(LoRAMapping([11, 11], [11]), IDS)
-    with pytest.raises(ValueError, match="3 tokens meets a mapping of 2"):
+    with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
         bench.layer(torch.randn(3, 32), routes(3), torch.rand(3, TOP_K))
 
 

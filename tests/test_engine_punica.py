@@ -80,7 +80,7 @@ def test_a_batch_of_other_rows_than_the_mapping_is_refused() -> None:
     punica.update_metadata(LoRAMapping([7, 7], [7]), [7, 8])
     with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
         punica.add_lora_linear(torch.ones(3, 4), torch.ones(3, 5), operands)
-    with pytest.raises(ValueError, match="3 tokens meets a mapping of 2"):
+    with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
         punica.add_lora_embedding(torch.ones(3, 4), torch.ones(3, dtype=torch.int64), operands)
     with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
         punica.add_lora_logits(torch.ones(3, 4), torch.ones(3, 5), operands)
