@@ -24,6 +24,7 @@ from engine.parallel import ParallelGroup
 from engine.pooled_model import PooledModel
 from engine.registry import SeenOperations
 from engine.residency import Job, Residency
+from engine.slots import Slots
 from engine.work import Jobs, WorkPool
 from messages import commands, reports
 from messages.ids import OpId
@@ -55,12 +56,13 @@ class Engine:
         group = self._group = model.group
         self._outbox: list[reports.Report] = []
         tell = self._outbox.append
-        jobs = _jobs_of(group, config.file_threads, wake)
+        jobs: Jobs[Job] = _jobs_of(group, config.file_threads, wake)
         self.residency: Final = Residency(arena, model.shapes, self._read, jobs, tell, config.pins)
         self._task = model.task
-        self._inference = inference_of(
-            model, punica, arena, self.residency.residents, config, self._outbox.append
-        )
+        # A processor of images is not made for several threads.
+        images: Jobs[OpId] = _jobs_of(group, 1, wake)
+        slots = Slots(arena, self.residency.residents)
+        self._inference = inference_of(model, punica, slots, config, tell, images)
         self._seen = SeenOperations()
         self._handlers: dict[type, Callable[[Any], None]] = {
             **dict.fromkeys(self.residency.handlers, self.residency.do),
@@ -81,8 +83,8 @@ class Engine:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether files are being read, or adapters packed, here or on another rank."""
-        return any(self.residency.running)
+        """Whether files or images are being read, or adapters packed, here or on another rank."""
+        return any(self.residency.running) or self._inference.is_reading
 
     @property
     def last_op(self) -> OpId:
@@ -104,12 +106,14 @@ class Engine:
     def poll(self) -> list[reports.Report]:
         """Everything that happened since the last call, in order."""
         self.residency.collect()
+        self._inference.collect()
         told = self._outbox.copy()
         self._outbox.clear()
         return told
 
     def close(self) -> None:
         """Start nothing more, and wait for copies that run."""
+        self._inference.close()
         self.residency.close()
 
     def start_inference(self, command: commands.StartInference) -> None:
@@ -156,7 +160,7 @@ class Engine:
         )
 
 
-def _jobs_of(group: ParallelGroup, threads: int, wake: Callable[[], None]) -> Jobs[Job]:
+def _jobs_of(group: ParallelGroup, threads: int, wake: Callable[[], None]) -> Jobs[Any]:
     """What does a rank's jobs: threads, whose results count when all ranks have theirs."""
     if group.is_single:
         return WorkPool(threads, wake)

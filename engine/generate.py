@@ -7,34 +7,37 @@ each row's (slot, generation) is checked against the arena, and a stale row fail
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from engine.arena import Arena
 from engine.config import EngineConfig
 from engine.errors import (
+    FOREIGN_FAILURES,
     Conflict,
     DeviceOutOfMemory,
-    EngineError,
     EngineOverloaded,
     NotFinite,
     NotResident,
     RequestRefused,
+    code_of,
 )
 from engine.kv_cache import RowCache
+from engine.media import Media, offsets_of
 from engine.model import PreparedModel
+from engine.processor import Reading
+from engine.prompt_jobs import PromptJobs
 from engine.prompts import prompt_tokens
 from engine.punica import LoRAMapping, PunicaWrapper
-from engine.sampling import Sampler
+from engine.rows import Output, Row
 from engine.slots import Slots
-from engine.text import Detokenizer, StopFilter
+from engine.work import Jobs
 from messages.commands import StartGeneration
 from messages.ids import OpId, RequestId
 from messages.reports import GenerationEnded, OperationFailed, Report, TokensGenerated
-from messages.requests import FinishReason
+from messages.requests import FinishReason, IllustratedPrompt
 
 PREFILL_TOKENS_MAX: Final = 8192
 """The most prompt tokens, padding included, in one forward; a longer prompt is alone in its own."""
@@ -46,73 +49,31 @@ ENDED_OUTPUTS_MAX: Final = 256
 """How many ended outputs are kept for clients that lost their connection."""
 
 
-@dataclass
-class Output:
-    """What a request has got so far: all tokens, and the text that was given out with them."""
-
-    tokens: list[int] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)
-
-
-class Row:
-    """One request on its way from the queue to its end."""
-
-    def __init__(self, command: StartGeneration, prompt: list[int], model: PreparedModel) -> None:
-        self.command = command
-        self.prompt = prompt
-        self.output = Output()
-        self.sampler = Sampler(command.sampling)
-        self.stops = StopFilter(command.sampling.stop)
-        self._text = Detokenizer(model.tokenizer, prompt) if model.tokenizer is not None else None
-        self._eos_ids = model.eos_ids
-
-    def accept(self, token: int) -> tuple[str, FinishReason | None]:
-        """Take the next token; the text it made readable, and how the output ended if it did.
-
-        A token that ends the model's output is no part of it. The token that completed a stop
-        string is, but the stop string's text is not.
-        """
-        if token in self._eos_ids:
-            return self.rest(), "stop"
-        self.output.tokens.append(token)
-        text = self.stops.add(self._text.add(token)) if self._text else ""
-        if self.stops.has_matched:
-            return text, "stop"
-        if len(self.output.tokens) < self.command.sampling.max_tokens:
-            return text, None
-        text += self.rest()
-        return text, "stop" if self.stops.has_matched else "length"
-
-    def rest(self) -> str:
-        """The text that was still waiting, at the end of the output."""
-        if self._text is None:
-            return ""
-        return self.stops.add(self._text.rest()) + self.stops.rest()
-
-
 class Generator:
     """All generations of an engine; driven by one thread, which calls `step` while not idle.
 
-    `residents[slot]` is the adapter id in each slot, None where it is empty; it is read only.
-    Reports leave through `emit`.
+    Reports leave through `emit`; `jobs` reads images.
     """
 
     def __init__(
         self,
         model: PreparedModel,
         punica: PunicaWrapper,
-        arena: Arena,
-        residents: Sequence[int | None],
+        slots: Slots,
         config: EngineConfig,
         emit: Callable[[Report], None],
+        jobs: Jobs[OpId],
     ) -> None:
         self._model = model
         self._punica = punica
-        self._slots = Slots(arena, residents)
+        self._slots = slots
         self._config = config
         self._emit = emit
+        self._unread = PromptJobs(jobs)
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
+        # How many of the next rows go into a forward of their own.
+        self._singly = 0
         self._cache = RowCache([])
         self._alive: dict[RequestId, Row] = {}
         self._outputs: dict[RequestId, Output] = {}
@@ -124,24 +85,30 @@ class Generator:
         return not self._waiting and not self._running
 
     @property
+    def is_reading(self) -> bool:
+        """Whether images are being read, here or on another rank; only `collect` sees the end."""
+        return self._unread.is_busy
+
+    @property
     def operations(self) -> list[OpId]:
         """The operations whose generations have not ended."""
         return [row.command.op for row in self._alive.values()]
 
     def start(self, command: StartGeneration) -> None:
         """Queue a generation; raises `EngineError` where it can't be run."""
-        if len(self._waiting) >= self._config.queue_requests_max:
+        waiting = len(self._waiting) + len(self._unread)
+        if waiting >= self._config.queue_requests_max:
             raise EngineOverloaded(
-                f"{len(self._waiting)} generations wait for a place in the batch, the most that "
-                "may; try again when some have ended"
+                f"{waiting} generations wait for a place in the batch, the most that may; try "
+                "again when some have ended"
             )
         if command.request_id in self._alive:
             raise Conflict(f"request {command.request_id!r} is generating; use another request_id")
         self._slots.check(command)
-        row = Row(command, self._prompt_tokens(command), self._model)
+        row = Row(command, self._model)
+        self._line_up(row)
         self._alive[command.request_id] = row
         self._outputs[command.request_id] = row.output
-        self._waiting.append(row)
 
     def stop(self, target: OpId) -> None:
         """End the generation that operation `target` started, if it has not ended by itself."""
@@ -152,8 +119,10 @@ class Generator:
         self._end(row, "cancelled")
         if row in self._running:
             self._keep([place for place, other in enumerate(self._running) if other is not row])
-        else:
+        elif row in self._waiting:
             self._waiting.remove(row)
+        else:
+            self._unread.drop(row)
 
     def resend(self, request_id: RequestId) -> None:
         """Send an output again from its first token, if it is running or was lately."""
@@ -161,6 +130,20 @@ class Generator:
         if output is not None:
             text = "".join(output.text)
             self._emit(TokensGenerated(request_id, 0, tuple(output.tokens), text))
+
+    def collect(self) -> None:
+        """Let rows whose images have been read wait with the others."""
+        for row, future in self._unread.take(self._unused):
+            error = future.exception()
+            if error is not None:
+                self._fail(row, error)
+            else:
+                row.take(future.result())
+                self._waiting.append(row)
+
+    def close(self) -> None:
+        """Read nothing more."""
+        self._unread.close()
 
     def step(self) -> None:
         """Let waiting requests join as far as there is room, then bring every row one token on."""
@@ -181,12 +164,28 @@ class Generator:
             return False
         return True
 
-    def _prompt_tokens(self, command: StartGeneration) -> list[int]:
-        if self._model.tokenizer is None and command.sampling.stop:
+    def _line_up(self, row: Row) -> None:
+        """Have a prompt read: a text now, images by a job."""
+        prompt, wanted = row.command.prompt, row.command.sampling.max_tokens
+        if self._model.tokenizer is None and row.command.sampling.stop:
             raise RequestRefused(
                 "the model's directory has no tokenizer, so stop strings can't be told"
             )
-        return prompt_tokens(self._model, command.prompt, command.sampling.max_tokens)
+        if not isinstance(prompt, IllustratedPrompt):
+            row.take(Reading(prompt_tokens(self._model, prompt, wanted)))
+            self._waiting.append(row)
+            return
+        if self._model.reader is None:
+            raise RequestRefused(
+                f"images in the prompt, and the model is served for text alone: "
+                f"{self._model.without_images}"
+            )
+        self._unread.add(row, partial(self._model.reader.read, prompt, wanted), self._unused)
+
+    @property
+    def _unused(self) -> int:
+        """How many rows wait whose images have been read."""
+        return sum(row.media is not None for row in self._waiting)
 
     def _admit(self) -> None:
         """Prefill waiting requests together and let those that go on join the running batch."""
@@ -195,10 +194,13 @@ class Generator:
             return
         width = max(len(row.prompt) for row in rows)
         tokens = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in rows])
-        cache = RowCache([len(row.prompt) for row in rows])
-        going_on = self._forward(rows, tokens, cache)
+        media = [row.media for row in rows]
+        cache = RowCache([len(row.prompt) for row in rows], offsets_of(media))
+        going_on = self._forward(rows, tokens, cache, media)
         if not going_on:
             return
+        for place in going_on:
+            rows[place].media = None
         cache.keep(going_on)
         if self._running:
             self._cache.join(cache)
@@ -212,11 +214,12 @@ class Generator:
         width = 0
         while self._waiting and len(self._running) + len(rows) < self._config.max_num_seqs:
             width = max(width, len(self._waiting[0].prompt))
-            if rows and width * (len(rows) + 1) > PREFILL_TOKENS_MAX:
+            if rows and (self._singly or width * (len(rows) + 1) > PREFILL_TOKENS_MAX):
                 break
             row = self._waiting.popleft()
             if self._is_resident(row):
                 rows.append(row)
+        self._singly = max(0, self._singly - 1)
         return rows
 
     def _decode(self) -> None:
@@ -224,21 +227,48 @@ class Generator:
         tokens = torch.tensor([[row.output.tokens[-1]] for row in self._running])
         self._keep(self._forward(self._running, tokens, self._cache))
 
-    def _forward(self, rows: list[Row], tokens: Tensor, cache: RowCache) -> list[int]:
+    def _forward(
+        self,
+        rows: list[Row],
+        tokens: Tensor,
+        cache: RowCache,
+        media: Sequence[Media | None] = (),
+    ) -> list[int]:
         """Bring `rows` one token on; the places of those that go on."""
-        self._punica.update_metadata(_mapping(rows, tokens.shape[1]), self._slots.residents)
+        residents = self._slots.residents
+        self._punica.update_metadata(_mapping(rows, tokens.shape[1]), residents)
+        ids = [row.command.adapter_id for row in rows]
         try:
-            logits = self._model.forward(tokens, cache)
-        except torch.OutOfMemoryError as error:
-            if not self._model.group.is_single:
-                # The other ranks are within the forward still, and can't be called back.
+            with self._model.image_mapper.mapped(ids, media, residents):
+                logits = self._model.forward(tokens, cache, media)
+        except FOREIGN_FAILURES as error:
+            if not self._give_up(rows, error, any(media)):
                 raise
-            # The cache may be half written, so none of these rows can go on.
-            for row in rows:
-                self._fail(row, DeviceOutOfMemory(f"a batch of {len(rows)} rows: {error}"))
             return []
         tokens_chosen = self._choose(rows, logits)
         return [place for place, row in enumerate(rows) if self._accept(row, tokens_chosen[place])]
+
+    def _give_up(self, rows: list[Row], error: Exception, with_images: bool) -> bool:
+        """Let rows fail whose forward did; whether that is all that the error means.
+
+        The cache may be half written, so none of the rows can go on with it.
+        """
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        if not (self._model.group.is_single and (is_memory or with_images)):
+            # The other ranks are within the forward still, and can't be called back.
+            return False
+        if with_images and len(rows) > 1:
+            # What one row's images do to the model is not the others' fault: each tries alone.
+            self._waiting.extendleft(reversed(rows))
+            self._singly = len(rows)
+            return True
+        for row in rows:
+            if is_memory:
+                self._fail(row, DeviceOutOfMemory(f"a batch of {len(rows)} rows: {error}"))
+            else:
+                text = f"the model can't take these images: {str(error)[:300]}"
+                self._fail(row, RequestRefused(text))
+        return True
 
     def _choose(self, rows: Sequence[Row], logits: Tensor) -> list[int]:
         """Every row's next token, or `UNSOUND`; on every rank what rank 0 has chosen."""
@@ -270,8 +300,8 @@ class Generator:
         self._emit(GenerationEnded(row.command.op, reason, len(row.prompt), tokens))
         self._forget(row)
 
-    def _fail(self, row: Row, error: EngineError) -> None:
-        self._emit(OperationFailed(row.command.op, error.code, str(error)))
+    def _fail(self, row: Row, error: BaseException) -> None:
+        self._emit(OperationFailed(row.command.op, code_of(error), str(error)))
         self._forget(row)
 
     def _forget(self, row: Row) -> None:

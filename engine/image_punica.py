@@ -123,7 +123,7 @@ class ImageMapper:
         `lora_index_to_id`: as in `update_metadata`. Raises `NotResident`.
         """
         illustrated = [(row, one) for row, one in enumerate(media) if one is not None]
-        if not illustrated:
+        if not illustrated or not self.punicas:
             yield
             return
         ids = [adapter_ids[row] for row, _ in illustrated]

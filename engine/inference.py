@@ -5,10 +5,9 @@ not: either of them. One rule: one engine has one task, and a request for anothe
 before it takes a place anywhere.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from engine.arena import Arena
 from engine.config import EngineConfig
 from engine.errors import NotServed
 from engine.generate import Generator
@@ -16,8 +15,10 @@ from engine.model import PreparedModel
 from engine.pooled_model import PooledModel
 from engine.pooler import Pooler
 from engine.punica import PunicaWrapper
+from engine.slots import Slots
+from engine.work import Jobs
 from messages.commands import StartGeneration, StartInference
-from messages.ids import AdapterId, OpId, RequestId
+from messages.ids import OpId, RequestId
 from messages.reports import Report
 
 
@@ -32,6 +33,10 @@ class Inference(Protocol):
     def operations(self) -> list[OpId]:
         """The operations that have not ended."""
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether a request is being read by a job, whose end only `collect` sees."""
+
     def start(self, command: Any) -> None:
         """Queue a request of this task; raises `EngineError` where it can't be run."""
 
@@ -41,22 +46,28 @@ class Inference(Protocol):
     def resend(self, request_id: RequestId) -> None:
         """Send an output again, if it is still known."""
 
+    def collect(self) -> None:
+        """Take what jobs have read."""
+
     def step(self) -> None:
         """One forward pass."""
+
+    def close(self) -> None:
+        """Start nothing more."""
 
 
 def inference_of(
     model: PreparedModel | PooledModel,
     punica: PunicaWrapper,
-    arena: Arena,
-    residents: Sequence[AdapterId | None],
+    slots: Slots,
     config: EngineConfig,
     emit: Callable[[Report], None],
+    jobs: Jobs[OpId],
 ) -> Inference:
-    """What runs this model's requests."""
+    """What runs this model's requests; `jobs` reads what takes long."""
     if isinstance(model, PooledModel):
-        return Pooler(model, punica, arena, residents, config, emit)
-    return Generator(model, punica, arena, residents, config, emit)
+        return Pooler(model, punica, slots, config, emit)
+    return Generator(model, punica, slots, config, emit, jobs)
 
 
 def require_task(served: str, command: StartInference) -> None:

@@ -34,6 +34,9 @@ from engine.tasks import loader_of, task_of
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
+MODALITY: Final = "image"
+"""What prompts may bring beside text, as `default_mm_loras` calls it."""
+
 _NO_PROCESSOR: Final = ImagesRefused("the model was prepared without a processor")
 
 
@@ -157,7 +160,23 @@ def load_model(
         tokens_max = config.context_tokens_max
         prepared = PooledModel(model, lora_config, tokenizer, tokens_max, task, options)
     prepared.group = group
+    _check_default_adapters(prepared, lora_config)
     return prepared
+
+
+def _check_default_adapters(model: ServedModel, lora_config: LoRAConfig) -> None:
+    """Adapters for a modality that no prompt can bring would never be used."""
+    for modality in lora_config.default_mm_loras or ():
+        if modality != MODALITY:
+            raise ModelRefused(
+                f"default_mm_loras has an adapter for {modality!r}; prompts bring {MODALITY!r} "
+                "beside text, and nothing else"
+            )
+        if model.without_images:
+            raise ModelRefused(
+                f"default_mm_loras has an adapter for {modality!r}, and the model is served for "
+                f"text alone: {model.without_images}"
+            )
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:

@@ -9,7 +9,7 @@ the arena, and a stale one fails alone (L007).
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -17,7 +17,6 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.arena import Arena
 from engine.config import EngineConfig
 from engine.errors import (
     Conflict,
@@ -33,7 +32,7 @@ from engine.prompts import prompt_tokens
 from engine.punica import PunicaWrapper
 from engine.slots import Slots
 from messages.commands import StartPooling
-from messages.ids import AdapterId, OpId, RequestId
+from messages.ids import OpId, RequestId
 from messages.reports import OperationFailed, PoolingEnded, Report, VectorsComputed
 from messages.requests import TextPrompt
 
@@ -122,14 +121,13 @@ class Pooler:
         self,
         model: PooledModel,
         punica: PunicaWrapper,
-        arena: Arena,
-        residents: Sequence[AdapterId | None],
+        slots: Slots,
         config: EngineConfig,
         emit: Callable[[Report], None],
     ) -> None:
         self._model = model
         self._punica = punica
-        self._slots = Slots(arena, residents)
+        self._slots = slots
         self._queue_max = config.queue_requests_max
         self._rows_max = min(config.max_num_seqs, model.rows_max)
         self._tokens_max = BATCH_TOKENS_MAX
@@ -142,6 +140,11 @@ class Pooler:
     def is_idle(self) -> bool:
         """Whether there is nothing to do in a step."""
         return not self._waiting
+
+    @property
+    def is_reading(self) -> bool:
+        """Texts are read as they come."""
+        return False
 
     @property
     def operations(self) -> list[OpId]:
@@ -198,6 +201,12 @@ class Pooler:
         ended = self._ended.get(request_id)
         if ended is not None:
             self._emit(ended)
+
+    def collect(self) -> None:
+        """Nothing is read by jobs."""
+
+    def close(self) -> None:
+        """Nothing runs by itself."""
 
     def step(self) -> None:
         """One forward over as many inputs as fit, of the requests that came first."""

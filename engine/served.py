@@ -37,14 +37,15 @@ class ServedModel:
     `layers`: name -> wrapper, in the directory's order; `parts`: which part of the model each of
     them is of; `left_out`: those that only `enable_tower_connector_lora` would have had wrapped.
     `image_part`: what reads images, None where requests bring none. `image_mapper`: has images run
-    under their adapters. `shapes`: one `ModuleShape` a slice, by
-    index. `vocab_size`: the rows of the token embedding. `context_tokens_max`: the tokens of one
-    row. `tokenizer` None: prompts are token ids. `media_tokens`: those that stand for an image or
-    the like, which prompts may not have. `group`: the ranks that hold it together. Raises
-    `ModelRefused` for a model that can't be served.
+    under their adapters. `shapes`: one `ModuleShape` a slice, by index. `vocab_size`: the rows of
+    the token embedding. `context_tokens_max`: the tokens of one row. `tokenizer` None: prompts are
+    token ids. `media_tokens`: those that stand for an image or the like, which a text alone may not
+    have. `without_images`: why prompts may bring none; empty where they may. `group`: the ranks
+    that hold it together. Raises `ModelRefused` for a model that can't be served.
     """
 
     task: Task
+    without_images: str = "a model that embeds or classifies takes text alone"
     group: ParallelGroup = SINGLE
     image_part: ImagePart | None
     layers: Mapping[str, BaseLayerWithLoRA]
@@ -67,10 +68,6 @@ class ServedModel:
 
     def _prepare(self, trial: Trial, lora_config: LoRAConfig) -> None:
         """Wrap the model's layers in place."""
-        if lora_config.default_mm_loras:
-            raise ModelRefused(
-                "default_mm_loras is set, and requests bring text alone; leave it out"
-            )
         self.image_part = find_image_part(self.model) if self.task == "generate" else None
         if lora_config.enable_tower_connector_lora and self.image_part is None:
             raise ModelRefused(

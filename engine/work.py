@@ -65,7 +65,7 @@ class WorkPool(Generic[T]):
     """Runs jobs on `threads` threads; `wake` is called from one of them when a job has ended."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="engine-files")
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="engine-jobs")
         self._finished: SimpleQueue[Finished[T]] = SimpleQueue()
         self._wake = wake
 

@@ -248,6 +248,8 @@ def _run(setup: Setup, options: Namespace) -> int:
     except (ModelRefused, EngineError, ValueError) as error:
         _log.error("the engine can't start", error=str(error))
         return 1
+    if group.leads and model.media_tokens and model.without_images:
+        _log.warning("the model is served for text alone", reason=model.without_images)
     group.wait_for_all()
     if group.leads:
         _serve(engine if group.is_single else Leader(engine, group), setup, options, wakeup)

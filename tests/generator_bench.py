@@ -1,5 +1,6 @@
 """A generator without an engine: a slot for each adapter of the examples, and what it reported."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +13,11 @@ from engine.generate import Generator
 from engine.kernels import choose_kernels
 from engine.model import PreparedModel
 from engine.punica import PunicaWrapper
+from engine.slots import Slots
 from engine.staging import stage
+from engine.work import InlineJobs, Jobs
 from messages.commands import StartGeneration
+from messages.ids import OpId
 from messages.reports import GenerationEnded, OperationFailed, TokensGenerated
 from messages.requests import Prompt, Sampling
 from tests.engine_examples import ADAPTERS
@@ -24,38 +28,30 @@ ROWS = [(name, prompt) for prompt in PROMPTS for name in (None, *NAMES)]
 SIXTEEN = Sampling(max_tokens=16)
 
 
-class GeneratorBench:
-    """Adapter `slot + 1` is in `slot`, generation 1; an operation's number is its request id."""
+class Driver:
+    """Adapter number `n` of `names` is in slot `n`, generation 1; its id is one more.
 
-    def __init__(self, model: PreparedModel, root: Path, config: EngineConfig) -> None:
-        lora_config = LoRAConfig(max_lora_rank=16, max_loras=len(NAMES), lora_dtype="float32")
-        shapes = {shape.name: shape for shape in model.shapes}
-        self.arena = Arena(len(NAMES), model.shapes, 1 << 20, torch.float32, "cpu")
-        self.arena.data.fill_(torch.nan)
-        punica = PunicaWrapper(model.device, 16, choose_kernels("cpu"))
-        model.bind(self.arena, punica)
-        self.residents: list[int | None] = [None] * len(NAMES)
-        self.model, self.reports, self.op = model, [], 0
-        self.generator = Generator(
-            model, punica, self.arena, self.residents, config, self.reports.append
-        )
-        for slot, name in enumerate(NAMES):
-            loaded = read_adapter(name, [root], shapes, lora_config)
-            self.blob = stage(loaded.model, model.shapes, torch.float32, False)
-            self.write(slot, slot + 1, 1)
+    An operation's number is its request id.
+    """
 
-    def write(self, slot: int, adapter_id: int, generation: int) -> None:
-        """Put the last staged blob into a slot."""
-        self.arena.begin_write(slot, generation, self.blob)
-        self.arena.finish_write(slot)
-        self.residents[slot] = adapter_id
+    def __init__(
+        self,
+        model: PreparedModel,
+        punica: PunicaWrapper,
+        slots: Slots,
+        config: EngineConfig,
+        names: Sequence[str],
+        jobs: Jobs[OpId],
+    ) -> None:
+        self.model, self.names, self.reports, self.op = model, names, [], 0
+        self.generator = Generator(model, punica, slots, config, self.reports.append, jobs)
 
     def start(
         self, name: str | None, prompt: Prompt, sampling: Sampling = SIXTEEN, **fields: object
     ) -> int:
         """Start a generation; its operation, also its request id."""
         self.op += 1
-        slot = -1 if name is None else NAMES.index(name)
+        slot = -1 if name is None else self.names.index(name)
         command = StartGeneration(
             op=self.op,
             request_id=str(self.op),
@@ -70,6 +66,7 @@ class GeneratorBench:
 
     def run(self, steps: int = 1000) -> None:
         for _ in range(steps):
+            self.generator.collect()
             if self.generator.is_idle:
                 return
             self.generator.step()
@@ -100,3 +97,28 @@ class GeneratorBench:
         op = self.start(name, prompt, sampling)
         self.run()
         return self.output(op)
+
+
+class GeneratorBench(Driver):
+    """A text model with the adapters of the examples."""
+
+    def __init__(self, model: PreparedModel, root: Path, config: EngineConfig) -> None:
+        lora_config = LoRAConfig(max_lora_rank=16, max_loras=len(NAMES), lora_dtype="float32")
+        shapes = {shape.name: shape for shape in model.shapes}
+        self.arena = Arena(len(NAMES), model.shapes, 1 << 20, torch.float32, "cpu")
+        self.arena.data.fill_(torch.nan)
+        punica = PunicaWrapper(model.device, 16, choose_kernels("cpu"))
+        model.bind(self.arena, punica)
+        self.residents: list[int | None] = [None] * len(NAMES)
+        slots = Slots(self.arena, self.residents)
+        super().__init__(model, punica, slots, config, NAMES, InlineJobs())
+        for slot, name in enumerate(NAMES):
+            loaded = read_adapter(name, [root], shapes, lora_config)
+            self.blob = stage(loaded.model, model.shapes, torch.float32, False)
+            self.write(slot, slot + 1, 1)
+
+    def write(self, slot: int, adapter_id: int, generation: int) -> None:
+        """Put the last staged blob into a slot."""
+        self.arena.begin_write(slot, generation, self.blob)
+        self.arena.finish_write(slot)
+        self.residents[slot] = adapter_id

@@ -24,12 +24,18 @@ from engine.naming import equivalences_of
 from engine.processor import Reading, load_processor
 from engine.prompts import prompt_tokens
 from engine.punica import LoRAMapping
+from engine.slots import Slots
 from engine.staging import stage
+from engine.work import InlineJobs, Jobs
+from messages.ids import OpId
+from messages.requests import Prompt
+from tests.generator_bench import Driver
 from tests.illustrated_examples import ILLUSTRATED, build_with_processor, illustrated
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 LANGUAGE = rf".*(language_model|text_model)\.layers.*\.({'|'.join(TARGETS)})"
 NAMES = ("one", "two")
+EOS = 2
 LORA = LoRAConfig(max_lora_rank=8, max_loras=len(NAMES))
 
 
@@ -44,9 +50,9 @@ class Row(NamedTuple):
 class Yardstick:
     """A saved model with both adapters in PEFT, and its own processor."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, **image_fields: Any) -> None:
         self.kind = kind
-        self.whole = build_with_processor(kind, directory)
+        self.whole = build_with_processor(kind, directory, **image_fields)
         torch.manual_seed(5)
         fields = {"target_modules": LANGUAGE, "init_lora_weights": False}
         first, second = (LoraConfig(r=rank, lora_alpha=9, **fields) for rank in (8, 3))
@@ -70,12 +76,30 @@ class Yardstick:
         self.model.set_adapter(row.adapter)
         return self._steps(row, next_tokens)
 
-    def _steps(self, row: Row, next_tokens: Sequence[int]) -> list[Tensor]:
-        cache = DynamicCache()
+    @torch.no_grad()
+    def greedy(self, row: Row, tokens: int) -> list[int]:
+        """What `generate` makes of a row alone; the token that ends it is no part of it."""
+        self._forget_positions()
+        inputs = self.inputs(row)
+        fields = {**inputs, "max_new_tokens": tokens, "do_sample": False}
+        if row.adapter is None:
+            with self.model.disable_adapter():
+                found = self.model.generate(**fields)
+        else:
+            self.model.set_adapter(row.adapter)
+            found = self.model.generate(**fields)
+        output = found[0, inputs["input_ids"].shape[1] :].tolist()
+        return [token for token in output if token != EOS]
+
+    def _forget_positions(self) -> None:
+        """Some models remember the last prompt's positions, and take them for the next one's."""
         for module in self.model.modules():
-            # Some models remember the last prompt's positions, and take them for the next one's.
             if hasattr(module, "rope_deltas"):
                 module.rope_deltas = None
+
+    def _steps(self, row: Row, next_tokens: Sequence[int]) -> list[Tensor]:
+        cache = DynamicCache()
+        self._forget_positions()
         inputs: dict[str, Any] = self.inputs(row)
         found = []
         for token in (*next_tokens, None):
@@ -108,6 +132,16 @@ class Bench:
         if row.images:
             return self.model.reader.read(illustrated(self.kind, row.text, *row.images))
         return Reading(prompt_tokens(self.model, row.text))
+
+    def driver(self, jobs: Jobs[OpId] | None = None, **fields: Any) -> Driver:
+        """A generator for this model."""
+        config = EngineConfig(Path(), **fields)
+        slots = Slots(self.arena, [1, 2])
+        return Driver(self.model, self.punica, slots, config, NAMES, jobs or InlineJobs())
+
+    def prompt(self, row: Row) -> Prompt:
+        """What a client sends for a row."""
+        return illustrated(self.kind, row.text, *row.images) if row.images else row.text
 
     @torch.inference_mode()
     def steps(self, rows: Sequence[Row], next_tokens: Sequence[int]) -> list[Tensor]:

@@ -6,6 +6,7 @@ test. One rule: what is saved is what the library saves, so nothing here is know
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
@@ -42,13 +43,12 @@ class Kind(NamedTuple):
     special: tuple[str, ...]
     image_token: str
     shown: str
-    images: Callable[[], Any]
+    images: Callable[..., Any]
     fields: Mapping[str, Any] = MappingProxyType({})
     named: Mapping[str, str] = MappingProxyType({})
 
 
-def _qwen() -> Any:
-    return Qwen2VLImageProcessorPil(patch_size=4, min_pixels=64, max_pixels=512, merge_size=2)
+_qwen = partial(Qwen2VLImageProcessorPil, patch_size=4, min_pixels=64, max_pixels=512, merge_size=2)
 
 
 QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -64,7 +64,7 @@ ILLUSTRATED = {
         ("<image>",),
         "<image>",
         "<image>",
-        lambda: CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size=SQUARE),
+        partial(CLIPImageProcessorPil, size={"shortest_edge": 8}, crop_size=SQUARE),
         {"patch_size": 4, "vision_feature_select_strategy": "default"}
         | {"num_additional_image_tokens": 1},
     ),
@@ -73,7 +73,7 @@ ILLUSTRATED = {
         ("<boi>", "<eoi>", "<soft>"),
         "<soft>",
         "<boi>",
-        lambda: Gemma3ImageProcessorPil(size=SQUARE),
+        partial(Gemma3ImageProcessorPil, size=SQUARE),
         {"image_seq_length": 4},
         GEMMA_NAMED,
     ),
@@ -82,8 +82,10 @@ ILLUSTRATED = {
         IDEFICS_TOKENS,
         "<image>",
         "<image>",
-        lambda: Idefics3ImageProcessorPil(
-            size={"longest_edge": 16}, max_image_size={"longest_edge": 8}
+        partial(
+            Idefics3ImageProcessorPil,
+            size={"longest_edge": 16},
+            max_image_size={"longest_edge": 8},
         ),
         {"image_seq_len": 1},
     ),
@@ -128,14 +130,14 @@ def tokenizer(special: tuple[str, ...], named: Mapping[str, str]) -> PreTrainedT
     return PreTrainedTokenizerFast(tokenizer_object=made, **ends, extra_special_tokens=dict(named))
 
 
-def build_with_processor(kind: str, directory: Path) -> PreTrainedModel:
+def build_with_processor(kind: str, directory: Path, **image_fields: Any) -> PreTrainedModel:
     """A random model of this kind, saved in `directory` with its processor."""
     one = ILLUSTRATED[kind]
     words = tokenizer(one.special, one.named)
     model = _build(kind, words.convert_tokens_to_ids)
     model.save_pretrained(directory)
     words.save_pretrained(directory)
-    one.images().save_pretrained(directory)
+    one.images(**image_fields).save_pretrained(directory)
     (directory / "processor_config.json").write_text(
         msgspec.json.encode({"processor_class": one.processor, **one.fields}).decode()
     )

@@ -14,6 +14,7 @@ from engine.errors import ModelRefused
 from engine.parallel import ParallelGroup
 from engine.pooler import Pooler
 from engine.sharding import shard_model
+from engine.slots import Slots
 from messages.commands import StartPooling
 from messages.reports import OperationFailed, PoolingEnded, Report
 from messages.requests import PoolingTask
@@ -64,7 +65,7 @@ def ends(group: ParallelGroup, root: str, unsound_rank: int) -> list[str]:
     bench.model.results = spoilt
     told: list[Report] = []
     config = EngineConfig(Path(), max_num_seqs=len(TEXTS))
-    pooler = Pooler(bench.model, bench.punica, bench.arena, [1, 2], config, told.append)
+    pooler = Pooler(bench.model, bench.punica, Slots(bench.arena, [1, 2]), config, told.append)
     pooler.start(StartPooling(1, "first", 1, 0, 1, "embed", TEXTS))
     pooler.step()
     pooler.start(StartPooling(2, "second", 2, 1, 1, "embed", TEXTS))

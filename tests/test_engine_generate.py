@@ -75,7 +75,9 @@ def test_no_more_rows_run_than_there_are_places(
     sizes = []
     forward = prepared_model.forward
     monkeypatch.setattr(
-        prepared_model, "forward", lambda ids, rows: sizes.append(ids.shape) or forward(ids, rows)
+        prepared_model,
+        "forward",
+        lambda ids, rows, media: sizes.append(ids.shape) or forward(ids, rows, media),
     )
     monkeypatch.setattr(generate, "PREFILL_TOKENS_MAX", 12)
     ops = [bench.start(*row) for row in ROWS]
@@ -184,8 +186,8 @@ def test_logits_that_allow_no_choice_fail_their_row(
 ) -> None:
     forward = bench.model.forward
 
-    def second_row_spoilt(ids: torch.Tensor, rows: object) -> torch.Tensor:
-        logits = forward(ids, rows).clone()
+    def second_row_spoilt(ids: torch.Tensor, rows: object, media: object) -> torch.Tensor:
+        logits = forward(ids, rows, media).clone()
         # One forbidden token is no reason to fail.
         logits[0, 7] = -torch.inf
         logits[1:, slice(None) if value == -torch.inf else 7] = value
@@ -229,12 +231,12 @@ def test_a_forward_without_memory_fails_its_rows_and_the_next_goes(
     calls = 0
     forward = bench.model.forward
 
-    def failing(ids: torch.Tensor, rows: object) -> torch.Tensor:
+    def failing(ids: torch.Tensor, rows: object, media: object) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == at:
             raise torch.OutOfMemoryError("out of memory")
-        return forward(ids, rows)
+        return forward(ids, rows, media)
 
     monkeypatch.setattr(bench.model, "forward", failing)
     first = bench.start("mlp", PROMPTS[0])
@@ -250,10 +252,10 @@ def test_a_prefill_without_memory_leaves_the_running_rows(
     expected = bench.alone("mlp", PROMPTS[1])
     forward = bench.model.forward
 
-    def failing(ids: torch.Tensor, rows: object) -> torch.Tensor:
+    def failing(ids: torch.Tensor, rows: object, media: object) -> torch.Tensor:
         if ids.shape[1] > 1 and len(ids) == 2:
             raise torch.OutOfMemoryError("out of memory")
-        return forward(ids, rows)
+        return forward(ids, rows, media)
 
     monkeypatch.setattr(bench.model, "forward", failing)
     running = bench.start("mlp", PROMPTS[1])

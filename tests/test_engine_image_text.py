@@ -121,9 +121,15 @@ def test_an_adapter_that_touches_the_tower_is_refused(tmp_path: Path) -> None:
         bench.read(tmp_path, "tower")
 
 
-def test_what_only_images_could_use_stops_the_start() -> None:
-    with pytest.raises(ModelRefused, match="default_mm_loras"):
-        PreparedModel(build("llava"), LoRAConfig(default_mm_loras={"image": "a"}))
+@pytest.mark.parametrize(
+    ("modality", "words"), [("image", "preprocessor_config"), ("audio", "'audio'")]
+)
+def test_default_adapters_for_what_no_prompt_brings_stop_the_start(
+    tmp_path: Path, modality: str, words: str
+) -> None:
+    build("llava").save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match=rf"default_mm_loras.*{words}"):
+        load_model(EngineConfig(tmp_path), LoRAConfig(default_mm_loras={modality: "a"}))
 
 
 def test_a_saved_image_text_model_generates_from_text_alone(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from engine.parallel import ParallelGroup
 from engine.pooled_model import PooledModel
 from engine.pooler import Pooler
 from engine.punica import PunicaWrapper
+from engine.slots import Slots
 from messages.commands import StartGeneration, StartPooling
 from messages.errors import ErrorCode
 from messages.reports import OperationFailed, PoolingEnded, Report, VectorsComputed
@@ -50,8 +51,7 @@ class Bench:
         self.pooler = Pooler(
             model,
             punica,
-            arena,
-            self.residents,
+            Slots(arena, self.residents),
             EngineConfig(Path(), **config),
             self.reports.append,
         )

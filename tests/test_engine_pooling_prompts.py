@@ -54,7 +54,10 @@ def tokenizer(ends: bool) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=words,
         model_max_length=12,
-        cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]", pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        unk_token="[UNK]",
+        pad_token="[PAD]",
     )
 
 
