@@ -23,10 +23,11 @@ import msgspec
 import structlog
 import zmq
 
+from engine.adapter_files import open_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.engine import Engine
 from engine.ensemble import Leader, follow
-from engine.errors import EngineError, ModelRefused
+from engine.errors import AdapterNotFound, EngineError, ModelRefused, PathNotAllowed
 from engine.link import Link
 from engine.model import load_model
 from engine.options import configs, parse
@@ -213,6 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         config, lora_config = configs(options)
+        _check_default_adapters(config, lora_config)
         parents = _open_parents(options.parent_pid)
         group = SINGLE
         if is_rank():
@@ -221,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ProcessLookupError:
         _log.info("the supervisor is gone")
         return 0
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, PathNotAllowed) as error:
         _log.error("wrong configuration", error=str(error))
         return 2
     try:
@@ -229,6 +231,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RankLost as error:
         _log.error("the engine of several ranks can't go on", rank=group.rank, error=str(error))
         return 1
+
+
+def _check_default_adapters(config: EngineConfig, lora_config: LoRAConfig) -> None:
+    """Raise `PathNotAllowed` for a default adapter's path that will never be read.
+
+    One that is not there may come; an engine that starts again goes on without it.
+    """
+    for modality, path in (lora_config.default_mm_loras or {}).items():
+        try:
+            allow_pickled = config.allow_pickled_weights
+            with open_adapter(path, config.adapter_roots, allow_pickled=allow_pickled):
+                continue
+        except AdapterNotFound as error:
+            _log.warning("a default adapter is not there", modality=modality, error=str(error))
+        except PathNotAllowed as error:
+            raise PathNotAllowed(f"default_mm_loras, {modality}={path}: {error}") from error
 
 
 class Setup(NamedTuple):

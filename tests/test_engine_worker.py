@@ -332,6 +332,13 @@ def test_wrong_options_end_the_start_with_a_word(
         (["--device", "abacus"], 1, "abacus"),
         (["--model", str(tmp_path)], 1, "config.json"),
         (["--target-module", "nothing"], 1, "nothing"),
+        (["--adapter-root", str(tmp_path), "--default-mm-lora", "image=/etc"], 2, "image=/etc"),
+        (["--default-mm-lora", "image=a"], 2, "below none of the adapter roots"),
+        # What may come does not stop the start; what stops this one comes later.
+        (
+            [*("--adapter-root", str(tmp_path), "--default-mm-lora", "image=a", "--device", "x")],
+            *(1, "a default adapter is not there"),
+        ),
     ]:
         assert worker.main([*right, *options]) == status
         assert word in capsys.readouterr().err
