@@ -1,9 +1,9 @@
 """Batches of texts to embed or to classify, of many requests and adapters at once.
 
-What it is: a queue of requests, and one `step` that runs one forward over the texts at its head.
-What it is not: a scheduler of adapters; a request comes with the slot and generation that its
-adapter has. One rule: before every forward each request's (slot, generation) is checked against
-the arena, and a stale one fails alone (L007).
+What it is: a queue of requests that take turns, and one `step` that runs one forward over the
+texts at its head. What it is not: a scheduler of adapters; a request comes with the slot and
+generation that its adapter has. One rule: before every forward each request's (slot, generation)
+is checked against the arena, and a stale one fails alone (L007).
 """
 
 import sys
@@ -98,7 +98,7 @@ class Request:
 
 
 Batch = list[tuple[Request, TextTokens]]
-"""Texts of one forward, requests in order, each one's own from the end of its `left` on."""
+"""Texts of one forward; each request's own are those from the end of its `left` on."""
 
 
 def size_bytes(computed: VectorsComputed) -> int:
@@ -248,6 +248,10 @@ class Pooler:
                 self._fail(request, NotFinite(unsound))
             elif not request.left:
                 self._finish(request)
+            else:
+                # Whoever asks for many texts lets others have their turn.
+                self._waiting.remove(request)
+                self._waiting.append(request)
 
     def _results(self, batch: Batch) -> Tensor | None:
         """What clients get of each text, [rows, width] on the host; None where memory ran out."""
