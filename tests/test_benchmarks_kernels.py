@@ -1,0 +1,112 @@
+"""What the CPU kernels' figures rest on: works that compute the same, and ratios of one round."""
+
+import pytest
+import torch
+
+from benchmarks.kernel_cells import WAYS, Bench, Cell, cells
+from benchmarks.kernels import BEST_MAX, SECONDS, SECONDS_AGAIN, Compared, measured
+from benchmarks.rounds import Rounds, Sample, in_turns
+
+CELLS = [
+    Cell(dtype, 48, 8, tokens, 4)
+    for dtype in (torch.float32, torch.bfloat16)
+    for tokens in (8, 128)
+]
+
+
+def works_of(cell: Cell) -> dict[str, tuple[Bench, object]]:
+    """Each work with a bench of its own, because all of them write."""
+    found = {}
+    for name in ("chosen", "invariant", *Bench(cell).ways(), "copies", "kept", *Bench(cell).bare()):
+        bench = Bench(cell)
+        known = {
+            "chosen": bench.chosen,
+            "invariant": lambda bench=bench: bench.chosen(batch_invariant=True),
+            "copies": lambda bench=bench: bench.copies,
+            "kept": bench.copies_kept,
+        }
+        of_cell = {**bench.ways(), **(bench.bare() if cell.is_prefill else {})}
+        if name in known or name in of_cell:
+            found[name] = (bench, known[name]() if name in known else of_cell[name])
+    return found
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.text)
+def test_all_that_is_compared_makes_the_same_delta(cell: Cell) -> None:
+    before = Bench(cell).y.double()
+    deltas = {}
+    for name, (bench, work) in works_of(cell).items():
+        work()
+        deltas[name] = bench.y.double() - before
+    bound = 1e-5 if cell.dtype == torch.float32 else 3e-2
+    for name, delta in deltas.items():
+        error = (delta - deltas["copies"]).norm() / deltas["copies"].norm()
+        assert error < bound, name
+    assert set(deltas) > {*WAYS[2:], "chosen", "invariant", "kept"}
+    assert ("bare batched" in deltas) == cell.is_prefill
+
+
+def test_every_cell_of_the_issue_is_measured() -> None:
+    assert len(cells()) == 72
+    assert all(cell.adapters <= cell.tokens for cell in cells())
+
+
+def rounds(**own: list[float]) -> Rounds:
+    """The same by both clocks."""
+    return Rounds({name: [Sample(s, s) for s in seconds] for name, seconds in own.items()})
+
+
+def test_a_ratio_is_of_times_from_the_same_round() -> None:
+    # The machine is four times as slow in the last two rounds, and one sample was interrupted.
+    found = rounds(ours=[2.0, 2.0, 90.0, 8.0, 8.0], theirs=[1.0, 1.0, 1.0, 4.0, 4.0])
+    assert found.ratio("ours", "theirs") == 2.0
+    assert found.microseconds("theirs") == 1e6
+
+
+def test_the_clock_that_says_more_counts() -> None:
+    samples = {"ours": [Sample(1.0, 6.0)], "theirs": [Sample(1.0, 2.0)]}
+    assert Rounds(samples).ratio("ours", "theirs") == 3.0
+
+
+def test_the_best_way_is_the_one_that_the_chosen_one_is_slowest_beside() -> None:
+    ways = rounds(chosen=[3.0], grouped=[2.5], dense=[9.0], gathered=[2.0], invariant=[1.0])
+    gemm = rounds(chosen=[3.0], gemm=[100.0])
+    beside = Rounds(
+        {
+            name: [Sample(seconds, seconds)]
+            for name, seconds in [
+                *[("chosen", 3.0), ("copies", 40.0), ("kept", 20.0)],
+                *[("bare batched", 2.0), ("bare looped", 4.0)],
+            ]
+        }
+    )
+    one = Compared(CELLS[1], ways, gemm, beside, is_second=False)
+    assert (one.best, one.of_best) == ("gathered", 1.5)
+    assert (one.of_copies, one.of_kept, one.bare_of_copies) == (0.075, 0.15, 0.05)
+    assert one.of_best > BEST_MAX
+    assert one.is_over
+
+
+def test_works_take_turns_and_each_runs_untimed_first() -> None:
+    calls: list[str] = []
+    found = in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.01)
+    assert set(found.names) == {"a", "b"}
+    assert {"a", "b"} <= set(calls)
+    assert "c" not in found
+
+
+@pytest.mark.parametrize(
+    ("ratios", "counted"), [([1.2], 1.2), ([1.5, 1.1], 1.1), ([1.5, 1.6], 1.6), ([1.4, 1.4], 1.4)]
+)
+def test_a_cell_over_an_aim_is_measured_again_and_then_that_counts(
+    ratios: list[float], counted: float
+) -> None:
+    left = list(ratios)
+
+    def compare(cell: Cell, seconds: float, *, is_second: bool) -> Compared:
+        assert seconds == (SECONDS_AGAIN if is_second else SECONDS)
+        ways = rounds(chosen=[left.pop(0)], grouped=[1.0])
+        return Compared(cell, ways, rounds(chosen=[1.0], gemm=[10.0]), None, is_second)
+
+    found = measured(CELLS[0], compare)
+    assert (found.of_best, found.is_second, left) == (counted, len(ratios) == 2, [])
