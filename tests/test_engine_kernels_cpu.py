@@ -18,6 +18,7 @@ from engine.kernels.cpu.blocks import (
     Run,
     cut,
     equal_parts,
+    long_rows_of,
     padded,
     rows_of,
 )
@@ -84,6 +85,40 @@ def test_every_strategy_is_right_in_every_dtype_that_it_is_offered(
                     assert error_of(found[own], expected) <= ERRORS_MAX[dtype]
                     others = [row for row in range(tokens) if row not in own.tolist()]
                     assert torch.equal(found[others], case.y[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", [Grouped, Dense, Gathered])
+def test_equal_groups_side_by_side_are_added_where_they_belong(
+    strategy: type[Plan], dtype: torch.dtype
+) -> None:
+    shape = Shape(70, (90,), 3, (8,), 0.0)
+    for rows in ([1, 1, 0, 0, 2, 2], [-1, 0, 0, 2, 2, -1], [-1, 0, 1, 1, 2, 2]):
+        case = make_case(shape, rows, dtype, 5)
+        for wide in (False, True):
+            y = torch.full((len(rows), 100), torch.nan, dtype=dtype)
+            found = y[:, 5:95].copy_(case.y) if wide else case.y.clone()
+            for block in cut(case.groups).blocks:
+                layer = layer_block(case.slices, block, dtype)
+                assert layer is not None
+                strategy(layer, dtypes_of(layer)[0], Scratch()).run(found, case.x, -0.5)
+            assert error_of(found, expected_output(case, -0.5)) <= ERRORS_MAX[dtype]
+            assert torch.equal(found[case.base_rows], case.y[case.base_rows])
+            assert not wide or y[:, :5].isnan().all()
+
+
+@pytest.mark.parametrize(("dtype", "long"), [(torch.float32, LONG_ROWS), (torch.bfloat16, 128)])
+def test_from_how_many_rows_a_group_is_long_depends_on_the_products_dtype(
+    dtype: torch.dtype, long: int
+) -> None:
+    assert long_rows_of(dtype) == long
+    cutter = Cutter(batch_invariant=False)
+    groups = groups_of([0] * (long - 1) + [1] * long)
+    runs, blocks = cutter(groups, long_rows_of(dtype))
+    assert [run.slot for run in runs] == [1]
+    assert [part.slot for block in blocks for part in block.parts] == [0]
+    assert cutter(groups, 1).blocks == ()
+    assert cutter(groups, long_rows_of(dtype)).runs is runs
 
 
 ROWS = st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 90)), max_size=12).map(

@@ -160,6 +160,11 @@ class Groups:
     tiles: tuple[Tiles, ...]
     bounds: GroupBounds
 
+    @property
+    def longest(self) -> int:
+        """The rows of the longest group."""
+        return max((end - start for _, start, end in self.spans), default=0)
+
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32, and float64 for float64: what partial sums of `dtype` are kept in."""

@@ -7,8 +7,7 @@ Waking a second thread costs more than it saves where a product has few rows: on
 step of 16 rows over 8 adapters took 165 ms on two threads and 84 ms with its deltas on one.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 from typing import Final
 
 import torch
@@ -17,19 +16,30 @@ THREADED_ROWS: Final = 256
 """From so many rows in one product on, more than one thread is worth its waking."""
 
 
-@contextmanager
-def threads_for(rows: int) -> Iterator[None]:
+class threads_for:  # noqa: N801  # it is used as a function is, and a generator's takes 2 us
     """One thread for products of at most `rows` rows, unless that is many; then as many as are set.
 
     What other threads of this process compute meanwhile may get one thread too, never a wrong
     result.
     """
-    threads = torch.get_num_threads()
-    if threads == 1 or rows >= THREADED_ROWS:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+
+    __slots__ = ("_before", "_rows")
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._before = 1
+
+    def __enter__(self) -> None:
+        if self._rows < THREADED_ROWS:
+            self._before = torch.get_num_threads()
+            if self._before > 1:
+                torch.set_num_threads(1)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before > 1:
+            torch.set_num_threads(self._before)

@@ -3,7 +3,7 @@
 What it is: arithmetic on row numbers, once for each mapping. What it is not: a product. One rule:
 there is a Python loop over groups, over long runs and over blocks, never over rows.
 
-A group is *long* from `LONG_ROWS` on: then a product's time is that of its numbers and not of its
+A group is *long* from as many rows on as make a product's time that of its numbers and not of its
 call. A long group is cut into runs of rows that lie side by side, which are read and written where
 they are. All short groups make blocks together.
 """
@@ -21,6 +21,8 @@ from engine.kernels.operands import Groups, Span
 
 LONG_ROWS: Final = 32
 """From so many rows on a group is worth calls of its own."""
+LONG_ROWS_BFLOAT16: Final = 128
+"""The same for products in bfloat16: a call takes seven times as long, and the numbers half."""
 BLOCK_ROWS: Final = 256
 """The most rows that are gathered, or converted, at once."""
 PADDED_ROWS: Final = 16
@@ -94,17 +96,24 @@ class Cutter:
 
     def __init__(self, batch_invariant: bool) -> None:
         self.batch_invariant = batch_invariant
-        # A batch has two: its tokens', and its sampled rows'.
-        self._known: deque[tuple[Groups, Cut]] = deque(maxlen=2)
+        # A batch has two: its tokens', and its sampled rows'; layers may have two dtypes.
+        self._known: deque[tuple[Groups, int, Cut]] = deque(maxlen=4)
 
-    def __call__(self, groups: Groups) -> Cut:
-        """Runs and blocks of `groups`, which is held and compared by identity: never mistaken."""
-        for known, found in self._known:
-            if known is groups:
+    def __call__(self, groups: Groups, long_rows: int = LONG_ROWS) -> Cut:
+        """Runs and blocks of `groups`, which is held and compared by identity: never mistaken.
+
+        With `batch_invariant` no group is long.
+        """
+        for known, known_rows, found in self._known:
+            if known is groups and (known_rows == long_rows or self.batch_invariant):
                 return found
-        made = padded(groups) if self.batch_invariant else cut(groups)
-        self._known.append((groups, made))
+        made = padded(groups) if self.batch_invariant else cut(groups, long_rows)
+        self._known.append((groups, long_rows, made))
         return made
+
+    def product_rows(self, groups: Groups) -> int:
+        """The most rows that one group's product has."""
+        return PADDED_ROWS if self.batch_invariant else groups.longest
 
     def pieces(self, groups: Groups) -> list[Piece]:
         """The rows of `groups` slot by slot, for operations that take one slot at a time."""
@@ -117,10 +126,15 @@ class Cutter:
         ]
 
 
-def cut(groups: Groups) -> Cut:
-    """Long groups as runs, short ones as blocks."""
-    long = [span for span in groups.spans if span.end - span.start >= LONG_ROWS]
-    short = [span for span in groups.spans if span.end - span.start < LONG_ROWS]
+def long_rows_of(computed: torch.dtype) -> int:
+    """From how many rows on a group is long where products are made in the dtype `computed`."""
+    return LONG_ROWS_BFLOAT16 if computed == torch.bfloat16 else LONG_ROWS
+
+
+def cut(groups: Groups, long_rows: int = LONG_ROWS) -> Cut:
+    """Groups of `long_rows` and more as runs, shorter ones as blocks."""
+    long = [span for span in groups.spans if span.end - span.start >= long_rows]
+    short = [span for span in groups.spans if span.end - span.start < long_rows]
     runs = tuple(run for span in long for run in _runs(groups, span))
     return Cut(runs, tuple(short_blocks(groups, short)))
 

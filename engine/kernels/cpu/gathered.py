@@ -64,8 +64,18 @@ class Gathered:
         for one in self._slices:
             torch.stack(one.sources[0], out=one.a)
             torch.bmm(rows.view(*self._shape, -1), one.a.mT, out=one.shrunk)
+            torch.stack(one.sources[1], out=one.b)
+            target = y[:, one.columns]
+            if self._is_in_place(target):
+                own = target[self._block.first : self._block.first + self._block.size]
+                own.view(*self._shape, -1).baddbmm_(one.shrunk, one.b.mT, alpha=scale)
+                continue
             if scale != 1.0:
                 one.shrunk.mul_(scale)
-            torch.stack(one.sources[1], out=one.b)
             torch.bmm(one.shrunk, one.b.mT, out=one.delta)
-            add_rows(y[:, one.columns], one.delta.flatten(0, 1), self._block)
+            add_rows(target, one.delta.flatten(0, 1), self._block)
+
+    def _is_in_place(self, target: Tensor) -> bool:
+        """Whether the second product can be added where it belongs, which saves a pass over it."""
+        is_whole = self._block.rows is None and self._block.keep is None
+        return is_whole and target.is_contiguous() and target.dtype == self._dtype

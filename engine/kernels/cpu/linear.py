@@ -10,10 +10,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.kernels.checks import Signature, check_linear, signature
-from engine.kernels.cpu.blocks import Cutter
+from engine.kernels.cpu.blocks import Cutter, long_rows_of
 from engine.kernels.cpu.costs import Choice, Plan, cheapest
 from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer import LayerBlock, layer_block, wide_dtype
+from engine.kernels.cpu.layer import LayerBlock, computation_dtypes, layer_block, wide_dtype
 from engine.kernels.cpu.runs import LongRuns
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.operands import Groups, LoRASlices
@@ -23,7 +23,7 @@ from engine.kernels.threads import threads_for
 class _LayerPlan(NamedTuple):
     """What a layer does, and for what that was found; `groups` is compared by identity.
 
-    `rows`: of the longest group, which is the most that one product has.
+    `rows`: the most that one group's product has.
     """
 
     groups: Groups
@@ -62,7 +62,8 @@ class CpuLinear:
 
     def _plan(self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> _LayerPlan:
         plans: list[Plan | LongRuns] = []
-        runs, blocks = self._cutter(groups)
+        computed = computation_dtypes(x.dtype, weights.directory.data.dtype)[0]
+        runs, blocks = self._cutter(groups, long_rows_of(computed))
         if runs:
             plans.append(LongRuns(runs, weights, x.dtype, self._scratch))
         for block in blocks:
@@ -71,7 +72,7 @@ class CpuLinear:
                 strategy, dtype = self._choose(layer, groups)
                 plans.append(strategy(layer, dtype, self._scratch))
         edition = weights.directory.edition.number
-        rows = max((span.end - span.start for span in groups.spans), default=0)
+        rows = self._cutter.product_rows(groups)
         return _LayerPlan(groups, edition, signature(y, x), rows, tuple(plans))
 
     def _choose(self, layer: LayerBlock, groups: Groups) -> Choice:
