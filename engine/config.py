@@ -8,7 +8,7 @@ wrong in itself raises `ValueError` naming the field, the value found and the va
 import hashlib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -134,6 +134,15 @@ class LoRAConfig:
                 f"dual_stream is True on device {str(device)!r}; a second stream needs CUDA, leave "
                 "it off elsewhere"
             )
+
+    def default_mm_lora(self, modalities: Collection[str]) -> str | None:
+        """The adapter's path for a request that names none and brings these modalities.
+
+        None unless exactly one of them has a default.
+        """
+        paths = self.default_mm_loras or {}
+        present = paths.keys() & set(modalities)
+        return paths[present.pop()] if len(present) == 1 else None
 
     def compute_hash(self) -> str:
         """A stable hash of every field that changes buffers or the computation, in hex.

@@ -11,8 +11,9 @@ from dataclasses import replace
 import torch
 
 from engine.adapters import LoadedAdapter
-from engine.config import DEFAULT_BOUNDS, LoRAConfig
+from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
+from engine.fitting import LEFT_OUT, ModelSide
 from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes
 from engine.lora import LoRALayerWeights, LoRAModel
 from engine.pairs import Pair
@@ -22,29 +23,28 @@ from engine.values import check_values, value_range
 
 def check_handed(
     model: LoRAModel,
-    modules: Mapping[str, ModuleShape],
-    lora_config: LoRAConfig,
+    side: ModelSide,
     fingerprint: str,
 ) -> LoadedAdapter:
     """Check an adapter in memory completely; `fingerprint` names this very handing over.
 
-    `lora_config` has its dtype resolved. `model` holds whole modules, whatever this process keeps
-    of them, and is only read. Raises one
+    `model` holds whole modules, whatever this process keeps of them, and is only read. Raises one
     `EngineError` that tells all that was found: `AdapterDoesNotFit`, or `NotFinite` where shapes
     are sound.
     """
+    modules = side.modules
     problems = Problems(DEFAULT_BOUNDS.problems_max)
     loras = {name: _detached(lora, modules.get(name)) for name, lora in model.loras.items()}
     if not loras:
         problems.add(AdapterDoesNotFit, "no module is touched")
     for name, lora in loras.items():
-        _check_fit(name, lora, modules, lora_config, problems)
+        _check_fit(name, lora, side, problems)
     _raise(model.id, problems)
-    _check_values(loras, lora_config.dtype, problems)
+    _check_values(loras, side.lora_config.dtype, problems)
     _raise(model.id, problems)
     ranks = {name: lora.rank for name, lora in loras.items()}
     checked = LoRAModel(model.id, max(ranks.values()), loras).cut(modules)
-    size_bytes = blob_bytes(ranks, modules.values(), lora_config.dtype)
+    size_bytes = blob_bytes(ranks, modules.values(), side.lora_config.dtype)
     return LoadedAdapter(fingerprint, checked, checked.rank, checked.size_bytes, size_bytes)
 
 
@@ -54,22 +54,17 @@ def _detached(lora: LoRALayerWeights, shape: ModuleShape | None) -> LoRALayerWei
     return replace(lora, lora_a=lora.lora_a.detach(), lora_b=lora.lora_b.detach(), kind=kind)
 
 
-def _check_fit(
-    name: str,
-    lora: LoRALayerWeights,
-    modules: Mapping[str, ModuleShape],
-    lora_config: LoRAConfig,
-    problems: Problems,
-) -> None:
-    shape = modules.get(name)
+def _check_fit(name: str, lora: LoRALayerWeights, side: ModelSide, problems: Problems) -> None:
+    shape = side.modules.get(name)
     if shape is None:
-        problems.add(AdapterDoesNotFit, f"{shown(name)} is not wrapped in this model")
+        where = LEFT_OUT if name in side.left_out else "not wrapped in this model"
+        problems.add(AdapterDoesNotFit, f"{shown(name)} is {where}")
         return
-    if not 1 <= lora.rank <= lora_config.max_lora_rank:
+    rank_max = side.lora_config.max_lora_rank
+    if not 1 <= lora.rank <= rank_max:
         problems.add(
             AdapterDoesNotFit,
-            f"{name} has rank {lora.rank}; 1 to {lora_config.max_lora_rank} (max_lora_rank) are "
-            "served",
+            f"{name} has rank {lora.rank}; 1 to {rank_max} (max_lora_rank) are served",
         )
     if lora.shard != WHOLE:
         problems.add(AdapterDoesNotFit, f"{name} is a part of a module; whole ones are handed over")

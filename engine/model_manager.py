@@ -132,7 +132,7 @@ class LoRAModelManager:
             return False
         self._handed_over += 1
         fingerprint = f"handed over {self._handed_over}"
-        loaded = check_handed(adapter, self.side.modules, self.lora_config, fingerprint)
+        loaded = check_handed(adapter, self.side, fingerprint)
         self.admit(adapter.id, loaded)
         return True
 

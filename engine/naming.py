@@ -80,17 +80,25 @@ def equivalences_of(model: PreTrainedModel) -> tuple[Equivalence, ...]:
 
     A pooling model: with and without the prefix that its class with a head has (`model.`). A
     multimodal model: its text part as a text model calls itself, with and without its prefix, and
-    paths of the time when the parts were not yet under that prefix. Any other model: none, paths
-    are exact.
+    paths of the time when the parts were not yet under that prefix, and when an encoder of images
+    had all of its layers under one more name. Any other model: none, paths are exact.
     """
     prefix, text = f"{model.base_model_prefix}.", _path_of_text_part(model)
     found: list[Equivalence] = []
     if text is not None:
         found += [Equivalence(old, f"{text}.") for old in ("language_model.model.", prefix, "")]
         found += [Equivalence("language_model.", ""), Equivalence("", prefix)]
+        found += _inner_encoders(model, prefix)
     if model.get_output_embeddings() is None:
         found += [Equivalence(prefix, ""), Equivalence("", prefix)]
     return tuple(dict.fromkeys(found))
+
+
+def _inner_encoders(model: PreTrainedModel, prefix: str) -> list[Equivalence]:
+    encoder = model.get_encoder(modality="image")
+    path = next((path for path, module in model.named_modules() if module is encoder), "")
+    olds = {f"{one}.vision_model." for one in (path, path.removeprefix(prefix)) if one}
+    return [Equivalence(old, f"{path}.") for old in sorted(olds)]
 
 
 def _path_of_text_part(model: PreTrainedModel) -> str | None:

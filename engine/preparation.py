@@ -10,6 +10,7 @@ from functools import partial
 from statistics import mode
 from typing import Final, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -85,57 +86,62 @@ def prepare_layers(model: PreTrainedModel, trial: Trial, vocab_size: int, scope:
     can't be batched.
     """
     candidates = find_candidates(model, scope.table)
-    of_images = _of_images(candidates, scope.images)
-    left_out = frozenset() if scope.adapts_images else of_images
-    candidates = {name: found for name, found in candidates.items() if name not in left_out}
     if not candidates:
         raise ModelRefused("the model has no layer of a kind that can be wrapped")
-    named = _targeted(candidates, scope.targets, left_out)
-    groups = find_groups(model, named)
-    siblings = [child for group in groups for child in group.children]
-    texts = {name: candidates[name] for name in named if name not in of_images}
-    tried = [_try_texts(trial, vocab_size, texts, siblings, explicit=scope.targets is not None)]
+    siblings = [child for group in find_groups(model, candidates) for child in group.children]
+    layers = {name: found.layer for name, found in candidates.items()}
+    sightings = watch_layers(trial, layers, vocab_size, siblings)
+    of_images = _unseen(layers, scope.images, sightings)
+    left_out = frozenset() if scope.adapts_images else of_images
+    named = _targeted(candidates.keys() - left_out, scope.targets, left_out)
+    texts = {name: candidates[name] for name in candidates if name in named - of_images}
+    seen = [_judge_texts(trial, texts, sightings, explicit=scope.targets is not None)]
     if scope.images is not None and scope.adapts_images:
-        shown = {name: candidates[name] for name in named if name in of_images}
-        tried.append(_try_images(scope.images, model, shown, siblings))
-    packed = [group for group in groups if any(seen.is_packable(group) for seen in tried)]
-    parts = {name: part for seen in tried for name, part in seen.parts.items()}
+        shown = {name: layers[name] for name in candidates if name in named & of_images}
+        seen.append(_try_images(scope.images, shown, model.dtype, siblings))
+    parts = {name: part for one in seen for name, part in one.parts.items()}
     _check_targets(scope.targets, parts)
+    groups = find_groups(model, parts)
+    packed = [group for group in groups if any(one.is_packable(group) for one in seen)]
     parts |= {group.name: parts[group.children[0]] for group in packed}
-    layers = _wrap(model, candidates, parts, packed, scope.table)
-    return Prepared(layers, {name: parts[name] for name in layers}, left_out)
+    wrapped = _wrap(model, candidates, parts, packed, scope.table)
+    return Prepared(wrapped, {name: parts[name] for name in wrapped}, left_out)
 
 
-def _try_texts(
-    trial: Trial,
-    vocab_size: int,
-    named: Mapping[str, Candidate],
-    siblings: Collection[str],
-    explicit: bool,
+def _unseen(
+    layers: Mapping[str, nn.Module], images: ImagePart | None, sightings: Sightings
+) -> frozenset[str]:
+    """The layers in the model's part that reads images, as far as texts do not run them."""
+    if images is None:
+        return frozenset()
+    return frozenset(
+        name for name, layer in layers.items() if layer in images and not sightings.calls[name]
+    )
+
+
+def _judge_texts(
+    trial: Trial, named: Mapping[str, Candidate], sightings: Sightings, explicit: bool
 ) -> Seen:
-    layers = {name: found.layer for name, found in named.items()}
-    seen = watch_layers(trial, layers, vocab_size, siblings)
     rows = {name: _ROWS.get(found.role, trial.rows) for name, found in named.items()}
-    mapped = _mapped(rows, seen, explicit)
-    return Seen(dict.fromkeys(mapped, MappingType.LANGUAGE), seen.share_inputs)
+    mapped = _mapped(rows, sightings, explicit)
+    return Seen(dict.fromkeys(mapped, MappingType.LANGUAGE), sightings.share_inputs)
 
 
 def _try_images(
     images: ImagePart,
-    model: PreTrainedModel,
-    named: Mapping[str, Candidate],
+    layers: Mapping[str, nn.Module],
+    dtype: torch.dtype,
     siblings: Collection[str],
 ) -> Seen:
     """The tower's are the encoder's layers with as many rows for each unit as most of them have.
 
     A merger at an encoder's end has fewer, and is the connector's as what stands behind it is.
     """
-    layers = {name: found.layer for name, found in named.items()}
-    seen = watch_images(images, layers, model.dtype, siblings)
-    found = {name: rows for name in named if (rows := seen.rows_per_unit(name)) is not None}
-    if named and not found:
+    seen = watch_images(images, layers, dtype, siblings)
+    found = {name: rows for name in layers if (rows := seen.rows_per_unit(name)) is not None}
+    if layers and not found:
         raise ModelRefused(
-            f"layers {list(named)} do not see every image's rows by themselves, so no adapter can "
+            f"layers {list(layers)} do not see every image's rows by themselves, so no adapter can "
             "be applied to them; leave enable_tower_connector_lora off"
         )
     tower = [name for name in found if images.is_in_tower(layers[name])]
@@ -191,19 +197,12 @@ def _roles(model: PreTrainedModel) -> dict[nn.Module, Role]:
     return roles if head is None else roles | {head: Role.HEAD}
 
 
-def _of_images(candidates: Mapping[str, Candidate], images: ImagePart | None) -> frozenset[str]:
-    """The candidates in the model's part that reads images."""
-    if images is None:
-        return frozenset()
-    return frozenset(name for name, found in candidates.items() if found.layer in images)
-
-
 def _targeted(
     candidates: Collection[str], targets: Sequence[str] | None, left_out: Collection[str]
-) -> list[str]:
+) -> set[str]:
     """The candidates that `targets` name; a packed parent and its children imply each other."""
     if targets is None:
-        return list(candidates)
+        return set(candidates)
     implied = {target: with_relatives(target) for target in targets}
     missing = [t for t in targets if not any(_is_named(name, implied[t]) for name in candidates)]
     if any(_is_named(name, implied[target]) for target in missing for name in left_out):
@@ -218,7 +217,7 @@ def _targeted(
             f"full names or these suffixes do: {', '.join(suffixes)}"
         )
     every = set().union(*implied.values())
-    return [name for name in candidates if _is_named(name, every)]
+    return {name for name in candidates if _is_named(name, every)}
 
 
 def _is_named(name: str, targets: Collection[str]) -> bool:

@@ -64,6 +64,15 @@ class WorkerLoRAManager:
             if mapping is not None:
                 self.manager.set_adapter_mapping(mapping)
 
+    def default_request(self, modalities: Collection[str], lora_int_id: int) -> LoRARequest | None:
+        """What a row asks for that names no adapter and brings these modalities ("image", ...).
+
+        The adapter that `default_mm_loras` has for the one modality among them that has any, under
+        this id; None where there is none, or more than one.
+        """
+        path = self.manager.lora_config.default_mm_lora(modalities)
+        return None if path is None else LoRARequest(path, lora_int_id, path)
+
     def remove_adapter(self, adapter_id: int) -> bool:
         """Forget an adapter; False if it is not there."""
         return self.manager.remove_adapter(adapter_id)
