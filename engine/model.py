@@ -160,12 +160,17 @@ def load_model(
         tokens_max = config.context_tokens_max
         prepared = PooledModel(model, lora_config, tokenizer, tokens_max, task, options)
     prepared.group = group
-    _check_default_adapters(prepared, lora_config)
+    _check_use_of_images(prepared, lora_config)
     return prepared
 
 
-def _check_default_adapters(model: ServedModel, lora_config: LoRAConfig) -> None:
-    """Adapters for a modality that no prompt can bring would never be used."""
+def _check_use_of_images(model: ServedModel, lora_config: LoRAConfig) -> None:
+    """Adapters for a part of the model or a modality that no prompt reaches would never be used."""
+    if lora_config.enable_tower_connector_lora and model.without_images:
+        raise ModelRefused(
+            "enable_tower_connector_lora is set, and the model is served for text alone: "
+            f"{model.without_images}"
+        )
     for modality in lora_config.default_mm_loras or ():
         if modality != MODALITY:
             raise ModelRefused(

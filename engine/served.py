@@ -69,9 +69,10 @@ class ServedModel:
     def _prepare(self, trial: Trial, lora_config: LoRAConfig) -> None:
         """Wrap the model's layers in place."""
         self.image_part = find_image_part(self.model) if self.task == "generate" else None
-        for name in ("enable_tower_connector_lora", "default_mm_loras"):
-            if getattr(lora_config, name) and self.image_part is None:
-                raise ModelRefused(f"{name} is set, and this model reads no images; leave it out")
+        if lora_config.enable_tower_connector_lora and self.image_part is None:
+            raise ModelRefused(
+                "enable_tower_connector_lora is set, and this model reads no images; leave it off"
+            )
         scope = Scope(
             lora_config.target_modules,
             wrappers_for(lora_config.enable_mixed_moe_lora_format, lora_config.fully_sharded_loras),

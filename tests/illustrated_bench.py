@@ -50,11 +50,13 @@ class Row(NamedTuple):
 class Yardstick:
     """A saved model with both adapters in PEFT, and its own processor."""
 
-    def __init__(self, kind: str, directory: Path, **image_fields: Any) -> None:
+    def __init__(
+        self, kind: str, directory: Path, targets: str = LANGUAGE, **image_fields: Any
+    ) -> None:
         self.kind = kind
         self.whole = build_with_processor(kind, directory, **image_fields)
         torch.manual_seed(5)
-        fields = {"target_modules": LANGUAGE, "init_lora_weights": False}
+        fields = {"target_modules": targets, "init_lora_weights": False}
         first, second = (LoraConfig(r=rank, lora_alpha=9, **fields) for rank in (8, 3))
         whole = AutoModelForImageTextToText.from_pretrained(directory)
         self.model = get_peft_model(whole, first, adapter_name=NAMES[0]).eval()
@@ -112,12 +114,12 @@ class Yardstick:
 class Bench:
     """The engine's side: adapter `one` in slot 0, `two` in slot 1."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, config: LoRAConfig = LORA) -> None:
         self.kind = kind
-        model = load_model(EngineConfig(directory), LORA)
+        model = load_model(EngineConfig(directory), config)
         assert isinstance(model, PreparedModel)
         self.model = model
-        self.arena, self.punica, self.config = equip(model, LORA, 1 << 20)
+        self.arena, self.punica, self.config = equip(model, config, 1 << 20)
         shapes = {shape.name: shape for shape in model.shapes}
         ways = equivalences_of(model.model)
         for slot, name in enumerate(NAMES):
