@@ -17,7 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.kernels.gpu.expand import expand_kernel
-from engine.kernels.gpu.experts import experts_expand_kernel, experts_shrink_kernel
+from engine.kernels.gpu.experts import (
+    experts_expand_kernel,
+    experts_shrink_kernel,
+    experts_sum_kernel,
+)
 from engine.kernels.gpu.fused import fused_kernel
 from engine.kernels.gpu.lookup import lookup_kernel
 from engine.kernels.gpu.plans import EXPERTS, LOOKUP, PLANS, ExpertsPlan
@@ -130,18 +134,15 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
 def _experts_jobs(plan: ExpertsPlan, dtype: str) -> Iterator[Job]:
     own, shrink, expand = f"*{dtype}", plan.shrink, plan.expand
     split = {"UNIT": 128 // ITEM_BYTES[dtype], "SPLITS": shrink.splits}
+    blocks = {"BLOCK_M": shrink.height, "BLOCK_R": shrink.block_r}
     tables = {**TABLES, **PAIRS, "data": own, "parts": "*fp32"}
     yield Job(
         experts_shrink_kernel,
         {**tables, "x": own},
-        {
-            **split,
-            "BLOCK_M": shrink.height,
-            "BLOCK_R": shrink.block_r,
-            "BLOCK_K": shrink.block_k // (ITEM_BYTES[dtype] // 2),
-        },
+        {**split, **blocks, "BLOCK_K": shrink.block_k // (ITEM_BYTES[dtype] // 2)},
         *(shrink.warps, shrink.stages),
     )
+    yield Job(experts_sum_kernel, {**tables, "y": "*fp32"}, {**split, **blocks}, *(shrink.warps, 3))
     yield Job(
         experts_expand_kernel,
         {**tables, "y": own},

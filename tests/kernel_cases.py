@@ -72,15 +72,29 @@ def run_on_device(kernels: Kernels, device: str = "cuda") -> Kernels:
 
         return run
 
-    def experts(ys, x, weights: LoRASlices, groups: ExpertGroups) -> None:
-        there = [move(y, device) for y in ys]
-        moved = replace(groups, pairs=groups.pairs.to(device), keys=groups.keys.to(device))
-        kernels.experts(there, move(x, device), layer_on(weights, device), moved)
-        for y, result in zip(ys, there, strict=True):
-            y.copy_(result)
+    def brought_groups(groups: ExpertGroups) -> ExpertGroups:
+        return replace(groups, pairs=groups.pairs.to(device), keys=groups.keys.to(device))
+
+    def brought_experts(operation):
+        def run(ys, x, weights: LoRASlices, groups: ExpertGroups) -> None:
+            there = [move(y, device) for y in ys]
+            operands = move(x, device), layer_on(weights, device), brought_groups(groups)
+            getattr(kernels, operation)(there, *operands)
+            for y, result in zip(ys, there, strict=True):
+                y.copy_(result)
+
+        return run
+
+    def experts_shrink(y, x, weights: LoRASlices, groups: ExpertGroups) -> None:
+        there = move(y, device)
+        operands = move(x, device), layer_on(weights, device), brought_groups(groups)
+        kernels.experts_shrink(there, *operands)
+        y.copy_(there)
 
     names = ("shrink", "expand", "linear", "embedding")
-    return kernels._replace(**{name: brought(name) for name in names}, experts=experts)
+    replaced = {name: brought(name) for name in names}
+    replaced |= {name: brought_experts(name) for name in ("experts", "experts_expand")}
+    return kernels._replace(**replaced, experts_shrink=experts_shrink)
 
 
 def move(tensor: Tensor, device: str) -> Tensor:

@@ -1,27 +1,22 @@
 """The experts' deltas in every implementation, against the sum written out pair by pair."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from engine.kernels import Kernels
-from engine.kernels.expert_groups import (
-    NO_GROUP,
-    ExpertGroups,
-    group_experts,
-    sort_by_expert,
-)
+from engine.kernels.expert_groups import NO_GROUP, group_experts, sort_by_expert
 from engine.kernels.grouped import grouped_product
 from engine.kernels.operands import TILE_ROWS, GroupBounds
 from engine.layout import ModuleKind
+from tests.expert_cases import SHAPES, TOKENS, TOP_K, Routing, expected, groups_for, routed
 from tests.kernel_cases import (
     ERRORS_MAX,
-    IS_INTERPRETED,
     NAMES,
     NAMES_AND_DTYPES,
     REPEATS,
@@ -33,61 +28,6 @@ from tests.kernel_cases import (
     make_case,
     mixed_rows,
 )
-
-TOP_K = 3
-
-
-class Routing(NamedTuple):
-    """How many experts there are, and which ones `tokens` rows are sent to."""
-
-    experts: int
-    top_k_index: Tensor
-
-
-def routed(tokens: int, experts: int, how: str, random: Random) -> Routing:
-    """`spread`: to random experts; `one`: all to the last; `elsewhere`: some to other ranks'."""
-    choices = {"spread": range(experts), "one": [experts - 1], "elsewhere": range(experts + 1)}
-    picked = choices[how]
-    # With one choice only a row goes there several times, which no router does but a kernel may.
-    rows = [
-        random.sample(picked, TOP_K) if len(picked) >= TOP_K else random.choices(picked, k=TOP_K)
-        for _ in range(tokens)
-    ]
-    return Routing(experts, torch.tensor(rows, dtype=torch.int64).view(tokens, TOP_K))
-
-
-def is_touched(case: Case, slot: int) -> bool:
-    return any((slot, place) in case.weights for place in range(len(case.slices.columns)))
-
-
-def groups_for(case: Case, routing: Routing, rows: list[int]) -> ExpertGroups | None:
-    return group_experts(
-        groups_of(rows), lambda slot: is_touched(case, slot), routing.top_k_index, routing.experts
-    )
-
-
-def expected(case: Case, routing: Routing, rows: list[int], y: Tensor, x: Tensor) -> Tensor:
-    """Row `p` of `y` is the pair `p`; every pair's delta in float64."""
-    result = y.double().clone()
-    for pair, expert in enumerate(routing.top_k_index.flatten().tolist()):
-        first, slot = 0, rows[pair // TOP_K]
-        for place, width in enumerate(case.slices.out_features):
-            if (slot, place) in case.weights and expert < routing.experts:
-                a, b = (matrix[expert].double() for matrix in case.weights[slot, place])
-                result[pair, first : first + width] += b @ (a @ x[pair].double())
-            first += width
-    return result
-
-
-SHAPES = (
-    Shape(48, (80,), 1, (16,), 0.0, ModuleKind.EXPERTS, 4),
-    Shape(33, (7, 9), 3, (1, 3, 8), 0.2, ModuleKind.EXPERTS, 5),
-    Shape(64, (24, 24), 9, (8,), 0.3, ModuleKind.EXPERTS, 16),
-    Shape(72, (40,), 2, (13, 40), 0.0, ModuleKind.EXPERTS, 3),
-)
-"""Odd ranks, ranks above a block, absent columns, and more slots and experts than pairs."""
-
-TOKENS = (0, 1, 7) if IS_INTERPRETED else (0, 1, 7, 64)
 
 
 @pytest.mark.parametrize("how", ["spread", "one", "elsewhere"])
@@ -238,10 +178,11 @@ def test_groups_are_pairs_sorted_by_slot_and_expert() -> None:
     order = list(zip(keys, groups.pairs.tolist(), strict=True))
     assert order == sorted(order)
     assert groups.slots == tuple(sorted(set(rows) - {-1, 2}))
-    for slot, bounds in zip(groups.slots, groups.host_bounds(), strict=True):
-        for expert in range(7):
-            inside = keys[bounds[expert] : bounds[expert + 1]]
-            assert inside == [key for key in keys if key == slot * 7 + expert]
+    assert [span.slot for span in groups.spans] == list(groups.slots)
+    for slot, start, end, experts, sizes in groups.spans:
+        own = [key for key in keys if key // 7 == slot]
+        assert keys[start:end] == own
+        assert dict(zip(experts, sizes, strict=True)) == Counter(key % 7 for key in own)
 
 
 @pytest.mark.parametrize("height", TILE_ROWS)
@@ -273,7 +214,7 @@ def test_pairs_are_grouped_and_cut_into_tiles_without_a_look_at_the_device() -> 
     # A value on the meta device can't be read, so a launch's size can't depend on one.
     assert [len(found.at(found.pairs).tiles(height)) for height in TILE_ROWS] == [8, 8]
     with pytest.raises((NotImplementedError, RuntimeError)):
-        found.host_bounds()
+        found.spans  # noqa: B018 - made when it is first asked for
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -63,19 +63,56 @@ def check_experts(
     ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
 ) -> None:
     """Raise ValueError unless `experts_reference` is defined for these."""
-    _check_kind("experts", weights, ModuleKind.EXPERTS)
+    _check_experts("experts", weights, groups)
+    _check("experts", "x", x, (len(groups.pairs), weights.in_features), weights)
+    _check_outputs("experts", ys, x.dtype, weights, groups)
+
+
+def check_experts_shrink(y: Tensor, x: Tensor, weights: LoRASlices, groups: ExpertGroups) -> None:
+    """Raise ValueError unless `experts_shrink_reference` is defined for these."""
+    operation, pairs = "experts_shrink", len(groups.pairs)
+    _check_experts(operation, weights, groups)
+    _check(operation, "x", x, (pairs, weights.in_features), weights)
+    _check(operation, "y", y, (len(weights.columns), pairs, _rank_max(weights)), weights)
+    _check_dtype(operation, "y", y, accumulator_dtype(x.dtype))
+
+
+def check_experts_expand(
+    ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
+) -> None:
+    """Raise ValueError unless `experts_expand_reference` is defined for these."""
+    operation, pairs = "experts_expand", len(groups.pairs)
+    _check_experts(operation, weights, groups)
+    _check(operation, "x", x, (len(weights.columns), pairs, _rank_max(weights)), weights)
+    _check_outputs(operation, ys, ys[0].dtype, weights, groups)
+    _check_dtype(operation, "x", x, accumulator_dtype(ys[0].dtype))
+
+
+def _check_experts(operation: str, weights: LoRASlices, groups: ExpertGroups) -> None:
+    _check_kind(operation, weights, ModuleKind.EXPERTS)
     if groups.experts != weights.experts:
         raise ValueError(
-            f"experts: the groups are of {groups.experts} experts; the layer has {weights.experts}"
+            f"{operation}: the groups are of {groups.experts} experts; the layer has "
+            f"{weights.experts}"
         )
+
+
+def _check_outputs(
+    operation: str,
+    ys: Sequence[Tensor],
+    dtype: torch.dtype,
+    weights: LoRASlices,
+    groups: ExpertGroups,
+) -> None:
+    """One output a slice, of any strides."""
     if len(ys) != len(weights.columns):
-        raise ValueError(f"experts: {len(ys)} outputs; the layer has {len(weights.columns)} slices")
-    pairs = len(groups.pairs)
-    _check("experts", "x", x, (pairs, weights.in_features), weights)
+        raise ValueError(
+            f"{operation}: {len(ys)} outputs; the layer has {len(weights.columns)} slices"
+        )
     for y, width in zip(ys, weights.out_features, strict=True):
-        _check_shape("experts", "y", y, (pairs, width))
-        _check_device("experts", "y", y, weights)
-        _check_dtype("experts", "y", y, x.dtype)
+        _check_shape(operation, "y", y, (len(groups.pairs), width))
+        _check_device(operation, "y", y, weights)
+        _check_dtype(operation, "y", y, dtype)
 
 
 def _rank_max(weights: LoRASlices) -> int:

@@ -9,7 +9,10 @@ A *pair* is a token and one of the experts that it was routed to: `t * top_k + k
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +23,17 @@ NO_GROUP: Final = 1 << 62
 """The key of pairs that no adapter of this rank touches: of base rows, and of others' experts."""
 
 
-@dataclass(frozen=True, slots=True)
+class ExpertSpan(NamedTuple):
+    """The pairs of one slot, `groups.pairs[start:end]`: `sizes[i]` of them go to `experts[i]`."""
+
+    slot: int
+    start: int
+    end: int
+    experts: list[int]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
 class ExpertGroups:
     """A batch's pairs sorted by slot, then stably by expert; those in no group behind them.
 
@@ -28,6 +41,8 @@ class ExpertGroups:
     ascending. bounds: the most pairs, the most groups and the highest rank that a batch of this
     shape can have. slots: those with weights in this layer, on the host: what a loop may visit;
     kernels on a device ask the directory instead, because a captured graph meets other slots.
+
+    What is made of the keys is made once, for all products of a layer.
     """
 
     pairs: Tensor
@@ -40,16 +55,21 @@ class ExpertGroups:
         """The same groups where pair `p` is row `places[p]` of a kernel's operands."""
         return replace(self, pairs=places[self.pairs])
 
-    def host_bounds(self) -> list[list[int]]:
-        """For each of `slots` where its experts' pairs start, and behind them the last one's end.
-
-        It waits for the device.
-        """
-        device = self.keys.device
-        firsts = torch.tensor(self.slots, dtype=torch.int64, device=device)[:, None] * self.experts
-        wanted = firsts + torch.arange(self.experts + 1, device=device)
-        bounds: list[list[int]] = torch.searchsorted(self.keys, wanted).tolist()
-        return bounds
+    @cached_property
+    def spans(self) -> tuple[ExpertSpan, ...]:
+        """The pairs of each of `slots`, on the host; it waits for the device."""
+        keys, counts = torch.unique_consecutive(self.keys, return_counts=True)
+        groups = [
+            (*divmod(key, self.experts), size)
+            for key, size in zip(keys.tolist(), counts.tolist(), strict=True)
+        ]
+        spans, start = [], 0
+        for slot, members in groupby(groups, key=itemgetter(0)):
+            _, experts, sizes = map(list, zip(*members, strict=True))
+            end = start + sum(sizes)
+            spans.append(ExpertSpan(slot, start, end, experts, sizes))
+            start = end
+        return tuple(span for span in spans if span.slot in self.slots)
 
     def tiles(self, height: int) -> Tensor:
         """Where each tile starts in `pairs`, or their number behind the last: [bound] int64.
@@ -57,6 +77,15 @@ class ExpertGroups:
         A tile is at most `height` pairs of one group; its rows are those whose key is its first
         one's. The table's length follows from the bounds.
         """
+        if height not in self._tiles:
+            self._tiles[height] = self._cut(height)
+        return self._tiles[height]
+
+    @cached_property
+    def _tiles(self) -> dict[int, Tensor]:
+        return {}
+
+    def _cut(self, height: int) -> Tensor:
         places = torch.arange(len(self.keys), device=self.keys.device)
         within = places - torch.searchsorted(self.keys, self.keys)
         starts = (within % height == 0) & (self.keys != NO_GROUP)

@@ -22,7 +22,9 @@ EmbeddingKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
 """(y, token_ids, weights, groups, scale)."""
 
 ExpertsKernel = Callable[[Sequence[Tensor], Tensor, LoRASlices, ExpertGroups], None]
-"""(ys, x, weights, groups)."""
+"""(ys, x, weights, groups); also of the expand alone."""
+ExpertsShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, ExpertGroups], None]
+"""(y, x, weights, groups)."""
 
 
 class Kernels(NamedTuple):
@@ -33,3 +35,5 @@ class Kernels(NamedTuple):
     linear: LinearKernel
     embedding: EmbeddingKernel
     experts: ExpertsKernel
+    experts_shrink: ExpertsShrinkKernel
+    experts_expand: ExpertsKernel

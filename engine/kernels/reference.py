@@ -9,6 +9,8 @@ from functools import partial
 from engine.kernels.embedding import embedding_reference
 from engine.kernels.expand import expand_reference
 from engine.kernels.experts import experts_reference
+from engine.kernels.experts_expand import experts_expand_reference
+from engine.kernels.experts_shrink import experts_shrink_reference
 from engine.kernels.kinds import Kernels
 from engine.kernels.linear import linear_reference
 from engine.kernels.products import matrix_product, ordered_product
@@ -24,4 +26,6 @@ def reference_kernels(batch_invariant: bool) -> Kernels:
         linear=partial(linear_reference, product=product),
         embedding=partial(embedding_reference, product=product),
         experts=partial(experts_reference, product=product),
+        experts_shrink=partial(experts_shrink_reference, product=product),
+        experts_expand=partial(experts_expand_reference, product=product),
     )

@@ -51,6 +51,14 @@ def find_slice(layer, block, SLICES: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def find_split(in_features, split, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """(first, end) of the inputs of one split."""
+    share = tl.cdiv(tl.cdiv(in_features, SPLITS), BLOCK_K) * BLOCK_K
+    first = split * share
+    return first, tl.minimum(first + share, in_features)
+
+
+@triton.jit
 def multiply(a, b, acc):
     """`acc + a @ b` for activations and weights as they lie in memory."""
     if (a.dtype == b.dtype) and (a.dtype != tl.float32):
@@ -95,6 +103,28 @@ def shrink_block(
         )
         acc = multiply(x, a_block, acc)
     return acc
+
+
+@triton.jit
+def load_parts(part_rows, r, mask, split_stride, SPLITS: tl.constexpr):
+    """The sum over splits of a block of parts, in their order: [rows, BLOCK_R] float32."""
+    total = tl.load(part_rows[:, None] + r[None, :], mask, 0.0)
+    for split in tl.static_range(1, SPLITS):
+        places = part_rows + tl.cast(split, tl.int64) * split_stride
+        total += tl.load(places[:, None] + r[None, :], mask, 0.0)
+    return total
+
+
+@triton.jit
+def sum_parts(
+    y_rows, part_rows, row_mask, rank, split_stride, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """`y[rows, :rank]`: the sum of the rows' parts, in their order."""
+    for r_first in range(0, rank, BLOCK_R):
+        r = r_first + tl.arange(0, BLOCK_R)
+        mask = row_mask[:, None] & (r < rank)[None, :]
+        total = load_parts(part_rows, r, mask, split_stride, SPLITS)
+        tl.store(y_rows[:, None] + r[None, :], total, mask)
 
 
 @triton.jit

@@ -17,11 +17,11 @@ from engine.kernels.gpu.common import (
     find_tile,
     find_weights,
     load_b,
+    load_parts,
     multiply_exactly,
 )
-from engine.kernels.gpu.launch import Layer, tiles_of
+from engine.kernels.gpu.launch import Layer, expand_constants, tiles_of
 from engine.kernels.gpu.plans import ExpandPlan
-from engine.kernels.gpu.shrink import load_parts
 from engine.kernels.operands import Groups
 
 
@@ -92,14 +92,7 @@ def launch_expand(
     expand_kernel[len(tiles), layer.blocks(plan.block_n)](
         *(y, parts, *layer.operands, tiles, groups.rows, *parts.stride()[:3]),
         *(y.stride(0), layer.directory_stride, layer.in_features, offset),
-        UNIT=layer.unit,
         SLICES=layer.slices,
-        SPLITS=len(parts),
         ADD=add_inputs,
-        OUT_UNIT=layer.out_unit(offset),
-        BLOCK_M=plan.height,
-        BLOCK_N=plan.block_n,
-        BLOCK_R=plan.block_r,
-        num_warps=plan.warps,
-        num_stages=plan.stages,
+        **expand_constants(plan, parts, layer, offset),
     )

@@ -14,12 +14,18 @@ from engine.kernels.checks import (
     check_embedding,
     check_expand,
     check_experts,
+    check_experts_expand,
+    check_experts_shrink,
     check_linear,
     check_shrink,
 )
 from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.gpu.expand import launch_expand
-from engine.kernels.gpu.experts import launch_experts_expand, launch_experts_shrink
+from engine.kernels.gpu.experts import (
+    launch_experts_expand,
+    launch_experts_shrink,
+    launch_experts_sum,
+)
 from engine.kernels.gpu.fused import launch_fused
 from engine.kernels.gpu.launch import Layer, Layers, Workspace, check_operands
 from engine.kernels.gpu.lookup import launch_lookup
@@ -45,6 +51,8 @@ def triton_kernels(batch_invariant: bool) -> Kernels:
         linear=operations.linear,
         embedding=operations.embedding,
         experts=operations.experts,
+        experts_shrink=operations.experts_shrink,
+        experts_expand=operations.experts_expand,
     )
 
 
@@ -132,9 +140,34 @@ class TritonOperations:
             return
         shape = (plan.shrink.splits, layer.slices, len(groups.pairs), _rank_room(groups.bounds))
         parts = self._workspace.take(shape, x.device)
-        firsts = groups.tiles(plan.shrink.height)
-        launch_experts_shrink(parts, x, layer, groups, firsts, plan.shrink)
-        launch_experts_expand(ys, parts, layer, groups, firsts, plan.expand)
+        launch_experts_shrink(parts, x, layer, groups, plan.shrink)
+        launch_experts_expand(ys, parts, layer, groups, plan.expand)
+
+    def experts_shrink(
+        self, y: Tensor, x: Tensor, weights: LoRASlices, groups: ExpertGroups
+    ) -> None:
+        """See `engine.kernels.experts_shrink`; y: float32."""
+        check_experts_shrink(y, x, weights, groups)
+        layer = self._layer(x, weights, groups.bounds)
+        plan = experts_plan(groups.bounds, self._batch_invariant).shrink
+        if not len(groups.pairs):
+            return
+        if plan.splits == 1:
+            launch_experts_shrink(y[None], x, layer, groups, plan)
+            return
+        parts = self._workspace.take((plan.splits, *y.shape), y.device)
+        launch_experts_shrink(parts, x, layer, groups, plan)
+        launch_experts_sum(y, parts, layer, groups, plan)
+
+    def experts_expand(
+        self, ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
+    ) -> None:
+        """See `engine.kernels.experts_expand`; x: float32."""
+        check_experts_expand(ys, x, weights, groups)
+        layer = self._layer(ys[0], weights, groups.bounds)
+        plan = experts_plan(groups.bounds, self._batch_invariant).expand
+        if len(groups.pairs):
+            launch_experts_expand(ys, x[None], layer, groups, plan)
 
     def _layer(self, rows: Tensor, weights: LoRASlices, bounds: GroupBounds) -> Layer:
         layer = self._layers.of(weights)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from engine.kernels.gpu.plans import ExpandPlan, ShrinkPlan
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices
 from engine.layout import ALIGNMENT_BYTES
 
@@ -111,6 +112,42 @@ def block_k_of(block_k: int, x: Tensor, layer: Layer) -> int:
     """A plan's block of inputs for these dtypes: half of it where either has four bytes."""
     widest = max(x.element_size(), layer.operands[0].element_size())
     return block_k if widest == 2 else block_k // 2
+
+
+def shrink_constants(plan: ShrinkPlan, x: Tensor, layer: Layer) -> dict[str, int]:
+    """What a shrink's kernel is compiled for."""
+    return {
+        **sum_constants(plan, layer),
+        "BLOCK_K": block_k_of(plan.block_k, x, layer),
+        "num_stages": plan.stages,
+    }
+
+
+def sum_constants(plan: ShrinkPlan, layer: Layer) -> dict[str, int]:
+    """What the kernel that sums a shrink's parts is compiled for."""
+    return {
+        "UNIT": layer.unit,
+        "SPLITS": plan.splits,
+        "BLOCK_M": plan.height,
+        "BLOCK_R": plan.block_r,
+        "num_warps": plan.warps,
+    }
+
+
+def expand_constants(
+    plan: ExpandPlan, parts: Tensor, layer: Layer, offset: int = 0
+) -> dict[str, int]:
+    """What an expand's kernel is compiled for; parts: [splits, ...]."""
+    return {
+        "UNIT": layer.unit,
+        "SPLITS": len(parts),
+        "OUT_UNIT": layer.out_unit(offset),
+        "BLOCK_M": plan.height,
+        "BLOCK_N": plan.block_n,
+        "BLOCK_R": plan.block_r,
+        "num_warps": plan.warps,
+        "num_stages": plan.stages,
+    }
 
 
 def check_operands(layer: Layer, rows: Tensor, rank: int, bounds: GroupBounds) -> None:

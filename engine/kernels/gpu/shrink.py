@@ -9,8 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.gpu.common import find_tile, find_weights, shrink_block
-from engine.kernels.gpu.launch import Layer, block_k_of, tiles_of
+from engine.kernels.gpu.common import (
+    find_split,
+    find_tile,
+    find_weights,
+    shrink_block,
+    sum_parts,
+)
+from engine.kernels.gpu.launch import Layer, shrink_constants, sum_constants, tiles_of
 from engine.kernels.gpu.plans import ShrinkPlan
 from engine.kernels.operands import Groups
 
@@ -32,9 +38,7 @@ def shrink_kernel(
         return
     m = tl.arange(0, BLOCK_M)
     row = tl.load(rows + first + m, m < count, 0)
-    share = tl.cdiv(tl.cdiv(in_features, SPLITS), BLOCK_K) * BLOCK_K
-    k_first = split * share
-    k_end = tl.minimum(k_first + share, in_features)
+    k_first, k_end = find_split(in_features, split, SPLITS, BLOCK_K)
     y_rows = y + split.to(tl.int64) * split_stride + place.to(tl.int64) * slice_stride
     y_rows += row * y_stride
     for r_first in range(0, rank, BLOCK_R):
@@ -65,21 +69,7 @@ def sum_splits_kernel(
     row = tl.load(rows + first + m, m < count, 0)
     part_rows = parts + place.to(tl.int64) * slice_stride + row * part_stride
     y_rows = y + place.to(tl.int64) * y_slice_stride + row * y_stride
-    for r_first in range(0, rank, BLOCK_R):
-        r = r_first + tl.arange(0, BLOCK_R)
-        mask = (m < count)[:, None] & (r < rank)[None, :]
-        total = load_parts(part_rows, r, mask, split_stride, SPLITS)
-        tl.store(y_rows[:, None] + r[None, :], total, mask)
-
-
-@triton.jit
-def load_parts(part_rows, r, mask, split_stride, SPLITS: tl.constexpr):
-    """The sum over splits of a block of parts: [rows, BLOCK_R] float32."""
-    total = tl.load(part_rows[:, None] + r[None, :], mask, 0.0)
-    for split in tl.static_range(1, SPLITS):
-        places = part_rows + tl.cast(split, tl.int64) * split_stride
-        total += tl.load(places[:, None] + r[None, :], mask, 0.0)
-    return total
+    sum_parts(y_rows, part_rows, m < count, rank, split_stride, SPLITS, BLOCK_R)
 
 
 def launch_shrink(
@@ -90,13 +80,7 @@ def launch_shrink(
     shrink_kernel[len(tiles), plan.splits, layer.slices](
         *(parts, x, *layer.operands, tiles, groups.rows),
         *(*parts.stride()[:3], x.stride(0), layer.directory_stride, layer.in_features, scale),
-        UNIT=layer.unit,
-        SPLITS=plan.splits,
-        BLOCK_M=plan.height,
-        BLOCK_R=plan.block_r,
-        BLOCK_K=block_k_of(plan.block_k, x, layer),
-        num_warps=plan.warps,
-        num_stages=plan.stages,
+        **shrink_constants(plan, x, layer),
     )
 
 
@@ -108,9 +92,5 @@ def launch_sum_splits(
     sum_splits_kernel[len(tiles), layer.slices](
         *(y, parts, *layer.operands[1:], tiles, groups.rows),
         *(*parts.stride()[:3], *y.stride()[:2], layer.directory_stride),
-        UNIT=layer.unit,
-        SPLITS=plan.splits,
-        BLOCK_M=plan.height,
-        BLOCK_R=plan.block_r,
-        num_warps=plan.warps,
+        **sum_constants(plan, layer),
     )
