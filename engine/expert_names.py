@@ -11,14 +11,14 @@ inner one, under `base_layer`; with one adapted it stands under the plain name, 
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, TypeVar
 
 from engine.errors import AdapterDoesNotFit
 from engine.layout import WHOLE, ModuleKind, ModuleShape
 from engine.naming import Naming
-from engine.pairs import Pair, Tensors, pair_of
+from engine.pairs import Pair, Tensors, check_shared, pair_of
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems
 from engine.weight_names import PairNames, WeightNames
@@ -160,8 +160,7 @@ def _fused_pairs(experts: Experts, tensors: Tensors, helper: PEFTHelper) -> Iter
         key = f"{names.source.removesuffix(_INNER)}.{parameter}"
         count = columns[0].experts
         pair = pair_of(module, names, tensors, helper, key, count)
-        outputs = sum(shape.out_features for shape in columns)
-        _check_widths(pair, tensors, columns[0].in_features, outputs)
+        _check_fit(pair, tensors, columns)
         yield ExpertPair(pair, columns)
 
 
@@ -209,7 +208,7 @@ def _single_pairs(experts: Experts, tensors: Tensors, helper: PEFTHelper) -> lis
         if expert >= column.experts:
             raise AdapterDoesNotFit(f"{module}: this model has {column.experts} experts there")
         pair = pair_of(module, names, tensors, helper, names.source)
-        _check_widths(pair, tensors, column.in_features, column.out_features)
+        _check_fit(pair, tensors, (column,))
         pairs.append(ExpertPair(pair, (column,), expert))
     _check_stacks(pairs)
     _check_complete(experts, helper)
@@ -242,10 +241,14 @@ def _check_complete(experts: Experts, helper: PEFTHelper) -> None:
             )
 
 
-def _check_widths(pair: Pair, tensors: Tensors, in_features: int, out_features: int) -> None:
+def _check_fit(pair: Pair, tensors: Tensors, columns: Sequence[ModuleShape]) -> None:
+    """Hold a pair against the columns that it fills, side by side."""
     a, b = (list(tensors[name].shape) for name in pair.factors())
+    in_features = columns[0].in_features
+    out_features = sum(column.out_features for column in columns)
     if a[1] != in_features or b[0] != out_features:
         raise AdapterDoesNotFit(
             f"{pair.module} has A {a} and B {b}; this model's takes {in_features} and gives "
             f"{out_features}"
         )
+    check_shared(pair.module, pair.rank, columns[0].shard)

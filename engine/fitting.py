@@ -15,7 +15,7 @@ from engine.expert_names import ExpertPair, pair_experts, split_experts
 from engine.expert_weights import expert_parts
 from engine.layout import ModuleKind, ModuleShape
 from engine.naming import SKIP_PREFIXES, Equivalence, Naming, Rename
-from engine.pairs import Pair, Tensors, pair_up
+from engine.pairs import Pair, Tensors, check_shared, pair_up
 from engine.parts import Part
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems, shown
@@ -220,12 +220,7 @@ def _check_shape(pair: Pair, shape: ModuleShape, tensors: Tensors) -> None:
             f"{pair.module} has A {a} and B {b}; this "
             f"model's takes {shape.in_features} and gives {shape.out_features}"
         )
-    if pair.rank % shape.shard.rank_parts:
-        raise AdapterDoesNotFit(
-            f"{pair.module} has rank {pair.rank}, which {shape.shard.rank_parts} ranks can't "
-            "share evenly; fully sharded adapters need that: take a rank that they divide, or "
-            "serve without fully_sharded_loras"
-        )
+    check_shared(pair.module, pair.rank, shape.shard)
 
 
 def _with_hint(module: str, modules: Collection[str]) -> str:

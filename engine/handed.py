@@ -16,7 +16,7 @@ from engine.errors import AdapterDoesNotFit
 from engine.fitting import LEFT_OUT, ModelSide
 from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes
 from engine.lora import LoRALayerWeights, LoRAModel
-from engine.pairs import Pair
+from engine.pairs import Pair, check_shared
 from engine.problems import Problems, shown
 from engine.values import check_values, value_range
 
@@ -76,6 +76,8 @@ def _check_fit(name: str, lora: LoRALayerWeights, side: ModelSide, problems: Pro
             f"{name} has A {list(found[0])} and B {list(found[1])}; this model's takes "
             f"{list(expected[0])} and {list(expected[1])}",
         )
+    with problems.collecting():
+        check_shared(name, lora.rank, shape.shard)
     for letter, tensor in (("A", lora.lora_a), ("B", lora.lora_b)):
         if not tensor.dtype.is_floating_point:
             problems.add(

@@ -110,6 +110,16 @@ def pair_of(
     return Pair(module, names.a, names.b, rank, alpha, scaling, names.kind)
 
 
+def check_shared(module: str, rank: int, shard: Shard) -> None:
+    """Raise `AdapterDoesNotFit` unless the processes that share the module can share this rank."""
+    if rank % shard.rank_parts:
+        raise AdapterDoesNotFit(
+            f"{module} has rank {rank}, which {shard.rank_parts} ranks can't share evenly; fully "
+            "sharded adapters need that: take a rank that they divide, or serve without "
+            "fully_sharded_loras"
+        )
+
+
 def _head(module: str, names: PairNames, tensors: Tensors, _helper: PEFTHelper) -> Pair:
     if names.a is None:
         raise AdapterDoesNotFit(f"{module} has a saved bias but no weight; both are needed")

@@ -61,7 +61,7 @@ class LoRAMapping:
 
 
 class Halves(NamedTuple):
-    """A linear layer's product in two halves, for ranks that exchange what lies between them.
+    """A layer's product in two halves, for ranks that exchange what lies between them.
 
     `shrink` and `expand` give A and B. This process shrinks to one `rank_parts`-th of each rank;
     its outputs are the columns from `offset` on.
@@ -215,10 +215,14 @@ class PunicaWrapper:
         where nothing was shrunk, and gives [slices, tokens, rank_max].
         """
         if self.groups_of(len(x)) is not None:
-            shape = (len(halves.shrink.columns), len(x), self.rank_max // halves.rank_parts)
-            shrunk = x.new_zeros(shape, dtype=accumulator_dtype(x.dtype))
+            shrunk = self._between(x, halves)
             self.add_shrink(shrunk, x, halves.shrink)
             self.add_expand(y, exchange(shrunk), halves.expand, halves.offset)
+
+    def _between(self, x: Tensor, halves: Halves) -> Tensor:
+        """What `halves.shrink` of `x` goes into: zeros, because ranks may sum it."""
+        shape = (len(halves.shrink.columns), len(x), self.rank_max // halves.rank_parts)
+        return x.new_zeros(shape, dtype=accumulator_dtype(x.dtype))
 
     def add_lora_embedding(
         self, y: Tensor, token_ids: Tensor, weights: LoRASlices, scale: float = 1.0
@@ -286,6 +290,23 @@ class PunicaWrapper:
         are places in both.
         """
         self._kernels.experts(ys, x, weights, groups)
+
+    def add_lora_fused_moe_halves(
+        self,
+        ys: Sequence[Tensor],
+        x: Tensor,
+        halves: Halves,
+        groups: ExpertGroups,
+        exchange: Callable[[Tensor], Tensor],
+    ) -> None:
+        """As `add_lora_fused_moe`, with `exchange` between shrink and expand, in place.
+
+        `exchange` is as in `add_lora_halves`, over the pairs in the groups' order instead of
+        tokens. `ys` are this process's own columns; `halves.offset` plays no part.
+        """
+        shrunk = self._between(x, halves)
+        self._kernels.experts_shrink(shrunk, x, halves.shrink, groups)
+        self._kernels.experts_expand(ys, exchange(shrunk), halves.expand, groups)
 
 
 def _slots_of(ids: Tensor, slot_of_id: dict[int, int]) -> Tensor:

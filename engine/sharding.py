@@ -90,6 +90,7 @@ class Sharding:
             "replicate": _whole,
             # Whole on every rank; the gradients that are summed do not exist here.
             "replicated_with_grad_allreduce": _whole,
+            "mla_kv_a_proj": _whole,
         }
         self._planned = self._read_plan()
         self._heads = self._count_heads()

@@ -33,7 +33,7 @@ def make_model(family: str, **changes: int) -> PreTrainedModel:
     return model
 
 
-def fused_adapters(family: str) -> dict[str, Fields]:
+def fused_adapters(family: str, rank_min: int) -> dict[str, Fields]:
     """What peft is asked for: each side, both, and everything with attention and the router."""
     router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
     patterns = {"rank_pattern": {".*gate_up_proj": 2}, "alpha_pattern": {".*down_proj": 12}}
@@ -43,16 +43,15 @@ def fused_adapters(family: str) -> dict[str, Fields]:
             "target_parameters": [router, DOWN, GATE_UP],
             **patterns,
         },
-        "down": {"target_modules": [], "target_parameters": [DOWN], "r": 1},
+        "down": {"target_modules": [], "target_parameters": [DOWN], "r": rank_min},
         "gate_up": {"target_modules": [], "target_parameters": [GATE_UP], "use_rslora": True},
     }
 
 
-def save_fused(family: str, root: Path) -> dict[str, PeftModel]:
+def save_fused(family: str, root: Path, rank_min: int = 1) -> dict[str, PeftModel]:
     """Save `fused_adapters` below `root`; peft's models, which are what was saved."""
-    return {
-        name: _save(family, root / name, fields) for name, fields in fused_adapters(family).items()
-    }
+    asked = fused_adapters(family, rank_min)
+    return {name: _save(family, root / name, fields) for name, fields in asked.items()}
 
 
 def _save(family: str, directory: Path, fields: Fields) -> PeftModel:
@@ -83,10 +82,10 @@ def per_expert(family: str, rank: int = 3) -> dict[str, Tensor]:
     return tensors
 
 
-def save_per_expert(family: str, directory: Path) -> PeftModel:
+def save_per_expert(family: str, directory: Path, rank: int = 3) -> PeftModel:
     """An adapter per expert, and what peft makes of it."""
-    fields = {"target_modules": list(PER_EXPERT[family][1]), "r": 3}
-    write(directory, per_expert(family), fields)
+    fields = {"target_modules": list(PER_EXPERT[family][1]), "r": rank}
+    write(directory, per_expert(family, rank), fields)
     return PeftModel.from_pretrained(make_model(family), directory).eval()
 
 

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.adapters import read_adapter
 from engine.arena import Arena
 from engine.config import LoRAConfig
-from engine.errors import ModelRefused
+from engine.errors import EngineError, ModelRefused
 from engine.kernels import choose_kernels
 from engine.kv_cache import RowCache
-from engine.layers import MIXED_WRAPPERS, WRAPPERS, wrapper_of
+from engine.layers import wrapper_of, wrappers_for
 from engine.layers.experts import ExpertsWithLoRA
 from engine.layers.parallel_experts import ParallelExperts
+from engine.layers.sharded_experts import FusedMoE3DWithShardedLoRA
 from engine.model import PreparedModel
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper
@@ -30,66 +32,154 @@ from tests.expert_adapters import make_model
 from tests.expert_examples import EXPERTS, HIDDEN, TOP_K, make_experts
 from tests.ranks import serve
 
-RANKS = (3, 8)
-IDS = (11, 12)
-SLOT_OF_ROW = (1, -1, 0, 0, 1, -1, 1, 0)
+SHARDED = "fully-sharded"
+SCHEMES = ("tensor", "expert", SHARDED)
+"""Experts shared by columns or whole, and shared by columns with fully sharded adapters."""
+
+PROMPT = tuple(token * 11 % 64 for token in range(5))
+RANK_MAX = 8
+SIDES = (slice(None), slice(None), slice(1), slice(-1, None))
+"""Which slices each slot's adapter has: all, all, the first alone, the last alone."""
+EMPTY = len(SIDES)
+"""A slot whose adapter has nothing in these experts."""
+
+IDS = (11, 12, 13, 14, 15)
+SLOT_OF_ROW = (1, -1, 0, 3, 2, 0, 1, -1, 1, EMPTY, 0)
 
 
-def wrapped(layer: torch.nn.Module, is_mixed: bool) -> ExpertsWithLoRA:
-    wrapper = wrapper_of(layer, table=MIXED_WRAPPERS if is_mixed else WRAPPERS)
+def wrapped(layer: torch.nn.Module, is_mixed: bool, scheme: str) -> ExpertsWithLoRA:
+    wrapper = wrapper_of(layer, table=wrappers_for(is_mixed, scheme == SHARDED))
     assert wrapper is not None
     assert issubclass(wrapper, ExpertsWithLoRA)
     return wrapper(layer)
 
 
-@torch.inference_mode()
-def answer(layer: ExpertsWithLoRA, whole: ExpertsWithLoRA) -> tuple[Tensor, Tensor]:
-    """What the layer says with adapters in every slot, and without; they are made for `whole`."""
-    shapes = layer.module_shapes("experts", 0)
-    arena = Arena(len(RANKS), shapes, 1 << 20, torch.float32, "cpu")
-    punica = PunicaWrapper(torch.device("cpu"), max(RANKS), choose_kernels("cpu"))
-    layer.create_lora_weights(arena, [shape.index for shape in shapes])
-    layer.set_mapping(punica)
-    torch.manual_seed(7)
-    for slot, rank in enumerate(RANKS):
-        every = whole.module_shapes("experts", 0)
-        all_a = [torch.randn(shape.a_shape(rank)) / shape.in_features**0.5 for shape in every]
-        all_b = [torch.randn(shape.b_shape(rank)) / rank**0.5 for shape in every]
-        layer.set_lora(slot, all_a, all_b)
-    x, weights = torch.randn(len(SLOT_OF_ROW), HIDDEN), torch.rand(len(SLOT_OF_ROW), TOP_K)
-    # The last two rows go to the second rank's experts alone.
-    index = [[row % EXPERTS, (row + 1) % EXPERTS] for row in range(len(x) - 2)] + [[2, 3], [3, 2]]
-    plain = layer(x, torch.tensor(index), weights)
-    ids = torch.tensor([0 if slot < 0 else IDS[slot] for slot in SLOT_OF_ROW])
-    punica.update_metadata(LoRAMapping(ids, ids), IDS)
-    return layer(x, torch.tensor(index), weights), plain
+class Adapted:
+    """A layer with adapters in its slots, made for the layer as one rank alone has it."""
+
+    def __init__(self, layer: ExpertsWithLoRA, whole: ExpertsWithLoRA, scheme: str) -> None:
+        self.layer, self.kernel_calls = layer, 0
+        shapes = layer.module_shapes("experts", 0)
+        arena = Arena(len(IDS), shapes, 1 << 20, torch.float32, "cpu")
+        arena.data.fill_(torch.nan)
+        kernels = choose_kernels("cpu")
+        counted = {
+            name: self._counted(getattr(kernels, name))
+            for name in ("experts", "experts_shrink", "experts_expand")
+        }
+        self.punica = PunicaWrapper(torch.device("cpu"), RANK_MAX, kernels._replace(**counted))
+        layer.create_lora_weights(arena, [shape.index for shape in shapes])
+        layer.set_mapping(self.punica)
+        torch.manual_seed(7)
+        ranks = (6, 8, 2, 4) if scheme == SHARDED else (3, 8, 1, 4)
+        for slot, (rank, side) in enumerate(zip(ranks, SIDES, strict=True)):
+            every = whole.module_shapes("experts", 0)
+            all_a = [torch.randn(shape.a_shape(rank)) / shape.in_features**0.5 for shape in every]
+            all_b = [torch.randn(shape.b_shape(rank)) / rank**0.5 for shape in every]
+            kept = range(len(every))[side]
+            parts = ([x if i in kept else None for i, x in enumerate(y)] for y in (all_a, all_b))
+            layer.set_lora(slot, *parts)
+
+    def _counted(self, operation: Any) -> Any:
+        def run(*arguments: Any) -> None:
+            self.kernel_calls += 1
+            operation(*arguments)
+
+        return run
+
+    @torch.inference_mode()
+    def answer(self, slots: tuple[int, ...], index: list[list[int]]) -> Tensor:
+        torch.manual_seed(len(slots))
+        x, weights = torch.randn(len(slots), HIDDEN), torch.rand(len(slots), TOP_K)
+        ids = torch.tensor([0 if slot < 0 else IDS[slot] for slot in slots])
+        self.punica.update_metadata(LoRAMapping(ids, ids), IDS)
+        return self.layer(x, torch.tensor(index), weights)
+
+    def answers(self) -> list[Tensor]:
+        """Rows of every slot and the base, sent everywhere, or to two of the experts alone."""
+        spread = [[row % EXPERTS, (row + 1) % EXPERTS] for row in range(len(SLOT_OF_ROW))]
+        routings = [spread, *([pair] * len(SLOT_OF_ROW) for pair in ([0, 1], [3, 2]))]
+        plain = self.answer((-1, EMPTY, -1), [[0, 3], [1, 2], [2, 3]])
+        return [plain, *(self.answer(SLOT_OF_ROW, index) for index in routings)]
 
 
-def layer(group: ParallelGroup, family: str, by_expert: bool, is_mixed: bool) -> dict[str, Any]:
+def layer(group: ParallelGroup, family: str, scheme: str, is_mixed: bool) -> dict[str, Any]:
     torch.manual_seed(3)
     module = make_experts(family)
-    whole = wrapped(copy.deepcopy(module), is_mixed)
-    split = wrapped(ParallelExperts(module, group, by_expert), is_mixed)
-    found, expected = answer(split, whole), answer(whole, whole)
-    shapes = split.module_shapes("experts", 0)
+    whole = wrapped(copy.deepcopy(module), is_mixed, "tensor")
+    split = wrapped(ParallelExperts(module, group, scheme == "expert"), is_mixed, scheme)
+    found = Adapted(split, whole, scheme).answers()
+    expected = Adapted(whole, whole, scheme).answers()
+    shapes, every = (one.module_shapes("experts", 0) for one in (split, whole))
     return {
         "errors": [relative_error(*both) for both in zip(found, expected, strict=True)],
-        "kept": sum(torch.tensor(shape.b_shape(2)).prod().item() for shape in shapes),
-        "every": sum(shape.experts * shape.out_features * 2 for shape in shapes),
+        "kept": [sum(_sizes(shape)) for shape in shapes],
+        "every": [sum(_sizes(shape)) for shape in every],
         "left": sum(parameter.numel() for parameter in module.parameters()),
     }
 
 
+def _sizes(shape: Any) -> list[int]:
+    return [torch.Size(matrix).numel() for matrix in (shape.a_shape(2), shape.b_shape(2))]
+
+
+class Counted(ParallelGroup):
+    """A group that takes note of what it is asked."""
+
+    def __init__(self, group: ParallelGroup) -> None:
+        super().__init__(group.rank, group.world_size, group.device_group, group.host_group)
+        object.__setattr__(self, "asked", [])
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.asked.append(["sum", str(x.dtype), *x.shape])
+        return super().all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.asked.append(["gather", str(x.dtype), *x.shape])
+        return super().all_gather(x)
+
+
+@torch.inference_mode()
+def collectives(group: ParallelGroup, family: str, is_mixed: bool) -> dict[str, Any]:
+    """What is asked of the group, and how often of the kernels, for batches of each kind."""
+    torch.manual_seed(3)
+    module, counted = make_experts(family), Counted(group)
+    whole = wrapped(copy.deepcopy(module), is_mixed, "tensor")
+    split = wrapped(ParallelExperts(module, counted, False), is_mixed, SHARDED)
+    adapted, told = Adapted(split, whole, SHARDED), {}
+    batches = {"base": (-1, -1), "nothing here": (EMPTY, -1), "up": (2, -1), "down": (3, EMPTY)}
+    for name, slots in batches.items():
+        counted.asked.clear()
+        adapted.kernel_calls = 0
+        adapted.answer(slots, [[0, 1], [2, 3]])
+        told[name] = [adapted.kernel_calls, list(counted.asked)]
+    return told
+
+
 def model(
-    group: ParallelGroup, family: str, by_expert: bool, is_mixed: bool, root: str
+    group: ParallelGroup, family: str, scheme: str, is_mixed: bool, root: str
 ) -> dict[str, Any]:
-    """Logits of the split model with adapters that each rank read for itself, and of the whole."""
+    """Logits of the split model with adapters that each rank read for itself.
+
+    They are compared with those of the whole model, and with peft's where `root` has them.
+    """
+    adapters = Path(root) / "adapters"
     config = LoRAConfig(max_lora_rank=16, max_loras=4, enable_mixed_moe_lora_format=is_mixed)
+    sharded = LoRAConfig(
+        max_lora_rank=16,
+        max_loras=4,
+        enable_mixed_moe_lora_format=is_mixed,
+        fully_sharded_loras=scheme == SHARDED,
+    )
     split = make_model(family)
-    shard_model(split, group, torch.device("cpu"), by_expert)
-    found = logits(PreparedModel(split, config), Path(root), config, not group.leads)
-    expected = logits(PreparedModel(make_model(family), config), Path(root), config, False)
-    return {"error": relative_error(found, expected)}
+    shard_model(split, group, torch.device("cpu"), scheme == "expert")
+    prepared = PreparedModel(split, sharded)
+    found = logits(prepared, adapters, sharded, not group.leads)
+    expected = logits(PreparedModel(make_model(family), config), adapters, config, False)
+    theirs = load_file(Path(root) / "theirs.safetensors")["logits"]
+    errors = [relative_error(*both) for both in zip(found, theirs, strict=True)]
+    kinds = sorted({type(layer).__name__ for layer in prepared.layers.values()})
+    return {"error": relative_error(found, expected), "errors": errors, "kinds": kinds}
 
 
 def logits(model: PreparedModel, root: Path, config: LoRAConfig, is_follower: bool) -> Tensor:
@@ -105,10 +195,35 @@ def logits(model: PreparedModel, root: Path, config: LoRAConfig, is_follower: bo
         arena.finish_write(slot)
     ids = list(range(1, len(names) + 1))
     rows = torch.tensor([0, *ids])
-    mapping = LoRAMapping(rows.repeat_interleave(5), rows, is_prefill=True)
+    mapping = LoRAMapping(rows.repeat_interleave(len(PROMPT)), rows, is_prefill=True)
     punica.update_metadata(mapping, ids)
-    tokens = torch.arange(5).repeat(len(rows), 1) * 11 % 64
-    return model.forward(tokens, RowCache([5] * len(rows)))
+    tokens = torch.tensor(PROMPT).repeat(len(rows), 1)
+    return model.forward(tokens, RowCache([len(PROMPT)] * len(rows)))
+
+
+def uneven(group: ParallelGroup, root: str) -> list[str]:
+    """What is said of adapters whose rank two ranks can't share."""
+    said = []
+    for is_mixed in (False, True):
+        config = LoRAConfig(
+            max_lora_rank=16, enable_mixed_moe_lora_format=is_mixed, fully_sharded_loras=True
+        )
+        split = make_model("qwen3_moe")
+        shard_model(split, group, torch.device("cpu"))
+        prepared = PreparedModel(split, config)
+        shapes = {shape.name: shape for shape in prepared.shapes}
+        dtyped = config.verify_with_model_config(split.config)
+        for name in ("fused", "per_expert")[: 1 + is_mixed]:
+            try:
+                read_adapter(name, [Path(root)], shapes, dtyped)
+            except EngineError as error:
+                said.append(str(error))
+    module = ParallelExperts(make_experts("mixtral"), group, by_expert=True)
+    try:
+        FusedMoE3DWithShardedLoRA(module)
+    except ValueError as error:
+        said.append(str(error))
+    return said
 
 
 def refusals(group: ParallelGroup) -> list[str]:
@@ -127,7 +242,7 @@ def refusals(group: ParallelGroup) -> list[str]:
     return said
 
 
-CASES = {case.__name__: case for case in (layer, model, refusals)}
+CASES = {case.__name__: case for case in (layer, collectives, model, uneven, refusals)}
 
 if __name__ == "__main__":
     serve(CASES)

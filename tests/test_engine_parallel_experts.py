@@ -4,18 +4,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.model import load_model
 from engine.parallel import ParallelGroup
-from tests.expert_adapters import PER_EXPERT, make_model, save_fused, save_per_expert
-from tests.expert_examples import MODULES
+from tests.expert_adapters import (
+    GATE_UP,
+    PER_EXPERT,
+    make_model,
+    save_fused,
+    save_per_expert,
+)
+from tests.expert_examples import HIDDEN, INTER, MODULES, TOP_K
+from tests.parallel_experts import PROMPT, RANK_MAX, SCHEMES, SHARDED
 from tests.ranks import Ranks, ranks
+from tests.test_engine_expert_adapters import fused, write
+from tests.test_engine_parity import Yardstick
 
 ERROR_MAX = 1e-5
-SHARES = pytest.mark.parametrize("by_expert", [False, True], ids=["tensor", "expert"])
+SHARES = pytest.mark.parametrize("scheme", SCHEMES)
 FORMATS = pytest.mark.parametrize("is_mixed", [False, True], ids=["3-D", "mixed"])
+SPLIT = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+"""The families that bring a plan."""
 
 
 @pytest.fixture(scope="module")
@@ -27,27 +40,77 @@ def pair() -> Iterator[Ranks]:
 @SHARES
 @FORMATS
 @pytest.mark.parametrize("family", MODULES)
-def test_two_ranks_compute_as_one(
-    pair: Ranks, family: str, by_expert: bool, is_mixed: bool
-) -> None:
-    for found in pair.run("layer", family=family, by_expert=by_expert, is_mixed=is_mixed):
+def test_two_ranks_compute_as_one(pair: Ranks, family: str, scheme: str, is_mixed: bool) -> None:
+    for found in pair.run("layer", family=family, scheme=scheme, is_mixed=is_mixed):
         assert max(found["errors"]) < ERROR_MAX
-        assert found["kept"] < found["every"]
         assert found["left"] == 0
+        if scheme == "tensor":
+            assert sum(found["kept"]) < sum(found["every"])
+        else:
+            assert [2 * kept for kept in found["kept"]] == found["every"]
 
 
-@SHARES
 @FORMATS
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_two_ranks_answer_as_one_with_what_each_read(
-    pair: Ranks, family: str, by_expert: bool, is_mixed: bool, tmp_path: Path
+@pytest.mark.parametrize("family", MODULES)
+def test_ranks_exchange_alike_and_nothing_where_nobody_has_an_adapter(
+    pair: Ranks, family: str, is_mixed: bool
 ) -> None:
-    save_fused(family, tmp_path)
-    if is_mixed:
-        assert family in PER_EXPERT
-        save_per_expert(family, tmp_path / "per_expert")
-    given = {"family": family, "by_expert": by_expert, "is_mixed": is_mixed, "root": str(tmp_path)}
-    assert max(found["error"] for found in pair.run("model", **given)) < ERROR_MAX
+    one, other = pair.run("collectives", family=family, is_mixed=is_mixed)
+    assert one == other
+    tokens, pairs = 2, 2 * TOP_K
+    final = ["sum", "torch.float32", tokens, HIDDEN]
+    slices = 2 if is_mixed and family != "nemotron_h" else 1
+    gather = ["gather", "torch.float32", slices, pairs, RANK_MAX // 2]
+    between = ["sum", "torch.float32", 1, pairs, RANK_MAX]
+    assert one["base"] == one["nothing here"] == [0, [final]]
+    assert one["up"] == one["down"] == [4, [gather, between, final]]
+
+
+def adapters(family: str, is_mixed: bool, scheme: str, root: Path) -> None:
+    """Adapters below `root`, and beside them what peft says with each."""
+    # Fully sharded, two ranks have to share every rank.
+    rank = 2 if scheme == SHARDED else 1
+    models = save_fused(family, root / "adapters", rank)
+    if is_mixed and family in PER_EXPERT:
+        models["per_expert"] = save_per_expert(family, root / "adapters" / "per_expert", 2 + rank)
+    yardstick = Yardstick(models)
+    theirs = [yardstick.logits(name, PROMPT) for name in (None, *sorted(models))]
+    save_file({"logits": torch.stack(theirs)}, root / "theirs.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "is_mixed"),
+    [
+        *((family, SHARDED, is_mixed) for family in SPLIT for is_mixed in (False, True)),
+        *(
+            (family, scheme, is_mixed)
+            for family in ("mixtral", "qwen3_moe", "deepseek_v2")
+            for scheme in ("tensor", "expert")
+            for is_mixed in (False, True)
+        ),
+    ],
+)
+def test_two_ranks_answer_as_one_and_as_peft_with_what_each_read(
+    pair: Ranks, family: str, scheme: str, is_mixed: bool, tmp_path: Path
+) -> None:
+    adapters(family, is_mixed, scheme, tmp_path)
+    given = {"family": family, "scheme": scheme, "is_mixed": is_mixed, "root": str(tmp_path)}
+    wrapper = "FusedMoE" + ("" if is_mixed else "3D") + "With"
+    for found in pair.run("model", **given):
+        assert found["error"] < ERROR_MAX
+        assert max(found["errors"]) < ERROR_MAX
+        assert wrapper + ("ShardedLoRA" if scheme == SHARDED else "LoRA") in found["kinds"]
+
+
+def test_a_rank_that_two_ranks_can_not_share_is_refused(pair: Ranks, tmp_path: Path) -> None:
+    tensors = fused("model.layers.0.mlp.experts", HIDDEN, 2 * INTER, rank=3)
+    write(tmp_path / "fused", tensors, {"r": 3, "target_parameters": [GATE_UP]})
+    save_per_expert("qwen3_moe", tmp_path / "per_expert", 3)
+    for said in pair.run("uneven", root=str(tmp_path)):
+        assert len(said) == 4
+        assert all("has rank 3, which 2 ranks can't share evenly" in text for text in said[:3])
+        assert "mlp.experts.0.gate_proj" in said[2]
+        assert "experts that ranks share whole" in said[3]
 
 
 def test_what_can_not_be_shared_evenly_is_refused(pair: Ranks) -> None:

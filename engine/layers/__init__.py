@@ -42,6 +42,7 @@ from engine.layers.qkv import (
 from engine.layers.replicated import ReplicatedLinearWithLoRA
 from engine.layers.router import RouterWithLoRA
 from engine.layers.row import RowParallelLinearWithLoRA, RowParallelLinearWithShardedLoRA
+from engine.layers.sharded_experts import FusedMoE3DWithShardedLoRA, FusedMoEWithShardedLoRA
 
 __all__ = [
     "FULLY_SHARDED",
@@ -53,7 +54,9 @@ __all__ = [
     "ColumnParallelLinearWithLoRA",
     "ColumnParallelLinearWithShardedLoRA",
     "FusedMoE3DWithLoRA",
+    "FusedMoE3DWithShardedLoRA",
     "FusedMoEWithLoRA",
+    "FusedMoEWithShardedLoRA",
     "LogitsProcessorWithLoRA",
     "MergedColumnParallelLinear",
     "MergedColumnParallelLinearVariableSliceWithLoRA",
@@ -123,6 +126,8 @@ FULLY_SHARDED: Final[Mapping[type[BaseLayerWithLoRA], type[BaseLayerWithLoRA]]] 
     MergedQKVParallelLinearWithLoRA: MergedQKVParallelLinearWithShardedLoRA,
     QKVParallelLinearWithLoRA: QKVParallelLinearWithShardedLoRA,
     RowParallelLinearWithLoRA: RowParallelLinearWithShardedLoRA,
+    FusedMoEWithLoRA: FusedMoEWithShardedLoRA,
+    FusedMoE3DWithLoRA: FusedMoE3DWithShardedLoRA,
 }
 """What wraps in their place with fully sharded adapters; every other class is the same there."""
 

@@ -47,6 +47,7 @@ class BaseLayerWithLoRA(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self._arena: Arena | None = None
+        self._columns: tuple[int, ...] = ()
         self._slices: LoRASlices | None = None
         self._punica: PunicaWrapper | None = None
 
@@ -105,15 +106,13 @@ class BaseLayerWithLoRA(nn.Module):
         shapes = self.slice_shapes
         if len(columns) != len(shapes):
             raise ValueError(f"{len(columns)} columns for a layer of {len(shapes)} slices")
-        directory = Directory(
-            *(arena.data, arena.offsets, arena.ranks),
-            *(arena.host_offsets, arena.host_ranks, arena.edition),
-        )
-        widths = tuple(shape.shard.b_height(shape.out_features) for shape in shapes)
-        in_features = shapes[0].shard.a_width(shapes[0].in_features)
-        self._arena = arena
-        kind = arena.shape_at(columns[0]).kind
-        self._slices = LoRASlices(directory, tuple(columns), in_features, widths, kind)
+        self._arena, self._columns = arena, tuple(columns)
+        tables = (arena.data, arena.offsets, arena.ranks, arena.host_offsets, arena.host_ranks)
+        self._bind(Directory(*tables, arena.edition))
+
+    def _bind(self, directory: Directory) -> None:
+        """Find what the layer's products read; who has more than one of them overrides this."""
+        self._slices = slices_of(directory, self.slice_shapes, self._columns)
 
     def set_mapping(self, punica: PunicaWrapper) -> None:
         """Read every batch's mapping from `punica` from now on."""
@@ -128,15 +127,15 @@ class BaseLayerWithLoRA(nn.Module):
         A without its B, or other shapes, before anything changes; and what `Arena.write_slice`
         raises.
         """
-        arena, slices = self._bound()
+        arena = self._bound()
         pairs = zip(
-            slices.columns,
+            self._columns,
             self.slice_lora_a(_parts(lora_a)),
             self.slice_lora_b(_parts(lora_b)),
             strict=True,
         )
         whole = [(column, a, b) for column, a, b in pairs if (a is None) == (b is None)]
-        if len(whole) != len(slices.columns):
+        if len(whole) != len(self._columns):
             raise ValueError("A without its B, or B without its A; give both, or None for both")
         for column, a, b in whole:
             if a is not None and b is not None:
@@ -148,8 +147,8 @@ class BaseLayerWithLoRA(nn.Module):
 
     def reset_lora(self, slot: int) -> None:
         """Clear this layer's columns in `slot`; rows that use it get the base output here."""
-        arena, slices = self._bound()
-        for column in slices.columns:
+        arena = self._bound()
+        for column in self._columns:
             arena.reset_slice(slot, column)
 
     def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -169,10 +168,23 @@ class BaseLayerWithLoRA(nn.Module):
             self._punica.add_lora_linear(rows, x.reshape(-1, x.shape[-1]), self._slices)
         return y
 
-    def _bound(self) -> tuple[Arena, LoRASlices]:
-        if self._arena is None or self._slices is None:
+    def _bound(self) -> Arena:
+        if self._arena is None:
             raise RuntimeError("create_lora_weights was not called on this layer")
-        return self._arena, self._slices
+        return self._arena
+
+
+def slices_of(
+    directory: Directory, shapes: Sequence[SliceShape], columns: Sequence[int]
+) -> LoRASlices:
+    """This rank's part of slices that read the same input, as one product has them."""
+    first = shapes[0]
+    return LoRASlices(
+        *(directory, tuple(columns), first.shard.a_width(first.in_features)),
+        tuple(shape.shard.b_height(shape.out_features) for shape in shapes),
+        first.kind,
+        first.experts if first.shard.experts is None else len(first.shard.experts),
+    )
 
 
 def _parts(weights: Tensor | Parts) -> Parts:

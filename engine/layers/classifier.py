@@ -43,10 +43,10 @@ class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
 
     def _replace(self, y: Tensor, x: Tensor) -> None:
         """Write the scores of the rows whose adapter has a head of its own."""
-        arena, slices = self._bound()
+        arena = self._bound()
         groups = None if self._punica is None else self._punica.groups_of(len(x))
         for slot, start, end in () if groups is None else groups.spans:
-            saved = arena.weights(slot, slices.columns[0])
+            saved = arena.weights(slot, self._columns[0])
             if saved is not None and groups is not None:
                 rows = groups.rows[start:end]
                 weight, bias = (matrix.to(x.dtype) for matrix in saved)

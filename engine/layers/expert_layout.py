@@ -36,8 +36,8 @@ class Call(NamedTuple):
     is_partial: bool = False
 
 
-Adder = Callable[[Tensor, Tensor, Routed], object]
-"""(y, x, routed): add to y [pairs, out] what x [pairs, in] gives, both sorted by expert."""
+Adder = Callable[[Tensor, Tensor], object]
+"""(y, x): add to y [pairs, out] what x [pairs, in] gives, both in the order of `route`."""
 
 
 @dataclass(frozen=True)
@@ -84,27 +84,31 @@ class ExpertLayout:
             return (range(2 * inter.start, 2 * inter.stop),)
         return tuple(own[inter.start : inter.stop] for own in self.gate_and_up_rows())
 
+    def route(self, call: Call) -> Routed:
+        """The call's pairs in the order in which they are computed."""
+        return sort_by_expert(call.top_k_index, self.experts)
+
     def forward(
         self,
         module: nn.Module,
         call: Call,
+        routed: Routed,
         add_up: Adder | None = None,
         add_down: Adder | None = None,
     ) -> Tensor:
-        """The weighted sum of each token's experts, [tokens, out_features].
+        """The weighted sum of each token's experts, [tokens, out_features]; `routed` as `route`.
 
         `add_up` and `add_down` may add to what enters the activation, and to the experts' outputs.
         An expert that `module` does not have counts as zeros.
         """
-        routed = sort_by_expert(call.top_k_index, self.experts)
         x = call.hidden_states[routed.tokens]
         inner = self.up(module, x, routed.experts, routed.ends)
         if add_up is not None:
-            add_up(inner, x, routed)
+            add_up(inner, x)
         activated = self.activate(module, inner)
         outer = self.down(module, activated, routed.experts, routed.ends)
         if add_down is not None:
-            add_down(outer, activated, routed)
+            add_down(outer, activated)
         outer = self.finish(module, outer)
         if call.is_partial:
             # Nothing was computed in these rows, so they may hold anything.

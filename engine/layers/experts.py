@@ -5,19 +5,58 @@ router, a shared expert or an attention layer; those are layers of their own. On
 without groups, as `group_experts` makes them, runs the module's own forward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from engine.arena import Arena
 from engine.kernels.expert_groups import ExpertGroups, Routed
-from engine.kernels.operands import LoRASlices
-from engine.layers.base import BaseLayerWithLoRA, SliceShape
-from engine.layers.expert_layout import Call, ExpertLayout, layout_of
+from engine.kernels.operands import Directory, LoRASlices
+from engine.layers.base import BaseLayerWithLoRA, SliceShape, slices_of
+from engine.layers.expert_layout import Adder, Call, ExpertLayout, layout_of
 from engine.layers.parallel_experts import ParallelExperts
 from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, Within
+from engine.parallel import SINGLE, ParallelGroup
+from engine.punica import Halves, PunicaWrapper
+
+
+class Delta:
+    """What adapters add on one side of the activation."""
+
+    def __init__(self, slices: LoRASlices) -> None:
+        self._slices = slices
+
+    def touches(self, slot: int) -> bool:
+        """Whether the adapter in `slot` has weights here."""
+        return any(pair is not None for pair in self._slices.pairs(slot))
+
+    def add(
+        self, punica: PunicaWrapper, ys: Sequence[Tensor], x: Tensor, groups: ExpertGroups
+    ) -> None:
+        """Add to each slice's `ys` [pairs, out] what `x` [pairs, in] gives, in place."""
+        punica.add_lora_fused_moe(ys, x, self._slices, groups)
+
+
+class ExchangedDelta(Delta):
+    """The same where ranks exchange what was shrunk; every rank adds for the same groups."""
+
+    def __init__(self, halves: Halves, exchange: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(halves.shrink)
+        self._halves, self._exchange = halves, exchange
+
+    def add(
+        self, punica: PunicaWrapper, ys: Sequence[Tensor], x: Tensor, groups: ExpertGroups
+    ) -> None:
+        """As the base class, in two halves."""
+        punica.add_lora_fused_moe_halves(ys, x, self._halves, groups, self._exchange)
+
+
+class Deltas(NamedTuple):
+    """Of w1 and w3, before the activation, and of w2, behind it."""
+
+    up: Delta
+    down: Delta
 
 
 class ExpertsWithLoRA(BaseLayerWithLoRA):
@@ -26,43 +65,50 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
     The last slice is w2; all before it lie before the activation.
     """
 
+    _deltas: Deltas | None = None
+
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__(base_layer)
         layout = layout_of(base_layer)
         if layout is None:
             raise TypeError(f"{type(base_layer).__name__} is no experts module that is understood")
         self.layout: ExpertLayout = layout
-        self._up: LoRASlices | None = None
-        self._down: LoRASlices | None = None
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
         """Every experts module whose layout is understood."""
         return layout_of(layer) is not None
 
+    @property
+    def group(self) -> ParallelGroup:
+        """The ranks that share the experts."""
+        base = self.base_layer
+        return base.group if isinstance(base, ParallelExperts) else SINGLE
+
     def up_views(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The columns of each slice before the activation; rows: [pairs, up_features]."""
         raise NotImplementedError(f"{type(self).__name__} does not say where its slices go")
+
+    def down_views(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The columns that this rank writes behind it; rows: [pairs, out_features]."""
+        return (rows,)
 
     def module_shapes(self, name: str, first: int) -> list[ModuleShape]:
         """The layer's slices, called as the projections of the module at `name` are."""
         return super().module_shapes(f"{name}.", first)
 
-    def create_lora_weights(self, arena: Arena, columns: Sequence[int]) -> None:
-        """As the base class; w2 reads another width than the slices before it."""
-        super().create_lora_weights(arena, columns)
-        _, slices = self._bound()
-        layout, widths = self.layout, slices.out_features
-        experts = partial(LoRASlices, kind=ModuleKind.EXPERTS, experts=layout.experts)
-        directory, columns = slices.directory, slices.columns
-        self._up = experts(directory, columns[:-1], layout.in_features, widths[:-1])
-        self._down = experts(directory, columns[-1:], layout.inter_features, widths[-1:])
+    def _bind(self, directory: Directory) -> None:
+        shapes, columns = self.slice_shapes, self._columns
+        up = slices_of(directory, shapes[:-1], columns[:-1])
+        down = slices_of(directory, shapes[-1:], columns[-1:])
+        self._deltas = self._deltas_of(up, down)
+
+    def _deltas_of(self, up: LoRASlices, down: LoRASlices) -> Deltas:
+        return Deltas(Delta(up), Delta(down))
 
     def adapter_enabled(self, slot: int) -> bool:
         """Whether the adapter in `slot` touches these experts."""
-        if self._up is None or self._down is None:
-            return False
-        return any(pair is not None for pair in (*self._up.pairs(slot), *self._down.pairs(slot)))
+        return any(delta.touches(slot) for delta in self._deltas or ())
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of each token's experts, deltas included, [tokens, out_features].
@@ -73,32 +119,31 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         base = self.base_layer
         call = Call(hidden_states, top_k_index, top_k_weights)
         own = base.localized(call) if isinstance(base, ParallelExperts) else call
-        groups = self._groups(own)
-        if groups is None:
+        adders = self._adders(own)
+        if adders is None:
             result: Tensor = base(hidden_states, top_k_index, top_k_weights)
             return result
+        return self.group.all_reduce(self.layout.forward(base, own, *adders))
 
-        def add_up(y: Tensor, x: Tensor, routed: Routed) -> None:
-            self._add(self._up, self.up_views(y), x, groups.at(routed.places))
-
-        def add_down(y: Tensor, x: Tensor, routed: Routed) -> None:
-            self._add(self._down, (y,), x, groups.at(routed.places))
-
-        y = self.layout.forward(base, own, add_up, add_down)
-        return base.group.all_reduce(y) if isinstance(base, ParallelExperts) else y
-
-    def _groups(self, call: Call) -> ExpertGroups | None:
-        if self._punica is None or self._up is None:
+    def _adders(self, call: Call) -> tuple[Routed, Adder, Adder] | None:
+        """The call's pairs, and what adds to them on both sides; None where nothing is added."""
+        punica, deltas = self._punica, self._deltas
+        if punica is None or deltas is None:
             return None
-        return self._punica.group_experts(
-            len(call.hidden_states), self.adapter_enabled, call.top_k_index, self.layout.experts
-        )
+        tokens, experts = len(call.hidden_states), self.layout.experts
+        found = punica.group_experts(tokens, self.adapter_enabled, call.top_k_index, experts)
+        if found is None:
+            return None
+        routed = self.layout.route(call)
+        groups = found.at(routed.places)
 
-    def _add(
-        self, slices: LoRASlices | None, ys: Sequence[Tensor], x: Tensor, groups: ExpertGroups
-    ) -> None:
-        if self._punica is not None and slices is not None:
-            self._punica.add_lora_fused_moe(ys, x, slices, groups)
+        def add_up(y: Tensor, x: Tensor) -> None:
+            deltas.up.add(punica, self.up_views(y), x, groups)
+
+        def add_down(y: Tensor, x: Tensor) -> None:
+            deltas.down.add(punica, self.down_views(y), x, groups)
+
+        return routed, add_up, add_down
 
     @property
     def whole(self) -> ExpertLayout:

@@ -59,7 +59,7 @@ class ParallelExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """What the whole module computes, [tokens, out_features]; the arguments are whole too."""
         call = self.localized(Call(hidden_states, top_k_index, top_k_weights))
-        return self.group.all_reduce(self.layout.forward(self, call))
+        return self.group.all_reduce(self.layout.forward(self, call, self.layout.route(call)))
 
     def _own_layout(self) -> ExpertLayout:
         layout = layout_of(self)

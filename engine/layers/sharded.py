@@ -1,21 +1,49 @@
 """Fully sharded LoRA: also the half that is replicated by default is split over the ranks.
 
-What it is: S-LoRA's scheme, as two ways of adding a delta that families mix in. What it is not: a
-family of its own; what is wrapped, and how the base layer's part is computed, is theirs. One rule:
+What it is: S-LoRA's scheme, as two ways of adding a delta that linear families mix in, and what
+experts share with them. What it is not: a family of its own; what is wrapped, and how the base
+layer's part is computed, is theirs. One rule:
 what crosses between ranks is the shrunk activations, as wide as a rank and not as a layer, in
 float32.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
 
-from engine.arena import Arena
-from engine.kernels.operands import LoRASlices
-from engine.layers.base import BaseLayerWithLoRA, SliceShape
+from engine.kernels.operands import Directory, LoRASlices
+from engine.layers.base import BaseLayerWithLoRA, SliceShape, slices_of
 from engine.layers.parallel import RowParallelLinear
+from engine.parallel import ParallelGroup
 from engine.punica import Halves
+
+
+def dealt(shape: SliceShape, group: ParallelGroup) -> SliceShape:
+    """The slice with A's rows dealt out to the ranks."""
+    shard = replace(shape.shard, rank_parts=group.world_size, rank_part=group.rank)
+    return shape._replace(shard=shard)
+
+
+def halves_of_dealt(slices: LoRASlices, group: ParallelGroup) -> Halves:
+    """A and B of slices whose A is dealt out: their columns are given as those of A."""
+    parts = group.world_size
+    if parts == 1:
+        return Halves(slices, slices)
+    # A and B have columns of their own: an A without outputs, and a B without inputs.
+    kind, nothing = (slices.kind, slices.experts), (0,) * len(slices.columns)
+    behind = tuple(column + 1 for column in slices.columns)
+    shrink = LoRASlices(slices.directory, slices.columns, slices.in_features, nothing, *kind)
+    expand = LoRASlices(slices.directory, behind, 0, slices.out_features, *kind)
+    return Halves(shrink, expand, parts)
+
+
+def gather_ranks(group: ParallelGroup, shrunk: Tensor) -> Tensor:
+    """All ranks' columns: rank 0's first, rank 1's first, ..., rank 0's second, as rows are dealt.
+
+    shrunk: [slices, rows, n] to [slices, rows, world_size * n].
+    """
+    return group.all_gather(shrunk).movedim(0, -1).flatten(-2)
 
 
 class ShardedLoRA(BaseLayerWithLoRA):
@@ -30,10 +58,8 @@ class ShardedLoRA(BaseLayerWithLoRA):
     def _halves_of(self, slices: LoRASlices) -> Halves:
         raise NotImplementedError(f"{type(self).__name__} does not say how its weights lie")
 
-    def create_lora_weights(self, arena: Arena, columns: Sequence[int]) -> None:
-        """As the base class, with both halves of the product apart."""
-        super().create_lora_weights(arena, columns)
-        self._halves = self._halves_of(self._bound()[1])
+    def _bind(self, directory: Directory) -> None:
+        self._halves = self._halves_of(slices_of(directory, self.slice_shapes, self._columns))
 
     def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """`base(x)` first: the exchange leaves nothing to run beside it."""
@@ -53,28 +79,14 @@ class ColumnShardedLoRA(ShardedLoRA):
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
         """The family's slices, with A's rows dealt out too."""
-        group = self.group
-        return tuple(
-            shape._replace(
-                shard=replace(shape.shard, rank_parts=group.world_size, rank_part=group.rank)
-            )
-            for shape in super().slice_shapes
-        )
+        return tuple(dealt(shape, self.group) for shape in super().slice_shapes)
 
     def exchange(self, shrunk: Tensor) -> Tensor:
-        """Rank 0's first column, rank 1's first, ..., rank 0's second: as the rows were dealt."""
-        return self.group.all_gather(shrunk).movedim(0, -1).flatten(-2)
+        """Gathered as the rows were dealt."""
+        return gather_ranks(self.group, shrunk)
 
     def _halves_of(self, slices: LoRASlices) -> Halves:
-        parts = self.group.world_size
-        if parts == 1:
-            return Halves(slices, slices)
-        # A and B have columns of their own: an A without outputs, and a B without inputs.
-        nothing = (0,) * len(slices.columns)
-        behind = tuple(column + 1 for column in slices.columns)
-        shrink = LoRASlices(slices.directory, slices.columns, slices.in_features, nothing)
-        expand = LoRASlices(slices.directory, behind, 0, slices.out_features)
-        return Halves(shrink, expand, parts)
+        return halves_of_dealt(slices, self.group)
 
 
 class RowShardedLoRA(ShardedLoRA):
