@@ -7,6 +7,7 @@ ends in its answer or in a `LoradockError`, whatever restarts in between, and ne
     with Client(".loradock") as client:
         client.activate("upper", path="adapters/upper")
         print(client.generate("hello", adapter="upper", max_tokens=16).text())
+        print(client.generate("what is <image>?", images=["cat.png"]).text())
 
 A client is not thread-safe: use one a thread. Several generations of one client may be read in
 turns; each reads on for all.

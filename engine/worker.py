@@ -56,6 +56,9 @@ COPY_POLL_MS: Final = 1
 FRAMES_MAX: Final = 256
 """How many frames are read between two forward passes."""
 
+BYTES_MAX: Final = 64 << 20
+"""How many bytes of them, but for the last one's: images may make them long."""
+
 QUEUE_FRAMES: Final = 65_536
 """How many frames may wait each way: more than a burst of commands, or a second of tokens."""
 
@@ -141,11 +144,15 @@ class Worker:
         return max(0, ceil(1000 * (self._beat_due_s - time.monotonic())))
 
     def _receive(self) -> None:
+        size = 0
         for _ in range(FRAMES_MAX):
+            if size >= BYTES_MAX:
+                return
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            size += sum(map(len, parts))
             self._on_frame(parts)
 
     def _on_frame(self, parts: Sequence[bytes]) -> None:

@@ -23,7 +23,7 @@ HELP: Final = {
     "lora_dtype": "Adapters' dtype: auto (the base model's), float16, bfloat16 or float32.",
     "target_modules": "Adapt only this module, a suffix or a full name; repeatable.",
     "fully_sharded_loras": "With several ranks, shard also the half that each would hold whole.",
-    "default_mm_loras": "Adapter of requests that bring this modality and name none; repeatable.",
+    "default_mm_loras": "Adapter of requests that bring images and name none: image=PATH.",
     "enable_tower_connector_lora": "Adapters in a multimodal model's tower and connector too.",
     "specialize_active_lora": "Size kernels by a batch's adapters instead of by the slots.",
     "dual_stream": "Run adapters beside the base layer, on a second stream; CUDA only.",

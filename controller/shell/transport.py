@@ -20,6 +20,9 @@ from messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
 FRAMES_PER_TURN: Final = 512
 """The most frames taken from one socket before their group is written: bounds a turn's latency."""
 
+BYTES_PER_TURN: Final = 64 << 20
+"""The most bytes of them, but for the last one's: images are copied more than once on their way."""
+
 # The socket drops a peer that sends more in one frame; below it a too long frame is answered.
 _REQUEST_BYTES_HARD_MAX: Final = REQUESTS.bytes_max + 8 * FRAME_BYTES_MAX
 _PATH_BYTES_MAX: Final = 107
@@ -136,7 +139,10 @@ class Transport:
 
 
 def _receive(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, bytes]]:
+    size = 0
     for _ in range(FRAMES_PER_TURN):
+        if size >= BYTES_PER_TURN:
+            return
         try:
             # Part by part: pyzmq's calls for whole messages take five times as long.
             peer = socket.recv(_NO_WAIT)
@@ -147,6 +153,7 @@ def _receive(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, bytes]]:
             # One frame a message: anything else is malformed, and decoding says so.
             socket.recv(_NO_WAIT)
             frame = b""
+        size += len(frame)
         yield peer, frame
 
 
