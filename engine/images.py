@@ -26,7 +26,7 @@ SIDE_MAX: Final = 1 << 14
 
 _DECODING_FAILURES: Final = (
     *FOREIGN_FAILURES,
-    *(OSError, SyntaxError, EOFError, struct.error, zlib.error, Image.DecompressionBombError),
+    *(OSError, SyntaxError, EOFError, struct.error, zlib.error),
 )
 _PICTURE_WITH_EXTRAS: Final = "MPO"
 """A JPEG that brings a thumbnail or a second exposure behind its picture, as telephones make it."""
@@ -48,6 +48,8 @@ def open_image(data: bytes, place: int = 0) -> Image.Image:
             _check_head(image, place)
             image.load()
             return _as_rgb(ImageOps.exif_transpose(image))
+    except Image.DecompressionBombError as error:
+        raise _too_large(place, "far too many") from error
     except _DECODING_FAILURES as error:
         # A decoder's words may hold the file's bytes; the kind of failure says enough.
         raise RequestRefused(
@@ -67,12 +69,16 @@ def sample_png(size: tuple[int, int]) -> bytes:
 def _check_head(image: Image.Image, place: int) -> None:
     width, height = image.size
     if width * height > PIXELS_MAX or max(width, height) > SIDE_MAX:
-        raise RequestRefused(
-            f"image {place} has {width} x {height} pixels; at most {PIXELS_MAX} in all and "
-            f"{SIDE_MAX} a side are read"
-        )
+        raise _too_large(place, f"{width} x {height}")
     if image.format != _PICTURE_WITH_EXTRAS and getattr(image, "is_animated", False):
         raise RequestRefused(f"image {place} is animated; send the one frame that is meant")
+
+
+def _too_large(place: int, found: str) -> RequestRefused:
+    return RequestRefused(
+        f"image {place} has {found} pixels; at most {PIXELS_MAX} in all and {SIDE_MAX} a side are "
+        "read"
+    )
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:

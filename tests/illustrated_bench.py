@@ -21,6 +21,7 @@ from engine.kv_cache import RowCache
 from engine.media import offsets_of
 from engine.model import PreparedModel, load_model
 from engine.naming import equivalences_of
+from engine.parallel import SINGLE, ParallelGroup
 from engine.processor import Reading, load_processor
 from engine.prompts import prompt_tokens
 from engine.punica import LoRAMapping
@@ -114,9 +115,15 @@ class Yardstick:
 class Bench:
     """The engine's side: adapter `one` in slot 0, `two` in slot 1."""
 
-    def __init__(self, kind: str, directory: Path, config: LoRAConfig = LORA) -> None:
+    def __init__(
+        self,
+        kind: str,
+        directory: Path,
+        config: LoRAConfig = LORA,
+        group: ParallelGroup = SINGLE,
+    ) -> None:
         self.kind = kind
-        model = load_model(EngineConfig(directory), config)
+        model = load_model(EngineConfig(directory, device="cpu"), config, group)
         assert isinstance(model, PreparedModel)
         self.model = model
         self.arena, self.punica, self.config = equip(model, config, 1 << 20)
