@@ -13,17 +13,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engine.admission import admit
 from engine.config import EngineConfig
 from engine.errors import (
     FOREIGN_FAILURES,
-    Conflict,
     DeviceOutOfMemory,
-    EngineOverloaded,
     NotFinite,
     NotResident,
     RequestRefused,
     code_of,
 )
+from engine.kept import KeptOutputs
 from engine.kv_cache import RowCache
 from engine.media import Media, offsets_of
 from engine.model import PreparedModel
@@ -31,7 +31,7 @@ from engine.processor import Reading
 from engine.prompt_jobs import PromptJobs
 from engine.prompts import prompt_tokens
 from engine.punica import LoRAMapping, PunicaWrapper
-from engine.rows import Output, Row
+from engine.rows import Row
 from engine.slots import Slots
 from engine.work import Jobs
 from messages.commands import StartGeneration
@@ -44,9 +44,6 @@ PREFILL_TOKENS_MAX: Final = 8192
 
 UNSOUND: Final = -1
 """In place of a token: the row's logits are not finite."""
-
-ENDED_OUTPUTS_MAX: Final = 256
-"""How many ended outputs are kept for clients that lost their connection."""
 
 
 class Generator:
@@ -76,8 +73,7 @@ class Generator:
         self._singly = 0
         self._cache = RowCache([])
         self._alive: dict[RequestId, Row] = {}
-        self._outputs: dict[RequestId, Output] = {}
-        self._ended: deque[tuple[RequestId, Output]] = deque()
+        self._ended = KeptOutputs()
 
     @property
     def is_idle(self) -> bool:
@@ -97,18 +93,11 @@ class Generator:
     def start(self, command: StartGeneration) -> None:
         """Queue a generation; raises `EngineError` where it can't be run."""
         waiting = len(self._waiting) + len(self._unread)
-        if waiting >= self._config.queue_requests_max:
-            raise EngineOverloaded(
-                f"{waiting} generations wait for a place in the batch, the most that may; try "
-                "again when some have ended"
-            )
-        if command.request_id in self._alive:
-            raise Conflict(f"request {command.request_id!r} is generating; use another request_id")
+        admit(command, waiting, self._config.queue_requests_max, self._alive)
         self._slots.check(command)
         row = Row(command, self._model)
         self._line_up(row)
         self._alive[command.request_id] = row
-        self._outputs[command.request_id] = row.output
 
     def stop(self, target: OpId) -> None:
         """End the generation that operation `target` started, if it has not ended by itself."""
@@ -126,10 +115,10 @@ class Generator:
 
     def resend(self, request_id: RequestId) -> None:
         """Send an output again from its first token, if it is running or was lately."""
-        output = self._outputs.get(request_id)
+        row = self._alive.get(request_id)
+        output = self._ended.get(request_id) if row is None else row.everything()
         if output is not None:
-            text = "".join(output.text)
-            self._emit(TokensGenerated(request_id, 0, tuple(output.tokens), text))
+            self._emit(output)
 
     def collect(self) -> None:
         """Let rows whose images have been read wait with the others."""
@@ -305,15 +294,9 @@ class Generator:
         self._forget(row)
 
     def _forget(self, row: Row) -> None:
-        """Let an ended row go; its output is kept until enough others have ended after it."""
-        request_id = row.command.request_id
-        del self._alive[request_id]
-        self._ended.append((request_id, row.output))
-        if len(self._ended) > ENDED_OUTPUTS_MAX:
-            oldest, output = self._ended.popleft()
-            # The same request may have been started again since.
-            if self._outputs.get(oldest) is output:
-                del self._outputs[oldest]
+        """Let an ended row go, but for its output."""
+        del self._alive[row.command.request_id]
+        self._ended.keep(row.everything())
 
     def _keep(self, places: list[int]) -> None:
         """Keep only these of the running rows."""

@@ -8,7 +8,6 @@ is checked against the arena, and a stale one fails alone (L007).
 
 import sys
 from array import array
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -17,16 +16,16 @@ import structlog
 import torch
 from torch import Tensor
 
+from engine.admission import admit
 from engine.config import EngineConfig
 from engine.errors import (
-    Conflict,
     DeviceOutOfMemory,
     EngineError,
-    EngineOverloaded,
     NotFinite,
     NotResident,
     RequestRefused,
 )
+from engine.kept import KeptOutputs
 from engine.pooled_model import PooledModel
 from engine.prompts import prompt_tokens
 from engine.punica import PunicaWrapper
@@ -44,12 +43,6 @@ BATCH_TOKENS_GROWTH: Final = 128
 
 VECTORS_BYTES_MAX: Final = 64 << 20
 """How many bytes of vectors one request may ask for: they travel in one report."""
-
-KEPT_MAX: Final = 256
-"""How many ended requests' vectors are kept for clients that lost their connection."""
-
-KEPT_BYTES_MAX: Final = 64 << 20
-"""How many bytes these may take together."""
 
 _NUMBER_BYTES: Final = 4
 
@@ -101,11 +94,6 @@ Batch = list[tuple[Request, TextTokens]]
 """Texts of one forward; each request's own are those from the end of its `left` on."""
 
 
-def size_bytes(computed: VectorsComputed) -> int:
-    """What a request's vectors take."""
-    return sum(map(len, computed.vectors))
-
-
 def packed(row: Tensor) -> bytes:
     """A vector as it travels: float32, little endian."""
     numbers = array("f", row.tolist())
@@ -128,13 +116,13 @@ class Pooler:
         self._model = model
         self._punica = punica
         self._slots = slots
-        self._queue_max = config.queue_requests_max
+        self._waiting_max = config.queue_requests_max
         self._rows_max = min(config.max_num_seqs, model.rows_max)
         self._tokens_max = BATCH_TOKENS_MAX
         self._emit = emit
-        self._waiting: deque[Request] = deque()
-        self._ended: dict[RequestId, VectorsComputed] = {}
-        self._kept_bytes = 0
+        # In the order of their turns.
+        self._waiting: dict[RequestId, Request] = {}
+        self._ended = KeptOutputs()
 
     @property
     def is_idle(self) -> bool:
@@ -149,21 +137,15 @@ class Pooler:
     @property
     def operations(self) -> list[OpId]:
         """The operations that have not ended."""
-        return [request.command.op for request in self._waiting]
+        return [request.command.op for request in self._waiting.values()]
 
     def start(self, command: StartPooling) -> None:
         """Queue a request; raises `EngineError` where it can't be run."""
-        if len(self._waiting) >= self._queue_max:
-            raise EngineOverloaded(
-                f"{len(self._waiting)} requests wait for their batch, the most that may; try again "
-                "when some have ended"
-            )
-        if any(request.command.request_id == command.request_id for request in self._waiting):
-            raise Conflict(f"request {command.request_id!r} is running; use another request_id")
+        admit(command, len(self._waiting), self._waiting_max, self._waiting)
         self._slots.check(command)
         self._check_size(len(command.inputs))
         texts = [self._read(place, prompt) for place, prompt in enumerate(command.inputs)]
-        self._waiting.append(Request(command, texts))
+        self._waiting[command.request_id] = Request(command, texts)
 
     def _check_size(self, inputs: int) -> None:
         each = self._model.width * _NUMBER_BYTES
@@ -191,7 +173,7 @@ class Pooler:
 
     def stop(self, target: OpId) -> None:
         """End the request that operation `target` started, if it has not ended by itself."""
-        for request in self._waiting:
+        for request in self._waiting.values():
             if request.command.op == target:
                 self._finish(request)
                 return
@@ -210,7 +192,7 @@ class Pooler:
 
     def step(self) -> None:
         """One forward over as many inputs as fit, of the requests that came first."""
-        for request in tuple(self._waiting):
+        for request in tuple(self._waiting.values()):
             try:
                 self._slots.check(request.command)
             except NotResident as error:
@@ -223,7 +205,7 @@ class Pooler:
         """What fits into one forward."""
         batch: Batch = []
         width = 0
-        for request in self._waiting:
+        for request in self._waiting.values():
             for place in reversed(request.left):
                 text = request.texts[place]
                 width = max(width, len(text.tokens))
@@ -250,8 +232,8 @@ class Pooler:
                 self._finish(request)
             else:
                 # Whoever asks for many texts lets others have their turn.
-                self._waiting.remove(request)
-                self._waiting.append(request)
+                request_id = request.command.request_id
+                self._waiting[request_id] = self._waiting.pop(request_id)
 
     def _results(self, batch: Batch) -> Tensor | None:
         """What clients get of each text, [rows, width] on the host; None where memory ran out."""
@@ -281,25 +263,15 @@ class Pooler:
 
     def _finish(self, request: Request) -> None:
         """Give out what there is, and the account of it."""
-        self._waiting.remove(request)
+        del self._waiting[request.command.request_id]
         # Of a request that was stopped only some are there, and nobody waits for them.
         if not request.left:
             computed = request.report(self._model.labels)
             self._emit(computed)
-            self._keep(computed)
+            self._ended.keep(computed)
         done, tokens = len(request.vectors), request.input_tokens
         self._emit(PoolingEnded(request.command.op, done, tokens))
 
     def _fail(self, request: Request, error: EngineError) -> None:
-        self._waiting.remove(request)
+        del self._waiting[request.command.request_id]
         self._emit(OperationFailed(request.command.op, error.code, str(error)))
-
-    def _keep(self, ended: VectorsComputed) -> None:
-        """Keep an ended request's vectors, and nothing else of it, until others end after it."""
-        before = self._ended.pop(ended.request_id, None)
-        self._kept_bytes -= 0 if before is None else size_bytes(before)
-        self._ended[ended.request_id] = ended
-        self._kept_bytes += size_bytes(ended)
-        while self._kept_bytes > KEPT_BYTES_MAX or len(self._ended) > KEPT_MAX:
-            oldest = self._ended.pop(next(iter(self._ended)))
-            self._kept_bytes -= size_bytes(oldest)

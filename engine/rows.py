@@ -13,6 +13,7 @@ from engine.processor import Reading
 from engine.sampling import Sampler
 from engine.text import Detokenizer, StopFilter
 from messages.commands import StartGeneration
+from messages.reports import TokensGenerated
 from messages.requests import FinishReason
 
 
@@ -64,6 +65,12 @@ class Row:
             return text, None
         text += self.rest()
         return text, "stop" if self.stops.has_matched else "length"
+
+    def everything(self) -> TokensGenerated:
+        """The output so far, from its first token."""
+        output = self.output
+        text = "".join(output.text)
+        return TokensGenerated(self.command.request_id, 0, tuple(output.tokens), text)
 
     def rest(self) -> str:
         """The text that was still waiting, at the end of the output."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import generate
+from engine import kept
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.model import PreparedModel
@@ -199,7 +199,7 @@ def test_the_queue_has_a_bound(
     bench = GeneratorBench(prepared_model, adapter_root, config)
     for _ in range(2):
         bench.start(None, PROMPTS[0])
-    with pytest.raises(EngineError, match="2 generations wait") as caught:
+    with pytest.raises(EngineError, match="2 requests wait") as caught:
         bench.start(None, PROMPTS[0])
     assert caught.value.code == ErrorCode.OVERLOADED
     bench.run()
@@ -216,7 +216,7 @@ def test_a_request_id_that_is_running_is_refused(bench: GeneratorBench) -> None:
 def test_an_output_can_be_sent_again_while_it_runs_and_after(
     bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
 ) -> None:
-    monkeypatch.setattr(generate, "ENDED_OUTPUTS_MAX", 2)
+    monkeypatch.setattr(kept, "KEPT_MAX", 2)
     pieces = defaultdict(list)
     op = bench.start("output", PROMPTS[0])
     bench.run(steps=5)
@@ -243,7 +243,7 @@ def test_an_output_can_be_sent_again_while_it_runs_and_after(
 def test_a_request_that_was_started_again_is_not_forgotten_with_its_first_output(
     bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
 ) -> None:
-    monkeypatch.setattr(generate, "ENDED_OUTPUTS_MAX", 2)
+    monkeypatch.setattr(kept, "KEPT_MAX", 2)
     one = Sampling(max_tokens=1)
     for request_id in ("again", "other", "again", "third"):
         bench.start(None, PROMPTS[0], one, request_id=request_id)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import pooled_model, pooler
+from engine import kept, pooled_model, pooler
 from engine.arena import Arena
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import (
@@ -208,7 +208,7 @@ def test_ended_vectors_are_sent_again_while_they_are_kept(
     bench.pooler.resend("first")
     bench.pooler.resend("nobody's")
     assert bench.run() == [vectors]
-    monkeypatch.setattr(pooler, "KEPT_BYTES_MAX", 2 * len(vectors.vectors[0]))
+    monkeypatch.setattr(kept, "KEPT_BYTES_MAX", 2 * len(vectors.vectors[0]))
     for request_id in ("second", "third"):
         bench.start((5, 6), request_id=request_id)
         bench.run()
@@ -220,7 +220,7 @@ def test_ended_vectors_are_sent_again_while_they_are_kept(
 
 def test_of_an_ended_request_only_its_vectors_are_kept(bench: Bench) -> None:
     bench.start((5, 6))
-    [request] = map(weakref.ref, bench.pooler._waiting)
+    [request] = map(weakref.ref, bench.pooler._waiting.values())
     bench.run()
     gc.collect()
     assert request() is None

@@ -1,0 +1,44 @@
+"""Of ended requests the latest outputs are kept, as far as there is room."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import kept
+from engine.kept import KeptOutputs
+from messages.reports import PrivateReport, TokensGenerated, VectorsComputed
+
+COUNT_MAX, BYTES_MAX = 3, 100
+IDS = ("a", "b", "c", "d", "e")
+
+tokens = st.builds(
+    lambda name, count, text: TokensGenerated(name, 0, (7,) * count, text),
+    *(st.sampled_from(IDS), st.integers(0, 9), st.text("x", max_size=40)),
+)
+vectors = st.builds(
+    lambda name, widths: VectorsComputed(name, 0, tuple(bytes(width) for width in widths)),
+    *(st.sampled_from(IDS), st.lists(st.integers(0, 60), max_size=3)),
+)
+
+
+def size_of(output: PrivateReport) -> int:
+    if isinstance(output, TokensGenerated):
+        return 8 * len(output.tokens) + len(output.text)
+    return sum(len(vector) for vector in output.vectors)
+
+
+@given(st.lists(tokens | vectors, max_size=12))
+def test_what_is_kept_is_the_latest_of_each_request_that_fits(outputs: list[PrivateReport]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kept, "KEPT_MAX", COUNT_MAX)
+        patched.setattr(kept, "KEPT_BYTES_MAX", BYTES_MAX)
+        found = KeptOutputs()
+        expected: list[PrivateReport] = []
+        for output in outputs:
+            found.keep(output)
+            expected = [one for one in expected if one.request_id != output.request_id]
+            expected.append(output)
+            while len(expected) > COUNT_MAX or sum(map(size_of, expected)) > BYTES_MAX:
+                expected.pop(0)
+            by_id = {one.request_id: one for one in expected}
+            assert {name: found.get(name) for name in IDS} == {n: by_id.get(n) for n in IDS}
