@@ -76,8 +76,8 @@ HINTS: Final[dict[ErrorCode, str]] = {
     "--force removes what is held",
     ErrorCode.ENGINE_GONE: "check with `loradock status`; is `loradock serve` running, with this "
     "--dir?",
-    ErrorCode.MALFORMED: "correct the name or the option; if they are right, client and server "
-    "differ in version",
+    ErrorCode.MALFORMED: "correct the name, the option, or the prompt and its images; if they are "
+    "right, client and server differ in version",
     ErrorCode.NOT_ALLOWED: "use a key that has this right",
     ErrorCode.LOG_UNAVAILABLE: "free some disk space where the server's directory lies",
     ErrorCode.OVERLOADED: "try again in a moment",
