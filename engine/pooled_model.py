@@ -30,8 +30,8 @@ class PooledModel(ServedModel):
     """An encoder, a decoder without its head, or either with a classification head.
 
     `labels`: what each number of a classification stands for; empty where the model embeds.
-    `width`: the numbers of a vector. `prompt`: what a text is put behind; `prompt_tokens`: how many
-    of its tokens have no part in the vector. `rows_max`: the most texts of one forward.
+    `width`: the numbers of a vector. `prompt`: what a text is put behind; `skipped`: how many of
+    its tokens then have no part in a mean. `rows_max`: the most texts of one forward.
     """
 
     def __init__(
@@ -55,9 +55,7 @@ class PooledModel(ServedModel):
         # One token has to be left for padding that ends none of them.
         self.rows_max = self.vocab_size - 1
         self.prompt = options.prompt
-        self.prompt_tokens = (
-            0 if options.pools_prompt else _tokens_of_prompt(tokenizer, self.prompt)
-        )
+        self.skipped = 0 if options.pools_prompt else _tokens_of_prompt(tokenizer, self.prompt)
         self._normalize = options.normalize
         self.labels = _labels(model.config) if task == "classify" else ()
         if task == "embed":
@@ -76,21 +74,29 @@ class PooledModel(ServedModel):
 
         `firsts`: the first token of each text that counts in a mean; all do where it is empty.
         """
-        tokens = self._pad(prompts)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
-        places = torch.arange(tokens.shape[1], device=self.device)
-        own = (places < lengths[:, None]).long()
-        arguments: dict[str, Any] = {"attention_mask": own}
-        if "use_cache" in self._accepts:
-            arguments["use_cache"] = False
-        output = self.model(tokens, **arguments)
+        output = self._run(prompts)
         if self.task == "classify":
             logits: Tensor = output.logits
             return logits.float()
-        counted = own
-        if any(firsts):
-            counted = own * (places >= torch.tensor(firsts, device=self.device)[:, None])
-        return _pooled(self.pooling, output.last_hidden_state.float(), counted)
+        begins = self._tensor(firsts or [0] * len(prompts))
+        return _pooled(self.pooling, output.last_hidden_state, begins, self._ends(prompts))
+
+    @torch.inference_mode()
+    def _run(self, prompts: Prompts) -> Any:
+        """What the model gives for a batch."""
+        tokens = self._pad(prompts)
+        places = torch.arange(tokens.shape[1], device=self.device)
+        own = (places < self._ends(prompts)[:, None]).long()
+        arguments: dict[str, Any] = {"attention_mask": own}
+        if "use_cache" in self._accepts:
+            arguments["use_cache"] = False
+        return self.model(tokens, **arguments)
+
+    def _tensor(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(numbers, device=self.device)
+
+    def _ends(self, prompts: Prompts) -> Tensor:
+        return self._tensor([len(prompt) for prompt in prompts])
 
     def results(self, pooled: Tensor) -> Tensor:
         """What a client gets of `forward`'s rows: vectors, or scores of the labels.
@@ -138,23 +144,27 @@ class PooledModel(ServedModel):
 
     def _natural_pooling(self) -> Pooling:
         """The last token knows the whole text where every token sees those before it only."""
-        self.pooling = Pooling.CLS
-        return Pooling.MEAN if sees_what_follows(self.forward, self.vocab_size) else Pooling.LAST
+        sees = sees_what_follows(
+            lambda prompts: self._run(prompts).last_hidden_state[:, 0], self.vocab_size
+        )
+        return Pooling.MEAN if sees else Pooling.LAST
 
 
-def _pooled(pooling: Pooling, states: Tensor, counted: Tensor) -> Tensor:
-    """One vector a text, [rows, hidden], from `states` [rows, tokens, hidden].
+def _pooled(pooling: Pooling, states: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
+    """One vector a text, [rows, hidden] float32, from `states` [rows, tokens, hidden].
 
-    counted: [rows, tokens] int64, 1 where a token is the text's own and counts in a mean.
+    begins, ends: [rows] int64, the places of a text's first token that counts in a mean, and of
+    what follows its last one.
     """
     match pooling:
         case Pooling.MEAN:
-            return (states * counted[..., None]).sum(1) / counted.sum(1)[:, None]
+            places = torch.arange(states.shape[1], device=states.device)
+            counted = (places >= begins[:, None]) & (places < ends[:, None])
+            return (states.float() * counted[..., None]).sum(1) / (ends - begins)[:, None]
         case Pooling.CLS:
-            return states[:, 0]
+            return states[:, 0].float()
         case Pooling.LAST:
-            places = torch.arange(counted.shape[1], device=counted.device)
-            return states[torch.arange(len(counted)), (counted * places).argmax(1)]
+            return states[torch.arange(len(ends), device=ends.device), ends - 1].float()
 
 
 def _labels(config: Any) -> tuple[str, ...]:

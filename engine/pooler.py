@@ -160,7 +160,7 @@ class Pooler:
         """An input's tokens, with the model's own prompt before them where it is a text."""
         first = 0
         if isinstance(prompt, str):
-            prompt, first = self._model.prompt + prompt, self._model.prompt_tokens
+            prompt, first = self._model.prompt + prompt, self._model.skipped
         try:
             tokens = prompt_tokens(self._model, prompt)
         except RequestRefused as error:
