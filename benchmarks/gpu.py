@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 PYTEST: Final = (sys.executable, "-m", "pytest")
-OPERATIONS: Final = ("linear", "shrink", "expand", "embedding", "experts")
+OPERATIONS: Final = ("linear", "shrink", "expand", "embedding", "experts", "offsets")
 SHARED: Final = tuple(f"tests/test_engine_kernels_{name}.py" for name in OPERATIONS)
 SANITIZED: Final = ("tests/test_engine_kernels_gpu.py",)
 TOOLS: Final = ("memcheck", "racecheck")

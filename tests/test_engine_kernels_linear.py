@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.kernel_cases import (
     BATCHES,
     ERRORS_MAX,
+    IS_INTERPRETED,
     NAMES,
     NAMES_AND_DTYPES,
     REPEATS,
@@ -46,12 +47,26 @@ def test_the_delta_is_the_sum_written_out(name: str, dtype: torch.dtype, batch: 
 @settings(max_examples=2 * REPEATS, deadline=None)
 def test_any_small_layer_and_batch(name: str, seed: int) -> None:
     random = Random(seed)
-    widths = tuple(random.choice((1, 7, 32)) for _ in range(random.randint(1, 3)))
-    slots = random.randint(1, 5)
-    shape = Shape(random.choice((1, 5, 33)), widths, slots, (1, 3, 8, 16))
-    rows = mixed_rows(random, random.randint(1, 20), slots)
-    case = make_case(shape, rows, torch.float32, seed)
-    assert error_of(run(name, case), expected_output(case)) <= ERRORS_MAX[torch.float32]
+    widths = tuple(random.choice((1, 7, 32, 72)) for _ in range(random.randint(1, 3)))
+    slots = random.choice((1, 2, 5, 65))
+    absent = random.choice((0.0, 0.2, 0.7))
+    shape = Shape(random.choice((1, 5, 33, 100)), widths, slots, (1, 3, 8, 16, 31), absent)
+    rows = any_rows(random, slots)
+    dtype = random.choice(dtypes(name))
+    case = make_case(shape, rows, dtype, seed)
+    found = run(name, case, -0.5)
+    assert error_of(found, expected_output(case, -0.5)) <= ERRORS_MAX[dtype]
+    assert torch.equal(found[case.base_rows], case.y[case.base_rows])
+
+
+def any_rows(random: Random, slots: int) -> list[int]:
+    """Slots in any order, in order, or in runs of which some are long."""
+    tokens = random.randint(1, 20) if IS_INTERPRETED else random.choice((1, 3, 20, 150, 300))
+    rows = mixed_rows(random, tokens, slots)
+    if random.random() < 0.5:
+        lengths = [random.choice((1, 2, 5, 40, 140)) for _ in rows]
+        rows = [slot for slot, length in zip(rows, lengths, strict=True) for _ in range(length)]
+    return sorted(rows[:tokens]) if random.random() < 0.3 else rows[:tokens]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -29,7 +29,7 @@ TESTS = Path(__file__).parent
 def test_the_interpreted_kernels_keep_the_contract() -> None:
     operations = (
         *("linear", "shrink", "expand", "halves", "embedding", "checks", "traffic", "experts"),
-        "experts_halves",
+        *("experts_halves", "offsets"),
     )
     paths = [str(TESTS / f"test_engine_kernels_{operation}.py") for operation in operations]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]

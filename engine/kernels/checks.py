@@ -27,6 +27,8 @@ def signature(y: Tensor, x: Tensor) -> Signature:
 def check_linear(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> None:
     """Raise ValueError unless `linear_reference` is defined for these."""
     _check_kind("linear", weights, ModuleKind.LINEAR)
+    _check_groups("linear", weights, groups.rows, _last_slot(groups))
+    _check_floating("linear", "x", x)
     _check("linear", "x", x, (groups.tokens, weights.in_features), weights)
     _check("linear", "y", y, (groups.tokens, sum(weights.out_features)), weights)
     _check_dtype("linear", "y", y, x.dtype)
@@ -35,6 +37,8 @@ def check_linear(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> N
 def check_shrink(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> None:
     """Raise ValueError unless `shrink_reference` is defined for these."""
     _check_kind("shrink", weights, ModuleKind.LINEAR)
+    _check_groups("shrink", weights, groups.rows, _last_slot(groups))
+    _check_floating("shrink", "x", x)
     _check("shrink", "x", x, (groups.tokens, weights.in_features), weights)
     _check("shrink", "y", y, (len(weights.columns), groups.tokens, _rank_max(weights)), weights)
     _check_dtype("shrink", "y", y, accumulator_dtype(x.dtype))
@@ -43,6 +47,8 @@ def check_shrink(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> N
 def check_expand(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, offset: int) -> None:
     """Raise ValueError unless `expand_reference` is defined for these."""
     _check_kind("expand", weights, ModuleKind.LINEAR)
+    _check_groups("expand", weights, groups.rows, _last_slot(groups))
+    _check_floating("expand", "y", y)
     _check("expand", "x", x, (len(weights.columns), groups.tokens, _rank_max(weights)), weights)
     width = offset + sum(weights.out_features)
     _check("expand", "y", y, (groups.tokens, width), weights, wider=True)
@@ -54,6 +60,8 @@ def check_expand(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, offs
 def check_embedding(y: Tensor, token_ids: Tensor, weights: LoRASlices, groups: Groups) -> None:
     """Raise ValueError unless `embedding_reference` is defined for these, the ids' values apart."""
     _check_kind("embedding", weights, ModuleKind.EMBEDDING)
+    _check_groups("embedding", weights, groups.rows, _last_slot(groups))
+    _check_floating("embedding", "y", y)
     _check("embedding", "token_ids", token_ids, (groups.tokens,), weights)
     _check("embedding", "y", y, (groups.tokens, *weights.out_features), weights)
     _check_dtype("embedding", "token_ids", token_ids, torch.int64)
@@ -64,6 +72,7 @@ def check_experts(
 ) -> None:
     """Raise ValueError unless `experts_reference` is defined for these."""
     _check_experts("experts", weights, groups)
+    _check_floating("experts", "x", x)
     _check("experts", "x", x, (len(groups.pairs), weights.in_features), weights)
     _check_outputs("experts", ys, x.dtype, weights, groups)
 
@@ -72,6 +81,7 @@ def check_experts_shrink(y: Tensor, x: Tensor, weights: LoRASlices, groups: Expe
     """Raise ValueError unless `experts_shrink_reference` is defined for these."""
     operation, pairs = "experts_shrink", len(groups.pairs)
     _check_experts(operation, weights, groups)
+    _check_floating(operation, "x", x)
     _check(operation, "x", x, (pairs, weights.in_features), weights)
     _check(operation, "y", y, (len(weights.columns), pairs, _rank_max(weights)), weights)
     _check_dtype(operation, "y", y, accumulator_dtype(x.dtype))
@@ -90,6 +100,7 @@ def check_experts_expand(
 
 def _check_experts(operation: str, weights: LoRASlices, groups: ExpertGroups) -> None:
     _check_kind(operation, weights, ModuleKind.EXPERTS)
+    _check_groups(operation, weights, groups.pairs, max(groups.slots, default=-1))
     if groups.experts != weights.experts:
         raise ValueError(
             f"{operation}: the groups are of {groups.experts} experts; the layer has "
@@ -160,6 +171,24 @@ def _check_device(operation: str, name: str, found: Tensor, weights: LoRASlices)
 def _check_dtype(operation: str, name: str, found: Tensor, needed: torch.dtype) -> None:
     if found.dtype != needed:
         raise ValueError(f"{operation}: {name} is {found.dtype}; {needed} is needed")
+
+
+def _check_floating(operation: str, name: str, found: Tensor) -> None:
+    if not found.is_floating_point():
+        raise ValueError(f"{operation}: {name} is {found.dtype}; a floating dtype is needed")
+
+
+def _last_slot(groups: Groups) -> int:
+    """The highest slot, for groups are sorted by it; -1 where there is no group."""
+    return groups.spans[-1].slot if groups.spans else -1
+
+
+def _check_groups(operation: str, weights: LoRASlices, rows: Tensor, highest: int) -> None:
+    """The device of the groups' tables, and that their highest slot is one of the directory's."""
+    _check_device(operation, "the groups' table of rows", rows, weights)
+    slots = len(weights.directory.host_ranks)
+    if highest >= slots:
+        raise ValueError(f"{operation}: a group is of slot {highest}; the directory has {slots}")
 
 
 def _check_kind(operation: str, weights: LoRASlices, needed: ModuleKind) -> None:
