@@ -29,6 +29,7 @@ LOCAL: Final[Mapping[str, Any]] = {"local_files_only": True, "trust_remote_code"
 """How everything is loaded: nothing remote, no foreign code."""
 
 _FILES: Final = ("processor_config.json", "preprocessor_config.json")
+_VIDEO_PART: Final = "video_processor"
 _TOKEN_TYPES: Final = ("token_type_ids", "mm_token_type_ids")
 
 Processor = Any
@@ -61,7 +62,7 @@ def load_processor(directory: Path, config: Any) -> Processor:
             "image_processor": AutoImageProcessor.from_pretrained(
                 directory, backend="pil", **LOCAL
             ),
-            "video_processor": None,
+            _VIDEO_PART: None,
         }
         kind = _without_videos(_class_of(directory, config, tokenizer))
         saved, _ = kind.get_processor_dict(directory, local_files_only=True)
@@ -82,16 +83,20 @@ def _class_of(directory: Path, config: Any, tokenizer: Any) -> type[Any]:
     return kind
 
 
+class _WithoutVideos:
+    """Before a processor's class: it may lack the part for videos."""
+
+    def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+        """The class that a part has to be of, checked."""
+        if name == _VIDEO_PART and argument is None:
+            return type(None)
+        return super().check_argument_for_proper_class(name, argument)  # type: ignore[misc]
+
+
 def _without_videos(kind: Any) -> Any:
-    class WithoutVideos(kind):  # type: ignore[misc]
-        """The same processor, which may lack the part for videos."""
-
-        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-            if name == "video_processor" and argument is None:
-                return type(argument)
-            return super().check_argument_for_proper_class(name, argument)
-
-    return WithoutVideos
+    if _VIDEO_PART not in kind.get_attributes():
+        return kind
+    return type(kind.__name__, (_WithoutVideos, kind), {})
 
 
 class ImageReader:
