@@ -79,7 +79,7 @@ def _class_of(directory: Path, config: Any, tokenizer: Any) -> type[Any]:
     named = saved.get("processor_class") or tokenizer.init_kwargs.get("processor_class")
     kind = processor_class_from_name(named) if named else PROCESSOR_MAPPING[type(config)]
     if not (isinstance(kind, type) and issubclass(kind, ProcessorMixin)):
-        raise TypeError(f"{named!r} is no processor of this library")
+        raise TypeError(f"{kind} is no processor that the library has here; some want torchvision")
     return kind
 
 

@@ -21,14 +21,16 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPImageProcessorPil,
     Gemma3ImageProcessorPil,
+    GotOcr2ImageProcessorPil,
     Idefics3ImageProcessorPil,
+    LlavaNextImageProcessorPil,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2VLImageProcessorPil,
 )
 
 from messages.requests import IllustratedPrompt
-from tests.image_text_examples import KINDS, TEXT
+from tests.image_text_examples import KINDS, QWEN_TEXT, TEXT, VISION
 
 VOCABULARY = 300
 CORPUS = ("a cat and a dog sit on the mat", "what is this? it is the picture of a cat")
@@ -58,6 +60,18 @@ IDEFICS_TOKENS = (
     *("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)),
 )
+LLAVA_FIELDS = {
+    "patch_size": 4,
+    "vision_feature_select_strategy": "default",
+    "num_additional_image_tokens": 1,
+}
+PINPOINTS = [[8, 8], [8, 16], [16, 8], [16, 16]]
+INTERN_NAMED = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
 ILLUSTRATED = {
     "llava": Kind(
         "LlavaProcessor",
@@ -65,8 +79,7 @@ ILLUSTRATED = {
         "<image>",
         "<image>",
         partial(CLIPImageProcessorPil, size={"shortest_edge": 8}, crop_size=SQUARE),
-        {"patch_size": 4, "vision_feature_select_strategy": "default"}
-        | {"num_additional_image_tokens": 1},
+        LLAVA_FIELDS,
     ),
     "gemma3": Kind(
         "Gemma3Processor",
@@ -91,8 +104,61 @@ ILLUSTRATED = {
     ),
     "qwen2_vl": Kind("Qwen2VLProcessor", *QWEN),
     "qwen2_5_vl": Kind("Qwen2_5_VLProcessor", *QWEN),
+    "qwen3_vl": Kind("Qwen3VLProcessor", *QWEN),
+    "llava_next": Kind(
+        "LlavaNextProcessor",
+        ("<image>",),
+        "<image>",
+        "<image>",
+        partial(
+            LlavaNextImageProcessorPil,
+            size={"shortest_edge": 8},
+            crop_size=SQUARE,
+            image_grid_pinpoints=PINPOINTS,
+        ),
+        LLAVA_FIELDS,
+    ),
+    "internvl": Kind(
+        "InternVLProcessor",
+        tuple(INTERN_NAMED.values()),
+        "<IMG_CONTEXT>",
+        "<IMG_CONTEXT>",
+        partial(
+            GotOcr2ImageProcessorPil,
+            size=SQUARE,
+            crop_to_patches=True,
+            min_patches=1,
+            max_patches=4,
+        ),
+        {"image_seq_length": 1},
+        INTERN_NAMED,
+    ),
 }
 """The kinds that are held against PEFT with images."""
+
+MORE_KINDS = {
+    "qwen3_vl": (
+        QWEN_TEXT,
+        {
+            "depth": 2,
+            "hidden_size": 16,
+            "out_hidden_size": 32,
+            "intermediate_size": 24,
+            "num_heads": 2,
+            "patch_size": 4,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        {},
+    ),
+    "llava_next": (*KINDS["llava"][:2], {"image_grid_pinpoints": PINPOINTS}),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {"model_type": "internvl_vision", **VISION, "image_size": [8, 8], "patch_size": [4, 4]},
+        {"downsample_ratio": 0.5, "image_seq_length": 1},
+    ),
+}
+"""The configs of kinds that `image_text_examples` does not have."""
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -145,7 +211,7 @@ def build_with_processor(kind: str, directory: Path, **image_fields: Any) -> Pre
 
 
 def _build(kind: str, token_id: Callable[[str], int]) -> PreTrainedModel:
-    text, vision, own = KINDS[kind]
+    text, vision, own = (KINDS | MORE_KINDS)[kind]
     own = {name: value for name, value in own.items() if "image_token" not in name}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(

@@ -13,7 +13,7 @@ from messages.errors import ErrorCode
 from messages.ids import OpId
 from messages.reports import GenerationEnded, OperationFailed
 from messages.requests import Sampling
-from tests.illustrated_bench import KINDS, Bench, Row, Yardstick
+from tests.illustrated_bench import EVERY_KIND, Bench, Row, Yardstick
 from tests.illustrated_examples import illustrated, picture
 
 ROWS = (
@@ -27,7 +27,7 @@ ROWS = (
 TWELVE = Sampling(max_tokens=12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_rows_that_join_while_others_run_get_what_transformers_generates(
     kind: str, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from engine.media import Media, joined, media_arguments
 from tests.engine_examples import relative_error
-from tests.illustrated_bench import KINDS, Bench, Row, Yardstick
+from tests.illustrated_bench import EVERY_KIND, Bench, Row, Yardstick
 from tests.illustrated_examples import picture
 
 ROWS = [
@@ -21,7 +21,7 @@ ROWS = [
 NEXT_TOKENS = (40, 77, 102)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_a_mixed_batch_is_pefts_rows_one_by_one(kind: str, tmp_path: Path) -> None:
     yardstick = Yardstick(kind, tmp_path)
     bench = Bench(kind, tmp_path)

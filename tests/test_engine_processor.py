@@ -107,10 +107,25 @@ def test_which_image_is_unsound_is_told(models: dict[str, PreparedModel]) -> Non
 
 UNSOUND = {
     "no json": ("processor_config.json", b"{", "can't be made"),
-    "an unknown class": ("processor_config.json", b'{"processor_class": "Nobody"}', "Nobody"),
+    "an unknown class": ("processor_config.json", b'{"processor_class": "Nobody"}', "no processor"),
     "no processor": ("processor_config.json", b'{"processor_class": "AutoModel"}', "AutoModel"),
     "no pixels": ("preprocessor_config.json", b"[]", "can't be made"),
 }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_processor_is_read_from_one_file_as_well(kind: str, tmp_path: Path) -> None:
+    build_with_processor(kind, tmp_path)
+    one, other = tmp_path / "processor_config.json", tmp_path / "preprocessor_config.json"
+    # As a machine with torchvision saves it.
+    pixels = json.decode(other.read_bytes())
+    pixels["image_processor_type"] = pixels["image_processor_type"].removesuffix("Pil") + "Fast"
+    videos = {"video_processor_type": "Qwen2VLVideoProcessor"}
+    nested = {"image_processor": pixels, "video_processor": videos}
+    one.write_bytes(json.encode(json.decode(one.read_bytes()) | nested))
+    other.unlink()
+    model = load_model(EngineConfig(tmp_path), LoRAConfig())
+    assert model.without_images == ""
 
 
 @pytest.mark.parametrize("case", UNSOUND)
