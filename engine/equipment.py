@@ -13,6 +13,7 @@ from engine.config import LoRAConfig
 from engine.copying import copier_for
 from engine.image_punica import IMAGE_PARTS, ImagePunicaWrapper
 from engine.kernels import choose_kernels
+from engine.layout import rank_parts_of
 from engine.punica import PunicaWrapper
 from engine.served import ServedModel
 from engine.streams import SecondStream
@@ -34,8 +35,12 @@ def equip(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int) ->
     """
     lora_config.verify_with_device(model.device)
     config = lora_config.verify_with_model_config(model.model)
-    if config.fully_sharded_loras:
-        model.group.part_of(config.max_lora_rank, "with fully_sharded_loras, max_lora_rank")
+    parts = rank_parts_of(model.shapes)
+    if config.max_lora_rank % parts:
+        raise ValueError(
+            f"with fully_sharded_loras, max_lora_rank {config.max_lora_rank} can't be shared "
+            f"evenly by {parts} ranks"
+        )
     kernels = choose_kernels(model.device.type, batch_invariant=config.batch_invariant)
     copier = copier_for(model.device)
     if not model.group.is_single:

@@ -20,6 +20,9 @@ from engine.pairs import Pair, check_shared
 from engine.problems import Problems, shown
 from engine.values import check_values, value_range
 
+OwnWeights = tuple[torch.Tensor, torch.Tensor]
+"""A head's own weight `[out, in]` and bias `[out, 1]`."""
+
 
 def check_handed(
     model: LoRAModel,
@@ -116,16 +119,21 @@ def _raise(adapter_id: int, problems: Problems) -> None:
         raise type(error)(f"adapter {adapter_id}: {error}")
 
 
-def dummy_adapter(lora_model_id: int, rank: int, modules: Sequence[ModuleShape]) -> LoRAModel:
-    """An adapter of `rank` on every module that has one, all zeros: it adds nothing.
+def dummy_adapter(
+    lora_model_id: int, rank: int, modules: Sequence[ModuleShape], heads: Mapping[str, OwnWeights]
+) -> LoRAModel:
+    """An adapter of `rank` on every module, all zeros: it takes all the room and adds nothing.
 
-    A head is left alone, because it has no rank and its weights would take the base's place.
+    A head has no rank, and what an adapter brings takes its place: so it is given the weights that
+    it has, which `heads` names.
     """
     loras = {}
     for shape in modules:
-        if shape.kind is not ModuleKind.HEAD:
-            a, b = (torch.zeros(matrix) for matrix in _whole_shapes(shape, rank))
-            loras[shape.name] = LoRALayerWeights(shape.name, rank, rank, a, b, kind=shape.kind)
+        if shape.kind is ModuleKind.HEAD:
+            own, a, b = 1, *heads[shape.name]
+        else:
+            own, (a, b) = rank, map(torch.zeros, _whole_shapes(shape, rank))
+        loras[shape.name] = LoRALayerWeights(shape.name, own, own, a, b, kind=shape.kind)
     return LoRAModel(lora_model_id, rank, loras)
 
 
@@ -136,7 +144,7 @@ def warmup_rank(default: int, rank_max: int, group_size: int) -> int:
     rank = -(-default // group_size) * group_size
     if rank > rank_max:
         raise ValueError(
-            f"fully sharded experts need a rank that {group_size} ranks divide; from {default} on "
+            f"fully sharded adapters need a rank that {group_size} ranks divide; from {default} on "
             f"that is {rank}, and max_lora_rank is {rank_max}"
         )
     return rank

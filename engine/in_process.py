@@ -18,7 +18,9 @@ from engine.config import LoRAConfig
 from engine.equipment import equip
 from engine.errors import NotResident, UnknownAdapter
 from engine.fitting import ModelSide
+from engine.handed import OwnWeights
 from engine.image_punica import IMAGE_PARTS
+from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes
 from engine.lora import LoRAModel
 from engine.model import prepare_loaded
@@ -52,6 +54,7 @@ class InProcessEngine:
         arena, punica, self.lora_config = equip(prepared, config, device_bytes_max)
         self.image_mapper: Final = prepared.image_mapper
         self._punicas = {MappingType.LANGUAGE: punica, **self.image_mapper.punicas}
+        self._layers = prepared.layers
         self.model: Final = prepared.model
         self.vocab_size: Final = prepared.vocab_size
         self.side: Final = ModelSide(
@@ -81,6 +84,15 @@ class InProcessEngine:
     def adapter_ids(self) -> list[int]:
         """Every adapter on the host, in the order of arrival."""
         return [int(held.source.adapter) for held in self.residency.held.values()]
+
+    @property
+    def heads(self) -> dict[str, OwnWeights]:
+        """What every classification head computes with where no adapter brings one."""
+        return {
+            name: layer.own_weights()
+            for name, layer in self._layers.items()
+            if isinstance(layer, ClassificationHeadWithLoRA)
+        }
 
     @property
     def lora_index_to_id(self) -> list[int | None]:

@@ -221,6 +221,11 @@ def slice_elements(rank: int, shape: ModuleShape, dtype: torch.dtype) -> int:
     return sum(aligned_elements(math.prod(matrix), dtype) for matrix in both)
 
 
+def rank_parts_of(modules: Iterable[ModuleShape]) -> int:
+    """To how many processes an adapter's ranks are dealt out, wherever they are; 1 for nowhere."""
+    return max((shape.shard.rank_parts for shape in modules), default=1)
+
+
 def directory_columns(modules: Iterable[ModuleShape]) -> int:
     """How many columns a directory of these modules has."""
     return sum(shape.columns for shape in modules)

@@ -27,7 +27,7 @@ from engine.errors import EngineError, NoRoom, error_of
 from engine.handed import check_handed, dummy_adapter, warmup_rank
 from engine.image_part import ImageTensors
 from engine.in_process import InProcessEngine
-from engine.layout import ModuleKind
+from engine.layout import rank_parts_of
 from engine.punica import LoRAMapping, MappingType
 from messages import events, requests
 from messages.ids import EVICTED, GPU_SLOT
@@ -239,16 +239,15 @@ class LoRAModelManager:
 
     def create_dummy_lora(self, lora_id: int, rank: int) -> LoRAModel:
         """An adapter that takes all the room of its rank and adds nothing, to warm up with."""
-        return dummy_adapter(lora_id, rank, tuple(self.side.modules.values()))
+        modules = tuple(self.side.modules.values())
+        return dummy_adapter(lora_id, rank, modules, self._engine.heads)
 
     def get_dummy_lora_warmup_rank(self, default_rank: int) -> int:
-        """The rank to warm up with: `default_rank`, raised where fully sharded experts need it.
+        """The rank to warm up with: `default_rank`, raised where fully sharded adapters need it.
 
         Raises `ValueError` where that passes `max_lora_rank`.
         """
-        shapes = self.side.modules.values()
-        has_experts = any(shape.kind is ModuleKind.EXPERTS for shape in shapes)
-        group_size = max(shape.shard.rank_parts for shape in shapes) if has_experts else 1
+        group_size = rank_parts_of(self.side.modules.values())
         return warmup_rank(default_rank, self.lora_config.max_lora_rank, group_size)
 
     def get_lora_metrics(self) -> dict[str, Any]:

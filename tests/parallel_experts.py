@@ -27,6 +27,7 @@ from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.sharding import shard_model
 from engine.staging import stage
+from tests.dummies import MODELS, tried
 from tests.engine_examples import relative_error
 from tests.expert_adapters import make_model
 from tests.expert_examples import EXPERTS, HIDDEN, TOP_K, make_experts
@@ -226,6 +227,18 @@ def uneven(group: ParallelGroup, root: str) -> list[str]:
     return said
 
 
+def dummy(group: ParallelGroup, kind: str, scheme: str, is_mixed: bool) -> dict[str, Any]:
+    """A manager on every rank, and a dummy adapter of a rank that all can share."""
+    split = MODELS[kind]()
+    shard_model(split, group, torch.device("cpu"), scheme == "expert")
+    config = LoRAConfig(
+        max_lora_rank=RANK_MAX,
+        enable_mixed_moe_lora_format=is_mixed,
+        fully_sharded_loras=scheme == SHARDED,
+    )
+    return tried(split, config, RANK_MAX - 1)
+
+
 def refusals(group: ParallelGroup) -> list[str]:
     """Experts that can't be shared evenly, either way."""
     said = []
@@ -242,7 +255,7 @@ def refusals(group: ParallelGroup) -> list[str]:
     return said
 
 
-CASES = {case.__name__: case for case in (layer, collectives, model, uneven, refusals)}
+CASES = {case.__name__: case for case in (layer, collectives, model, dummy, uneven, refusals)}
 
 if __name__ == "__main__":
     serve(CASES)

@@ -1,4 +1,4 @@
-"""The manager in process over models that embed or classify: adapters, and dummies to warm up."""
+"""The manager in process over models that embed or classify: their adapters."""
 
 from pathlib import Path
 
@@ -41,15 +41,3 @@ def test_a_batch_of_adapters_and_the_base_is_pefts(example: PoolingExample, tmp_
     for row, name in enumerate(NAMES):
         alone = result(models[name](input_ids=torch.tensor(TEXTS[row : row + 1])))[0]
         assert relative_error(found[row], alone) < 1e-5, name
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.make().__class__.__name__)
-@torch.no_grad()
-def test_a_dummy_takes_its_room_and_changes_nothing(example: PoolingExample) -> None:
-    manager = manager_of(example)
-    manager.add_adapter(manager.create_dummy_lora(7, 8))
-    manager.activate_adapter(7)
-    manager.set_adapter_mapping(LoRAMapping([7] * 3, [7], is_prefill=True))
-    found = result(manager.model(input_ids=torch.tensor(TEXTS[:1])))
-    base = result(example.make()(input_ids=torch.tensor(TEXTS[:1])))
-    assert relative_error(found, base) < 1e-5

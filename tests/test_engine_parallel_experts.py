@@ -18,7 +18,7 @@ from tests.expert_adapters import (
     save_fused,
     save_per_expert,
 )
-from tests.expert_examples import HIDDEN, INTER, MODULES, TOP_K
+from tests.expert_examples import HIDDEN, INTER, MODULES, SERVED_FAMILIES, TOP_K
 from tests.parallel_experts import PROMPT, RANK_MAX, SCHEMES, SHARDED
 from tests.ranks import Ranks, ranks
 from tests.test_engine_expert_adapters import fused, write
@@ -100,6 +100,23 @@ def test_two_ranks_answer_as_one_and_as_peft_with_what_each_read(
         assert found["error"] < ERROR_MAX
         assert max(found["errors"]) < ERROR_MAX
         assert wrapper + ("ShardedLoRA" if scheme == SHARDED else "LoRA") in found["kinds"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3_moe", "deepseek_v2", "embed-qwen3", "classify-llama"]
+)
+def test_a_dummy_adapter_runs_on_two_ranks(pair: Ranks, kind: str, scheme: str) -> None:
+    has_experts = kind in SERVED_FAMILIES
+    if scheme == "expert" and not has_experts:
+        return
+    for is_mixed in (False, True)[: 1 + has_experts]:
+        for found in pair.run("dummy", kind=kind, scheme=scheme, is_mixed=is_mixed):
+            assert found["rank"] == (RANK_MAX if scheme == SHARDED else RANK_MAX - 1)
+            assert found["error"] < ERROR_MAX
+            assert found["untouched"] == []
+            assert (found["device_bytes"] == found["room_bytes"]) == (scheme == SHARDED)
+            assert ("experts" in found["kinds"]) == has_experts
 
 
 def test_a_rank_that_two_ranks_can_not_share_is_refused(pair: Ranks, tmp_path: Path) -> None:

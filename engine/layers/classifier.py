@@ -33,6 +33,12 @@ class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
         base = self.base_layer
         return (SliceShape(base.in_features, base.out_features, kind=ModuleKind.HEAD),)
 
+    def own_weights(self) -> tuple[Tensor, Tensor]:
+        """The base head's weight and bias, in the shapes of a saved one's."""
+        weight, bias = self.base_layer.weight, self.base_layer.bias
+        column = weight.new_zeros(len(weight), 1) if bias is None else bias[:, None]
+        return weight.detach(), column.detach()
+
     def forward(self, x: Tensor) -> Tensor:
         """The scores; x: [..., hidden], a row a sequence or a row a token of the mapping."""
         y: Tensor = self.base_layer(x)
