@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused
+from engine.image_part import find_image_part
 from engine.layers.expert_layout import layout_of
 from engine.layers.parallel import (
     ColumnParallelLinear,
@@ -111,9 +112,18 @@ class Sharding:
         self._set_head_groups()
 
     def _read_plan(self) -> dict[str, str]:
-        """What the plan says of each module; refused where it says what we don't know."""
+        """What the plan says of each module; refused where it says what we don't know.
+
+        Every rank holds the part that reads images whole, whatever the plan says: it is small, and
+        what a plan does to it is not seen in the answers to a text.
+        """
         plan = self._model.tp_plan or {}
-        layers = dict(self._model.named_modules())
+        images = find_image_part(self._model)
+        layers = {
+            name: layer
+            for name, layer in self._model.named_modules()
+            if images is None or layer not in images
+        }
         modules = _matching(plan, layers)
         ends = (self._embedding, self._head)
         # Without its layers every rank would hold nearly all of the model.
@@ -129,7 +139,7 @@ class Sharding:
         parameters = {
             name: style
             for name, style in _matching(plan, dict(self._model.named_parameters())).items()
-            if name.rpartition(".")[0] not in experts
+            if (owner := name.rpartition(".")[0]) in layers and owner not in experts
         }
         unknown = {_pattern_of(name): style for name, style in parameters.items()}
         unknown |= {

@@ -1,5 +1,6 @@
 """Laws of the configuration: what exists is valid; what is wrong is told with what is allowed."""
 
+from collections.abc import Collection
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,25 @@ def test_what_was_handed_over_may_change_afterwards() -> None:
     assert hash(config) == hash(LoRAConfig(target_modules=["q_proj"], default_mm_loras={}))
     with pytest.raises(TypeError):
         config.default_mm_loras["audio"] = "b"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("modalities", "path"),
+    [
+        ((), None),
+        (("text",), None),
+        (("image",), "a"),
+        (("image", "image", "text"), "a"),
+        ({"audio", "video"}, "b"),
+        (("image", "audio"), None),
+    ],
+)
+def test_the_one_modality_with_a_default_says_which_adapter(
+    modalities: Collection[str], path: str | None
+) -> None:
+    config = LoRAConfig(default_mm_loras={"image": "a", "audio": "b"})
+    assert config.default_mm_lora(modalities) == path
+    assert LoRAConfig().default_mm_lora(modalities) is None
 
 
 @pytest.mark.parametrize("name", LoRAConfig.__dataclass_fields__)

@@ -181,6 +181,8 @@ def test_paths_of_the_time_before_the_prefix_are_found() -> None:
         "language_model.lm_head": "lm_head",
         tower: f"model.{tower}",
         f"model.{tower}": f"model.{tower}",
+        tower.replace(".", ".vision_model.", 1): f"model.{tower}",
+        f"model.{tower.replace('.', '.vision_model.', 1)}": f"model.{tower}",
         "multi_modal_projector.linear_1": "model.multi_modal_projector.linear_1",
         "model.layers.7.self_attn.q_proj": "model.layers.7.self_attn.q_proj",
     }.items():

@@ -9,21 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from torch import Tensor
 
-from engine.adapters import LoRARequest
+from engine.adapters import LoRAModel
 from engine.config import LoRAConfig
-from engine.layout import ModuleKind
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.model import PreparedModel
-from engine.punica import LoRAMapping, MappingType
+from engine.errors import AdapterDoesNotFit, NotResident
+from engine.punica import LoRAMapping
 from tests.engine_examples import relative_error
-from tests.image_rows import WIDTH, Row, entries, images, inputs
-from tests.image_text_examples import KINDS, build
+from tests.image_rows import Row
+from tests.image_text_examples import KINDS
+from tests.towers_bench import EVERYTHING, IMAGE_PARTS, READING, SEEING, Bench, Peft
 
-EVERYTHING, SEEING, READING = 1, 2, 3
-NAMES = {EVERYTHING: "everything", SEEING: "seeing", READING: "reading"}
 ROWS = (
     Row(EVERYTHING, (1,)),
     Row(0, (0, 2)),
@@ -33,92 +28,14 @@ ROWS = (
     Row(SEEING, (1,)),
     Row(0),
 )
-IMAGE_PARTS = (MappingType.TOWER, MappingType.CONNECTOR)
-CONFIG = LoRAConfig(max_lora_rank=8, max_loras=3, enable_tower_connector_lora=True)
-PARTS_OF = {
-    EVERYTHING: {"r": 8, "parts": (MappingType.LANGUAGE, *IMAGE_PARTS)},
-    SEEING: {"r": 4, "parts": IMAGE_PARTS},
-    READING: {"r": 2, "parts": (MappingType.LANGUAGE,)},
-}
-
-
-def linear_layers(kind: str, *parts: MappingType) -> list[str]:
-    """The full names of these parts' linear layers, as PEFT targets them."""
-    model = PreparedModel(build(kind), CONFIG)
-    head = model.model.get_output_embeddings()
-    part_of = {
-        shape.name: model.parts[name]
-        for name, layer in model.layers.items()
-        for shape in layer.module_shapes(name, 0)
-        if shape.kind is ModuleKind.LINEAR and layer is not head
-    }
-    return [name for name, part in part_of.items() if part in parts]
-
-
-class Peft:
-    """The same model with every adapter in peft, saved under `root` by its name."""
-
-    def __init__(self, kind: str, root: Path) -> None:
-        configs = {
-            NAMES[number]: LoraConfig(
-                r=own["r"],
-                lora_alpha=2 * own["r"],
-                target_modules=linear_layers(kind, *own["parts"]),
-                init_lora_weights=False,
-            )
-            for number, own in PARTS_OF.items()
-        }
-        torch.manual_seed(3)
-        first, *rest = configs
-        self.kind = kind
-        self.model: PeftModel = get_peft_model(build(kind), configs[first], adapter_name=first)
-        for name in rest:
-            self.model.add_adapter(name, configs[name])
-        self.model.eval()
-        for config in self.model.peft_config.values():
-            config.init_lora_weights = True
-        self.model.save_pretrained(root)
-
-    @torch.no_grad()
-    def logits(self, row: Row) -> Tensor:
-        given = inputs(self.kind, [row])
-        if not row.adapter:
-            with self.model.disable_adapter():
-                return self.model(**given).logits[0]
-        self.model.set_adapter(NAMES[row.adapter])
-        return self.model(**given).logits[0]
-
-
-class Bench:
-    """A manager with the saved adapters in its slots."""
-
-    def __init__(self, kind: str, root: Path, config: LoRAConfig = CONFIG) -> None:
-        self.kind = kind
-        self.manager = LRUCacheLoRAModelManager(build(kind), 16, 512, 97, config, "cpu")
-        self.worker = LRUCacheWorkerLoRAManager(self.manager)
-        for number in PARTS_OF:
-            path = root / NAMES[number]
-            self.worker.add_adapter(LoRARequest(path.name, number, str(path)))
-
-    def map_texts(self, rows: tuple[Row, ...]) -> None:
-        ids = torch.tensor([row.adapter for row in rows])
-        mapping = LoRAMapping(ids.repeat_interleave(WIDTH), ids, is_prefill=True)
-        self.manager.set_adapter_mapping(mapping)
-
-    def map_images(self, rows: tuple[Row, ...]) -> None:
-        tensors = images(self.kind, rows)
-        for mapping in self.manager.image_mappings(entries(self.kind, rows), tensors):
-            self.manager.set_adapter_mapping(mapping)
-
-    @torch.inference_mode()
-    def logits(self, rows: tuple[Row, ...]) -> Tensor:
-        return self.manager.model(**inputs(self.kind, rows)).logits
+KIND = "llava"
+PIXELS = torch.ones(1, 3, 8, 8)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_row_of_a_batch_with_images_is_pefts(kind: str, tmp_path: Path) -> None:
-    peft = Peft(kind, tmp_path)
-    bench = Bench(kind, tmp_path)
+    peft, bench = Peft(kind, tmp_path), Bench(kind, tmp_path)
+    bench.load(EVERYTHING, SEEING, READING)
     bench.map_texts(ROWS)
     bench.map_images(ROWS)
     for row, found in zip(ROWS, bench.logits(ROWS), strict=True):
@@ -127,3 +44,122 @@ def test_every_row_of_a_batch_with_images_is_pefts(kind: str, tmp_path: Path) ->
         if row.adapter and (row.images or row.adapter == EVERYTHING):
             base = peft.logits(row._replace(adapter=0))
             assert relative_error(base, expected) > 1e-3, row
+
+
+@pytest.fixture(scope="module")
+def peft(tmp_path_factory: pytest.TempPathFactory) -> tuple[Peft, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return Peft(KIND, root), root
+
+
+@pytest.fixture
+def bench(peft: tuple[Peft, Path]) -> Bench:
+    """A manager with room for two of the three."""
+    config = LoRAConfig(max_lora_rank=8, max_loras=2, enable_tower_connector_lora=True)
+    return Bench(KIND, peft[1], config)
+
+
+def test_until_a_mapping_is_set_images_are_the_bases(peft: tuple[Peft, Path], bench: Bench) -> None:
+    bench.load(EVERYTHING)
+    rows = [Row(EVERYTHING, (1,))]
+    base = peft[0].logits(Row(0, (1,)))
+    assert relative_error(bench.logits(rows)[0], base) < 1e-5
+    bench.map_images(rows)
+    assert relative_error(bench.logits(rows)[0], base) > 1e-3
+    for part in IMAGE_PARTS:
+        bench.manager.set_adapter_mapping(LoRAMapping([], [], type=part))
+    assert relative_error(bench.logits(rows)[0], base) < 1e-5
+
+
+def test_each_part_follows_its_own_mapping(bench: Bench) -> None:
+    bench.load(EVERYTHING)
+    rows = [Row(EVERYTHING, (1,))]
+    found = [bench.logits(rows)]
+    for mapping in bench.manager.image_mappings([EVERYTHING], {"pixel_values": PIXELS}):
+        bench.manager.set_adapter_mapping(mapping)
+        found.append(bench.logits(rows))
+    bench.map_texts(rows)
+    found.append(bench.logits(rows))
+    for one, other in zip(found, found[1:], strict=False):
+        assert relative_error(one, other) > 1e-3
+
+
+def test_a_mapping_of_other_images_fails_the_forward(bench: Bench) -> None:
+    bench.load(EVERYTHING)
+    bench.map_images([Row(EVERYTHING, (1,))])
+    with pytest.raises(ValueError, match=r"2 units .* mapping of 1"):
+        bench.logits([Row(EVERYTHING, (1, 2))])
+
+
+def test_a_mapping_that_outlives_its_slots_fails_images_and_no_text(
+    peft: tuple[Peft, Path], bench: Bench
+) -> None:
+    rows, text = [Row(SEEING, (1,))], Row(0)
+    bench.load(SEEING)
+    bench.map_images(rows)
+    bench.manager.deactivate_adapter(SEEING)
+    with pytest.raises(NotResident, match="set another mapping"):
+        bench.logits(rows)
+    assert relative_error(bench.logits([text])[0], peft[0].logits(text)) < 1e-5
+    bench.load(READING, SEEING)
+    expected = peft[0].logits(rows[0])
+    assert relative_error(bench.logits(rows)[0], expected) < 1e-5, "it follows its adapter"
+
+
+def test_a_mapping_may_name_rows_one_by_one(peft: tuple[Peft, Path], bench: Bench) -> None:
+    """LLaVA's encoder has a row more an image than its connector: the class token."""
+    bench.load(SEEING)
+    rows = [Row(0, (0,)), Row(SEEING, (1,))]
+    for part, count in zip(IMAGE_PARTS, (5, 4), strict=True):
+        ids = [0] * count + [SEEING] * count
+        bench.manager.set_adapter_mapping(LoRAMapping(ids, [0, SEEING], True, part))
+    for row, found in zip(rows, bench.logits(rows), strict=True):
+        assert relative_error(found, peft[0].logits(row)) < 1e-5
+
+
+def test_a_dummy_takes_its_room_in_every_part_and_changes_nothing(bench: Bench) -> None:
+    manager = bench.manager
+    dummy = manager.create_dummy_lora(7, 8)
+    assert dummy.loras.keys() == manager.side.modules.keys()
+    assert any("vision_tower" in name for name in dummy.loras)
+    assert any("projector" in name for name in dummy.loras)
+    rows = [Row(7, (1,)), Row(0, (2,))]
+    base = bench.logits(rows)
+    manager.add_adapter(dummy)
+    manager.activate_adapter(7)
+    bench.map_texts(rows)
+    bench.map_images(rows)
+    assert torch.equal(bench.logits(rows), base)
+
+
+def test_without_the_option_what_touches_tower_or_connector_is_refused(
+    peft: tuple[Peft, Path], bench: Bench
+) -> None:
+    plain = Bench(KIND, peft[1], LoRAConfig(max_lora_rank=8))
+    for number in (EVERYTHING, SEEING):
+        with pytest.raises(
+            AdapterDoesNotFit, match=r"enable_tower_connector_lora: model\."
+        ) as told:
+            plain.load(number)
+        assert "language_model" not in str(told.value)
+    plain.load(READING)
+    bench.load(SEEING)
+    handed = bench.manager.get_adapter(SEEING)
+    assert isinstance(handed, LoRAModel)
+    with pytest.raises(AdapterDoesNotFit, match=r"tower or the connector.*enable_tower_connector_"):
+        plain.manager.add_adapter(handed.clone(9))
+    assert plain.manager.image_mappings([0], {"pixel_values": PIXELS}) == []
+    for part in IMAGE_PARTS:
+        with pytest.raises(ValueError, match=f"{part.value}.*enable_tower_connector_lora"):
+            plain.manager.set_adapter_mapping(LoRAMapping([], [], type=part))
+
+
+def test_the_default_of_the_one_modality_that_has_one_is_asked_for(
+    peft: tuple[Peft, Path],
+) -> None:
+    path = str(peft[1] / "everything")
+    bench = Bench(KIND, peft[1], LoRAConfig(max_lora_rank=8, default_mm_loras={"image": path}))
+    request = bench.worker.default_request({"image"}, 5)
+    assert request is not None
+    assert (request.lora_int_id, request.lora_path) == (5, path)
+    assert bench.worker.default_request((), 5) is None

@@ -1,0 +1,124 @@
+"""Laws of the mappings of towers and connectors: who the rows of a unit belong to."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import NotResident
+from engine.image_part import units_of
+from engine.image_punica import ImageMapper, ImagePunicaWrapper
+from engine.kernels import choose_kernels
+from engine.media import Media
+from engine.punica import LoRAMapping, MappingType
+
+LAYOUT = (5, 6, None)
+IDS = st.lists(st.sampled_from((0, 5, 6)), min_size=1, max_size=6)
+
+
+def wrapper(ids: list[int], units: int, prompts: tuple[int, ...] = ()) -> ImagePunicaWrapper:
+    punica = ImagePunicaWrapper(torch.device("cpu"), 8, choose_kernels("cpu"))
+    punica.update_metadata(LoRAMapping(ids, prompts, type=MappingType.TOWER), LAYOUT)
+    punica.units = units
+    return punica
+
+
+def slots_of(punica: ImagePunicaWrapper, rows: int) -> list[int]:
+    """The slot of each row, as the kernels read it."""
+    groups = punica.groups_of(rows)
+    if groups is None:
+        return [-1] * rows
+    assert groups.tokens == rows
+    return groups.token_slots.tolist()
+
+
+@given(IDS, st.integers(1, 5), st.permutations([1, 2, 3]))
+def test_every_unit_has_as_many_rows_of_its_own(
+    ids: list[int], most: int, factors: list[int]
+) -> None:
+    punica = wrapper(ids, len(ids))
+    for factor in (*factors, most):
+        expected = [{0: -1, 5: 0, 6: 1}[id_] for id_ in ids for _ in range(factor)]
+        assert slots_of(punica, factor * len(ids)) == expected
+
+
+@given(IDS, st.integers(2, 4))
+def test_a_row_may_be_of_several_units_of_one_adapter(ids: list[int], together: int) -> None:
+    units = [id_ for id_ in ids for _ in range(together)]
+    punica = wrapper(units, len(units))
+    assert slots_of(punica, len(ids)) == [{0: -1, 5: 0, 6: 1}[id_] for id_ in ids]
+
+
+def test_a_row_of_units_of_two_adapters_is_an_error() -> None:
+    with pytest.raises(ValueError, match="2 rows of 4 units"):
+        wrapper([5, 6, 6, 6], 4).groups_of(2)
+
+
+@pytest.mark.parametrize(("units", "rows"), [(3, 7), (6, 6), (6, 12), (0, 9), (2, 4)])
+def test_a_mapping_of_other_images_is_an_error(units: int, rows: int) -> None:
+    """Twice as many images have twice as many rows: only the encoder's own number tells."""
+    with pytest.raises(ValueError, match=f"{rows} rows of {units} units .* mapping of 3"):
+        wrapper([5, 0, 6], units).groups_of(rows)
+
+
+def test_entries_may_be_the_rows_themselves() -> None:
+    punica = wrapper([5, 5, 0, 6], units=2, prompts=(5, 6))
+    assert slots_of(punica, 4) == [0, 0, -1, 1]
+    assert slots_of(punica, 2) == [0, 1]
+    assert slots_of(punica, 4) == [0, 0, -1, 1]
+
+
+def test_before_the_first_mapping_and_without_adapters_any_rows_are_the_bases() -> None:
+    fresh = ImagePunicaWrapper(torch.device("cpu"), 8, choose_kernels("cpu"))
+    for punica in (fresh, wrapper([], 3), wrapper([0, 0], 3)):
+        assert punica.groups_of(11) is None
+
+
+def test_an_id_without_a_slot_is_an_error_and_the_last_mapping_goes_on() -> None:
+    punica = wrapper([5, 6], 2)
+    with pytest.raises(NotResident, match="7"):
+        punica.update_metadata(LoRAMapping([7, 5], [], type=MappingType.TOWER), LAYOUT)
+    assert slots_of(punica, 4) == [0, 0, 1, 1]
+
+
+def test_adapters_that_change_places_are_followed() -> None:
+    punica = wrapper([5, 6], 2)
+    assert slots_of(punica, 2) == [0, 1]
+    mapping = LoRAMapping([5, 6], [], type=MappingType.TOWER)
+    punica.update_metadata(mapping, (6, None, 5))
+    assert slots_of(punica, 2) == [2, 0]
+
+
+def test_units_are_patches_images_or_tiles_that_are_not_padding() -> None:
+    grids = torch.tensor([[1, 2, 2], [1, 2, 6], [2, 4, 4]])
+    patches = {"pixel_values": torch.ones(48, 9), "image_grid_thw": grids}
+    assert units_of(patches).tolist() == [4, 12, 32]
+    assert units_of({"pixel_values": torch.zeros(3, 3, 8, 8)}).tolist() == [1, 1, 1]
+    tiles = torch.zeros(2, 3, 3, 4, 4)
+    tiles[0, :2] = tiles[1, 0, 2, 3, 3] = 1
+    assert units_of({"pixel_values": tiles}).tolist() == [2, 1]
+    with pytest.raises(ValueError, match=r"pixel_values.*\[3, 4\].*4 or 5 axes"):
+        units_of({"pixel_values": torch.ones(3, 4)})
+
+
+def test_a_rows_images_have_its_adapter_within_and_the_base_behind() -> None:
+    punicas = {
+        part: ImagePunicaWrapper(torch.device("cpu"), 8, choose_kernels("cpu"))
+        for part in (MappingType.TOWER, MappingType.CONNECTOR)
+    }
+    mapper = ImageMapper(None, punicas)
+    media = [Media({"pixel_values": torch.ones(n, 3, 4, 4)}, {}, None, 0, n) for n in (1, 2)]
+    with mapper.mapped([6, 5, 5], [media[0], None, media[1]], LAYOUT):
+        for punica in punicas.values():
+            punica.units = 3
+            assert slots_of(punica, 6) == [1, 1, 0, 0, 0, 0]
+    for punica in punicas.values():
+        assert punica.groups_of(6) is None
+    with pytest.raises(NotResident), mapper.mapped([6, 9], [media[0], media[1]], LAYOUT):
+        raise AssertionError("an id without a slot was let pass")
+    assert all(punica.groups_of(3) is None for punica in punicas.values())
+
+
+def test_there_is_an_adapter_id_for_each_image() -> None:
+    with pytest.raises(ValueError, match="2 adapter ids for 3 images"):
+        ImageMapper(None).mappings([5, 6], {"pixel_values": torch.ones(3, 3, 8, 8)})
