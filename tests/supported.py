@@ -17,6 +17,7 @@ from engine.model import PreparedModel
 from engine.packing import FAMILIES
 from engine.peft_config import REFUSALS
 from engine.pooled_model import PooledModel
+from engine.punica import MappingType
 from tests.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.expert_adapters import make_model
 from tests.expert_examples import SERVED_FAMILIES
@@ -47,9 +48,14 @@ def full() -> str:
             _table(("class", "task", "pooling", "wrapped"), _pooled()),
             "With heads that an adapter brings (`modules_to_save`).",
             "## Image-text models",
-            _table(("`model_type`", "packed", "by themselves"), _image_text()),
-            "They generate from text alone: towers and connectors are not wrapped, and a prompt "
-            "with an image's token is refused.",
+            _table(
+                ("`model_type`", "packed", "by themselves", "in the tower", "in the connector"),
+                _image_text(),
+            ),
+            "Held against PEFT with several images of unlike sizes in one batch, each row under "
+            "its own adapter. Tower and connector are wrapped with `enable_tower_connector_lora`. "
+            "Other image-text models are served where the probe at start sees that their layers "
+            "keep images apart.",
             "## Refused models",
             _table(("model", "`model_type`", "because"), _refused()),
             "## Layers",
@@ -147,10 +153,25 @@ def _pooled() -> Iterator[tuple[str, ...]]:
 
 def _image_text() -> Iterator[tuple[str, ...]]:
     for kind in KINDS:
-        layers = PreparedModel(build(kind), LoRAConfig()).layers
-        lasts = {name.rpartition(".")[2]: layer for name, layer in layers.items()}
-        packed = [name for name, layer in lasts.items() if _is_packed(layer)]
-        yield f"`{kind}`", _names(packed), _names(name for name in lasts if name not in packed)
+        model = PreparedModel(build(kind), LoRAConfig(enable_tower_connector_lora=True))
+        language = _layers_of(model, MappingType.LANGUAGE)
+        packed = [name for name, layer in language.items() if _is_packed(layer)]
+        yield (
+            *(f"`{kind}`", _names(packed), _names(name for name in language if name not in packed)),
+            _names(_layers_of(model, MappingType.TOWER)),
+            _names(_layers_of(model, MappingType.CONNECTOR, names=3)),
+        )
+
+
+def _layers_of(
+    model: PreparedModel, part: MappingType, names: int = 1
+) -> dict[str, BaseLayerWithLoRA]:
+    """A part's layers, by the last of their names."""
+    return {
+        ".".join(name.split(".")[-names:]): layer
+        for name, layer in model.layers.items()
+        if model.parts[name] is part
+    }
 
 
 def _refused() -> Iterator[tuple[str, ...]]:

@@ -5,6 +5,7 @@ tower and connector alone, one on the language part alone; rows with no image, o
 unlike sizes.
 """
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_each_part_follows_its_own_mapping(bench: Bench) -> None:
         found.append(bench.logits(rows))
     bench.map_texts(rows)
     found.append(bench.logits(rows))
-    for one, other in zip(found, found[1:], strict=False):
+    for one, other in pairwise(found):
         assert relative_error(one, other) > 1e-3
 
 

@@ -1,7 +1,7 @@
 """A manager of an image-text model with adapters on all of its parts, beside PEFT's same model.
 
-What it is: both sides of a parity test. What it is not: a test. One rule: adapters are made by peft,
-saved, and come back through the manager's own reader.
+What it is: both sides of a parity test. What it is not: a test. One rule: adapters are made by
+peft, saved, and come back through the manager's own reader.
 """
 
 from collections.abc import Sequence
