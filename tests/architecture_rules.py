@@ -85,9 +85,9 @@ AREAS = (
 FLOORS = (
     ("engine.errors", "engine.config", "engine.lora", "engine.staging", "engine.arena"),
     ("engine.kernels",),
-    ("engine.punica",),
+    ("engine.punica", "engine.image_punica"),
     ("engine.layers",),
-    ("engine.packing", "engine.probe"),
+    ("engine.packing", "engine.probe", "engine.image_probe"),
     ("engine.preparation",),
     ("engine.served",),
     ("engine.model", "engine.pooled_model"),

@@ -15,6 +15,8 @@ from tests.image_text_examples import IMAGE_TOKEN
 
 WIDTH = 24
 TOKENS_OF_SQUARE = 4
+TILED = {"idefics3": 1, "smolvlm": 1, "idefics2": 4}
+"""The kinds whose images come as tiles, and the tokens of a tile."""
 GRIDS = ((2, 2), (2, 6), (4, 4))
 """Height and width of Qwen's images, in patches; four patches become a token."""
 
@@ -47,14 +49,14 @@ def images(kind: str, rows: Sequence[Row]) -> dict[str, Tensor]:
         grids = torch.tensor([(1, *GRIDS[number]) for number in every])
         pixels = [_noise(n, int(grid.prod()), 96) for n, grid in zip(every, grids, strict=True)]
         return {"pixel_values": torch.cat(pixels), "image_grid_thw": grids}
-    if kind == "idefics3":
+    if kind in TILED:
         return {"pixel_values": _tiles([row for row in rows if row.images])}
     return {"pixel_values": torch.stack([_noise(number, 3, 8, 8) for number in every])}
 
 
 def entries(kind: str, rows: Sequence[Row]) -> list[int]:
     """The adapter of every image, as the model is given them: tiles by row, others one by one."""
-    if kind == "idefics3":
+    if kind in TILED:
         return [row.adapter for row in rows if row.images]
     return [row.adapter for row in rows for _ in row.images]
 
@@ -77,8 +79,10 @@ def _tokens(kind: str, row: Row) -> Tensor:
 
 
 def _image_tokens(kind: str, number: int) -> int:
-    if kind == "idefics3":
-        return number + 1
+    if kind in TILED:
+        return TILED[kind] * (number + 1)
+    if kind == "internvl":
+        return 1
     if kind.startswith("qwen"):
         return GRIDS[number][0] * GRIDS[number][1] // 4
     return TOKENS_OF_SQUARE

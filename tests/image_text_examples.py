@@ -63,11 +63,50 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 """Of each model type: its text config, its vision config, its own fields."""
 
+LATER_QWEN_VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "out_hidden_size": 32,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 64,
+}
+PERCEIVER = {
+    "hidden_size": 32,
+    "resampler_n_latents": 4,
+    "resampler_depth": 1,
+    "resampler_n_heads": 2,
+    "num_key_value_heads": 1,
+    "resampler_head_dim": 8,
+}
+SIDES = {"image_size": [8, 8], "patch_size": [4, 4]}
+MORE_KINDS = {
+    "idefics2": (
+        {"model_type": "mistral"},
+        {"model_type": "idefics2_vision", **VISION},
+        {"image_token_id": IMAGE_TOKEN, "perceiver_config": PERCEIVER},
+    ),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {"model_type": "internvl_vision", **VISION, **SIDES},
+        {"image_token_id": IMAGE_TOKEN, "downsample_ratio": 0.5},
+    ),
+    "qwen3_vl": (QWEN_TEXT, LATER_QWEN_VISION, {"image_token_id": IMAGE_TOKEN}),
+    "smolvlm": (
+        {"model_type": "llama"},
+        {"model_type": "smolvlm_vision", **VISION},
+        {"image_token_id": IMAGE_TOKEN, "scale_factor": 2},
+    ),
+}
+"""The same of model types that have been tried with tensors alone, without a processor."""
+
 TEXT = {"num_hidden_layers": 2, **COMMON}
 
 
 def build(kind: str) -> PreTrainedModel:
-    text, vision, own = KINDS[kind]
+    text, vision, own = (KINDS | MORE_KINDS)[kind]
     config = AutoConfig.for_model(kind, text_config={**TEXT, **text}, vision_config=vision, **own)
     torch.manual_seed(1)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()

@@ -21,7 +21,7 @@ from engine.punica import MappingType
 from tests.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.expert_adapters import make_model
 from tests.expert_examples import SERVED_FAMILIES
-from tests.image_text_examples import KINDS, build
+from tests.image_text_examples import KINDS, MORE_KINDS, build
 from tests.pooling_examples import CLASSIFIERS, EMBEDDERS
 
 ROOT: Final = Path(__file__).parent.parent
@@ -53,9 +53,10 @@ def full() -> str:
                 _image_text(),
             ),
             "Held against PEFT with several images of unlike sizes in one batch, each row under "
-            "its own adapter. Tower and connector are wrapped with `enable_tower_connector_lora`. "
-            "Other image-text models are served where the probe at start sees that their layers "
-            "keep images apart.",
+            f"its own adapter; {_names(KINDS)} generate so too, from prompts that their own "
+            "processors read. Tower and connector are wrapped with `enable_tower_connector_lora`. "
+            "Other image-text models are served where trials at start see that rows with images "
+            "can be batched, and that layers keep images apart.",
             "## Refused models",
             _table(("model", "`model_type`", "because"), _refused()),
             "## Layers",
@@ -152,7 +153,7 @@ def _pooled() -> Iterator[tuple[str, ...]]:
 
 
 def _image_text() -> Iterator[tuple[str, ...]]:
-    for kind in KINDS:
+    for kind in (*KINDS, *MORE_KINDS):
         model = PreparedModel(build(kind), LoRAConfig(enable_tower_connector_lora=True))
         language = _layers_of(model, MappingType.LANGUAGE)
         packed = [name for name, layer in language.items() if _is_packed(layer)]

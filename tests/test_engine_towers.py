@@ -17,7 +17,7 @@ from engine.errors import AdapterDoesNotFit, NotResident
 from engine.punica import LoRAMapping
 from tests.engine_examples import relative_error
 from tests.image_rows import Row
-from tests.image_text_examples import KINDS
+from tests.image_text_examples import KINDS, MORE_KINDS
 from tests.towers_bench import EVERYTHING, IMAGE_PARTS, READING, SEEING, Bench, Peft
 
 ROWS = (
@@ -33,7 +33,7 @@ KIND = "llava"
 PIXELS = torch.ones(1, 3, 8, 8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
 def test_every_row_of_a_batch_with_images_is_pefts(kind: str, tmp_path: Path) -> None:
     peft, bench = Peft(kind, tmp_path), Bench(kind, tmp_path)
     bench.load(EVERYTHING, SEEING, READING)

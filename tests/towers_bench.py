@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.adapters import LoRARequest
 from engine.config import LoRAConfig
-from engine.layout import ModuleKind
 from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
 from engine.model import PreparedModel
 from engine.punica import LoRAMapping, MappingType
@@ -32,15 +31,15 @@ RANKS = {EVERYTHING: 8, SEEING: 4, READING: 2}
 CONFIG = LoRAConfig(max_lora_rank=8, max_loras=3, enable_tower_connector_lora=True)
 
 
-def linear_layers(kind: str, *parts: MappingType) -> list[str]:
-    """The full names of these parts' linear layers, as PEFT targets them."""
+def layers_of(kind: str, *parts: MappingType) -> list[str]:
+    """The full names of these parts' layers but the model's ends, as PEFT targets them."""
     model = PreparedModel(build(kind), CONFIG)
-    head = model.model.get_output_embeddings()
+    ends = (model.model.get_input_embeddings(), model.model.get_output_embeddings())
     part_of = {
         shape.name: model.parts[name]
         for name, layer in model.layers.items()
         for shape in layer.module_shapes(name, 0)
-        if shape.kind is ModuleKind.LINEAR and layer is not head
+        if layer not in ends
     }
     return [name for name, part in part_of.items() if part in parts]
 
@@ -53,7 +52,7 @@ class Peft:
             NAMES[number]: LoraConfig(
                 r=RANKS[number],
                 lora_alpha=2 * RANKS[number],
-                target_modules=linear_layers(kind, *parts),
+                target_modules=layers_of(kind, *parts),
                 init_lora_weights=False,
             )
             for number, parts in PARTS_OF.items()
