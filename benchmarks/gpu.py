@@ -1,6 +1,6 @@
 """`make gpu`: what only a CUDA device can show.
 
-What it is: the tests marked `gpu`, the shared kernel tests compiled, both again under
+What it is: the tests marked `gpu`, the shared kernel tests compiled, some of both again under
 compute-sanitizer where that is installed, then the kernels' figures. What it is not: part of CI.
 One rule: without a device it says so and succeeds, for nothing was found wrong.
 """
@@ -14,10 +14,17 @@ from typing import Final
 import torch
 
 PYTEST: Final = (sys.executable, "-m", "pytest")
-OPERATIONS: Final = ("linear", "shrink", "expand", "embedding", "experts", "offsets")
+OPERATIONS: Final = (
+    *("linear", "shrink", "expand", "halves", "embedding", "experts", "experts_halves", "offsets"),
+)
 SHARED: Final = tuple(f"tests/test_engine_kernels_{name}.py" for name in OPERATIONS)
-SANITIZED: Final = ("tests/test_engine_kernels_gpu.py",)
+SANITIZED: Final = (
+    *("same_bits", "runs_of_rows", "lie_apart", "alternate", "may_be_others", "dealt_out"),
+    "two_halves_with",
+)
+"""Parts of the names of the tests that run under a sanitizer: every kernel, in few batches."""
 TOOLS: Final = ("memcheck", "racecheck")
+COMPILED: Final = {"LORADOCK_TEST_COMPILED": "1"}
 
 
 def main() -> int:
@@ -28,11 +35,10 @@ def main() -> int:
         print("makes of each kernel, and tests/test_engine_kernels_triton.py counts what it reads")
         return 0
     print(f"on {torch.cuda.get_device_name()}")
-    compiled = {"LORADOCK_TEST_COMPILED": "1"}
-    parts = [
+    parts: list[tuple[list[str], dict[str, str]]] = [
         ([*PYTEST, "-m", "gpu"], {}),
-        ([*PYTEST, "-p", "no:xdist", *SHARED], compiled),
-        *[(command, {}) for command in _sanitizers()],
+        ([*PYTEST, "-p", "no:xdist", *SHARED], COMPILED),
+        *_sanitizers(),
         ([sys.executable, "-m", "benchmarks.gpu_kernels"], {}),
     ]
     for command, settings in parts:
@@ -43,20 +49,16 @@ def main() -> int:
     return 0
 
 
-def _sanitizers() -> list[list[str]]:
+def _sanitizers() -> list[tuple[list[str], dict[str, str]]]:
     """One run a tool; PyTorch's allocator is off so that each tensor has bounds of its own."""
     path = shutil.which("compute-sanitizer")
     if path is None:
         print("compute-sanitizer is not installed: memcheck and racecheck are skipped")
         return []
-    return [
-        [
-            *("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"),
-            *(path, "--tool", tool, "--error-exitcode", "9"),
-            *(*PYTEST, *SANITIZED, "-k", "same_bits"),
-        ]
-        for tool in TOOLS
-    ]
+    files = ("tests/test_engine_kernels_gpu.py", *SHARED)
+    tests = [*PYTEST, "-p", "no:xdist", *files, "-k", " or ".join(SANITIZED)]
+    settings = {**COMPILED, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    return [([path, "--tool", tool, "--error-exitcode", "9", *tests], settings) for tool in TOOLS]
 
 
 if __name__ == "__main__":

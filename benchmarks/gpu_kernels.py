@@ -1,8 +1,9 @@
 """`python -m benchmarks.gpu_kernels`: the linear operation's cost on this device, cell by cell.
 
 What it is: microseconds, share of the measured copy bandwidth, and ratio to the layer's own GEMM,
-written to `gpu-<device>.md` and `.json` beside this file. What it is not: a test, although a cell
-is only timed after its result was compared. One rule: no figure is printed of a wrong result.
+beside the aims, written to `gpu-<device>.md` and `.json` beside this file. What it is not: a test,
+although a cell is only timed after its result was compared. One rule: no figure is printed of a
+wrong result.
 """
 
 import re
@@ -24,6 +25,7 @@ from benchmarks.device_layers import (
     groups_of,
     layer_of,
     microseconds,
+    same,
 )
 from engine.kernels import choose_kernels
 
@@ -31,7 +33,16 @@ TOKENS: Final = (1, 8, 32, 64, 256, 2048)
 ADAPTERS: Final = (1, 8, 64)
 RANKS: Final = {"8": (8,), "16": (16,), "64": (64,), "8-128": (8, 128, 16, 64, 32)}
 HIDDEN: Final = (4096, 8192)
-ERROR_MAX: Final = 1e-2
+RANK_8_AMONG_8: Final = Cell(64, 64, (8,), 4096, idle=(8,) * 8)
+RANK_8_AMONG_256: Final = Cell(64, 64, (8,), 4096, idle=(256,) * 8)
+"""The same batch; what other slots hold is of rank 256, and so is the room in all scratch."""
+
+MICROSECONDS_MAX: Final = 10.0
+"""For 64 distinct adapters of rank 16 at hidden 4096, on an H200."""
+SHARE_MIN: Final = 0.5
+LARGE_BYTES: Final = 32 << 20
+"""Where weights exceed so many bytes, the share of the copy's bandwidth is aimed at."""
+AMONG_MAX: Final = 1.1
 
 
 class Measured(Struct, frozen=True):
@@ -41,9 +52,16 @@ class Measured(Struct, frozen=True):
     ranks: str
     adapters: int
     tokens: int
+    weight_bytes: int
+    bytes_moved: int
     microseconds: float
     share: float
     vs_gemm: float
+
+    @property
+    def is_the_aims(self) -> bool:
+        """Whether this is the cell that the aim in microseconds is for."""
+        return (self.hidden, self.ranks, self.adapters, self.tokens) == (4096, "16", 64, 64)
 
 
 def main() -> int:
@@ -55,11 +73,12 @@ def main() -> int:
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     measured = []
     for name, cell in cells():
-        measured.append(measure(name, cell, max(cell.ranks), flush, bandwidth))
+        measured.append(measure(name, cell, flush, bandwidth))
         print(msgspec.json.encode(measured[-1]).decode(), flush=True)
-    rank_8 = Cell(64, 64, (8,), 4096)
-    among = [measure("8", rank_8, top, flush, bandwidth).microseconds for top in (8, 256)]
+    both = (RANK_8_AMONG_8, RANK_8_AMONG_256)
+    among = [measure("8", cell, flush, bandwidth).microseconds for cell in both]
     write(measured, bandwidth, among)
+    print("\n".join(aims(measured, bandwidth, among)))
     return 0
 
 
@@ -70,12 +89,10 @@ def cells() -> Iterator[tuple[str, Cell]]:
             yield name, Cell(tokens, adapters, RANKS[name], hidden)
 
 
-def measure(
-    name: str, cell: Cell, rank_max: int, flush: torch.Tensor, bandwidth: float
-) -> Measured:
-    """One cell; `rank_max` is the highest rank that its slots could hold."""
+def measure(name: str, cell: Cell, flush: torch.Tensor, bandwidth: float) -> Measured:
+    """One cell, after its result was compared."""
     device = flush.device
-    layer, groups = layer_of(cell, device), groups_of(cell, device, rank_max)
+    layer, groups = layer_of(cell, device), groups_of(cell, device)
     kernels = choose_kernels("cuda", "triton")
     x = torch.randn(cell.tokens, cell.hidden, device=device, dtype=DTYPE)
     y = torch.zeros_like(x)
@@ -85,7 +102,8 @@ def measure(
     gemm = microseconds(lambda: torch.mm(x, weight.T, out=y), flush)
     share = cell.bytes_moved / (time * 1e-6) / bandwidth
     return Measured(
-        cell.hidden, name, cell.adapters, cell.tokens, round(time, 2), share, time / gemm
+        *(cell.hidden, name, cell.adapters, cell.tokens, cell.weight_bytes, cell.bytes_moved),
+        *(round(time, 2), share, time / gemm),
     )
 
 
@@ -95,9 +113,7 @@ def check(cell: Cell, linear, operands) -> None:
     found, expected = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.float32)
     linear(found, x, layer, groups, 1.0)
     choose_kernels("cuda", "reference").linear(expected, x.float(), layer, groups, 1.0)
-    error = float((found - expected).norm() / expected.norm())
-    if not error <= ERROR_MAX:
-        raise AssertionError(f"{cell}: an error of {error}")
+    same(cell, found, expected)
 
 
 def write(measured: list[Measured], bandwidth: float, among: list[float]) -> None:
@@ -110,22 +126,56 @@ def write(measured: list[Measured], bandwidth: float, among: list[float]) -> Non
 
 
 def document(device: str, measured: list[Measured], bandwidth: float, among: list[float]) -> str:
-    """The table as Markdown."""
+    """The aims and the table as Markdown."""
     lines = [
         f"# The linear operation on {device}",
         "",
-        f"A copy moves {bandwidth / 1e12:.2f} TB/s. Rank 8, 64 adapters, one row each, hidden "
-        f"4096: {among[0]:.1f} us among slots of 8, {among[1]:.1f} us among slots of 256.",
+        f"Graphs replayed with cold caches. A copy moves {bandwidth / 1e12:.2f} TB/s; a cell's "
+        "share of that counts its weights and inputs once and its outputs twice.",
         "",
-        "| hidden | ranks | adapters | tokens | us | share of copy | ratio to GEMM |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
+        *(f"- {line}" for line in aims(measured, bandwidth, among)),
+        "",
+        "| hidden | ranks | adapters | tokens | weights, MB | us | share of copy | ratio to GEMM |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     rows = [
-        f"| {m.hidden} | {m.ranks} | {m.adapters} | {m.tokens} | {m.microseconds:.1f} "
-        f"| {m.share:.0%} | {m.vs_gemm:.2f} |"
+        f"| {m.hidden} | {m.ranks} | {m.adapters} | {m.tokens} | {m.weight_bytes / 1e6:.1f} "
+        f"| {m.microseconds:.1f} | {m.share:.0%} | {m.vs_gemm:.2f} |"
         for m in measured
     ]
     return "\n".join([*lines, *rows]) + "\n"
+
+
+def aims(measured: list[Measured], bandwidth: float, among: list[float]) -> list[str]:
+    """Each aim in a line: what was measured, what is aimed at, whether it was reached."""
+    lines = []
+    for one in filter(lambda one: one.is_the_aims, measured):
+        bare = 1e6 * one.bytes_moved / bandwidth
+        lines.append(
+            f"64 adapters of rank 16, a row each, hidden 4096: {one.microseconds:.1f} us; the "
+            f"bytes alone take {bare:.1f}. Aim on an H200: <= {MICROSECONDS_MAX:.0f} us, "
+            f"{_reached(one.microseconds <= MICROSECONDS_MAX)}."
+        )
+    large = [one for one in measured if one.weight_bytes > LARGE_BYTES]
+    if large:
+        worst = min(large, key=lambda one: one.share)
+        lines.append(
+            f"{len(large)} cells with weights of more than {LARGE_BYTES >> 20} MiB: the least "
+            f"share of the copy's bandwidth is {worst.share:.0%} (hidden {worst.hidden}, ranks "
+            f"{worst.ranks}, {worst.adapters} adapters, {worst.tokens} tokens). "
+            f"Aim: >= {SHARE_MIN:.0%}, {_reached(worst.share >= SHARE_MIN)}."
+        )
+    ratio = among[1] / among[0]
+    lines.append(
+        f"Rank 8, 64 adapters, a row each, hidden 4096: {among[0]:.1f} us among slots of 8, "
+        f"{among[1]:.1f} us among slots of 256. Aim: at most {AMONG_MAX} times as long, "
+        f"{_reached(ratio <= AMONG_MAX)}."
+    )
+    return lines
+
+
+def _reached(is_reached: bool) -> str:
+    return "reached" if is_reached else "not reached"
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
         {"UNIT": unit, "BLOCK_M": LOOKUP.height, "BLOCK_R": LOOKUP.block_r},
         *(LOOKUP.warps, 3),
     )
-    for plan in EXPERTS.values():
+    for plan in EXPERTS[architecture].values():
         yield from _experts_jobs(plan, dtype)
 
 

@@ -31,7 +31,7 @@ ROWS = [1, -1, 0, 1]
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     path: Path = tmp_path_factory.mktemp("sparse") / "memory"
-    return torch.from_file(str(path), shared=True, size=2 * FAR, dtype=DTYPE)
+    return torch.from_file(str(path), shared=True, size=FAR + (1 << 16), dtype=DTYPE)
 
 
 def far_away(case: Case, memory: torch.Tensor) -> Case:

@@ -13,11 +13,12 @@ import pytest
 
 from engine.kernels.gpu.plans import (
     EXPERTS,
+    EXPERTS_REGIMES,
     PLANS,
     REGIMES,
     SOURCE,
     FusedPlan,
-    experts_plan,
+    experts_regime_of,
     plans_for,
     regime_of,
 )
@@ -65,14 +66,16 @@ def test_every_architecture_has_a_plan_for_every_regime_that_groups_are_cut_for(
             for launch in filter(None, plan):
                 assert launch.height in TILE_ROWS
         assert isinstance(plans["few"].fused, FusedPlan)
-    for shrink, expand in EXPERTS.values():
-        assert shrink.height == expand.height
+    assert EXPERTS.keys() == SOURCE.keys()
+    for experts in EXPERTS.values():
+        assert tuple(experts) == EXPERTS_REGIMES
+        assert {launch.height for plan in experts.values() for launch in plan} <= {*TILE_ROWS}
 
 
 def test_experts_take_long_tiles_where_groups_have_many_pairs() -> None:
-    assert experts_plan(GroupBounds(64, 2, 16)) is EXPERTS["prefill"]
-    assert experts_plan(GroupBounds(63, 2, 16)) is EXPERTS["decode"]
-    assert experts_plan(GroupBounds(64, 2, 16), batch_invariant=True) is EXPERTS["invariant"]
+    assert experts_regime_of(GroupBounds(64, 2, 16)) == "prefill"
+    assert experts_regime_of(GroupBounds(63, 2, 16)) == "decode"
+    assert experts_regime_of(GroupBounds(64, 2, 16), batch_invariant=True) == "invariant"
 
 
 @pytest.mark.parametrize(
@@ -96,9 +99,9 @@ def test_the_bounds_pick_the_regime(tokens: int, groups: int, regime: str) -> No
 
 
 def test_a_device_gets_the_newest_table_that_it_can_run() -> None:
-    assert plans_for((8, 0)) is PLANS[80]
-    assert plans_for((8, 9)) is PLANS[80]
-    assert plans_for((9, 0)) is PLANS[90]
-    assert plans_for((12, 0)) is PLANS[100]
+    for capability, architecture in (((8, 0), 80), ((8, 9), 80), ((9, 0), 90), ((12, 0), 100)):
+        linear, experts = plans_for(capability)
+        assert linear is PLANS[architecture]
+        assert experts is EXPERTS[architecture]
     with pytest.raises(ValueError, match=r"7\.5"):
         plans_for((7, 5))

@@ -31,9 +31,10 @@ from engine.kernels.gpu.launch import Layer, Layers, Workspace, check_operands
 from engine.kernels.gpu.lookup import launch_lookup
 from engine.kernels.gpu.plans import (
     LOOKUP,
-    PLANS,
+    ExpertsPlan,
     Plan,
-    experts_plan,
+    Plans,
+    experts_regime_of,
     plans_for,
     regime_of,
 )
@@ -59,7 +60,7 @@ def triton_kernels(batch_invariant: bool) -> Kernels:
 class TritonOperations:
     """Every operation; each raises ValueError for operands that it can't take."""
 
-    def __init__(self, batch_invariant: bool, plans: dict[str, Plan] | None = None) -> None:
+    def __init__(self, batch_invariant: bool, plans: Plans | None = None) -> None:
         """`plans` None takes the device's own."""
         self._batch_invariant = batch_invariant
         self._plans = plans
@@ -135,7 +136,7 @@ class TritonOperations:
         """See `engine.kernels.experts`."""
         check_experts(ys, x, weights, groups)
         layer = self._layer(x, weights, groups.bounds)
-        plan = experts_plan(groups.bounds, self._batch_invariant)
+        plan = self._experts_plan(x, groups)
         if not len(groups.pairs):
             return
         shape = (plan.shrink.splits, layer.slices, len(groups.pairs), _rank_room(groups.bounds))
@@ -149,7 +150,7 @@ class TritonOperations:
         """See `engine.kernels.experts_shrink`; y: float32."""
         check_experts_shrink(y, x, weights, groups)
         layer = self._layer(x, weights, groups.bounds)
-        plan = experts_plan(groups.bounds, self._batch_invariant).shrink
+        plan = self._experts_plan(x, groups).shrink
         if not len(groups.pairs):
             return
         if plan.splits == 1:
@@ -165,7 +166,7 @@ class TritonOperations:
         """See `engine.kernels.experts_expand`; x: float32."""
         check_experts_expand(ys, x, weights, groups)
         layer = self._layer(ys[0], weights, groups.bounds)
-        plan = experts_plan(groups.bounds, self._batch_invariant).expand
+        plan = self._experts_plan(x, groups).expand
         if len(groups.pairs):
             launch_experts_expand(ys, x[None], layer, groups, plan)
 
@@ -176,15 +177,17 @@ class TritonOperations:
 
     def _plan(self, rows: Tensor, groups: Groups) -> Plan:
         plans = self._plans or _device_plans(rows.device)
-        return plans[regime_of(groups.bounds, self._batch_invariant)]
+        return plans.linear[regime_of(groups.bounds, self._batch_invariant)]
+
+    def _experts_plan(self, rows: Tensor, groups: ExpertGroups) -> ExpertsPlan:
+        plans = self._plans or _device_plans(rows.device)
+        return plans.experts[experts_regime_of(groups.bounds, self._batch_invariant)]
 
 
 @cache
-def _device_plans(device: torch.device) -> dict[str, Plan]:
-    """A device's table; Triton's interpreter, which runs on the CPU, takes one of them."""
-    if device.type != "cuda":
-        return PLANS[90]
-    return plans_for(torch.cuda.get_device_capability(device))
+def _device_plans(device: torch.device) -> Plans:
+    """A device's tables; Triton's interpreter, which runs on the CPU, takes those of one."""
+    return plans_for(torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0))
 
 
 def _rank_room(bounds: GroupBounds) -> int:

@@ -1,6 +1,6 @@
 """Which launches and which tile sizes a batch gets, by its shape: one table a GPU architecture.
 
-What it is: literal tables, and the rule that picks a row. What it is not: a search; `python -m
+What it is: literal tables, and the rules that pick a row. What it is not: a search; `python -m
 benchmarks.tune_kernels` measures on a device and writes the tables anew. One rule: a row is picked
 by a batch's bounds alone, which a captured graph shares with every batch it is replayed for.
 
@@ -78,22 +78,18 @@ class ExpertsPlan(NamedTuple):
     expand: ExpandPlan
 
 
+class Plans(NamedTuple):
+    """One architecture's rows, by regime: of all operations, and of those over experts."""
+
+    linear: dict[str, Plan]
+    experts: dict[str, ExpertsPlan]
+
+
 REGIMES: Final = ("few", "decode", "many", "prefill", "alone", "invariant")
+EXPERTS_REGIMES: Final = ("decode", "prefill", "invariant")
 
 LOOKUP: Final = LookupPlan(SHORT, 32, 2)
 """An embedding's lookup, which is too small to be worth a choice."""
-
-EXPERTS: Final[dict[str, ExpertsPlan]] = {
-    "decode": ExpertsPlan(ShrinkPlan(SHORT, 16, 128, 4, 4, 4), ExpandPlan(SHORT, 128, 16, 4, 2)),
-    "prefill": ExpertsPlan(ShrinkPlan(LONG, 16, 64, 1, 4, 3), ExpandPlan(LONG, 128, 16, 8, 2)),
-    "invariant": ExpertsPlan(ShrinkPlan(SHORT, 16, 128, 4, 4, 4), ExpandPlan(SHORT, 128, 16, 4, 2)),
-}
-"""The experts' launches on every architecture; reasoned, not measured.
-
-A slot and an expert rarely share many pairs, so these are rows of few: short tiles, and the input
-cut in four because expert matrices are narrow. Long segments alone fill the device, and their
-scratch is the largest, so nothing is cut.
-"""
 
 FEW_TOKENS: Final = 4
 MANY_GROUPS: Final = 48
@@ -197,6 +193,55 @@ PLANS: Final[dict[int, dict[str, Plan]]] = {
 }
 
 
+# A slot and an expert rarely share many pairs, so these are rows of few: short tiles, and the input
+# cut in four because expert matrices are narrow. Long segments alone fill the device, and their
+# scratch is the largest, so nothing is cut.
+EXPERTS: Final[dict[int, dict[str, ExpertsPlan]]] = {
+    80: {
+        "decode": ExpertsPlan(
+            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
+        "prefill": ExpertsPlan(
+            ShrinkPlan(LONG, 16, 64, 1, 4, 3),
+            ExpandPlan(LONG, 128, 16, 8, 2),
+        ),
+        "invariant": ExpertsPlan(
+            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
+    },
+    90: {
+        "decode": ExpertsPlan(
+            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
+        "prefill": ExpertsPlan(
+            ShrinkPlan(LONG, 16, 64, 1, 4, 3),
+            ExpandPlan(LONG, 128, 16, 8, 2),
+        ),
+        "invariant": ExpertsPlan(
+            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
+    },
+    100: {
+        "decode": ExpertsPlan(
+            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
+        "prefill": ExpertsPlan(
+            ShrinkPlan(LONG, 16, 64, 1, 4, 3),
+            ExpandPlan(LONG, 128, 16, 8, 2),
+        ),
+        "invariant": ExpertsPlan(
+            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
+            ExpandPlan(SHORT, 128, 16, 4, 2),
+        ),
+    },
+}
+
+
 def regime_of(bounds: GroupBounds, batch_invariant: bool = False) -> str:
     """The row that a batch of these bounds takes."""
     if batch_invariant:
@@ -210,16 +255,15 @@ def regime_of(bounds: GroupBounds, batch_invariant: bool = False) -> str:
     return "many" if bounds.groups >= MANY_GROUPS else "decode"
 
 
-def experts_plan(bounds: GroupBounds, batch_invariant: bool = False) -> ExpertsPlan:
+def experts_regime_of(bounds: GroupBounds, batch_invariant: bool = False) -> str:
     """The row that a batch of pairs takes; bounds: those of its groups by slot and expert."""
     if batch_invariant:
-        return EXPERTS["invariant"]
-    is_long = bounds.tokens >= LONG_SEGMENT * bounds.groups
-    return EXPERTS["prefill" if is_long else "decode"]
+        return "invariant"
+    return "prefill" if bounds.tokens >= LONG_SEGMENT * bounds.groups else "decode"
 
 
-def plans_for(capability: tuple[int, int]) -> dict[str, Plan]:
-    """The table of the newest architecture that is not above a device's `capability`.
+def plans_for(capability: tuple[int, int]) -> Plans:
+    """The tables of the newest architecture that is not above a device's `capability`.
 
     Raises ValueError for a device that is older than all of them.
     """
@@ -230,4 +274,4 @@ def plans_for(capability: tuple[int, int]) -> dict[str, Plan]:
             f"a device of compute capability {capability[0]}.{capability[1]}; "
             f"kernels are planned from {min(PLANS) / 10:.1f} on"
         )
-    return PLANS[max(known)]
+    return Plans(PLANS[max(known)], EXPERTS[max(known)])
