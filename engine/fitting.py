@@ -11,7 +11,7 @@ from typing import Final
 
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.expert_names import ExpertPair, pair_experts, split_experts
+from engine.expert_names import ExpertPair, Experts, pair_experts, split_experts
 from engine.expert_weights import expert_parts
 from engine.layout import ModuleKind, ModuleShape
 from engine.naming import SKIP_PREFIXES, Equivalence, Naming, Rename
@@ -105,10 +105,20 @@ def fit(
     stacked = pair_experts(experts, tensors, helper, problems)
     if model is not None:
         _check_modules(pairs, tensors, helper, model, problems)
-        touched = {column.name for pair in stacked for column in pair.columns}
-        _check_targets(touched.union(pair.module for pair in pairs), helper, modules, problems)
+        touched = _touched_experts(stacked, experts).union(pair.module for pair in pairs)
+        _check_targets(touched, helper, modules, problems)
         _check_copies(names.copies, tensors, modules, problems)
     return Fitted(pairs, stacked)
+
+
+def _touched_experts(stacked: Iterable[ExpertPair], experts: Iterable[Experts]) -> set[str]:
+    """The columns that the file has tensors for; of experts that were refused, all."""
+    touched = {column.name for pair in stacked for column in pair.columns}
+    for one in experts:
+        columns = {column.name for column in one.columns.values()}
+        if one.is_touched and touched.isdisjoint(columns):
+            touched |= columns
+    return touched
 
 
 def check_names(

@@ -4,7 +4,8 @@ What it is: ranges, and the runs of bytes that they are. What it is not: a reade
 beside a part is read for it, and bytes that lie together are one run.
 
 Under tensor parallelism a rank keeps a part of most matrices. Rows of B lie together; of A's
-columns each row has a run of its own, and there are no more of those than the adapter's rank.
+columns each row has a run of its own, and there are no more of those than the adapter's rank (of
+experts in one tensor, their ranks together); the rows that are dealt out are as many or fewer.
 """
 
 from collections.abc import Iterator

@@ -63,14 +63,12 @@ class LoRAMapping:
 class Halves(NamedTuple):
     """A layer's product in two halves, for ranks that exchange what lies between them.
 
-    `shrink` and `expand` give A and B. This process shrinks to one `rank_parts`-th of each rank;
-    its outputs are the columns from `offset` on.
+    `shrink` and `expand` give A and B. This process shrinks to one `rank_parts`-th of each rank.
     """
 
     shrink: LoRASlices
     expand: LoRASlices
     rank_parts: int = 1
-    offset: int = 0
 
 
 class LaunchKey(NamedTuple):
@@ -211,13 +209,14 @@ class PunicaWrapper:
     ) -> None:
         """As `add_lora_linear`, with `exchange` between shrink and expand, in place.
 
+        y: [rows, sum of out_features], this process's own columns: a view where there are others.
         `exchange` takes [slices, tokens, rank_max / rank_parts], in the accumulator's dtype and 0
         where nothing was shrunk, and gives [slices, tokens, rank_max].
         """
         if self.groups_of(len(x)) is not None:
             shrunk = self._between(x, halves)
             self.add_shrink(shrunk, x, halves.shrink)
-            self.add_expand(y, exchange(shrunk), halves.expand, halves.offset)
+            self.add_expand(y, exchange(shrunk), halves.expand)
 
     def _between(self, x: Tensor, halves: Halves) -> Tensor:
         """What `halves.shrink` of `x` goes into: zeros, because ranks may sum it."""
@@ -301,8 +300,8 @@ class PunicaWrapper:
     ) -> None:
         """As `add_lora_fused_moe`, with `exchange` between shrink and expand, in place.
 
-        `exchange` is as in `add_lora_halves`, over the pairs in the groups' order instead of
-        tokens. `ys` are this process's own columns; `halves.offset` plays no part.
+        `ys` are this process's own columns, and `exchange` is as in `add_lora_halves`, over the
+        pairs in the groups' order instead of tokens.
         """
         shrunk = self._between(x, halves)
         self._kernels.experts_shrink(shrunk, x, halves.shrink, groups)

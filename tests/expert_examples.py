@@ -87,6 +87,9 @@ SERVED_FAMILIES = {
 }
 """The families whose whole models are held against peft, by their title."""
 
+SPLIT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+"""Those that bring a plan for several ranks, and are held against peft on two."""
+
 MODULES = {
     "mixtral": MixtralExperts,
     "deepseek_v3": DeepseekV3Experts,

@@ -239,6 +239,14 @@ def dummy(group: ParallelGroup, kind: str, scheme: str, is_mixed: bool) -> dict[
     return tried(split, config, RANK_MAX - 1)
 
 
+def refusal(group: ParallelGroup, family: str) -> str:
+    try:
+        shard_model(make_model(family), group, torch.device("cpu"))
+    except ModelRefused as error:
+        return str(error)
+    return "not refused"
+
+
 def refusals(group: ParallelGroup) -> list[str]:
     """Experts that can't be shared evenly, either way."""
     said = []
@@ -255,7 +263,9 @@ def refusals(group: ParallelGroup) -> list[str]:
     return said
 
 
-CASES = {case.__name__: case for case in (layer, collectives, model, dummy, uneven, refusals)}
+CASES = {
+    case.__name__: case for case in (layer, collectives, model, dummy, uneven, refusal, refusals)
+}
 
 if __name__ == "__main__":
     serve(CASES)

@@ -20,7 +20,7 @@ from engine.pooled_model import PooledModel
 from engine.punica import MappingType
 from tests.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.expert_adapters import make_model
-from tests.expert_examples import SERVED_FAMILIES
+from tests.expert_examples import SERVED_FAMILIES, SPLIT_FAMILIES
 from tests.image_text_examples import KINDS, MORE_KINDS, build
 from tests.pooling_examples import CLASSIFIERS, EMBEDDERS
 
@@ -40,10 +40,12 @@ def full() -> str:
             "is refused.",
             "## Mixtures of experts",
             _table(
-                ("model", "`model_type`", "by themselves", "experts", "in mixed mode"), _experts()
+                ("model", "`model_type`", "by themselves", "experts", "in mixed mode", "ranks"),
+                _experts(),
             ),
-            "Experts without a gate (`up_proj`, `down_proj`) have one format for both. Other "
-            "experts modules are served where `transformers` says how they lie.",
+            "Several ranks share experts by columns, also with `fully_sharded_loras`, or whole "
+            "(`expert_parallel`). Experts without a gate (`up_proj`, `down_proj`) have one format "
+            "for both. Other experts modules are served where `transformers` says how they lie.",
             "## Models that embed or classify",
             _table(("class", "task", "pooling", "wrapped"), _pooled()),
             "With heads that an adapter brings (`modules_to_save`).",
@@ -131,6 +133,7 @@ def _experts() -> Iterator[tuple[str, ...]]:
         yield (
             *(title, f"`{family}`", _names(alone)),
             *(_names(_expert_columns(model)) for model in (fused, mixed)),
+            "one or more" if family in SPLIT_FAMILIES else "one",
         )
 
 

@@ -18,7 +18,7 @@ from tests.expert_adapters import (
     save_fused,
     save_per_expert,
 )
-from tests.expert_examples import HIDDEN, INTER, MODULES, SERVED_FAMILIES, TOP_K
+from tests.expert_examples import HIDDEN, INTER, MODULES, SERVED_FAMILIES, SPLIT_FAMILIES, TOP_K
 from tests.parallel_experts import PROMPT, RANK_MAX, SCHEMES, SHARDED
 from tests.ranks import Ranks, ranks
 from tests.test_engine_expert_adapters import fused, write
@@ -27,8 +27,6 @@ from tests.test_engine_parity import Yardstick
 ERROR_MAX = 1e-5
 SHARES = pytest.mark.parametrize("scheme", SCHEMES)
 FORMATS = pytest.mark.parametrize("is_mixed", [False, True], ids=["3-D", "mixed"])
-SPLIT = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
-"""The families that bring a plan."""
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +76,9 @@ def adapters(family: str, is_mixed: bool, scheme: str, root: Path) -> None:
     save_file({"logits": torch.stack(theirs)}, root / "theirs.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme", "is_mixed"),
-    [
-        *((family, SHARDED, is_mixed) for family in SPLIT for is_mixed in (False, True)),
-        *(
-            (family, scheme, is_mixed)
-            for family in ("mixtral", "qwen3_moe", "deepseek_v2")
-            for scheme in ("tensor", "expert")
-            for is_mixed in (False, True)
-        ),
-    ],
-)
+@SHARES
+@FORMATS
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
 def test_two_ranks_answer_as_one_and_as_peft_with_what_each_read(
     pair: Ranks, family: str, scheme: str, is_mixed: bool, tmp_path: Path
 ) -> None:
@@ -127,7 +116,14 @@ def test_a_rank_that_two_ranks_can_not_share_is_refused(pair: Ranks, tmp_path: P
         assert len(said) == 4
         assert all("has rank 3, which 2 ranks can't share evenly" in text for text in said[:3])
         assert "mlp.experts.0.gate_proj" in said[2]
+        assert not any("without a tensor" in text for text in said)
         assert "experts that ranks share whole" in said[3]
+
+
+@pytest.mark.parametrize("family", sorted(SERVED_FAMILIES.keys() - SPLIT_FAMILIES))
+def test_a_family_without_a_plan_is_refused(pair: Ranks, family: str) -> None:
+    for said in pair.run("refusal", family=family):
+        assert "has no tensor-parallel plan for its layers; serve it on one rank" in said
 
 
 def test_what_can_not_be_shared_evenly_is_refused(pair: Ranks) -> None:

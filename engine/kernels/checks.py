@@ -74,7 +74,8 @@ def check_experts(
     _check_experts("experts", weights, groups)
     _check_floating("experts", "x", x)
     _check("experts", "x", x, (len(groups.pairs), weights.in_features), weights)
-    _check_outputs("experts", ys, x.dtype, weights, groups)
+    _check_outputs("experts", ys, weights, groups)
+    _check_dtype("experts", "y", ys[0], x.dtype)
 
 
 def check_experts_shrink(y: Tensor, x: Tensor, weights: LoRASlices, groups: ExpertGroups) -> None:
@@ -94,7 +95,8 @@ def check_experts_expand(
     operation, pairs = "experts_expand", len(groups.pairs)
     _check_experts(operation, weights, groups)
     _check(operation, "x", x, (len(weights.columns), pairs, _rank_max(weights)), weights)
-    _check_outputs(operation, ys, ys[0].dtype, weights, groups)
+    _check_outputs(operation, ys, weights, groups)
+    _check_floating(operation, "y", ys[0])
     _check_dtype(operation, "x", x, accumulator_dtype(ys[0].dtype))
 
 
@@ -109,13 +111,9 @@ def _check_experts(operation: str, weights: LoRASlices, groups: ExpertGroups) ->
 
 
 def _check_outputs(
-    operation: str,
-    ys: Sequence[Tensor],
-    dtype: torch.dtype,
-    weights: LoRASlices,
-    groups: ExpertGroups,
+    operation: str, ys: Sequence[Tensor], weights: LoRASlices, groups: ExpertGroups
 ) -> None:
-    """One output a slice, of any strides."""
+    """One output a slice, of any strides and all of one dtype."""
     if len(ys) != len(weights.columns):
         raise ValueError(
             f"{operation}: {len(ys)} outputs; the layer has {len(weights.columns)} slices"
@@ -123,7 +121,7 @@ def _check_outputs(
     for y, width in zip(ys, weights.out_features, strict=True):
         _check_shape(operation, "y", y, (len(groups.pairs), width))
         _check_device(operation, "y", y, weights)
-        _check_dtype(operation, "y", y, dtype)
+        _check_dtype(operation, "y", y, ys[0].dtype)
 
 
 def _rank_max(weights: LoRASlices) -> int:

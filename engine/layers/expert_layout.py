@@ -12,15 +12,17 @@ gives a gated one the method `_apply_gate`. These are what is read here.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor, nn
 
 from engine.kernels.expert_groups import Routed, sort_by_expert
 from engine.kernels.grouped import grouped_product
 
-_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-_CALL_ARGUMENTS = 3
+FLAGS: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+"""What every experts module that is understood says of itself."""
+
+_CALL_ARGUMENTS: Final = 3
 
 
 class Call(NamedTuple):
@@ -155,7 +157,7 @@ class ExpertLayout:
 
 def layout_of(module: nn.Module) -> ExpertLayout | None:
     """The layout of an experts module; None for any other, and for one that is not understood."""
-    flags = [getattr(module, name, None) for name in _FLAGS]
+    flags = [getattr(module, name, None) for name in FLAGS]
     if not all(isinstance(flag, bool) for flag in flags) or not _takes_routing(module):
         return None
     is_gated, is_biased, is_transposed, is_concatenated = flags

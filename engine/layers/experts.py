@@ -119,13 +119,13 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         base = self.base_layer
         call = Call(hidden_states, top_k_index, top_k_weights)
         own = base.localized(call) if isinstance(base, ParallelExperts) else call
-        adders = self._adders(own)
-        if adders is None:
+        work = self._work(own)
+        if work is None:
             result: Tensor = base(hidden_states, top_k_index, top_k_weights)
             return result
-        return self.group.all_reduce(self.layout.forward(base, own, *adders))
+        return self.group.all_reduce(self.layout.forward(base, own, *work))
 
-    def _adders(self, call: Call) -> tuple[Routed, Adder, Adder] | None:
+    def _work(self, call: Call) -> tuple[Routed, Adder, Adder] | None:
         """The call's pairs, and what adds to them on both sides; None where nothing is added."""
         punica, deltas = self._punica, self._deltas
         if punica is None or deltas is None:

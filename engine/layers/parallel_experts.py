@@ -6,15 +6,12 @@ One rule: every rank routes alike, computes its part, and what each token gets i
 """
 
 from collections.abc import Callable
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from engine.layers.expert_layout import Call, ExpertLayout, layout_of
+from engine.layers.expert_layout import FLAGS, Call, ExpertLayout, layout_of
 from engine.parallel import ParallelGroup
-
-_ATTRIBUTES: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 class ParallelExperts(nn.Module):
@@ -36,7 +33,7 @@ class ParallelExperts(nn.Module):
         self.group = group
         self.kept = group.part_of(whole.experts, "experts") if by_expert else None
         self.inter = None if by_expert else group.part_of(whole.inter_features, "expert columns")
-        for name in _ATTRIBUTES:
+        for name in FLAGS:
             setattr(self, name, getattr(module, name))
         # A bound method of the module: it reads numbers that only the module has.
         self._apply_gate: Callable[[Tensor], Tensor] | None = getattr(module, "_apply_gate", None)

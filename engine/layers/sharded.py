@@ -55,6 +55,10 @@ class ShardedLoRA(BaseLayerWithLoRA):
         """Every rank's part brought together: [slices, tokens, n] to [slices, tokens, rank_max]."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its ranks exchange")
 
+    def own_columns(self, rows: Tensor) -> Tensor:
+        """Those to which this rank adds; rows: [rows, out], what it computes of the layer."""
+        return rows
+
     def _halves_of(self, slices: LoRASlices) -> Halves:
         raise NotImplementedError(f"{type(self).__name__} does not say how its weights lie")
 
@@ -68,7 +72,7 @@ class ShardedLoRA(BaseLayerWithLoRA):
     def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the batch's deltas to `y` in place, in two halves with an exchange between them."""
         if self._punica is not None and self._halves is not None:
-            rows, inputs = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+            rows, inputs = self.own_columns(y.view(-1, y.shape[-1])), x.reshape(-1, x.shape[-1])
             self._punica.add_lora_halves(rows, inputs, self._halves, self.exchange)
         return y
 
@@ -110,9 +114,13 @@ class RowShardedLoRA(ShardedLoRA):
         """The sum of every rank's products."""
         return self.group.all_reduce(shrunk)
 
+    def own_columns(self, rows: Tensor) -> Tensor:
+        """Those of its rows of B, out of all."""
+        return rows[:, self._rows.start : self._rows.stop]
+
     @property
     def _rows(self) -> range:
         return self.group.part_of(self.base_layer.out_features, "out_features")
 
     def _halves_of(self, slices: LoRASlices) -> Halves:
-        return Halves(slices, slices, offset=self._rows.start)
+        return Halves(slices, slices)
