@@ -60,7 +60,7 @@ class PooledModel(ServedModel):
         self.labels = _labels(model.config) if task == "classify" else ()
         if task == "embed":
             self.pooling = options.pooling or self._natural_pooling()
-        self._prepare(pooling_trial(self.forward), lora_config)
+        self._prepare(pooling_trial(self.forward, model.dtype), lora_config)
         self.width = self.forward([[0]]).shape[-1]
         if self.width > VECTOR_NUMBERS_MAX:
             raise ModelRefused(
@@ -144,10 +144,12 @@ class PooledModel(ServedModel):
 
     def _natural_pooling(self) -> Pooling:
         """The last token knows the whole text where every token sees those before it only."""
-        sees = sees_what_follows(
-            lambda prompts: self._run(prompts).last_hidden_state[:, 0], self.vocab_size
-        )
-        return Pooling.MEAN if sees else Pooling.LAST
+
+        def states(prompts: Prompts) -> Tensor:
+            given: Tensor = self._run(prompts).last_hidden_state
+            return given
+
+        return Pooling.MEAN if sees_what_follows(states, self.vocab_size) else Pooling.LAST
 
 
 def _pooled(pooling: Pooling, states: Tensor, begins: Tensor, ends: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Qwen3Config,
     Qwen3Model,
+    Qwen3MoeConfig,
+    Qwen3MoeModel,
     RobertaConfig,
     RobertaForSequenceClassification,
     RobertaModel,
@@ -51,6 +53,7 @@ _ENCODER = {
     "initializer_range": 0.2,
 }
 _DECODER = _ENCODER | {"num_key_value_heads": 2}
+_MIXTURE = _DECODER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _BERT_TARGETS = ["query", "value", "dense"]
 _LLAMA_TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 
@@ -82,6 +85,11 @@ EMBEDDERS = (
     PoolingExample("roberta", _make(RobertaModel, RobertaConfig, **_ENCODER), _BERT_TARGETS),
     PoolingExample("eurobert", _make(EuroBertModel, EuroBertConfig, **_DECODER), _LLAMA_TARGETS),
     PoolingExample("qwen3", _make(Qwen3Model, Qwen3Config, **_DECODER, head_dim=8), _LLAMA_TARGETS),
+    PoolingExample(
+        "qwen3-moe",
+        _make(Qwen3MoeModel, Qwen3MoeConfig, **_MIXTURE, head_dim=8),
+        ["q_proj", "v_proj", "o_proj"],
+    ),
 )
 CLASSIFIERS = (
     PoolingExample(

@@ -178,6 +178,14 @@ def test_what_can_not_be_run_is_refused_by_its_place(
     assert bench.pooler.is_idle
 
 
+def test_a_token_that_stands_for_an_image_is_refused_where_there_is_none(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.model, "media_tokens", frozenset({9}))
+    with pytest.raises(RequestRefused, match="input 1: token 9 in the prompt stands for an image"):
+        bench.start((5, 6), (8, 9))
+
+
 def test_the_queue_is_bounded_and_ids_are_told_apart(bench: Bench) -> None:
     for _ in range(3):
         bench.start((5,))

@@ -250,7 +250,8 @@ def test_a_causal_model_embeds_where_it_is_told_to_or_was_saved_to(tmp_path: Pat
 
 def test_positions_that_count_on_from_the_padding_are_fewer() -> None:
     limits = {e.name: PooledModel(e.make(), LoRAConfig()).context_tokens_max for e in EMBEDDERS}
-    assert limits == {"bert": 64, "roberta": 62, "eurobert": 64, "qwen3": 64}
+    assert limits.pop("roberta") == 62
+    assert set(limits.values()) == {64}
     for example in EMBEDDERS:
         model = PooledModel(example.make(), LoRAConfig(), context_tokens_max=1000)
         assert model.forward([[5] * model.context_tokens_max]).isfinite().all()

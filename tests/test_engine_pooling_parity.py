@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.config import LoRAConfig
 from engine.pooled_model import PooledModel
@@ -51,8 +52,17 @@ def test_every_pooling_is_what_its_name_says(pooling: Pooling, tmp_path: Path) -
         assert relative_error(found, yardstick.alone(*row, pooling)) < ERROR_MAX, row
 
 
-def test_a_decoder_pools_its_last_token_and_an_encoder_the_mean() -> None:
-    config = LoRAConfig()
-    found = {example.name: PooledModel(example.make(), config).pooling for example in EMBEDDERS}
-    means = dict.fromkeys(("bert", "roberta", "eurobert"), Pooling.MEAN)
-    assert found == means | {"qwen3": Pooling.LAST}
+DECODERS = {"qwen3", "qwen3-moe"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_decoder_pools_its_last_token_and_an_encoder_the_mean(dtype: torch.dtype) -> None:
+    for example in EMBEDDERS:
+        found = PooledModel(example.make().to(dtype), LoRAConfig()).pooling
+        assert found is (Pooling.LAST if example.name in DECODERS else Pooling.MEAN), example.name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_classifier_is_judged_by_the_rounding_of_its_own_dtype(dtype: torch.dtype) -> None:
+    for example in CLASSIFIERS:
+        assert PooledModel(example.make().to(dtype), LoRAConfig(), task="classify").labels
