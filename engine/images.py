@@ -7,6 +7,7 @@ format are known from the file's head, and refused there, before anything is dec
 
 import struct
 import zlib
+from collections.abc import Sequence
 from io import BytesIO
 from typing import Final
 
@@ -24,6 +25,9 @@ PIXELS_MAX: Final = 1 << 25
 SIDE_MAX: Final = 1 << 14
 """The most pixels of a side."""
 
+PROMPT_PIXELS_MAX: Final = 1 << 27
+"""The most pixels of a prompt's images together; reading them takes up to 8 bytes for each."""
+
 _DECODING_FAILURES: Final = (
     *FOREIGN_FAILURES,
     *(OSError, SyntaxError, EOFError, struct.error, zlib.error),
@@ -32,6 +36,20 @@ _PICTURE_WITH_EXTRAS: Final = "MPO"
 """A JPEG that brings a thumbnail or a second exposure behind its picture, as telephones make it."""
 
 _WHITE: Final = (255, 255, 255, 255)
+
+
+def open_images(files: Sequence[bytes]) -> list[Image.Image]:
+    """A prompt's images, each as `open_image` has it; raises `RequestRefused`."""
+    images, pixels = [], 0
+    for place, data in enumerate(files):
+        images.append(open_image(data, place))
+        pixels += images[-1].width * images[-1].height
+        if pixels > PROMPT_PIXELS_MAX:
+            raise RequestRefused(
+                f"the first {place + 1} of {len(files)} images have {pixels} pixels; at most "
+                f"{PROMPT_PIXELS_MAX} of a prompt are read: send fewer, or smaller ones"
+            )
+    return images
 
 
 def open_image(data: bytes, place: int = 0) -> Image.Image:

@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
 from engine.errors import FOREIGN_FAILURES, RequestRefused
-from engine.images import open_image
+from engine.images import open_images
 from engine.media import Media
 from engine.prompts import check_text, check_tokens
 from engine.served import ServedModel
@@ -124,7 +124,7 @@ class ImageReader:
         """A prompt that leaves `wanted` tokens of the context; raises `RequestRefused`."""
         check_text(self._model, prompt.text)
         self._check_placeholders(prompt)
-        images = [open_image(data, place) for place, data in enumerate(prompt.images)]
+        images = open_images(prompt.images)
         try:
             found = self._processor(text=[prompt.text], images=images, return_tensors="pt")
             tokens = found.pop("input_ids")[0]

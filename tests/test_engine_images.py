@@ -13,7 +13,7 @@ from PIL import Image
 
 from engine import images
 from engine.errors import RequestRefused
-from engine.images import FORMATS, PIXELS_MAX, SIDE_MAX, open_image
+from engine.images import FORMATS, PIXELS_MAX, SIDE_MAX, open_image, open_images
 from messages.requests import IMAGE_BYTES_MAX
 from tests.illustrated_examples import picture, png
 
@@ -136,6 +136,15 @@ def test_nothing_is_decoded_before_its_size_is_known(monkeypatch: pytest.MonkeyP
     for whole in WHOLE:
         with pytest.raises(RequestRefused, match="23 x 17 pixels; at most 34"):
             open_image(whole)
+
+
+def test_a_prompts_images_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [png(picture(4, 5, seed)) for seed in range(3)]
+    monkeypatch.setattr(images, "PROMPT_PIXELS_MAX", 60)
+    assert [image.size for image in open_images(files)] == [(4, 5)] * 3
+    monkeypatch.setattr(images, "PROMPT_PIXELS_MAX", 59)
+    with pytest.raises(RequestRefused, match="first 3 of 3 images have 60 pixels; at most 59"):
+        open_images(files)
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,0 +1,106 @@
+"""The engine while it reads images: awake for what ends, and otherwise as if nothing were there."""
+
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.media import Media
+from engine.model import PreparedModel, load_model
+from engine.processor import Reading
+from messages.commands import StartGeneration, StopGeneration
+from messages.reports import GenerationEnded, Report
+from messages.requests import IllustratedPrompt, Sampling
+from tests.illustrated_bench import LORA
+from tests.illustrated_examples import build_with_processor, illustrated, picture
+
+WAIT_S = 60
+PROMPT = illustrated("qwen2_vl", "a @ cat", picture(20, 12, 1))
+
+
+class Bench:
+    """An engine whose images are read when `may_read` is set."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        build_with_processor("qwen2_vl", directory)
+        config = EngineConfig(directory, device="cpu", device_bytes_max=1 << 20)
+        model = load_model(config, LORA)
+        assert isinstance(model, PreparedModel)
+        assert model.reader is not None, model.without_images
+        self.model, self.may_read, self.woken = model, threading.Event(), threading.Event()
+        read = model.reader.read
+
+        def late(prompt: IllustratedPrompt, wanted: int) -> Reading:
+            assert self.may_read.wait(WAIT_S)
+            return read(prompt, wanted)
+
+        monkeypatch.setattr(model.reader, "read", late)
+        self.engine = Engine(model, config, LORA, "e" * 32, self.woken.set)
+        self.reports: list[Report] = []
+
+    def start(self, op: int) -> None:
+        sampling = Sampling(max_tokens=3)
+        self.engine.submit(StartGeneration(op, str(op), 0, -1, 0, PROMPT, sampling))
+
+    def run(self) -> None:
+        while True:
+            self.reports += self.engine.poll()
+            if self.engine.is_idle:
+                return
+            self.engine.step()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
+
+
+def test_an_engine_that_reads_is_idle_has_jobs_and_is_woken(bench: Bench) -> None:
+    bench.start(1)
+    bench.run()
+    assert bench.engine.is_idle
+    assert bench.engine.has_jobs
+    assert bench.engine.inventory().running == (1,)
+    assert not bench.reports
+    bench.may_read.set()
+    assert bench.woken.wait(WAIT_S)
+    bench.run()
+    (end,) = [report for report in bench.reports if isinstance(report, GenerationEnded)]
+    assert (end.op, end.finish_reason) == (1, "length")
+    assert not bench.engine.has_jobs
+    bench.engine.close()
+
+
+def test_what_is_stopped_while_it_is_read_ends_at_once(bench: Bench) -> None:
+    bench.start(1)
+    bench.engine.submit(StopGeneration(2, 1))
+    bench.run()
+    assert bench.reports == [GenerationEnded(1, "cancelled", 0, 0)]
+    bench.may_read.set()
+    assert bench.woken.wait(WAIT_S)
+    bench.run()
+    assert bench.reports == [GenerationEnded(1, "cancelled", 0, 0)]
+    assert bench.engine.inventory().running == ()
+
+
+def test_pixels_are_kept_until_they_are_in_the_cache(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, pixels = bench.model.forward, []
+
+    def watched(tokens: torch.Tensor, rows: object, media: list[Media]) -> torch.Tensor:
+        pixels.extend(weakref.ref(one.tensors["pixel_values"]) for one in media)
+        return forward(tokens, rows, media)
+
+    monkeypatch.setattr(bench.model, "forward", watched)
+    bench.may_read.set()
+    bench.start(1)
+    assert bench.woken.wait(WAIT_S)
+    bench.reports += bench.engine.poll()
+    bench.engine.step()
+    assert not bench.engine.is_idle
+    assert [pixel() for pixel in pixels] == [None]
