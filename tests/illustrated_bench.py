@@ -31,7 +31,8 @@ from engine.work import InlineJobs, Jobs
 from messages.ids import OpId
 from messages.requests import Prompt
 from tests.generator_bench import Driver
-from tests.illustrated_examples import ILLUSTRATED, MORE_KINDS, build_with_processor, illustrated
+from tests.illustrated_examples import ILLUSTRATED, build_with_processor, illustrated
+from tests.image_text_examples import KINDS as FIRST_KINDS
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 LANGUAGE = rf".*(language_model|text_model)\.layers.*\.({'|'.join(TARGETS)})"
@@ -172,4 +173,4 @@ class Bench:
 
 
 EVERY_KIND = tuple(ILLUSTRATED)
-KINDS = tuple(kind for kind in EVERY_KIND if kind not in MORE_KINDS)
+KINDS = tuple(FIRST_KINDS)

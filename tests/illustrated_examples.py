@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from messages.requests import IllustratedPrompt
-from tests.image_text_examples import KINDS, QWEN_TEXT, TEXT, VISION
+from tests.image_text_examples import KINDS, MORE_KINDS, TEXT
 
 VOCABULARY = 300
 CORPUS = ("a cat and a dog sit on the mat", "what is this? it is the picture of a cat")
@@ -136,29 +136,11 @@ ILLUSTRATED = {
 }
 """The kinds that are held against PEFT with images."""
 
-MORE_KINDS = {
-    "qwen3_vl": (
-        QWEN_TEXT,
-        {
-            "depth": 2,
-            "hidden_size": 16,
-            "out_hidden_size": 32,
-            "intermediate_size": 24,
-            "num_heads": 2,
-            "patch_size": 4,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-        },
-        {},
-    ),
+_CONFIGS = {
+    **KINDS,
+    **MORE_KINDS,
     "llava_next": (*KINDS["llava"][:2], {"image_grid_pinpoints": PINPOINTS}),
-    "internvl": (
-        {"model_type": "qwen2"},
-        {"model_type": "internvl_vision", **VISION, "image_size": [8, 8], "patch_size": [4, 4]},
-        {"downsample_ratio": 0.5, "image_seq_length": 1},
-    ),
 }
-"""The configs of kinds that `image_text_examples` does not have."""
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -211,7 +193,7 @@ def build_with_processor(kind: str, directory: Path, **image_fields: Any) -> Pre
 
 
 def _build(kind: str, token_id: Callable[[str], int]) -> PreTrainedModel:
-    text, vision, own = (KINDS | MORE_KINDS)[kind]
+    text, vision, own = _CONFIGS[kind]
     own = {name: value for name, value in own.items() if "image_token" not in name}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(

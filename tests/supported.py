@@ -21,6 +21,7 @@ from engine.punica import MappingType
 from tests.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.expert_adapters import make_model
 from tests.expert_examples import SERVED_FAMILIES, SPLIT_FAMILIES
+from tests.illustrated_examples import ILLUSTRATED
 from tests.image_text_examples import KINDS, MORE_KINDS, build
 from tests.pooling_examples import CLASSIFIERS, EMBEDDERS
 
@@ -55,7 +56,7 @@ def full() -> str:
                 _image_text(),
             ),
             "Held against PEFT with several images of unlike sizes in one batch, each row under "
-            f"its own adapter; {_names(KINDS)} generate so too, from prompts that their own "
+            f"its own adapter; {_names(ILLUSTRATED)} generate so too, from prompts that their own "
             "processors read. Tower and connector are wrapped with `enable_tower_connector_lora`. "
             "Other image-text models are served where trials at start see that rows with images "
             "can be batched, and that layers keep images apart.",
