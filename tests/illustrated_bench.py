@@ -36,6 +36,11 @@ from tests.image_text_examples import KINDS as FIRST_KINDS
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 LANGUAGE = rf".*(language_model|text_model)\.layers.*\.({'|'.join(TARGETS)})"
+SEEING = ("q_proj", "v_proj", "out_proj", "fc1", "fc2", "qkv", r"attn\.proj", "down_proj")
+TOWER = rf".*(vision_tower|vision_model|visual)\..*\.({'|'.join(SEEING)})"
+CONNECTOR = r".*(multi_modal_projector\.linear_[12]|modality_projection\.proj|merger\.mlp\.[02])"
+EVERYWHERE = f"{LANGUAGE}|{TOWER}|{CONNECTOR}"
+"""What adapters target: the language part, or every part of the model."""
 NAMES = ("one", "two")
 EOS = 2
 LORA = LoRAConfig(max_lora_rank=8, max_loras=len(NAMES))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from controller.client import Client, Malformed
-from tests.illustrated_bench import KINDS, NAMES, Yardstick
+from tests.illustrated_bench import EVERYWHERE, KINDS, NAMES, Yardstick
 from tests.illustrated_examples import illustrated
 from tests.parallel_images import ROWS
 from tests.ranks import Ranks, ranks
@@ -31,11 +31,11 @@ def test_two_ranks_say_what_one_says(pair: Ranks, kind: str, tmp_path: Path) -> 
         assert any(name.startswith("Row") for name in found["kinds"])
 
 
-def test_an_engine_of_two_ranks_sees_images(tmp_path: Path) -> None:
+def test_an_engine_of_two_ranks_sees_images_with_adapters_on_every_part(tmp_path: Path) -> None:
     kind, model, directory = "qwen2_5_vl", tmp_path / "model", tmp_path / "d"
-    yardstick = Yardstick(kind, model)
+    yardstick = Yardstick(kind, model, EVERYWHERE)
     options = ("--adapter-root", str(model / "adapters"), "--slots", "2", "--device", "cpu")
-    sharded = ("--tensor-parallel-size", "2")
+    sharded = ("--tensor-parallel-size", "2", "--enable-tower-connector-lora")
     with (
         serve(directory, *options, *sharded, model=model) as process,
         Client(directory, timeout_s=WAIT_S) as client,

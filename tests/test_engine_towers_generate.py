@@ -10,14 +10,10 @@ from engine.errors import ModelRefused
 from engine.model import load_model
 from engine.punica import MappingType
 from messages.requests import Sampling
-from tests.illustrated_bench import KINDS, LANGUAGE, LORA, Bench, Row, Yardstick
+from tests.illustrated_bench import EVERYWHERE, KINDS, LORA, Bench, Row, Yardstick
 from tests.illustrated_examples import picture
 from tests.image_text_examples import build
 
-SEEING = ("q_proj", "v_proj", "out_proj", "fc1", "fc2", "qkv", "attn\\.proj", "down_proj")
-TOWER = rf".*(vision_tower|vision_model|visual)\..*\.({'|'.join(SEEING)})"
-CONNECTOR = r".*(multi_modal_projector\.linear_[12]|modality_projection\.proj|merger\.mlp\.[02])"
-EVERYWHERE = f"{LANGUAGE}|{TOWER}|{CONNECTOR}"
 WITH_TOWERS = replace(LORA, enable_tower_connector_lora=True)
 ROWS = (
     Row("one", "a @ cat", (picture(20, 12, 1),)),
