@@ -8,7 +8,7 @@ what the encoder is called with, so how many there are is read off from each cal
 Three ways in which images are given are known, by their tensors alone: `pixel_values`
 - [patches, values] beside a grid for each image (`image_grid_thw`): all images' patches behind one
   another, so a unit is a patch;
-- [images, channels, height, width]: a unit is an image;
+- [images, channels, height, width]: a unit is an image; all have the same size;
 - [entries, tiles, channels, height, width]: a unit is a tile; tiles of zeros are padding.
 """
 
@@ -27,6 +27,9 @@ GRID: Final = "image_grid_thw"
 """The argument that has every image's patches in time, height and width."""
 
 PIXELS: Final = "pixel_values"
+
+SIZES: Final = "image_sizes"
+"""The argument that has every image's height and width before it was cut or padded."""
 
 _IMAGES_AXES: Final = 4
 _TILES_AXES: Final = 5
@@ -81,22 +84,25 @@ def find_image_part(model: PreTrainedModel) -> ImagePart | None:
     return ImagePart(model, encoder)
 
 
-def units_of(media: ImageTensors) -> Tensor:
+def units_of(tensors: ImageTensors) -> Tensor:
     """How many units each image is, [images] int64 on the host, in the order of the tensors.
 
     Where images lie in entries of tiles, an entry counts as one image: all its tiles are one
     request's. Raises ValueError for tensors of no known way.
     """
-    if GRID in media:
-        return media[GRID].cpu().prod(-1)
-    pixels = media.get(PIXELS)
+    if GRID in tensors:
+        return tensors[GRID].cpu().prod(-1)
+    pixels = tensors.get(PIXELS)
     axes = None if pixels is None else pixels.dim()
-    if pixels is not None and axes == _IMAGES_AXES:
+    if pixels is not None and axes == _IMAGES_AXES and SIZES not in tensors:
         return torch.ones(len(pixels), dtype=torch.int64)
     if pixels is not None and axes == _TILES_AXES:
         return (pixels != 0).flatten(2).any(-1).sum(1).cpu()
-    told = {name: list(tensor.shape) for name, tensor in media.items()}
-    raise ValueError(f"images given as {told}; {PIXELS} of 4 or 5 axes, or {GRID}, are known")
+    told = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    raise ValueError(
+        f"images given as {told}; known are {PIXELS} of 4 axes, all of one size, {PIXELS} of 5 "
+        f"axes, or {GRID}"
+    )
 
 
 def _units_given(arguments: Sequence[Any]) -> int:

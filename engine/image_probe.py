@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused
-from engine.image_part import GRID, PIXELS, ImagePart, ImageTensors, units_of
+from engine.image_part import GRID, PIXELS, SIZES, ImagePart, ImageTensors, units_of
 from engine.probe import ERROR_MAX_HALF, ERRORS_MAX, Call, share_inputs
 
 _DIGEST_WIDTH: Final = 8
 _SIDES: Final = ((2, 2), (2, 5))
 """Height and width of the two images, in patches that are merged into one."""
+_TILES_MAX: Final = 16
 _SEED: Final = 5
 
 Run = dict[str, list[Call]]
@@ -161,8 +162,12 @@ def _ways(part: ImagePart) -> Iterator[Callable[[Sequence[int]], ImageTensors]]:
     if GRID in taken:
         yield partial(_patches, part)
     elif PIXELS in taken:
-        yield partial(_images, part)
+        # An encoder that is told sizes makes of each image as many rows as its own size says.
+        if SIZES not in signature(part.encoder.forward).parameters:
+            yield partial(_images, part)
         yield partial(_tiles, part)
+        if SIZES in taken:
+            yield partial(_sized_tiles, part)
 
 
 def _patches(part: ImagePart, images: Sequence[int]) -> ImageTensors:
@@ -182,13 +187,33 @@ def _images(part: ImagePart, images: Sequence[int]) -> ImageTensors:
 
 def _tiles(part: ImagePart, images: Sequence[int]) -> ImageTensors:
     """The first image has one tile and the second two, so that the first is padded beside it."""
-    counts = [image + 1 for image in images]
+    return {PIXELS: _padded(part, images, [image + 1 for image in images])}
+
+
+def _sized_tiles(part: ImagePart, images: Sequence[int]) -> ImageTensors:
+    """As many tiles as the model makes of images with these sizes."""
+    height, width = _whole_image(part)[1:]
+    sizes = [torch.tensor([[height, width * (image + 1)]]) for image in images]
+    counts = [_tiles_taken(part, size) for size in sizes]
+    return {PIXELS: _padded(part, images, counts), SIZES: torch.cat(sizes)}
+
+
+def _tiles_taken(part: ImagePart, size: Tensor) -> int:
+    """How many tiles of one image the model gives its encoder, of more than it needs."""
+    tiles = _noise(part, 0, (1, _TILES_MAX, *_whole_image(part)))
+    counted: list[int] = []
+    with torch.inference_mode(), part.counting(counted.append):
+        part.features(**{PIXELS: tiles, SIZES: size})
+    return sum(counted)
+
+
+def _padded(part: ImagePart, images: Sequence[int], counts: Sequence[int]) -> Tensor:
     tiles = [
         torch.cat([noise, noise.new_zeros((max(counts) - count, *noise.shape[1:]))])
         for image, count in zip(images, counts, strict=True)
         for noise in [_noise(part, image, (count, *_whole_image(part)))]
     ]
-    return {PIXELS: torch.stack(tiles)}
+    return torch.stack(tiles)
 
 
 def _whole_image(part: ImagePart) -> tuple[int, ...]:

@@ -136,7 +136,17 @@ class Wordy(LlavaForConditionalGeneration):
         return [super(Wordy, self).get_image_features(one[None], **named) for one in pixel_values]
 
 
+def with_unlike_rows() -> Any:
+    """Pixtral makes as many rows of an image as its own size says, whatever is padded to what."""
+    vision = {"model_type": "pixtral", "head_dim": 8, **VISION}
+    config = AutoConfig.for_model(
+        "llava", text_config={**TEXT, **KINDS["llava"][0]}, vision_config=vision
+    )
+    return LlavaForConditionalGeneration(config)
+
+
 REFUSED = {
+    "rows by an image's own size": (with_unlike_rows, {}, "in no way that is known"),
     "no image": (
         lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TEXT)),
         {},

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.errors import NotResident
 from engine.image_part import units_of
@@ -97,8 +98,20 @@ def test_units_are_patches_images_or_tiles_that_are_not_padding() -> None:
     tiles = torch.zeros(2, 3, 3, 4, 4)
     tiles[0, :2] = tiles[1, 0, 2, 3, 3] = 1
     assert units_of({"pixel_values": tiles}).tolist() == [2, 1]
-    with pytest.raises(ValueError, match=r"pixel_values.*\[3, 4\].*4 or 5 axes"):
-        units_of({"pixel_values": torch.ones(3, 4)})
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"pixel_values": torch.ones(3, 4)},
+        # Images of 4 axes and sizes of their own have unlike numbers of rows.
+        {"pixel_values": torch.ones(3, 3, 4, 4), "image_sizes": torch.ones(3, 2)},
+        {"input_features": torch.ones(3, 4)},
+    ],
+)
+def test_units_of_images_given_in_other_ways_are_not_guessed(tensors: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"images given as .* of 4 axes, all of one size"):
+        units_of(tensors)
 
 
 def test_a_rows_images_have_its_adapter_within_and_the_base_behind() -> None:

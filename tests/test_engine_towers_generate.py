@@ -10,7 +10,7 @@ from engine.errors import ModelRefused
 from engine.model import load_model
 from engine.punica import MappingType
 from messages.requests import Sampling
-from tests.illustrated_bench import EVERYWHERE, KINDS, LORA, Bench, Row, Yardstick
+from tests.illustrated_bench import EVERY_KIND, EVERYWHERE, LORA, Bench, Row, Yardstick
 from tests.illustrated_examples import picture
 from tests.image_text_examples import build
 
@@ -25,7 +25,7 @@ ROWS = (
 TEN = Sampling(max_tokens=10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", EVERY_KIND)
 def test_rows_with_images_of_many_adapters_get_what_peft_generates(
     kind: str, tmp_path: Path
 ) -> None:
