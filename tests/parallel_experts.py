@@ -178,12 +178,13 @@ def model(
     found = logits(prepared, adapters, sharded, not group.leads)
     expected = logits(PreparedModel(make_model(family), config), adapters, config, False)
     theirs = load_file(Path(root) / "theirs.safetensors")["logits"]
-    errors = [relative_error(*both) for both in zip(found, theirs, strict=True)]
+    errors = [relative_error(*both) for both in zip(found[0], theirs, strict=True)]
     kinds = sorted({type(layer).__name__ for layer in prepared.layers.values()})
     return {"error": relative_error(found, expected), "errors": errors, "kinds": kinds}
 
 
 def logits(model: PreparedModel, root: Path, config: LoRAConfig, is_follower: bool) -> Tensor:
+    """After a prefill and after a decode step, the base and every adapter in one batch."""
     config = config.verify_with_model_config(model.model.config)
     shapes = {shape.name: shape for shape in model.shapes}
     names = sorted(path.name for path in root.iterdir())
@@ -196,10 +197,13 @@ def logits(model: PreparedModel, root: Path, config: LoRAConfig, is_follower: bo
         arena.finish_write(slot)
     ids = list(range(1, len(names) + 1))
     rows = torch.tensor([0, *ids])
+    cache, tokens = RowCache([len(PROMPT)] * len(rows)), torch.tensor(PROMPT).repeat(len(rows), 1)
     mapping = LoRAMapping(rows.repeat_interleave(len(PROMPT)), rows, is_prefill=True)
     punica.update_metadata(mapping, ids)
-    tokens = torch.tensor(PROMPT).repeat(len(rows), 1)
-    return model.forward(tokens, RowCache([len(PROMPT)] * len(rows)))
+    first = model.forward(tokens, cache)
+    cache.grow(1)
+    punica.update_metadata(LoRAMapping(rows, rows), ids)
+    return torch.stack([first, model.forward(rows[:, None] + 3, cache)])
 
 
 def uneven(group: ParallelGroup, root: str) -> list[str]:

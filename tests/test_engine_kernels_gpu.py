@@ -12,7 +12,7 @@ import torch
 from engine.graphs import CapturedStep
 from engine.kernels import choose_kernels
 from engine.layout import ModuleKind
-from engine.punica import LoRAMapping, PunicaWrapper
+from engine.punica import Halves, LoRAMapping, PunicaWrapper
 from engine.streams import SecondStream
 from tests.kernel_cases import (
     ERRORS_MAX,
@@ -156,8 +156,11 @@ def expected_of_experts(case: Case, rows: list[int], top_k_index: torch.Tensor) 
     return result
 
 
+@pytest.mark.parametrize("in_halves", [False, True])
 @pytest.mark.parametrize("tokens", [2, 24, 700])
-def test_a_replayed_graph_adds_the_experts_deltas_of_every_batch(tokens: int) -> None:
+def test_a_replayed_graph_adds_the_experts_deltas_of_every_batch(
+    tokens: int, in_halves: bool
+) -> None:
     punica = wrapper()
     case = make_case(EXPERTS, [-1] * (TOP_K * tokens), DTYPE, seed=tokens)
     layer = layer_on(case.slices, "cuda")
@@ -166,7 +169,12 @@ def test_a_replayed_graph_adds_the_experts_deltas_of_every_batch(tokens: int) ->
         result = y.clone()
         groups = punica.group_experts(tokens, lambda _: False, top_k_index, EXPERTS.experts)
         assert groups is not None
-        punica.add_lora_fused_moe(result.split(EXPERTS.widths, dim=1), x, layer, groups)
+        views = result.split(EXPERTS.widths, dim=1)
+        if in_halves:
+            halves = Halves(layer, layer)
+            punica.add_lora_fused_moe_halves(views, x, halves, groups, lambda shrunk: shrunk)
+        else:
+            punica.add_lora_fused_moe(views, x, layer, groups)
         return result
 
     captured = CapturedStep(step, punica)
