@@ -93,12 +93,15 @@ def test_equal_groups_side_by_side_are_added_where_they_belong(
     strategy: type[Plan], dtype: torch.dtype
 ) -> None:
     shape = Shape(70, (90,), 3, (8,), 0.0)
-    for rows in ([1, 1, 0, 0, 2, 2], [-1, 0, 0, 2, 2, -1], [-1, 0, 1, 1, 2, 2]):
+    for rows in (
+        *([1, 1, 0, 0, 2, 2], [-1, 0, 0, 2, 2, -1], [-1, 0, 1, 1, 2, 2]),
+        *([0] * 40 + [2] * 40, [0] * 40 + [1] * 35, [0, 2] * 36),
+    ):
         case = make_case(shape, rows, dtype, 5)
         for wide in (False, True):
             y = torch.full((len(rows), 100), torch.nan, dtype=dtype)
             found = y[:, 5:95].copy_(case.y) if wide else case.y.clone()
-            for block in cut(case.groups).blocks:
+            for block in cut(case.groups, len(rows)).blocks:
                 layer = layer_block(case.slices, block, dtype)
                 assert layer is not None
                 strategy(layer, dtypes_of(layer)[0], Scratch()).run(found, case.x, -0.5)

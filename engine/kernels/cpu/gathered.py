@@ -13,19 +13,23 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.blocks import equal_parts
-from engine.kernels.cpu.layer import LayerBlock, SliceWeights
+from engine.kernels.cpu.layer import LayerBlock, SliceWeights, is_turned
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.cpu.staging import Inlet, add_rows
 
 
 class _Slice(NamedTuple):
-    """One slice: A `[parts, rank, in]`, B `[parts, out, rank]`; results `[parts, rows, ...]`."""
+    """One slice: A `[parts, rank, in]`, B `[parts, out, rank]`; results `[parts, rows, ...]`.
+
+    turned: `shrunk` with its last two dimensions exchanged, where the product is made that way.
+    """
 
     columns: slice
     sources: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
     a: Tensor
     b: Tensor
     shrunk: Tensor
+    turned: Tensor | None
     delta: Tensor
 
 
@@ -47,14 +51,17 @@ class Gathered:
 
     def _plan(self, one: SliceWeights) -> _Slice:
         take, dtype = self._scratch.take, self._dtype
-        parts, rank = self._shape[0], one.ranks[0]
+        (parts, rows), rank = self._shape, one.ranks[0]
         present = [pair for pair in one.pairs if pair is not None]
+        turns = is_turned(dtype, rank, rows)
+        shrunk = take("shrunk", (parts, rank, rows) if turns else (parts, rows, rank), dtype)
         return _Slice(
             one.columns,
             (tuple(pair.a for pair in present), tuple(pair.b for pair in present)),
             take("a", (parts, rank, one.in_features), dtype),
             take("b", (parts, one.out_features, rank), dtype),
-            take("shrunk", (*self._shape, rank), dtype),
+            shrunk.mT if turns else shrunk,
+            shrunk if turns else None,
             take("delta", (*self._shape, one.out_features), dtype),
         )
 
@@ -63,7 +70,10 @@ class Gathered:
         rows = self._inlet.load(x)
         for one in self._slices:
             torch.stack(one.sources[0], out=one.a)
-            torch.bmm(rows.view(*self._shape, -1), one.a.mT, out=one.shrunk)
+            if one.turned is None:
+                torch.bmm(rows.view(*self._shape, -1), one.a.mT, out=one.shrunk)
+            else:
+                torch.bmm(one.a, rows.view(*self._shape, -1).mT, out=one.turned)
             torch.stack(one.sources[1], out=one.b)
             target = y[:, one.columns]
             if self._is_in_place(target):

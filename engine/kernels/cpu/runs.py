@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.blocks import BLOCK_ROWS, Run
-from engine.kernels.cpu.layer import computation_dtypes
+from engine.kernels.cpu.layer import computation_dtypes, is_turned
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.operands import LoRASlices, Pair
 
@@ -53,8 +53,7 @@ class LongRuns:
     def _add(self, y: Tensor, x_rows: Tensor, run: Run, pair: Pair, scale: float) -> None:
         """Add a run's delta to one slice: y [tokens, out_features], x_rows [rows, in_features]."""
         a, b = pair if self._in_place else (pair.a.to(self._dtype), pair.b.to(self._dtype))
-        shrunk = self._scratch.take("shrunk", (len(x_rows), len(a)), self._dtype)
-        torch.mm(x_rows, a.T, out=shrunk)
+        shrunk = self._shrunk(x_rows, a)
         if run.rows is not None:
             delta = torch.mm(shrunk, b.T).mul_(scale)
             y.index_add_(0, run.rows, delta.to(y.dtype))
@@ -63,6 +62,16 @@ class LongRuns:
         else:
             target = y[run.first : run.end]
             target.copy_(target.to(self._dtype).addmm_(shrunk, b.T, alpha=scale))
+
+    def _shrunk(self, x_rows: Tensor, a: Tensor) -> Tensor:
+        """`x_rows @ a.T`: [rows, rank]."""
+        rows, rank = len(x_rows), len(a)
+        if is_turned(self._dtype, rank, rows):
+            return torch.mm(a, x_rows.T, out=self._take((rank, rows))).T
+        return torch.mm(x_rows, a.T, out=self._take((rows, rank)))
+
+    def _take(self, shape: tuple[int, int]) -> Tensor:
+        return self._scratch.take("shrunk", shape, self._dtype)
 
 
 def _bounded(run: Run) -> list[Run]:
