@@ -17,9 +17,9 @@ from benchmarks.kernel_cells import WAYS, Bench, Cell, cells
 from benchmarks.rounds import Rounds, in_turns
 
 DELTA_MAX, BEST_MAX, GATHER_MAX = 0.35, 1.3, 0.1
-SECONDS: Final = 0.8
+SECONDS: Final = 0.6
 """About how long a cell's works take turns."""
-SECONDS_AGAIN: Final = 4.0
+SECONDS_AGAIN: Final = 3.0
 """The same for a cell that is over an aim."""
 NOTE: Final = """\
 One thread; microseconds are medians of process time. A ratio is the median over the rounds, by

@@ -21,6 +21,8 @@ Work = Callable[[], object]
 
 SAMPLE_SECONDS: Final = 1e-3
 """How long one sample lasts at least, so that the clocks' steps don't show."""
+SLOW_SECONDS: Final = 0.05
+"""A work that takes longer needs no run before its sample."""
 ROUNDS_MIN: Final = 3
 ROUNDS_MAX: Final = 61
 
@@ -66,22 +68,30 @@ def in_turns(works: Mapping[str, Work], seconds: float) -> Rounds:
     Each round has another order, so that nobody always follows the same neighbour, and before its
     sample a work runs untimed, so that it does not pay for what that neighbour left in the caches.
     """
-    first = {name: _seconds(work, 2).own for name, work in works.items()}
+    first = {name: _first_seconds(work) for name, work in works.items()}
     repeats = {name: max(1, int(SAMPLE_SECONDS / max(first[name], 1e-6))) for name in works}
-    round_seconds = sum((_untimed(repeats[name]) + repeats[name]) * first[name] for name in works)
+    untimed = {name: _untimed(repeats[name], first[name]) for name in works}
+    round_seconds = sum((untimed[name] + repeats[name]) * first[name] for name in works)
     samples: dict[str, list[Sample]] = {name: [] for name in works}
     order, random = list(works), Random(0)  # noqa: S311
     for _ in range(min(ROUNDS_MAX, max(ROUNDS_MIN, int(seconds / round_seconds)))):
         random.shuffle(order)
         for name in order:
-            _seconds(works[name], _untimed(repeats[name]))
+            for _ in range(untimed[name]):
+                works[name]()
             samples[name].append(_seconds(works[name], repeats[name]))
     return Rounds(samples)
 
 
-def _untimed(repeats: int) -> int:
-    """How many runs come before a sample of `repeats` ones."""
-    return max(1, repeats // 2)
+def _first_seconds(work: Work) -> float:
+    """About how long a run takes; its first one makes plans and memory, unless it is a slow work."""
+    first = _seconds(work, 1).own
+    return first if first > SLOW_SECONDS else _seconds(work, 2).own
+
+
+def _untimed(repeats: int, seconds: float) -> int:
+    """How many runs come before a sample; a slow work fills the caches by itself."""
+    return 0 if seconds > SLOW_SECONDS else max(1, repeats // 2)
 
 
 def _seconds(work: Work, repeats: int) -> Sample:
