@@ -84,7 +84,7 @@ def in_turns(works: Mapping[str, Work], seconds: float) -> Rounds:
 
 
 def _first_seconds(work: Work) -> float:
-    """About how long a run takes; its first one makes plans and memory, unless it is a slow work."""
+    """About how long a run takes; a quick work is run once before, for it makes plans first."""
     first = _seconds(work, 1).own
     return first if first > SLOW_SECONDS else _seconds(work, 2).own
 
