@@ -42,13 +42,10 @@ class Grouper:
         self._specialize_active = specialize_active
         self._link = _Link(device) if device.type == "cuda" else None
 
-    def freeze(self) -> None:
-        """Never move the device's tables again, because a captured graph reads them.
-
-        From now on a batch that needs larger ones raises ValueError.
-        """
-        if self._link is not None:
-            self._link.frozen = True
+    @property
+    def place(self) -> object:
+        """What stands for the device's tables: it is another object once they lie elsewhere."""
+        return None if self._link is None else self._link.place
 
     def group(self, token_slots: Tensor, prompt_slots: Tensor, slots_max: int) -> Batch:
         """Both mappings' groups; slots: [rows] int64 on the host, -1 for the base model."""
@@ -130,7 +127,6 @@ class _Link:
     """One buffer on the device, and two page-locked ones that are copied to it in turn."""
 
     def __init__(self, device: torch.device) -> None:
-        self.frozen = False
         self._device = device
         self._turn = 0
         self._allocate(6 * TOKENS_MAX)
@@ -138,11 +134,6 @@ class _Link:
     def open(self, words: int) -> Tensor:
         """The next page-locked buffer, all zeros; waits where its last copy is still on its way."""
         if words > len(self._on_device):
-            if self.frozen:
-                raise ValueError(
-                    f"a batch whose tables take {words} words; captured graphs keep them at "
-                    f"{len(self._on_device)}: run the largest batch before the first capture"
-                )
             # The copies into the old buffer have to end before its memory is another's.
             torch.cuda.current_stream(self._device).synchronize()
             self._allocate(power_of_two(words))
@@ -158,6 +149,7 @@ class _Link:
         return place
 
     def _allocate(self, words: int) -> None:
+        self.place = object()
         # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             self._on_device = torch.zeros(words, dtype=torch.int64, device=self._device)

@@ -72,10 +72,14 @@ class Halves(NamedTuple):
 
 
 class LaunchKey(NamedTuple):
-    """What the launches over a mapping depend on; None where nothing is launched."""
+    """What the launches over a mapping depend on; None where nothing is launched.
+
+    `place` stands for the tables on the device that they read.
+    """
 
     tokens: GroupBounds | None
     prompts: GroupBounds | None
+    place: object
 
 
 class PunicaWrapper:
@@ -144,7 +148,7 @@ class PunicaWrapper:
             groups.bounds if groups is not None and groups.spans else None
             for groups in (self.groups, self.prompt_groups)
         )
-        return LaunchKey(tokens, prompts)
+        return LaunchKey(tokens, prompts, self.grouper.place)
 
     def add_shrink(self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0) -> None:
         """`y[s, t] = scale * x[t] @ A[s][slot(t)].T`; see `kernels.shrink` for what stays."""

@@ -4,12 +4,13 @@ The cases that all implementations share run compiled too: `make gpu` sets LORAD
 and runs their files.
 """
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
 import torch
 
-from engine.graphs import CapturedStep
+from engine.graphs import CapturedSteps, CudaCapture, GraphKey
 from engine.kernels import choose_kernels
 from engine.layout import ModuleKind
 from engine.punica import Halves, LoRAMapping, PunicaWrapper
@@ -44,6 +45,26 @@ def show(punica: PunicaWrapper, rows: list[int]) -> None:
     punica.update_metadata(LoRAMapping(ids, ids), list(range(1, SLOTS + 1)))
 
 
+class Captured:
+    """`step(*inputs)` by graph: inputs are copied to where the first ones lay."""
+
+    def __init__(self, step: Callable[..., torch.Tensor], punica: PunicaWrapper) -> None:
+        self._step = step
+        self._steps = CapturedSteps(punica, CudaCapture(torch.device("cuda")))
+        self._inputs: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        return self._steps.keys
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if not self._inputs:
+            self._inputs = tuple(tensor.clone() for tensor in inputs)
+        for static, tensor in zip(self._inputs, inputs, strict=True):
+            static.copy_(tensor)
+        return self._steps.run(lambda: self._step(*self._inputs), None)
+
+
 def batches(tokens: int, count: int) -> list[list[int]]:
     """Mappings of equal length: one adapter, some, all, in every order, with base rows or none."""
     random = Random(tokens)
@@ -69,7 +90,7 @@ def test_a_replayed_graph_is_right_for_every_batch(tokens: int, specialize_activ
         punica.add_lora_linear(result, x, layer)
         return result
 
-    captured = CapturedStep(step, punica)
+    captured = Captured(step, punica)
     for rows in batches(tokens, 8):
         case = base._replace(rows=rows)
         show(punica, rows)
@@ -89,7 +110,7 @@ def test_a_replayed_graph_reads_what_slots_hold_now() -> None:
     directory = layer.directory
     data = torch.full((room,), torch.nan, dtype=DTYPE, device="cuda")
     layer.directory = directory._replace(data=data)
-    captured = CapturedStep(lambda x, y: add(punica, layer, x, y), punica)
+    captured = Captured(lambda x, y: add(punica, layer, x, y), punica)
     for case in (old, new, old):
         held = case.slices.directory
         data[: len(held.data)] = held.data.cuda()
@@ -128,7 +149,7 @@ def test_a_delta_made_on_a_second_stream_is_added_whole(is_captured: bool) -> No
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return punica.with_lora_linear(y.clone, x, layer)
 
-    run = CapturedStep(step, punica) if is_captured else step
+    run = Captured(step, punica) if is_captured else step
     for _ in range(20):
         assert is_right(run(case.x.cuda(), case.y.cuda()), case)
 
@@ -177,7 +198,7 @@ def test_a_replayed_graph_adds_the_experts_deltas_of_every_batch(
             punica.add_lora_fused_moe(views, x, layer, groups)
         return result
 
-    captured = CapturedStep(step, punica)
+    captured = Captured(step, punica)
     for seed, rows in enumerate(batches(tokens, 8)):
         show(punica, rows)
         top_k_index = routed(tokens, seed)

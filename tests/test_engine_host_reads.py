@@ -1,0 +1,83 @@
+"""What would make the host wait for the device is seen, whatever it is called through."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, scaled_dot_product_attention
+
+from engine.host_reads import HostRead, NoHostReads
+
+READS = {
+    "item": lambda x: x[0].item(),
+    "bool": lambda x: bool((x > 2).any()),
+    "comparison": lambda x: 1 if x[0] > 1 else 0,
+    "int": lambda x: int(x[0]),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 1),
+    "unique": lambda x: x.unique(),
+    "masked_select": lambda x: x.masked_select(x > 1),
+    "mask": lambda x: x[x > 1],
+    "mask_written": lambda x: x.index_put_((x > 1,), torch.ones(2)),
+    "range": lambda x: torch.arange(x[1].long()),
+    "slice": lambda x: x[: x[2].long()],
+    "repeat": lambda x: x.repeat_interleave(x.long()),
+    "one_hot": lambda x: one_hot(x.long()),
+}
+PASSES = {
+    "index": lambda x: x[x.long()],
+    "index_written": lambda x: x.index_put_((x.long(),), torch.ones(4)),
+    "mask_filled": lambda x: x.index_put_((x > 1,), torch.tensor(0.0)),
+    "masked_fill": lambda x: x.masked_fill(x > 1, 0.0),
+    "where_of_three": lambda x: torch.where(x > 1, x, 0),
+    "sort": lambda x: x.sort(stable=True),
+    "searchsorted": lambda x: torch.searchsorted(x, x),
+    "product": lambda x: torch.nn.functional.linear(x[None], x[None]),
+    "attention": lambda x: scaled_dot_product_attention(*3 * [x.view(1, 1, 1, 4)]),
+}
+
+
+def run(work: Callable[[Tensor], object], inference: bool) -> None:
+    x = torch.arange(4.0)
+    with NoHostReads(x.device), torch.inference_mode(inference):
+        work(x)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("name", READS)
+def test_a_read_raises(name: str, inference: bool) -> None:
+    with pytest.raises(HostRead, match="aten"):
+        run(READS[name], inference)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("name", PASSES)
+def test_what_stays_on_the_device_passes(name: str, inference: bool) -> None:
+    run(PASSES[name], inference)
+
+
+# "meta" is the one device beside the CPU that is always here; nothing on it has a value.
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_lies_on_the_host_may_be_read(inference: bool) -> None:
+    x = torch.arange(4.0)
+    with NoHostReads(META), torch.inference_mode(inference):
+        for read in READS.values():
+            read(x.clone())
+        (torch.zeros(3, device=META) + torch.tensor(1.0)).to(torch.float16)
+        with pytest.raises(HostRead, match="reads"):
+            bool(torch.zeros(1, device=META) > 0)
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_copy_between_host_and_device_raises(inference: bool) -> None:
+    x = torch.zeros(3)
+    with NoHostReads(META), torch.inference_mode(inference):
+        for copy in (lambda: x.to(META), lambda: torch.zeros(3, device=META).copy_(x)):
+            with pytest.raises(HostRead, match="copies"):
+                copy()
