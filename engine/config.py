@@ -217,7 +217,8 @@ class EngineConfig:
     model is for, one of `TASKS`, or "auto" for what its config says. `pooling`: how a text's tokens
     become its vector, one of `POOLINGS`, or "auto"; `normalize`: whether vectors have length 1.
     "auto" and None follow the model's own files. `expert_parallel`: with several ranks each keeps
-    some experts whole, instead of some columns of every expert. Raises `ValueError`.
+    some experts whole, instead of some columns of every expert. `capture_steps`: decode steps are
+    captured as CUDA graphs and replayed, where the model's can be. Raises `ValueError`.
     """
 
     model_directory: Path
@@ -234,6 +235,7 @@ class EngineConfig:
     pooling: str = "auto"
     normalize: bool | None = None
     expert_parallel: bool = False
+    capture_steps: bool = False
     adapter_bounds: AdapterBounds = field(default_factory=AdapterBounds)
 
     def __post_init__(self) -> None:
@@ -244,7 +246,7 @@ class EngineConfig:
         _check_positive(
             self, ("device_bytes_max", "file_threads", "max_num_seqs", "queue_requests_max")
         )
-        _check_switches(self, ("allow_pickled_weights", "expert_parallel"))
+        _check_switches(self, ("allow_pickled_weights", "expert_parallel", "capture_steps"))
         _check_choice(self, "task", TASKS)
         _check_choice(self, "pooling", POOLINGS)
         if not _is_int(self.context_tokens_max) or self.context_tokens_max < 0:

@@ -30,9 +30,10 @@ from engine.model import PreparedModel
 from engine.processor import Reading
 from engine.prompt_jobs import PromptJobs
 from engine.prompts import prompt_tokens
-from engine.punica import LoRAMapping, PunicaWrapper
+from engine.punica import BASE, LoRAMapping, PunicaWrapper
 from engine.rows import Row
 from engine.slots import Slots
+from engine.step_trial import choose_steps
 from engine.work import Jobs
 from messages.commands import StartGeneration
 from messages.ids import OpId, RequestId
@@ -71,7 +72,8 @@ class Generator:
         self._running: list[Row] = []
         # How many of the next rows go into a forward of their own.
         self._singly = 0
-        self._cache = RowCache([])
+        self._steps = choose_steps(model, punica, len(slots.residents), config)
+        self._cache = RowCache([], keeps_room=self._steps.keeps_room)
         self._alive: dict[RequestId, Row] = {}
         self._ended = KeptOutputs()
 
@@ -185,16 +187,14 @@ class Generator:
         tokens = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in rows])
         media = [row.media for row in rows]
         cache = RowCache([len(row.prompt) for row in rows], offsets_of(media))
-        going_on = self._forward(rows, tokens, cache, media)
+        prefill = partial(self._model.forward, tokens, cache, media)
+        going_on = self._forward(rows, _mapping(rows, width), prefill, media)
         if not going_on:
             return
         for place in going_on:
             rows[place].media = None
         cache.keep(going_on)
-        if self._running:
-            self._cache.join(cache)
-        else:
-            self._cache = cache
+        self._cache.join(cache)
         self._running += [rows[place] for place in going_on]
 
     def _next_rows(self) -> list[Row]:
@@ -214,22 +214,26 @@ class Generator:
     def _decode(self) -> None:
         self._cache.grow(1)
         tokens = torch.tensor([[row.output.tokens[-1]] for row in self._running])
-        self._keep(self._forward(self._running, tokens, self._cache))
+        mapping = _step_mapping(self._running, self._steps.places(len(self._running)))
+        step = partial(self._steps.run, tokens, self._cache)
+        self._keep(self._forward(self._running, mapping, step))
 
     def _forward(
         self,
         rows: list[Row],
-        tokens: Tensor,
-        cache: RowCache,
+        mapping: LoRAMapping,
+        run: Callable[[], Tensor],
         media: Sequence[Media | None] = (),
     ) -> list[int]:
-        """Bring `rows` one token on; the places of those that go on."""
+        """Bring `rows` one token on by `run`, which gives their logits; the places of those that
+        go on.
+        """
         residents = self._slots.residents
-        self._punica.update_metadata(_mapping(rows, tokens.shape[1]), residents)
+        self._punica.update_metadata(mapping, residents)
         ids = [row.command.adapter_id for row in rows]
         try:
             with self._model.image_mapper.mapped(ids, media, residents):
-                logits = self._model.forward(tokens, cache, media)
+                logits = run()
         except FOREIGN_FAILURES as error:
             if not self._give_up(rows, error, any(media)):
                 raise
@@ -303,10 +307,7 @@ class Generator:
         if len(places) == len(self._running):
             return
         self._running = [self._running[place] for place in places]
-        if places:
-            self._cache.keep(places)
-        else:
-            self._cache = RowCache([])
+        self._cache.keep(places)
 
 
 def _choices(rows: Sequence[Row], logits: Tensor) -> list[int]:
@@ -330,3 +331,9 @@ def _mapping(rows: Sequence[Row], width: int) -> LoRAMapping:
     padding = width - torch.tensor([len(row.prompt) for row in rows])
     own = torch.arange(width) >= padding[:, None]
     return LoRAMapping((own * ids[:, None]).flatten(), ids, is_prefill=True)
+
+
+def _step_mapping(rows: Sequence[Row], places: int) -> LoRAMapping:
+    """Each row's adapter at its one token, the base model at places that nobody has."""
+    ids = [row.command.adapter_id for row in rows] + [BASE] * (places - len(rows))
+    return LoRAMapping(ids, ids)

@@ -64,8 +64,16 @@ def inference_of(
     emit: Callable[[Report], None],
     jobs: Jobs[OpId],
 ) -> Inference:
-    """What runs this model's requests; `jobs` reads what takes long."""
+    """What runs this model's requests; `jobs` reads what takes long.
+
+    Raises `ValueError` for what this task has not.
+    """
     if isinstance(model, PooledModel):
+        if config.capture_steps:
+            raise ValueError(
+                f"capture_steps is on, and this model is served to {model.task}, which has no "
+                "decode steps: leave it off"
+            )
         return Pooler(model, punica, slots, config, emit)
     return Generator(model, punica, slots, config, emit, jobs)
 

@@ -7,7 +7,7 @@ found out by a request.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.utils.logging import disable_progress_bar
 
 from engine.config import EngineConfig, LoRAConfig
@@ -77,20 +78,41 @@ class PreparedModel(ServedModel):
         """
         tokens = input_ids.shape[1]
         lengths, following = torch.tensor([rows.lengths, rows.positions], device=self.device)
+        mask = left_padding_mask(lengths, rows.width + tokens)
+        places = torch.arange(-tokens, 0, device=self.device)
+        positions = (following[:, None] + places).clamp(min=0)
+        own: dict[str, Tensor] = {}
+        if any(media):
+            found = media_arguments(media, positions.cpu())
+            own = {name: tensor.to(self.device) for name, tensor in found.items()}
+            positions = own.pop("position_ids")
+        return self.run(input_ids.to(self.device), mask, positions, rows.cache, own)
+
+    @torch.inference_mode()
+    def run(
+        self,
+        input_ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        media: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """The logits after the last column, [rows, vocabulary]; all tensors are on the device.
+
+        input_ids: [rows, tokens] int64. mask: [rows, columns] int64, 1 for what a row may see.
+        positions: [rows, tokens] int64, or what media make of them.
+        """
         arguments: dict[str, Any] = {
-            "attention_mask": left_padding_mask(lengths, rows.width + tokens),
-            "past_key_values": rows.cache,
+            "attention_mask": mask,
+            "past_key_values": cache,
             "use_cache": True,
+            **(media or {}),
         }
         if "position_ids" in self._accepts:
-            places = torch.arange(-tokens, 0, device=self.device)
-            arguments["position_ids"] = (following[:, None] + places).clamp(min=0)
+            arguments["position_ids"] = positions
         if "logits_to_keep" in self._accepts:
             arguments["logits_to_keep"] = 1
-        if any(media):
-            own = media_arguments(media, arguments["position_ids"].cpu())
-            arguments |= {name: tensor.to(self.device) for name, tensor in own.items()}
-        output = self.model(input_ids.to(self.device), **arguments)
+        output = self.model(input_ids, **arguments)
         logits: Tensor = output.logits[:, -1]
         return logits
 

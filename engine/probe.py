@@ -177,7 +177,7 @@ def two_steps(
 
 def _check_cache(rows: RowCache, width: int) -> None:
     for number, layer in enumerate(rows.layers):
-        shape = tuple(layer.keys.shape)
+        shape = () if layer.keys is None else tuple(layer.keys.shape)
         if len(shape) != 4 or shape[0] != len(rows) or shape[2] != width:
             raise ModelRefused(
                 f"layer {number} caches {shape}; only keys and values of "

@@ -7,10 +7,9 @@ import torch
 from msgspec import structs
 
 from engine.adapters import read_adapter
-from engine.arena import Arena
 from engine.config import EngineConfig, LoRAConfig
+from engine.equipment import equip
 from engine.generate import Generator
-from engine.kernels import choose_kernels
 from engine.model import PreparedModel
 from engine.punica import PunicaWrapper
 from engine.slots import Slots
@@ -102,13 +101,15 @@ class Driver:
 class GeneratorBench(Driver):
     """A text model with the adapters of the examples."""
 
-    def __init__(self, model: PreparedModel, root: Path, config: EngineConfig) -> None:
-        lora_config = LoRAConfig(max_lora_rank=16, max_loras=len(NAMES), lora_dtype="float32")
+    def __init__(
+        self, model: PreparedModel, root: Path, config: EngineConfig, **lora_fields: object
+    ) -> None:
+        wanted = LoRAConfig(
+            max_lora_rank=16, max_loras=len(NAMES), lora_dtype="float32", **lora_fields
+        )
         shapes = {shape.name: shape for shape in model.shapes}
-        self.arena = Arena(len(NAMES), model.shapes, 1 << 20, torch.float32, "cpu")
+        self.arena, punica, lora_config = equip(model, wanted, 1 << 20)
         self.arena.data.fill_(torch.nan)
-        punica = PunicaWrapper(model.device, 16, choose_kernels("cpu"))
-        model.bind(self.arena, punica)
         self.residents: list[int | None] = [None] * len(NAMES)
         slots = Slots(self.arena, self.residents)
         super().__init__(model, punica, slots, config, NAMES, InlineJobs())

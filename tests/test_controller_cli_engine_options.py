@@ -40,6 +40,7 @@ OTHER_VALUES: dict[str, Any] = {
     "pooling": "cls",
     "normalize": False,
     "expert_parallel": True,
+    "capture_steps": True,
 }
 OPTIONS = msgspec.structs.fields(EngineOptions)
 

@@ -40,6 +40,7 @@ HELP: Final = {
     "pooling": "How tokens become one vector: mean, cls, last, or auto: as the model was saved.",
     "normalize": "Embeddings of length 1; where it is not said, as the model was saved.",
     "expert_parallel": "Each rank keeps some experts whole, not some columns of each.",
+    "capture_steps": "Replay decode steps as CUDA graphs, where the model's can be; CUDA only.",
 }
 
 _METAVARS: Final = {

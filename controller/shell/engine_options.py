@@ -35,6 +35,7 @@ class EngineOptions(Struct, frozen=True):
     pooling: str = "auto"
     normalize: bool | None = None
     expert_parallel: bool = False
+    capture_steps: bool = False
 
     def command_line(self) -> list[str]:
         """The engine's options for everything that is not at its default."""
