@@ -1,11 +1,13 @@
 """`serve`'s engine options and the engine's configurations are one list, told twice."""
 
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import structlog
 from typer.testing import CliRunner
 
 from controller.cli.engine_options import HELP
@@ -43,6 +45,13 @@ OTHER_VALUES: dict[str, Any] = {
     "capture_steps": True,
 }
 OPTIONS = msgspec.structs.fields(EngineOptions)
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """A command sends the process's logs to its own stderr, which ends with it."""
+    yield
+    structlog.reset_defaults()
 
 
 def parsed(words: list[str]) -> tuple[EngineConfig, LoRAConfig]:
