@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.errors import (
     DeviceOutOfMemory,
     EngineError,
+    EngineOverloaded,
     NotFinite,
     NotResident,
     RequestRefused,
@@ -43,6 +44,10 @@ BATCH_TOKENS_GROWTH: Final = 128
 
 VECTORS_BYTES_MAX: Final = 64 << 20
 """How many bytes of vectors one request may ask for: they travel in one report."""
+
+UNDER_WAY_BYTES_MAX: Final = 1 << 30
+"""How many bytes of vectors all requests that wait may come to: they take turns, so any may have
+most of its own already."""
 
 _NUMBER_BYTES: Final = 4
 
@@ -149,11 +154,18 @@ class Pooler:
 
     def _check_size(self, inputs: int) -> None:
         each = self._model.width * _NUMBER_BYTES
-        if inputs * each > VECTORS_BYTES_MAX:
+        wanted = inputs * each
+        if wanted > VECTORS_BYTES_MAX:
             raise RequestRefused(
                 f"{inputs} inputs, of {self._model.width} numbers each; at most "
                 f"{VECTORS_BYTES_MAX} bytes of them are sent for one request: send "
                 f"{VECTORS_BYTES_MAX // each} inputs at a time"
+            )
+        under_way = each * sum(len(request.texts) for request in self._waiting.values())
+        if under_way + wanted > UNDER_WAY_BYTES_MAX:
+            raise EngineOverloaded(
+                f"{under_way} bytes of vectors are under way, and these are {wanted}; at most "
+                f"{UNDER_WAY_BYTES_MAX} may be: try again when some requests have ended"
             )
 
     def _read(self, place: int, prompt: TextPrompt) -> TextTokens:

@@ -304,6 +304,18 @@ def test_what_one_request_gets_is_bounded_in_bytes(
     assert type(bench.run()[-1]) is PoolingEnded
 
 
+def test_what_all_requests_get_together_is_bounded_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pooler, "UNDER_WAY_BYTES_MAX", 5 * 32 * 4)
+    bench.start(*TEXTS[:3])
+    with pytest.raises(EngineOverloaded, match=r"384 bytes of vectors are under way.*are 384"):
+        bench.start(*TEXTS[:3])
+    bench.start(*TEXTS[:2])
+    bench.run()
+    bench.start(*TEXTS)
+
+
 def test_a_model_whose_vectors_are_too_long_to_be_sent_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
