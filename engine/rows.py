@@ -7,6 +7,8 @@ output is no part of it.
 
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from engine.media import Media
 from engine.model import PreparedModel
 from engine.processor import Reading
@@ -46,6 +48,9 @@ class Row:
     def take(self, reading: Reading) -> None:
         """Have the prompt as the model reads it."""
         self.prompt, self.media = reading
+        if self.media is not None:
+            # Files of images are large, and nobody looks at them again.
+            self.command = structs.replace(self.command, prompt="")
         if self._tokenizer is not None:
             self._text = Detokenizer(self._tokenizer, self.prompt)
 

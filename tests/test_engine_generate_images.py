@@ -1,5 +1,6 @@
 """Rows with images join, run and leave among rows of text, each with its own adapter."""
 
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -126,6 +127,16 @@ def test_few_images_are_read_before_there_is_a_place_for_them(bench: Bench) -> N
     driver.generator.step()
     driver.generator.collect()
     assert len(jobs.asked) == 1
+
+
+def test_files_are_let_go_when_they_are_read(bench: Bench) -> None:
+    driver, prompt = bench.driver(), bench.prompt(ROWS[0])
+    before = sys.getrefcount(prompt)
+    driver.start("one", prompt, TWELVE)
+    assert sys.getrefcount(prompt) > before
+    driver.run(steps=1)
+    assert not driver.generator.is_idle
+    assert sys.getrefcount(prompt) == before
 
 
 def test_a_prompt_that_can_not_be_read_fails_alone(bench: Bench) -> None:

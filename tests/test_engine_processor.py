@@ -8,7 +8,7 @@ from msgspec import json, structs
 from torch import Tensor, nn
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.errors import RequestRefused
+from engine.errors import ModelRefused, RequestRefused
 from engine.model import PreparedModel, load_model
 from engine.processor import load_processor
 from engine.prompts import CHARACTERS_PER_TOKEN_MAX, prompt_tokens
@@ -103,6 +103,14 @@ def test_which_image_is_unsound_is_told(models: dict[str, PreparedModel]) -> Non
     spoilt = IllustratedPrompt(prompt.text, (prompt.images[0], prompt.images[1][:60]))
     with pytest.raises(RequestRefused, match="image 1 "):
         models["llava"].reader.read(spoilt)
+
+
+def test_a_model_that_takes_images_may_have_a_default_adapter_for_them(tmp_path: Path) -> None:
+    build_with_processor("llava", tmp_path)
+    model = load_model(EngineConfig(tmp_path), LoRAConfig(default_mm_loras={"image": "a"}))
+    assert not model.without_images
+    with pytest.raises(ModelRefused, match="'video'"):
+        load_model(EngineConfig(tmp_path), LoRAConfig(default_mm_loras={"video": "a"}))
 
 
 UNSOUND = {
