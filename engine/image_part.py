@@ -15,6 +15,7 @@ Three ways in which images are given are known, by their tensors alone: `pixel_v
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +46,11 @@ class ImagePart:
     def __init__(self, model: PreTrainedModel, encoder: nn.Module) -> None:
         self.encoder: Final = encoder
         self.features: Final[Callable[..., Any]] = model.get_image_features
-        self._tower = set(encoder.modules())
+        # Weakly, because layers that are packed are to be let go with their weights.
+        self._tower = WeakSet(encoder.modules())
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         language = (model.get_decoder(), *(end for end in ends if end is not None))
-        self._language = {module for part in language for module in part.modules()}
+        self._language = WeakSet(module for part in language for module in part.modules())
 
     def __contains__(self, layer: nn.Module) -> bool:
         """Whether a layer of the model is none of its language part."""

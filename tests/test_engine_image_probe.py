@@ -1,5 +1,7 @@
 """What a layer must see of two images to be wrapped, and where nothing is."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -172,3 +174,23 @@ def test_what_can_not_be_had_stops_the_start(what: str) -> None:
     make, fields, told = REFUSED[what]
     with pytest.raises(ModelRefused, match=told):
         PreparedModel(make(), LoRAConfig(**{"enable_tower_connector_lora": True, **fields}))
+
+
+@pytest.mark.parametrize("config", [CONFIG, LoRAConfig()], ids=["with towers", "without"])
+def test_layers_that_were_packed_are_let_go(config: LoRAConfig) -> None:
+    """Their weights lie in the packed layer, and twice would be once too often."""
+    whole = build("llava")
+    parts = {"language": whole.model.language_model, "tower": whole.model.vision_tower}
+    children = {
+        name: weakref.ref(layer)
+        for name, part in parts.items()
+        for path, layer in part.named_modules()
+        if path.endswith("layers.0.self_attn.q_proj")
+    }
+    assert children.keys() == parts.keys()
+    del parts
+    model = PreparedModel(whole, config)
+    gc.collect()
+    assert children["language"]() is None
+    assert (children["tower"]() is None) == config.enable_tower_connector_lora
+    assert model.layers
