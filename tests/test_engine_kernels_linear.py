@@ -121,6 +121,22 @@ def test_what_a_slot_holds_now_is_read_and_not_what_it_held(name: str) -> None:
     assert error_of(found, expected_output(new)) <= ERRORS_MAX[torch.float32]
 
 
+@pytest.mark.parametrize("spoiled", [torch.nan, torch.inf, 1e38])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_that_is_not_finite_or_overflows_spoils_no_other(name: str, spoiled: float) -> None:
+    random = Random(5)
+    for slots, tokens in ((2, 5),) if IS_INTERPRETED else ((2, 5), (9, 20), (3, 130)):
+        rows = mixed_rows(random, tokens, slots)
+        for dtype in (torch.float32,) if IS_INTERPRETED else (torch.float32, dtypes(name)[-1]):
+            case = make_case(Shape(70, (40,), slots, (8,), 0.0), rows, dtype, seed=tokens)
+            x = case.x.clone()
+            x[tokens // 2] = spoiled
+            found = run(name, case._replace(x=x))
+            others = [row for row in range(tokens) if row != tokens // 2]
+            expected = expected_output(case)
+            assert error_of(found[others], expected[others]) <= ERRORS_MAX[dtype]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_batch_gives_the_same_bits(name: str) -> None:
     case = BATCHES[-2].case(torch.float32)
