@@ -212,9 +212,10 @@ class EngineConfig:
 
     `adapter_roots`: the directories that adapters may lie under. `allow_pickled_weights`: whether
     an adapter without a safetensors file may have `.bin` or `.pt` weights. `device`: a torch
-    device, or "auto" for the first CUDA device where there is one, else the CPU. `pin_memory` None:
-    only where the device is CUDA. `context_tokens_max` 0: the model's own limit. `task`: what the
-    model is for, one of `TASKS`, or "auto" for what its config says. `pooling`: how a text's tokens
+    device, or "auto" for the first CUDA device where there is one, else the CPU. `file_threads`:
+    how many read adapters, and as many others images. `pin_memory` None: only where the device is
+    CUDA. `context_tokens_max` 0: the model's own limit. `task`: what the model is for, one of
+    `TASKS`, or "auto" for what its config says. `pooling`: how a text's tokens
     become its vector, one of `POOLINGS`, or "auto"; `normalize`: whether vectors have length 1.
     "auto" and None follow the model's own files. `expert_parallel`: with several ranks each keeps
     some experts whole, instead of some columns of every expert. `capture_steps`: decode steps are

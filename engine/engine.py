@@ -59,8 +59,8 @@ class Engine:
         jobs: Jobs[Job] = _jobs_of(group, config.file_threads, wake)
         self.residency: Final = Residency(arena, model.shapes, self._read, jobs, tell, config.pins)
         self._task = model.task
-        # A processor of images is not made for several threads.
-        images: Jobs[OpId] = _jobs_of(group, 1, wake)
+        # Threads of their own, so that no adapter waits behind photographs.
+        images: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
         slots = Slots(arena, self.residency.residents)
         self._inference = inference_of(model, punica, slots, config, tell, images)
         self._seen = SeenOperations()

@@ -5,12 +5,13 @@ tensors. What it is not: a list of models; what a model takes is told by its for
 arguments. One rule: what a client can get wrong is refused here, for a batch that a wrong prompt
 joined would fail whole.
 
-A processor is not made for several threads, so all reading is done by one.
+A processor is not made for several threads: they decode files side by side, and ask it one by one.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ def _without_videos(kind: Any) -> Any:
 
 
 class ImageReader:
-    """Reads prompts with images for one model; called by one thread at a time.
+    """Reads prompts with images for one model; any thread may call it.
 
     `accepts`: the names of the arguments of the model's forward. Raises `ImagesRefused` where the
     two don't fit.
@@ -113,6 +114,7 @@ class ImageReader:
         if not self.placeholder:
             raise ImagesRefused("the model's processor has no placeholder for an image")
         self._processor = processor
+        self._one_by_one = Lock()
         self._model = model
         self._accepts = accepts
         # Where positions are counted in several axes, the model knows how, without any state.
@@ -123,10 +125,12 @@ class ImageReader:
     def read(self, prompt: IllustratedPrompt, wanted: int = 0) -> Reading:
         """A prompt that leaves `wanted` tokens of the context; raises `RequestRefused`."""
         check_text(self._model, prompt.text)
-        self._check_placeholders(prompt)
+        with self._one_by_one:
+            self._check_placeholders(prompt)
         images = open_images(prompt.images)
         try:
-            found = self._processor(text=[prompt.text], images=images, return_tensors="pt")
+            with self._one_by_one:
+                found = self._processor(text=[prompt.text], images=images, return_tensors="pt")
             tokens = found.pop("input_ids")[0]
             check_tokens(self._model, tokens.tolist(), wanted)
             return Reading(tokens.tolist(), self._media(tokens, found, len(images)))

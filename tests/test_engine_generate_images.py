@@ -1,12 +1,17 @@
 """Rows with images join, run and leave among rows of text, each with its own adapter."""
 
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
 from msgspec import structs
+from torch import Tensor
 
+from engine import generate
+from engine.decode_steps import FixedSteps
 from engine.errors import Conflict, EngineOverloaded, RequestRefused
 from engine.prompt_jobs import AHEAD_MAX
 from engine.work import Finished
@@ -32,8 +37,10 @@ TWELVE = Sampling(max_tokens=12)
 def test_rows_that_join_while_others_run_get_what_transformers_generates(
     kind: str, tmp_path: Path
 ) -> None:
-    yardstick = Yardstick(kind, tmp_path)
-    bench = Bench(kind, tmp_path)
+    _check_rows_that_join(Yardstick(kind, tmp_path), Bench(kind, tmp_path))
+
+
+def _check_rows_that_join(yardstick: Yardstick, bench: Bench) -> None:
     driver = bench.driver(max_num_seqs=4)
     ops = []
     for row in ROWS:
@@ -44,6 +51,27 @@ def test_rows_that_join_while_others_run_get_what_transformers_generates(
         assert driver.output(op)[0] == yardstick.greedy(row, 12), row.text
         assert isinstance(end := driver.end(op), GenerationEnded)
         assert end.prompt_tokens == len(bench.read(row).tokens)
+
+
+class AtOnce:
+    """Runs every step by itself, as if it had been captured."""
+
+    failure = ""
+
+    def run(self, step: Callable[[], Tensor], shape: object) -> Tensor:
+        return step()
+
+    def forget(self) -> None:
+        """Nothing was kept."""
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+def test_rows_with_images_go_on_over_fixed_places(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = partial(FixedSteps, runner=AtOnce())
+    monkeypatch.setattr(generate, "choose_steps", lambda model, *_: steps(model))
+    _check_rows_that_join(Yardstick(kind, tmp_path), Bench(kind, tmp_path))
 
 
 class SlowJobs:

@@ -1,5 +1,6 @@
 """A text with images is read as the model's own processor reads it, or refused with the reason."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,15 @@ def test_reading_twice_gives_the_same_bits(models: dict[str, PreparedModel]) -> 
         assert first.media.tensors.keys() == second.media.tensors.keys()
         for name, tensor in first.media.tensors.items():
             assert torch.equal(tensor, second.media.tensors[name]), (kind, name)
+
+
+def test_threads_that_read_side_by_side_do_not_meet(models: dict[str, PreparedModel]) -> None:
+    reader = models["qwen2_vl"].reader
+    prompts = [illustrated("qwen2_vl", f"{n} @ cat", picture(9 + n, 30, n)) for n in range(16)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(reader.read, prompts))
+    for one, prompt in zip(found, prompts, strict=True):
+        expected = reader.read(prompt)
+        assert one.tokens == expected.tokens
+        pixels = (reading.media.tensors["pixel_values"] for reading in (one, expected))
+        assert torch.equal(*pixels)

@@ -32,7 +32,7 @@ HELP: Final = {
     "allow_pickled_weights": "Read .bin and .pt weights where there are no others; tensors only.",
     "device": "A torch device, or auto: the first CUDA device where there is one.",
     "pin_memory": "Page-lock staged adapters; where it is not said, only for CUDA.",
-    "file_threads": "Threads that read adapters.",
+    "file_threads": "Threads that read adapters, and as many that read images.",
     "max_num_seqs": "The most rows in a batch.",
     "queue_requests_max": "Requests that may wait in the engine.",
     "context_tokens_max": "Prompt and output together; 0 is the model's own limit.",
