@@ -1,18 +1,25 @@
-"""The engine while it reads images: awake for what ends, and otherwise as if nothing were there."""
+"""Images are read in their order, few at a time, while the engine goes on and is woken."""
 
 import threading
 import weakref
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.media import Media
 from engine.model import PreparedModel, load_model
 from engine.processor import Reading
+from engine.prompt_jobs import AHEAD_MAX, PromptJobs
+from engine.work import Finished
 from messages.commands import StartGeneration, StopGeneration
+from messages.ids import OpId
 from messages.reports import GenerationEnded, Report
 from messages.requests import IllustratedPrompt, Sampling
 from tests.illustrated_bench import LORA
@@ -104,3 +111,66 @@ def test_pixels_are_kept_until_they_are_in_the_cache(
     bench.engine.step()
     assert not bench.engine.is_idle
     assert [pixel() for pixel in pixels] == [None]
+
+
+class Recorded:
+    """Jobs that end when they are told to; a job's result is its tag."""
+
+    def __init__(self) -> None:
+        self.started: list[OpId] = []
+        self.running: list[OpId] = []
+        self._ended: list[Finished[OpId]] = []
+
+    def start(self, tag: OpId, _job: object) -> None:
+        self.started.append(tag)
+        self.running.append(tag)
+
+    def end(self, place: int) -> None:
+        future: Future[OpId] = Future()
+        tag = self.running.pop(place)
+        future.set_result(tag)
+        self._ended.append(Finished(tag, future))
+
+    def take(self) -> list[Finished[OpId]]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        """Nothing runs by itself."""
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_rows_are_read_in_their_order_few_at_a_time_and_told_once(data: st.DataObject) -> None:
+    jobs = Recorded()
+    unread = PromptJobs(jobs)
+    rows: dict[OpId, object] = {}
+    dropped: set[OpId] = set()
+    told: list[OpId] = []
+    unused = 0
+    for op in range(1, data.draw(st.integers(1, 40))):
+        match data.draw(st.sampled_from(["add", "add", "end", "drop", "use", "take"])):
+            case "add":
+                rows[op] = SimpleNamespace(command=SimpleNamespace(op=op))
+                unread.add(rows[op], lambda: None, unused)
+            case "end" if jobs.running:
+                jobs.end(data.draw(st.integers(0, len(jobs.running) - 1)))
+            case "drop" if left := sorted(rows.keys() - dropped - set(told)):
+                dropped.add(gone := data.draw(st.sampled_from(left)))
+                unread.drop(rows[gone])
+            case "use":
+                unused = max(0, unused - 1)
+            case "take":
+                new = unread.take(unused)
+                assert all(future.result() == row.command.op for row, future in new)
+                told += [row.command.op for row, _ in new]
+                unused += len(new)
+        assert len(jobs.running) + unused <= max(AHEAD_MAX, unused)
+        assert jobs.started == [op for op in rows if op in jobs.started]
+        assert len(told) == len(set(told))
+        assert dropped.isdisjoint(told)
+    while unread.is_busy or len(unread):
+        while jobs.running:
+            jobs.end(0)
+        told += [row.command.op for row, _ in unread.take(0)]
+    assert set(told) == rows.keys() - dropped
