@@ -54,12 +54,14 @@ class Rounds:
         return 1e6 * median(sample.own for sample in self._samples[name])
 
     def ratio(self, name: str, other: str) -> float:
-        """How many times as long as `other` a work takes, by the clock that says more."""
-        pairs = list(zip(self._samples[name], self._samples[other], strict=True))
-        return max(
-            median(own.own / others.own for own, others in pairs),
-            median(own.wall / others.wall for own, others in pairs),
-        )
+        """How many times as much of the process's own time as `other` a work takes."""
+        pairs = zip(self._samples[name], self._samples[other], strict=True)
+        return median(own.own / others.own for own, others in pairs)
+
+    def wall_ratio(self, name: str, other: str) -> float:
+        """The same by the clock on the wall, which a busy machine's other work runs through too."""
+        pairs = zip(self._samples[name], self._samples[other], strict=True)
+        return median(own.wall / others.wall for own, others in pairs)
 
 
 def in_turns(works: Mapping[str, Work], seconds: float) -> Rounds:

@@ -63,9 +63,10 @@ def test_a_ratio_is_of_times_from_the_same_round() -> None:
     assert found.microseconds("theirs") == 1e6
 
 
-def test_the_clock_that_says_more_counts() -> None:
-    samples = {"ours": [Sample(1.0, 6.0)], "theirs": [Sample(1.0, 2.0)]}
-    assert Rounds(samples).ratio("ours", "theirs") == 3.0
+def test_a_ratio_is_of_the_process_time_and_the_walls_stands_beside_it() -> None:
+    samples = {"ours": [Sample(1.0, 6.0)], "theirs": [Sample(2.0, 2.0)]}
+    assert Rounds(samples).ratio("ours", "theirs") == 0.5
+    assert Rounds(samples).wall_ratio("ours", "theirs") == 3.0
 
 
 def test_the_best_way_is_the_one_that_the_chosen_one_is_slowest_beside() -> None:
