@@ -67,7 +67,7 @@ def read_adapter(  # noqa: PLR0913 - each is a fact that reading needs
     adapter: str = "",
     *,
     equivalences: tuple[Equivalence, ...] = (),
-    left_out: frozenset[str] = frozenset(),
+    image_layers: frozenset[str] = frozenset(),
     allow_pickled: bool = False,
     is_follower: bool = False,
 ) -> LoadedAdapter:
@@ -75,14 +75,14 @@ def read_adapter(  # noqa: PLR0913 - each is a fact that reading needs
 
     `modules` are what can be adapted, by full path; of sharded ones this process's part is kept.
     `lora_config` has its dtype resolved; `adapter` is the name for texts; `equivalences` are
-    `naming.equivalences_of` the model, `left_out` is `ServedModel`'s; `allow_pickled` is
+    `naming.equivalences_of` the model, `image_layers` is `ServedModel`'s; `allow_pickled` is
     `open_adapter`'s. A follower reads nothing but its parts, judges the values of these alone and
     makes no fingerprint: somebody else does. Values are looked at once everything else is sound.
     Raises one `EngineError` that tells all that was found: `AdapterConfigRefused` before
     `AdapterDoesNotFit` before `NotFinite` where there is more than one kind; `PathNotAllowed`,
     `AdapterNotFound`, `Conflict` for a file that changes meanwhile, `HostOutOfMemory`.
     """
-    model = ModelSide(modules, lora_config, equivalences, left_out)
+    model = ModelSide(modules, lora_config, equivalences, image_layers)
     try:
         with open_adapter(path, roots, allow_pickled=allow_pickled) as files:
             loaded = _read(files, model, bounds, is_follower)

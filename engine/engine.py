@@ -52,7 +52,7 @@ class Engine:
         arena, punica, self._lora_config = equip(model, lora_config, config.device_bytes_max)
         self._shapes = {shape.name: shape for shape in model.shapes}
         self._equivalences = equivalences_of(model.model)
-        self._left_out = model.left_out
+        self._image_layers = model.image_layers
         group = self._group = model.group
         self._outbox: list[reports.Report] = []
         tell = self._outbox.append
@@ -154,7 +154,7 @@ class Engine:
             self._config.adapter_bounds,
             command.adapter,
             equivalences=self._equivalences,
-            left_out=self._left_out,
+            image_layers=self._image_layers,
             allow_pickled=self._config.allow_pickled_weights,
             is_follower=not self._group.leads,
         )

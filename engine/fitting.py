@@ -30,20 +30,23 @@ class ModelSide:
     """What of a model and its engine an adapter is held against.
 
     `modules`: what can be adapted; `lora_config` has its dtype resolved; `equivalences`: see
-    `naming.equivalences_of`; `left_out`: the layers of tower and connector where they are not
-    wrapped.
+    `naming.equivalences_of`; `image_layers`: the paths of tower and connector, wrapped or not.
     """
 
     modules: Modules
     lora_config: LoRAConfig
     equivalences: tuple[Equivalence, ...] = ()
-    left_out: frozenset[str] = frozenset()
+    image_layers: frozenset[str] = frozenset()
+
+    def leaves_out(self, module: str) -> bool:
+        """Whether a module stays as it is because `enable_tower_connector_lora` is off."""
+        return module in self.image_layers and not self.lora_config.enable_tower_connector_lora
 
     def naming(
         self, rename: Rename | None = None, skip_prefixes: Iterable[str] = SKIP_PREFIXES
     ) -> Naming:
         """How paths of adapters lead to this model's."""
-        known = (*self.modules, *self.left_out)
+        known = (*self.modules, *self.image_layers)
         return Naming(known, self.equivalences, rename, skip_prefixes)
 
 
@@ -106,7 +109,7 @@ def fit(
     if model is not None:
         _check_modules(pairs, tensors, helper, model, problems)
         touched = _touched_experts(stacked, experts).union(pair.module for pair in pairs)
-        _check_targets(touched, helper, modules, problems)
+        _check_targets(touched, helper, model, problems)
         _check_copies(names.copies, tensors, modules, problems)
     return Fitted(pairs, stacked)
 
@@ -148,9 +151,9 @@ def _check_modules(
     with problems.collecting():
         helper.validate_legal(model.lora_config)
     touched = {pair.module: pair for pair in pairs}
-    left_out = [module for module in touched if module in model.left_out]
+    left_out = [module for module in touched if model.leaves_out(module)]
     problems.add_each(AdapterDoesNotFit, LEFT_OUT, left_out)
-    unknown = [m for m in touched if m not in modules and m not in model.left_out]
+    unknown = [module for module in touched if module not in modules and module not in left_out]
     unknown[:1] = [_with_hint(module, modules) for module in unknown[:1]]
     problems.add_each(AdapterDoesNotFit, "not wrapped in this model", unknown)
     known = [(pair, modules[pair.module]) for pair in touched.values() if pair.module in modules]
@@ -161,13 +164,14 @@ def _check_modules(
 
 
 def _check_targets(
-    touched: Collection[str], helper: PEFTHelper, modules: Modules, problems: Problems
+    touched: Collection[str], helper: PEFTHelper, model: ModelSide, problems: Problems
 ) -> None:
     """Tell targets that this model has but the file has nothing for: half an adapter.
 
     `touched`: every module-slice that the file has something for.
     """
-    missing = _untouched(touched, helper, modules)
+    modules = model.modules
+    missing = _untouched(touched, helper, model)
     problems.add_each(AdapterDoesNotFit, "target_modules without a tensor", missing)
     adapted = {modules[name].parameter for name in touched if name in modules}
     there = {shape.parameter for shape in modules.values()} if helper.target_parameters else set()
@@ -238,13 +242,20 @@ def _with_hint(module: str, modules: Collection[str]) -> str:
     return module if near is None else f"{module} (there is {near})"
 
 
-def _untouched(touched: Iterable[str], helper: PEFTHelper, modules: Modules) -> list[str]:
-    """The targets that this model has but the file has nothing for: half an adapter."""
+def _untouched(touched: Collection[str], helper: PEFTHelper, model: ModelSide) -> list[str]:
+    """The targets that this model has but the file has nothing for: half an adapter.
+
+    An adapter that touches nothing of what reads images was trained on a text model, whose targets
+    may be called like layers of a tower.
+    """
     if isinstance(helper.target_modules, str) or helper.has_exclusions:
         return []
     adapted = suffixes(touched)
     missing = [name for name in helper.target_modules if name not in adapted]
-    there = suffixes(modules) if missing else set()
+    if not missing:
+        return []
+    of_texts = model.modules.keys() - model.image_layers
+    there = suffixes(of_texts if model.image_layers.isdisjoint(touched) else model.modules)
     return [shown(name) for name in missing if name in there]
 
 

@@ -60,7 +60,7 @@ def _detached(lora: LoRALayerWeights, shape: ModuleShape | None) -> LoRALayerWei
 def _check_fit(name: str, lora: LoRALayerWeights, side: ModelSide, problems: Problems) -> None:
     shape = side.modules.get(name)
     if shape is None:
-        where = LEFT_OUT if name in side.left_out else "not wrapped in this model"
+        where = LEFT_OUT if side.leaves_out(name) else "not wrapped in this model"
         problems.add(AdapterDoesNotFit, f"{shown(name)} is {where}")
         return
     rank_max = side.lora_config.max_lora_rank

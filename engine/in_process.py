@@ -61,7 +61,7 @@ class InProcessEngine:
             {shape.name: shape for shape in prepared.shapes},
             self.lora_config,
             equivalences_of(prepared.model),
-            prepared.left_out,
+            prepared.image_layers,
         )
         self._offer: LoadedAdapter | None = None
         self._mappings: dict[MappingType, LoRAMapping] = {}

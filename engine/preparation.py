@@ -59,12 +59,12 @@ class Prepared(NamedTuple):
     """What became of a model's layers.
 
     `layers`: wrappers by their path. `parts`: the part of the model that each of them is of.
-    `left_out`: the paths of layers that only `adapts_images` would have had wrapped.
+    `image_layers`: the paths of those that read images and have a wrapper, wrapped or not.
     """
 
     layers: dict[str, BaseLayerWithLoRA]
     parts: dict[str, MappingType]
-    left_out: frozenset[str]
+    image_layers: frozenset[str]
 
 
 class Seen(NamedTuple):
@@ -105,7 +105,7 @@ def prepare_layers(model: PreTrainedModel, trial: Trial, vocab_size: int, scope:
     packed = [group for group in groups if any(one.is_packable(group) for one in seen)]
     parts |= {group.name: parts[group.children[0]] for group in packed}
     wrapped = _wrap(model, candidates, parts, packed, scope.table)
-    return Prepared(wrapped, {name: parts[name] for name in wrapped}, left_out)
+    return Prepared(wrapped, {name: parts[name] for name in wrapped}, of_images)
 
 
 def _unseen(

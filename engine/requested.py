@@ -96,7 +96,7 @@ class RequestReader:
                 self._bounds,
                 request.lora_name,
                 equivalences=self._side.equivalences,
-                left_out=self._side.left_out,
+                image_layers=self._side.image_layers,
                 allow_pickled=self._allow_pickled,
             )
         self._marks[Source(path, loaded.fingerprint)] = marks

@@ -35,7 +35,7 @@ class ServedModel:
     """A base model on its way to be served; its task's class calls `_prepare` when it can run.
 
     `layers`: name -> wrapper, in the directory's order; `parts`: which part of the model each of
-    them is of; `left_out`: those that only `enable_tower_connector_lora` would have had wrapped.
+    them is of; `image_layers`: the paths of those that read images, wrapped or not.
     `image_part`: what reads images, None where requests bring none. `image_mapper`: has images run
     under their adapters. `shapes`: one `ModuleShape` a slice, by index. `vocab_size`: the rows of
     the token embedding. `context_tokens_max`: the tokens of one row. `tokenizer` None: prompts are
@@ -50,7 +50,7 @@ class ServedModel:
     image_part: ImagePart | None
     layers: Mapping[str, BaseLayerWithLoRA]
     parts: Mapping[str, MappingType]
-    left_out: frozenset[str]
+    image_layers: frozenset[str]
     shapes: tuple[ModuleShape, ...]
 
     def __init__(
@@ -80,7 +80,7 @@ class ServedModel:
             lora_config.enable_tower_connector_lora,
         )
         prepared = prepare_layers(self.model, trial, self.vocab_size, scope)
-        self.layers, self.parts, self.left_out = prepared
+        self.layers, self.parts, self.image_layers = prepared
         self.shapes = module_shapes(self.layers)
 
     def bind(

@@ -44,14 +44,14 @@ def test_the_tower_ends_where_rows_become_fewer_or_the_encoder_ends(kind: str) -
     tower = {name.rpartition(".")[2] for name in layers_of(model, MappingType.TOWER)}
     assert tower == set(TOWER[kind])
     assert layers_of(model, MappingType.CONNECTOR) == list(CONNECTOR[kind])
-    assert not model.left_out
+    assert model.image_layers.isdisjoint(layers_of(model, MappingType.LANGUAGE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_the_option_towers_and_connectors_stay_as_they_are(kind: str) -> None:
     model = PreparedModel(build(kind), LoRAConfig())
     assert set(model.parts.values()) == {MappingType.LANGUAGE}
-    assert model.left_out.issuperset(CONNECTOR[kind])
+    assert model.image_layers.issuperset(CONNECTOR[kind])
     assert all(isinstance(model.model.get_submodule(n), nn.Linear) for n in CONNECTOR[kind])
 
 

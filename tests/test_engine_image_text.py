@@ -84,9 +84,10 @@ class Bench:
     def read(self, root: Path, name: str) -> Any:
         shapes = {shape.name: shape for shape in self.model.shapes}
         ways = equivalences_of(self.model.model)
-        aside = self.model.left_out
-        found = read_adapter(name, [root], shapes, self.config, equivalences=ways, left_out=aside)
-        return found.model
+        aside = self.model.image_layers
+        return read_adapter(
+            name, [root], shapes, self.config, equivalences=ways, image_layers=aside
+        ).model
 
     def logits(self, rows: list[tuple[str | None, tuple[int, ...]]]) -> Tensor:
         width = max(len(prompt) for _, prompt in rows)

@@ -5,19 +5,23 @@ tower and connector alone, one on the language part alone; rows with no image, o
 unlike sizes.
 """
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.adapters import LoRAModel
+from engine.adapters import LoRAModel, LoRARequest, PEFTHelper
 from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit, NotResident
 from engine.punica import LoRAMapping
 from tests.engine_examples import relative_error
 from tests.image_rows import Row
-from tests.image_text_examples import KINDS, MORE_KINDS
+from tests.image_text_examples import KINDS, MORE_KINDS, TEXT
 from tests.towers_bench import EVERYTHING, IMAGE_PARTS, READING, SEEING, Bench, Peft
 
 ROWS = (
@@ -164,3 +168,25 @@ def test_the_default_of_the_one_modality_that_has_one_is_asked_for(
     assert request is not None
     assert (request.lora_int_id, request.lora_path) == (5, path)
     assert bench.worker.default_request((), 5) is None
+
+
+def test_an_adapter_of_texts_may_name_what_only_towers_have(bench: Bench, tmp_path: Path) -> None:
+    """PEFT takes targets that a model has not; a tower that has them is none of its business."""
+    config = AutoConfig.for_model(**TEXT, **KINDS[KIND][0])
+    named = LoraConfig(r=2, target_modules=["q_proj", "fc1"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_config(config), named).save_pretrained(tmp_path)
+    bench.worker.add_adapter(LoRARequest("text", 9, str(tmp_path)))
+    touched = bench.manager.get_adapter(9)
+    assert touched is not None
+    assert all("language_model" in name for name in touched.loras)
+
+
+def test_half_an_adapter_of_a_tower_is_refused(peft: tuple[Peft, Path], bench: Bench) -> None:
+    found = {
+        path.name: path.read_bytes() for path in (peft[1] / "seeing").iterdir() if path.is_file()
+    }
+    tensors = load(found["adapter_model.safetensors"])
+    half = {name: tensor for name, tensor in tensors.items() if ".fc1." not in name}
+    helper = PEFTHelper.from_dict(json.loads(found["adapter_config.json"]))
+    with pytest.raises(AdapterDoesNotFit, match=r"without a tensor: .*fc1"):
+        LoRAModel.from_lora_tensors(9, half, helper, model=bench.manager.side)
