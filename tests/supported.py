@@ -84,6 +84,8 @@ def short() -> str:
         (
             f"- Models, {len(served)} architectures held against PEFT: {', '.join(served)}.",
             f"- Mixtures of experts: {', '.join(SERVED_FAMILIES.values())}.",
+            f"- Image-text models: {_names((*KINDS, *MORE_KINDS))}.",
+            f"- Embedding and classifying: {', '.join(_pooled_classes())}.",
             f"- Layers: {', '.join(kinds)}.",
             f"- Packed: {', '.join(f'`{family.parent}`' for family in FAMILIES)}.",
             "- Checked in an adapter's config, and refused where their value is not served: "
@@ -154,6 +156,10 @@ def _pooled() -> Iterator[tuple[str, ...]]:
             pooling = "" if task == "classify" else str(model.pooling)
             wrapped = dict.fromkeys(name.rpartition(".")[2] for name in model.layers)
             yield f"`{type(model.model).__name__}`", task, pooling, _names(wrapped)
+
+
+def _pooled_classes() -> Iterator[str]:
+    return (f"`{type(one.make()).__name__}`" for one in (*EMBEDDERS, *CLASSIFIERS))
 
 
 def _image_text() -> Iterator[tuple[str, ...]]:
