@@ -174,12 +174,11 @@ def load_model(
         group.wait_for_all()
         shard_model(model, group, config.torch_device, config.expert_parallel)
     prepared: PreparedModel | PooledModel
+    tokens_max = config.context_tokens_max
     if task == "generate":
         processor = _find_processor(directory, found)
-        tokens_max = config.context_tokens_max
         prepared = PreparedModel(model, lora_config, tokenizer, tokens_max, processor)
     else:
-        tokens_max = config.context_tokens_max
         prepared = PooledModel(model, lora_config, tokenizer, tokens_max, task, options)
     prepared.group = group
     _check_use_of_images(prepared, lora_config)
