@@ -10,7 +10,8 @@ the key; without it one graph serves them all.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from weakref import ReferenceType, ref
 
 import structlog
 import torch
@@ -26,6 +27,8 @@ GRAPHS_MAX: Final = 64
 
 Step = Callable[[], Tensor]
 """Work over tensors of fixed address: whoever gives it writes its inputs there before each call."""
+
+Held = TypeVar("Held")
 
 
 class StepRunner(Protocol):
@@ -71,38 +74,78 @@ class GraphKey(NamedTuple):
     launches: LaunchKey
 
 
+class WhileHeld(Generic[Held]):
+    """Gives one thing for as long as somebody else holds it, and then another."""
+
+    def __init__(self, make: Callable[[], Held]) -> None:
+        self._make = make
+        self._latest: ReferenceType[Held] | None = None
+
+    def __call__(self) -> Held:
+        """The one that is held, or a new one."""
+        held = None if self._latest is None else self._latest()
+        if held is None:
+            held = self._make()
+            self._latest = ref(held)
+        return held
+
+
+class _Pool:
+    """Memory that graphs share, for as long as one of them lives.
+
+    PyTorch captures nothing more into a pool whose last graph is gone while a tensor lies there.
+    """
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+
+class _Replay:
+    """A captured step: calling it replays the graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor, pool: _Pool) -> None:
+        self._graph, self._output, self._pool = graph, output, pool
+
+    def __call__(self) -> Tensor:
+        self._graph.replay()
+        return self._output
+
+
 class CudaCapture:
     """Captures a step as a CUDA graph; what it gives replays it.
 
-    All graphs take their memory from one pool, one after the other, so what one gave holds until
-    the next replay of any. Raises ValueError for a device that is not CUDA.
+    All graphs that live together take their memory from one pool, one after the other, so what one
+    gave holds until the next replay of any. Raises ValueError for a device that is not CUDA.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise ValueError(f"steps are to be captured on {device}; graphs are CUDA's")
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = WhileHeld(_Pool)
+        # The same for all graphs: libraries keep memory for each stream that they have seen.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, step: Step) -> Step:
         """The step's graph."""
-        current = torch.cuda.current_stream()
-        warm_up = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        warm_up.wait_stream(current)
-        with torch.cuda.stream(warm_up):
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        # A capture that fails does not go back to the stream before it; this does.
+        with torch.cuda.stream(self._stream):
             # Kernels are compiled and scratch memory grows before anything is recorded.
             for _ in range(2):
                 step()
-        current.wait_stream(warm_up)
+            replay = self._record(step, self._pool())
+        current.wait_stream(self._stream)
+        return replay
+
+    def _record(self, step: Step, pool: _Pool) -> _Replay:
         graph = torch.cuda.CUDAGraph()
         # Other threads allocate page-locked memory meanwhile, which is no part of the graph.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=pool.handle, stream=self._stream, capture_error_mode="thread_local"
+        ):
             output = step()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return output
-
-        return replay
+        return _Replay(graph, output, pool)
 
 
 class CapturedSteps:

@@ -1,11 +1,13 @@
 """What a captured graph may be replayed for; that CUDA's computes rightly is seen on a device."""
 
+from weakref import ref
+
 import pytest
 import structlog
 import torch
 from torch import Tensor
 
-from engine.graphs import CapturedSteps, CudaCapture, GraphKey, Step
+from engine.graphs import CapturedSteps, CudaCapture, GraphKey, Step, WhileHeld
 from engine.kernels import choose_kernels
 from engine.punica import LoRAMapping, PunicaWrapper
 from tests.replayed_steps import TapeCapture
@@ -120,6 +122,21 @@ def test_a_step_that_can_not_be_captured_runs_by_itself() -> None:
     assert len(tries) == len(logs) == 1
     assert "not permitted" in captured.failure
     assert "not permitted" in logs[0]["reason"]
+
+
+def test_memory_is_shared_by_what_lives_together_and_by_nothing_after_it() -> None:
+    class Pool:
+        """What graphs hold."""
+
+    give = WhileHeld(Pool)
+    graphs = [give(), give()]
+    assert graphs[0] is graphs[1]
+    first = ref(graphs.pop())
+    assert give() is first()
+    graphs.clear()
+    assert first() is None
+    second = give()
+    assert give() is second
 
 
 def test_graphs_are_refused_where_there_are_none() -> None:

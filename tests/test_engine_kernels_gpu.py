@@ -154,6 +154,32 @@ def test_a_delta_made_on_a_second_stream_is_added_whole(is_captured: bool) -> No
         assert is_right(run(case.x.cuda(), case.y.cuda()), case)
 
 
+def test_steps_are_captured_again_after_all_were_forgotten() -> None:
+    punica = wrapper()
+    steps = CapturedSteps(punica, CudaCapture(torch.device("cuda")))
+    x = torch.ones(1 << 20, device="cuda")
+    kept = []
+    for number in range(4):
+        # What the last graph gave is held, so its memory lives longer than it.
+        kept.append(steps.run(lambda number=number: x * 2 + number, number % 2))
+        assert kept[-1].unique().tolist() == [2 + number]
+        assert not steps.failure
+        steps.forget()
+
+
+def test_a_step_that_fails_while_it_is_captured_runs_where_others_do() -> None:
+    steps = CapturedSteps(wrapper(), CudaCapture(torch.device("cuda")))
+    x = torch.ones(8, device="cuda")
+    before = torch.cuda.current_stream()
+
+    def reads() -> torch.Tensor:
+        return x * x.sum().item()
+
+    assert steps.run(reads, "reads").tolist() == [8.0] * 8
+    assert steps.failure
+    assert torch.cuda.current_stream() == before
+
+
 EXPERTS = Shape(256, (192, 64), SLOTS, (1, 8, 13, 64), 0.4, ModuleKind.EXPERTS, 7)
 TOP_K = 2
 
