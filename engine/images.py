@@ -41,37 +41,38 @@ _WHITE: Final = (255, 255, 255, 255)
 def open_images(files: Sequence[bytes]) -> list[Image.Image]:
     """A prompt's images, each as `open_image` has it; raises `RequestRefused`."""
     images, pixels = [], 0
-    for place, data in enumerate(files):
-        images.append(open_image(data, place))
+    for number, data in enumerate(files, 1):
+        images.append(open_image(data, number))
         pixels += images[-1].width * images[-1].height
         if pixels > PROMPT_PIXELS_MAX:
             raise RequestRefused(
-                f"the first {place + 1} of {len(files)} images have {pixels} pixels; at most "
+                f"the first {number} of {len(files)} images have {pixels} pixels; at most "
                 f"{PROMPT_PIXELS_MAX} of a prompt are read: send fewer, or smaller ones"
             )
     return images
 
 
-def open_image(data: bytes, place: int = 0) -> Image.Image:
+def open_image(data: bytes, number: int = 1) -> Image.Image:
     """The image in `data`, upright, as RGB; what is transparent lies on white.
 
-    `place`: which of a prompt's images it is, for the error's text. Raises `RequestRefused`.
+    `number`: which of a prompt's images it is, counted from 1, for the error's text. Raises
+    `RequestRefused`.
     """
     if not 0 < len(data) <= IMAGE_BYTES_MAX:
         raise RequestRefused(
-            f"image {place} has {len(data)} bytes; 1 to {IMAGE_BYTES_MAX} are read"
+            f"image {number} has {len(data)} bytes; 1 to {IMAGE_BYTES_MAX} are read"
         )
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
-            _check_head(image, place)
+            _check_head(image, number)
             image.load()
             return _as_rgb(ImageOps.exif_transpose(image))
     except Image.DecompressionBombError as error:
-        raise _too_large(place, "far too many") from error
+        raise _too_large(number, "far too many") from error
     except _DECODING_FAILURES as error:
         # A decoder's words may hold the file's bytes; the kind of failure says enough.
         raise RequestRefused(
-            f"image {place} can't be read ({type(error).__name__}); a whole, sound file of one of "
+            f"image {number} can't be read ({type(error).__name__}); a whole, sound file of one of "
             f"{', '.join(FORMATS)} can"
         ) from error
 
@@ -84,17 +85,17 @@ def sample_png(size: tuple[int, int]) -> bytes:
     return file.getvalue()
 
 
-def _check_head(image: Image.Image, place: int) -> None:
+def _check_head(image: Image.Image, number: int) -> None:
     width, height = image.size
     if width * height > PIXELS_MAX or max(width, height) > SIDE_MAX:
-        raise _too_large(place, f"{width} x {height}")
+        raise _too_large(number, f"{width} x {height}")
     if image.format != _PICTURE_WITH_EXTRAS and getattr(image, "is_animated", False):
-        raise RequestRefused(f"image {place} is animated; send the one frame that is meant")
+        raise RequestRefused(f"image {number} is animated; send the one frame that is meant")
 
 
-def _too_large(place: int, found: str) -> RequestRefused:
+def _too_large(number: int, found: str) -> RequestRefused:
     return RequestRefused(
-        f"image {place} has {found} pixels; at most {PIXELS_MAX} in all and {SIDE_MAX} a side are "
+        f"image {number} has {found} pixels; at most {PIXELS_MAX} in all and {SIDE_MAX} a side are "
         "read"
     )
 

@@ -31,8 +31,8 @@ def prompt_tokens(model: ServedModel, prompt: Prompt, wanted: int = 0) -> list[i
     media = model.media_tokens.intersection(tokens)
     if media:
         raise RequestRefused(
-            f"token {min(media)} in the prompt stands for an image, a video or a sound; a text "
-            "alone can't have it"
+            f"token {min(media)} in the prompt stands for an image, a video or a sound, and a "
+            "text alone brings none: send the image too, or leave the token out"
         )
     check_tokens(model, tokens, wanted)
     return tokens

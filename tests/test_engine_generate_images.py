@@ -176,7 +176,7 @@ def test_a_prompt_that_can_not_be_read_fails_alone(bench: Bench) -> None:
     assert isinstance(driver.end(good), GenerationEnded)
     assert isinstance(end := driver.end(bad), OperationFailed)
     assert end.code == ErrorCode.MALFORMED
-    assert "image 0" in end.message
+    assert "image 1" in end.message
 
 
 def test_a_request_id_is_taken_while_its_images_are_read(bench: Bench) -> None:

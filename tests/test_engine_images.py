@@ -127,7 +127,7 @@ REFUSED = {
 def test_what_is_no_sound_image_is_refused_with_the_reason(case: str) -> None:
     data, words = REFUSED[case]
     with pytest.raises(RequestRefused, match=f"image 3 .*({words})"):
-        open_image(data, place=3)
+        open_image(data, number=3)
 
 
 def test_nothing_is_decoded_before_its_size_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def test_the_images_tokens_count_in_the_context(models: dict[str, PreparedModel]
 def test_which_image_is_unsound_is_told(models: dict[str, PreparedModel]) -> None:
     prompt = illustrated("llava", "@ @", SQUARE, SQUARE)
     spoilt = IllustratedPrompt(prompt.text, (prompt.images[0], prompt.images[1][:60]))
-    with pytest.raises(RequestRefused, match="image 1 "):
+    with pytest.raises(RequestRefused, match="image 2 "):
         models["llava"].reader.read(spoilt)
 
 

@@ -126,8 +126,8 @@ def test_what_the_model_can_not_see_is_refused_and_the_rest_goes_on(served: Serv
         for text, images, told in (
             ("no place for it", [whole], "0 times and the prompt 1 images"),
             (prompt.text, [whole, whole], "1 times and the prompt 2 images"),
-            (prompt.text, [b"GIF89a, or so it says"], "image 0 can't be read"),
-            (prompt.text, [whole[: len(whole) // 2]], "image 0 can't be read"),
+            (prompt.text, [b"GIF89a, or so it says"], "image 1 can't be read"),
+            (prompt.text, [whole[: len(whole) // 2]], "image 1 can't be read"),
         ):
             with pytest.raises(Malformed, match=told):
                 client.generate(text, "two", images=images).text()

@@ -62,8 +62,9 @@ HINTS: Final[dict[ErrorCode, str]] = {
     "`loradock evict` makes room",
     ErrorCode.NOT_FOUND: "give the adapter's directory with --path, absolute or relative to an "
     "adapter root of the server",
-    ErrorCode.DOES_NOT_FIT: "the adapter was trained for another model, or its rank is over the "
-    "engine's: `loradock serve ... -- --max-lora-rank N`",
+    ErrorCode.DOES_NOT_FIT: "the adapter was trained for another model, or the engine was "
+    "started for less than it needs: see --max-lora-rank, --enable-tower-connector-lora "
+    "and --target-module in `loradock serve --help`",
     ErrorCode.DEVICE_OUT_OF_MEMORY: "lower --device-bytes of the server, or evict adapters",
     ErrorCode.CONFIG_REFUSED: "see the adapter's adapter_config.json for what is named",
     ErrorCode.UNKNOWN_ADAPTER: "see `loradock list` for the names that are known, or "
