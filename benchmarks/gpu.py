@@ -6,6 +6,7 @@ One rule: without a device it says so and succeeds, for nothing was found wrong.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,34 +25,42 @@ SANITIZED: Final = (
 )
 """Parts of the names of the tests that run under a sanitizer: every kernel, in few batches."""
 TOOLS: Final = ("memcheck", "racecheck")
+TOOLKIT: Final = "/usr/local/cuda/bin"
+"""Where CUDA's tools are when no PATH says so."""
 COMPILED: Final = {"LORADOCK_TEST_COMPILED": "1"}
+
+Part = tuple[list[str], dict[str, str]]
+"""A command, and what its environment has beside this process's."""
 
 
 def main() -> int:
-    """Run all of it; the exit status is that of the first part that failed."""
+    """Run all of it, whatever fails; the exit status is that of the first part that failed."""
     if not torch.cuda.is_available():
         print("no CUDA device is here: the tests and benchmarks that need one are skipped")
         print("without one, `pytest tests/test_engine_kernels_compiled.py` shows what the compiler")
         print("makes of each kernel, and tests/test_engine_kernels_triton.py counts what it reads")
         return 0
     print(f"on {torch.cuda.get_device_name()}")
-    parts: list[tuple[list[str], dict[str, str]]] = [
-        ([*PYTEST, "-m", "gpu"], {}),
+    parts: list[Part] = [
+        ([*PYTEST, "-m", "gpu", "--continue-on-collection-errors"], {}),
         ([*PYTEST, "-p", "no:xdist", *SHARED], COMPILED),
         *_sanitizers(),
         ([sys.executable, "-m", "benchmarks.gpu_kernels"], {}),
     ]
-    for command, settings in parts:
-        environment = {**os.environ, **settings}
-        status = subprocess.run(command, check=False, env=environment).returncode
-        if status:
-            return status
-    return 0
+    statuses = [_run(*part) for part in parts]
+    return next(filter(None, statuses), 0)
 
 
-def _sanitizers() -> list[tuple[list[str], dict[str, str]]]:
+def _run(command: list[str], settings: dict[str, str]) -> int:
+    status = subprocess.run(command, check=False, env={**os.environ, **settings}).returncode
+    if status:
+        print(f"status {status}: {shlex.join(command)}", flush=True)
+    return status
+
+
+def _sanitizers() -> list[Part]:
     """One run a tool; PyTorch's allocator is off so that each tensor has bounds of its own."""
-    path = shutil.which("compute-sanitizer")
+    path = shutil.which("compute-sanitizer", path=os.pathsep.join([*os.get_exec_path(), TOOLKIT]))
     if path is None:
         print("compute-sanitizer is not installed: memcheck and racecheck are skipped")
         return []

@@ -4,18 +4,19 @@ What it is: microseconds, share of the measured copy bandwidth, and ratio to the
 beside the aims, written to `gpu-<device>.md` and `.json` beside this file. What it is not: a test,
 although a cell is only timed after its result was compared. One rule: no figure is printed of a
 wrong result.
+
+Of the project's requirements it needs PyTorch and Triton alone.
 """
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-import msgspec
 import torch
-from msgspec import Struct
 
 from benchmarks.device_layers import (
     DTYPE,
@@ -45,7 +46,7 @@ LARGE_BYTES: Final = 32 << 20
 AMONG_MAX: Final = 1.1
 
 
-class Measured(Struct, frozen=True):
+class Measured(NamedTuple):
     """One cell; `share` is of the copy bandwidth, `vs_gemm` of the layer's own product."""
 
     hidden: int
@@ -74,7 +75,7 @@ def main() -> int:
     measured = []
     for name, cell in cells():
         measured.append(measure(name, cell, flush, bandwidth))
-        print(msgspec.json.encode(measured[-1]).decode(), flush=True)
+        print(json.dumps(measured[-1]._asdict()), flush=True)
     both = (RANK_8_AMONG_8, RANK_8_AMONG_256)
     among = [measure("8", cell, flush, bandwidth).microseconds for cell in both]
     write(measured, bandwidth, among)
@@ -120,8 +121,8 @@ def write(measured: list[Measured], bandwidth: float, among: list[float]) -> Non
     """Both files, named after the device."""
     device = torch.cuda.get_device_name()
     place = Path(__file__).parent / f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower())}"
-    encoded = msgspec.json.encode(measured)
-    place.with_suffix(".json").write_bytes(msgspec.json.format(encoded) + b"\n")
+    encoded = json.dumps([one._asdict() for one in measured], indent=2)
+    place.with_suffix(".json").write_text(encoded + "\n")
     place.with_suffix(".md").write_text(document(device, measured, bandwidth, among))
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources
+from triton.errors import TritonError
 
 from benchmarks.device_layers import (
     DTYPE,
@@ -159,7 +158,7 @@ def mean_of(name: str, works: Iterable[float]) -> float:
     """The geometric mean of microseconds; infinite where one of the works can't run or is wrong."""
     try:
         times = list(works)
-    except (OutOfResources, CompilationError, AssertionError) as error:
+    except (TritonError, AssertionError) as error:
         print(f"{name} is out: {error}", flush=True)
         return float("inf")
     return exp(sum(map(log, times)) / len(times))

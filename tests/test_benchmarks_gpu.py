@@ -1,12 +1,16 @@
 """What the device's benchmarks rest on, as far as it needs no device."""
 
 import re
+import subprocess
+import sys
 from math import inf
 from pathlib import Path
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources, PTXASError
 
+from benchmarks import gpu
 from benchmarks.device_layers import (
     Cell,
     ExpertsCell,
@@ -141,14 +145,15 @@ def test_the_fastest_launches_are_found_one_beside_the_other() -> None:
 
 
 def test_a_wrong_result_is_no_candidate() -> None:
-    def works(is_wrong: bool):
+    def works(failure: Exception | None):
         yield 2.0
-        if is_wrong:
-            raise AssertionError("an error of 1.0")
+        if failure is not None:
+            raise failure
         yield 8.0
 
-    assert mean_of("a plan", works(False)) == pytest.approx(4.0)
-    assert mean_of("a plan", works(True)) == inf
+    assert mean_of("a plan", works(None)) == pytest.approx(4.0)
+    for failure in (AssertionError("an error of 1.0"), OutOfResources(9, 8, "shared"), PTXASError):
+        assert mean_of("a plan", works(failure)) == inf
 
 
 def test_writing_the_present_tables_changes_nothing() -> None:
@@ -199,3 +204,35 @@ def test_every_operation_is_tested_compiled_and_some_of_its_tests_sanitized() ->
         (path,) = (path for path in SHARED if path.endswith(f"kernels_{name}.py"))
         text = (Path(__file__).parent.parent / path).read_text()
         assert any(re.search(rf"def test_\w*{part}", text) for part in SANITIZED), path
+
+
+@pytest.mark.parametrize("failing", [set(), {4}, {0, 4}])
+def test_every_part_runs_whatever_fails_before_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: set[int]
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_options: object) -> subprocess.CompletedProcess[bytes]:
+        ran.append(command)
+        place = len(ran) - 1
+        return subprocess.CompletedProcess(command, 7 + place if place in failing else 0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(gpu.shutil, "which", lambda name, path: f"/tools/{name}")
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    assert gpu.main() == (7 + min(failing) if failing else 0)
+    assert len(ran) == 5
+    assert [command[2] for command in ran if command[0].startswith("/tools")] == [*gpu.TOOLS]
+    assert ran[-1][-1] == "benchmarks.gpu_kernels"
+    assert capsys.readouterr().out.count("status ") == len(failing)
+
+
+def test_the_figures_need_torch_and_triton_alone() -> None:
+    script = (
+        "import sys\n"
+        "for name in ('msgspec', 'structlog', 'zmq', 'transitions', 'transformers', 'peft'):\n"
+        "    sys.modules[name] = None\n"
+        "import benchmarks.gpu, benchmarks.gpu_kernels, benchmarks.tune_kernels\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
