@@ -156,6 +156,9 @@ def load_model(
             directory, use_safetensors=True, dtype="auto", **LOCAL
         )
         if group.is_single:
+            if config.torch_device.index:
+                # Kernels are launched on the thread's device, wherever their operands lie.
+                torch.cuda.set_device(config.torch_device)
             model.to(config.torch_device)
         tokenizer = _load_tokenizer(directory)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError) as error:

@@ -9,6 +9,8 @@ interpreter is slow and has no bfloat16, so it gets fewer cases.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import NamedTuple
@@ -52,6 +54,17 @@ def dtypes(name: str) -> list[torch.dtype]:
 
 
 NAMES_AND_DTYPES = [(name, dtype) for name in NAMES for dtype in dtypes(name)]
+
+
+@contextmanager
+def nan_in_new_memory() -> Iterator[None]:
+    """Within, PyTorch fills memory that nobody filled, scratch memory among it."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def kernels_of(name: str, batch_invariant: bool = False) -> Kernels:

@@ -20,6 +20,7 @@ from tests.kernel_cases import (
     kernels_of,
     make_case,
     mixed_rows,
+    nan_in_new_memory,
 )
 
 
@@ -31,6 +32,16 @@ def test_the_delta_is_the_sum_written_out(name: str, dtype: torch.dtype, batch: 
     kernels_of(name).embedding(found, case.x, case.slices, case.groups, 0.5)
     assert error_of(found, expected_output(case, 0.5)) <= ERRORS_MAX[dtype]
     assert torch.equal(found[case.base_rows], case.y[case.base_rows])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_that_was_not_written_is_read(name: str) -> None:
+    shape = Shape(50, (37,), 3, (3, 8, 16), 0.4, ModuleKind.EMBEDDING)
+    case = make_case(shape, mixed_rows(Random(8), 14, 3), torch.float32, seed=8)
+    found = case.y.clone()
+    with nan_in_new_memory():
+        kernels_of(name).embedding(found, case.x, case.slices, case.groups, 1.0)
+    assert error_of(found, expected_output(case)) <= ERRORS_MAX[torch.float32]
 
 
 @pytest.mark.parametrize("name", NAMES)

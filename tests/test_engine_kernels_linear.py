@@ -24,6 +24,7 @@ from tests.kernel_cases import (
     kernels_of,
     make_case,
     mixed_rows,
+    nan_in_new_memory,
 )
 
 
@@ -119,6 +120,16 @@ def test_what_a_slot_holds_now_is_read_and_not_what_it_held(name: str) -> None:
     found = new.y.clone()
     kernels.linear(found, new.x, old.slices, groups, 1.0)
     assert error_of(found, expected_output(new)) <= ERRORS_MAX[torch.float32]
+
+
+@pytest.mark.parametrize("tokens", [3, 14])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_that_was_not_written_is_read(name: str, tokens: int) -> None:
+    shape = Shape(40, (24, 9), 3, (1, 8, 13), 0.4)
+    case = make_case(shape, mixed_rows(Random(8), tokens, 3), torch.float32, seed=8)
+    with nan_in_new_memory():
+        found = run(name, case)
+    assert error_of(found, expected_output(case)) <= ERRORS_MAX[torch.float32]
 
 
 @pytest.mark.parametrize("spoiled", [torch.nan, torch.inf, 1e38])

@@ -18,6 +18,7 @@ from transformers import (
     MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PreTrainedModel,
 )
 
 from engine.config import EngineConfig, LoRAConfig
@@ -251,6 +252,17 @@ def test_a_directory_that_holds_no_safe_model_is_refused(
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelRefused):
         load()
+
+
+def test_a_device_that_is_not_the_first_becomes_the_threads_own(
+    engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, _device: model)
+    for device in ("cuda:1", "cpu"):
+        load_model(replace(engine_config, device=device), LoRAConfig())
+    assert taken == [torch.device("cuda:1")]
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids(
