@@ -36,8 +36,9 @@ def test_the_delta_is_the_sum_written_out(name: str, dtype: torch.dtype, batch: 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_that_was_not_written_is_read(name: str) -> None:
-    shape = Shape(50, (37,), 3, (3, 8, 16), 0.4, ModuleKind.EMBEDDING)
-    case = make_case(shape, mixed_rows(Random(8), 14, 3), torch.float32, seed=8)
+    shape = Shape(50, (37,), 3, (3, 8, 16), 0.2, ModuleKind.EMBEDDING)
+    case = make_case(shape, mixed_rows(Random(8), 14, 3), torch.float32, seed=3)
+    assert case.weights
     found = case.y.clone()
     with nan_in_new_memory():
         kernels_of(name).embedding(found, case.x, case.slices, case.groups, 1.0)
