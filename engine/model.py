@@ -7,7 +7,7 @@ found out by a request.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -31,12 +31,20 @@ from engine.probe import generation_trial
 from engine.processor import LOCAL, ImageReader, ImagesRefused, Processor, load_processor
 from engine.served import ServedModel, Tokenizer
 from engine.sharding import shard_model
-from engine.tasks import loader_of, task_of
+from engine.tasks import Task, loader_of, task_of
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 MODALITY: Final = "image"
 """What prompts may bring beside text, as `default_mm_loras` calls it."""
+
+_SPARED: Final[Mapping[Task, frozenset[str]]] = {
+    "embed": frozenset({"pooler"}),
+    "classify": frozenset(CLASSIFIERS),
+}
+"""What a saved model may lack: what no vector comes from, and a head that adapters bring."""
+
+_NAMED_MAX: Final = 5
 
 _NO_PROCESSOR: Final = ImagesRefused("the model was prepared without a processor")
 
@@ -152,9 +160,10 @@ def load_model(
         found = AutoConfig.from_pretrained(directory, **LOCAL)
         task = task_of(directory, found, config.task)
         options = pooling_options(config, task)
-        model = loader_of(task, found).from_pretrained(
-            directory, use_safetensors=True, dtype="auto", **LOCAL
+        model, report = loader_of(task, found).from_pretrained(
+            directory, use_safetensors=True, dtype="auto", output_loading_info=True, **LOCAL
         )
+        _check_weights(directory, report["missing_keys"], task)
         if group.is_single:
             if config.torch_device.index:
                 # Kernels are launched on the thread's device, wherever their operands lie.
@@ -186,6 +195,18 @@ def load_model(
     prepared.group = group
     _check_use_of_images(prepared, lora_config)
     return prepared
+
+
+def _check_weights(directory: Path, missing: Iterable[str], task: Task) -> None:
+    """Raise `ModelRefused` where the library made up, at random, weights that answers need."""
+    spared = _SPARED.get(task, frozenset())
+    needed = sorted(name for name in missing if spared.isdisjoint(name.split(".")))
+    if needed:
+        raise ModelRefused(
+            f"{directory} has no weights for {len(needed)} tensors of a model that is to {task}: "
+            f"{', '.join(needed[:_NAMED_MAX])}{', ...' if len(needed) > _NAMED_MAX else ''}; save "
+            "the whole model, or serve it for another task"
+        )
 
 
 def _check_use_of_images(model: ServedModel, lora_config: LoRAConfig) -> None:

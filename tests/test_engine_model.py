@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     GemmaConfig,
@@ -263,6 +264,34 @@ def test_a_device_that_is_not_the_first_becomes_the_threads_own(
     for device in ("cuda:1", "cpu"):
         load_model(replace(engine_config, device=device), LoRAConfig())
     assert taken == [torch.device("cuda:1")]
+
+
+@pytest.mark.parametrize(
+    ("task", "lost", "refused"),
+    [
+        ("generate", "model.layers.1.mlp.up_proj.weight", True),
+        ("generate", "lm_head.weight", True),
+        ("embed", "model.layers.1.mlp.up_proj.weight", True),
+        ("embed", "lm_head.weight", False),
+        ("classify", "model.norm.weight", True),
+        ("classify", "lm_head.weight", False),
+    ],
+)
+def test_weights_that_answers_need_are_in_the_file(
+    task: str, lost: str, refused: bool, tmp_path: Path, engine_config: EngineConfig
+) -> None:
+    model = LlamaForCausalLM(tiny_config())
+    model.save_pretrained(tmp_path)
+    saved = {name: tensor for name, tensor in model.state_dict().items() if name != lost}
+    assert len(saved) + 1 == len(model.state_dict())
+    save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
+    config = replace(engine_config, model_directory=tmp_path, task=task)
+    if not refused:
+        # A head that nobody saved is one that adapters bring.
+        assert load_model(config, LoRAConfig()).task == task
+        return
+    with pytest.raises(ModelRefused, match=f"no weights for 1 tensors .* {task}: .*weight"):
+        load_model(config, LoRAConfig())
 
 
 def test_a_model_without_a_tokenizer_takes_token_ids(
