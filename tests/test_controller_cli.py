@@ -23,7 +23,13 @@ from messages.errors import MEANINGS, ErrorCode
 from tests.standin_controller import StandIn
 
 ROOT = Path(__file__).parent.parent
-COMMAND = "from controller.cli.main import app; app(prog_name='loradock')"
+COMMAND = """
+import signal
+from controller.cli.main import app
+# Tests may run in the background of a shell, which has its children ignore this signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+app(prog_name="loradock")
+"""
 
 
 @pytest.fixture
