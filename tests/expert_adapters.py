@@ -64,11 +64,17 @@ def _save(family: str, directory: Path, fields: Fields) -> PeftModel:
     return model.eval()
 
 
+_PROJECTIONS = ("model.layers.{}.mlp.experts.{}.{}", ("gate_proj", "up_proj", "down_proj"))
 PER_EXPERT = {
     "mixtral": ("model.layers.{}.block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
-    "qwen3_moe": ("model.layers.{}.mlp.experts.{}.{}", ("gate_proj", "up_proj", "down_proj")),
+    **dict.fromkeys(
+        ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"), _PROJECTIONS
+    ),
 }
 """How files per expert call their modules, gate, up and down in this order."""
+NOT_CONVERTED = ("qwen2_moe",)
+"""Where peft leaves such files as they are, and finds nothing in them for its own modules."""
+ALPHA = 6
 
 
 def per_expert(family: str, rank: int = 3) -> dict[str, Tensor]:
@@ -76,17 +82,34 @@ def per_expert(family: str, rank: int = 3) -> dict[str, Tensor]:
     path, projections = PER_EXPERT[family]
     torch.manual_seed(41)
     tensors: dict[str, Tensor] = {}
-    for layer, expert, projection in product(range(2), range(EXPERTS), projections):
+    # DeepSeek's first layer is dense.
+    layers = range(family.startswith("deepseek"), 2)
+    for layer, expert, projection in product(layers, range(EXPERTS), projections):
         module = path.format(layer, expert, projection)
         tensors |= pair_for(module, is_down=projection == projections[2], rank=rank)
     return tensors
 
 
-def save_per_expert(family: str, directory: Path, rank: int = 3) -> PeftModel:
-    """An adapter per expert, and what peft makes of it."""
+def save_per_expert(family: str, directory: Path, rank: int = 3) -> PreTrainedModel | PeftModel:
+    """An adapter per expert, and what peft makes of it, or else its sum with the weights."""
     fields = {"target_modules": list(PER_EXPERT[family][1]), "r": rank}
-    write(directory, per_expert(family, rank), fields)
+    tensors = per_expert(family, rank)
+    write(directory, tensors, fields)
+    if family in NOT_CONVERTED:
+        return _merged(family, tensors, ALPHA / rank)
     return PeftModel.from_pretrained(make_model(family), directory).eval()
+
+
+def _merged(family: str, tensors: Mapping[str, Tensor], scaling: float) -> PreTrainedModel:
+    """The family's model with every expert's B @ A in its weights."""
+    model, (path, projections) = make_model(family), PER_EXPERT[family]
+    for layer, expert, place in product(range(2), range(EXPERTS), range(3)):
+        name = f"base_model.model.{path.format(layer, expert, projections[place])}"
+        delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+        experts = model.model.layers[layer].mlp.experts
+        gate, up = experts.gate_up_proj.data[expert].chunk(2)
+        (gate, up, experts.down_proj.data[expert])[place].add_(delta, alpha=scaling)
+    return model
 
 
 def pair_for(module: str, is_down: bool, rank: int) -> dict[str, Tensor]:
@@ -105,7 +128,7 @@ def write(directory: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, o
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "lora_alpha": 6,
+        "lora_alpha": ALPHA,
         "r": 4,
         "target_modules": [],
         **fields,

@@ -1,5 +1,6 @@
 """The engine's logits are peft's: alone, in mixed batches, and after any history of slots."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import DeviceOutOfMemory
@@ -24,7 +25,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples" / "tiny"
 class Yardstick:
     """The same rows one by one through peft."""
 
-    def __init__(self, models: dict[str, PeftModel]) -> None:
+    def __init__(self, models: Mapping[str, PreTrainedModel | PeftModel]) -> None:
         self._models = models
         self._known: dict[Row, Tensor] = {}
 
