@@ -23,6 +23,12 @@ _INDEX_WRITES: Final = (
 )
 """Operations that the host waits for only where an index is a mask."""
 
+_GROUPED: Final = torch.ops.aten._grouped_mm
+_GROUPED_DTYPE: Final = torch.bfloat16
+_GROUPED_MAJORS: Final = (9, 10)
+"""The dtype and the compute capabilities for which a grouped product is one kernel; for all others
+PyTorch brings the groups' ends to the host, by no operation that is seen, and loops over them."""
+
 _COPIES: Final = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
 """Operations that may bring something to another device."""
 
@@ -68,12 +74,22 @@ class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _depends_on_data(func: Any, args: Sequence[Any]) -> bool:
     operation = func.overloadpacket
+    if operation is _GROUPED:
+        return _is_loop(args[0])
     if operation in _INDEXED:
         return any(_is_mask(index) for index in args[1])
     if operation in _INDEX_WRITES:
         # One value at a mask's places is written without counting them.
         return args[2].numel() > 1 and any(_is_mask(index) for index in args[1])
     return not _DEPENDENT.isdisjoint(func.tags)
+
+
+def _is_loop(x: Tensor) -> bool:
+    """Whether a grouped product over these rows is a loop on the host."""
+    if x.device.type != "cuda":
+        return False
+    major, _ = torch.cuda.get_device_capability(x.device)
+    return x.dtype != _GROUPED_DTYPE or major not in _GROUPED_MAJORS
 
 
 def _is_mask(index: Tensor | None) -> bool:

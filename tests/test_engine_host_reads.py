@@ -1,11 +1,13 @@
 """What would make the host wait for the device is seen, whatever it is called through."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot, scaled_dot_product_attention
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import grouped_mm, one_hot, scaled_dot_product_attention
 
 from engine.host_reads import HostRead, NoHostReads
 
@@ -81,3 +83,27 @@ def test_a_copy_between_host_and_device_raises(inference: bool) -> None:
         for copy in (lambda: x.to(META), lambda: torch.zeros(3, device=META).copy_(x)):
             with pytest.raises(HostRead, match="copies"):
                 copy()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "reads"),
+    [
+        (torch.bfloat16, (9, 0), False),
+        (torch.bfloat16, (10, 0), False),
+        (torch.bfloat16, (8, 0), True),
+        (torch.bfloat16, (12, 0), True),
+        (torch.float16, (9, 0), True),
+        (torch.float32, (9, 0), True),
+    ],
+)
+def test_a_grouped_product_reads_where_pytorch_has_no_kernel_for_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int], reads: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    with FakeTensorMode():
+        x, matrices = (
+            torch.empty(size, dtype=dtype, device="cuda") for size in ((8, 16), (2, 16, 32))
+        )
+        ends = torch.empty(2, dtype=torch.int32, device="cuda")
+        with pytest.raises(HostRead) if reads else nullcontext(), NoHostReads(x.device):
+            grouped_mm(x, matrices, offs=ends)
