@@ -24,7 +24,7 @@ from engine.kernels.gpu.experts import (
 )
 from engine.kernels.gpu.fused import fused_kernel
 from engine.kernels.gpu.lookup import lookup_kernel
-from engine.kernels.gpu.plans import EXPERTS, LOOKUP, PLANS, ExpertsPlan
+from engine.kernels.gpu.plans import EXPERTS, LOOKUP, PLANS, ExpandPlan, ExpertsPlan
 from engine.kernels.gpu.shrink import shrink_kernel, sum_splits_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -92,20 +92,7 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
             {**split, **blocks},
             *(shrink.warps, 3),
         )
-        yield Job(
-            expand_kernel,
-            {**weights, "y": own, "x": floats},
-            {
-                **split,
-                "SLICES": SLICES,
-                "ADD": True,
-                "OUT_UNIT": 16,
-                "BLOCK_M": expand.height,
-                "BLOCK_N": expand.block_n,
-                "BLOCK_R": expand.block_r,
-            },
-            *(expand.warps, expand.stages),
-        )
+        yield from _expand_jobs(shrink.splits, expand, dtype)
         if fused is not None:
             yield Job(
                 fused_kernel,
@@ -131,6 +118,27 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
         yield from _experts_jobs(plan, dtype)
 
 
+def _expand_jobs(splits: int, plan: ExpandPlan, dtype: str) -> Iterator[Job]:
+    """Behind a shrink in parts; behind one that is summed; and into a delta of its own."""
+    own = f"*{dtype}"
+    for parts, adds, out in ((splits, True, own), (1, True, own), (1, False, "*fp32")):
+        yield Job(
+            expand_kernel,
+            {**TABLES, "data": own, "y": out, "x": "*fp32"},
+            {
+                "UNIT": 128 // ITEM_BYTES[dtype],
+                "SPLITS": parts,
+                "SLICES": SLICES,
+                "ADD": adds,
+                "OUT_UNIT": 16,
+                "BLOCK_M": plan.height,
+                "BLOCK_N": plan.block_n,
+                "BLOCK_R": plan.block_r,
+            },
+            *(plan.warps, plan.stages),
+        )
+
+
 def _experts_jobs(plan: ExpertsPlan, dtype: str) -> Iterator[Job]:
     own, shrink, expand = f"*{dtype}", plan.shrink, plan.expand
     split = {"UNIT": 128 // ITEM_BYTES[dtype], "SPLITS": shrink.splits}
@@ -143,19 +151,21 @@ def _experts_jobs(plan: ExpertsPlan, dtype: str) -> Iterator[Job]:
         *(shrink.warps, shrink.stages),
     )
     yield Job(experts_sum_kernel, {**tables, "y": "*fp32"}, {**split, **blocks}, *(shrink.warps, 3))
-    yield Job(
-        experts_expand_kernel,
-        {**tables, "y": own},
-        {
-            **split,
-            "COLUMN_STEP": 1,
-            "OUT_UNIT": 16,
-            "BLOCK_M": expand.height,
-            "BLOCK_N": expand.block_n,
-            "BLOCK_R": expand.block_r,
-        },
-        *(expand.warps, expand.stages),
-    )
+    for splits in (shrink.splits, 1):
+        yield Job(
+            experts_expand_kernel,
+            {**tables, "y": own},
+            {
+                **split,
+                "SPLITS": splits,
+                "COLUMN_STEP": 1,
+                "OUT_UNIT": 16,
+                "BLOCK_M": expand.height,
+                "BLOCK_N": expand.block_n,
+                "BLOCK_R": expand.block_r,
+            },
+            *(expand.warps, expand.stages),
+        )
 
 
 def build(job: Job, architecture: int, folder: Path) -> Compiled:
