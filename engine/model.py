@@ -163,7 +163,7 @@ def load_model(
         model, report = loader_of(task, found).from_pretrained(
             directory, use_safetensors=True, dtype="auto", output_loading_info=True, **LOCAL
         )
-        _check_weights(directory, report["missing_keys"], task)
+        without_head = _check_weights(directory, report["missing_keys"], task)
         if group.is_single:
             if config.torch_device.index:
                 # Kernels are launched on the thread's device, wherever their operands lie.
@@ -192,13 +192,16 @@ def load_model(
         prepared = PreparedModel(model, lora_config, tokenizer, tokens_max, processor)
     else:
         prepared = PooledModel(model, lora_config, tokenizer, tokens_max, task, options)
-    prepared.group = group
+    prepared.group, prepared.without_head = group, without_head
     _check_use_of_images(prepared, lora_config)
     return prepared
 
 
-def _check_weights(directory: Path, missing: Iterable[str], task: Task) -> None:
-    """Raise `ModelRefused` where the library made up, at random, weights that answers need."""
+def _check_weights(directory: Path, missing: Iterable[str], task: Task) -> bool:
+    """Whether a classifier was saved without its head, which adapters then have to bring.
+
+    Raises `ModelRefused` for anything else that answers need and the library made up at random.
+    """
     spared = _SPARED.get(task, frozenset())
     needed = sorted(name for name in missing if spared.isdisjoint(name.split(".")))
     if needed:
@@ -207,6 +210,7 @@ def _check_weights(directory: Path, missing: Iterable[str], task: Task) -> None:
             f"{', '.join(needed[:_NAMED_MAX])}{', ...' if len(needed) > _NAMED_MAX else ''}; save "
             "the whole model, or serve it for another task"
         )
+    return task == "classify" and any(missing)
 
 
 def _check_use_of_images(model: ServedModel, lora_config: LoRAConfig) -> None:

@@ -41,12 +41,14 @@ class ServedModel:
     the token embedding. `context_tokens_max`: the tokens of one row. `tokenizer` None: prompts are
     token ids. `media_tokens`: those that stand for an image or the like, which a text alone may not
     have. `without_images`: why prompts may bring none; empty where they may. `group`: the ranks
-    that hold it together. Raises `ModelRefused` for a model that can't be served.
+    that hold it together. `without_head`: it classifies, and was saved without the head for that.
+    Raises `ModelRefused` for a model that can't be served.
     """
 
     task: Task
     without_images: str = "a model that embeds or classifies takes text alone"
     group: ParallelGroup = SINGLE
+    without_head: bool = False
     image_part: ImagePart | None
     layers: Mapping[str, BaseLayerWithLoRA]
     parts: Mapping[str, MappingType]

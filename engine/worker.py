@@ -275,6 +275,11 @@ def _run(setup: Setup, options: Namespace) -> int:
         return 1
     if group.leads and model.media_tokens and model.without_images:
         _log.warning("the model is served for text alone", reason=model.without_images)
+    if group.leads and model.without_head:
+        _log.warning(
+            "the model was saved without a classification head, and has one of random numbers; "
+            "only adapters that bring a head give scores that mean anything"
+        )
     group.wait_for_all()
     if group.leads:
         _serve(engine if group.is_single else Leader(engine, group), setup, options, wakeup)
