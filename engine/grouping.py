@@ -49,7 +49,10 @@ class Grouper:
 
     def group(self, token_slots: Tensor, prompt_slots: Tensor, slots_max: int) -> Batch:
         """Both mappings' groups; slots: [rows] int64 on the host, -1 for the base model."""
-        drafts = [self._draft(slots, slots_max) for slots in (token_slots, prompt_slots)]
+        first = self._draft(token_slots, slots_max)
+        # Where every row is sampled both mappings are one.
+        is_one = torch.equal(token_slots, prompt_slots)
+        drafts = [first, first if is_one else self._draft(prompt_slots, slots_max)]
         rooms = [draft.words for draft in drafts]
         words = sum(rooms)
         host = (
@@ -88,18 +91,16 @@ class _Draft:
         self._token_slots, self._bounds = token_slots, bounds
         self._rows, self._slots, self._counts = rows, slots, counts
         self._starts = torch.cumsum(counts, 0) - counts
-        tiles = [bounds.tiles(height) for height in TILE_ROWS]
-        tables = (*[3 * count for count in tiles], bounds.tokens, bounds.tokens)
-        self._rooms = [1, *[bounds.groups] * 3, *tables]
+        groups = (slots, counts, self._starts)
+        tiles = [_tiles(*groups, height).flatten() for height in TILE_ROWS]
+        self._tables = (torch.tensor([len(slots)]), *groups, *tiles, rows, token_slots)
+        tile_rooms = [3 * bounds.tiles(height) for height in TILE_ROWS]
+        self._rooms = [1, *[bounds.groups] * 3, *tile_rooms, bounds.tokens, bounds.tokens]
         self.words = sum(self._rooms)
 
     def write(self, buffer: Tensor) -> None:
         """Fill `buffer` [words] int64, which is all zeros."""
-        groups = (self._slots, self._counts, self._starts)
-        tiles = [_tiles(*groups, height).flatten() for height in TILE_ROWS]
-        active = torch.tensor([len(self._slots)])
-        tables = (active, *groups, *tiles, self._rows, self._token_slots)
-        for room, table in zip(torch.split(buffer, self._rooms), tables, strict=True):
+        for room, table in zip(torch.split(buffer, self._rooms), self._tables, strict=True):
             room[: len(table)] = table
 
     def read(self, buffer: Tensor) -> Groups:
