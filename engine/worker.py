@@ -199,7 +199,10 @@ class Worker:
         now = time.monotonic()
         if now >= self._beat_due_s:
             self._beat_due_s = now + BEAT_INTERVAL_S
-            self._send(self._link.encode(EngineBeat(self._engine.engine_id, self._engine.last_op)))
+            # The first word to a controller is the inventory, whenever it came.
+            if not self._link.needs_sync:
+                beat = EngineBeat(self._engine.engine_id, self._engine.last_op)
+                self._send(self._link.encode(beat))
         if now >= self._heard_s + SILENCE_MAX_S:
             self._heard_s = now
             self._link.needs_sync = True
