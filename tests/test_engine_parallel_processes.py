@@ -42,8 +42,6 @@ def ranks_of(directory: Path) -> dict[int, int]:
 def texts(directory: Path) -> dict[str, str]:
     """What every adapter and the base model continue the prompt with; more adapters than slots."""
     with Client(directory, timeout_s=WAIT_S) as client:
-        for name in ADAPTERS:
-            client.load(name)
         asked: dict[str, str | None] = {name: name for name in ADAPTERS} | {"base": None}
         return {
             name: client.generate(PROMPT, adapter=adapter, max_tokens=16).text()
@@ -59,6 +57,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
     with serve(one, *OPTIONS), serve(two, *OPTIONS, *sharded) as of_two:
         for directory in (one, two):
             status_once(directory, is_up)
+            with Client(directory, timeout_s=WAIT_S) as client:
+                for name in ADAPTERS:
+                    client.load(name)
         yield one, two
         pids = [*ranks_of(two).values(), status_once(two, is_up).controller_pid]
         of_two.send_signal(signal.SIGTERM)
