@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.figures import Figure, in_turns
 from engine.adapters import read_adapter
 from engine.config import LoRAConfig
+from engine.fitting import ModelSide
 from engine.layout import ModuleShape
 
 HIDDEN, INNER, KEYS, LAYERS, RANK = 4096, 14336, 1024, 32, 16
@@ -74,7 +75,7 @@ def _read(root: Path, modules: dict[str, ModuleShape], name: str, clock: Clock) 
     weights = root / "adapter" / "adapter_model.safetensors"
 
     def ours() -> object:
-        return read_adapter("adapter", [root], modules, lora_config)
+        return read_adapter("adapter", [root], ModelSide(modules, lora_config))
 
     def bare() -> object:
         return {name: tensor.clone() for name, tensor in load_file(weights).items()}

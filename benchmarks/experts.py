@@ -81,8 +81,16 @@ class Bench:
 
 
 def run() -> Iterator[Figure]:
-    """All figures of the group."""
+    """All figures of the group, on one thread."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    try:
+        yield from _figures()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _figures() -> Iterator[Figure]:
     bench = Bench(ADAPTERS)
     mixed = _rows(ADAPTERS)
 

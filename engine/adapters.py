@@ -5,23 +5,22 @@ keeper of adapters; whoever asks holds the answer. One rule: everything is check
 is kept, and all that is wrong is told in one error.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.adapter_files import AdapterFiles, open_adapter
-from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
+from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import EngineError
 from engine.expert_weights import MoEEPLoadSpec
 from engine.fitting import ModelSide, check_names, fit
-from engine.layout import ModuleShape, blob_bytes
+from engine.layout import blob_bytes
 from engine.lora import (
     LoRALayerWeights,
     LoRAModel,
     LoRARequest,
     PackedLoRALayerWeights,
 )
-from engine.naming import Equivalence
 from engine.peft_config import PEFTHelper, decode_config
 from engine.problems import Problems, shown
 from engine.values import check_values
@@ -61,28 +60,22 @@ class LoadedAdapter:
 def read_adapter(  # noqa: PLR0913 - each is a fact that reading needs
     path: str,
     roots: Sequence[Path],
-    modules: Mapping[str, ModuleShape],
-    lora_config: LoRAConfig,
+    model: ModelSide,
     bounds: AdapterBounds = DEFAULT_BOUNDS,
     adapter: str = "",
     *,
-    equivalences: tuple[Equivalence, ...] = (),
-    image_layers: frozenset[str] = frozenset(),
     allow_pickled: bool = False,
     is_follower: bool = False,
 ) -> LoadedAdapter:
     """Read the adapter at `path` (absolute, or relative to one of `roots`) and check it completely.
 
-    `modules` are what can be adapted, by full path; of sharded ones this process's part is kept.
-    `lora_config` has its dtype resolved; `adapter` is the name for texts; `equivalences` are
-    `naming.equivalences_of` the model, `image_layers` is `ServedModel`'s; `allow_pickled` is
-    `open_adapter`'s. A follower reads nothing but its parts, judges the values of these alone and
-    makes no fingerprint: somebody else does. Values are looked at once everything else is sound.
+    Of sharded modules this process's part is kept. `adapter` is the name for texts; `allow_pickled`
+    is `open_adapter`'s. A follower reads nothing but its parts, judges the values of these alone
+    and makes no fingerprint: somebody else does. Values are looked at once all else is sound.
     Raises one `EngineError` that tells all that was found: `AdapterConfigRefused` before
     `AdapterDoesNotFit` before `NotFinite` where there is more than one kind; `PathNotAllowed`,
     `AdapterNotFound`, `Conflict` for a file that changes meanwhile, `HostOutOfMemory`.
     """
-    model = ModelSide(modules, lora_config, equivalences, image_layers)
     try:
         with open_adapter(path, roots, allow_pickled=allow_pickled) as files:
             loaded = _read(files, model, bounds, is_follower)

@@ -19,7 +19,6 @@ from engine.equipment import equip
 from engine.errors import EngineError
 from engine.inference import inference_of, require_task
 from engine.model import PreparedModel
-from engine.naming import equivalences_of
 from engine.parallel import ParallelGroup
 from engine.pooled_model import PooledModel
 from engine.registry import SeenOperations
@@ -50,9 +49,7 @@ class Engine:
         self.engine_id: Final = engine_id
         self._config = config
         arena, punica, self._lora_config = equip(model, lora_config, config.device_bytes_max)
-        self._shapes = {shape.name: shape for shape in model.shapes}
-        self._equivalences = equivalences_of(model.model)
-        self._image_layers = model.image_layers
+        self._side = model.side(self._lora_config)
         group = self._group = model.group
         self._outbox: list[reports.Report] = []
         tell = self._outbox.append
@@ -149,12 +146,9 @@ class Engine:
         return read_adapter(
             command.path or command.adapter,
             self._config.adapter_roots,
-            self._shapes,
-            self._lora_config,
+            self._side,
             self._config.adapter_bounds,
             command.adapter,
-            equivalences=self._equivalences,
-            image_layers=self._image_layers,
             allow_pickled=self._config.allow_pickled_weights,
             is_follower=not self._group.leads,
         )

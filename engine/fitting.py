@@ -30,13 +30,15 @@ class ModelSide:
     """What of a model and its engine an adapter is held against.
 
     `modules`: what can be adapted; `lora_config` has its dtype resolved; `equivalences`: see
-    `naming.equivalences_of`; `image_layers`: the paths of tower and connector, wrapped or not.
+    `naming.equivalences_of`; `image_layers`: the paths of tower and connector, wrapped or not;
+    `wants_head`: the model has no classification head that anybody trained.
     """
 
     modules: Modules
     lora_config: LoRAConfig
     equivalences: tuple[Equivalence, ...] = ()
     image_layers: frozenset[str] = frozenset()
+    wants_head: bool = False
 
     def leaves_out(self, module: str) -> bool:
         """Whether a module stays as it is because `enable_tower_connector_lora` is off."""
@@ -110,6 +112,7 @@ def fit(
         _check_modules(pairs, tensors, helper, model, problems)
         touched = _touched_experts(stacked, experts).union(pair.module for pair in pairs)
         _check_targets(touched, helper, model, problems)
+        _check_heads(touched, model, problems)
         _check_copies(names.copies, tensors, modules, problems)
     return Fitted(pairs, stacked)
 
@@ -180,6 +183,14 @@ def _check_targets(
         if found.isdisjoint(adapted):
             why = "no tensor is for it" if found else "it is not wrapped in this model"
             problems.add(AdapterDoesNotFit, f"target_parameters name {shown(target)}; {why}")
+
+
+def _check_heads(touched: Collection[str], model: ModelSide, problems: Problems) -> None:
+    """Tell heads that neither the model nor the file has: their scores would be random."""
+    heads = [shape.name for shape in model.modules.values() if shape.kind is ModuleKind.HEAD]
+    missing = [name for name in heads if model.wants_head and name not in touched]
+    text = "the model was saved without a head and the adapter brings none (modules_to_save)"
+    problems.add_each(AdapterDoesNotFit, text, missing)
 
 
 def _check_copies(

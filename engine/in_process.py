@@ -17,14 +17,12 @@ from engine.adapters import LoadedAdapter
 from engine.config import LoRAConfig
 from engine.equipment import equip
 from engine.errors import NotResident, UnknownAdapter
-from engine.fitting import ModelSide
 from engine.handed import OwnWeights
 from engine.image_punica import IMAGE_PARTS
 from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes
+from engine.loading import prepare_loaded
 from engine.lora import LoRAModel
-from engine.model import prepare_loaded
-from engine.naming import equivalences_of
 from engine.punica import LoRAMapping, MappingType
 from engine.residency import Residency
 from engine.staging import unpack
@@ -57,12 +55,7 @@ class InProcessEngine:
         self._layers = prepared.layers
         self.model: Final = prepared.model
         self.vocab_size: Final = prepared.vocab_size
-        self.side: Final = ModelSide(
-            {shape.name: shape for shape in prepared.shapes},
-            self.lora_config,
-            equivalences_of(prepared.model),
-            prepared.image_layers,
-        )
+        self.side: Final = prepared.side(self.lora_config)
         self._offer: LoadedAdapter | None = None
         self._mappings: dict[MappingType, LoRAMapping] = {}
         self._homeless: dict[MappingType, NotResident] = {}

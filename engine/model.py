@@ -1,50 +1,26 @@
-"""The base model, prepared once: loaded, its layers wrapped, and proved fit for batches.
+"""A base model that generates: its layers wrapped, proved fit for batches, and its forward pass.
 
-What it is: a `transformers` model from a local directory, and the forward pass of those that
-generate. What it is not: generation, the choice of layers, or a holder of adapter weights. One
-rule: what can't be served rightly is refused when the engine starts, with the reason, and never
-found out by a request.
+What it is: a `transformers` model as `engine.generate` runs it. What it is not: generation, the
+choice of layers, or a holder of adapter weights. One rule: what can't be batched rightly is refused
+when the model is prepared, with the reason, and never found out by a request.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.utils.logging import disable_progress_bar
 
-from engine.config import EngineConfig, LoRAConfig
-from engine.errors import ModelRefused
+from engine.config import LoRAConfig
 from engine.kv_cache import RowCache, left_padding_mask
 from engine.media import Media, media_arguments
 from engine.media_probe import try_images
-from engine.parallel import SINGLE, ParallelGroup
-from engine.pooled_model import PooledModel
-from engine.pooling_options import pooling_options
-from engine.preparation import CLASSIFIERS
 from engine.probe import generation_trial
-from engine.processor import LOCAL, ImageReader, ImagesRefused, Processor, load_processor
+from engine.processor import ImageReader, ImagesRefused, Processor
 from engine.served import ServedModel, Tokenizer
-from engine.sharding import shard_model
-from engine.tasks import Task, loader_of, task_of
-
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-
-MODALITY: Final = "image"
-"""What prompts may bring beside text, as `default_mm_loras` calls it."""
-
-_SPARED: Final[Mapping[Task, frozenset[str]]] = {
-    "embed": frozenset({"pooler"}),
-    "classify": frozenset(CLASSIFIERS),
-}
-"""What a saved model may lack: what no vector comes from, and a head that adapters bring."""
-
-_NAMED_MAX: Final = 5
 
 _NO_PROCESSOR: Final = ImagesRefused("the model was prepared without a processor")
 
@@ -136,103 +112,6 @@ class PreparedModel(ServedModel):
         return reader, ""
 
 
-def prepare_loaded(model: PreTrainedModel, lora_config: LoRAConfig) -> PreparedModel | PooledModel:
-    """Prepare a model that its owner has loaded, for what its head says that it is for."""
-    if model.get_output_embeddings() is not None:
-        return PreparedModel(model, lora_config)
-    is_classifier = any(name in CLASSIFIERS for name, _ in model.named_children())
-    return PooledModel(model, lora_config, task="classify" if is_classifier else "embed")
-
-
-def load_model(
-    config: EngineConfig, lora_config: LoRAConfig, group: ParallelGroup = SINGLE
-) -> PreparedModel | PooledModel:
-    """Read `config.model_directory` (safetensors, nothing remote, no foreign code) and prepare it.
-
-    Every rank of `group` keeps its part; collective. Raises `ModelRefused`.
-    """
-    # What goes to stderr is for people to read; a bar is drawn over it.
-    disable_progress_bar()
-    directory = config.model_directory
-    if not (directory / "config.json").is_file():
-        raise ModelRefused(f"{directory} has no config.json; name a directory of a saved model")
-    try:
-        found = AutoConfig.from_pretrained(directory, **LOCAL)
-        task = task_of(directory, found, config.task)
-        options = pooling_options(config, task)
-        model, report = loader_of(task, found).from_pretrained(
-            directory, use_safetensors=True, dtype="auto", output_loading_info=True, **LOCAL
-        )
-        without_head = _check_weights(directory, report["missing_keys"], task)
-        if group.is_single:
-            if config.torch_device.index:
-                # Kernels are launched on the thread's device, wherever their operands lie.
-                torch.cuda.set_device(config.torch_device)
-            model.to(config.torch_device)
-        tokenizer = _load_tokenizer(directory)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError) as error:
-        raise ModelRefused(
-            f"{directory} can't be loaded, task {config.task}, on {config.device}: {error}"
-        ) from error
-    if group.is_single:
-        # One rank has nobody to share with; the other classes would take the longer way.
-        lora_config = replace(lora_config, fully_sharded_loras=False)
-    else:
-        if config.expert_parallel and lora_config.fully_sharded_loras:
-            raise ModelRefused(
-                "expert_parallel and fully_sharded_loras are both on; whole experts leave nothing "
-                "of their adapters to shard: take one of the two"
-            )
-        group.wait_for_all()
-        shard_model(model, group, config.torch_device, config.expert_parallel)
-    prepared: PreparedModel | PooledModel
-    tokens_max = config.context_tokens_max
-    if task == "generate":
-        processor = _find_processor(directory, found)
-        prepared = PreparedModel(model, lora_config, tokenizer, tokens_max, processor)
-    else:
-        prepared = PooledModel(model, lora_config, tokenizer, tokens_max, task, options)
-    prepared.group, prepared.without_head = group, without_head
-    _check_use_of_images(prepared, lora_config)
-    return prepared
-
-
-def _check_weights(directory: Path, missing: Iterable[str], task: Task) -> bool:
-    """Whether a classifier was saved without its head, which adapters then have to bring.
-
-    Raises `ModelRefused` for anything else that answers need and the library made up at random.
-    """
-    spared = _SPARED.get(task, frozenset())
-    needed = sorted(name for name in missing if spared.isdisjoint(name.split(".")))
-    if needed:
-        raise ModelRefused(
-            f"{directory} has no weights for {len(needed)} tensors of a model that is to {task}: "
-            f"{', '.join(needed[:_NAMED_MAX])}{', ...' if len(needed) > _NAMED_MAX else ''}; save "
-            "the whole model, or serve it for another task"
-        )
-    return task == "classify" and any(missing)
-
-
-def _check_use_of_images(model: ServedModel, lora_config: LoRAConfig) -> None:
-    """Adapters for a part of the model or a modality that no prompt reaches would never be used."""
-    if lora_config.enable_tower_connector_lora and model.without_images:
-        raise ModelRefused(
-            "enable_tower_connector_lora is set, and the model is served for text alone: "
-            f"{model.without_images}"
-        )
-    for modality in lora_config.default_mm_loras or ():
-        if modality != MODALITY:
-            raise ModelRefused(
-                f"default_mm_loras has an adapter for {modality!r}; prompts bring {MODALITY!r} "
-                "beside text, and nothing else"
-            )
-        if model.without_images:
-            raise ModelRefused(
-                f"default_mm_loras has an adapter for {modality!r}, and the model is served for "
-                f"text alone: {model.without_images}"
-            )
-
-
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
     generation = getattr(model, "generation_config", None)
     for owner in (generation, model.config, tokenizer):
@@ -240,16 +119,3 @@ def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
         if found is not None:
             return frozenset(found if isinstance(found, list) else [found])
     return frozenset()
-
-
-def _find_processor(directory: Path, config: Any) -> Processor | ImagesRefused:
-    try:
-        return load_processor(directory, config)
-    except ImagesRefused as refusal:
-        return refusal
-
-
-def _load_tokenizer(directory: Path) -> Tokenizer:
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    return AutoTokenizer.from_pretrained(directory, **LOCAL)

@@ -24,12 +24,13 @@ from engine.errors import (
     EngineOverloaded,
     NotFinite,
     NotResident,
+    NotServed,
     RequestRefused,
 )
 from engine.kept import KeptOutputs
 from engine.pooled_model import PooledModel
 from engine.prompts import prompt_tokens
-from engine.punica import PunicaWrapper
+from engine.punica import BASE, PunicaWrapper
 from engine.slots import Slots
 from messages.commands import StartPooling
 from messages.ids import OpId, RequestId
@@ -148,6 +149,11 @@ class Pooler:
         """Queue a request; raises `EngineError` where it can't be run."""
         admit(command, len(self._waiting), self._waiting_max, self._waiting)
         self._slots.check(command)
+        if self._model.without_head and command.adapter_id == BASE:
+            raise NotServed(
+                "the model was saved without a classification head, so it has no scores of its "
+                "own; name an adapter that brings one"
+            )
         self._check_size(len(command.inputs))
         texts = [self._read(place, prompt) for place, prompt in enumerate(command.inputs)]
         self._waiting[command.request_id] = Request(command, texts)

@@ -91,12 +91,9 @@ class RequestReader:
             loaded = read_adapter(
                 path,
                 roots,
-                self._side.modules,
-                self._side.lora_config,
+                self._side,
                 self._bounds,
                 request.lora_name,
-                equivalences=self._side.equivalences,
-                image_layers=self._side.image_layers,
                 allow_pickled=self._allow_pickled,
             )
         self._marks[Source(path, loaded.fingerprint)] = marks

@@ -15,10 +15,12 @@ from transformers import PreTrainedModel
 from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
+from engine.fitting import ModelSide
 from engine.image_part import ImagePart, find_image_part
 from engine.image_punica import NO_PUNICAS, ImageMapper, ImagePunicas
 from engine.layers import BaseLayerWithLoRA, wrappers_for
 from engine.layout import ModuleShape
+from engine.naming import equivalences_of
 from engine.parallel import SINGLE, ParallelGroup
 from engine.preparation import Scope, module_shapes, prepare_layers
 from engine.probe import Trial
@@ -84,6 +86,16 @@ class ServedModel:
         prepared = prepare_layers(self.model, trial, self.vocab_size, scope)
         self.layers, self.parts, self.image_layers = prepared
         self.shapes = module_shapes(self.layers)
+
+    def side(self, lora_config: LoRAConfig) -> ModelSide:
+        """What an adapter is held against; `lora_config` has its dtype resolved."""
+        return ModelSide(
+            {shape.name: shape for shape in self.shapes},
+            lora_config,
+            equivalences_of(self.model),
+            self.image_layers,
+            wants_head=self.without_head,
+        )
 
     def bind(
         self, arena: Arena, punica: PunicaWrapper, image_punicas: ImagePunicas = NO_PUNICAS

@@ -132,7 +132,7 @@ class Sharding:
                 f"{type(self._model).__name__} has no tensor-parallel plan for its layers; serve "
                 "it on one rank"
             )
-        experts = _experts_of(self._model)
+        experts = experts_of(self._model)
         if self._by_expert:
             modules |= dict.fromkeys(experts, _BY_EXPERT)
         # How an experts module's parameters are cut follows from what is said of the module.
@@ -220,7 +220,7 @@ def _matching(plan: Mapping[str, str], named: Mapping[str, object]) -> dict[str,
     return {name: plan[_pattern_of(name)] for name in named if _pattern_of(name) in plan}
 
 
-def _experts_of(model: nn.Module) -> set[str]:
+def experts_of(model: nn.Module) -> set[str]:
     """The paths of the experts modules that are understood."""
     return {name for name, module in model.named_modules() if layout_of(module) is not None}
 

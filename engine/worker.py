@@ -29,7 +29,7 @@ from engine.engine import Engine
 from engine.ensemble import Leader, follow
 from engine.errors import AdapterNotFound, EngineError, ModelRefused, PathNotAllowed
 from engine.link import Link
-from engine.model import load_model
+from engine.loading import load_model
 from engine.options import configs, parse
 from engine.parallel import (
     SINGLE,
@@ -280,8 +280,8 @@ def _run(setup: Setup, options: Namespace) -> int:
         _log.warning("the model is served for text alone", reason=model.without_images)
     if group.leads and model.without_head:
         _log.warning(
-            "the model was saved without a classification head, and has one of random numbers; "
-            "only adapters that bring a head give scores that mean anything"
+            "the model was saved without a classification head; requests have to name adapters "
+            "that bring one"
         )
     group.wait_for_all()
     if group.leads:

@@ -11,6 +11,7 @@ from safetensors.torch import save
 
 from engine.adapters import LoadedAdapter, read_adapter
 from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
+from engine.fitting import ModelSide
 from engine.layout import ModuleShape
 
 Q, V, DOWN = (f"model.layers.0.{name}" for name in ("attn.q_proj", "attn.v_proj", "mlp.down_proj"))
@@ -84,4 +85,4 @@ def read(
     modules: Mapping[str, ModuleShape] = MODULES,
 ) -> LoadedAdapter:
     """Read the adapter in a directory, with the directory above it as the only root."""
-    return read_adapter(path.name, [path.parent], modules, lora_config, bounds, "sample")
+    return read_adapter(path.name, [path.parent], ModelSide(modules, lora_config), bounds, "sample")

@@ -91,6 +91,7 @@ FLOORS = (
     ("engine.preparation",),
     ("engine.served",),
     ("engine.model", "engine.pooled_model"),
+    ("engine.loading",),
     ("engine.equipment", "engine.residency"),
     ("engine.engine",),
     ("engine.worker", "engine.model_manager", "engine.worker_manager", "engine.manager"),

@@ -107,14 +107,13 @@ class GeneratorBench(Driver):
         wanted = LoRAConfig(
             max_lora_rank=16, max_loras=len(NAMES), lora_dtype="float32", **lora_fields
         )
-        shapes = {shape.name: shape for shape in model.shapes}
         self.arena, punica, lora_config = equip(model, wanted, 1 << 20)
         self.arena.data.fill_(torch.nan)
         self.residents: list[int | None] = [None] * len(NAMES)
         slots = Slots(self.arena, self.residents)
         super().__init__(model, punica, slots, config, NAMES, InlineJobs())
         for slot, name in enumerate(NAMES):
-            loaded = read_adapter(name, [root], shapes, lora_config)
+            loaded = read_adapter(name, [root], model.side(lora_config))
             self.blob = stage(loaded.model, model.shapes, torch.float32, False)
             self.write(slot, slot + 1, 1)
 

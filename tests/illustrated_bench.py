@@ -18,9 +18,9 @@ from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.equipment import equip
 from engine.kv_cache import RowCache
+from engine.loading import load_model
 from engine.media import offsets_of
-from engine.model import PreparedModel, load_model
-from engine.naming import equivalences_of
+from engine.model import PreparedModel
 from engine.parallel import SINGLE, ParallelGroup
 from engine.processor import Reading, load_processor
 from engine.prompts import prompt_tokens
@@ -133,12 +133,8 @@ class Bench:
         assert isinstance(model, PreparedModel)
         self.model = model
         self.arena, self.punica, self.config = equip(model, config, 1 << 20)
-        shapes = {shape.name: shape for shape in model.shapes}
-        ways = equivalences_of(model.model)
         for slot, name in enumerate(NAMES):
-            loaded = read_adapter(
-                name, [directory / "adapters"], shapes, self.config, equivalences=ways
-            )
+            loaded = read_adapter(name, [directory / "adapters"], model.side(self.config))
             self.arena.begin_write(slot, 1, stage(loaded.model, model.shapes, torch.float32, False))
             self.arena.finish_write(slot)
 

@@ -186,13 +186,12 @@ def model(
 def logits(model: PreparedModel, root: Path, config: LoRAConfig, is_follower: bool) -> Tensor:
     """After a prefill and after a decode step, the base and every adapter in one batch."""
     config = config.verify_with_model_config(model.model.config)
-    shapes = {shape.name: shape for shape in model.shapes}
     names = sorted(path.name for path in root.iterdir())
     arena = Arena(len(names), model.shapes, 4 << 20, torch.float32, "cpu")
     punica = PunicaWrapper(torch.device("cpu"), 16, choose_kernels("cpu"))
     model.bind(arena, punica)
     for slot, name in enumerate(names):
-        loaded = read_adapter(name, [root], shapes, config, is_follower=is_follower)
+        loaded = read_adapter(name, [root], model.side(config), is_follower=is_follower)
         arena.begin_write(slot, 1, stage(loaded.model, model.shapes, torch.float32, False))
         arena.finish_write(slot)
     ids = list(range(1, len(names) + 1))
@@ -216,11 +215,10 @@ def uneven(group: ParallelGroup, root: str) -> list[str]:
         split = make_model("qwen3_moe")
         shard_model(split, group, torch.device("cpu"))
         prepared = PreparedModel(split, config)
-        shapes = {shape.name: shape for shape in prepared.shapes}
         dtyped = config.verify_with_model_config(split.config)
         for name in ("fused", "per_expert")[: 1 + is_mixed]:
             try:
-                read_adapter(name, [Path(root)], shapes, dtyped)
+                read_adapter(name, [Path(root)], prepared.side(dtyped))
             except EngineError as error:
                 said.append(str(error))
     module = ParallelExperts(make_experts("mixtral"), group, by_expert=True)

@@ -30,7 +30,7 @@ Row = tuple[str | None, tuple[int, ...]]
 def read(model: PreparedModel, root: Path, name: str) -> LoRAModel:
     """The adapter `name` under `root` through the engine's reader."""
     config = LoRAConfig(max_lora_rank=64).verify_with_model_config(model.model.config)
-    return read_adapter(name, [root], {s.name: s for s in model.shapes}, config).model
+    return read_adapter(name, [root], model.side(config)).model
 
 
 class Bench:

@@ -50,9 +50,9 @@ class Bench:
         self.arena.data.fill_(torch.nan)
         self.punica = PunicaWrapper(self.model.device, 8, choose_kernels("cpu"))
         self.model.bind(self.arena, self.punica)
-        by_name = {shape.name: shape for shape in shapes}
         for slot, name in enumerate(NAMES):
-            loaded = read_adapter(name, [root], by_name, config, is_follower=not group.leads)
+            side = self.model.side(config)
+            loaded = read_adapter(name, [root], side, is_follower=not group.leads)
             self.arena.begin_write(slot, 1, stage(loaded.model, shapes, torch.float32, False))
             self.arena.finish_write(slot)
 

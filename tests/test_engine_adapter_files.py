@@ -23,6 +23,7 @@ from engine.errors import (
     EngineError,
     PathNotAllowed,
 )
+from engine.fitting import ModelSide
 from tests.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, read, tensors, write
 
 
@@ -35,7 +36,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def read_at(path: str | Path, *roots: Path) -> LoadedAdapter:
-    return read_adapter(str(path), roots, MODULES, LORA_CONFIG)
+    return read_adapter(str(path), roots, ModelSide(MODULES, LORA_CONFIG))
 
 
 def test_a_path_is_relative_to_a_root_or_absolute_below_one(root: Path) -> None:

@@ -48,7 +48,7 @@ def score(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 
 def load(path: Path, modules: dict[str, ModuleShape] = KINDS, **options: Any) -> LoadedAdapter:
-    return read_adapter(path.name, [path.parent], modules, LORA_CONFIG, **options)
+    return read_adapter(path.name, [path.parent], ModelSide(modules, LORA_CONFIG), **options)
 
 
 def test_embeddings_and_heads_are_read_and_staged_as_their_kind(tmp_path: Path) -> None:
@@ -205,6 +205,16 @@ def test_what_peft_saves_of_every_kind_is_read_as_peft_reads_it(tmp_path: Path) 
             turned = delta.T if lora.kind is ModuleKind.EMBEDDING else delta
             torch.testing.assert_close(turned, expected)
         assert len(loaded) == (3 if name == "causal" else 2)
+
+
+def test_a_model_without_a_head_wants_adapters_that_bring_one(tmp_path: Path) -> None:
+    wanting = ModelSide(KINDS, LORA_CONFIG, wants_head=True)
+    with_head = write(tmp_path / "with", SAVED, tensors() | score())
+    without = write(tmp_path / "without", CONFIG, tensors())
+    assert read_adapter("with", [tmp_path], wanting).model.loras[SCORE].kind is ModuleKind.HEAD
+    with pytest.raises(AdapterDoesNotFit, match=f"saved without a head and .*: {SCORE}"):
+        read_adapter("without", [tmp_path], wanting)
+    assert {load(path).model.rank for path in (with_head, without)} == {4}
 
 
 def test_tensors_in_memory_are_held_against_a_model_where_one_is_given() -> None:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.adapters import PEFTHelper, read_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, EngineError
+from engine.fitting import ModelSide
 from engine.layout import ModuleShape
 from engine.staging import stage
 from messages.errors import ErrorCode
@@ -105,7 +106,7 @@ def deltas_by_peft(from_peft: FromPeft, name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MADE_BY_PEFT)
 def test_what_peft_saved_means_what_peft_says(from_peft: FromPeft, name: str) -> None:
     config = LoRAConfig(max_lora_rank=8, lora_dtype="float32")
-    loaded = read_adapter(name, [from_peft.root], from_peft.modules, config)
+    loaded = read_adapter(name, [from_peft.root], ModelSide(from_peft.modules, config))
     expected = deltas_by_peft(from_peft, name)
     assert loaded.model.loras.keys() == expected.keys()
     for path, delta in expected.items():

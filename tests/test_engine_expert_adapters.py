@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.adapters import LoadedAdapter, read_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit
+from engine.fitting import ModelSide
 from engine.layout import ModuleKind, ModuleShape, Shard, Within
 from tests.expert_adapters import DOWN, GATE_UP, pair_for, per_expert, write
 from tests.expert_examples import EXPERTS, HIDDEN, INTER
@@ -76,7 +77,7 @@ def read(
 ) -> LoadedAdapter:
     write(root / "one", tensors, {"r": RANK, **fields})
     config = LoRAConfig(max_lora_rank=16, lora_dtype="float32")
-    return read_adapter("one", [root], modules, config, is_follower=is_follower)
+    return read_adapter("one", [root], ModelSide(modules, config), is_follower=is_follower)
 
 
 def refusal(

@@ -19,8 +19,8 @@ from engine.config import EngineConfig, LoRAConfig
 from engine.equipment import equip
 from engine.errors import AdapterDoesNotFit, ModelRefused, RequestRefused
 from engine.kv_cache import RowCache
-from engine.model import PreparedModel, load_model
-from engine.naming import equivalences_of
+from engine.loading import load_model
+from engine.model import PreparedModel
 from engine.prompts import prompt_tokens
 from engine.punica import LoRAMapping
 from engine.staging import stage
@@ -82,12 +82,7 @@ class Bench:
             arena.finish_write(slot)
 
     def read(self, root: Path, name: str) -> Any:
-        shapes = {shape.name: shape for shape in self.model.shapes}
-        ways = equivalences_of(self.model.model)
-        aside = self.model.image_layers
-        return read_adapter(
-            name, [root], shapes, self.config, equivalences=ways, image_layers=aside
-        ).model
+        return read_adapter(name, [root], self.model.side(self.config)).model
 
     def logits(self, rows: list[tuple[str | None, tuple[int, ...]]]) -> Tensor:
         width = max(len(prompt) for _, prompt in rows)

@@ -1,11 +1,7 @@
 """The prepared model: what is wrapped, what is refused, and that a batch answers like its rows."""
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
     GemmaConfig,
@@ -19,10 +15,9 @@ from transformers import (
     MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    PreTrainedModel,
 )
 
-from engine.config import EngineConfig, LoRAConfig
+from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.kv_cache import RowCache
 from engine.layers import (
@@ -34,7 +29,7 @@ from engine.layers import (
 )
 from engine.layers.logits import VOCABULARY_MAX
 from engine.layout import ModuleKind
-from engine.model import PreparedModel, load_model
+from engine.model import PreparedModel
 from engine.preparation import find_candidates
 from tests.engine_examples import ATTENTION, CONTEXT_TOKENS_MAX, MLP, relative_error, tiny_config
 
@@ -230,73 +225,3 @@ def test_a_length_that_would_change_the_other_rows_is_out_of_reach() -> None:
             model.forward(torch.stack([short, torch.ones_like(short)]), RowCache([4, length]))[0]
         )
     assert relative_error(*answers) > 1e-3
-
-
-def test_a_directory_that_holds_no_safe_model_is_refused(
-    tmp_path: Path, engine_config: EngineConfig
-) -> None:
-    def load() -> None:
-        load_model(replace(engine_config, model_directory=tmp_path), LoRAConfig())
-
-    with pytest.raises(ModelRefused, match=r"config\.json"):
-        load()
-    tiny_config().save_pretrained(tmp_path)
-    # Weights that only unpickling could read are not read, even where they are sound.
-    torch.save(tiny_model().state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelRefused, match="safetensors"):
-        load()
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}'
-    )
-    with pytest.raises(ModelRefused):
-        load()
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelRefused):
-        load()
-
-
-def test_a_device_that_is_not_the_first_becomes_the_threads_own(
-    engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(PreTrainedModel, "to", lambda model, _device: model)
-    for device in ("cuda:1", "cpu"):
-        load_model(replace(engine_config, device=device), LoRAConfig())
-    assert taken == [torch.device("cuda:1")]
-
-
-@pytest.mark.parametrize(
-    ("task", "lost", "refused"),
-    [
-        ("generate", "model.layers.1.mlp.up_proj.weight", True),
-        ("generate", "lm_head.weight", True),
-        ("embed", "model.layers.1.mlp.up_proj.weight", True),
-        ("embed", "lm_head.weight", False),
-        ("classify", "model.norm.weight", True),
-        ("classify", "lm_head.weight", False),
-    ],
-)
-def test_weights_that_answers_need_are_in_the_file(
-    task: str, lost: str, refused: bool, tmp_path: Path, engine_config: EngineConfig
-) -> None:
-    model = LlamaForCausalLM(tiny_config())
-    model.save_pretrained(tmp_path)
-    saved = {name: tensor for name, tensor in model.state_dict().items() if name != lost}
-    assert len(saved) + 1 == len(model.state_dict())
-    save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
-    config = replace(engine_config, model_directory=tmp_path, task=task)
-    if not refused:
-        # A head that nobody saved is one that adapters bring.
-        assert load_model(config, LoRAConfig()).without_head is (task == "classify")
-        return
-    with pytest.raises(ModelRefused, match=f"no weights for 1 tensors .* {task}: .*weight"):
-        load_model(config, LoRAConfig())
-
-
-def test_a_model_without_a_tokenizer_takes_token_ids(
-    tmp_path: Path, engine_config: EngineConfig
-) -> None:
-    tiny_model().save_pretrained(tmp_path)
-    model = load_model(replace(engine_config, model_directory=tmp_path), LoRAConfig())
-    assert model.tokenizer is None

@@ -24,6 +24,7 @@ from transformers import (
 from engine.adapters import LoadedAdapter, read_adapter
 from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit
+from engine.fitting import ModelSide
 from engine.layout import ModuleKind, ModuleShape
 from engine.naming import Equivalence, Naming, equivalences_of
 from engine.weight_names import EMBEDDING_NAMES
@@ -109,9 +110,8 @@ def served(model: PreTrainedModel) -> Model:
 
 
 def load(path: Path, model: Model) -> LoadedAdapter:
-    return read_adapter(
-        path.name, [path.parent], model.modules, LORA, equivalences=model.equivalences
-    )
+    side = ModelSide(model.modules, LORA, model.equivalences)
+    return read_adapter(path.name, [path.parent], side)
 
 
 def save(model: PreTrainedModel, path: Path, **config: Any) -> Path:

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import DeviceOutOfMemory
-from engine.model import PreparedModel, load_model
+from engine.loading import load_model
+from engine.model import PreparedModel
 from tests.engine_examples import ADAPTERS, relative_error
 from tests.parity_bench import Bench, Row
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import AdapterNotFound, AdapterUnsound, Conflict, EngineError, NotFinite
+from engine.fitting import ModelSide
 from tests.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, key, read, tensors, write
 
 PLAIN = tensors()
@@ -39,7 +40,8 @@ def load(
     path: Path, *, allow_pickled: bool = True, bounds: AdapterBounds = DEFAULT_BOUNDS
 ) -> LoadedAdapter:
     roots = [path.parent]
-    return read_adapter(path.name, roots, MODULES, LORA_CONFIG, bounds, allow_pickled=allow_pickled)
+    side = ModelSide(MODULES, LORA_CONFIG)
+    return read_adapter(path.name, roots, side, bounds, allow_pickled=allow_pickled)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])

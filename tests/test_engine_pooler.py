@@ -120,6 +120,15 @@ def test_inputs_of_like_length_share_a_forward_and_requests_too(bench: Bench) ->
     assert bench.forwards == [[1, 2, 3, 8], [4, 9]]
 
 
+def test_a_model_without_a_head_has_no_scores_of_its_own(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.model, "without_head", True)
+    with pytest.raises(NotServed, match="name an adapter that brings one"):
+        bench.start((5,))
+    assert bench.pooler.is_idle
+
+
 def test_requests_take_turns(bench: Bench) -> None:
     large = bench.start(*[(7,) * 2] * 10)
     small = [bench.start((5,)), bench.start((6,))]

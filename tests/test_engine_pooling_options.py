@@ -10,7 +10,7 @@ from transformers import BertForMaskedLM, LlamaForCausalLM
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
-from engine.model import load_model
+from engine.loading import load_model
 from engine.pooled_model import PooledModel
 from engine.pooling_options import Pooling, PoolingOptions, pooling_options
 from engine.tasks import Task

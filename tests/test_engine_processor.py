@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused, RequestRefused
-from engine.model import PreparedModel, load_model
+from engine.loading import load_model
+from engine.model import PreparedModel
 from engine.processor import load_processor
 from engine.prompts import CHARACTERS_PER_TOKEN_MAX, prompt_tokens
 from messages.requests import IllustratedPrompt

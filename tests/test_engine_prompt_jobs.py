@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.loading import load_model
 from engine.media import Media
-from engine.model import PreparedModel, load_model
+from engine.model import PreparedModel
 from engine.processor import Reading
 from engine.prompt_jobs import AHEAD_MAX, PromptJobs
 from engine.work import Finished

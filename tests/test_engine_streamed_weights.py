@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from engine.adapters import LoadedAdapter, read_adapter
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import AdapterNotFound, AdapterUnsound, EngineError, NotFinite
+from engine.fitting import ModelSide
 from engine.layout import Shard
 from tests.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, read, tensors, write
 
@@ -44,7 +45,7 @@ def streamed(weights: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def load(path: Path, bounds: AdapterBounds = DEFAULT_BOUNDS) -> LoadedAdapter:
-    return read_adapter(path.name, [path.parent], MODULES, LORA_CONFIG, bounds)
+    return read_adapter(path.name, [path.parent], ModelSide(MODULES, LORA_CONFIG), bounds)
 
 
 def test_without_the_package_it_is_said_what_to_install(
@@ -79,7 +80,7 @@ def test_a_rank_keeps_its_part(tmp_path: Path) -> None:
     whole = load(path).model.loras[Q]
     for is_follower in (False, True):
         part = read_adapter(
-            "a", [tmp_path], sharded, LORA_CONFIG, is_follower=is_follower
+            "a", [tmp_path], ModelSide(sharded, LORA_CONFIG), is_follower=is_follower
         ).model.loras[Q]
         assert torch.equal(part.lora_a, whole.lora_a[:, 8:])
 

@@ -14,6 +14,7 @@ from engine.adapter_files import OpenFile, open_adapter
 from engine.adapters import read_adapter
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import NotFinite
+from engine.fitting import ModelSide
 from engine.layout import Shard
 from engine.parts import ALL, Part, Run, runs_of
 from engine.weights_reader import ReadTensors, WeightsReader
@@ -142,9 +143,9 @@ def test_who_follows_and_who_leads_keep_what_cutting_the_whole_gives(
 ) -> None:
     path = write(tmp_path / "a")
     modules = MODULES | {module: replace(MODULES[module], shard=SHARDS[name]) for module in (Q, V)}
-    whole = read_adapter("a", [tmp_path], MODULES, LORA_CONFIG)
-    leads = read_adapter("a", [tmp_path], modules, LORA_CONFIG)
-    follows = read_adapter("a", [tmp_path], modules, LORA_CONFIG, is_follower=True)
+    whole = read_adapter("a", [tmp_path], ModelSide(MODULES, LORA_CONFIG))
+    leads = read_adapter("a", [tmp_path], ModelSide(modules, LORA_CONFIG))
+    follows = read_adapter("a", [tmp_path], ModelSide(modules, LORA_CONFIG), is_follower=True)
     assert leads.fingerprint == read(path).fingerprint == whole.fingerprint
     assert follows.fingerprint == ""
     for module, lora in whole.model.loras.items():
@@ -165,8 +166,8 @@ def test_a_leader_judges_also_what_others_keep_and_a_follower_its_own(tmp_path: 
     shard = Shard(a_columns=range(8))
     modules = MODULES | {Q: replace(MODULES[Q], shard=shard)}
     with pytest.raises(NotFinite):
-        read_adapter("a", [tmp_path], modules, LORA_CONFIG)
-    read_adapter("a", [tmp_path], modules, LORA_CONFIG, is_follower=True)
+        read_adapter("a", [tmp_path], ModelSide(modules, LORA_CONFIG))
+    read_adapter("a", [tmp_path], ModelSide(modules, LORA_CONFIG), is_follower=True)
     other = MODULES | {Q: replace(MODULES[Q], shard=Shard(a_columns=range(8, 16)))}
     with pytest.raises(NotFinite):
-        read_adapter("a", [tmp_path], other, LORA_CONFIG, is_follower=True)
+        read_adapter("a", [tmp_path], ModelSide(other, LORA_CONFIG), is_follower=True)

@@ -1,0 +1,186 @@
+"""A saved model on its way to be served: from its directory to a prepared model.
+
+What it is: reading what `transformers` saved, checking that the configuration says nothing that
+this model has no use for, and splitting it over ranks. What it is not: the preparation itself. One
+rule: what can't be served rightly is refused when the engine starts, with the reason.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from engine.config import EngineConfig, LoRAConfig
+from engine.errors import ModelRefused
+from engine.model import PreparedModel
+from engine.parallel import SINGLE, ParallelGroup
+from engine.pooled_model import PooledModel
+from engine.pooling_options import PoolingOptions, pooling_options
+from engine.preparation import CLASSIFIERS
+from engine.processor import LOCAL, ImagesRefused, Processor, load_processor
+from engine.served import ServedModel, Tokenizer
+from engine.sharding import experts_of, shard_model
+from engine.tasks import Task, loader_of, task_of
+
+MODALITY: Final = "image"
+"""What prompts may bring beside text, as `default_mm_loras` calls it."""
+
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+_SPARED: Final[Mapping[Task, frozenset[str]]] = {
+    "embed": frozenset({"pooler"}),
+    "classify": frozenset(CLASSIFIERS),
+}
+"""What a saved model may lack: what no vector comes from, and a head that adapters bring."""
+
+_NAMED_MAX: Final = 5
+
+
+class _Saved(NamedTuple):
+    """What lies in a model's directory, whole and on the host."""
+
+    model: PreTrainedModel
+    task: Task
+    tokenizer: Tokenizer
+    options: PoolingOptions
+    without_head: bool
+
+
+def prepare_loaded(model: PreTrainedModel, lora_config: LoRAConfig) -> PreparedModel | PooledModel:
+    """Prepare a model that its owner has loaded, for what its head says that it is for."""
+    if model.get_output_embeddings() is not None:
+        return PreparedModel(model, lora_config)
+    is_classifier = any(name in CLASSIFIERS for name, _ in model.named_children())
+    return PooledModel(model, lora_config, task="classify" if is_classifier else "embed")
+
+
+def load_model(
+    config: EngineConfig, lora_config: LoRAConfig, group: ParallelGroup = SINGLE
+) -> PreparedModel | PooledModel:
+    """Read `config.model_directory` (safetensors, nothing remote, no foreign code) and prepare it.
+
+    Every rank of `group` keeps its part; collective. Raises `ModelRefused`.
+    """
+    # What goes to stderr is for people to read; a bar is drawn over it.
+    disable_progress_bar()
+    saved = _read(config)
+    _check_use_of_experts(saved.model, config, lora_config)
+    if group.is_single:
+        # One rank has nobody to share with; the other classes would take the longer way.
+        lora_config = replace(lora_config, fully_sharded_loras=False)
+        _bring_to_device(saved.model, config)
+    else:
+        group.wait_for_all()
+        shard_model(saved.model, group, config.torch_device, config.expert_parallel)
+    prepared = _prepare(saved, config, lora_config)
+    prepared.group, prepared.without_head = group, saved.without_head
+    _check_use_of_images(prepared, lora_config)
+    return prepared
+
+
+def _read(config: EngineConfig) -> _Saved:
+    directory = config.model_directory
+    if not (directory / "config.json").is_file():
+        raise ModelRefused(f"{directory} has no config.json; name a directory of a saved model")
+    try:
+        found = AutoConfig.from_pretrained(directory, **LOCAL)
+        task = task_of(directory, found, config.task)
+        options = pooling_options(config, task)
+        model, report = loader_of(task, found).from_pretrained(
+            directory, use_safetensors=True, dtype="auto", output_loading_info=True, **LOCAL
+        )
+        without_head = _check_weights(directory, report["missing_keys"], task)
+        return _Saved(model, task, _load_tokenizer(directory), options, without_head)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError) as error:
+        raise ModelRefused(f"{directory} can't be loaded, task {config.task}: {error}") from error
+
+
+def _bring_to_device(model: PreTrainedModel, config: EngineConfig) -> None:
+    device = config.torch_device
+    try:
+        if device.index:
+            # Kernels are launched on the thread's device, wherever their operands lie.
+            torch.cuda.set_device(device)
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ModelRefused(f"the model can't be brought to {config.device}: {error}") from error
+
+
+def _prepare(
+    saved: _Saved, config: EngineConfig, lora_config: LoRAConfig
+) -> PreparedModel | PooledModel:
+    model, tokenizer, tokens_max = saved.model, saved.tokenizer, config.context_tokens_max
+    if saved.task == "generate":
+        processor = _find_processor(config.model_directory, model.config)
+        return PreparedModel(model, lora_config, tokenizer, tokens_max, processor)
+    return PooledModel(model, lora_config, tokenizer, tokens_max, saved.task, saved.options)
+
+
+def _check_use_of_experts(
+    model: PreTrainedModel, config: EngineConfig, lora_config: LoRAConfig
+) -> None:
+    switches = {
+        "expert_parallel": config.expert_parallel,
+        "enable_mixed_moe_lora_format": lora_config.enable_mixed_moe_lora_format,
+    }
+    for name in (name for name, is_on in switches.items() if is_on):
+        if not experts_of(model):
+            raise ModelRefused(f"{name} is on, and the model has no experts; leave it off")
+    if config.expert_parallel and lora_config.fully_sharded_loras:
+        raise ModelRefused(
+            "expert_parallel and fully_sharded_loras are both on; whole experts leave nothing of "
+            "their adapters to shard: take one of the two"
+        )
+
+
+def _check_weights(directory: Path, missing: Iterable[str], task: Task) -> bool:
+    """Whether a classifier was saved without its head, which adapters then have to bring.
+
+    Raises `ModelRefused` for anything else that answers need and the library made up at random.
+    """
+    spared = _SPARED.get(task, frozenset())
+    needed = sorted(name for name in missing if spared.isdisjoint(name.split(".")))
+    if needed:
+        raise ModelRefused(
+            f"{directory} has no weights for {len(needed)} tensors of a model that is to {task}: "
+            f"{', '.join(needed[:_NAMED_MAX])}{', ...' if len(needed) > _NAMED_MAX else ''}; save "
+            "the whole model, or serve it for another task"
+        )
+    return task == "classify" and any(missing)
+
+
+def _check_use_of_images(model: ServedModel, lora_config: LoRAConfig) -> None:
+    """Adapters for a part of the model or a modality that no prompt reaches would never be used."""
+    if lora_config.enable_tower_connector_lora and model.without_images:
+        raise ModelRefused(
+            "enable_tower_connector_lora is set, and the model is served for text alone: "
+            f"{model.without_images}"
+        )
+    for modality in lora_config.default_mm_loras or ():
+        if modality != MODALITY:
+            raise ModelRefused(
+                f"default_mm_loras has an adapter for {modality!r}; prompts bring {MODALITY!r} "
+                "beside text, and nothing else"
+            )
+        if model.without_images:
+            raise ModelRefused(
+                f"default_mm_loras has an adapter for {modality!r}, and the model is served for "
+                f"text alone: {model.without_images}"
+            )
+
+
+def _find_processor(directory: Path, config: Any) -> Processor | ImagesRefused:
+    try:
+        return load_processor(directory, config)
+    except ImagesRefused as refusal:
+        return refusal
+
+
+def _load_tokenizer(directory: Path) -> Tokenizer:
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(directory, **LOCAL)
