@@ -21,15 +21,13 @@ def experts_cpu(ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: Ex
     """As `experts_reference`, with one gather and one sum for each slice."""
     check_experts(ys, x, weights, groups)
     for place, y in enumerate(ys):
-        rows: list[Tensor] = []
-        parts: list[_Part] = []
+        touched = _Touched([], [], [], [])
         for span in groups.spans:
             pair = weights.pairs(span.slot)[place]
             if pair is not None:
-                rows.append(groups.pairs[span.start : span.end])
-                parts += _parts(pair, span, x.dtype)
-        if parts:
-            _add(y, x, torch.cat(rows), parts)
+                touched.take(groups.pairs[span.start : span.end], pair, span, x.dtype)
+        if touched.sizes:
+            _add(y, x, touched)
 
 
 def experts_shrink_cpu(y: Tensor, x: Tensor, weights: LoRASlices, groups: ExpertGroups) -> None:
@@ -72,28 +70,33 @@ def _turned(matrices: Tensor, experts: Sequence[int], dtype: torch.dtype) -> lis
     return chosen if matrices.dtype == dtype else [matrix.to(dtype) for matrix in chosen]
 
 
-class _Part(NamedTuple):
-    """Some rows, and the matrices of their slot and expert: A turned [in, rank], B [rank, out]."""
+class _Touched(NamedTuple):
+    """Groups that have weights: their rows, and one by one their sizes and matrices.
 
-    rows: int
-    a: Tensor
-    b: Tensor
+    rows: those of each slot. a: turned, [in, rank] each. b: turned, [rank, out] each.
+    """
+
+    rows: list[Tensor]
+    sizes: list[int]
+    a: list[Tensor]
+    b: list[Tensor]
+
+    def take(self, rows: Tensor, pair: Pair, span: ExpertSpan, dtype: torch.dtype) -> None:
+        """The experts of one slot that have rows, in `dtype` or a wider one."""
+        wider = torch.promote_types(dtype, pair.a.dtype)
+        self.rows.append(rows)
+        self.sizes.extend(span.sizes)
+        self.a.extend(_turned(pair.a, span.experts, wider))
+        self.b.extend(_turned(pair.b, span.experts, wider))
 
 
-def _parts(pair: Pair, span: ExpertSpan, dtype: torch.dtype) -> list[_Part]:
-    """The experts of one slot that have rows, in `dtype` or a wider one."""
-    wider = torch.promote_types(dtype, pair.a.dtype)
-    matrices = (_turned(stack, span.experts, wider) for stack in pair)
-    return list(map(_Part, span.sizes, *matrices))
-
-
-def _add(y: Tensor, x: Tensor, rows: Tensor, parts: Sequence[_Part]) -> None:
-    """Add the deltas of `rows`, which are the parts' rows one after the other."""
-    inputs = x[rows].to(parts[0].a.dtype)
+def _add(y: Tensor, x: Tensor, touched: _Touched) -> None:
+    """Add the deltas of rows that lie in their groups' order."""
+    rows = torch.cat(touched.rows)
+    inputs = x[rows].to(touched.a[0].dtype)
     deltas = inputs.new_empty(len(rows), y.shape[1])
-    sizes = [part.rows for part in parts]
-    pieces = (torch.split(tensor, sizes) for tensor in (inputs, deltas))
-    with threads_for(max(sizes)):
-        for (_, a, b), own, delta in zip(parts, *pieces, strict=True):
+    pieces = (tensor.split_with_sizes(touched.sizes) for tensor in (inputs, deltas))
+    with threads_for(max(touched.sizes)):
+        for a, b, own, delta in zip(touched.a, touched.b, *pieces, strict=True):
             torch.mm(torch.mm(own, a), b, out=delta)
     y.index_add_(0, rows, deltas.to(y.dtype))
