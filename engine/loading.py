@@ -100,8 +100,8 @@ def _read(config: EngineConfig) -> _Saved:
 
 
 def _bring_to_device(model: PreTrainedModel, config: EngineConfig) -> None:
-    device = config.torch_device
     try:
+        device = config.torch_device
         if device.index:
             # Kernels are launched on the thread's device, wherever their operands lie.
             torch.cuda.set_device(device)
