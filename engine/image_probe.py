@@ -7,7 +7,6 @@ many rows for each unit of both. The order of rows within an image does not matt
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 from inspect import signature
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused
 from engine.image_part import GRID, PIXELS, SIZES, ImagePart, ImageTensors, units_of
-from engine.probe import ERROR_MAX_HALF, ERRORS_MAX, Call, share_inputs
+from engine.probe import ERROR_MAX_HALF, ERRORS_MAX, Call, share_inputs, telling_inputs
 
 _DIGEST_WIDTH: Final = 8
 _SIDES: Final = ((2, 2), (2, 5))
@@ -117,35 +116,19 @@ def _show(
     """Run the image part once."""
     shown = _Shown(layers.keys())
     counted: list[int] = []
-    with part.counting(counted.append), _watch(layers, remembered, shown.calls):
+
+    def collect(name: str, layer: nn.Module, x: Tensor) -> None:
+        values = _digest_of(x, isinstance(layer, nn.Embedding))
+        kept = x if name in remembered else None
+        shown.calls[name].append(Call(tuple(x.shape), kept, values))
+
+    with part.counting(counted.append), telling_inputs(layers, collect):
         part.features(**media)
     expected = int(units_of(media).sum())
     if counted != [expected]:
         raise ValueError(f"the encoder was given {counted} units of {expected}, all in one call")
     shown.units = expected
     return shown
-
-
-@contextmanager
-def _watch(
-    layers: Mapping[str, nn.Module], remembered: frozenset[str], calls: Run
-) -> Iterator[None]:
-    def collector(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def collect(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if arguments and isinstance(arguments[0], Tensor):
-                x = arguments[0]
-                values = _digest_of(x, isinstance(layer, nn.Embedding))
-                kept = x if name in remembered else None
-                calls[name].append(Call(tuple(x.shape), kept, values))
-
-        return collect
-
-    hooks = [layer.register_forward_pre_hook(collector(name)) for name, layer in layers.items()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _digest_of(x: Tensor, is_looked_up: bool) -> Tensor:

@@ -229,20 +229,30 @@ def _watch(layers: Mapping[str, nn.Module], remembered: frozenset[str]) -> Itera
     """
     seen = Sightings(layers.keys())
 
-    def collector(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def collect(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-            if not arguments or not isinstance(arguments[0], Tensor):
-                return
-            x = arguments[0]
-            shape = tuple(x.shape if isinstance(layer, nn.Embedding) else x.shape[:-1])
-            kept = (x, x.clone()) if name in remembered else ()
-            seen.calls[name].append(Call(shape, *kept))
+    def collect(name: str, layer: nn.Module, x: Tensor) -> None:
+        shape = tuple(x.shape if isinstance(layer, nn.Embedding) else x.shape[:-1])
+        kept = (x, x.clone()) if name in remembered else ()
+        seen.calls[name].append(Call(shape, *kept))
 
-        return collect
-
-    hooks = [layer.register_forward_pre_hook(collector(name)) for name, layer in layers.items()]
-    try:
+    with telling_inputs(layers, collect):
         yield seen
+
+
+@contextmanager
+def telling_inputs(
+    layers: Mapping[str, nn.Module], tell: Callable[[str, nn.Module, Tensor], None]
+) -> Iterator[None]:
+    """Call `tell` with every layer's name, itself and its first input, where that is a tensor."""
+
+    def before(name: str, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if arguments and isinstance(arguments[0], Tensor):
+            tell(name, layer, arguments[0])
+
+    hooks = [
+        layer.register_forward_pre_hook(partial(before, name)) for name, layer in layers.items()
+    ]
+    try:
+        yield
     finally:
         for hook in hooks:
             hook.remove()

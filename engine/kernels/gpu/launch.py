@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.kernels.gpu.plans import ExpandPlan, ShrinkPlan
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices
 from engine.layout import ALIGNMENT_BYTES
+from engine.sizes import power_of_two
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What activations and weights may be."""
@@ -92,7 +93,7 @@ class Workspace:
         """An unfilled contiguous tensor of this shape; the next one lies over it."""
         size = math.prod(shape)
         if not self._buffers or len(self._buffers[-1]) < size:
-            room = 1 << max(16, (size - 1).bit_length())
+            room = power_of_two(max(size, 1 << 16))
             # Tensors made in inference mode could not be written outside of it.
             with torch.inference_mode(False):
                 self._buffers.append(torch.empty(room, dtype=torch.float32, device=device))
