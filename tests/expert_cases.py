@@ -1,18 +1,28 @@
 """Batches for the operations over experts, and their sum written out pair by pair.
 
-What it is: routings, groups and the oracle in float64. What it is not: a test. One rule: row `p` of
-an operand is the pair `p`, unless a test puts it elsewhere.
+What it is: routings, groups, the oracle in float64, and a law that several tests share. What it is
+not: a test. One rule: row `p` of an operand is the pair `p`, unless a test puts it elsewhere.
 """
 
+from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.kernels import Kernels
 from engine.kernels.expert_groups import ExpertGroups, group_experts
 from engine.layout import ModuleKind
-from tests.kernel_cases import IS_INTERPRETED, Case, Shape, groups_of
+from tests.kernel_cases import (
+    IS_INTERPRETED,
+    REPEATS,
+    Case,
+    Shape,
+    groups_of,
+    make_case,
+    mixed_rows,
+)
 
 TOP_K = 3
 
@@ -68,3 +78,22 @@ SHAPES = (
 """Odd ranks, ranks above a block, absent columns, and more slots and experts than pairs."""
 
 TOKENS = (0, 1, 7) if IS_INTERPRETED else (0, 1, 7, 64)
+
+
+Added = Callable[[Kernels, Case, Routing, list[int]], Tensor]
+"""What some way gives, with the deltas of these rows' adapters added."""
+
+
+def assert_batch_invariant(kernels: Kernels, added: Added) -> None:
+    """A pair has the same bits in every batch."""
+    random = Random(12)
+    rows, routing = mixed_rows(random, 24, 2), routed(24, 3, "spread", random)
+    case = make_case(SHAPES[3]._replace(ranks=(13,)), [-1] * 72, torch.float32, seed=12)
+    whole = added(kernels, case, routing, rows)
+    for _ in range(REPEATS):
+        some = random.sample([row for row in range(24) if rows[row] >= 0], random.choice((1, 9)))
+        pairs = [TOP_K * row + k for row in some for k in range(TOP_K)]
+        part = case._replace(x=case.x[pairs], y=case.y[pairs])
+        routing_part = Routing(3, routing.top_k_index[some])
+        found = added(kernels, part, routing_part, [rows[row] for row in some])
+        assert torch.equal(found, whole[pairs])

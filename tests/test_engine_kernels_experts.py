@@ -13,12 +13,20 @@ from engine.kernels.expert_groups import NO_GROUP, group_experts, sort_by_expert
 from engine.kernels.grouped import grouped_product
 from engine.kernels.operands import TILE_ROWS, GroupBounds
 from engine.layout import ModuleKind
-from tests.expert_cases import SHAPES, TOKENS, TOP_K, Routing, expected, groups_for, routed
+from tests.expert_cases import (
+    SHAPES,
+    TOKENS,
+    TOP_K,
+    Routing,
+    assert_batch_invariant,
+    expected,
+    groups_for,
+    routed,
+)
 from tests.kernel_cases import (
     ERRORS_MAX,
     NAMES,
     NAMES_AND_DTYPES,
-    REPEATS,
     Case,
     Shape,
     error_of,
@@ -138,18 +146,7 @@ def test_the_same_batch_gives_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_invariant_pair_has_the_same_bits_in_every_batch(name: str) -> None:
-    random = Random(12)
-    rows, routing = mixed_rows(random, 24, 2), routed(24, 3, "spread", random)
-    case = make_case(SHAPES[3]._replace(ranks=(13,)), [-1] * 72, torch.float32, seed=12)
-    kernels = kernels_of(name, batch_invariant=True)
-    whole = added(kernels, case, routing, rows)
-    for _ in range(REPEATS):
-        some = random.sample([row for row in range(24) if rows[row] >= 0], random.choice((1, 9)))
-        pairs = [TOP_K * row + k for row in some for k in range(TOP_K)]
-        part = case._replace(x=case.x[pairs], y=case.y[pairs])
-        routing_part = Routing(3, routing.top_k_index[some])
-        found = added(kernels, part, routing_part, [rows[row] for row in some])
-        assert torch.equal(found, whole[pairs])
+    assert_batch_invariant(kernels_of(name, batch_invariant=True), added)
 
 
 def test_groups_are_pairs_sorted_by_slot_and_expert() -> None:

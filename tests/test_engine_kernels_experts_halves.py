@@ -14,13 +14,21 @@ from engine.kernels import Kernels
 from engine.kernels.expert_groups import ExpertGroups, group_experts
 from engine.kernels.operands import Directory, LoRASlices, accumulator_dtype
 from engine.layout import ModuleKind, ModuleShape, Shard
-from tests.expert_cases import SHAPES, TOKENS, TOP_K, Routing, expected, groups_for, routed
+from tests.expert_cases import (
+    SHAPES,
+    TOKENS,
+    TOP_K,
+    Routing,
+    assert_batch_invariant,
+    expected,
+    groups_for,
+    routed,
+)
 from tests.kernel_cases import (
     ERRORS_MAX,
     IS_INTERPRETED,
     NAMES,
     NAMES_AND_DTYPES,
-    REPEATS,
     Case,
     error_of,
     groups_of,
@@ -143,18 +151,7 @@ def test_parts_of_dealt_out_ranks_make_the_whole_product(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_batch_invariant_pair_has_the_same_bits_in_every_batch(name: str) -> None:
-    random = Random(12)
-    rows, routing = mixed_rows(random, 24, 2), routed(24, 3, "spread", random)
-    case = make_case(SHAPES[3]._replace(ranks=(13,)), [-1] * 72, torch.float32, seed=12)
-    kernels = kernels_of(name, batch_invariant=True)
-    whole = added(kernels, case, routing, rows)
-    for _ in range(REPEATS):
-        some = random.sample([row for row in range(24) if rows[row] >= 0], random.choice((1, 9)))
-        pairs = [TOP_K * row + k for row in some for k in range(TOP_K)]
-        part = case._replace(x=case.x[pairs], y=case.y[pairs])
-        routing_part = Routing(3, routing.top_k_index[some])
-        found = added(kernels, part, routing_part, [rows[row] for row in some])
-        assert torch.equal(found, whole[pairs])
+    assert_batch_invariant(kernels_of(name, batch_invariant=True), added)
 
 
 @pytest.mark.parametrize("name", NAMES)
