@@ -36,6 +36,9 @@ class LoRAMapping:
 
     index_mapping: [tokens], an adapter id per token, in the order of the flattened batch.
     prompt_mapping: [rows], an adapter id per sampled row.
+
+    Both are copied, so a caller may refill the buffer that it passed: a mapping that shared it
+    would change with it, compare equal to the new one, and leave rows with the old adapters.
     """
 
     def __init__(
@@ -45,13 +48,16 @@ class LoRAMapping:
         is_prefill: bool = False,
         type: MappingType = MappingType.LANGUAGE,  # noqa: A002 - the field's known name
     ) -> None:
-        self.index_mapping = torch.as_tensor(index_mapping, dtype=torch.int64, device="cpu")
-        self.prompt_mapping = torch.as_tensor(prompt_mapping, dtype=torch.int64, device="cpu")
+        self.index_mapping = _copy_of(index_mapping)
+        self.prompt_mapping = _copy_of(prompt_mapping)
         self.is_prefill = is_prefill
         self.type = type
 
-    def equals(self, other: "LoRAMapping") -> bool:
-        """Whether both say the same of every token and every sampled row."""
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LoRAMapping):
+            return NotImplemented
         return (
             self.is_prefill == other.is_prefill
             and self.type == other.type
@@ -121,7 +127,7 @@ class PunicaWrapper:
         sampled rows as tokens that are not the same; then the metadata stays what it was.
         """
         layout = tuple(lora_index_to_id)
-        if self._mapping is not None and layout == self._layout and mapping.equals(self._mapping):
+        if self._mapping is not None and layout == self._layout and mapping == self._mapping:
             return False
         slot_of_id = {BASE: -1}
         slot_of_id |= {id_: slot for slot, id_ in enumerate(layout) if id_ is not None}
@@ -310,6 +316,11 @@ class PunicaWrapper:
         shrunk = self._between(x, halves)
         self._kernels.experts_shrink(shrunk, x, halves.shrink, groups)
         self._kernels.experts_expand(ys, exchange(shrunk), halves.expand, groups)
+
+
+def _copy_of(ids: Sequence[int] | Tensor) -> Tensor:
+    """The ids as an int64 tensor on the host that shares no memory with its source."""
+    return torch.as_tensor(ids, dtype=torch.int64, device="cpu").clone()
 
 
 def _slots_of(ids: Tensor, slot_of_id: dict[int, int]) -> Tensor:

@@ -5,10 +5,11 @@ logits that each one has by plain PyTorch. One rule: the oracle uses none of the
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -146,6 +147,22 @@ def mapping_of(*adapter_ids: int) -> LoRAMapping:
     """A batch in which every id has the prompt as one row."""
     index = [adapter_id for adapter_id in adapter_ids for _ in PROMPT]
     return LoRAMapping(index, adapter_ids, is_prefill=True)
+
+
+class RefilledBuffers:
+    """Mappings from one pair of int64 buffers that are filled again for each, as servers do."""
+
+    def __init__(self, kind: Callable[[int], Any], rows_max: int) -> None:
+        self._index = kind(rows_max * len(PROMPT))
+        self._prompts = kind(rows_max)
+
+    def mapping_of(self, *adapter_ids: int) -> LoRAMapping:
+        """As the function of this name."""
+        index, prompts = self._index[: len(adapter_ids) * len(PROMPT)], self._prompts
+        for row, adapter_id in enumerate(adapter_ids):
+            prompts[row] = adapter_id
+            index[row * len(PROMPT) : (row + 1) * len(PROMPT)] = adapter_id
+        return LoRAMapping(index, prompts[: len(adapter_ids)], is_prefill=True)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -28,6 +29,7 @@ from messages.errors import ErrorCode
 from tests.manager_examples import (
     CONTENTS,
     Content,
+    RefilledBuffers,
     check_rows,
     forward,
     make_manager,
@@ -37,6 +39,7 @@ from tests.manager_oracle import Refused, Table
 
 torch.set_num_threads(1)
 IDS = range(1, 7)
+ROWS_MAX = 5
 ids = st.sampled_from(IDS)
 contents = st.sampled_from(CONTENTS)
 SETTINGS = settings(
@@ -57,6 +60,10 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager = make_manager(self.manager_class, slots, slots + spare)
         self.table = Table(slots, slots + spare, self.manager_class is LRUCacheLoRAModelManager)
         self.mapped: tuple[int, ...] = ()
+        tensors = RefilledBuffers(lambda rows: torch.zeros(rows, dtype=torch.int64), ROWS_MAX)
+        arrays = RefilledBuffers(lambda rows: np.zeros(rows, dtype=np.int64), ROWS_MAX)
+        self.mappings = {"list": mapping_of}
+        self.mappings |= {"tensor": tensors.mapping_of, "array": arrays.mapping_of}
 
     def both(self, expected: Callable[[], object], found: Callable[[], object]) -> None:
         """Both give the same result, or are refused alike."""
@@ -113,17 +120,21 @@ class ManagerMachine(RuleBasedStateMachine):
             self.table.remove(adapter_id)
         assert self.manager.remove_all_adapters() == had_any
 
-    @rule(rows=st.lists(st.sampled_from([0, *IDS]), min_size=1, max_size=5))
-    def map_rows(self, rows: list[int]) -> None:
+    @rule(
+        rows=st.lists(st.sampled_from([0, *IDS]), min_size=1, max_size=ROWS_MAX),
+        kind=st.sampled_from(["list", "tensor", "array"]),
+    )
+    def map_rows(self, rows: list[int], kind: str) -> None:
+        make = self.mappings[kind]
         if {0, *self.table.active}.issuperset(rows):
-            changed = self.manager.set_adapter_mapping(mapping_of(*rows))
+            changed = self.manager.set_adapter_mapping(make(*rows))
             assert changed or self.mapped == tuple(rows)
-            assert not self.manager.set_adapter_mapping(mapping_of(*rows))
+            assert not self.manager.set_adapter_mapping(make(*rows))
             self.mapped = tuple(rows)
         else:
             self.both(
                 lambda: self.refuse(ErrorCode.NOT_RESIDENT),
-                lambda: self.manager.set_adapter_mapping(mapping_of(*rows)),
+                lambda: self.manager.set_adapter_mapping(make(*rows)),
             )
 
     def refuse(self, code: ErrorCode) -> None:

@@ -1,5 +1,8 @@
 """The batch's metadata, and that each operation of the wrapper reaches its kernel."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +12,7 @@ from engine.errors import NotResident
 from engine.kernels import IMPLEMENTATIONS, Kernels, choose_kernels
 from engine.kernels.operands import LoRASlices
 from engine.layout import ModuleKind
-from engine.punica import LoRAMapping, PunicaWrapper
+from engine.punica import LoRAMapping, MappingType, PunicaWrapper
 from tests.kernel_cases import Shape, Weights, error_of, expected_output, lay_out, make_case
 
 
@@ -142,6 +145,29 @@ def test_metadata_follows_the_layout(layout: list[int | None], draws: list[int])
     assert groups.starts.tolist() == starts
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     assert list(groups.spans) == list(zip(active, starts, ends, strict=True))
+
+
+@pytest.mark.parametrize("buffer", [torch.tensor([1, 0]), np.array([1, 0])], ids=type)
+def test_a_buffer_that_is_refilled_after_each_step_is_seen_as_a_change(buffer: Any) -> None:
+    punica = wrapper()
+    assert punica.update_metadata(LoRAMapping(buffer, buffer), [1, 2])
+    buffer[0] = 2
+    assert punica.update_metadata(LoRAMapping(buffer, buffer), [1, 2])
+    assert punica.token_slots is not None
+    assert punica.token_slots.tolist() == [1, -1]
+
+
+def test_mappings_are_equal_by_value() -> None:
+    mapping = LoRAMapping([1, 0], [1])
+    assert mapping == LoRAMapping(torch.tensor([1, 0]), np.array([1]))
+    for other in (
+        *(LoRAMapping([1, 2], [1]), LoRAMapping([1, 0], [0]), LoRAMapping([1, 0, 0], [1])),
+        *(LoRAMapping([1, 0], [1], is_prefill=True), "mapping"),
+        LoRAMapping([1, 0], [1], type=MappingType.TOWER),
+    ):
+        assert mapping != other
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(mapping)
 
 
 def test_only_a_change_of_mapping_or_of_layout_is_worked_on() -> None:
