@@ -24,7 +24,7 @@ from benchmarks.feed import Feed, serve_traffic
 from benchmarks.figures import Figure, best_seconds, in_turns
 from benchmarks.publisher import EVENTS_COUNT
 from controller.client import Client
-from controller.client_streams import EventCursor
+from controller.client.streams import EventCursor
 from controller.limits import RULES, Limits, limits_to
 from controller.shell.log import Log, read
 from controller.shell.replay import replay

@@ -1,7 +1,7 @@
 """A session without sockets, requests to put into it and answers to give it."""
 
-from controller.client_calls import NEW, Timing
-from controller.client_session import Session, generate_request
+from controller.client.calls import NEW, Timing
+from controller.client.session import Session, generate_request
 from messages import requests as rq
 from messages.wire import REPLIES, REQUESTS
 

@@ -69,7 +69,7 @@ WRONG_IMPORTS = [
     ("controller/policies/x.py", "import random"),
     ("controller/policies/x.py", "from ..shell import log"),
     ("controller/client.py", "from controller.world import World"),
-    ("controller/client_async.py", "import structlog"),
+    ("controller/client/async_client.py", "import structlog"),
     ("controller/shell/server.py", "import zmq.asyncio"),
     ("controller/shell/server.py", "from controller.cli.main import app"),
     ("controller/shell/transport.py", "from controller.cli.main import app"),
@@ -111,7 +111,7 @@ def test_a_wrong_import_is_seen(path: str, text: str) -> None:
     ],
 )
 def test_a_right_import_is_let_pass(path: str, text: str) -> None:
-    known = [source("controller/client_calls.py", ""), source("messages/ids.py", "")]
+    known = [source("controller/client/calls.py", ""), source("messages/ids.py", "")]
     assert wrong_imports([source(path, text), *known]) == []
 
 

@@ -21,7 +21,7 @@ from controller.client import (
     Timing,
     UnknownAdapter,
 )
-from controller.client_sockets import (
+from controller.client.sockets import (
     SOCKET_PATH_BYTES_MAX,
     events_endpoint,
     requests_endpoint,

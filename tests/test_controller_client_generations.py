@@ -17,8 +17,8 @@ from client_examples import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.client_errors import EngineGone, LoradockError, NoRoom
-from controller.client_session import answer_of
+from controller.client.errors import EngineGone, LoradockError, NoRoom
+from controller.client.session import answer_of
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.wire import REQUESTS

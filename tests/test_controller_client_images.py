@@ -7,8 +7,8 @@ import pytest
 from client_examples import TIMING, sent, session, stream
 
 from controller.client import AsyncClient, Client, Malformed
-from controller.client_images import with_images
-from controller.client_session import generate_request
+from controller.client.images import with_images
+from controller.client.session import generate_request
 from messages import requests as rq
 from messages.requests import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, IMAGES_MAX, IllustratedPrompt
 from messages.wire import FRAME_BYTES_MAX, REQUESTS

@@ -18,8 +18,8 @@ from controller.client import (
     NotServed,
     Timing,
 )
-from controller.client_pooling import embed_request
-from controller.client_session import answer_of
+from controller.client.pooling import embed_request
+from controller.client.session import answer_of
 from messages import requests as rq
 from messages.errors import ErrorCode
 from tests.standin_controller import StandIn

@@ -7,7 +7,7 @@ from client_examples import TIMING, done, load, reply, sent, session
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.client_errors import (
+from controller.client.errors import (
     ERRORS,
     AdapterNotFound,
     EngineGone,
@@ -16,7 +16,7 @@ from controller.client_errors import (
     Overloaded,
     error_of,
 )
-from controller.client_session import NEW, answer_of
+from controller.client.session import NEW, answer_of
 from messages import requests as rq
 from messages.errors import MEANINGS, ErrorCode
 from messages.wire import FRAME_BYTES_MAX, REPLIES

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.client_streams import EventCursor, Gap, TokenOutput
+from controller.client.streams import EventCursor, Gap, TokenOutput
 from messages import events as ev
 from messages import requests as rq
 from messages.wire import EVENTS

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from controller.client import AsyncClient
-from controller.client_calls import Timing
+from controller.client.calls import Timing
 from controller.shell.log import verify
 from controller.shell.replay import replay
 from messages.requests import StatusShown

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from controller.client import Client
-from controller.client_calls import Timing
+from controller.client.calls import Timing
 from controller.shell.log import verify
 from controller.shell.replay import replay
 from messages import commands, records

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from controller.client import Client
-from controller.client_errors import AdapterNotFound
+from controller.client.errors import AdapterNotFound
 from messages.requests import StatusShown
 from tests.processes import ADAPTERS
 from tests.served import WAIT_S, serve, status_once, wait_for_end

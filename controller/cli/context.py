@@ -39,7 +39,7 @@ class Settings:
 def complete_adapter(ctx: typer.Context) -> list[str]:
     """The names that the controller knows; none where it does not answer at once."""
     from controller.client import Client, LoradockError, Timing
-    from controller.client_sockets import runtime_directory
+    from controller.client.sockets import runtime_directory
 
     directory = runtime_directory(ctx.find_root().params.get("directory"))
     if not (directory / "run" / "requests.sock").exists():
@@ -83,7 +83,7 @@ def settings_of(ctx: typer.Context) -> Settings:
 
 def directory_of(ctx: typer.Context) -> Path:
     """The controller's directory."""
-    from controller.client_sockets import runtime_directory
+    from controller.client.sockets import runtime_directory
 
     return runtime_directory(settings_of(ctx).directory)
 

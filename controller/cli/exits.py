@@ -7,7 +7,7 @@ texts, which come with them. One rule: a script can decide by the exit code alon
 from enum import IntEnum
 from typing import Any, Final, NamedTuple
 
-from controller.client_errors import LoradockError
+from controller.client.errors import LoradockError
 from messages.errors import MEANINGS, ErrorCode
 
 

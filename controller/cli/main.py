@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from controller.cli import adapters, local, pooling, serve, streams
 from controller.cli.context import Settings, settings_of
 from controller.cli.exits import CommandError, failure_of, table_of_exits
-from controller.client_errors import LoradockError
+from controller.client.errors import LoradockError
 
 VERSION: Final = "0.1.0"
 

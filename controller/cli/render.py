@@ -16,8 +16,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from controller.cli.sizes import format_size
-from controller.client_pooling import Classification, Embedding
-from controller.client_streams import Gap
+from controller.client.pooling import Classification, Embedding
+from controller.client.streams import Gap
 from messages.events import Published
 from messages.ids import NO_SLOT
 from messages.requests import (

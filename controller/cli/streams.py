@@ -26,7 +26,7 @@ from controller.cli.exits import CommandError, ExitCode
 if TYPE_CHECKING:
     from controller.cli.output import Output
     from controller.client import Generation
-    from controller.client_session import SamplingOptions
+    from controller.client.session import SamplingOptions
 
 app = typer.Typer()
 

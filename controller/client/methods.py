@@ -9,15 +9,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import TypeVar
 
-from controller.client_calls import NEW
-from controller.client_pooling import (
+from controller.client.calls import NEW
+from controller.client.pooling import (
     Classification,
     Embedding,
     PoolingCall,
     classify_request,
     embed_request,
 )
-from controller.client_session import answer_of
+from controller.client.session import answer_of
 from messages.requests import (
     ActivateAdapter,
     ActivateBatch,

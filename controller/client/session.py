@@ -11,9 +11,9 @@ from typing import Final, TypedDict, TypeVar
 
 import msgspec
 
-from controller.client_calls import NEW, AccountedCall, Call, GenerationCall, Timing
-from controller.client_errors import EngineGone, LoradockError, Malformed
-from controller.client_pooling import PoolingCall
+from controller.client.calls import NEW, AccountedCall, Call, GenerationCall, Timing
+from controller.client.errors import EngineGone, LoradockError, Malformed
+from controller.client.pooling import PoolingCall
 from messages.requests import (
     CancelGeneration,
     Classify,

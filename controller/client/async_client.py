@@ -16,11 +16,11 @@ from typing import Self, TypeVar, Unpack
 import zmq
 import zmq.asyncio
 
-from controller.client_asking import AsyncAsking
-from controller.client_calls import TIMING, Call, GenerationCall, Timing
-from controller.client_images import ImageSource, with_images
-from controller.client_pooling import PoolingCall
-from controller.client_session import (
+from controller.client.calls import TIMING, Call, GenerationCall, Timing
+from controller.client.images import ImageSource, with_images
+from controller.client.methods import AsyncAsking
+from controller.client.pooling import PoolingCall
+from controller.client.session import (
     GENERATION_TIMEOUT_S,
     TIMEOUT_S,
     SamplingOptions,
@@ -28,8 +28,8 @@ from controller.client_session import (
     answer_of,
     generate_request,
 )
-from controller.client_sockets import connect_events, connect_requests, runtime_directory
-from controller.client_streams import EventCursor, Gap
+from controller.client.sockets import connect_events, connect_requests, runtime_directory
+from controller.client.streams import EventCursor, Gap
 from messages.events import Published
 from messages.requests import (
     CancelDone,

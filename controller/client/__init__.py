@@ -13,10 +13,9 @@ A client is not thread-safe: use one a thread. Several generations of one client
 turns; each reads on for all.
 """
 
-from controller.client_async import AsyncClient, AsyncEventStream, AsyncGeneration
-from controller.client_blocking import Client, EventStream, Generation
-from controller.client_calls import Timing
-from controller.client_errors import (
+from typing import TYPE_CHECKING
+
+from controller.client.errors import (
     ERRORS,
     AdapterNotFound,
     ConfigRefused,
@@ -36,9 +35,14 @@ from controller.client_errors import (
     PathNotAllowed,
     UnknownAdapter,
 )
-from controller.client_images import ImageSource
-from controller.client_pooling import Classification, Embedding
-from controller.client_streams import Gap
+from controller.client.images import ImageSource
+from controller.client.pooling import Classification, Embedding
+from controller.client.streams import Gap
+
+if TYPE_CHECKING:
+    from controller.client.async_client import AsyncClient, AsyncEventStream, AsyncGeneration
+    from controller.client.calls import Timing
+    from controller.client.sync_client import Client, EventStream, Generation
 
 __all__ = [
     "ERRORS",
@@ -71,3 +75,23 @@ __all__ = [
     "Timing",
     "UnknownAdapter",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import a client class when it is first used; it loads ZeroMQ, which `loradock --help` avoids.
+
+    Raises AttributeError for any other name.
+    """
+    if name in ("AsyncClient", "AsyncEventStream", "AsyncGeneration"):
+        from controller.client import async_client  # noqa: PLC0415 - see above
+
+        return getattr(async_client, name)
+    if name in ("Client", "EventStream", "Generation"):
+        from controller.client import sync_client  # noqa: PLC0415 - see above
+
+        return getattr(sync_client, name)
+    if name == "Timing":
+        from controller.client.calls import Timing  # noqa: PLC0415 - see above
+
+        return Timing
+    raise AttributeError(f"module 'controller.client' has no attribute {name!r}")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from controller.client_calls import NEW, AccountedCall
+from controller.client.calls import NEW, AccountedCall
 from messages.requests import (
     Classify,
     Embed,

@@ -14,8 +14,8 @@ from typing import Final, Generic, TypeVar
 
 from msgspec import Struct
 
-from controller.client_errors import EngineGone, LoradockError, error_of
-from controller.client_streams import TokenOutput
+from controller.client.errors import EngineGone, LoradockError, error_of
+from controller.client.streams import TokenOutput
 from messages.errors import ErrorCode
 from messages.requests import (
     FetchEvents,

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from typing import Final
 
-from controller.client_errors import Malformed
+from controller.client.errors import Malformed
 from messages.requests import (
     IMAGE_BYTES_MAX,
     IMAGES_BYTES_MAX,
