@@ -24,7 +24,7 @@ from msgspec import Struct, field
 from rich.console import Console
 
 from controller.client import AsyncClient, LoradockError
-from controller.shell.replay import ReplayResult, replay
+from controller.log.replay import ReplayResult, replay
 from examples.demo_view import LifeCycle, closing, summary
 from examples.transformations import TRANSFORMATIONS, answer_of, held_out_words, prompt_of
 from messages.requests import AdaptersListed, StatusShown

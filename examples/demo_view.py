@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from controller.client import Gap
-from controller.shell.replay import ReplayResult
+from controller.log.replay import ReplayResult
 from messages import events
 from messages.events import Published
 from messages.requests import AdaptersListed, StatusShown

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from controller.shell.log import Log
+from controller.log.writer import Log
 from messages.records import FORMAT, Header, Record
 from tests.message_examples import input_examples
 

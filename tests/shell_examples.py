@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from controller.shell.log import read
+from controller.log.writer import read
 from controller.shell.transport import endpoint
 from engine.link import Link
 from messages import commands, reports, requests

@@ -12,8 +12,8 @@ from controller.core import Controller
 from controller.limits import RULES, Limits, limits_to
 from controller.shell import supervisor
 from controller.shell.engine_options import EngineOptions
-from controller.shell.log import Log
-from controller.shell.log_files import segment_paths
+from controller.log.writer import Log
+from controller.log.segments import segment_paths
 from controller.shell.server import ServerConfig
 from controller.shell.supervisor import ServeConfig
 from messages.records import FORMAT, ControllerStarted, Header, Record

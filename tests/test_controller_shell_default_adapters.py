@@ -11,7 +11,7 @@ import pytest
 
 from controller.core import Controller
 from controller.shell.default_adapters import DefaultAdapters, default_paths
-from controller.shell.replay import replay
+from controller.log.replay import replay
 from messages import commands, records, reports
 from messages import requests as rq
 from messages.errors import ErrorCode

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.shell.replay import replay
+from controller.log.replay import replay
 from messages import commands, events, records, reports
 from messages import requests as rq
 from messages.errors import ErrorCode

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from controller.shell import log as log_module
-from controller.shell.log import Log, read, verify
+from controller.log import writer as log_module
+from controller.log.writer import Log, read, verify
 from messages.records import Record
 from tests.log_examples import HEADER, Crash, CrashingDisk, run_of
 

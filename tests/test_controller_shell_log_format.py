@@ -7,20 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.shell.log_format import (
-    HEAD_BYTES,
-    MARKER,
-    START,
-    Link,
-    LogForeign,
-    Scan,
-    frame_header,
-    frame_records,
-    read_header,
-    read_record,
-    whole_frame,
-    whole_frames,
-)
+from controller.log.format import HEAD_BYTES, MARKER, START, Link, LogForeign, Scan, frame_header, frame_records, read_header, read_record, whole_frame, whole_frames
 from messages.records import Record, TimerFired
 from tests.log_examples import HEADER, run_of
 
@@ -186,13 +173,13 @@ def test_a_reader_that_leaves_early_leaves_the_scan_where_it_was(image: Image) -
 
 
 def test_a_record_too_long_for_any_reader_is_not_framed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.shell.log_format.RECORD_BYTES_MAX", 100)
+    monkeypatch.setattr("controller.log.format.RECORD_BYTES_MAX", 100)
     fits, too_long = Record(1, TimerFired(), b"c" * 60), Record(1, TimerFired(), b"c" * 100)
     assert len(frame_records([fits], 1, START)[0]) == 1
     with pytest.raises(ValueError, match="at most 100"):
         frame_records([fits, too_long], 1, START)
     data = frame_records([fits], 1, START)[0][0]
-    monkeypatch.setattr("controller.shell.log_format.RECORD_BYTES_MAX", len(data) - HEAD_BYTES - 1)
+    monkeypatch.setattr("controller.log.format.RECORD_BYTES_MAX", len(data) - HEAD_BYTES - 1)
     assert whole_frame(data, 0) is None
     assert next(Scan(data, 0, START).frames(), None) is None
 

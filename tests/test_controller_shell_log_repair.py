@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from controller.shell import log_repair
-from controller.shell.log import Log, LogBusy, read, repair, repair_plan, verify
+from controller.log import repair
+from controller.log.writer import Log, LogBusy, read, repair, repair_plan, verify
 from tests.log_examples import HEADER, Crash, CrashingDisk, flip, run_of, write
 
 COUNT = 60
@@ -119,7 +119,7 @@ def test_a_repair_that_is_interrupted_can_be_done_again(
         seq = repair_plan(directory).seq
         disk = CrashingDisk(at, "before")
         with monkeypatch.context() as patch:
-            patch.setattr(log_repair, "os", disk)
+            patch.setattr(repair, "os", disk)
             with suppress(Crash):
                 repair(directory)
         repair(directory)

@@ -7,8 +7,8 @@ import pytest
 from controller.actions import Action, Publish
 from controller.core import Controller
 from controller.limits import RULES, Limits, limits_to
-from controller.shell.log import Log, LogForeign
-from controller.shell.replay import replay
+from controller.log.writer import Log, LogForeign
+from controller.log.replay import replay
 from messages.events import AdapterReleased
 from messages.records import FORMAT, ControllerStarted, Header, Input, Record
 from messages.reports import (

@@ -10,7 +10,7 @@ from controller.actions import Action
 from controller.core import Controller
 from controller.limits import RULES, Limits, limits_to
 from controller.shell import stream
-from controller.shell.log import Log
+from controller.log.writer import Log
 from controller.shell.stream import FETCHES_MAX, EventStream
 from messages.errors import ErrorCode
 from messages.events import Published

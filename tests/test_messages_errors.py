@@ -2,7 +2,7 @@
 
 import re
 
-from controller.shell.log_format import LogError
+from controller.log.format import LogError
 from messages.errors import MEANINGS, ErrorCode
 from messages.wire import WireError
 

@@ -19,8 +19,8 @@ from controller.cli.exits import CommandError, ExitCode
 
 if TYPE_CHECKING:
     from controller.cli.output import Output
-    from controller.shell.log import LogDamaged, RepairPlan
-    from controller.shell.replay import ReplayResult
+    from controller.log.writer import LogDamaged, RepairPlan
+    from controller.log.replay import ReplayResult
 
 app = typer.Typer()
 log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and cut damage out.")
@@ -45,7 +45,7 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Rebuild the world from the log, compare digests, and show it."""
-    from controller.shell.replay import replay as fold
+    from controller.log.replay import replay as fold
 
     output = output_of(ctx, as_json)
     with log_of(directory or directory_of(ctx)) as log_directory, output.busy("replaying"):
@@ -84,7 +84,7 @@ def _show_replay(output: "Output", result: "ReplayResult") -> None:
 @log_app.command()
 def verify(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Read the whole log and tell what is there; a torn tail is no damage."""
-    from controller.shell.log import verify as read_whole
+    from controller.log.writer import verify as read_whole
 
     output = output_of(ctx, as_json)
     with log_of(directory_of(ctx)) as log_directory, output.busy("reading the log"):
@@ -104,8 +104,8 @@ def repair(
     as_json: AsJson = False,
 ) -> None:
     """Cut the log where its damage begins; what is cut off is kept beside it."""
-    from controller.shell.log import repair as cut
-    from controller.shell.log import repair_plan
+    from controller.log.writer import repair as cut
+    from controller.log.writer import repair_plan
 
     output = output_of(ctx, as_json)
     with log_of(directory_of(ctx)) as log_directory, output.busy("reading the log"):
@@ -162,7 +162,7 @@ def _words(value: Any) -> str:
 def log_of(directory: Path) -> Iterator[Path]:
     """The log's directory; what is wrong with the log ends the command."""
     from controller.limits import LimitsError
-    from controller.shell.log import LogBusy, LogDamaged, LogError
+    from controller.log.writer import LogBusy, LogDamaged, LogError
 
     log_directory = directory / "log"
     if not log_directory.is_dir():

@@ -29,8 +29,8 @@ from controller.shell import stderr
 from controller.shell.default_adapters import DefaultAdapters, DefaultPaths
 from controller.shell.desk import Desk
 from controller.shell.link import BEAT_INTERVAL_NS, EngineLink
-from controller.shell.log import Log, LogError, LogFull, LogSyncFailed, SyncPolicy
-from controller.shell.replay import replay
+from controller.log.writer import Log, LogError, LogFull, LogSyncFailed, SyncPolicy
+from controller.log.replay import replay
 from controller.shell.stream import EventStream
 from controller.shell.transport import Transport, TransportError
 from messages import records

@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from controller.shell.log_files import lock_directory, segment_paths, verify
-from controller.shell.log_format import LogDamaged, whole_frames
+from controller.log.segments import lock_directory, segment_paths, verify
+from controller.log.format import LogDamaged, whole_frames
 from messages.ids import Seq
 
 

@@ -13,7 +13,7 @@ from controller.actions import Action
 from controller.core import Controller
 from controller.limits import RULES, limits_from
 from controller.policies import POLICIES
-from controller.shell.log import Entry, LogForeign, segments
+from controller.log.writer import Entry, LogForeign, segments
 from messages.ids import Seq
 from messages.records import Header
 

@@ -1,0 +1,1 @@
+"""The append-only log of inputs and its replay: format, segments, writer and repair."""
