@@ -25,9 +25,9 @@ from benchmarks.figures import Figure, best_seconds, in_turns
 from benchmarks.publisher import EVENTS_COUNT
 from controller.client import Client
 from controller.client.streams import EventCursor
-from controller.limits import RULES, Limits, limits_to
-from controller.log.writer import Log, read
+from controller.core.limits import RULES, Limits, limits_to
 from controller.log.replay import replay
+from controller.log.writer import Log, read
 from controller.shell.server import ServerConfig
 from controller.shell.supervisor import ServeConfig
 from controller.shell.transport import endpoint

@@ -7,9 +7,9 @@ only where the controller alone is measured.
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from controller.actions import Action, Command
-from controller.core import Controller
-from controller.limits import Limits
+from controller.core.actions import Action, Command
+from controller.core.controller import Controller
+from controller.core.limits import Limits
 from messages import commands, records, reports, requests
 from messages.records import Input
 

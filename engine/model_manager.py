@@ -16,10 +16,10 @@ from typing import Any, ClassVar, Final
 import torch
 from transformers import PreTrainedModel
 
-from controller.limits import Limits
-from controller.local import LocalController
-from controller.turn import Refusal
-from controller.world import Adapter
+from controller.core.context import Refusal
+from controller.core.in_process import LocalController
+from controller.core.limits import Limits
+from controller.core.world import Adapter
 from engine.adapters import LoadedAdapter, LoRAModel
 from engine.books import Books, Clock
 from engine.config import LoRAConfig

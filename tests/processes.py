@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from controller.limits import Limits
+from controller.core.limits import Limits
 from controller.shell.server import ServerConfig
 from controller.shell.transport import endpoint
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from controller.limits import Limits
-from controller.world import Adapter
+from controller.core.limits import Limits
+from controller.core.world import Adapter
 from messages import commands, records, requests
 from messages.errors import ErrorCode
 from tests.simulated_engine import Content

@@ -8,7 +8,7 @@ has those. One rule: a move that is not possible now does nothing.
 import random
 from typing import Any
 
-from controller.limits import Limits
+from controller.core.limits import Limits
 from messages import commands, records, requests
 from messages.errors import ErrorCode
 from tests.simulated_engine import Content, Held, Job

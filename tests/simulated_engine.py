@@ -9,7 +9,7 @@ operation ends and how, but device operations end in the order in which they cam
 from dataclasses import dataclass, field
 from typing import Any
 
-from controller.limits import Limits
+from controller.core.limits import Limits
 from messages import commands, reports
 from messages.errors import ErrorCode
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState

@@ -7,7 +7,7 @@ One rule: it is a function of the log, so that a restarted controller can be jud
 
 from typing import Any
 
-from controller.world import World
+from controller.core.world import World
 from messages import commands, events, records, requests
 
 _STATE_AFTER: dict[type, str] = {

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from controller.actions import Action, Command, Publish, Reply, SetTimer
-from controller.core import Controller
-from controller.limits import Limits
+from controller.core.actions import Action, Command, Publish, Reply, SetTimer
+from controller.core.controller import Controller
+from controller.core.limits import Limits
 from messages import commands, records, reports
 from messages.errors import ErrorCode
 from tests.simulated_engine import Files, SimulatedEngine

@@ -8,12 +8,12 @@ from typer.testing import CliRunner
 
 from controller.cli.exits import ExitCode
 from controller.cli.main import app
-from controller.core import Controller
-from controller.limits import RULES, Limits, limits_to
+from controller.core.controller import Controller
+from controller.core.limits import RULES, Limits, limits_to
+from controller.log.segments import segment_paths
+from controller.log.writer import Log
 from controller.shell import supervisor
 from controller.shell.engine_options import EngineOptions
-from controller.log.writer import Log
-from controller.log.segments import segment_paths
 from controller.shell.server import ServerConfig
 from controller.shell.supervisor import ServeConfig
 from messages.records import FORMAT, ControllerStarted, Header, Record

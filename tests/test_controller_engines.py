@@ -1,7 +1,7 @@
 """The engine's coming and going, what follows when time is up, and what happens after a failure."""
 
-from controller.core import Controller
-from controller.limits import Limits
+from controller.core.controller import Controller
+from controller.core.limits import Limits
 from messages import commands, events, records, reports, requests
 from messages.errors import ErrorCode
 from messages.requests import ActivateAdapter, AdapterDone, HoldAdapter, LoadAdapter, Refused

@@ -17,8 +17,8 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from controller.core import Controller
-from controller.limits import RULES, limits_from, limits_to
+from controller.core.controller import Controller
+from controller.core.limits import RULES, limits_from, limits_to
 from messages.records import Input, Record
 from tests.simulated_clients import random_history
 

@@ -1,7 +1,7 @@
 """A restarted controller, a link with gaps, a log without its tail: what the inventory corrects."""
 
-from controller.core import Controller
-from controller.limits import Limits
+from controller.core.controller import Controller
+from controller.core.limits import Limits
 from messages import records, reports, requests
 from messages.errors import ErrorCode
 from messages.requests import ActivateAdapter, AdapterDone, LoadAdapter

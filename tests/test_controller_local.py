@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from controller.limits import Limits
-from controller.local import LocalController
-from controller.turn import Refusal
+from controller.core.context import Refusal
+from controller.core.in_process import LocalController
+from controller.core.limits import Limits
 from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import EVICTED, GPU_SLOT, PINNED

@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.limits import Limits, LimitsError, check_limits
+from controller.core.limits import Limits, LimitsError, check_limits
 from messages import records, requests
 from messages.errors import ErrorCode
 from messages.requests import (

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.core import Controller
-from controller.shell.default_adapters import DefaultAdapters, default_paths
+from controller.core.controller import Controller
 from controller.log.replay import replay
+from controller.shell.default_adapters import DefaultAdapters, default_paths
 from messages import commands, records, reports
 from messages import requests as rq
 from messages.errors import ErrorCode

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from controller.core import Controller
-from controller.limits import Limits
+from controller.core.controller import Controller
+from controller.core.limits import Limits
 from controller.shell import desk as desk_module
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.desk import ROUTES_PER_REQUEST, Desk

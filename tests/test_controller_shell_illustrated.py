@@ -10,8 +10,8 @@ import pytest
 
 from controller.client import Client
 from controller.client.calls import Timing
-from controller.log.writer import verify
 from controller.log.replay import replay
+from controller.log.writer import verify
 from messages import commands, records
 from messages import requests as rq
 from tests.processes import controller

@@ -7,7 +7,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.log.format import HEAD_BYTES, MARKER, START, Link, LogForeign, Scan, frame_header, frame_records, read_header, read_record, whole_frame, whole_frames
+from controller.log.format import (
+    HEAD_BYTES,
+    MARKER,
+    START,
+    Link,
+    LogForeign,
+    Scan,
+    frame_header,
+    frame_records,
+    read_header,
+    read_record,
+    whole_frame,
+    whole_frames,
+)
 from messages.records import Record, TimerFired
 from tests.log_examples import HEADER, run_of
 

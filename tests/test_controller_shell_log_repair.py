@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from controller.log import repair
-from controller.log.writer import Log, LogBusy, read, repair, repair_plan, verify
+from controller.log import repair as repair_module
+from controller.log.repair import repair, repair_plan
+from controller.log.writer import Log, LogBusy, read, verify
 from tests.log_examples import HEADER, Crash, CrashingDisk, flip, run_of, write
 
 COUNT = 60
@@ -119,7 +120,7 @@ def test_a_repair_that_is_interrupted_can_be_done_again(
         seq = repair_plan(directory).seq
         disk = CrashingDisk(at, "before")
         with monkeypatch.context() as patch:
-            patch.setattr(repair, "os", disk)
+            patch.setattr(repair_module, "os", disk)
             with suppress(Crash):
                 repair(directory)
         repair(directory)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from controller.actions import Action, Publish
-from controller.core import Controller
-from controller.limits import RULES, Limits, limits_to
-from controller.log.writer import Log, LogForeign
+from controller.core.actions import Action, Publish
+from controller.core.controller import Controller
+from controller.core.limits import RULES, Limits, limits_to
 from controller.log.replay import replay
+from controller.log.writer import Log, LogForeign
 from messages.events import AdapterReleased
 from messages.records import FORMAT, ControllerStarted, Header, Input, Record
 from messages.reports import (

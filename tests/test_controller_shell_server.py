@@ -15,10 +15,10 @@ import msgspec
 import pytest
 
 from controller.client import Client
-from controller.limits import Limits
-from controller.shell import server
-from controller.log.writer import LogSyncFailed, read, verify
+from controller.core.limits import Limits
 from controller.log.replay import replay
+from controller.log.writer import LogSyncFailed, read, verify
+from controller.shell import server
 from controller.shell.server import EXIT_CONFIG, EXIT_FAILED, EXIT_LOG, EXIT_SOCKET, ServerConfig
 from messages import commands, records
 from messages import requests as rq

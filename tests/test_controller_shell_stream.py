@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from controller.actions import Action
-from controller.core import Controller
-from controller.limits import RULES, Limits, limits_to
-from controller.shell import stream
+from controller.core.actions import Action
+from controller.core.controller import Controller
+from controller.core.limits import RULES, Limits, limits_to
 from controller.log.writer import Log
+from controller.shell import stream
 from controller.shell.stream import FETCHES_MAX, EventStream
 from messages.errors import ErrorCode
 from messages.events import Published

@@ -10,11 +10,11 @@ from itertools import pairwise
 import pytest
 from transitions import MachineError
 
+from controller.core.next_step import NEXT_STEP, Step
 from controller.states import spec
 from controller.states.diagram import mermaid
 from controller.states.machine import STATES, build
 from controller.states.table import HEIGHT, MOVES, IllegalMoveError, move
-from controller.steps import NEXT_STEP, Step
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
 
 DESIGN: dict[tuple[AdapterState, str], AdapterState] = {

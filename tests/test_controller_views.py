@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from controller.actions import Command
-from controller.core import Controller
-from controller.limits import Limits
-from controller.turn import Refusal
-from controller.views import list_adapters, show_adapter, show_status
+from controller.core.actions import Command
+from controller.core.context import Refusal
+from controller.core.controller import Controller
+from controller.core.limits import Limits
+from controller.core.views import list_adapters, show_adapter, show_status
 from messages import commands, records, reports
 from messages import requests as rq
 from messages.errors import ErrorCode

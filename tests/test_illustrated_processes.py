@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from controller.cli.main import app
 from controller.client import AsyncClient, Client, Malformed
-from controller.shell.default_adapters import DefaultAdapters
 from controller.log.replay import replay
+from controller.shell.default_adapters import DefaultAdapters
 from messages.ids import GPU_SLOT
 from tests.illustrated_bench import NAMES, Row, Yardstick
 from tests.illustrated_examples import illustrated, picture, png

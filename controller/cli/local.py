@@ -19,8 +19,8 @@ from controller.cli.exits import CommandError, ExitCode
 
 if TYPE_CHECKING:
     from controller.cli.output import Output
-    from controller.log.writer import LogDamaged, RepairPlan
     from controller.log.replay import ReplayResult
+    from controller.log.writer import LogDamaged, RepairPlan
 
 app = typer.Typer()
 log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and cut damage out.")
@@ -62,7 +62,7 @@ def replay(
 
 def _show_replay(output: "Output", result: "ReplayResult") -> None:
     from controller.cli.render import facts_table, renderables
-    from controller.views import list_adapters
+    from controller.core.views import list_adapters
     from messages.requests import ListAdapters
 
     controller = result.controller
@@ -161,7 +161,7 @@ def _words(value: Any) -> str:
 @contextmanager
 def log_of(directory: Path) -> Iterator[Path]:
     """The log's directory; what is wrong with the log ends the command."""
-    from controller.limits import LimitsError
+    from controller.core.limits import LimitsError
     from controller.log.writer import LogBusy, LogDamaged, LogError
 
     log_directory = directory / "log"

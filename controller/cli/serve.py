@@ -19,7 +19,7 @@ from controller.cli.context import AsJson, directory_of, output_of
 from controller.cli.engine_options import with_engine_options
 from controller.cli.exits import CommandError, ExitCode
 from controller.cli.sizes import format_size, parse_size
-from controller.limits import Limits, LimitsError, limits_from
+from controller.core.limits import Limits, LimitsError, limits_from
 from controller.shell.default_adapters import DefaultPaths, default_paths
 from controller.shell.engine_options import EngineOptions
 
@@ -223,7 +223,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 
 def _check_policy(policy: str) -> None:
-    from controller.policies import POLICIES
+    from controller.core.eviction import POLICIES
 
     if policy not in POLICIES:
         known = ", ".join(sorted(POLICIES))

@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from controller.log.segments import lock_directory, segment_paths, verify
 from controller.log.format import LogDamaged, whole_frames
+from controller.log.segments import lock_directory, segment_paths, verify
 from messages.ids import Seq
 
 

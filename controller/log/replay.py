@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from controller.actions import Action
-from controller.core import Controller
-from controller.limits import RULES, limits_from
-from controller.policies import POLICIES
+from controller.core.actions import Action
+from controller.core.controller import Controller
+from controller.core.eviction import POLICIES
+from controller.core.limits import RULES, limits_from
 from controller.log.writer import Entry, LogForeign, segments
 from messages.ids import Seq
 from messages.records import Header

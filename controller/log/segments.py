@@ -14,7 +14,17 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from controller.log.format import START, Link, LogBusy, LogDamaged, LogForeign, Scan, read_header, read_record, whole_frame
+from controller.log.format import (
+    START,
+    Link,
+    LogBusy,
+    LogDamaged,
+    LogForeign,
+    Scan,
+    read_header,
+    read_record,
+    whole_frame,
+)
 from messages.ids import Epoch, Seq
 from messages.records import Header, Record
 

@@ -18,9 +18,29 @@ from typing import Final, Literal, NamedTuple, Self
 
 import msgspec
 
-from controller.log.segments import Entry, Segment, Verdict, lock_directory, read, segment_path, segment_paths, segments, verify
-from controller.log.format import START, LogBusy, LogDamaged, LogError, LogForeign, LogFull, LogSyncFailed, frame_header, frame_records
+from controller.log.format import (
+    START,
+    LogBusy,
+    LogDamaged,
+    LogError,
+    LogForeign,
+    LogFull,
+    LogSyncFailed,
+    frame_header,
+    frame_records,
+)
 from controller.log.repair import RepairPlan, repair, repair_plan
+from controller.log.segments import (
+    Entry,
+    Segment,
+    Verdict,
+    lock_directory,
+    read,
+    segment_path,
+    segment_paths,
+    segments,
+    verify,
+)
 from messages.ids import Epoch, Seq
 from messages.records import Header, Record
 

@@ -10,11 +10,11 @@ from typing import Final
 
 import msgspec
 
-from controller.core import Controller
+from controller.core.context import Refusal
+from controller.core.controller import Controller
+from controller.core.views import list_adapters, show_adapter, show_status
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.stream import EventStream
-from controller.turn import Refusal
-from controller.views import list_adapters, show_adapter, show_status
 from messages import requests
 from messages.commands import StartGeneration, StartInference, StartPooling
 from messages.errors import ErrorCode

@@ -21,16 +21,16 @@ import msgspec
 import structlog
 from msgspec import Struct
 
-from controller.actions import Action, Command, Publish, Reply, SetTimer
-from controller.core import Controller
-from controller.limits import RULES, Limits, LimitsError, check_limits, limits_to
-from controller.policies import POLICIES
+from controller.core.actions import Action, Command, Publish, Reply, SetTimer
+from controller.core.controller import Controller
+from controller.core.eviction import POLICIES
+from controller.core.limits import RULES, Limits, LimitsError, check_limits, limits_to
+from controller.log.replay import replay
+from controller.log.writer import Log, LogError, LogFull, LogSyncFailed, SyncPolicy
 from controller.shell import stderr
 from controller.shell.default_adapters import DefaultAdapters, DefaultPaths
 from controller.shell.desk import Desk
 from controller.shell.link import BEAT_INTERVAL_NS, EngineLink
-from controller.log.writer import Log, LogError, LogFull, LogSyncFailed, SyncPolicy
-from controller.log.replay import replay
 from controller.shell.stream import EventStream
 from controller.shell.transport import Transport, TransportError
 from messages import records

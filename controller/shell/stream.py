@@ -13,9 +13,9 @@ from pathlib import Path
 from threading import Event
 from typing import Final
 
-from controller.actions import Action, Publish
-from controller.log.writer import LogError
+from controller.core.actions import Action, Publish
 from controller.log.replay import replay
+from controller.log.writer import LogError
 from messages.errors import ErrorCode
 from messages.events import Published
 from messages.ids import Seq

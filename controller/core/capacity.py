@@ -9,9 +9,9 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from controller.queues import TIERS, TierName
-from controller.turn import Turn
-from controller.world import Adapter
+from controller.core.context import Turn
+from controller.core.tier_queues import TIERS, TierName
+from controller.core.world import Adapter
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
 
 Room = tuple[int, int]

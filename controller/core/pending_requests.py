@@ -8,11 +8,11 @@ One rule: nothing here moves an adapter; one that should be looked at is marked 
 from operator import itemgetter
 from typing import Final
 
-from controller import room
-from controller.actions import Command
+from controller.core import capacity
+from controller.core.actions import Command
+from controller.core.context import NANOS_PER_MS, Turn
+from controller.core.world import Adapter, RequestKind, Waiting
 from controller.states.table import HEIGHT
-from controller.turn import NANOS_PER_MS, Turn
-from controller.world import Adapter, RequestKind, Waiting
 from messages import commands, events, requests
 from messages.errors import ErrorCode
 from messages.ids import BASE_MODEL, EVICTED, NO_SLOT, UNREGISTERED, AdapterState, RequestId
@@ -210,7 +210,7 @@ def refuse_hopeless_batch(turn: Turn) -> None:
     if world.driven:
         waiting = world.waiting[world.driven]
         adapters = tuple([world.adapters[adapter_id] for adapter_id in waiting.adapters])
-        never = room.why_never_together(turn, adapters)
+        never = capacity.why_never_together(turn, adapters)
         if never is not None:
             refuse_request(turn, world.driven, ErrorCode.NO_ROOM, never)
 

@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from controller import room
-from controller.actions import Action, Command, Publish, Reply, SetTimer
-from controller.core import Controller
-from controller.limits import Limits
-from controller.turn import Refusal, Turn
-from controller.world import Adapter, World
+from controller.core import capacity
+from controller.core.actions import Action, Command, Publish, Reply, SetTimer
+from controller.core.context import Refusal, Turn
+from controller.core.controller import Controller
+from controller.core.limits import Limits
+from controller.core.world import Adapter, World
 from messages import commands, events, records, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import UNREGISTERED
@@ -97,7 +97,7 @@ class LocalController:
         """
         adapters = tuple([self._as_if(name, size_bytes) for name, size_bytes in sizes.items()])
         turn = Turn(self.world, self._core.limits, self._core.policy, [])
-        return room.why_never_together(turn, adapters)
+        return capacity.why_never_together(turn, adapters)
 
     def _as_if(self, name: str, size_bytes: int | None) -> Adapter:
         known = self.world.current(name)

@@ -8,11 +8,11 @@ engine has under it; a record of ours that meant something else takes another nu
 import heapq
 from typing import Final
 
-from controller import facts, room, wishes
+from controller.core import capacity, pending_requests, report_handlers
+from controller.core.context import Turn
+from controller.core.world import RESIDENT, Adapter, Slot, World
 from controller.states import spec
 from controller.states.table import HEIGHT
-from controller.turn import Turn
-from controller.world import RESIDENT, Adapter, Slot, World
 from messages import events
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, UNREGISTERED, AdapterId
 from messages.reports import EngineInventory, InventoryAdapter
@@ -89,7 +89,7 @@ def correct(turn: Turn, inventory: EngineInventory) -> None:
     for adapter_id in differing:
         adapter = world.adapters.get(adapter_id)
         if adapter is not None and adapter.state in RESIDENT:
-            facts.vanish(turn, adapter)
+            report_handlers.vanish(turn, adapter)
     for adapter_id in differing:
         if adapter_id in entries:
             _climb(turn, _record_of(turn, entries[adapter_id]), entries[adapter_id])
@@ -147,20 +147,20 @@ def _relink(turn: Turn, other: Adapter, old: AdapterId, new: AdapterId) -> None:
 def _climb(turn: Turn, adapter: Adapter, entry: InventoryAdapter) -> None:
     for trigger in _CLIMB[entry.state]:
         turn.move(adapter, trigger)
-    room.enter(turn, adapter, "host")
+    capacity.enter(turn, adapter, "host")
     if entry.state != CPU_CACHED:
-        room.pay(turn, adapter, "host", -adapter.host_bytes)
-        room.enter(turn, adapter, "pinned")
+        capacity.pay(turn, adapter, "host", -adapter.host_bytes)
+        capacity.enter(turn, adapter, "pinned")
     if entry.state == GPU_SLOT:
         _occupy(turn, adapter, entry)
     adapter.loads = max(adapter.loads, int(not adapter.retired))
     goal = UNREGISTERED if adapter.retired else adapter.goal
-    if not adapter.retired and not wishes.is_wanted_down(turn, adapter):
+    if not adapter.retired and not pending_requests.is_wanted_down(turn, adapter):
         # It is there: that it should be is the better guess than that it should not.
         goal = max(goal, adapter.state, key=HEIGHT.__getitem__)
     turn.aim(adapter, goal)
     turn.due[adapter.id] = None
-    facts.succeed(turn, adapter)
+    report_handlers.succeed(turn, adapter)
     _tell(turn, adapter)
 
 
@@ -171,15 +171,15 @@ def _occupy(turn: Turn, adapter: Adapter, entry: InventoryAdapter) -> None:
         heapq.heappush(world.free_slots, index)
     world.free_slots.remove(entry.slot)
     heapq.heapify(world.free_slots)
-    room.pay(turn, adapter, "device", adapter.blob_bytes)
+    capacity.pay(turn, adapter, "device", adapter.blob_bytes)
     world.tiers["device"].count += 1
-    room.take_slot(turn, adapter, entry.slot, entry.generation)
+    capacity.take_slot(turn, adapter, entry.slot, entry.generation)
 
 
 def _tell(turn: Turn, adapter: Adapter) -> None:
-    facts.tell(turn, adapter, events.AdapterCached(adapter.name))
+    report_handlers.tell(turn, adapter, events.AdapterCached(adapter.name))
     if adapter.state != CPU_CACHED:
-        facts.tell(turn, adapter, events.AdapterPinned(adapter.name))
+        report_handlers.tell(turn, adapter, events.AdapterPinned(adapter.name))
     if adapter.state == GPU_SLOT:
         place = (adapter.slot, adapter.generation)
-        facts.tell(turn, adapter, events.AdapterActivated(adapter.name, *place))
+        report_handlers.tell(turn, adapter, events.AdapterActivated(adapter.name, *place))

@@ -9,11 +9,11 @@ from typing import Final
 
 from msgspec import Struct
 
-from controller.actions import Action, Command, Publish, Reply
-from controller.limits import Limits
-from controller.policies import Policy
+from controller.core.actions import Action, Command, Publish, Reply
+from controller.core.eviction import Policy
+from controller.core.limits import Limits
+from controller.core.world import Adapter, Operation, World
 from controller.states.table import HEIGHT, move
-from controller.world import Adapter, Operation, World
 from messages import commands, events, requests
 from messages.errors import ErrorCode
 from messages.ids import AdapterId, AdapterState, OpId, RequestId

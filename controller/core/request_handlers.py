@@ -8,11 +8,11 @@ is changed, by raising `Refusal`.
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller import room, wishes
-from controller.actions import Reply
+from controller.core import capacity, pending_requests
+from controller.core.actions import Reply
+from controller.core.context import Refusal, Turn
+from controller.core.world import Adapter, InferenceKind, RequestKind
 from controller.states.table import HEIGHT
-from controller.turn import Refusal, Turn
-from controller.world import Adapter, InferenceKind, RequestKind
 from messages import records, requests
 from messages.errors import ErrorCode
 from messages.ids import (
@@ -108,10 +108,10 @@ def _want(
 ) -> None:
     """Upwards: answered at once where the fact is there, else the goal rises."""
     _count_use(turn, adapter)
-    if wishes.is_there(adapter, target):
-        wishes.grant(turn, adapter, message.request_id, kind)
+    if pending_requests.is_there(adapter, target):
+        pending_requests.grant(turn, adapter, message.request_id, kind)
         return
-    waiting = wishes.accept(
+    waiting = pending_requests.accept(
         turn, message.request_id, kind, target, _timeout_ms(turn, message), (adapter,)
     )
     waiting.replace = getattr(message, "replace", False)
@@ -122,7 +122,7 @@ def _owe(turn: Turn, adapter: Adapter, request_id: RequestId, target: AdapterSta
     """The adapter strives for `target` now; what is under way already is left to go on."""
     world = turn.world
     adapter_id = adapter.id
-    wishes.wait_for(turn, adapter, request_id, world.seq)
+    pending_requests.wait_for(turn, adapter, request_id, world.seq)
     if adapter.op or adapter_id in world.leaving:
         # Its next report, or the end of its last lease, makes it due.
         return
@@ -135,8 +135,8 @@ def _owe(turn: Turn, adapter: Adapter, request_id: RequestId, target: AdapterSta
 def _release(turn: Turn, message: requests.ReleaseAdapter) -> None:
     adapter = _known(turn, message.adapter)
     if adapter.held:
-        wishes.release(turn, adapter)
-    turn.answer(wishes.done(message.request_id, adapter))
+        pending_requests.release(turn, adapter)
+    turn.answer(pending_requests.done(message.request_id, adapter))
 
 
 def _deactivate(turn: Turn, message: requests.DeactivateAdapter) -> None:
@@ -157,9 +157,11 @@ def _remove(turn: Turn, message: requests.RemoveAdapter) -> None:
         raise _is_being_replaced(adapter)
     if message.force:
         if adapter.held:
-            wishes.release(turn, adapter)
+            pending_requests.release(turn, adapter)
         being_removed = f"adapter {adapter.name!r} is being removed"
-        wishes.refuse_waiters(turn, adapter, ErrorCode.CONFLICT, being_removed, downward=False)
+        pending_requests.refuse_waiters(
+            turn, adapter, ErrorCode.CONFLICT, being_removed, downward=False
+        )
     else:
         _refuse_if_needed(turn, adapter)
     _lower(turn, message, "remove", UNREGISTERED, adapter)
@@ -173,10 +175,10 @@ def _lower(
     adapter: Adapter,
 ) -> None:
     """Downwards: the goal sinks, and who asked is told when the fact is there."""
-    waiting = wishes.accept(
+    waiting = pending_requests.accept(
         turn, message.request_id, kind, target, _timeout_ms(turn, message), (adapter,)
     )
-    wishes.wait_for(turn, adapter, message.request_id, waiting.since)
+    pending_requests.wait_for(turn, adapter, message.request_id, waiting.since)
     if HEIGHT[target] < HEIGHT[adapter.goal]:
         turn.aim(adapter, target)
     turn.due[adapter.id] = None
@@ -186,15 +188,17 @@ def _activate_batch(turn: Turn, message: requests.ActivateBatch) -> None:
     adapters = tuple([_known(turn, name) for name in dict.fromkeys(message.adapters)])
     for adapter in adapters:
         _refuse_if_going(adapter)
-    never = room.why_never_together(turn, adapters)
+    never = capacity.why_never_together(turn, adapters)
     if never is not None:
         raise Refusal(ErrorCode.NO_ROOM, never)
     for adapter in adapters:
         _count_use(turn, adapter)
     timeout_ms = _timeout_ms(turn, message)
-    waiting = wishes.accept(turn, message.request_id, "batch", GPU_SLOT, timeout_ms, adapters)
+    waiting = pending_requests.accept(
+        turn, message.request_id, "batch", GPU_SLOT, timeout_ms, adapters
+    )
     turn.world.batches[message.request_id] = None
-    wishes.confirm_batch(turn, message.request_id, waiting)
+    pending_requests.confirm_batch(turn, message.request_id, waiting)
 
 
 def _generate(turn: Turn, message: records.GenerationRequested) -> None:
@@ -209,16 +213,16 @@ def _infer(turn: Turn, message: records.InferenceRequested, kind: InferenceKind)
     timeout_ms = message.timeout_ms or turn.limits.generation_timeout_ms
     request_id = message.request_id
     if message.adapter is None:
-        waiting = wishes.accept(turn, request_id, kind, GPU_SLOT, timeout_ms, ())
+        waiting = pending_requests.accept(turn, request_id, kind, GPU_SLOT, timeout_ms, ())
         if turn.world.ready:
-            wishes.start_inference(turn, request_id, waiting)
+            pending_requests.start_inference(turn, request_id, waiting)
         return
     adapter = _known(turn, message.adapter)
     _refuse_if_going(adapter)
     _count_use(turn, adapter)
-    waiting = wishes.accept(turn, request_id, kind, GPU_SLOT, timeout_ms, (adapter,))
-    if turn.world.ready and wishes.is_there(adapter, GPU_SLOT):
-        wishes.start_inference(turn, request_id, waiting)
+    waiting = pending_requests.accept(turn, request_id, kind, GPU_SLOT, timeout_ms, (adapter,))
+    if turn.world.ready and pending_requests.is_there(adapter, GPU_SLOT):
+        pending_requests.start_inference(turn, request_id, waiting)
     else:
         _owe(turn, adapter, request_id, GPU_SLOT)
 
@@ -230,10 +234,10 @@ def _cancel(turn: Turn, message: requests.CancelGeneration) -> None:
     if target is None or not found:
         return
     if target.op:
-        wishes.stop_inference(turn, target)
+        pending_requests.stop_inference(turn, target)
     else:
-        cancelled = wishes.cancelled(turn, message.target, target)
-        wishes.end_request(turn, message.target, cancelled)
+        cancelled = pending_requests.cancelled(turn, message.target, target)
+        pending_requests.end_request(turn, message.target, cancelled)
 
 
 _ASK: Final[dict[type, Callable[[Turn, Any], None]]] = {
@@ -279,7 +283,7 @@ def _refuse_if_needed(turn: Turn, adapter: Adapter) -> None:
     if adapter.leases:
         reasons.append(f"serves {adapter.leases} running requests (wait for them)")
     kinds = [turn.world.waiting[request_id].kind for request_id in adapter.waiters]
-    wanted = sum(1 for kind in kinds if kind not in wishes.DOWNWARD)
+    wanted = sum(1 for kind in kinds if kind not in pending_requests.DOWNWARD)
     if wanted:
         reasons.append(f"is waited for by {wanted} requests")
     if reasons:

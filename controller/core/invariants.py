@@ -6,10 +6,10 @@ One rule: it shares no account and no index with the code that it checks, and ch
 
 from collections import Counter
 
-from controller.limits import Limits
-from controller.queues import TIERS
+from controller.core.limits import Limits
+from controller.core.tier_queues import TIERS
+from controller.core.world import NO_CLAIM, RESIDENT, Adapter, World
 from controller.states.table import HEIGHT
-from controller.world import NO_CLAIM, RESIDENT, Adapter, World
 from messages import commands
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, UNREGISTERED, AdapterId
 

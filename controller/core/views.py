@@ -4,9 +4,9 @@ What it is: pure functions from the world to replies. What it is not: an input; 
 nothing and is not logged. One rule: a view is a copy, so that it stays true to its moment.
 """
 
-from controller.core import Controller
-from controller.turn import Refusal
-from controller.world import Adapter, World
+from controller.core.context import Refusal
+from controller.core.controller import Controller
+from controller.core.world import Adapter, World
 from messages import requests
 from messages.errors import ErrorCode
 

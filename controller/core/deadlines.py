@@ -9,10 +9,10 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller import wishes
-from controller.actions import SetTimer
-from controller.turn import Turn
-from controller.world import Waiting
+from controller.core import pending_requests
+from controller.core.actions import SetTimer
+from controller.core.context import Turn
+from controller.core.world import Waiting
 from messages import events, records
 from messages.errors import ErrorCode
 from messages.ids import AdapterId, OpId, RequestId
@@ -57,16 +57,20 @@ def _expire_operation(turn: Turn, op: OpId) -> None:
         f"{turn.limits.operation_timeout_ms} ms"
     )
     for downward in (False, True):
-        wishes.refuse_waiters(turn, adapter, ErrorCode.ENGINE_GONE, late, downward=downward)
+        pending_requests.refuse_waiters(
+            turn, adapter, ErrorCode.ENGINE_GONE, late, downward=downward
+        )
 
 
 def _expire_request(turn: Turn, request_id: RequestId) -> None:
     waiting = turn.world.waiting[request_id]
     if waiting.kind in _TOO_SLOW and waiting.op:
-        wishes.refuse_request(turn, request_id, ErrorCode.ENGINE_GONE, _TOO_SLOW[waiting.kind])
-        wishes.stop_inference(turn, waiting)
+        pending_requests.refuse_request(
+            turn, request_id, ErrorCode.ENGINE_GONE, _TOO_SLOW[waiting.kind]
+        )
+        pending_requests.stop_inference(turn, waiting)
     else:
-        wishes.refuse_request(turn, request_id, *_why_late(turn, waiting))
+        pending_requests.refuse_request(turn, request_id, *_why_late(turn, waiting))
 
 
 def _why_late(turn: Turn, waiting: Waiting) -> tuple[ErrorCode, str]:

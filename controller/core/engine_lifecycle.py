@@ -5,11 +5,11 @@ one is back. What it is not: how its death is seen (the shell does that). One ru
 the inventory agrees with is not touched.
 """
 
-from controller import facts, wishes
-from controller.actions import Command
-from controller.inventory import contradiction, correct
-from controller.turn import Turn
-from controller.world import Engine, Operation
+from controller.core import pending_requests, report_handlers
+from controller.core.actions import Command
+from controller.core.context import Turn
+from controller.core.inventory import contradiction, correct
+from controller.core.world import Engine, Operation
 from messages import commands, events, records, reports
 from messages.errors import ErrorCode
 from messages.ids import OpId, RequestId
@@ -49,15 +49,15 @@ def lose(turn: Turn, reason: str) -> None:
     operations = list(world.operations.items())
     for op, operation in operations:
         del world.operations[op]
-        facts.abandon(turn, operation)
+        report_handlers.abandon(turn, operation)
     for order in world.recency.values():
         for adapter_id in tuple(order):
-            facts.vanish(turn, world.adapters[adapter_id])
+            report_handlers.vanish(turn, world.adapters[adapter_id])
     why = f"the engine is gone ({reason}); try again when it is back"
     for request_id, waiting in tuple(world.waiting.items()):
         # Whoever wanted an adapter down has what he wanted.
-        if waiting.kind not in wishes.DOWNWARD:
-            wishes.refuse_request(turn, request_id, ErrorCode.ENGINE_GONE, why)
+        if waiting.kind not in pending_requests.DOWNWARD:
+            pending_requests.refuse_request(turn, request_id, ErrorCode.ENGINE_GONE, why)
 
 
 def on_inventory(turn: Turn, inventory: reports.EngineInventory) -> None:
@@ -132,7 +132,7 @@ def _abandon_lost(
     for op, operation in operations:
         if op <= inventory.last_op and op not in running:
             del turn.world.operations[op]
-            facts.abandon(turn, operation)
+            report_handlers.abandon(turn, operation)
             if operation.request_id:
                 _serve_anew(turn, operation.request_id)
 
@@ -142,16 +142,18 @@ def _serve_anew(turn: Turn, request_id: RequestId) -> None:
     world = turn.world
     waiting = world.waiting[request_id]
     if waiting.told or waiting.stopping:
-        wishes.end_request(turn, request_id, wishes.cancelled(turn, request_id, waiting))
+        pending_requests.end_request(
+            turn, request_id, pending_requests.cancelled(turn, request_id, waiting)
+        )
     elif any(world.adapters[adapter_id].retired for adapter_id in waiting.adapters):
         gone = "the adapter's version that it had begun with was replaced; ask again"
-        wishes.refuse_request(turn, request_id, ErrorCode.ENGINE_GONE, gone)
+        pending_requests.refuse_request(turn, request_id, ErrorCode.ENGINE_GONE, gone)
     elif waiting.kind == "batch":
         world.batches[request_id] = None
         world.batches.move_to_end(request_id, last=False)
     else:
         for adapter_id in waiting.adapters:
-            wishes.wait_for(turn, world.adapters[adapter_id], request_id, waiting.since)
+            pending_requests.wait_for(turn, world.adapters[adapter_id], request_id, waiting.since)
 
 
 def _repeat_stops(turn: Turn) -> None:
@@ -164,8 +166,8 @@ def _repeat_stops(turn: Turn) -> None:
 def _drive_all_goals(turn: Turn) -> None:
     world = turn.world
     for request_id, waiting in tuple(world.waiting.items()):
-        if waiting.kind in wishes.INFERENCE and not waiting.adapters and not waiting.op:
-            wishes.start_inference(turn, request_id, waiting)
+        if waiting.kind in pending_requests.INFERENCE and not waiting.adapters and not waiting.op:
+            pending_requests.start_inference(turn, request_id, waiting)
         turn.due.update(dict.fromkeys(waiting.adapters))
     adapters = [world.adapters[a] for a in {**world.striving, **world.leaving}]
     # Those that somebody holds first, then the most recently used.
@@ -176,10 +178,10 @@ def _drive_all_goals(turn: Turn) -> None:
 def on_payload_lost(turn: Turn, message: records.PayloadLost) -> None:
     """What a request brought died with the last controller: forget it, it comes again."""
     waiting = turn.world.waiting.get(message.request_id)
-    if waiting is None or waiting.kind not in wishes.INFERENCE or not waiting.op:
+    if waiting is None or waiting.kind not in pending_requests.INFERENCE or not waiting.op:
         return
-    facts.abandon(turn, turn.world.operations.pop(waiting.op))
+    report_handlers.abandon(turn, turn.world.operations.pop(waiting.op))
     for adapter_id in waiting.adapters:
         # It will be counted when it comes again.
         turn.world.adapters[adapter_id].uses -= 1
-    wishes.end_request(turn, message.request_id, None)
+    pending_requests.end_request(turn, message.request_id, None)

@@ -8,13 +8,13 @@ most one operation of its own in flight, and nothing moves it but that operation
 from collections.abc import Callable
 from typing import Final
 
-from controller import room, wishes
-from controller.queues import TierName
+from controller.core import capacity, pending_requests
+from controller.core.context import NANOS_PER_MS, Turn
+from controller.core.next_step import NEXT_STEP, Step
+from controller.core.tier_queues import TierName
+from controller.core.world import NO_CLAIM, Adapter
 from controller.states import spec
 from controller.states.table import HEIGHT, move
-from controller.steps import NEXT_STEP, Step
-from controller.turn import NANOS_PER_MS, Turn
-from controller.world import NO_CLAIM, Adapter
 from messages import commands, events
 from messages.errors import ErrorCode
 from messages.ids import EVICTED, UNREGISTERED, AdapterState
@@ -25,7 +25,7 @@ def follow_up(turn: Turn) -> None:
     world, adapters = turn.world, turn.world.adapters
     while turn.due or (world.batches and not world.driven):
         if world.batches:
-            wishes.start_next_batch(turn)
+            pending_requests.start_next_batch(turn)
         due = tuple(turn.due)
         turn.due.clear()
         for adapter_id in due:
@@ -41,8 +41,8 @@ def settle(turn: Turn, adapter: Adapter) -> None:
     waiting = turn.world.waiting
     for request_id in tuple(adapter.waiters):
         wish = waiting[request_id]
-        if wishes.is_met(adapter, wish):
-            wishes.fulfil(turn, adapter, request_id, wish)
+        if pending_requests.is_met(adapter, wish):
+            pending_requests.fulfil(turn, adapter, request_id, wish)
     if adapter.op:
         return
     if adapter.waiters:
@@ -59,7 +59,7 @@ def _aim_for_waiters(turn: Turn, adapter: Adapter) -> None:
     for request_id in adapter.waiters:
         waiting = turn.world.waiting[request_id]
         target = waiting.target
-        if waiting.kind in wishes.DOWNWARD:
+        if waiting.kind in pending_requests.DOWNWARD:
             if lowest is None or HEIGHT[target] < HEIGHT[lowest]:
                 lowest = target
         elif HEIGHT[target] > HEIGHT[goal]:
@@ -125,11 +125,11 @@ def _reset(turn: Turn, adapter: Adapter) -> None:
 
 
 def _unstage(turn: Turn, adapter: Adapter) -> None:
-    if not room.has_pageable_room(turn, adapter):
+    if not capacity.has_pageable_room(turn, adapter):
         turn.aim(adapter, EVICTED)
         _drop(turn, adapter)
         return
-    room.pay(turn, adapter, "host", room.need_bytes(adapter, "host"))
+    capacity.pay(turn, adapter, "host", capacity.need_bytes(adapter, "host"))
     turn.issue(commands.UnstageWeights(turn.next_op(), adapter.id), adapter)
 
 
@@ -151,7 +151,7 @@ def _ask_for_room(turn: Turn, adapter: Adapter, tier: TierName) -> None:
     queues = turn.world.queues
     if adapter.id in queues.members:
         return
-    if not queues.lines[tier] and room.fits(turn, adapter, tier):
+    if not queues.lines[tier] and capacity.fits(turn, adapter, tier):
         _enter(turn, adapter, tier)
     elif adapter.claim != NO_CLAIM:
         queues.join(tier, adapter.id, adapter.claim)
@@ -162,15 +162,15 @@ def _ask_for_room(turn: Turn, adapter: Adapter, tier: TierName) -> None:
 
 def _refuse_hopeless(turn: Turn, adapter: Adapter, tier: TierName) -> None:
     """Tell those for whom an adapter waits in a queue, if it waits for nothing."""
-    never = room.why_never(turn, adapter, tier)
+    never = capacity.why_never(turn, adapter, tier)
     if never is not None:
         give_up(turn, adapter, ErrorCode.NO_ROOM, never)
     elif turn.world.driven in adapter.waiters:
-        wishes.refuse_hopeless_batch(turn)
+        pending_requests.refuse_hopeless_batch(turn)
 
 
 def _enter(turn: Turn, adapter: Adapter, tier: TierName) -> None:
-    room.enter(turn, adapter, tier)
+    capacity.enter(turn, adapter, tier)
     turn.issue(_entry_command(turn, adapter, tier), adapter)
 
 
@@ -189,7 +189,7 @@ def _serve_queues(turn: Turn) -> None:
     for tier, line in world.queues.lines.items():
         while line:
             adapter = world.adapters[line[0][1]]
-            if not room.fits(turn, adapter, tier):
+            if not capacity.fits(turn, adapter, tier):
                 _make_room(turn, tier)
                 break
             world.queues.leave(adapter.id)
@@ -199,19 +199,19 @@ def _serve_queues(turn: Turn) -> None:
 def _make_room(turn: Turn, tier: TierName) -> None:
     # In the queue's order: whoever is behind gets nobody sent away before those ahead are served.
     world = turn.world
-    places, size_bytes = room.shortage(turn, tier)
+    places, size_bytes = capacity.shortage(turn, tier)
     for place, (_, adapter_id) in enumerate(world.queues.lines[tier]):
         claimant = world.adapters[adapter_id]
-        places += room.PLACES[tier]
-        size_bytes += room.need_bytes(claimant, tier)
+        places += capacity.PLACES[tier]
+        size_bytes += capacity.need_bytes(claimant, tier)
         while places > 0 or size_bytes > 0:
-            victim = room.find_victim(turn, claimant, tier, (places, size_bytes))
+            victim = capacity.find_victim(turn, claimant, tier, (places, size_bytes))
             if victim is None:
                 if place == 0:
                     # What was held since it came may have made it hopeless.
                     _refuse_hopeless(turn, claimant, tier)
                 return
-            gives = room.charge(victim, tier)
+            gives = capacity.charge(victim, tier)
             places, size_bytes = places - gives[0], size_bytes - gives[1]
             _demote(turn, victim, tier)
 
@@ -219,7 +219,7 @@ def _make_room(turn: Turn, tier: TierName) -> None:
 def _demote(turn: Turn, victim: Adapter, tier: TierName) -> None:
     """Send an adapter down by policy, as far as leaving the tier takes."""
     victim.evictions += 1
-    turn.aim(victim, room.lowered_goal(turn, victim, tier))
+    turn.aim(victim, capacity.lowered_goal(turn, victim, tier))
     pursue(turn, victim)
 
 
@@ -232,7 +232,7 @@ def give_up(turn: Turn, adapter: Adapter, code: ErrorCode, message: str) -> None
         rest(turn, adapter)
     else:
         turn.aim(adapter, UNREGISTERED if adapter.retired else adapter.state)
-    wishes.refuse_waiters(turn, adapter, code, message, downward=False)
+    pending_requests.refuse_waiters(turn, adapter, code, message, downward=False)
     turn.due[adapter.id] = None
 
 
@@ -259,11 +259,13 @@ def forget(turn: Turn, adapter: Adapter) -> None:
     for request_id in (*adapter.waiters, *naming):
         if request_id not in world.waiting:
             continue
-        if world.waiting[request_id].kind in wishes.DOWNWARD:
-            wishes.end_request(turn, request_id, wishes.done(request_id, adapter))
+        if world.waiting[request_id].kind in pending_requests.DOWNWARD:
+            pending_requests.end_request(
+                turn, request_id, pending_requests.done(request_id, adapter)
+            )
         else:
             gone = f"adapter {adapter.name!r} was removed; load it again"
-            wishes.refuse_request(turn, request_id, ErrorCode.UNKNOWN_ADAPTER, gone)
+            pending_requests.refuse_request(turn, request_id, ErrorCode.UNKNOWN_ADAPTER, gone)
 
 
 def _unlink(turn: Turn, adapter: Adapter) -> bool:

@@ -13,9 +13,9 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from controller.ledger import Ledger
-from controller.limits import Limits
-from controller.queues import TIERS, Queues, TierName
+from controller.core.digest_dict import Ledger
+from controller.core.limits import Limits
+from controller.core.tier_queues import TIERS, Queues, TierName
 from messages.commands import Operation as OperationCommand
 from messages.ids import (
     CPU_CACHED,

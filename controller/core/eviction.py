@@ -8,11 +8,20 @@ candidates and nothing else, so the same history gives the same choice.
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from controller.policies.lru import choose_lru
-from controller.policies.none import choose_none
-from controller.world import Adapter
+from controller.core.world import Adapter
 
 Policy = Callable[[Iterator[Adapter]], Adapter | None]
 """Takes candidates, least recently touched first; returns the victim, None where there is none."""
+
+
+def choose_lru(candidates: Iterator[Adapter]) -> Adapter | None:
+    """The first candidate; None where there is none."""
+    return next(candidates, None)
+
+
+def choose_none(_candidates: Iterator[Adapter]) -> Adapter | None:
+    """None, always."""
+    return None
+
 
 POLICIES: Final[dict[str, Policy]] = {"lru": choose_lru, "none": choose_none}

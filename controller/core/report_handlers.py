@@ -8,13 +8,13 @@ and changes nothing. One rule: a report that names no open operation is old news
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from controller import drive, room, wishes
-from controller.actions import Command
-from controller.queues import TIERS, TierName
+from controller.core import capacity, pending_requests, reconcile
+from controller.core.actions import Command
+from controller.core.context import Turn
+from controller.core.tier_queues import TIERS, TierName
+from controller.core.world import Adapter, Operation, Waiting
 from controller.states import spec
 from controller.states.table import HEIGHT, IllegalMoveError
-from controller.turn import Turn
-from controller.world import Adapter, Operation, Waiting
 from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT, UNREGISTERED, AdapterId
@@ -104,12 +104,12 @@ def _on_loaded(turn: Turn, adapter: Adapter) -> None:
 
 
 def _on_staged(turn: Turn, adapter: Adapter) -> None:
-    room.pay(turn, adapter, "host", -adapter.host_bytes)
+    capacity.pay(turn, adapter, "host", -adapter.host_bytes)
     tell(turn, adapter, events.AdapterPinned(adapter.name))
 
 
 def _on_unstaged(turn: Turn, adapter: Adapter) -> None:
-    room.leave(turn, adapter, "pinned")
+    capacity.leave(turn, adapter, "pinned")
     tell(turn, adapter, events.AdapterUnpinned(adapter.name))
 
 
@@ -120,14 +120,14 @@ def _on_written(turn: Turn, adapter: Adapter) -> None:
 
 def _on_reset(turn: Turn, adapter: Adapter) -> None:
     slot = adapter.slot
-    room.leave(turn, adapter, "device")
+    capacity.leave(turn, adapter, "device")
     tell(turn, adapter, events.AdapterDeactivated(adapter.name, slot))
 
 
 def _on_dropped(turn: Turn, adapter: Adapter) -> None:
-    room.leave(turn, adapter, "host")
-    room.leave(turn, adapter, "pinned")
-    asked = wishes.is_wanted_down(turn, adapter)
+    capacity.leave(turn, adapter, "host")
+    capacity.leave(turn, adapter, "pinned")
+    asked = pending_requests.is_wanted_down(turn, adapter)
     reason: events.EvictionReason = "request" if asked else "policy"
     tell(turn, adapter, events.AdapterEvicted(adapter.name, reason))
 
@@ -165,7 +165,7 @@ def _compare(turn: Turn, current: Adapter, candidate: Adapter) -> None:
     if candidate.fingerprint == current.fingerprint:
         _move_waiters(turn, candidate, current)
     elif not all(waiting[request_id].replace for request_id in candidate.waiters):
-        drive.give_up(
+        reconcile.give_up(
             turn,
             candidate,
             ErrorCode.CONFLICT,
@@ -216,8 +216,8 @@ def _move_waiters(turn: Turn, source: Adapter, target: Adapter) -> None:
         waiting = world.waiting[request_id]
         waiting.adapters = tuple([target.id if a == source.id else a for a in waiting.adapters])
     for request_id in tuple(source.waiters):
-        wishes.stop_waiting(turn, source, request_id)
-        wishes.wait_for(turn, target, request_id, world.waiting[request_id].since)
+        pending_requests.stop_waiting(turn, source, request_id)
+        pending_requests.wait_for(turn, target, request_id, world.waiting[request_id].since)
     turn.due[source.id] = None
     turn.due[target.id] = None
 
@@ -231,16 +231,16 @@ def _on_failed(
     if isinstance(operation.command, DOWNWARD):
         _stay(turn, adapter, report)
     else:
-        drive.give_up(turn, adapter, report.code, report.message)
+        reconcile.give_up(turn, adapter, report.code, report.message)
 
 
 def _stay(turn: Turn, adapter: Adapter, report: reports.OperationFailed) -> None:
     """What can't be taken down is the last to be tried again; the engine shall say what it is."""
     turn.aim(adapter, UNREGISTERED if adapter.retired else adapter.state)
     turn.mark_recent(adapter)
-    wishes.refuse_waiters(turn, adapter, report.code, report.message, downward=True)
+    pending_requests.refuse_waiters(turn, adapter, report.code, report.message, downward=True)
     if not adapter.waiters:
-        drive.rest(turn, adapter)
+        reconcile.rest(turn, adapter)
     turn.actions.append(Command(commands.RequestInventory(0)))
 
 
@@ -248,9 +248,9 @@ def _give_back(turn: Turn, adapter: Adapter, operation: Operation) -> None:
     """Free what an operation that will not succeed had reserved."""
     tier = RESERVED_BY.get(type(operation.command))
     if tier is not None:
-        room.leave(turn, adapter, tier)
+        capacity.leave(turn, adapter, tier)
     elif isinstance(operation.command, commands.UnstageWeights):
-        room.pay(turn, adapter, "host", -adapter.host_bytes)
+        capacity.pay(turn, adapter, "host", -adapter.host_bytes)
 
 
 def abandon(turn: Turn, operation: Operation) -> None:
@@ -258,7 +258,7 @@ def abandon(turn: Turn, operation: Operation) -> None:
     world = turn.world
     if operation.request_id:
         waiting = world.waiting[operation.request_id]
-        wishes.end_lease(turn, waiting)
+        pending_requests.end_lease(turn, waiting)
         waiting.op = 0
         return
     adapter = world.adapters[operation.adapter_id]
@@ -271,7 +271,7 @@ def abandon(turn: Turn, operation: Operation) -> None:
 def vanish(turn: Turn, adapter: Adapter) -> None:
     """The engine holds a resident adapter no more, though nobody took it down."""
     for tier in TIERS:
-        room.leave(turn, adapter, tier)
+        capacity.leave(turn, adapter, tier)
     adapter.resting = False
     turn.move(adapter, spec.ENGINE_LOST)
     turn.due[adapter.id] = None
@@ -303,8 +303,8 @@ def _adapter_name(turn: Turn, operation: Operation) -> str | None:
 
 def _end(turn: Turn, request_id: str, reply: requests.Reply | None) -> None:
     waiting = turn.world.waiting[request_id]
-    wishes.end_lease(turn, waiting)
-    wishes.end_request(turn, request_id, reply)
+    pending_requests.end_lease(turn, waiting)
+    pending_requests.end_request(turn, request_id, reply)
 
 
 def _on_mapping_set(turn: Turn, operation: Operation, _report: reports.MappingSet) -> None:

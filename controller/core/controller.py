@@ -8,13 +8,20 @@ knows no socket, file, clock or chance. One rule: clients, replays and tests all
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller import asks, deadlines, drive, engines, facts, wishes
-from controller.actions import Action
-from controller.invariants import check
-from controller.limits import Limits, check_limits
-from controller.policies import POLICIES
-from controller.turn import Turn
-from controller.world import World
+from controller.core import (
+    deadlines,
+    engine_lifecycle,
+    pending_requests,
+    reconcile,
+    report_handlers,
+    request_handlers,
+)
+from controller.core.actions import Action
+from controller.core.context import Turn
+from controller.core.eviction import POLICIES
+from controller.core.invariants import check
+from controller.core.limits import Limits, check_limits
+from controller.core.world import World
 from messages import records, reports
 from messages.errors import ErrorCode
 
@@ -50,12 +57,12 @@ class Controller:
         self.limits = check_limits(limits)
         self.policy_name, self.policy = policy, POLICIES[policy]
         self._turn = turn = Turn(self.world, self.limits, self.policy, [])
-        engines.lose(turn, "the limits were changed")
+        engine_lifecycle.lose(turn, "the limits were changed")
         self.world.resize(limits.slots_max)
         self.world.set_bounds(limits)
         for request_id in tuple(self.world.waiting)[limits.requests_max :]:
             fewer = f"requests_max was lowered to {limits.requests_max}; try again later"
-            wishes.refuse_request(turn, request_id, ErrorCode.OVERLOADED, fewer)
+            pending_requests.refuse_request(turn, request_id, ErrorCode.OVERLOADED, fewer)
         while len(self.world.answers) > limits.answers_max:
             turn.forget_answer()
         self._finish(turn)
@@ -68,7 +75,7 @@ class Controller:
     def _finish(self, turn: Turn) -> None:
         world = self.world
         if turn.due or world.batches:
-            drive.follow_up(turn)
+            reconcile.follow_up(turn)
         if world.deadlines and not 0 < world.timer_ns <= world.deadlines[0][0]:
             deadlines.set_timer(turn)
         if self._checked:
@@ -76,11 +83,11 @@ class Controller:
 
 
 _HANDLERS: Final[dict[type, Callable[[Turn, Any], None]]] = {
-    **dict.fromkeys(asks.REQUESTS, asks.on_request),
-    **dict.fromkeys(facts.REPORTS, facts.on_report),
-    reports.EngineInventory: engines.on_inventory,
-    records.EngineLost: engines.on_lost,
-    records.PayloadLost: engines.on_payload_lost,
-    records.ControllerStarted: engines.on_started,
+    **dict.fromkeys(request_handlers.REQUESTS, request_handlers.on_request),
+    **dict.fromkeys(report_handlers.REPORTS, report_handlers.on_report),
+    reports.EngineInventory: engine_lifecycle.on_inventory,
+    records.EngineLost: engine_lifecycle.on_lost,
+    records.PayloadLost: engine_lifecycle.on_payload_lost,
+    records.ControllerStarted: engine_lifecycle.on_started,
     records.TimerFired: deadlines.on_timer,
 }
