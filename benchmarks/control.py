@@ -27,7 +27,8 @@ from controller.client import Client
 from controller.client.streams import EventCursor
 from controller.core.limits import RULES, Limits, limits_to
 from controller.log.replay import replay
-from controller.log.writer import Log, read
+from controller.log.segments import read
+from controller.log.writer import Log
 from controller.shell.server import ServerConfig
 from controller.shell.supervisor import ServeConfig
 from controller.shell.transport import endpoint

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from controller.log.writer import read
+from controller.log.segments import read
 from controller.shell.transport import endpoint
 from engine.link import Link
 from messages import commands, reports, requests

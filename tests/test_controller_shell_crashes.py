@@ -15,7 +15,7 @@ from pathlib import Path
 from controller.client import AsyncClient
 from controller.client.calls import Timing
 from controller.log.replay import replay
-from controller.log.writer import verify
+from controller.log.segments import verify
 from messages.requests import StatusShown
 from tests.processes import ADAPTERS, ROOT, ControllerProcess, controller, engine
 

@@ -11,7 +11,7 @@ import pytest
 from controller.client import Client
 from controller.client.calls import Timing
 from controller.log.replay import replay
-from controller.log.writer import verify
+from controller.log.segments import verify
 from messages import commands, records
 from messages import requests as rq
 from tests.processes import controller

@@ -13,17 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.log import writer as log_module
-from controller.log.writer import (
-    Log,
-    LogBusy,
-    LogForeign,
-    LogFull,
-    LogSyncFailed,
-    Recovered,
-    read,
-    segments,
-    verify,
-)
+from controller.log.format import LogBusy, LogForeign, LogFull, LogSyncFailed
+from controller.log.segments import read, segments, verify
+from controller.log.writer import Log, Recovered
 from messages.errors import ErrorCode
 from messages.records import Record, TimerFired
 from tests.log_examples import HEADER, TIME_NS, Disk, FailingDisk, run_of

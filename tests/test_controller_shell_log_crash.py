@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from controller.log import writer as log_module
-from controller.log.writer import Log, read, verify
+from controller.log.segments import read, verify
+from controller.log.writer import Log
 from messages.records import Record
 from tests.log_examples import HEADER, Crash, CrashingDisk, run_of
 

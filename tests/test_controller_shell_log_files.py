@@ -9,8 +9,9 @@ from random import Random, randrange
 import msgspec
 import pytest
 
-from controller.log.format import START, frame_header, frame_records
-from controller.log.writer import Log, LogDamaged, LogForeign, read, segments, verify
+from controller.log.format import START, LogDamaged, LogForeign, frame_header, frame_records
+from controller.log.segments import read, segments, verify
+from controller.log.writer import Log
 from messages.errors import ErrorCode
 from messages.records import Record
 from tests.log_examples import HEADER, flip, run_of, write

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from controller.log import repair as repair_module
+from controller.log.format import LogBusy
 from controller.log.repair import repair, repair_plan
-from controller.log.writer import Log, LogBusy, read, verify
+from controller.log.segments import read, verify
+from controller.log.writer import Log
 from tests.log_examples import HEADER, Crash, CrashingDisk, flip, run_of, write
 
 COUNT = 60

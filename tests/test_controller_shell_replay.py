@@ -7,8 +7,9 @@ import pytest
 from controller.core.actions import Action, Publish
 from controller.core.controller import Controller
 from controller.core.limits import RULES, Limits, limits_to
+from controller.log.format import LogForeign
 from controller.log.replay import replay
-from controller.log.writer import Log, LogForeign
+from controller.log.writer import Log
 from messages.events import AdapterReleased
 from messages.records import FORMAT, ControllerStarted, Header, Input, Record
 from messages.reports import (

@@ -16,8 +16,9 @@ import pytest
 
 from controller.client import Client
 from controller.core.limits import Limits
+from controller.log.format import LogSyncFailed
 from controller.log.replay import replay
-from controller.log.writer import LogSyncFailed, read, verify
+from controller.log.segments import read, verify
 from controller.shell import server
 from controller.shell.server import EXIT_CONFIG, EXIT_FAILED, EXIT_LOG, EXIT_SOCKET, ServerConfig
 from messages import commands, records

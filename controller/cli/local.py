@@ -19,8 +19,9 @@ from controller.cli.exits import CommandError, ExitCode
 
 if TYPE_CHECKING:
     from controller.cli.output import Output
+    from controller.log.format import LogDamaged
+    from controller.log.repair import RepairPlan
     from controller.log.replay import ReplayResult
-    from controller.log.writer import LogDamaged, RepairPlan
 
 app = typer.Typer()
 log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and cut damage out.")
@@ -84,7 +85,7 @@ def _show_replay(output: "Output", result: "ReplayResult") -> None:
 @log_app.command()
 def verify(ctx: typer.Context, as_json: AsJson = False) -> None:
     """Read the whole log and tell what is there; a torn tail is no damage."""
-    from controller.log.writer import verify as read_whole
+    from controller.log.segments import verify as read_whole
 
     output = output_of(ctx, as_json)
     with log_of(directory_of(ctx)) as log_directory, output.busy("reading the log"):
@@ -104,8 +105,8 @@ def repair(
     as_json: AsJson = False,
 ) -> None:
     """Cut the log where its damage begins; what is cut off is kept beside it."""
-    from controller.log.writer import repair as cut
-    from controller.log.writer import repair_plan
+    from controller.log.repair import repair as cut
+    from controller.log.repair import repair_plan
 
     output = output_of(ctx, as_json)
     with log_of(directory_of(ctx)) as log_directory, output.busy("reading the log"):
@@ -162,7 +163,7 @@ def _words(value: Any) -> str:
 def log_of(directory: Path) -> Iterator[Path]:
     """The log's directory; what is wrong with the log ends the command."""
     from controller.core.limits import LimitsError
-    from controller.log.writer import LogBusy, LogDamaged, LogError
+    from controller.log.format import LogBusy, LogDamaged, LogError
 
     log_directory = directory / "log"
     if not log_directory.is_dir():

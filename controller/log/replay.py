@@ -13,7 +13,8 @@ from controller.core.actions import Action
 from controller.core.controller import Controller
 from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, limits_from
-from controller.log.writer import Entry, LogForeign, segments
+from controller.log.format import LogForeign
+from controller.log.segments import Entry, segments
 from messages.ids import Seq
 from messages.records import Header
 

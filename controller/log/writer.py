@@ -20,49 +20,20 @@ import msgspec
 
 from controller.log.format import (
     START,
-    LogBusy,
-    LogDamaged,
-    LogError,
     LogForeign,
     LogFull,
     LogSyncFailed,
     frame_header,
     frame_records,
 )
-from controller.log.repair import RepairPlan, repair, repair_plan
 from controller.log.segments import (
-    Entry,
     Segment,
-    Verdict,
     lock_directory,
-    read,
     segment_path,
     segment_paths,
-    segments,
-    verify,
 )
 from messages.ids import Epoch, Seq
 from messages.records import Header, Record
-
-__all__ = [
-    "Entry",
-    "Log",
-    "LogBusy",
-    "LogDamaged",
-    "LogError",
-    "LogForeign",
-    "LogFull",
-    "LogSyncFailed",
-    "Recovered",
-    "RepairPlan",
-    "SyncPolicy",
-    "Verdict",
-    "read",
-    "repair",
-    "repair_plan",
-    "segments",
-    "verify",
-]
 
 SyncPolicy = Literal["group", "always", "interval", "never"]
 """When a write is made durable: once a group, after every record, in intervals, or never."""

@@ -25,8 +25,9 @@ from controller.core.actions import Action, Command, Publish, Reply, SetTimer
 from controller.core.controller import Controller
 from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, Limits, LimitsError, check_limits, limits_to
+from controller.log.format import LogError, LogFull, LogSyncFailed
 from controller.log.replay import replay
-from controller.log.writer import Log, LogError, LogFull, LogSyncFailed, SyncPolicy
+from controller.log.writer import Log, SyncPolicy
 from controller.shell import stderr
 from controller.shell.default_adapters import DefaultAdapters, DefaultPaths
 from controller.shell.desk import Desk

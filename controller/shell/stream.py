@@ -14,8 +14,8 @@ from threading import Event
 from typing import Final
 
 from controller.core.actions import Action, Publish
+from controller.log.format import LogError
 from controller.log.replay import replay
-from controller.log.writer import LogError
 from messages.errors import ErrorCode
 from messages.events import Published
 from messages.ids import Seq
