@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from controller.shell.stream import EventStream
+from controller.shell.event_stream import EventStream
 from controller.shell.transport import Transport
 from messages.events import AdapterActivated, Published
 from messages.wire import EVENTS

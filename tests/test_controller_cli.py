@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from controller.cli.exits import EXIT_OF, HINTS, MEANS, ExitCode
+from controller.cli.exit_codes import EXIT_OF, HINTS, MEANS, ExitCode
 from controller.cli.main import VERSION, app
 from controller.cli.sizes import format_size, parse_size
 from messages import events as ev

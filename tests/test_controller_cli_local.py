@@ -6,7 +6,7 @@ import pytest
 import structlog
 from typer.testing import CliRunner
 
-from controller.cli.exits import ExitCode
+from controller.cli.exit_codes import ExitCode
 from controller.cli.main import app
 from controller.core.controller import Controller
 from controller.core.limits import RULES, Limits, limits_to

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from controller.cli.exits import ExitCode
+from controller.cli.exit_codes import ExitCode
 from controller.cli.main import app
 from messages import requests as rq
 from tests.standin_controller import StandIn

@@ -6,9 +6,9 @@ import pytest
 
 from controller.core.controller import Controller
 from controller.core.limits import Limits
-from controller.shell import desk as desk_module
+from controller.shell import client_sessions as desk_module
+from controller.shell.client_sessions import ROUTES_PER_REQUEST, Desk
 from controller.shell.default_adapters import DefaultAdapters
-from controller.shell.desk import ROUTES_PER_REQUEST, Desk
 from messages import commands, records, reports
 from messages import requests as rq
 from messages.errors import ErrorCode

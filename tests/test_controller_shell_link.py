@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.shell.link import BEAT_INTERVAL_NS, GHOST_NS, SYNC_RETRY_NS, EngineLink
+from controller.shell.engine_link import BEAT_INTERVAL_NS, GHOST_NS, SYNC_RETRY_NS, EngineLink
 from messages import commands, reports
 from messages.wire import COMMANDS, REPORTS, Frame
 from tests.link_simulation import SECOND_NS, TIMEOUT_NS, Simulation

@@ -10,8 +10,8 @@ from controller.core.actions import Action
 from controller.core.controller import Controller
 from controller.core.limits import RULES, Limits, limits_to
 from controller.log.writer import Log
-from controller.shell import stream
-from controller.shell.stream import FETCHES_MAX, EventStream
+from controller.shell import event_stream
+from controller.shell.event_stream import FETCHES_MAX, EventStream
 from messages.errors import ErrorCode
 from messages.events import Published
 from messages.records import FORMAT, ControllerStarted, Header, Record
@@ -38,7 +38,7 @@ def events(
     tmp_path: Path, told: list[list[Action]], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[EventStream]:
     """A stream that remembers the last few of them."""
-    monkeypatch.setattr(stream, "EVENTS_KEPT", KEPT)
+    monkeypatch.setattr(event_stream, "EVENTS_KEPT", KEPT)
     found = EventStream(tmp_path / "log")
     for actions in told:
         found.remember(actions)

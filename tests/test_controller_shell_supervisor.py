@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.cli.exits import ExitCode
+from controller.cli.exit_codes import ExitCode
 from tests.processes import ROOT
 from tests.served import WAIT_S, serve, status_once, wait_for_end
 

@@ -18,7 +18,7 @@ from controller.cli.context import (
     ask,
     complete_adapter,
 )
-from controller.cli.exits import CommandError, ExitCode
+from controller.cli.exit_codes import CommandError, ExitCode
 
 app = typer.Typer()
 

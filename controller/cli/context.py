@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from controller.cli.exits import CommandError, ExitCode
+from controller.cli.exit_codes import CommandError, ExitCode
 
 if TYPE_CHECKING:
     from controller.cli.output import Output

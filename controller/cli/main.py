@@ -13,9 +13,9 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from controller.cli import adapters, local, pooling, serve, streams
+from controller.cli import adapters, log_commands, pooling, serve, streaming
 from controller.cli.context import Settings, settings_of
-from controller.cli.exits import CommandError, failure_of, table_of_exits
+from controller.cli.exit_codes import CommandError, failure_of, table_of_exits
 from controller.client.errors import LoradockError
 
 VERSION: Final = "0.1.0"
@@ -47,7 +47,7 @@ app = typer.Typer(
     epilog=table_of_exits(),
     help="Keep many LoRA adapters ready for one base model.",
 )
-for group in (adapters.app, streams.app, pooling.app, serve.app, local.app):
+for group in (adapters.app, streaming.app, pooling.app, serve.app, log_commands.app):
     app.registered_commands += group.registered_commands
     app.registered_groups += group.registered_groups
 

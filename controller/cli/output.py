@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from controller.cli.exits import Failure
+from controller.cli.exit_codes import Failure
 from controller.cli.render import safe
 
 _PIPE_WIDTH: Final = 10_000

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from controller.cli.context import AsJson, Timeout, complete_adapter, open_client, output_of
-from controller.cli.exits import CommandError, ExitCode
+from controller.cli.exit_codes import CommandError, ExitCode
 
 app = typer.Typer()
 

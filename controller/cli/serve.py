@@ -17,7 +17,7 @@ import typer
 
 from controller.cli.context import AsJson, directory_of, output_of
 from controller.cli.engine_options import with_engine_options
-from controller.cli.exits import CommandError, ExitCode
+from controller.cli.exit_codes import CommandError, ExitCode
 from controller.cli.sizes import format_size, parse_size
 from controller.core.limits import Limits, LimitsError, limits_from
 from controller.shell.default_adapters import DefaultPaths, default_paths

@@ -28,11 +28,11 @@ from controller.core.limits import RULES, Limits, LimitsError, check_limits, lim
 from controller.log.format import LogError, LogFull, LogSyncFailed
 from controller.log.replay import replay
 from controller.log.writer import Log, SyncPolicy
-from controller.shell import stderr
+from controller.shell import stderr_logging
+from controller.shell.client_sessions import Desk
 from controller.shell.default_adapters import DefaultAdapters, DefaultPaths
-from controller.shell.desk import Desk
-from controller.shell.link import BEAT_INTERVAL_NS, EngineLink
-from controller.shell.stream import EventStream
+from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
+from controller.shell.event_stream import EventStream
 from controller.shell.transport import Transport, TransportError
 from messages import records
 from messages.commands import ResendTokens, StartInference
@@ -326,7 +326,7 @@ def open_log(config: ServerConfig) -> Log:
 
 def main() -> int:
     """`python -m controller.shell.server CONFIG_JSON [PARENT_FD]`."""
-    stderr.configure()
+    stderr_logging.configure()
     parent_fd = int(sys.argv[2]) if len(sys.argv) > 2 else -1
     try:
         _serve(_read_config(sys.argv[1]), parent_fd)

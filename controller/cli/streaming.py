@@ -21,7 +21,7 @@ from controller.cli.context import (
     open_client,
     output_of,
 )
-from controller.cli.exits import CommandError, ExitCode
+from controller.cli.exit_codes import CommandError, ExitCode
 
 if TYPE_CHECKING:
     from controller.cli.output import Output

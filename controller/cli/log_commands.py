@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controller.cli.context import AsJson, directory_of, output_of
-from controller.cli.exits import CommandError, ExitCode
+from controller.cli.exit_codes import CommandError, ExitCode
 
 if TYPE_CHECKING:
     from controller.cli.output import Output

@@ -14,7 +14,7 @@ from controller.core.context import Refusal
 from controller.core.controller import Controller
 from controller.core.views import list_adapters, show_adapter, show_status
 from controller.shell.default_adapters import DefaultAdapters
-from controller.shell.stream import EventStream
+from controller.shell.event_stream import EventStream
 from messages import requests
 from messages.commands import StartGeneration, StartInference, StartPooling
 from messages.errors import ErrorCode
