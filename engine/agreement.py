@@ -17,8 +17,8 @@ from msgspec import Struct
 
 from engine.copying import Copier, Copy
 from engine.errors import Conflict, code_of, error_of
+from engine.jobs import Finished, Jobs
 from engine.parallel import ParallelGroup
-from engine.work import Finished, Jobs
 from messages.errors import ErrorCode
 
 T = TypeVar("T")

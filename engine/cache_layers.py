@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from engine.sizes import power_of_two
+from engine.layout import power_of_two
 
 IDLE_ROOM_MAX: Final = 4
 """How many times the room that rows would be given now may be kept for them."""

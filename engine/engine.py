@@ -18,13 +18,13 @@ from engine.config import EngineConfig, LoRAConfig
 from engine.equipment import equip
 from engine.errors import EngineError
 from engine.inference import inference_of, require_task
+from engine.jobs import Jobs, WorkPool
 from engine.model import PreparedModel
 from engine.parallel import ParallelGroup
 from engine.pooled_model import PooledModel
 from engine.registry import SeenOperations
 from engine.residency import Job, Residency
 from engine.slots import Slots
-from engine.work import Jobs, WorkPool
 from messages import commands, reports
 from messages.ids import OpId
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.expert_names import ExpertPair
 from engine.layout import ModuleShape
 from engine.pairs import Pair
-from engine.parts import Part
+from engine.submatrix import Part
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from engine.expert_weights import expert_parts
 from engine.layout import ModuleKind, ModuleShape
 from engine.naming import SKIP_PREFIXES, Equivalence, Naming, Rename
 from engine.pairs import Pair, Tensors, check_shared, pair_up
-from engine.parts import Part
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems, shown
+from engine.submatrix import Part
 from engine.weight_names import WeightNames, sort_names
 
 Modules = Mapping[str, ModuleShape]

@@ -23,6 +23,7 @@ from engine.errors import (
     RequestRefused,
     code_of,
 )
+from engine.jobs import Jobs
 from engine.kept import KeptOutputs
 from engine.kv_cache import RowCache
 from engine.media import Media, offsets_of
@@ -34,7 +35,6 @@ from engine.punica import BASE, LoRAMapping, PunicaWrapper
 from engine.rows import Row
 from engine.slots import Slots
 from engine.step_trial import choose_steps
-from engine.work import Jobs
 from messages.commands import StartGeneration
 from messages.ids import OpId, RequestId
 from messages.reports import GenerationEnded, OperationFailed, Report, TokensGenerated

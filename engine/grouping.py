@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.operands import TILE_ROWS, GroupBounds, Groups, Span, Tiles
-from engine.sizes import power_of_two
+from engine.layout import power_of_two
 
 TOKENS_MAX: Final = 8192
 """How many rows the device's tables take before they first have to grow."""

@@ -19,6 +19,7 @@ from engine.equipment import equip
 from engine.errors import NotResident, UnknownAdapter
 from engine.handed import OwnWeights
 from engine.image_punica import IMAGE_PARTS
+from engine.jobs import InlineJobs
 from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes
 from engine.loading import prepare_loaded
@@ -26,7 +27,6 @@ from engine.lora import LoRAModel
 from engine.punica import LoRAMapping, MappingType
 from engine.residency import Residency
 from engine.staging import unpack
-from engine.work import InlineJobs
 from messages import commands, reports
 from messages.ids import AdapterId
 

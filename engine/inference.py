@@ -11,12 +11,12 @@ from typing import Any, Protocol
 from engine.config import EngineConfig
 from engine.errors import NotServed
 from engine.generate import Generator
+from engine.jobs import Jobs
 from engine.model import PreparedModel
 from engine.pooled_model import PooledModel
 from engine.pooler import Pooler
 from engine.punica import PunicaWrapper
 from engine.slots import Slots
-from engine.work import Jobs
 from messages.commands import StartGeneration, StartInference
 from messages.ids import OpId, RequestId
 from messages.reports import Report

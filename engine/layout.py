@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from engine.parts import Part
+from engine.submatrix import Part
 
 ALIGNMENT_BYTES: Final = 128
 """Every matrix in a blob and in the arena starts on a multiple of this."""
@@ -245,3 +245,8 @@ def blob_bytes(ranks: Mapping[str, int], modules: Iterable[ModuleShape], dtype: 
     touched = [shape for shape in modules if shape.name in ranks]
     elements = sum(slice_elements(ranks[shape.name], shape, dtype) for shape in touched)
     return elements * dtype.itemsize
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not below `number`, and not below 1."""
+    return 1 << max(0, number - 1).bit_length()

@@ -21,9 +21,9 @@ from engine.fitting import Fitted, ModelSide, fit, suffixes
 from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard
 from engine.naming import Naming, Rename
 from engine.pairs import Pair
-from engine.parts import ALL
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems
+from engine.submatrix import ALL
 from engine.values import check_values, value_range
 from engine.weight_formats import open_weights
 

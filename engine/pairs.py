@@ -11,9 +11,9 @@ import torch
 
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 from engine.layout import ModuleKind, Shard
-from engine.parts import ALL, Part
 from engine.peft_config import PEFTHelper
 from engine.problems import Problems
+from engine.submatrix import ALL, Part
 from engine.weight_names import PairNames, WeightNames
 
 _SCALING_MAX: Final = 3.0e38

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
+from engine.jobs import Jobs
 from engine.processor import Reading
 from engine.rows import Row
-from engine.work import Jobs
 from messages.ids import OpId
 
 AHEAD_MAX: Final = 8

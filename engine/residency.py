@@ -21,11 +21,11 @@ import torch
 from engine.adapters import LoadedAdapter
 from engine.arena import Arena
 from engine.errors import Conflict, EngineError, UnknownAdapter, code_of
+from engine.jobs import Jobs
 from engine.layout import ModuleShape
 from engine.lora import LoRAModel
 from engine.registry import HeldAdapter
 from engine.staging import Blob, stage
-from engine.work import Jobs
 from messages import commands, reports
 from messages.errors import ErrorCode
 from messages.ids import (

@@ -20,10 +20,10 @@ from engine.decode_steps import DecodeSteps, FixedSteps, GrowingSteps
 from engine.errors import FOREIGN_FAILURES
 from engine.graphs import CapturedSteps, CudaCapture, StepRunner, WatchedSteps
 from engine.kv_cache import FIXED_COLUMNS_MIN, RowCache
+from engine.layout import power_of_two
 from engine.model import PreparedModel
 from engine.probe import ERROR_MAX_HALF, ERRORS_MAX
 from engine.punica import BASE, LoRAMapping, PunicaWrapper
-from engine.sizes import power_of_two
 
 _log = structlog.get_logger()
 

@@ -17,7 +17,7 @@ from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound
 from engine.host_memory import allocate_host
 from engine.pairs import HasShape
-from engine.parts import ALL, Part, runs_of
+from engine.submatrix import ALL, Part, runs_of
 from engine.tensor_file import LENGTH_BYTES, StoredTensor, header_length, parse_header
 from engine.values import ValueRange, value_range
 

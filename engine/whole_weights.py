@@ -13,8 +13,8 @@ import torch
 from engine.adapter_files import OpenFile
 from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound
-from engine.parts import ALL, Part
 from engine.problems import shown
+from engine.submatrix import ALL, Part
 from engine.values import value_range
 from engine.weights_reader import ReadTensors, Wanted, start_fingerprint
 

@@ -10,11 +10,11 @@ from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.equipment import equip
 from engine.generate import Generator
+from engine.jobs import InlineJobs, Jobs
 from engine.model import PreparedModel
 from engine.punica import PunicaWrapper
 from engine.slots import Slots
 from engine.staging import stage
-from engine.work import InlineJobs, Jobs
 from messages.commands import StartGeneration
 from messages.ids import OpId
 from messages.reports import GenerationEnded, OperationFailed, TokensGenerated

@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.equipment import equip
+from engine.jobs import InlineJobs, Jobs
 from engine.kv_cache import RowCache
 from engine.loading import load_model
 from engine.media import offsets_of
@@ -27,7 +28,6 @@ from engine.prompts import prompt_tokens
 from engine.punica import LoRAMapping
 from engine.slots import Slots
 from engine.staging import stage
-from engine.work import InlineJobs, Jobs
 from messages.ids import OpId
 from messages.requests import Prompt
 from tests.generator_bench import Driver

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.agreement import AgreedJobs
+from engine.jobs import WorkPool
 from engine.parallel import ParallelGroup
-from engine.work import WorkPool
 from messages.requests import Sampling
 from tests.illustrated_bench import Bench, Row
 from tests.illustrated_examples import illustrated, picture

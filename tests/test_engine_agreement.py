@@ -11,7 +11,7 @@ import torch
 from engine.agreement import AgreedCopier, AgreedJobs
 from engine.ensemble import Books
 from engine.errors import AdapterNotFound, Conflict, EngineError, code_of
-from engine.work import Finished
+from engine.jobs import Finished
 from messages import reports as rp
 from messages.errors import ErrorCode
 

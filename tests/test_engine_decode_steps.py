@@ -15,9 +15,9 @@ from engine.decode_steps import FixedSteps
 from engine.graphs import CapturedSteps, Step, WatchedSteps
 from engine.kernels import choose_kernels
 from engine.kv_cache import FIXED_COLUMNS_MIN, RowCache, fixed_mask
+from engine.layout import power_of_two
 from engine.model import PreparedModel
 from engine.punica import PunicaWrapper
-from engine.sizes import power_of_two
 from messages.requests import Sampling
 from tests.generator_bench import NAMES, PROMPTS, ROWS, GeneratorBench
 from tests.replayed_steps import TapeCapture

@@ -13,8 +13,8 @@ from torch import Tensor
 from engine import generate
 from engine.decode_steps import FixedSteps
 from engine.errors import Conflict, EngineOverloaded, RequestRefused
+from engine.jobs import Finished
 from engine.prompt_jobs import AHEAD_MAX
-from engine.work import Finished
 from messages.errors import ErrorCode
 from messages.ids import OpId
 from messages.reports import GenerationEnded, OperationFailed

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.cache_layers import IDLE_ROOM_MAX
 from engine.kv_cache import RowCache, left_padding_mask
-from engine.sizes import power_of_two
+from engine.layout import power_of_two
 
 LAYERS, HEADS, WIDTH = 2, 3, 4
 

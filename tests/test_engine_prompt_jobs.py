@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.jobs import Finished
 from engine.loading import load_model
 from engine.media import Media
 from engine.model import PreparedModel
 from engine.processor import Reading
 from engine.prompt_jobs import AHEAD_MAX, PromptJobs
-from engine.work import Finished
 from messages.commands import StartGeneration, StopGeneration
 from messages.ids import OpId
 from messages.reports import GenerationEnded, Report

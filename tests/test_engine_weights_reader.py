@@ -16,7 +16,7 @@ from engine.config import DEFAULT_BOUNDS
 from engine.errors import NotFinite
 from engine.fitting import ModelSide
 from engine.layout import Shard
-from engine.parts import ALL, Part, Run, runs_of
+from engine.submatrix import ALL, Part, Run, runs_of
 from engine.weights_reader import ReadTensors, WeightsReader
 from tests.adapter_examples import LORA_CONFIG, MODULES, Q, V, key, read, tensors, write
 

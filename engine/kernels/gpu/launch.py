@@ -15,8 +15,7 @@ from torch import Tensor
 
 from engine.kernels.gpu.plans import ExpandPlan, ShrinkPlan
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices
-from engine.layout import ALIGNMENT_BYTES
-from engine.sizes import power_of_two
+from engine.layout import ALIGNMENT_BYTES, power_of_two
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 """What activations and weights may be."""
