@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.figures import Figure, in_turns
 from engine.adapters import read_adapter
+from engine.adapters.compatibility import ModelSide
 from engine.config import LoRAConfig
-from engine.fitting import ModelSide
 from engine.layout import ModuleShape
 
 HIDDEN, INNER, KEYS, LAYERS, RANK = 4096, 14336, 1024, 32, 16

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.figures import Figure
+from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
-from engine.lora import LoRALayerWeights, LoRAModel
 from engine.model import PreparedModel
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.staging import stage

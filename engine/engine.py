@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from engine.adapters import LoadedAdapter, read_adapter
+from engine.adapters.reader import LoadedAdapter, read_adapter
 from engine.agreement import AgreedJobs
 from engine.config import EngineConfig, LoRAConfig
 from engine.equipment import equip

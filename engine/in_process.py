@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.adapters import LoadedAdapter
+from engine.adapters.dummy import OwnWeights
+from engine.adapters.lora_model import LoRAModel
+from engine.adapters.reader import LoadedAdapter
 from engine.config import LoRAConfig
 from engine.equipment import equip
 from engine.errors import NotResident, UnknownAdapter
-from engine.handed import OwnWeights
 from engine.image_punica import IMAGE_PARTS
 from engine.jobs import InlineJobs
 from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes
 from engine.loading import prepare_loaded
-from engine.lora import LoRAModel
 from engine.punica import LoRAMapping, MappingType
 from engine.residency import Residency
 from engine.staging import unpack

@@ -20,11 +20,13 @@ from controller.core.context import Refusal
 from controller.core.in_process import LocalController
 from controller.core.limits import Limits
 from controller.core.world import Adapter
-from engine.adapters import LoadedAdapter, LoRAModel
+from engine.adapters.dummy import dummy_adapter, warmup_rank
+from engine.adapters.in_memory import check_handed
+from engine.adapters.lora_model import LoRAModel
+from engine.adapters.reader import LoadedAdapter
 from engine.books import Books, Clock
 from engine.config import LoRAConfig
 from engine.errors import EngineError, NoRoom, error_of
-from engine.handed import check_handed, dummy_adapter, warmup_rank
 from engine.image_part import ImageTensors
 from engine.in_process import InProcessEngine
 from engine.layout import rank_parts_of

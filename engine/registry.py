@@ -8,8 +8,8 @@ the record holds, never stored beside it.
 from dataclasses import dataclass
 from typing import Final
 
-from engine.adapters import LoadedAdapter
-from engine.lora import LoRAModel
+from engine.adapters.lora_model import LoRAModel
+from engine.adapters.reader import LoadedAdapter
 from engine.staging import Blob
 from messages.commands import LoadWeights
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState, OpId

@@ -10,12 +10,13 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.adapters import LoadedAdapter, LoRARequest, read_adapter
+from engine.adapters.compatibility import ModelSide
+from engine.adapters.files.problems import shown
+from engine.adapters.lora_model import LoRARequest
+from engine.adapters.reader import LoadedAdapter, read_adapter
 from engine.books import Clock, Durations
 from engine.config import AdapterBounds
 from engine.errors import AdapterNotFound, Conflict, NotResident
-from engine.fitting import ModelSide
-from engine.problems import shown
 from engine.punica import BASE, LoRAMapping
 
 Marks = tuple[tuple[str, int, int, int, int], ...]

@@ -18,12 +18,12 @@ from typing import Any, Final, NamedTuple
 import structlog
 import torch
 
-from engine.adapters import LoadedAdapter
+from engine.adapters.lora_model import LoRAModel
+from engine.adapters.reader import LoadedAdapter
 from engine.arena import Arena
 from engine.errors import Conflict, EngineError, UnknownAdapter, code_of
 from engine.jobs import Jobs
 from engine.layout import ModuleShape
-from engine.lora import LoRAModel
 from engine.registry import HeldAdapter
 from engine.staging import Blob, stage
 from messages import commands, reports

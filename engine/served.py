@@ -12,15 +12,15 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from engine.adapters.compatibility import ModelSide
+from engine.adapters.module_paths import equivalences_of
 from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
-from engine.fitting import ModelSide
 from engine.image_part import ImagePart, find_image_part
 from engine.image_punica import NO_PUNICAS, ImageMapper, ImagePunicas
 from engine.layers import BaseLayerWithLoRA, wrappers_for
 from engine.layout import ModuleShape
-from engine.naming import equivalences_of
 from engine.parallel import SINGLE, ParallelGroup
 from engine.preparation import Scope, module_shapes, prepare_layers
 from engine.probe import Trial

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.adapters.lora_model import LoRALayerWeights, LoRAModel, scaled
 from engine.host_memory import allocate_host
 from engine.layout import (
     ABSENT,
@@ -24,7 +25,6 @@ from engine.layout import (
     entries,
     slice_elements,
 )
-from engine.lora import LoRALayerWeights, LoRAModel, scaled
 
 __all__ = [
     "ABSENT",

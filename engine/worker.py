@@ -23,7 +23,7 @@ import msgspec
 import structlog
 import zmq
 
-from engine.adapter_files import open_adapter
+from engine.adapters.files.directory import open_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.engine import Engine
 from engine.ensemble import Leader, follow

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from engine.adapters import LoRARequest
+from engine.adapters.lora_model import LoRARequest
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.model_manager import LoRAModelManager
 from engine.punica import LoRAMapping

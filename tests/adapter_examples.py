@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save
 
 from engine.adapters import LoadedAdapter, read_adapter
+from engine.adapters.compatibility import ModelSide
 from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
-from engine.fitting import ModelSide
 from engine.layout import ModuleShape
 
 Q, V, DOWN = (f"model.layers.0.{name}" for name in ("attn.q_proj", "attn.v_proj", "mlp.down_proj"))

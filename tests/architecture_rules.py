@@ -60,7 +60,7 @@ AREAS = (
     ),
     Area("engine/kernels/*", (*STDLIB, "torch", "triton", "engine")),
     Area("engine/images.py", (*STDLIB, "PIL", "messages", "engine")),
-    Area("engine/streamed_weights.py", (*STDLIB, "torch", "tensorizer", "engine")),
+    Area("engine/adapters/files/tensorizer_stream.py", (*STDLIB, "torch", "tensorizer", "engine")),
     Area("engine/layers/*", (*STDLIB, "torch", "transformers", "engine")),
     Area("engine/punica.py", (*STDLIB, "torch", "engine")),
     Area(
@@ -83,7 +83,13 @@ AREAS = (
 
 # Nothing reaches a higher floor, not even through modules that stand on none.
 FLOORS = (
-    ("engine.errors", "engine.config", "engine.lora", "engine.staging", "engine.arena"),
+    (
+        "engine.errors",
+        "engine.config",
+        "engine.adapters.lora_model",
+        "engine.staging",
+        "engine.arena",
+    ),
     ("engine.kernels",),
     ("engine.punica", "engine.image_punica"),
     ("engine.layers",),
@@ -112,7 +118,7 @@ BANNED_METHODS = (
 BANNED_FUNCTIONS = ("os.system", "os.popen", "torch.save")
 # The one loader of pickles that may be called, here alone: told so, it builds tensors and nothing
 # else. What it is given is checked before, and nothing calls it unless an operator allowed it.
-PICKLE_LOADER, PICKLE_LOADER_PLACE = "torch.load", "engine/pickled_weights.py"
+PICKLE_LOADER, PICKLE_LOADER_PLACE = "torch.load", "engine/adapters/files/torch_pickle.py"
 # `hash` and `id` differ from one process to the next, and a replay is another process.
 BANNED_IN_CORE = ("open", "print", "input", "id", "hash")
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.arena import Arena
-from engine.lora import LoRALayerWeights, LoRAModel
 from engine.staging import Blob, ModuleShape, stage
 
 SHAPES = [(16, 16), (16, 40), (40, 7), (3, 64), (128, 32)]

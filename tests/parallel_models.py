@@ -25,6 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
@@ -32,7 +33,6 @@ from engine.kernels import choose_kernels
 from engine.kv_cache import RowCache
 from engine.layers.parallel import ParallelHead, VocabParallelEmbedding
 from engine.layout import ModuleShape
-from engine.lora import LoRALayerWeights, LoRAModel
 from engine.model import PreparedModel
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from engine.adapters.peft_config import REFUSALS
 from engine.config import LoRAConfig
 from engine.layers import FULLY_SHARDED, WRAPPERS, BaseLayerWithLoRA
 from engine.layers.experts import ExpertsWithLoRA
 from engine.layout import ModuleKind
 from engine.model import PreparedModel
 from engine.packing import FAMILIES
-from engine.peft_config import REFUSALS
 from engine.pooled_model import PooledModel
 from engine.punica import MappingType
 from tests.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture

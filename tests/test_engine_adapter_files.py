@@ -12,8 +12,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.adapter_files import CONFIG_NAME, WEIGHTS_NAME, OpenFile
 from engine.adapters import LoadedAdapter, read_adapter
+from engine.adapters.compatibility import ModelSide
+from engine.adapters.files.directory import CONFIG_NAME, WEIGHTS_NAME, OpenFile
 from engine.config import AdapterBounds
 from engine.errors import (
     AdapterConfigRefused,
@@ -23,7 +24,6 @@ from engine.errors import (
     EngineError,
     PathNotAllowed,
 )
-from engine.fitting import ModelSide
 from tests.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, read, tensors, write
 
 
@@ -210,7 +210,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(root: Path) -> No
 def test_nothing_is_allocated_for_what_does_not_fit(root: Path) -> None:
     write(root / "bad", weights=tensors(q_A=torch.ones(4, 17)))
     with (
-        patch("engine.weights_reader.allocate_host", side_effect=AssertionError),
+        patch("engine.adapters.files.safetensors_reader.allocate_host", side_effect=AssertionError),
         pytest.raises(EngineError),
     ):
         read_at("bad", root)

@@ -10,9 +10,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
+from engine.adapters.compatibility import ModelSide
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError, NotFinite
-from engine.fitting import ModelSide
 from engine.layout import ModuleKind, ModuleShape, Shard
 from engine.staging import stage
 from tests.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, V, key, pair, tensors, write

@@ -12,9 +12,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.adapters import PEFTHelper, read_adapter
+from engine.adapters.compatibility import ModelSide
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, EngineError
-from engine.fitting import ModelSide
 from engine.layout import ModuleShape
 from engine.staging import stage
 from messages.errors import ErrorCode

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engine.adapters.dummy import warmup_rank
 from engine.config import LoRAConfig
-from engine.handed import warmup_rank
 from engine.layers.expert_layout import layout_of
 from engine.manager import LRUCacheLoRAModelManager
 from engine.punica import LoRAMapping

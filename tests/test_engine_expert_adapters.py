@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.adapters import LoadedAdapter, read_adapter
+from engine.adapters.compatibility import ModelSide
 from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit
-from engine.fitting import ModelSide
 from engine.layout import ModuleKind, ModuleShape, Shard, Within
 from tests.expert_adapters import DOWN, GATE_UP, pair_for, per_expert, write
 from tests.expert_examples import EXPERTS, HIDDEN, INTER

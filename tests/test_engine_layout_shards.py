@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.arena import Arena
 from engine.layout import (
     WHOLE,
@@ -11,7 +12,6 @@ from engine.layout import (
     blob_bytes,
     in_order_of_columns,
 )
-from engine.lora import LoRALayerWeights, LoRAModel
 from engine.staging import stage
 
 IN, OUT, RANK = 12, 10, 6

@@ -22,12 +22,12 @@ from transformers import (
 )
 
 from engine.adapters import LoadedAdapter, read_adapter
+from engine.adapters.compatibility import ModelSide
+from engine.adapters.module_paths import Equivalence, Naming, equivalences_of
+from engine.adapters.tensor_names import EMBEDDING_NAMES
 from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit
-from engine.fitting import ModelSide
 from engine.layout import ModuleKind, ModuleShape
-from engine.naming import Equivalence, Naming, equivalences_of
-from engine.weight_names import EMBEDDING_NAMES
 from tests.architectures import ARCHITECTURES
 
 TEXT: dict[str, Any] = {

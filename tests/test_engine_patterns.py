@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.patterns import PatternRefused, PatternTable
+from engine.adapters.bounded_regex import PatternRefused, PatternTable
 
 PIECES = [
     *"aab.1|()*+?[]^$-{}\\",
@@ -72,7 +72,7 @@ def test_what_would_keep_re_busy_for_ever_is_answered(key: str) -> None:
 
 
 def test_the_steps_of_all_patterns_and_names_are_counted_together() -> None:
-    with patch("engine.patterns.STEPS_MAX", 3000):
+    with patch("engine.adapters.bounded_regex.STEPS_MAX", 3000):
         table = PatternTable({"(.*.*)*x": 1, "a*": 2})
     assert table.find("a" * 3) == 2
     for length in range(4, 20):
@@ -82,7 +82,7 @@ def test_the_steps_of_all_patterns_and_names_are_counted_together() -> None:
 
 
 def test_plain_keys_are_counted_too() -> None:
-    with patch("engine.patterns.STEPS_MAX", 1000):
+    with patch("engine.adapters.bounded_regex.STEPS_MAX", 1000):
         table = PatternTable({f"m{i}": i for i in range(100)})
     assert [table.find(f"m{i}") for i in range(10)] == list(range(10))
     with pytest.raises(PatternRefused, match="plainer"):

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
+from engine.adapters.compatibility import ModelSide
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import AdapterNotFound, AdapterUnsound, Conflict, EngineError, NotFinite
-from engine.fitting import ModelSide
 from tests.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, key, read, tensors, write
 
 PLAIN = tensors()

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.errors import HostOutOfMemory
-from engine.lora import LoRALayerWeights, LoRAModel
 from engine.staging import (
     ABSENT,
     ALIGNMENT_BYTES,

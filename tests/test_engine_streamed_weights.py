@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.adapters import LoadedAdapter, read_adapter
+from engine.adapters.compatibility import ModelSide
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import AdapterNotFound, AdapterUnsound, EngineError, NotFinite
-from engine.fitting import ModelSide
 from engine.layout import Shard
 from tests.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, read, tensors, write
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
+from engine.adapters.files.safetensors_header import LENGTH_BYTES, header_length, parse_header
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import AdapterUnsound
-from engine.tensor_file import LENGTH_BYTES, header_length, parse_header
 from tests.adapter_examples import stored
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]

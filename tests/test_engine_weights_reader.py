@@ -10,14 +10,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from engine.adapter_files import OpenFile, open_adapter
 from engine.adapters import read_adapter
+from engine.adapters.compatibility import ModelSide
+from engine.adapters.files.directory import OpenFile, open_adapter
+from engine.adapters.files.safetensors_reader import WeightsReader
+from engine.adapters.files.weights_file import ReadTensors
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import NotFinite
-from engine.fitting import ModelSide
 from engine.layout import Shard
 from engine.submatrix import ALL, Part, Run, runs_of
-from engine.weights_reader import ReadTensors, WeightsReader
 from tests.adapter_examples import LORA_CONFIG, MODULES, Q, V, key, read, tensors, write
 
 MATRICES = {

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from engine.adapters.files.problems import shown
 from engine.config import AdapterBounds
 from engine.errors import (
     AdapterConfigRefused,
@@ -24,7 +25,6 @@ from engine.errors import (
     Conflict,
     PathNotAllowed,
 )
-from engine.problems import shown
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"

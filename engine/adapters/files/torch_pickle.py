@@ -17,11 +17,11 @@ from typing import Final
 
 import torch
 
-from engine.adapter_files import OpenFile
+from engine.adapters.files.directory import OpenFile
+from engine.adapters.files.problems import shown
+from engine.adapters.files.whole_file import buffered, check_size, plain_tensors
 from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound, EngineError
-from engine.problems import shown
-from engine.whole_weights import buffered, check_size, plain_tensors
 
 _OTHER_ENTRIES_MAX: Final = 16
 """How many entries an archive has beside its storages."""

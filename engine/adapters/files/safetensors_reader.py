@@ -6,64 +6,30 @@ is in the fingerprint, also those of tensors that nobody wants, and nothing is r
 wanted nor fingerprinted.
 """
 
-from collections.abc import Mapping
-from typing import Final, NamedTuple, Protocol
+from typing import Final
 
 import torch
 import xxhash
 
-from engine.adapter_files import OpenFile
+from engine.adapters.files.directory import OpenFile
+from engine.adapters.files.safetensors_header import (
+    LENGTH_BYTES,
+    StoredTensor,
+    header_length,
+    parse_header,
+)
+from engine.adapters.files.weights_file import (
+    ReadTensors,
+    Wanted,
+    start_fingerprint,
+    value_range,
+)
 from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound
 from engine.host_memory import allocate_host
-from engine.pairs import HasShape
 from engine.submatrix import ALL, Part, runs_of
-from engine.tensor_file import LENGTH_BYTES, StoredTensor, header_length, parse_header
-from engine.values import ValueRange, value_range
 
-_DOMAIN: Final = b"loradock adapter 1\0"
 _CHUNK_BYTES: Final = 1 << 20
-
-Wanted = Mapping[str, Part]
-"""The tensors to read, by name, and which part of each."""
-
-
-class ReadTensors(NamedTuple):
-    """What was read: each tensor's part, and its smallest and largest value."""
-
-    tensors: dict[str, torch.Tensor]
-    ranges: dict[str, ValueRange]
-
-
-class Weights(Protocol):
-    """An adapter's weights file, whatever its format."""
-
-    @property
-    def tensors(self) -> Mapping[str, HasShape]:
-        """Every tensor of the file."""
-        ...
-
-    def read(self, wanted: Wanted) -> ReadTensors:
-        """The parts that are wanted."""
-        ...
-
-    def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
-        """The parts that are wanted, whole tensors judged, and the adapter's fingerprint."""
-        ...
-
-
-def start_fingerprint(config: bytes, file_bytes: int) -> xxhash.xxh3_128:
-    """The digest of an adapter before its weights file's bytes.
-
-    A fingerprint is xxh3 of 128 bits, in hex, over a fixed word, the config's and the weights
-    file's length (8 bytes each, little-endian), and both files' bytes. It tells versions apart; it
-    is no proof against somebody who makes two files meet in it.
-    """
-    digest = xxhash.xxh3_128(_DOMAIN)
-    for length in (len(config), file_bytes):
-        digest.update(length.to_bytes(8, "little"))
-    digest.update(config)
-    return digest
 
 
 class WeightsReader:

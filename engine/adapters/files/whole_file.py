@@ -10,13 +10,12 @@ from typing import Final
 
 import torch
 
-from engine.adapter_files import OpenFile
+from engine.adapters.files.directory import OpenFile
+from engine.adapters.files.problems import shown
+from engine.adapters.files.weights_file import ReadTensors, Wanted, start_fingerprint, value_range
 from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound
-from engine.problems import shown
 from engine.submatrix import ALL, Part
-from engine.values import value_range
-from engine.weights_reader import ReadTensors, Wanted, start_fingerprint
 
 _CHUNK_BYTES: Final = 1 << 20
 

@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from engine.bounded_json import decode_object
+from engine.adapters.files.bounded_json import decode_object
+from engine.adapters.files.problems import shown
 from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound
-from engine.problems import shown
 
 LENGTH_BYTES: Final = 8
 

@@ -7,12 +7,13 @@ and a format that has to be allowed is never read unasked.
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from engine.adapter_files import PICKLED_NAMES, STREAMED_NAME, WEIGHTS_NAME, OpenFile
+from engine.adapters.files.directory import PICKLED_NAMES, STREAMED_NAME, WEIGHTS_NAME, OpenFile
+from engine.adapters.files.safetensors_reader import WeightsReader
+from engine.adapters.files.tensorizer_stream import load_streamed
+from engine.adapters.files.torch_pickle import load_pickled
+from engine.adapters.files.weights_file import Weights
+from engine.adapters.files.whole_file import WholeWeights
 from engine.config import AdapterBounds
-from engine.pickled_weights import load_pickled
-from engine.streamed_weights import load_streamed
-from engine.weights_reader import Weights, WeightsReader
-from engine.whole_weights import WholeWeights
 
 
 def _pickled(file: OpenFile, bounds: AdapterBounds) -> Weights:

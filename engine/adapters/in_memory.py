@@ -5,23 +5,21 @@ size. What it is not: a reader of files (`adapters`). One rule: what passes is n
 more; it shares tensors with its giver only until it is packed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from engine.adapters import LoadedAdapter
+from engine.adapters.compatibility import LEFT_OUT, ModelSide
+from engine.adapters.files.problems import Problems, shown
+from engine.adapters.files.weights_file import value_range
+from engine.adapters.finite_values import check_values
+from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
+from engine.adapters.pairs import Pair, check_shared
+from engine.adapters.reader import LoadedAdapter
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
-from engine.fitting import LEFT_OUT, ModelSide
 from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes
-from engine.lora import LoRALayerWeights, LoRAModel
-from engine.pairs import Pair, check_shared
-from engine.problems import Problems, shown
-from engine.values import check_values, value_range
-
-OwnWeights = tuple[torch.Tensor, torch.Tensor]
-"""A head's own weight `[out, in]` and bias `[out, 1]`."""
 
 
 def check_handed(
@@ -117,34 +115,3 @@ def _raise(adapter_id: int, problems: Problems) -> None:
     if problems:
         error = problems.error()
         raise type(error)(f"adapter {adapter_id}: {error}")
-
-
-def dummy_adapter(
-    lora_model_id: int, rank: int, modules: Sequence[ModuleShape], heads: Mapping[str, OwnWeights]
-) -> LoRAModel:
-    """An adapter of `rank` on every module, all zeros: it takes all the room and adds nothing.
-
-    A head has no rank, and what an adapter brings takes its place: so it is given the weights that
-    it has, which `heads` names.
-    """
-    loras = {}
-    for shape in modules:
-        if shape.kind is ModuleKind.HEAD:
-            own, a, b = 1, *heads[shape.name]
-        else:
-            own, (a, b) = rank, map(torch.zeros, _whole_shapes(shape, rank))
-        loras[shape.name] = LoRALayerWeights(shape.name, own, own, a, b, kind=shape.kind)
-    return LoRAModel(lora_model_id, rank, loras)
-
-
-def warmup_rank(default: int, rank_max: int, group_size: int) -> int:
-    """`default`, raised to a multiple of `group_size`; ValueError where that passes `rank_max`."""
-    if not 1 <= default <= rank_max:
-        raise ValueError(f"a warm-up rank of {default}; 1 to {rank_max} (max_lora_rank) are served")
-    rank = -(-default // group_size) * group_size
-    if rank > rank_max:
-        raise ValueError(
-            f"fully sharded adapters need a rank that {group_size} ranks divide; from {default} on "
-            f"that is {rank}, and max_lora_rank is {rank_max}"
-        )
-    return rank

@@ -7,10 +7,10 @@ bounded by its own size before any tensor is read.
 
 import torch
 
-from engine.adapter_files import OpenFile
+from engine.adapters.files.directory import OpenFile
+from engine.adapters.files.whole_file import buffered, check_size, plain_tensors
 from engine.config import AdapterBounds
 from engine.errors import AdapterNotFound, AdapterUnsound, EngineError
-from engine.whole_weights import buffered, check_size, plain_tensors
 
 
 def load_streamed(file: OpenFile, bounds: AdapterBounds) -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from engine.adapters.module_paths import Naming
 from engine.layout import ModuleKind
-from engine.naming import Naming
 
 PREFIX: Final = "base_model.model."
 """What PEFT puts before every path, and some tools leave out."""

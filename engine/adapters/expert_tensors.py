@@ -15,13 +15,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, TypeVar
 
+from engine.adapters.files.problems import Problems
+from engine.adapters.files.weights_file import Tensors
+from engine.adapters.module_paths import Naming
+from engine.adapters.pairs import Pair, check_shared, pair_of
+from engine.adapters.peft_config import PEFTHelper
+from engine.adapters.tensor_names import PairNames, WeightNames
 from engine.errors import AdapterDoesNotFit
 from engine.layout import WHOLE, ModuleKind, ModuleShape
-from engine.naming import Naming
-from engine.pairs import Pair, Tensors, check_shared, pair_of
-from engine.peft_config import PEFTHelper
-from engine.problems import Problems
-from engine.weight_names import PairNames, WeightNames
 
 K = TypeVar("K")
 

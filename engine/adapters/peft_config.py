@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-from engine.adapter_files import open_adapter
-from engine.bounded_json import decode_object
+from engine.adapters.bounded_regex import PatternRefused, PatternTable
+from engine.adapters.files.bounded_json import decode_object
+from engine.adapters.files.directory import open_adapter
+from engine.adapters.files.problems import Problems, shown
 from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.patterns import PatternRefused, PatternTable
-from engine.problems import Problems, shown
 
 T = TypeVar("T")
 

@@ -9,17 +9,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from engine.adapters.expert_stacks import expert_parts
+from engine.adapters.expert_tensors import ExpertPair, Experts, pair_experts, split_experts
+from engine.adapters.files.problems import Problems, shown
+from engine.adapters.files.weights_file import Tensors
+from engine.adapters.module_paths import SKIP_PREFIXES, Equivalence, Naming, Rename
+from engine.adapters.pairs import Pair, check_shared, pair_up
+from engine.adapters.peft_config import PEFTHelper
+from engine.adapters.tensor_names import WeightNames, sort_names
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.expert_names import ExpertPair, Experts, pair_experts, split_experts
-from engine.expert_weights import expert_parts
 from engine.layout import ModuleKind, ModuleShape
-from engine.naming import SKIP_PREFIXES, Equivalence, Naming, Rename
-from engine.pairs import Pair, Tensors, check_shared, pair_up
-from engine.peft_config import PEFTHelper
-from engine.problems import Problems, shown
 from engine.submatrix import Part
-from engine.weight_names import WeightNames, sort_names
 
 Modules = Mapping[str, ModuleShape]
 """What can be adapted in a model, by full path."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.expert_names import ExpertPair
+from engine.adapters.expert_tensors import ExpertPair
+from engine.adapters.pairs import Pair
 from engine.layout import ModuleShape
-from engine.pairs import Pair
 from engine.submatrix import Part
 
 

@@ -4,37 +4,18 @@ What it is: names and shapes put together. What it is not: the model, which `eng
 them against, or values. One rule: a pair that exists has the rank that its config gives it.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-import torch
-
+from engine.adapters.files.problems import Problems
+from engine.adapters.files.weights_file import HasShape, Tensors
+from engine.adapters.peft_config import PEFTHelper
+from engine.adapters.tensor_names import PairNames, WeightNames
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 from engine.layout import ModuleKind, Shard
-from engine.peft_config import PEFTHelper
-from engine.problems import Problems
 from engine.submatrix import ALL, Part
-from engine.weight_names import PairNames, WeightNames
 
 _SCALING_MAX: Final = 3.0e38
 _SCALING_MIN: Final = 1.2e-38
-
-
-class HasShape(Protocol):
-    """A tensor, in memory or still in its file."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-        ...
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Its shape."""
-        ...
-
-
-Tensors = Mapping[str, HasShape]
 
 
 class Pair(NamedTuple):

@@ -13,19 +13,20 @@ from types import MappingProxyType
 
 import torch
 
-from engine.adapter_files import open_adapter
+from engine.adapters.compatibility import Fitted, ModelSide, fit, suffixes
+from engine.adapters.expert_stacks import expert_parts, expert_stacks
+from engine.adapters.files.directory import open_adapter
+from engine.adapters.files.formats import open_weights
+from engine.adapters.files.problems import Problems
+from engine.adapters.files.weights_file import value_range
+from engine.adapters.finite_values import check_values
+from engine.adapters.module_paths import Naming, Rename
+from engine.adapters.pairs import Pair
+from engine.adapters.peft_config import PEFTHelper
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
-from engine.expert_weights import expert_parts, expert_stacks
-from engine.fitting import Fitted, ModelSide, fit, suffixes
 from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard
-from engine.naming import Naming, Rename
-from engine.pairs import Pair
-from engine.peft_config import PEFTHelper
-from engine.problems import Problems
 from engine.submatrix import ALL
-from engine.values import check_values, value_range
-from engine.weight_formats import open_weights
 
 
 @dataclass(frozen=True)

@@ -9,34 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.adapter_files import AdapterFiles, open_adapter
+from engine.adapters.compatibility import ModelSide, check_names, fit
+from engine.adapters.files.directory import AdapterFiles, open_adapter
+from engine.adapters.files.formats import open_weights
+from engine.adapters.files.problems import Problems, shown
+from engine.adapters.finite_values import check_values
+from engine.adapters.lora_model import (
+    LoRAModel,
+)
+from engine.adapters.peft_config import PEFTHelper, decode_config
+from engine.adapters.tensor_names import sort_names
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import EngineError
-from engine.expert_weights import MoEEPLoadSpec
-from engine.fitting import ModelSide, check_names, fit
 from engine.layout import blob_bytes
-from engine.lora import (
-    LoRALayerWeights,
-    LoRAModel,
-    LoRARequest,
-    PackedLoRALayerWeights,
-)
-from engine.peft_config import PEFTHelper, decode_config
-from engine.problems import Problems, shown
-from engine.values import check_values
-from engine.weight_formats import open_weights
-from engine.weight_names import sort_names
-
-__all__ = [
-    "LoRALayerWeights",
-    "LoRAModel",
-    "LoRARequest",
-    "LoadedAdapter",
-    "MoEEPLoadSpec",
-    "PEFTHelper",
-    "PackedLoRALayerWeights",
-    "read_adapter",
-]
 
 
 @dataclass(frozen=True)

@@ -6,28 +6,13 @@ tensor's smallest and largest value after scaling and rounding holds for all bet
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
+from engine.adapters.files.problems import Problems
+from engine.adapters.files.weights_file import ValueRange
+from engine.adapters.pairs import Pair
 from engine.errors import NotFinite
-from engine.pairs import Pair
-from engine.problems import Problems
-
-
-class ValueRange(NamedTuple):
-    """A tensor's smallest and largest value; NaN or infinite where any value is."""
-
-    low: float
-    high: float
-
-
-def value_range(tensor: torch.Tensor) -> ValueRange:
-    """The range of a floating tensor with at least one value; NaN is both ends of any range."""
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.to(torch.float32)
-    low, high = torch.aminmax(tensor)
-    return ValueRange(low.item(), high.item())
 
 
 def check_values(
