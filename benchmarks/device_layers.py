@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.directory import Edition, SlotDirectory
 from engine.kernels import choose_kernels
+from engine.kernels.directory import Edition, SlotDirectory
 from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import Directory, Groups, LoRASlices
 from engine.layout import ModuleKind, ModuleShape, slice_elements

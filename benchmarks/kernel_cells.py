@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.rounds import Work
-from engine.directory import SlotDirectory
 from engine.kernels import choose_kernels
 from engine.kernels.cpu.blocks import short_blocks
 from engine.kernels.cpu.costs import Choice
 from engine.kernels.cpu.dense import Dense
 from engine.kernels.cpu.gathered import Gathered
 from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer import computation_dtypes, layer_block
+from engine.kernels.cpu.layer_block import computation_dtypes, layer_block
 from engine.kernels.cpu.scratch import Scratch
+from engine.kernels.directory import SlotDirectory
 from engine.kernels.operands import Directory, Groups, LoRASlices
 from engine.layout import aligned_elements
 from engine.punica import LoRAMapping, PunicaWrapper

@@ -1,7 +1,7 @@
 """`python -m benchmarks.tune_kernels`: measure tile sizes on this device and write its tables.
 
 What it is: for each regime, the candidates timed over batches of that regime, and the best by the
-geometric mean of their times; the tables go into `engine/kernels/gpu/plans.py`. What it is not:
+geometric mean of their times; the tables go into `engine/kernels/gpu/tile_configs.py`. What it is not:
 run while serving, or able to change which regimes there are. One rule: a candidate that does not
 compile, or gives a wrong result, is no candidate.
 """
@@ -31,8 +31,8 @@ from benchmarks.device_layers import (
 )
 from benchmarks.gpu_kernels import check
 from engine.kernels import choose_kernels
-from engine.kernels.gpu.kernels import TritonOperations
-from engine.kernels.gpu.plans import (
+from engine.kernels.gpu.operations import TritonOperations
+from engine.kernels.gpu.tile_configs import (
     EXPERTS,
     EXPERTS_REGIMES,
     LONG,

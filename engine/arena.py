@@ -18,9 +18,9 @@ from typing import Final
 import torch
 
 from engine.copying import Copier, Copy, copier_for
-from engine.directory import SlotDirectory
 from engine.errors import Conflict, DeviceOutOfMemory, NotResident
 from engine.extents import Extents, Move
+from engine.kernels.directory import SlotDirectory
 from engine.layout import (
     ABSENT,
     ALIGNMENT_BYTES,

@@ -24,8 +24,8 @@ from engine.kernels.gpu.experts import (
 )
 from engine.kernels.gpu.fused import fused_kernel
 from engine.kernels.gpu.lookup import lookup_kernel
-from engine.kernels.gpu.plans import EXPERTS, LOOKUP, PLANS, ExpandPlan, ExpertsPlan
 from engine.kernels.gpu.shrink import shrink_kernel, sum_splits_kernel
+from engine.kernels.gpu.tile_configs import EXPERTS, LOOKUP, PLANS, ExpandPlan, ExpertsPlan
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.directory import Edition
 from engine.kernels import Kernels, choose_kernels
+from engine.kernels.directory import Edition
 from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import Directory, Groups, LoRASlices
 from engine.layout import ABSENT, ModuleKind, ModuleShape, aligned_elements, slice_elements

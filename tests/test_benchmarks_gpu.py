@@ -40,7 +40,7 @@ from benchmarks.tune_kernels import (
     with_tables,
 )
 from engine.kernels import choose_kernels
-from engine.kernels.gpu.plans import (
+from engine.kernels.gpu.tile_configs import (
     EXPERTS,
     EXPERTS_REGIMES,
     LONG,

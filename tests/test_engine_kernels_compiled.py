@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.gpu.plans import PLANS
+from engine.kernels.gpu.tile_configs import PLANS
 from tests.compiled_kernels import SHARED_BYTES_MAX, build, jobs
 
 TENSOR_CORES = r"HMMA\..*|HGMMA\..*|UTC\w*MMA.*"

@@ -26,7 +26,7 @@ from engine.kernels.cpu.costs import Plan, cheapest, estimate
 from engine.kernels.cpu.dense import Dense
 from engine.kernels.cpu.gathered import Gathered
 from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer import LayerBlock, computation_dtypes, layer_block
+from engine.kernels.cpu.layer_block import LayerBlock, computation_dtypes, layer_block
 from engine.kernels.cpu.linear import CpuLinear
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.operands import Groups

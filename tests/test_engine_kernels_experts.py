@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels import Kernels
 from engine.kernels.expert_groups import NO_GROUP, group_experts, sort_by_expert
-from engine.kernels.grouped import grouped_product
+from engine.kernels.grouped_matmul import grouped_product
 from engine.kernels.operands import TILE_ROWS, GroupBounds
 from engine.layout import ModuleKind
 from tests.expert_cases import (

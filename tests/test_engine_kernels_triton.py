@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels.gpu.plans import (
+from engine.kernels.gpu.tile_configs import (
     EXPERTS,
     EXPERTS_REGIMES,
     PLANS,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from engine.kernels.cpu import cpu_kernels
-from engine.kernels.kinds import Kernels
+from engine.kernels.interface import Kernels
 from engine.kernels.reference import reference_kernels
 
 __all__ = ["DEFAULTS", "IMPLEMENTATIONS", "Kernels", "choose_kernels"]
@@ -17,7 +17,7 @@ __all__ = ["DEFAULTS", "IMPLEMENTATIONS", "Kernels", "choose_kernels"]
 
 def triton_kernels(batch_invariant: bool) -> Kernels:
     """The Triton kernels; Triton itself is imported here, for where it may be missing."""
-    from engine.kernels.gpu.kernels import triton_kernels as make  # noqa: PLC0415
+    from engine.kernels.gpu.operations import triton_kernels as make  # noqa: PLC0415
 
     return make(batch_invariant)
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.directory import Edition
+from engine.kernels.directory import Edition
 from engine.layout import ModuleKind, ModuleShape, aligned_elements
 
 

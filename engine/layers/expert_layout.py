@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from torch import Tensor, nn
 
 from engine.kernels.expert_groups import Routed, sort_by_expert
-from engine.kernels.grouped import grouped_product
+from engine.kernels.grouped_matmul import grouped_product
 
 FLAGS: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """What every experts module that is understood says of itself."""

@@ -7,10 +7,10 @@ rule: there is a Python loop over groups, never over rows.
 
 from engine.kernels.cpu.blocks import Cutter
 from engine.kernels.cpu.experts import experts_cpu, experts_expand_cpu, experts_shrink_cpu
-from engine.kernels.cpu.halves import CpuHalves
 from engine.kernels.cpu.linear import CpuLinear
 from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.kinds import Kernels
+from engine.kernels.cpu.shrink_expand import CpuHalves
+from engine.kernels.interface import Kernels
 from engine.kernels.reference import reference_kernels
 
 

@@ -17,7 +17,7 @@ import torch
 from engine.kernels.cpu.dense import Dense
 from engine.kernels.cpu.gathered import Gathered
 from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer import LayerBlock, SliceWeights, computation_dtypes
+from engine.kernels.cpu.layer_block import LayerBlock, SliceWeights, computation_dtypes
 
 
 class Product(NamedTuple):

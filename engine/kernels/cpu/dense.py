@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.layer import LayerBlock, SliceWeights
+from engine.kernels.cpu.gather import Inlet, add_rows
+from engine.kernels.cpu.layer_block import LayerBlock, SliceWeights
 from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.cpu.staging import Inlet, add_rows
 
 
 class _Slice(NamedTuple):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.blocks import equal_parts
-from engine.kernels.cpu.layer import LayerBlock, SliceWeights, is_turned
+from engine.kernels.cpu.gather import Inlet, add_rows
+from engine.kernels.cpu.layer_block import LayerBlock, SliceWeights, is_turned
 from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.cpu.staging import Inlet, add_rows
 
 
 class _Slice(NamedTuple):

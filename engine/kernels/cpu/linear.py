@@ -13,8 +13,8 @@ from engine.kernels.checks import Signature, check_linear, signature
 from engine.kernels.cpu.blocks import Cutter, long_rows_of
 from engine.kernels.cpu.costs import Choice, Plan, cheapest
 from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer import LayerBlock, computation_dtypes, layer_block, wide_dtype
-from engine.kernels.cpu.runs import LongRuns
+from engine.kernels.cpu.layer_block import LayerBlock, computation_dtypes, layer_block, wide_dtype
+from engine.kernels.cpu.long_groups import LongRuns
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.operands import Groups, LoRASlices
 from engine.kernels.threads import threads_for

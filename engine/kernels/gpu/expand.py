@@ -21,7 +21,7 @@ from engine.kernels.gpu.common import (
     multiply_exactly,
 )
 from engine.kernels.gpu.launch import Layer, expand_constants, tiles_of
-from engine.kernels.gpu.plans import ExpandPlan
+from engine.kernels.gpu.tile_configs import ExpandPlan
 from engine.kernels.operands import Groups
 
 

@@ -24,7 +24,7 @@ from engine.kernels.gpu.common import (
 )
 from engine.kernels.gpu.expand import expand_block
 from engine.kernels.gpu.launch import Layer, expand_constants, shrink_constants, sum_constants
-from engine.kernels.gpu.plans import ExpandPlan, ShrinkPlan
+from engine.kernels.gpu.tile_configs import ExpandPlan, ShrinkPlan
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from engine.kernels.gpu.common import (
     shrink_block,
 )
 from engine.kernels.gpu.launch import Layer, block_k_of, tiles_of
-from engine.kernels.gpu.plans import FusedPlan
+from engine.kernels.gpu.tile_configs import FusedPlan
 from engine.kernels.operands import Groups
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from engine.kernels.gpu.plans import ExpandPlan, ShrinkPlan
+from engine.kernels.gpu.tile_configs import ExpandPlan, ShrinkPlan
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices
 from engine.layout import ALIGNMENT_BYTES, power_of_two
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels.gpu.common import find_tile, find_weights
 from engine.kernels.gpu.launch import Layer, tiles_of
-from engine.kernels.gpu.plans import LookupPlan
+from engine.kernels.gpu.tile_configs import LookupPlan
 from engine.kernels.operands import Groups
 
 

@@ -17,7 +17,7 @@ from engine.kernels.gpu.common import (
     sum_parts,
 )
 from engine.kernels.gpu.launch import Layer, shrink_constants, sum_constants, tiles_of
-from engine.kernels.gpu.plans import ShrinkPlan
+from engine.kernels.gpu.tile_configs import ShrinkPlan
 from engine.kernels.operands import Groups
 
 

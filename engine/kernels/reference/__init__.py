@@ -6,15 +6,15 @@ arithmetic. One rule: with `batch_invariant` only the product changes, so both s
 
 from functools import partial
 
-from engine.kernels.embedding import embedding_reference
-from engine.kernels.expand import expand_reference
-from engine.kernels.experts import experts_reference
-from engine.kernels.experts_expand import experts_expand_reference
-from engine.kernels.experts_shrink import experts_shrink_reference
-from engine.kernels.kinds import Kernels
-from engine.kernels.linear import linear_reference
-from engine.kernels.products import matrix_product, ordered_product
-from engine.kernels.shrink import shrink_reference
+from engine.kernels.interface import Kernels
+from engine.kernels.reference.embedding import embedding_reference
+from engine.kernels.reference.expand import expand_reference
+from engine.kernels.reference.experts import experts_reference
+from engine.kernels.reference.experts_expand import experts_expand_reference
+from engine.kernels.reference.experts_shrink import experts_shrink_reference
+from engine.kernels.reference.linear import linear_reference
+from engine.kernels.reference.matmul import matrix_product, ordered_product
+from engine.kernels.reference.shrink import shrink_reference
 
 
 def reference_kernels(batch_invariant: bool) -> Kernels:

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.kernels.checks import check_experts_shrink
 from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import LoRASlices
-from engine.kernels.products import Product, matrix_product
+from engine.kernels.reference.matmul import Product, matrix_product
 
 
 def experts_shrink_reference(

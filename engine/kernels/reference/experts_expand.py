@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.kernels.checks import check_experts_expand
 from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import LoRASlices
-from engine.kernels.products import Product, matrix_product
+from engine.kernels.reference.matmul import Product, matrix_product
 
 
 def experts_expand_reference(

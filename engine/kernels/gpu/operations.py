@@ -29,7 +29,8 @@ from engine.kernels.gpu.experts import (
 from engine.kernels.gpu.fused import launch_fused
 from engine.kernels.gpu.launch import Layer, Layers, Workspace, check_operands
 from engine.kernels.gpu.lookup import launch_lookup
-from engine.kernels.gpu.plans import (
+from engine.kernels.gpu.shrink import launch_shrink, launch_sum_splits
+from engine.kernels.gpu.tile_configs import (
     LOOKUP,
     ExpertsPlan,
     Plan,
@@ -38,8 +39,7 @@ from engine.kernels.gpu.plans import (
     plans_for,
     regime_of,
 )
-from engine.kernels.gpu.shrink import launch_shrink, launch_sum_splits
-from engine.kernels.kinds import Kernels
+from engine.kernels.interface import Kernels
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels.checks import check_linear
 from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
-from engine.kernels.products import Product, matrix_product
+from engine.kernels.reference.matmul import Product, matrix_product
 
 
 def linear_reference(

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.kernels.checks import check_experts
 from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import LoRASlices, accumulator_dtype
-from engine.kernels.products import Product, matrix_product
+from engine.kernels.reference.matmul import Product, matrix_product
 
 
 def experts_reference(

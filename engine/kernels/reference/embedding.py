@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels.checks import check_embedding
 from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
-from engine.kernels.products import Product, matrix_product
+from engine.kernels.reference.matmul import Product, matrix_product
 
 
 def embedding_reference(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels.checks import check_shrink
 from engine.kernels.operands import Groups, LoRASlices
-from engine.kernels.products import Product, matrix_product
+from engine.kernels.reference.matmul import Product, matrix_product
 
 
 def shrink_reference(

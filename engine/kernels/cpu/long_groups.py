@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.blocks import BLOCK_ROWS, Run
-from engine.kernels.cpu.layer import computation_dtypes, is_turned
+from engine.kernels.cpu.layer_block import computation_dtypes, is_turned
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.operands import LoRASlices, Pair
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels.checks import check_expand
 from engine.kernels.operands import Groups, LoRASlices
-from engine.kernels.products import Product, matrix_product
+from engine.kernels.reference.matmul import Product, matrix_product
 
 
 # Callers give six arguments; the seventh is bound once, when kernels are chosen.
