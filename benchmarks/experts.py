@@ -14,14 +14,14 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from benchmarks.figures import Figure, best_seconds, in_turns
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
-from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
 from engine.kv_cache import RowCache
 from engine.layout import blob_bytes
 from engine.model import PreparedModel
 from engine.punica import LoRAMapping, PunicaWrapper
-from engine.staging import stage
+from engine.residency.arena import Arena
+from engine.residency.staging import stage
 
 SEQUENCES: Final = 16
 ADAPTERS: Final = 8

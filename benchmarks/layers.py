@@ -19,12 +19,12 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from benchmarks.figures import Figure
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
-from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
 from engine.model import PreparedModel
 from engine.punica import LoRAMapping, PunicaWrapper
-from engine.staging import stage
+from engine.residency.arena import Arena
+from engine.residency.staging import stage
 
 ADAPTERS: Final = 8
 RANK: Final = 16

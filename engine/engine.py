@@ -22,9 +22,9 @@ from engine.jobs import Jobs, WorkPool
 from engine.model import PreparedModel
 from engine.parallel import ParallelGroup
 from engine.pooled_model import PooledModel
-from engine.registry import SeenOperations
-from engine.residency import Job, Residency
+from engine.residency.residency import Job, Residency
 from engine.slots import Slots
+from engine.worker.seen_operations import SeenOperations
 from messages import commands, reports
 from messages.ids import OpId
 

@@ -7,14 +7,14 @@ so that a configuration means the same everywhere.
 
 from typing import Any, NamedTuple
 
-from engine.agreement import AgreedCopier
-from engine.arena import Arena
 from engine.config import LoRAConfig
-from engine.copying import copier_for
 from engine.image_punica import IMAGE_PARTS, ImagePunicaWrapper
 from engine.kernels import choose_kernels
 from engine.layout import rank_parts_of
 from engine.punica import PunicaWrapper
+from engine.residency.arena import Arena
+from engine.residency.collective_copier import AgreedCopier
+from engine.residency.copier import copier_for
 from engine.served import ServedModel
 from engine.streams import SecondStream
 

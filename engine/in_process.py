@@ -25,8 +25,8 @@ from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes
 from engine.loading import prepare_loaded
 from engine.punica import LoRAMapping, MappingType
-from engine.residency import Residency
-from engine.staging import unpack
+from engine.residency.residency import Residency
+from engine.residency.staging import unpack
 from messages import commands, reports
 from messages.ids import AdapterId
 

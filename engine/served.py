@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from engine.adapters.compatibility import ModelSide
 from engine.adapters.module_paths import equivalences_of
-from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.image_part import ImagePart, find_image_part
@@ -25,6 +24,7 @@ from engine.parallel import SINGLE, ParallelGroup
 from engine.preparation import Scope, module_shapes, prepare_layers
 from engine.probe import Trial
 from engine.punica import MappingType, PunicaWrapper
+from engine.residency.arena import Arena
 from engine.tasks import Task
 
 _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id")

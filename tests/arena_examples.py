@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
-from engine.arena import Arena
-from engine.staging import Blob, ModuleShape, stage
+from engine.residency.arena import Arena
+from engine.residency.staging import Blob, ModuleShape, stage
 
 SHAPES = [(16, 16), (16, 40), (40, 7), (3, 64), (128, 32)]
 MODULES = [ModuleShape(f"layers.{i}", *shape, i) for i, shape in enumerate(SHAPES)]

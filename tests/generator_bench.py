@@ -13,8 +13,8 @@ from engine.generate import Generator
 from engine.jobs import InlineJobs, Jobs
 from engine.model import PreparedModel
 from engine.punica import PunicaWrapper
+from engine.residency.staging import stage
 from engine.slots import Slots
-from engine.staging import stage
 from messages.commands import StartGeneration
 from messages.ids import OpId
 from messages.reports import GenerationEnded, OperationFailed, TokensGenerated

@@ -26,8 +26,8 @@ from engine.parallel import SINGLE, ParallelGroup
 from engine.processor import Reading, load_processor
 from engine.prompts import prompt_tokens
 from engine.punica import LoRAMapping
+from engine.residency.staging import stage
 from engine.slots import Slots
-from engine.staging import stage
 from messages.ids import OpId
 from messages.requests import Prompt
 from tests.generator_bench import Driver

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.arena import Arena
 from engine.kernels import choose_kernels
 from engine.layers import (
     BaseLayerWithLoRA,
@@ -35,6 +34,7 @@ from engine.layers import (
 )
 from engine.parallel import SINGLE, ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper
+from engine.residency.arena import Arena
 from tests.engine_examples import relative_error
 from tests.ranks import serve
 

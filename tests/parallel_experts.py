@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.adapters import read_adapter
-from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.errors import EngineError, ModelRefused
 from engine.kernels import choose_kernels
@@ -25,8 +24,9 @@ from engine.layers.sharded_experts import FusedMoE3DWithShardedLoRA
 from engine.model import PreparedModel
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper
+from engine.residency.arena import Arena
+from engine.residency.staging import stage
 from engine.sharding import shard_model
-from engine.staging import stage
 from tests.dummies import MODELS, tried
 from tests.engine_examples import relative_error
 from tests.expert_adapters import make_model

@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
-from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.kernels import choose_kernels
@@ -36,8 +35,9 @@ from engine.layout import ModuleShape
 from engine.model import PreparedModel
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper
+from engine.residency.arena import Arena
+from engine.residency.staging import stage
 from engine.sharding import shard_model
-from engine.staging import stage
 from tests.engine_examples import relative_error
 from tests.ranks import serve
 

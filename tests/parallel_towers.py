@@ -17,8 +17,8 @@ from engine.equipment import equip
 from engine.model import PreparedModel
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, MappingType
+from engine.residency.staging import stage
 from engine.sharding import shard_model
-from engine.staging import stage
 from tests.engine_examples import relative_error
 from tests.image_rows import WIDTH, Row, entries, images, inputs
 from tests.image_text_examples import build

@@ -15,13 +15,13 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.adapters import LoRAModel, read_adapter
-from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
 from engine.kv_cache import RowCache
 from engine.model import PreparedModel
 from engine.punica import LoRAMapping, PunicaWrapper
-from engine.staging import Blob, stage
+from engine.residency.arena import Arena
+from engine.residency.staging import Blob, stage
 
 Row = tuple[str | None, tuple[int, ...]]
 """An adapter's name (None: the base) and a prompt."""

@@ -11,15 +11,15 @@ from peft import PeftModel
 from torch import Tensor
 
 from engine.adapters import read_adapter
-from engine.arena import Arena
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
 from engine.parallel import SINGLE, ParallelGroup
 from engine.pooled_model import PooledModel
 from engine.pooling_options import NOTHING_SAID, Pooling, PoolingOptions
 from engine.punica import PunicaWrapper
+from engine.residency.arena import Arena
+from engine.residency.staging import stage
 from engine.sharding import shard_model
-from engine.staging import stage
 from messages.requests import PoolingTask
 from tests.pooling_examples import ADAPTERS, TEXTS, PoolingExample
 

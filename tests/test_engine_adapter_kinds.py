@@ -14,7 +14,7 @@ from engine.adapters.compatibility import ModelSide
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError, NotFinite
 from engine.layout import ModuleKind, ModuleShape, Shard
-from engine.staging import stage
+from engine.residency.staging import stage
 from tests.adapter_examples import CONFIG, LORA_CONFIG, MODULES, Q, V, key, pair, tensors, write
 
 EMBED, HEAD, SCORE = "model.embed_tokens", "lm_head", "score"

@@ -16,7 +16,7 @@ from engine.adapters.compatibility import ModelSide
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, EngineError
 from engine.layout import ModuleShape
-from engine.staging import stage
+from engine.residency.staging import stage
 from messages.errors import ErrorCode
 from tests.adapter_examples import CONFIG, DOWN, LORA_CONFIG, Q, V, key, pair, read, tensors, write
 

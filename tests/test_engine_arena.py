@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.arena import Arena
 from engine.errors import Conflict, DeviceOutOfMemory, NotResident
-from engine.sliding import SlideLost
-from engine.staging import ABSENT, ALIGNMENT_BYTES, ModuleShape, slice_elements
+from engine.residency.arena import Arena
+from engine.residency.compaction import SlideLost
+from engine.residency.staging import ABSENT, ALIGNMENT_BYTES, ModuleShape, slice_elements
 from tests.arena_examples import (
     CAPACITY_BYTES,
     MODULES,
@@ -41,7 +41,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self, dtype: torch.dtype, bounce_bytes: int) -> None:
         self.dtype = dtype
         self.copier = ManualCopier()
-        with patch("engine.arena._BOUNCE_BYTES_MAX", bounce_bytes):
+        with patch("engine.residency.arena._BOUNCE_BYTES_MAX", bounce_bytes):
             self.arena = make_arena(dtype, self.copier)
         self.published: dict[int, Matrices] = {}
         self.generations: dict[int, int] = {}
@@ -233,7 +233,7 @@ def test_a_slot_is_written_and_rewritten_on_every_kind_of_device(device: str) ->
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_compaction_moves_whole_adapters_on_every_kind_of_device(device: str) -> None:
-    with patch("engine.arena._BOUNCE_BYTES_MAX", 256):
+    with patch("engine.residency.arena._BOUNCE_BYTES_MAX", 256):
         arena = make_arena(torch.float32, device=device)
     blobs = [make_blob({0: 4, 3: 5}, seed, arena.dtype) for seed in range(SLOTS)]
     written = blobs[: arena.capacity_bytes // blobs[0][0].size_bytes]
@@ -272,7 +272,7 @@ def test_the_tensors_stay_where_they_are_and_every_matrix_is_aligned() -> None:
 
 def test_a_slot_whose_bytes_are_lost_is_empty_and_no_other_suffers() -> None:
     copier = ManualCopier()
-    with patch("engine.arena._BOUNCE_BYTES_MAX", 128):
+    with patch("engine.residency.arena._BOUNCE_BYTES_MAX", 128):
         arena = make_arena(torch.float32, copier)
     for slot, rank in enumerate((1, 11, 1)):
         arena.begin_write(slot, 1, make_blob({0: rank}, slot, arena.dtype)[0])

@@ -13,9 +13,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from engine import engine as engine_module
-from engine import residency
 from engine.adapters import LoadedAdapter
 from engine.engine import EngineCommand
+from engine.residency import residency
 from messages import commands as cm
 from messages import reports as rp
 from messages.errors import ErrorCode

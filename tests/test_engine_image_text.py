@@ -23,7 +23,7 @@ from engine.loading import load_model
 from engine.model import PreparedModel
 from engine.prompts import prompt_tokens
 from engine.punica import LoRAMapping
-from engine.staging import stage
+from engine.residency.staging import stage
 from tests.engine_examples import relative_error
 from tests.image_text_examples import IMAGE_TOKEN, KINDS, TEXT, build
 

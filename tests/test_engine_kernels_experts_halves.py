@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.arena import Arena
 from engine.kernels import Kernels
 from engine.kernels.expert_groups import ExpertGroups, group_experts
 from engine.kernels.operands import Directory, LoRASlices, accumulator_dtype
 from engine.layout import ModuleKind, ModuleShape, Shard
+from engine.residency.arena import Arena
 from tests.expert_cases import (
     SHAPES,
     TOKENS,

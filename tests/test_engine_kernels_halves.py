@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.arena import Arena
 from engine.kernels.operands import Directory, LoRASlices
 from engine.layout import ModuleShape, Shard
 from engine.punica import Halves, LoRAMapping, PunicaWrapper
+from engine.residency.arena import Arena
 from tests.engine_examples import relative_error
 from tests.kernel_cases import NAMES, kernels_of
 

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
 
-from engine.arena import Arena
 from engine.kernels import choose_kernels
 from engine.layers import (
     BaseLayerWithLoRA,
@@ -29,7 +28,8 @@ from engine.layers import (
 from engine.layers.logits import VOCABULARY_MAX
 from engine.layers.packed import PackedLinear
 from engine.punica import LoRAMapping, PunicaWrapper
-from engine.staging import ModuleShape
+from engine.residency.arena import Arena
+from engine.residency.staging import ModuleShape
 
 SLOTS = 3
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.arena import Arena
 from engine.kernels import choose_kernels
 from engine.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, wrapper_of
 from engine.layers.expert_layout import layout_of
 from engine.layers.experts import ExpertsWithLoRA
 from engine.punica import LoRAMapping, PunicaWrapper
+from engine.residency.arena import Arena
 from tests.expert_examples import EXPERTS, MODULES, TOP_K, Delta, add_to_weights, make_experts
 from tests.kernel_cases import NAMES, error_of
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
-from engine.arena import Arena
 from engine.layout import (
     WHOLE,
     ModuleShape,
@@ -12,7 +11,8 @@ from engine.layout import (
     blob_bytes,
     in_order_of_columns,
 )
-from engine.staging import stage
+from engine.residency.arena import Arena
+from engine.residency.staging import stage
 
 IN, OUT, RANK = 12, 10, 6
 COLUMN_PARTS = [Shard(b_rows=(range(5),)), Shard(b_rows=(range(5, 10),))]

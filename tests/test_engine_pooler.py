@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from engine import kept, pooled_model, pooler
-from engine.arena import Arena
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import (
     Conflict,
@@ -27,6 +26,7 @@ from engine.parallel import ParallelGroup
 from engine.pooled_model import PooledModel
 from engine.pooler import Pooler
 from engine.punica import PunicaWrapper
+from engine.residency.arena import Arena
 from engine.slots import Slots
 from messages.commands import StartGeneration, StartPooling
 from messages.errors import ErrorCode

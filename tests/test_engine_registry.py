@@ -5,14 +5,14 @@ from random import Random
 import pytest
 import torch
 
-from engine import registry
-from engine.registry import SeenOperations
+from engine.residency import host_adapter
+from engine.worker.seen_operations import SeenOperations
 
 
 def test_seen_operations_are_bounded_and_never_forgotten_as_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry, "SEEN_MAX", 8)
+    monkeypatch.setattr(host_adapter, "SEEN_MAX", 8)
     random = Random(seed := torch.seed() % 2**32)
     print(f"seed {seed}")
     seen = SeenOperations()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sliding import SlideLost, Slider
+from engine.residency.compaction import SlideLost, Slider
 from tests.arena_examples import CopyFailedError, ManualCopier
 
 MEMORY_BYTES = 600

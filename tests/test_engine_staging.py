@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.errors import HostOutOfMemory
-from engine.staging import (
+from engine.residency.staging import (
     ABSENT,
     ALIGNMENT_BYTES,
     Blob,

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from engine.arena import Arena
 from engine.kernels.operands import Directory, LoRASlices
 from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, directory_columns
 from engine.parallel import SINGLE, ParallelGroup
 from engine.punica import PunicaWrapper
+from engine.residency.arena import Arena
 
 Parts = Sequence[Tensor | None]
 """One tensor a slice; None for a slice that an adapter does not touch."""

@@ -17,9 +17,7 @@ from typing import Final
 
 import torch
 
-from engine.copying import Copier, Copy, copier_for
 from engine.errors import Conflict, DeviceOutOfMemory, NotResident
-from engine.extents import Extents, Move
 from engine.kernels.directory import SlotDirectory
 from engine.layout import (
     ABSENT,
@@ -31,8 +29,10 @@ from engine.layout import (
     in_order_of_columns,
     slice_elements,
 )
-from engine.sliding import SlideLost, Slider
-from engine.staging import Blob
+from engine.residency.compaction import SlideLost, Slider
+from engine.residency.copier import Copier, Copy, copier_for
+from engine.residency.extents import Extents, Move
+from engine.residency.staging import Blob
 
 _BOUNCE_BYTES_MAX: Final = 16 << 20
 """What sliding an extent by less than its own size takes beside the arena."""

@@ -6,17 +6,13 @@ the record holds, never stored beside it.
 """
 
 from dataclasses import dataclass
-from typing import Final
 
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
-from engine.staging import Blob
+from engine.residency.staging import Blob
 from messages.commands import LoadWeights
-from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState, OpId
+from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
 from messages.reports import InventoryAdapter
-
-SEEN_MAX: Final = 4096
-"""How many operations are known one by one; every older one counts as seen."""
 
 
 @dataclass
@@ -62,28 +58,3 @@ class HeldAdapter:
             host_bytes=self.host_bytes,
             blob_bytes=self.blob_bytes,
         )
-
-
-class SeenOperations:
-    """Tells new operations from repeated ones, in bounded memory.
-
-    Ids grow, but a lost frame may be sent again after later ones were done, so the newest are
-    remembered one by one.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[OpId, None] = {}
-        self._forgotten_up_to: OpId = 0
-        self.last: OpId = 0
-
-    def add(self, op: OpId) -> bool:
-        """Remember `op`; whether it is new."""
-        if op <= self._forgotten_up_to or op in self._recent:
-            return False
-        self._recent[op] = None
-        self.last = max(self.last, op)
-        if len(self._recent) > SEEN_MAX:
-            oldest = next(iter(self._recent))
-            del self._recent[oldest]
-            self._forgotten_up_to = max(self._forgotten_up_to, oldest)
-        return True

@@ -20,12 +20,12 @@ import torch
 
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
-from engine.arena import Arena
 from engine.errors import Conflict, EngineError, UnknownAdapter, code_of
 from engine.jobs import Jobs
 from engine.layout import ModuleShape
-from engine.registry import HeldAdapter
-from engine.staging import Blob, stage
+from engine.residency.arena import Arena
+from engine.residency.host_adapter import HeldAdapter
+from engine.residency.staging import Blob, stage
 from messages import commands, reports
 from messages.errors import ErrorCode
 from messages.ids import (

@@ -7,7 +7,7 @@ moved, so its bytes lie whole at the old place or whole at the new.
 
 import torch
 
-from engine.copying import Copier
+from engine.residency.copier import Copier
 
 
 class SlideLost(Exception):  # noqa: N818 - named like the engine's other errors
