@@ -11,12 +11,12 @@ from engine.config import LoRAConfig
 from engine.image_punica import IMAGE_PARTS, ImagePunicaWrapper
 from engine.kernels import choose_kernels
 from engine.layout import rank_parts_of
-from engine.punica import PunicaWrapper
+from engine.punica.side_stream import SecondStream
+from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.collective_copier import AgreedCopier
 from engine.residency.copier import copier_for
 from engine.served import ServedModel
-from engine.streams import SecondStream
 
 
 class Equipment(NamedTuple):

@@ -31,7 +31,8 @@ from engine.model import PreparedModel
 from engine.processor import Reading
 from engine.prompt_jobs import PromptJobs
 from engine.prompts import prompt_tokens
-from engine.punica import BASE, LoRAMapping, PunicaWrapper
+from engine.punica.mapping import BASE, LoRAMapping
+from engine.punica.wrapper import PunicaWrapper
 from engine.rows import Row
 from engine.slots import Slots
 from engine.step_trial import choose_steps

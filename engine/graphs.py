@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.host_reads import NoHostReads
-from engine.punica import LaunchKey, PunicaWrapper
+from engine.punica.wrapper import LaunchKey, PunicaWrapper
 
 _log = structlog.get_logger()
 

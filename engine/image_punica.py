@@ -19,7 +19,8 @@ from torch import Tensor
 from engine.image_part import ImagePart, ImageTensors, units_of
 from engine.kernels.operands import Groups
 from engine.media import Media
-from engine.punica import LoRAMapping, MappingType, PunicaWrapper
+from engine.punica.mapping import LoRAMapping, MappingType
+from engine.punica.wrapper import PunicaWrapper
 
 IMAGE_PARTS: Final = (MappingType.TOWER, MappingType.CONNECTOR)
 """The parts of a model that read images."""

@@ -24,7 +24,7 @@ from engine.jobs import InlineJobs
 from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes
 from engine.loading import prepare_loaded
-from engine.punica import LoRAMapping, MappingType
+from engine.punica.mapping import LoRAMapping, MappingType
 from engine.residency.residency import Residency
 from engine.residency.staging import unpack
 from messages import commands, reports

@@ -15,7 +15,7 @@ from engine.jobs import Jobs
 from engine.model import PreparedModel
 from engine.pooled_model import PooledModel
 from engine.pooler import Pooler
-from engine.punica import PunicaWrapper
+from engine.punica.wrapper import PunicaWrapper
 from engine.slots import Slots
 from messages.commands import StartGeneration, StartInference
 from messages.ids import OpId, RequestId

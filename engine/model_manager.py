@@ -30,7 +30,7 @@ from engine.errors import EngineError, NoRoom, error_of
 from engine.image_part import ImageTensors
 from engine.in_process import InProcessEngine
 from engine.layout import rank_parts_of
-from engine.punica import LoRAMapping, MappingType
+from engine.punica.mapping import LoRAMapping, MappingType
 from messages import events, requests
 from messages.ids import EVICTED, GPU_SLOT
 

@@ -18,7 +18,7 @@ from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.pooling_options import NOTHING_SAID, Pooling, PoolingOptions
 from engine.probe import Prompts, pooling_trial, sees_what_follows
-from engine.punica import LoRAMapping
+from engine.punica.mapping import LoRAMapping
 from engine.served import ServedModel, Tokenizer
 from messages.requests import PoolingTask
 

@@ -30,7 +30,8 @@ from engine.errors import (
 from engine.kept import KeptOutputs
 from engine.pooled_model import PooledModel
 from engine.prompts import prompt_tokens
-from engine.punica import BASE, PunicaWrapper
+from engine.punica.mapping import BASE
+from engine.punica.wrapper import PunicaWrapper
 from engine.slots import Slots
 from messages.commands import StartPooling
 from messages.ids import OpId, RequestId

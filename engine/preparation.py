@@ -22,7 +22,7 @@ from engine.layers.packed import PackedLinear
 from engine.layout import ModuleShape, directory_columns
 from engine.packing import Group, find_groups, pack, with_relatives
 from engine.probe import SAMPLED_ROWS, RowShapes, Sightings, Trial, watch_layers
-from engine.punica import MappingType
+from engine.punica.mapping import MappingType
 
 _ROWS: Final[Mapping[Role, RowShapes]] = {
     Role.HEAD: SAMPLED_ROWS,

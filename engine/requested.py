@@ -17,7 +17,7 @@ from engine.adapters.reader import LoadedAdapter, read_adapter
 from engine.books import Clock, Durations
 from engine.config import AdapterBounds
 from engine.errors import AdapterNotFound, Conflict, NotResident
-from engine.punica import BASE, LoRAMapping
+from engine.punica.mapping import BASE, LoRAMapping
 
 Marks = tuple[tuple[str, int, int, int, int], ...]
 """What tells an adapter's files from others under the same names, without reading them."""

@@ -23,7 +23,8 @@ from engine.layout import ModuleShape
 from engine.parallel import SINGLE, ParallelGroup
 from engine.preparation import Scope, module_shapes, prepare_layers
 from engine.probe import Trial
-from engine.punica import MappingType, PunicaWrapper
+from engine.punica.mapping import MappingType
+from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
 from engine.tasks import Task
 

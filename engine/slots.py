@@ -7,7 +7,7 @@ not in its slot in the generation that was named is an error (L007), never anoth
 from collections.abc import Sequence
 
 from engine.errors import NotResident
-from engine.punica import BASE
+from engine.punica.mapping import BASE
 from engine.residency.arena import Arena
 from messages.commands import StartInference
 from messages.ids import NO_SLOT

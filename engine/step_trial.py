@@ -23,7 +23,8 @@ from engine.kv_cache import FIXED_COLUMNS_MIN, RowCache
 from engine.layout import power_of_two
 from engine.model import PreparedModel
 from engine.probe import ERROR_MAX_HALF, ERRORS_MAX
-from engine.punica import BASE, LoRAMapping, PunicaWrapper
+from engine.punica.mapping import BASE, LoRAMapping
+from engine.punica.wrapper import PunicaWrapper
 
 _log = structlog.get_logger()
 

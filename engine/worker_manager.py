@@ -12,7 +12,7 @@ from typing import Any, Final
 from engine.adapters.lora_model import LoRARequest
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.model_manager import LoRAModelManager
-from engine.punica import LoRAMapping
+from engine.punica.mapping import LoRAMapping
 from engine.requested import ReadAdapter, RequestReader, Source, by_id, check_named
 
 

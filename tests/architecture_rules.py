@@ -62,7 +62,7 @@ AREAS = (
     Area("engine/images.py", (*STDLIB, "PIL", "messages", "engine")),
     Area("engine/adapters/files/tensorizer_stream.py", (*STDLIB, "torch", "tensorizer", "engine")),
     Area("engine/layers/*", (*STDLIB, "torch", "transformers", "engine")),
-    Area("engine/punica.py", (*STDLIB, "torch", "engine")),
+    Area("engine/punica/wrapper.py", (*STDLIB, "torch", "engine")),
     Area(
         "engine/worker.py",
         (*STDLIB, "zmq", "msgspec", "structlog", "torch", "messages", "engine"),

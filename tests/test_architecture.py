@@ -90,7 +90,7 @@ WRONG_IMPORTS = [
     ("engine/layers/x.py", "from messages.ids import Slot"),
     ("engine/layers/x.py", "import triton.language as tl"),
     ("engine/kernels/x.py", "import messages"),
-    ("engine/punica.py", "from messages import ids"),
+    ("engine/punica/wrapper.py", "from messages import ids"),
 ]
 
 

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.grouping import Grouper
 from engine.kernels.operands import TILE_ROWS, GroupBounds, Groups
+from engine.punica.grouping import Grouper
 
 CPU = torch.device("cpu")
 SLOTS = 9

@@ -13,8 +13,9 @@ import torch
 from engine.graphs import CapturedSteps, CudaCapture, GraphKey
 from engine.kernels import choose_kernels
 from engine.layout import ModuleKind
-from engine.punica import Halves, LoRAMapping, PunicaWrapper
-from engine.streams import SecondStream
+from engine.punica import LoRAMapping, PunicaWrapper
+from engine.punica.side_stream import SecondStream
+from engine.punica.wrapper import Halves
 from tests.kernel_cases import (
     ERRORS_MAX,
     Case,

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from engine.kernels.operands import Directory, LoRASlices
 from engine.layout import ModuleShape, Shard
-from engine.punica import Halves, LoRAMapping, PunicaWrapper
+from engine.punica import LoRAMapping, PunicaWrapper
+from engine.punica.wrapper import Halves
 from engine.residency.arena import Arena
 from tests.engine_examples import relative_error
 from tests.kernel_cases import NAMES, kernels_of

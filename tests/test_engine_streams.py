@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels import choose_kernels
 from engine.punica import LoRAMapping, PunicaWrapper
-from engine.streams import SecondStream
+from engine.punica.side_stream import SecondStream
 from tests.kernel_cases import ERRORS_MAX, Shape, error_of, expected_output, make_case, mixed_rows
 
 CPU = torch.device("cpu")

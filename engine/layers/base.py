@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engine.kernels.operands import Directory, LoRASlices
 from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, directory_columns
 from engine.parallel import SINGLE, ParallelGroup
-from engine.punica import PunicaWrapper
+from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
 
 Parts = Sequence[Tensor | None]

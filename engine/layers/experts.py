@@ -18,7 +18,7 @@ from engine.layers.expert_layout import Adder, Call, ExpertLayout, layout_of
 from engine.layers.parallel_experts import ParallelExperts
 from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, Within
 from engine.parallel import SINGLE, ParallelGroup
-from engine.punica import Halves, PunicaWrapper
+from engine.punica.wrapper import Halves, PunicaWrapper
 
 
 class Delta:

@@ -16,7 +16,7 @@ from engine.kernels.operands import Directory, LoRASlices
 from engine.layers.base import BaseLayerWithLoRA, SliceShape, slices_of
 from engine.layers.parallel import RowParallelLinear
 from engine.parallel import ParallelGroup
-from engine.punica import Halves
+from engine.punica.wrapper import Halves
 
 
 def dealt(shape: SliceShape, group: ParallelGroup) -> SliceShape:

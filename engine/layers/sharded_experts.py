@@ -26,7 +26,7 @@ from engine.layers.experts import (
 )
 from engine.layers.parallel_experts import ParallelExperts
 from engine.layers.sharded import dealt, gather_ranks, halves_of_dealt
-from engine.punica import Halves
+from engine.punica.wrapper import Halves
 
 
 class ShardedExperts(ExpertsWithLoRA):

@@ -6,64 +6,18 @@ an adapter id without a slot is an error, never the base model.
 """
 
 from collections.abc import Callable, Sequence
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.errors import NotResident
-from engine.grouping import Grouper
 from engine.kernels import Kernels
 from engine.kernels.expert_groups import ExpertGroups, group_experts
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices, accumulator_dtype
-from engine.streams import Beside
-
-BASE = 0
-"""The adapter id of rows without an adapter."""
-
-
-class MappingType(Enum):
-    """Which part of a model a mapping is for."""
-
-    LANGUAGE = "language"
-    TOWER = "tower"
-    CONNECTOR = "connector"
-
-
-class LoRAMapping:
-    """Which adapter each row of a batch uses; 0 is the base model.
-
-    index_mapping: [tokens], an adapter id per token, in the order of the flattened batch.
-    prompt_mapping: [rows], an adapter id per sampled row.
-
-    Both are copied, so a caller may refill the buffer that it passed: a mapping that shared it
-    would change with it, compare equal to the new one, and leave rows with the old adapters.
-    """
-
-    def __init__(
-        self,
-        index_mapping: Sequence[int] | Tensor,
-        prompt_mapping: Sequence[int] | Tensor,
-        is_prefill: bool = False,
-        type: MappingType = MappingType.LANGUAGE,  # noqa: A002 - the field's known name
-    ) -> None:
-        self.index_mapping = _copy_of(index_mapping)
-        self.prompt_mapping = _copy_of(prompt_mapping)
-        self.is_prefill = is_prefill
-        self.type = type
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, LoRAMapping):
-            return NotImplemented
-        return (
-            self.is_prefill == other.is_prefill
-            and self.type == other.type
-            and torch.equal(self.index_mapping, other.index_mapping)
-            and torch.equal(self.prompt_mapping, other.prompt_mapping)
-        )
+from engine.punica.grouping import Grouper
+from engine.punica.mapping import BASE, LoRAMapping
+from engine.punica.side_stream import Beside
 
 
 class Halves(NamedTuple):
@@ -316,11 +270,6 @@ class PunicaWrapper:
         shrunk = self._between(x, halves)
         self._kernels.experts_shrink(shrunk, x, halves.shrink, groups)
         self._kernels.experts_expand(ys, exchange(shrunk), halves.expand, groups)
-
-
-def _copy_of(ids: Sequence[int] | Tensor) -> Tensor:
-    """The ids as an int64 tensor on the host that shares no memory with its source."""
-    return torch.as_tensor(ids, dtype=torch.int64, device="cpu").clone()
 
 
 def _slots_of(ids: Tensor, slot_of_id: dict[int, int]) -> Tensor:
