@@ -16,9 +16,9 @@ from benchmarks.figures import Figure, best_seconds, in_turns
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
-from engine.kv_cache import RowCache
 from engine.layout import blob_bytes
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import RowCache
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import stage

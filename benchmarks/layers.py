@@ -21,7 +21,7 @@ from benchmarks.figures import Figure
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import stage

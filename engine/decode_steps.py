@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.graphs import StepRunner
-from engine.kv_cache import FIXED_COLUMNS_MIN, RowCache, fixed_mask
 from engine.layout import power_of_two
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import FIXED_COLUMNS_MIN, RowCache, fixed_mask
 
 _DUMMY: Final = (0, 1, 0)
 """A dummy row's token, length and position."""

@@ -25,12 +25,12 @@ from engine.errors import (
 )
 from engine.jobs import Jobs
 from engine.kept import KeptOutputs
-from engine.kv_cache import RowCache
-from engine.media import Media, offsets_of
-from engine.model import PreparedModel
-from engine.processor import Reading
+from engine.models.causal_model import PreparedModel
+from engine.models.image_processor import Reading
+from engine.models.kv_cache import RowCache
+from engine.models.tokenization import prompt_tokens
+from engine.models.vision.media import Media, offsets_of
 from engine.prompt_jobs import PromptJobs
-from engine.prompts import prompt_tokens
 from engine.punica.mapping import BASE, LoRAMapping
 from engine.punica.wrapper import PunicaWrapper
 from engine.rows import Row

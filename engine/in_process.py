@@ -17,13 +17,13 @@ from engine.adapters.dummy import OwnWeights
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
 from engine.config import LoRAConfig
-from engine.equipment import equip
 from engine.errors import NotResident, UnknownAdapter
-from engine.image_punica import IMAGE_PARTS
 from engine.jobs import InlineJobs
 from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes
-from engine.loading import prepare_loaded
+from engine.models.binding import equip
+from engine.models.loading import prepare_loaded
+from engine.models.vision.mapping import IMAGE_PARTS
 from engine.punica.mapping import LoRAMapping, MappingType
 from engine.residency.residency import Residency
 from engine.residency.staging import unpack

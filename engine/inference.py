@@ -12,8 +12,8 @@ from engine.config import EngineConfig
 from engine.errors import NotServed
 from engine.generate import Generator
 from engine.jobs import Jobs
-from engine.model import PreparedModel
-from engine.pooled_model import PooledModel
+from engine.models.causal_model import PreparedModel
+from engine.models.pooling_model import PooledModel
 from engine.pooler import Pooler
 from engine.punica.wrapper import PunicaWrapper
 from engine.slots import Slots

@@ -27,9 +27,9 @@ from engine.adapters.reader import LoadedAdapter
 from engine.books import Books, Clock
 from engine.config import LoRAConfig
 from engine.errors import EngineError, NoRoom, error_of
-from engine.image_part import ImageTensors
 from engine.in_process import InProcessEngine
 from engine.layout import rank_parts_of
+from engine.models.vision.encoder import ImageTensors
 from engine.punica.mapping import LoRAMapping, MappingType
 from messages import events, requests
 from messages.ids import EVICTED, GPU_SLOT

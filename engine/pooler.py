@@ -28,8 +28,8 @@ from engine.errors import (
     RequestRefused,
 )
 from engine.kept import KeptOutputs
-from engine.pooled_model import PooledModel
-from engine.prompts import prompt_tokens
+from engine.models.pooling_model import PooledModel
+from engine.models.tokenization import prompt_tokens
 from engine.punica.mapping import BASE
 from engine.punica.wrapper import PunicaWrapper
 from engine.slots import Slots

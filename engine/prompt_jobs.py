@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from engine.jobs import Jobs
-from engine.processor import Reading
+from engine.models.image_processor import Reading
 from engine.rows import Row
 from messages.ids import OpId
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from engine.media import Media
-from engine.model import PreparedModel
-from engine.processor import Reading
+from engine.models.causal_model import PreparedModel
+from engine.models.image_processor import Reading
+from engine.models.vision.media import Media
 from engine.sampling import Sampler
 from engine.text import Detokenizer, StopFilter
 from messages.commands import StartGeneration

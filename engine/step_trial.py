@@ -19,10 +19,10 @@ from engine.config import EngineConfig
 from engine.decode_steps import DecodeSteps, FixedSteps, GrowingSteps
 from engine.errors import FOREIGN_FAILURES
 from engine.graphs import CapturedSteps, CudaCapture, StepRunner, WatchedSteps
-from engine.kv_cache import FIXED_COLUMNS_MIN, RowCache
 from engine.layout import power_of_two
-from engine.model import PreparedModel
-from engine.probe import ERROR_MAX_HALF, ERRORS_MAX
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import FIXED_COLUMNS_MIN, RowCache
+from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
 from engine.punica.mapping import BASE, LoRAMapping
 from engine.punica.wrapper import PunicaWrapper
 

@@ -6,7 +6,7 @@ from msgspec import structs
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.engine import Engine
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
 from messages import commands as cm
 from messages import reports as rp
 from messages.errors import ErrorCode

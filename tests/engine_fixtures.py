@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.loading import load_model
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
+from engine.models.loading import load_model
 from examples.tiny_recipe import build_tokenizer
 from tests.engine_bench import EngineBench
 from tests.engine_examples import ADAPTERS, tiny_config

@@ -8,10 +8,10 @@ from msgspec import structs
 
 from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
-from engine.equipment import equip
 from engine.generate import Generator
 from engine.jobs import InlineJobs, Jobs
-from engine.model import PreparedModel
+from engine.models.binding import equip
+from engine.models.causal_model import PreparedModel
 from engine.punica import PunicaWrapper
 from engine.residency.staging import stage
 from engine.slots import Slots

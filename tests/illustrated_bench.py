@@ -16,15 +16,15 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 
 from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
-from engine.equipment import equip
 from engine.jobs import InlineJobs, Jobs
-from engine.kv_cache import RowCache
-from engine.loading import load_model
-from engine.media import offsets_of
-from engine.model import PreparedModel
+from engine.models.binding import equip
+from engine.models.causal_model import PreparedModel
+from engine.models.image_processor import Reading, load_processor
+from engine.models.kv_cache import RowCache
+from engine.models.loading import load_model
+from engine.models.tokenization import prompt_tokens
+from engine.models.vision.media import offsets_of
 from engine.parallel import SINGLE, ParallelGroup
-from engine.processor import Reading, load_processor
-from engine.prompts import prompt_tokens
 from engine.punica import LoRAMapping
 from engine.residency.staging import stage
 from engine.slots import Slots

@@ -16,17 +16,17 @@ from engine.adapters import read_adapter
 from engine.config import LoRAConfig
 from engine.errors import EngineError, ModelRefused
 from engine.kernels import choose_kernels
-from engine.kv_cache import RowCache
 from engine.layers import wrapper_of, wrappers_for
 from engine.layers.experts import ExpertsWithLoRA
 from engine.layers.parallel_experts import ParallelExperts
 from engine.layers.sharded_experts import FusedMoE3DWithShardedLoRA
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import RowCache
+from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import stage
-from engine.sharding import shard_model
 from tests.dummies import MODELS, tried
 from tests.engine_examples import relative_error
 from tests.expert_adapters import make_model

@@ -29,15 +29,15 @@ from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.kernels import choose_kernels
-from engine.kv_cache import RowCache
 from engine.layers.parallel import ParallelHead, VocabParallelEmbedding
 from engine.layout import ModuleShape
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import RowCache
+from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import stage
-from engine.sharding import shard_model
 from tests.engine_examples import relative_error
 from tests.ranks import serve
 

@@ -11,9 +11,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
+from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
 from engine.pooler import Pooler
-from engine.sharding import shard_model
 from engine.slots import Slots
 from messages.commands import StartPooling
 from messages.reports import OperationFailed, PoolingEnded, Report

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
-from engine.equipment import equip
-from engine.model import PreparedModel
+from engine.models.binding import equip
+from engine.models.causal_model import PreparedModel
+from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, MappingType
 from engine.residency.staging import stage
-from engine.sharding import shard_model
 from tests.engine_examples import relative_error
 from tests.image_rows import WIDTH, Row, entries, images, inputs
 from tests.image_text_examples import build

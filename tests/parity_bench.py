@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from engine.adapters import LoRAModel, read_adapter
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
-from engine.kv_cache import RowCache
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import RowCache
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import Blob, stage

@@ -13,13 +13,13 @@ from torch import Tensor
 from engine.adapters import read_adapter
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
+from engine.models.pooling_model import PooledModel
+from engine.models.pooling_options import NOTHING_SAID, Pooling, PoolingOptions
+from engine.models.sharding import shard_model
 from engine.parallel import SINGLE, ParallelGroup
-from engine.pooled_model import PooledModel
-from engine.pooling_options import NOTHING_SAID, Pooling, PoolingOptions
 from engine.punica import PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import stage
-from engine.sharding import shard_model
 from messages.requests import PoolingTask
 from tests.pooling_examples import ADAPTERS, TEXTS, PoolingExample
 

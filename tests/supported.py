@@ -14,9 +14,9 @@ from engine.config import LoRAConfig
 from engine.layers import FULLY_SHARDED, WRAPPERS, BaseLayerWithLoRA
 from engine.layers.experts import ExpertsWithLoRA
 from engine.layout import ModuleKind
-from engine.model import PreparedModel
-from engine.packing import FAMILIES
-from engine.pooled_model import PooledModel
+from engine.models.causal_model import PreparedModel
+from engine.models.packing import FAMILIES
+from engine.models.pooling_model import PooledModel
 from engine.punica import MappingType
 from tests.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.expert_adapters import make_model

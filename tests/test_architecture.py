@@ -125,7 +125,7 @@ def test_a_climb_through_a_module_between_and_a_cycle_are_seen() -> None:
         source("engine/kernels/x.py", "from engine import helper"),
         source("engine/helper.py", "def f():\n    from engine.layers.base import Layer"),
         source("engine/layers/base.py", "import engine.kernels.x"),
-        source("engine/model.py", "import engine.layers.base"),
+        source("engine/models/causal_model.py", "import engine.layers.base"),
     ]
     assert climbs(files) == ["engine.kernels.x reaches engine.layers.base, a floor above it"]
     assert cycles(files) == ["engine.helper", "engine.kernels.x", "engine.layers.base"]

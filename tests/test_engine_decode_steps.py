@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from engine import generate
-from engine.cache_layers import FixedLayer
 from engine.config import EngineConfig
 from engine.decode_steps import FixedSteps
 from engine.graphs import CapturedSteps, Step, WatchedSteps
 from engine.kernels import choose_kernels
-from engine.kv_cache import FIXED_COLUMNS_MIN, RowCache, fixed_mask
 from engine.layout import power_of_two
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import FIXED_COLUMNS_MIN, RowCache, fixed_mask
+from engine.models.kv_cache_layer import FixedLayer
 from engine.punica import PunicaWrapper
 from messages.requests import Sampling
 from tests.generator_bench import NAMES, PROMPTS, ROWS, GeneratorBench

@@ -10,7 +10,7 @@ from peft import PeftModel
 from engine import generate
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
 from engine.punica import PunicaWrapper
 from messages.errors import ErrorCode
 from messages.reports import GenerationEnded, OperationFailed

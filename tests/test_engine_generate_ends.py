@@ -9,7 +9,7 @@ import pytest
 from engine import kept
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
 from examples.tiny_recipe import BOS_ID
 from messages.errors import ErrorCode
 from messages.reports import GenerationEnded, TokensGenerated

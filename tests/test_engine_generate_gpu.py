@@ -12,8 +12,8 @@ from engine.config import EngineConfig, LoRAConfig
 from engine.decode_steps import FixedSteps, GrowingSteps
 from engine.graphs import CapturedSteps, CudaCapture
 from engine.kernels import choose_kernels
-from engine.loading import load_model
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
+from engine.models.loading import load_model
 from engine.punica import PunicaWrapper
 from engine.step_trial import fixed_or_growing
 from messages.requests import Sampling

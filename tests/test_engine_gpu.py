@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.loading import load_model
+from engine.models.loading import load_model
 from examples.transformations import TRANSFORMATIONS, answer_of, prompt_of
 from messages import commands as cm
 from messages import reports as rp

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlavaForConditionalGe
 
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
 from engine.punica import MappingType
 from tests.image_text_examples import KINDS, TEXT, VISION, build
 

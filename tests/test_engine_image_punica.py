@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import NotResident
-from engine.image_part import units_of
-from engine.image_punica import ImageMapper, ImagePunicaWrapper
 from engine.kernels import choose_kernels
-from engine.media import Media
+from engine.models.vision.encoder import units_of
+from engine.models.vision.mapping import ImageMapper, ImagePunicaWrapper
+from engine.models.vision.media import Media
 from engine.punica import LoRAMapping, MappingType
 
 LAYOUT = (5, 6, None)

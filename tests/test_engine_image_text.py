@@ -16,12 +16,12 @@ from transformers import (
 
 from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
-from engine.equipment import equip
 from engine.errors import AdapterDoesNotFit, ModelRefused, RequestRefused
-from engine.kv_cache import RowCache
-from engine.loading import load_model
-from engine.model import PreparedModel
-from engine.prompts import prompt_tokens
+from engine.models.binding import equip
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import RowCache
+from engine.models.loading import load_model
+from engine.models.tokenization import prompt_tokens
 from engine.punica import LoRAMapping
 from engine.residency.staging import stage
 from tests.engine_examples import relative_error

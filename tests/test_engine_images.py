@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from engine import images
 from engine.errors import RequestRefused
-from engine.images import FORMATS, PIXELS_MAX, SIDE_MAX, open_image, open_images
+from engine.models.vision import decoding
+from engine.models.vision.decoding import FORMATS, PIXELS_MAX, SIDE_MAX, open_image, open_images
 from messages.requests import IMAGE_BYTES_MAX
 from tests.illustrated_examples import picture, png
 
@@ -131,7 +131,7 @@ def test_what_is_no_sound_image_is_refused_with_the_reason(case: str) -> None:
 
 
 def test_nothing_is_decoded_before_its_size_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "PIXELS_MAX", 34)
+    monkeypatch.setattr(decoding, "PIXELS_MAX", 34)
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("decoded"))
     for whole in WHOLE:
         with pytest.raises(RequestRefused, match="23 x 17 pixels; at most 34"):
@@ -140,9 +140,9 @@ def test_nothing_is_decoded_before_its_size_is_known(monkeypatch: pytest.MonkeyP
 
 def test_a_prompts_images_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     files = [png(picture(4, 5, seed)) for seed in range(3)]
-    monkeypatch.setattr(images, "PROMPT_PIXELS_MAX", 60)
+    monkeypatch.setattr(decoding, "PROMPT_PIXELS_MAX", 60)
     assert [image.size for image in open_images(files)] == [(4, 5)] * 3
-    monkeypatch.setattr(images, "PROMPT_PIXELS_MAX", 59)
+    monkeypatch.setattr(decoding, "PROMPT_PIXELS_MAX", 59)
     with pytest.raises(RequestRefused, match="first 3 of 3 images have 60 pixels; at most 59"):
         open_images(files)
 

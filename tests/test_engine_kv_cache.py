@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.cache_layers import IDLE_ROOM_MAX
-from engine.kv_cache import RowCache, left_padding_mask
 from engine.layout import power_of_two
+from engine.models.kv_cache import RowCache, left_padding_mask
+from engine.models.kv_cache_layer import IDLE_ROOM_MAX
 
 LAYERS, HEADS, WIDTH = 2, 3, 4
 

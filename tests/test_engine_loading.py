@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
-from engine.loading import load_model
+from engine.models.loading import load_model
 from tests.engine_examples import tiny_config
 from tests.expert_adapters import make_model
 

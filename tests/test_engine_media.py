@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.media import Media, joined, media_arguments
+from engine.models.vision.media import Media, joined, media_arguments
 from tests.engine_examples import relative_error
 from tests.illustrated_bench import EVERY_KIND, Bench, Row, Yardstick
 from tests.illustrated_examples import picture

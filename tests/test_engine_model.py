@@ -19,7 +19,6 @@ from transformers import (
 
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
-from engine.kv_cache import RowCache
 from engine.layers import (
     LogitsProcessorWithLoRA,
     MergedColumnParallelLinearWithLoRA,
@@ -29,8 +28,9 @@ from engine.layers import (
 )
 from engine.layers.logits import VOCABULARY_MAX
 from engine.layout import ModuleKind
-from engine.model import PreparedModel
-from engine.preparation import find_candidates
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import RowCache
+from engine.models.preparation import find_candidates
 from tests.engine_examples import ATTENTION, CONTEXT_TOKENS_MAX, MLP, relative_error, tiny_config
 
 pytest_plugins = ("tests.engine_fixtures",)

@@ -16,8 +16,8 @@ from engine.layers.packed import (
     QKVParallelLinear,
     SharedCall,
 )
-from engine.model import PreparedModel
-from engine.packing import FAMILIES, find_groups, with_relatives
+from engine.models.causal_model import PreparedModel
+from engine.models.packing import FAMILIES, find_groups, with_relatives
 from tests.engine_examples import relative_error, tiny_config
 
 

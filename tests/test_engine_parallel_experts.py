@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
-from engine.loading import load_model
+from engine.models.loading import load_model
 from engine.parallel import ParallelGroup
 from tests.expert_adapters import (
     GATE_UP,

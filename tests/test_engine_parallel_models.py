@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
-from engine.sharding import shard_model
 from tests.parallel_models import build
 from tests.ranks import Ranks, ranks
 

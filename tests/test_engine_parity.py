@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import DeviceOutOfMemory
-from engine.loading import load_model
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
+from engine.models.loading import load_model
 from tests.engine_examples import ADAPTERS, relative_error
 from tests.parity_bench import Bench, Row
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit, ModelRefused
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
 from tests.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.engine_examples import relative_error
 from tests.parity_bench import Bench, PeftSide, Row, read

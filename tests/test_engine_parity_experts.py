@@ -11,7 +11,7 @@ import torch
 
 from engine.config import LoRAConfig
 from engine.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, RouterWithLoRA
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
 from tests.engine_examples import relative_error
 from tests.expert_adapters import PER_EXPERT, make_model, save_fused, save_per_expert
 from tests.expert_examples import SERVED_FAMILIES

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import kept, pooled_model, pooler
+from engine import kept, pooler
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import (
     Conflict,
@@ -22,8 +22,9 @@ from engine.errors import (
 )
 from engine.inference import require_task
 from engine.kernels import choose_kernels
+from engine.models import pooling_model
+from engine.models.pooling_model import PooledModel
 from engine.parallel import ParallelGroup
-from engine.pooled_model import PooledModel
 from engine.pooler import Pooler
 from engine.punica import PunicaWrapper
 from engine.residency.arena import Arena
@@ -328,7 +329,7 @@ def test_what_all_requests_get_together_is_bounded_too(
 def test_a_model_whose_vectors_are_too_long_to_be_sent_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pooled_model, "VECTOR_NUMBERS_MAX", 2)
+    monkeypatch.setattr(pooling_model, "VECTOR_NUMBERS_MAX", 2)
     with pytest.raises(ModelRefused, match="3 numbers for a text; at most 2"):
         PooledModel(CLASSIFIERS[0].make(), LoRAConfig(), task="classify")
 

@@ -10,10 +10,10 @@ from transformers import BertForMaskedLM, LlamaForCausalLM
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
-from engine.loading import load_model
-from engine.pooled_model import PooledModel
-from engine.pooling_options import Pooling, PoolingOptions, pooling_options
-from engine.tasks import Task
+from engine.models.loading import load_model
+from engine.models.pooling_model import PooledModel
+from engine.models.pooling_options import Pooling, PoolingOptions, pooling_options
+from engine.models.tasks import Task
 from tests.engine_examples import tiny_config
 from tests.pooling_examples import CLASSIFIERS, EMBEDDERS
 

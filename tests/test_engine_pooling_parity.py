@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from engine.config import LoRAConfig
-from engine.pooled_model import PooledModel
-from engine.pooling_options import Pooling, PoolingOptions
+from engine.models.pooling_model import PooledModel
+from engine.models.pooling_options import Pooling, PoolingOptions
 from messages.requests import PoolingTask
 from tests.engine_examples import relative_error
 from tests.pooling_bench import ROWS, Bench, Yardstick

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.loading import load_model
+from engine.models.loading import load_model
 from messages.commands import StartPooling
 from messages.reports import OperationFailed, Report, VectorsComputed
 from tests.engine_bench import EngineBench

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused, RequestRefused
-from engine.loading import load_model
-from engine.model import PreparedModel
-from engine.processor import load_processor
-from engine.prompts import CHARACTERS_PER_TOKEN_MAX, prompt_tokens
+from engine.models.causal_model import PreparedModel
+from engine.models.image_processor import load_processor
+from engine.models.loading import load_model
+from engine.models.tokenization import CHARACTERS_PER_TOKEN_MAX, prompt_tokens
 from messages.requests import IllustratedPrompt
 from tests.illustrated_bench import KINDS
 from tests.illustrated_examples import ILLUSTRATED, build_with_processor, illustrated, picture

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.jobs import Finished
-from engine.loading import load_model
-from engine.media import Media
-from engine.model import PreparedModel
-from engine.processor import Reading
+from engine.models.causal_model import PreparedModel
+from engine.models.image_processor import Reading
+from engine.models.loading import load_model
+from engine.models.vision.media import Media
 from engine.prompt_jobs import AHEAD_MAX, PromptJobs
 from messages.commands import StartGeneration, StopGeneration
 from messages.ids import OpId

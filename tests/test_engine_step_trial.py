@@ -14,8 +14,8 @@ from engine.decode_steps import FixedSteps, GrowingSteps
 from engine.graphs import CapturedSteps, Step, WatchedSteps
 from engine.inference import inference_of
 from engine.kernels import choose_kernels
-from engine.model import PreparedModel
-from engine.pooled_model import PooledModel
+from engine.models.causal_model import PreparedModel
+from engine.models.pooling_model import PooledModel
 from engine.punica import PunicaWrapper
 from engine.step_trial import (
     StepsRefused,

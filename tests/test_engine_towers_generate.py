@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
-from engine.loading import load_model
+from engine.models.loading import load_model
 from engine.punica import MappingType
 from messages.requests import Sampling
 from tests.illustrated_bench import EVERY_KIND, EVERYWHERE, LORA, Bench, Row, Yardstick

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.adapters import LoRARequest
 from engine.config import LoRAConfig
 from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
 from engine.punica import LoRAMapping, MappingType
 from tests.image_rows import WIDTH, Row, entries, images, inputs
 from tests.image_text_examples import build

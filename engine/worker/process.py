@@ -16,7 +16,7 @@ from engine.config import EngineConfig, LoRAConfig
 from engine.engine import Engine
 from engine.ensemble import Leader, follow
 from engine.errors import AdapterNotFound, EngineError, ModelRefused, PathNotAllowed
-from engine.loading import load_model
+from engine.models.loading import load_model
 from engine.options import configs, parse
 from engine.parallel import (
     SINGLE,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused
-from engine.kv_cache import RowCache
-from engine.media import Media, offsets_of
+from engine.models.kv_cache import RowCache
+from engine.models.vision.media import Media, offsets_of
 
 Forward = Callable[[Tensor, RowCache, Sequence[Media | None]], Tensor]
 """`PreparedModel.forward`."""

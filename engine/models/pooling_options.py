@@ -14,7 +14,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
-from engine.tasks import SENTENCE_CONFIG, SENTENCE_MODULES, Task
+from engine.models.tasks import SENTENCE_CONFIG, SENTENCE_MODULES, Task
 
 
 class Pooling(StrEnum):

@@ -8,15 +8,15 @@ so that a configuration means the same everywhere.
 from typing import Any, NamedTuple
 
 from engine.config import LoRAConfig
-from engine.image_punica import IMAGE_PARTS, ImagePunicaWrapper
 from engine.kernels import choose_kernels
 from engine.layout import rank_parts_of
+from engine.models.served_model import ServedModel
+from engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrapper
 from engine.punica.side_stream import SecondStream
 from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.collective_copier import AgreedCopier
 from engine.residency.copier import copier_for
-from engine.served import ServedModel
 
 
 class Equipment(NamedTuple):

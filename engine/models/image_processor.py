@@ -20,10 +20,10 @@ from transformers import AutoImageProcessor, AutoTokenizer, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
 from engine.errors import FOREIGN_FAILURES, RequestRefused
-from engine.images import open_images
-from engine.media import Media
-from engine.prompts import check_text, check_tokens
-from engine.served import ServedModel
+from engine.models.served_model import ServedModel
+from engine.models.tokenization import check_text, check_tokens
+from engine.models.vision.decoding import open_images
+from engine.models.vision.media import Media
 from messages.requests import IllustratedPrompt
 
 LOCAL: Final[Mapping[str, Any]] = {"local_files_only": True, "trust_remote_code": False}

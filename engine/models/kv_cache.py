@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DummyLayer
 
-from engine.cache_layers import RoomyLayer
 from engine.layout import power_of_two
+from engine.models.kv_cache_layer import RoomyLayer
 
 FIXED_COLUMNS_MIN: Final = 64
 """The fewest columns of a step over fixed places; fewer would be other graphs for little."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused
-from engine.image_part import GRID, PIXELS, SIZES, ImagePart, ImageTensors, units_of
-from engine.probe import ERROR_MAX_HALF, ERRORS_MAX, Call, share_inputs, telling_inputs
+from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX, Call, share_inputs, telling_inputs
+from engine.models.vision.encoder import GRID, PIXELS, SIZES, ImagePart, ImageTensors, units_of
 
 _DIGEST_WIDTH: Final = 8
 _SIDES: Final = ((2, 2), (2, 5))

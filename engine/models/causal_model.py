@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from engine.config import LoRAConfig
-from engine.kv_cache import RowCache, left_padding_mask
-from engine.media import Media, media_arguments
-from engine.media_probe import try_images
-from engine.probe import generation_trial
-from engine.processor import ImageReader, ImagesRefused, Processor
-from engine.served import ServedModel, Tokenizer
+from engine.models.image_batch_probe import try_images
+from engine.models.image_processor import ImageReader, ImagesRefused, Processor
+from engine.models.kv_cache import RowCache, left_padding_mask
+from engine.models.probe import generation_trial
+from engine.models.served_model import ServedModel, Tokenizer
+from engine.models.vision.media import Media, media_arguments
 
 _NO_PROCESSOR: Final = ImagesRefused("the model was prepared without a processor")
 

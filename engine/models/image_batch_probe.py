@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Final
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused, RequestRefused
-from engine.images import sample_png
-from engine.probe import Forward, compare, two_steps
-from engine.processor import ImageReader, ImagesRefused, Reading
+from engine.models.image_processor import ImageReader, ImagesRefused, Reading
+from engine.models.probe import Forward, compare, two_steps
+from engine.models.vision.decoding import sample_png
 from messages.requests import IllustratedPrompt
 
 SIZES: Final = ((64, 48), (48, 120))

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
-from engine.pooling_options import NOTHING_SAID, Pooling, PoolingOptions
-from engine.probe import Prompts, pooling_trial, sees_what_follows
+from engine.models.pooling_options import NOTHING_SAID, Pooling, PoolingOptions
+from engine.models.probe import Prompts, pooling_trial, sees_what_follows
+from engine.models.served_model import ServedModel, Tokenizer
 from engine.punica.mapping import LoRAMapping
-from engine.served import ServedModel, Tokenizer
 from messages.requests import PoolingTask
 
 VECTOR_NUMBERS_MAX: Final = (1 << 22) // 4

@@ -16,15 +16,15 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
-from engine.model import PreparedModel
+from engine.models.causal_model import PreparedModel
+from engine.models.image_processor import LOCAL, ImagesRefused, Processor, load_processor
+from engine.models.pooling_model import PooledModel
+from engine.models.pooling_options import PoolingOptions, pooling_options
+from engine.models.preparation import CLASSIFIERS
+from engine.models.served_model import ServedModel, Tokenizer
+from engine.models.sharding import experts_of, shard_model
+from engine.models.tasks import Task, loader_of, task_of
 from engine.parallel import SINGLE, ParallelGroup
-from engine.pooled_model import PooledModel
-from engine.pooling_options import PoolingOptions, pooling_options
-from engine.preparation import CLASSIFIERS
-from engine.processor import LOCAL, ImagesRefused, Processor, load_processor
-from engine.served import ServedModel, Tokenizer
-from engine.sharding import experts_of, shard_model
-from engine.tasks import Task, loader_of, task_of
 
 MODALITY: Final = "image"
 """What prompts may bring beside text, as `default_mm_loras` calls it."""

@@ -16,9 +16,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.image_part import ImagePart, ImageTensors, units_of
 from engine.kernels.operands import Groups
-from engine.media import Media
+from engine.models.vision.encoder import ImagePart, ImageTensors, units_of
+from engine.models.vision.media import Media
 from engine.punica.mapping import LoRAMapping, MappingType
 from engine.punica.wrapper import PunicaWrapper
 

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import ModelRefused
-from engine.image_part import ImagePart
-from engine.image_probe import watch_images
 from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, Row, wrapper_of
 from engine.layers.packed import PackedLinear
 from engine.layout import ModuleShape, directory_columns
-from engine.packing import Group, find_groups, pack, with_relatives
-from engine.probe import SAMPLED_ROWS, RowShapes, Sightings, Trial, watch_layers
+from engine.models.image_layer_probe import watch_images
+from engine.models.packing import Group, find_groups, pack, with_relatives
+from engine.models.probe import SAMPLED_ROWS, RowShapes, Sightings, Trial, watch_layers
+from engine.models.vision.encoder import ImagePart
 from engine.punica.mapping import MappingType
 
 _ROWS: Final[Mapping[Role, RowShapes]] = {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from engine.errors import RequestRefused
-from engine.served import ServedModel
+from engine.models.served_model import ServedModel
 from messages.requests import IllustratedPrompt, Prompt, TextPrompt
 
 CHARACTERS_PER_TOKEN_MAX: Final = 32

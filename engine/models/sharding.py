@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused
-from engine.image_part import find_image_part
 from engine.layers.expert_layout import layout_of
 from engine.layers.parallel import (
     ColumnParallelLinear,
@@ -25,8 +24,9 @@ from engine.layers.parallel import (
     VocabParallelEmbedding,
 )
 from engine.layers.parallel_experts import ParallelExperts
+from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
+from engine.models.vision.encoder import find_image_part
 from engine.parallel import ParallelGroup
-from engine.probe import ERROR_MAX_HALF, ERRORS_MAX
 
 _PROMPT_TOKENS: Final = 5
 """How many tokens the whole and the split model are asked about."""

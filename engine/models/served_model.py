@@ -16,17 +16,17 @@ from engine.adapters.compatibility import ModelSide
 from engine.adapters.module_paths import equivalences_of
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
-from engine.image_part import ImagePart, find_image_part
-from engine.image_punica import NO_PUNICAS, ImageMapper, ImagePunicas
 from engine.layers import BaseLayerWithLoRA, wrappers_for
 from engine.layout import ModuleShape
+from engine.models.preparation import Scope, module_shapes, prepare_layers
+from engine.models.probe import Trial
+from engine.models.tasks import Task
+from engine.models.vision.encoder import ImagePart, find_image_part
+from engine.models.vision.mapping import NO_PUNICAS, ImageMapper, ImagePunicas
 from engine.parallel import SINGLE, ParallelGroup
-from engine.preparation import Scope, module_shapes, prepare_layers
-from engine.probe import Trial
 from engine.punica.mapping import MappingType
 from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
-from engine.tasks import Task
 
 _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id")
 

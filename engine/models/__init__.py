@@ -1,0 +1,1 @@
+"""A transformers model made servable: load, shard, probe, pack, wrap, bind, run."""

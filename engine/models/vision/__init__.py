@@ -1,0 +1,1 @@
+"""What images add to a model: decoding, the encoder, and its mappings."""
