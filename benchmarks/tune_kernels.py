@@ -1,8 +1,8 @@
 """`python -m benchmarks.tune_kernels`: measure tile sizes on this device and write its tables.
 
 What it is: for each regime, the candidates timed over batches of that regime, and the best by the
-geometric mean of their times; the tables go into `engine/kernels/gpu/tile_configs.py`. What it is not:
-run while serving, or able to change which regimes there are. One rule: a candidate that does not
+geometric mean of their times; the tables go into `engine/kernels/gpu/tile_configs.py`. What it is
+not: run while serving, or able to change which regimes there are. One rule: a candidate that does not
 compile, or gives a wrong result, is no candidate.
 """
 

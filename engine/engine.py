@@ -16,14 +16,14 @@ from engine.adapters.reader import LoadedAdapter, read_adapter
 from engine.agreement import AgreedJobs
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import EngineError
-from engine.inference import inference_of, require_task
+from engine.inference.admission import Slots
+from engine.inference.runner import inference_of, require_task
 from engine.jobs import Jobs, WorkPool
 from engine.models.binding import equip
 from engine.models.causal_model import PreparedModel
 from engine.models.pooling_model import PooledModel
 from engine.parallel import ParallelGroup
 from engine.residency.residency import Job, Residency
-from engine.slots import Slots
 from engine.worker.seen_operations import SeenOperations
 from messages import commands, reports
 from messages.ids import OpId

@@ -8,13 +8,13 @@ from msgspec import structs
 
 from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
-from engine.generate import Generator
+from engine.inference.admission import Slots
+from engine.inference.generator import Generator
 from engine.jobs import InlineJobs, Jobs
 from engine.models.binding import equip
 from engine.models.causal_model import PreparedModel
 from engine.punica import PunicaWrapper
 from engine.residency.staging import stage
-from engine.slots import Slots
 from messages.commands import StartGeneration
 from messages.ids import OpId
 from messages.reports import GenerationEnded, OperationFailed, TokensGenerated

@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache
 
 from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
+from engine.inference.admission import Slots
 from engine.jobs import InlineJobs, Jobs
 from engine.models.binding import equip
 from engine.models.causal_model import PreparedModel
@@ -27,7 +28,6 @@ from engine.models.vision.media import offsets_of
 from engine.parallel import SINGLE, ParallelGroup
 from engine.punica import LoRAMapping
 from engine.residency.staging import stage
-from engine.slots import Slots
 from messages.ids import OpId
 from messages.requests import Prompt
 from tests.generator_bench import Driver

@@ -11,10 +11,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
+from engine.inference.admission import Slots
+from engine.inference.pooler import Pooler
 from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
-from engine.pooler import Pooler
-from engine.slots import Slots
 from messages.commands import StartPooling
 from messages.reports import OperationFailed, PoolingEnded, Report
 from messages.requests import PoolingTask

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.graphs import Step
+from engine.inference.cuda_graphs import Step
 
 Operation = tuple[Any, Any, Any, Any]
 """A function, its arguments by place and by name, and what it gave."""

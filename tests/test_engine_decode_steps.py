@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import generate
 from engine.config import EngineConfig
-from engine.decode_steps import FixedSteps
-from engine.graphs import CapturedSteps, Step, WatchedSteps
+from engine.inference import generator
+from engine.inference.cuda_graphs import CapturedSteps, Step, WatchedSteps
+from engine.inference.decode import FixedSteps
 from engine.kernels import choose_kernels
 from engine.layout import power_of_two
 from engine.models.causal_model import PreparedModel
@@ -76,7 +76,7 @@ def make_bench(
     def make(runner: object = None, **changes: object) -> GeneratorBench:
         if runner is not None:
             monkeypatch.setattr(
-                generate, "choose_steps", lambda model, *_: FixedSteps(model, runner)
+                generator, "choose_steps", lambda model, *_: FixedSteps(model, runner)
             )
         return GeneratorBench(prepared_model, adapter_root, replace(engine_config, **changes))
 

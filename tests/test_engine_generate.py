@@ -7,9 +7,9 @@ import pytest
 import torch
 from peft import PeftModel
 
-from engine import generate
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.inference import generator
 from engine.models.causal_model import PreparedModel
 from engine.punica import PunicaWrapper
 from messages.errors import ErrorCode
@@ -79,7 +79,7 @@ def test_no_more_rows_run_than_there_are_places(
         "forward",
         lambda ids, rows, media: sizes.append(ids.shape) or forward(ids, rows, media),
     )
-    monkeypatch.setattr(generate, "PREFILL_TOKENS_MAX", 12)
+    monkeypatch.setattr(generator, "PREFILL_TOKENS_MAX", 12)
     ops = [bench.start(*row) for row in ROWS]
     bench.run()
     assert [bench.output(op) for op in ops] == expected

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine import kept
 from engine.config import EngineConfig
 from engine.errors import EngineError
+from engine.inference import output_cache
 from engine.models.causal_model import PreparedModel
 from examples.tiny_recipe import BOS_ID
 from messages.errors import ErrorCode
@@ -216,7 +216,7 @@ def test_a_request_id_that_is_running_is_refused(bench: GeneratorBench) -> None:
 def test_an_output_can_be_sent_again_while_it_runs_and_after(
     bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
 ) -> None:
-    monkeypatch.setattr(kept, "KEPT_MAX", 2)
+    monkeypatch.setattr(output_cache, "KEPT_MAX", 2)
     pieces = defaultdict(list)
     op = bench.start("output", PROMPTS[0])
     bench.run(steps=5)
@@ -243,7 +243,7 @@ def test_an_output_can_be_sent_again_while_it_runs_and_after(
 def test_a_request_that_was_started_again_is_not_forgotten_with_its_first_output(
     bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
 ) -> None:
-    monkeypatch.setattr(kept, "KEPT_MAX", 2)
+    monkeypatch.setattr(output_cache, "KEPT_MAX", 2)
     one = Sampling(max_tokens=1)
     for request_id in ("again", "other", "again", "third"):
         bench.start(None, PROMPTS[0], one, request_id=request_id)

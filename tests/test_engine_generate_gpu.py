@@ -7,15 +7,15 @@ import pytest
 import structlog
 import torch
 
-from engine import step_trial
 from engine.config import EngineConfig, LoRAConfig
-from engine.decode_steps import FixedSteps, GrowingSteps
-from engine.graphs import CapturedSteps, CudaCapture
+from engine.inference import decode_probe
+from engine.inference.cuda_graphs import CapturedSteps, CudaCapture
+from engine.inference.decode import FixedSteps, GrowingSteps
+from engine.inference.decode_probe import fixed_or_growing
 from engine.kernels import choose_kernels
 from engine.models.causal_model import PreparedModel
 from engine.models.loading import load_model
 from engine.punica import PunicaWrapper
-from engine.step_trial import fixed_or_growing
 from messages.requests import Sampling
 from tests.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX
 from tests.generator_bench import NAMES, ROWS, GeneratorBench
@@ -52,7 +52,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[CapturedSteps]:
         made.append(CapturedSteps(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(step_trial, "CapturedSteps", make)
+    monkeypatch.setattr(decode_probe, "CapturedSteps", make)
     return made
 
 

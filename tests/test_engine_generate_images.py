@@ -10,11 +10,11 @@ import pytest
 from msgspec import structs
 from torch import Tensor
 
-from engine import generate
-from engine.decode_steps import FixedSteps
 from engine.errors import Conflict, EngineOverloaded, RequestRefused
+from engine.inference import generator
+from engine.inference.decode import FixedSteps
+from engine.inference.image_prefetch import AHEAD_MAX
 from engine.jobs import Finished
-from engine.prompt_jobs import AHEAD_MAX
 from messages.errors import ErrorCode
 from messages.ids import OpId
 from messages.reports import GenerationEnded, OperationFailed
@@ -70,7 +70,7 @@ def test_rows_with_images_go_on_over_fixed_places(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = partial(FixedSteps, runner=AtOnce())
-    monkeypatch.setattr(generate, "choose_steps", lambda model, *_: steps(model))
+    monkeypatch.setattr(generator, "choose_steps", lambda model, *_: steps(model))
     _check_rows_that_join(Yardstick(kind, tmp_path), Bench(kind, tmp_path))
 
 

@@ -7,7 +7,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.graphs import CapturedSteps, CudaCapture, GraphKey, Step, WhileHeld
+from engine.inference.cuda_graphs import CapturedSteps, CudaCapture, GraphKey, Step, WhileHeld
 from engine.kernels import choose_kernels
 from engine.punica import LoRAMapping, PunicaWrapper
 from tests.replayed_steps import TapeCapture

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import kept
-from engine.kept import KeptOutputs
+from engine.inference import output_cache
+from engine.inference.output_cache import KeptOutputs
 from messages.reports import PrivateReport, TokensGenerated, VectorsComputed
 
 COUNT_MAX, BYTES_MAX = 3, 100
@@ -30,8 +30,8 @@ def size_of(output: PrivateReport) -> int:
 @given(st.lists(tokens | vectors, max_size=12))
 def test_what_is_kept_is_the_latest_of_each_request_that_fits(outputs: list[PrivateReport]) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(kept, "KEPT_MAX", COUNT_MAX)
-        patched.setattr(kept, "KEPT_BYTES_MAX", BYTES_MAX)
+        patched.setattr(output_cache, "KEPT_MAX", COUNT_MAX)
+        patched.setattr(output_cache, "KEPT_BYTES_MAX", BYTES_MAX)
         found = KeptOutputs()
         expected: list[PrivateReport] = []
         for output in outputs:

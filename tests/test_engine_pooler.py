@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import kept, pooler
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import (
     Conflict,
@@ -20,15 +19,16 @@ from engine.errors import (
     NotServed,
     RequestRefused,
 )
-from engine.inference import require_task
+from engine.inference import output_cache, pooler
+from engine.inference.admission import Slots
+from engine.inference.pooler import Pooler
+from engine.inference.runner import require_task
 from engine.kernels import choose_kernels
 from engine.models import pooling_model
 from engine.models.pooling_model import PooledModel
 from engine.parallel import ParallelGroup
-from engine.pooler import Pooler
 from engine.punica import PunicaWrapper
 from engine.residency.arena import Arena
-from engine.slots import Slots
 from messages.commands import StartGeneration, StartPooling
 from messages.errors import ErrorCode
 from messages.reports import OperationFailed, PoolingEnded, Report, VectorsComputed
@@ -226,7 +226,7 @@ def test_ended_vectors_are_sent_again_while_they_are_kept(
     bench.pooler.resend("first")
     bench.pooler.resend("nobody's")
     assert bench.run() == [vectors]
-    monkeypatch.setattr(kept, "KEPT_BYTES_MAX", 2 * len(vectors.vectors[0]))
+    monkeypatch.setattr(output_cache, "KEPT_BYTES_MAX", 2 * len(vectors.vectors[0]))
     for request_id in ("second", "third"):
         bench.start((5, 6), request_id=request_id)
         bench.run()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.sampling import Sampler
+from engine.inference.sampler import Sampler
 from messages.requests import Sampling
 
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2]))

@@ -10,20 +10,20 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.decode_steps import FixedSteps, GrowingSteps
-from engine.graphs import CapturedSteps, Step, WatchedSteps
-from engine.inference import inference_of
-from engine.kernels import choose_kernels
-from engine.models.causal_model import PreparedModel
-from engine.models.pooling_model import PooledModel
-from engine.punica import PunicaWrapper
-from engine.step_trial import (
+from engine.inference.cuda_graphs import CapturedSteps, Step, WatchedSteps
+from engine.inference.decode import FixedSteps, GrowingSteps
+from engine.inference.decode_probe import (
     StepsRefused,
     TrialMapper,
     choose_steps,
     fixed_or_growing,
     try_fixed_steps,
 )
+from engine.inference.runner import inference_of
+from engine.kernels import choose_kernels
+from engine.models.causal_model import PreparedModel
+from engine.models.pooling_model import PooledModel
+from engine.punica import PunicaWrapper
 from tests.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.engine_bench import EngineBench
 from tests.engine_examples import tiny_config

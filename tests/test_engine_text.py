@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from engine.text import REPLACEMENT, WAITING_TOKENS_MAX, Detokenizer, StopFilter
+from engine.inference.detokenizer import REPLACEMENT, WAITING_TOKENS_MAX, Detokenizer, StopFilter
 from examples.tiny_recipe import EOS_ID, build_tokenizer
 
 TOKENIZER = build_tokenizer()

@@ -1,1 +1,1 @@
-"""Where adapters are on host and device: staging, the arena, copies, and the commands that move them."""
+"""Where adapters are on host and device: staging, arena, copies and the commands that move them."""

@@ -16,7 +16,6 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.admission import admit
 from engine.config import EngineConfig
 from engine.errors import (
     DeviceOutOfMemory,
@@ -27,12 +26,12 @@ from engine.errors import (
     NotServed,
     RequestRefused,
 )
-from engine.kept import KeptOutputs
+from engine.inference.admission import Slots, admit
+from engine.inference.output_cache import KeptOutputs
 from engine.models.pooling_model import PooledModel
 from engine.models.tokenization import prompt_tokens
 from engine.punica.mapping import BASE
 from engine.punica.wrapper import PunicaWrapper
-from engine.slots import Slots
 from messages.commands import StartPooling
 from messages.ids import OpId, RequestId
 from messages.reports import OperationFailed, PoolingEnded, Report, VectorsComputed

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import NotServed
-from engine.generate import Generator
+from engine.inference.admission import Slots
+from engine.inference.generator import Generator
+from engine.inference.pooler import Pooler
 from engine.jobs import Jobs
 from engine.models.causal_model import PreparedModel
 from engine.models.pooling_model import PooledModel
-from engine.pooler import Pooler
 from engine.punica.wrapper import PunicaWrapper
-from engine.slots import Slots
 from messages.commands import StartGeneration, StartInference
 from messages.ids import OpId, RequestId
 from messages.reports import Report

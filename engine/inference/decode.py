@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.graphs import StepRunner
+from engine.inference.cuda_graphs import StepRunner
 from engine.layout import power_of_two
 from engine.models.causal_model import PreparedModel
 from engine.models.kv_cache import FIXED_COLUMNS_MIN, RowCache, fixed_mask

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.decode_steps import DecodeSteps, FixedSteps, GrowingSteps
 from engine.errors import FOREIGN_FAILURES
-from engine.graphs import CapturedSteps, CudaCapture, StepRunner, WatchedSteps
+from engine.inference.cuda_graphs import CapturedSteps, CudaCapture, StepRunner, WatchedSteps
+from engine.inference.decode import DecodeSteps, FixedSteps, GrowingSteps
 from engine.layout import power_of_two
 from engine.models.causal_model import PreparedModel
 from engine.models.kv_cache import FIXED_COLUMNS_MIN, RowCache

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from engine.inference.detokenizer import Detokenizer, StopFilter
+from engine.inference.sampler import Sampler
 from engine.models.causal_model import PreparedModel
 from engine.models.image_processor import Reading
 from engine.models.vision.media import Media
-from engine.sampling import Sampler
-from engine.text import Detokenizer, StopFilter
 from messages.commands import StartGeneration
 from messages.reports import TokensGenerated
 from messages.requests import FinishReason

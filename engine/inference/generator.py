@@ -13,7 +13,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.admission import admit
 from engine.config import EngineConfig
 from engine.errors import (
     FOREIGN_FAILURES,
@@ -23,19 +22,19 @@ from engine.errors import (
     RequestRefused,
     code_of,
 )
+from engine.inference.admission import Slots, admit
+from engine.inference.decode_probe import choose_steps
+from engine.inference.image_prefetch import PromptJobs
+from engine.inference.output_cache import KeptOutputs
+from engine.inference.sequence import Row
 from engine.jobs import Jobs
-from engine.kept import KeptOutputs
 from engine.models.causal_model import PreparedModel
 from engine.models.image_processor import Reading
 from engine.models.kv_cache import RowCache
 from engine.models.tokenization import prompt_tokens
 from engine.models.vision.media import Media, offsets_of
-from engine.prompt_jobs import PromptJobs
 from engine.punica.mapping import BASE, LoRAMapping
 from engine.punica.wrapper import PunicaWrapper
-from engine.rows import Row
-from engine.slots import Slots
-from engine.step_trial import choose_steps
 from messages.commands import StartGeneration
 from messages.ids import OpId, RequestId
 from messages.reports import GenerationEnded, OperationFailed, Report, TokensGenerated

@@ -1,16 +1,29 @@
-"""Whether a request's adapter is still where the request says it is.
+"""Whether a request may take a place in an engine's queue.
 
-What it is: one check. What it is not: a keeper of slots (`residency`). One rule: an adapter that is
-not in its slot in the generation that was named is an error (L007), never another adapter.
+What it is: one check. What it is not: a queue. One rule: whoever is refused here has changed
+nothing, and who is not has an id that nobody else has while it runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from engine.errors import NotResident
+from engine.errors import Conflict, EngineOverloaded, NotResident
 from engine.punica.mapping import BASE
 from engine.residency.arena import Arena
 from messages.commands import StartInference
-from messages.ids import NO_SLOT
+from messages.ids import NO_SLOT, RequestId
+
+
+def admit(
+    command: StartInference, waiting: int, waiting_max: int, alive: Container[RequestId]
+) -> None:
+    """Raise `EngineOverloaded` where too many wait, `Conflict` where its id is among `alive`."""
+    if waiting >= waiting_max:
+        raise EngineOverloaded(
+            f"{waiting} requests wait for a place in a batch, the most that may; try again when "
+            "some have ended"
+        )
+    if command.request_id in alive:
+        raise Conflict(f"request {command.request_id!r} is running; use another request_id")
 
 
 class Slots:

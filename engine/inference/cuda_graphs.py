@@ -17,7 +17,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.host_reads import NoHostReads
+from engine.inference.host_sync_guard import NoHostReads
 from engine.punica.wrapper import LaunchKey, PunicaWrapper
 
 _log = structlog.get_logger()

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
+from engine.inference.sequence import Row
 from engine.jobs import Jobs
 from engine.models.image_processor import Reading
-from engine.rows import Row
 from messages.ids import OpId
 
 AHEAD_MAX: Final = 8
