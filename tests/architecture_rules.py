@@ -64,7 +64,7 @@ AREAS = (
     Area("engine/layers/*", (*STDLIB, "torch", "transformers", "engine")),
     Area("engine/punica/wrapper.py", (*STDLIB, "torch", "engine")),
     Area(
-        "engine/worker.py",
+        "engine/worker/worker.py",
         (*STDLIB, "zmq", "msgspec", "structlog", "torch", "messages", "engine"),
     ),
     Area(
@@ -99,8 +99,8 @@ FLOORS = (
     ("engine.models.causal_model", "engine.models.pooling_model"),
     ("engine.models.loading",),
     ("engine.models.binding", "engine.residency.residency"),
-    ("engine.engine",),
-    ("engine.worker", "engine.model_manager", "engine.worker_manager", "engine.manager"),
+    ("engine.worker.engine",),
+    ("engine.worker.worker", "engine.model_manager", "engine.worker_manager", "engine.manager"),
 )
 
 BANNED_MODULES = (

@@ -5,8 +5,8 @@ import threading
 from msgspec import structs
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.engine import Engine
 from engine.models.causal_model import PreparedModel
+from engine.worker.engine import Engine
 from messages import commands as cm
 from messages import reports as rp
 from messages.errors import ErrorCode

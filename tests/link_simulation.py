@@ -11,7 +11,7 @@ one whenever an inventory shows that the last one never got there.
 from dataclasses import dataclass, field
 
 from controller.shell.engine_link import EngineLink
-from engine.link import Link
+from engine.worker.controller_link import Link
 from messages import commands, reports
 from messages.ids import Seq
 from messages.wire import COMMANDS

@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.agreement import AgreedJobs
 from engine.jobs import WorkPool
 from engine.parallel import ParallelGroup
+from engine.worker.collective_jobs import AgreedJobs
 from messages.requests import Sampling
 from tests.illustrated_bench import Bench, Row
 from tests.illustrated_examples import illustrated, picture

@@ -18,7 +18,7 @@ import zmq
 
 from controller.log.segments import read
 from controller.shell.transport import endpoint
-from engine.link import Link
+from engine.worker.controller_link import Link
 from messages import commands, reports, requests
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED
 from messages.wire import COMMANDS, EVENTS, REPLIES, REQUESTS

@@ -84,7 +84,7 @@ WRONG_IMPORTS = [
     ("engine/model_manager.py", "from controller.shell.log import Log"),
     ("engine/model_manager.py", "import controller.client"),
     ("engine/model_manager.py", "import zmq"),
-    ("engine/worker.py", "from controller.core import Controller"),
+    ("engine/worker/worker.py", "from controller.core import Controller"),
     ("engine/worker_manager.py", "from controller.core import Controller"),
     ("engine/manager.py", "from controller.core import Controller"),
     ("engine/layers/x.py", "from messages.ids import Slot"),

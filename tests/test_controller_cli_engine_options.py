@@ -14,8 +14,8 @@ from controller.cli.engine_options import HELP
 from controller.cli.main import app
 from controller.shell import supervisor
 from controller.shell.engine_options import EngineOptions, option_name
-from engine import options as engine_options
 from engine.config import EngineConfig, LoRAConfig
+from engine.worker import options as engine_options
 
 SAID_OTHERWISE = {"adapter_roots", "device_bytes_max", "max_loras"}
 """What the supervisor tells every engine from other options of `serve`."""

@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from controller.shell import transport
-from engine import worker
+from engine.worker import worker
 
 LONG = b"x" * (24 << 20)
 

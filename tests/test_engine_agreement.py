@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.agreement import AgreedJobs
-from engine.ensemble import Books
 from engine.errors import AdapterNotFound, Conflict, EngineError, code_of
 from engine.jobs import Finished
 from engine.residency.collective_copier import AgreedCopier
+from engine.worker.collective_jobs import AgreedJobs
+from engine.worker.leader import Books
 from messages import reports as rp
 from messages.errors import ErrorCode
 

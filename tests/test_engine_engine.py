@@ -12,10 +12,10 @@ from msgspec import structs
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from engine import engine as engine_module
 from engine.adapters import LoadedAdapter
-from engine.engine import EngineCommand
 from engine.residency import residency
+from engine.worker import engine as engine_module
+from engine.worker.engine import EngineCommand
 from messages import commands as cm
 from messages import reports as rp
 from messages.errors import ErrorCode

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.link import Link
+from engine.worker.controller_link import Link
 from messages.commands import Command, ControllerBeat, DropWeights, RequestInventory, ResendTokens
 from messages.reports import EngineBeat, EngineInventory, TokensGenerated, WeightsDropped
 from messages.wire import REPORTS, Frame

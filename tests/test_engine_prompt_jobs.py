@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.inference.image_prefetch import AHEAD_MAX, PromptJobs
 from engine.jobs import Finished
 from engine.models.causal_model import PreparedModel
 from engine.models.image_processor import Reading
 from engine.models.loading import load_model
 from engine.models.vision.media import Media
+from engine.worker.engine import Engine
 from messages.commands import StartGeneration, StopGeneration
 from messages.ids import OpId
 from messages.reports import GenerationEnded, Report

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from engine.ranks import main
+from engine.worker.torchrun import main
 
 
 def failure(rank: int, exit_code: int, timestamp: int) -> ProcessFailure:

@@ -198,9 +198,9 @@ def _engine_command(config: ServeConfig) -> list[str]:
     directory, limits = Path(config.server.directory), config.server.limits
     command = [sys.executable, "-m"]
     if config.tensor_parallel_size > 1:
-        command += ["engine.ranks", "--standalone"]
+        command += ["engine.worker.torchrun", "--standalone"]
         command += ["--nproc-per-node", str(config.tensor_parallel_size), "-m"]
-    command += ["engine.worker"]
+    command += ["engine.worker.worker"]
     command += ["--connect", endpoint(directory, "engine.sock"), "--model", config.model]
     for root in config.adapter_roots:
         command += ["--adapter-root", root]

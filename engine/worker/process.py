@@ -13,11 +13,8 @@ import zmq
 
 from engine.adapters.files.directory import open_adapter
 from engine.config import EngineConfig, LoRAConfig
-from engine.engine import Engine
-from engine.ensemble import Leader, follow
 from engine.errors import AdapterNotFound, EngineError, ModelRefused, PathNotAllowed
 from engine.models.loading import load_model
-from engine.options import configs, parse
 from engine.parallel import (
     SINGLE,
     ParallelGroup,
@@ -27,7 +24,10 @@ from engine.parallel import (
     join_group,
     leave_group,
 )
-from engine.worker import QUEUE_FRAMES, Wakeup, Worker, _log
+from engine.worker.engine import Engine
+from engine.worker.leader import Leader, follow
+from engine.worker.options import configs, parse
+from engine.worker.worker import QUEUE_FRAMES, Wakeup, Worker, _log
 from messages.wire import COMMANDS
 
 
@@ -163,7 +163,7 @@ def _log_to_stderr() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
-def _end(status: int) -> None:
+def end(status: int) -> None:
     """End the process; a rank without the seconds that its library takes to close connections.
 
     Of ranks that are gone it would wait for an answer.

@@ -15,8 +15,8 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from engine.engine import Engine, EngineCommand
 from engine.parallel import ParallelGroup, RankLost
+from engine.worker.engine import Engine, EngineCommand
 from messages.commands import ControllerBeat, RequestInventory
 from messages.ids import OpId
 from messages.reports import EngineInventory, OperationFailed, OperationReport, Report

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from engine.adapters.reader import LoadedAdapter, read_adapter
-from engine.agreement import AgreedJobs
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import EngineError
 from engine.inference.admission import Slots
@@ -24,6 +23,7 @@ from engine.models.causal_model import PreparedModel
 from engine.models.pooling_model import PooledModel
 from engine.parallel import ParallelGroup
 from engine.residency.residency import Job, Residency
+from engine.worker.collective_jobs import AgreedJobs
 from engine.worker.seen_operations import SeenOperations
 from messages import commands, reports
 from messages.ids import OpId

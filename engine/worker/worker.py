@@ -19,10 +19,9 @@ import msgspec
 import structlog
 import zmq
 
-from engine.engine import Engine
-from engine.ensemble import Leader
-from engine.link import Link
-from engine.worker.process import _end, main
+from engine.worker.controller_link import Link
+from engine.worker.engine import Engine
+from engine.worker.leader import Leader
 from messages.commands import ControllerBeat, RequestInventory
 from messages.reports import EngineBeat, PrivateReport
 from messages.wire import COMMANDS, WireError
@@ -196,7 +195,3 @@ class Worker:
         except zmq.Again:
             return False
         return True
-
-
-if __name__ == "__main__":
-    _end(main())
