@@ -68,7 +68,7 @@ AREAS = (
         (*STDLIB, "zmq", "msgspec", "structlog", "torch", "messages", "engine"),
     ),
     Area(
-        "engine/model_manager.py",
+        "engine/manager/model_manager.py",
         (*STDLIB, "torch", "transformers", "messages", "engine", "controller"),
         SHELL_AND_CLIENT,
     ),
@@ -100,7 +100,12 @@ FLOORS = (
     ("engine.models.loading",),
     ("engine.models.binding", "engine.residency.residency"),
     ("engine.worker.engine",),
-    ("engine.worker.worker", "engine.model_manager", "engine.worker_manager", "engine.manager"),
+    (
+        "engine.worker.worker",
+        "engine.manager.model_manager",
+        "engine.manager.worker_manager",
+        "engine.manager",
+    ),
 )
 
 BANNED_MODULES = (

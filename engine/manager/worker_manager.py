@@ -11,9 +11,9 @@ from typing import Any, Final
 
 from engine.adapters.lora_model import LoRARequest
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.model_manager import LoRAModelManager
+from engine.manager.model_manager import LoRAModelManager
+from engine.manager.request_reader import ReadAdapter, RequestReader, Source, by_id, check_named
 from engine.punica.mapping import LoRAMapping
-from engine.requested import ReadAdapter, RequestReader, Source, by_id, check_named
 
 
 class WorkerLoRAManager:

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
-from engine.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
-from engine.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
+from engine.manager.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
+from engine.manager.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 
 __all__ = [
     "LRUCacheLoRAModelManager",

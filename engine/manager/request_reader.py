@@ -14,9 +14,9 @@ from engine.adapters.compatibility import ModelSide
 from engine.adapters.files.problems import shown
 from engine.adapters.lora_model import LoRARequest
 from engine.adapters.reader import LoadedAdapter, read_adapter
-from engine.books import Clock, Durations
 from engine.config import AdapterBounds
 from engine.errors import AdapterNotFound, Conflict, NotResident
+from engine.manager.metrics import Clock, Durations
 from engine.punica.mapping import BASE, LoRAMapping
 
 Marks = tuple[tuple[str, int, int, int, int], ...]

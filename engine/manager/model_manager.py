@@ -24,11 +24,11 @@ from engine.adapters.dummy import dummy_adapter, warmup_rank
 from engine.adapters.in_memory import check_handed
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
-from engine.books import Books, Clock
 from engine.config import LoRAConfig
 from engine.errors import EngineError, NoRoom, error_of
-from engine.in_process import InProcessEngine
 from engine.layout import rank_parts_of
+from engine.manager.in_process_engine import InProcessEngine
+from engine.manager.metrics import Books, Clock
 from engine.models.vision.encoder import ImageTensors
 from engine.punica.mapping import LoRAMapping, MappingType
 from messages import events, requests
