@@ -18,8 +18,8 @@ from engine.errors import EngineError, ModelRefused
 from engine.kernels import choose_kernels
 from engine.layers import wrapper_of, wrappers_for
 from engine.layers.experts import ExpertsWithLoRA
+from engine.layers.fully_sharded_experts import FusedMoE3DWithShardedLoRA
 from engine.layers.parallel_experts import ParallelExperts
-from engine.layers.sharded_experts import FusedMoE3DWithShardedLoRA
 from engine.models.causal_model import PreparedModel
 from engine.models.kv_cache import RowCache
 from engine.models.sharding import shard_model

@@ -29,7 +29,7 @@ from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.kernels import choose_kernels
-from engine.layers.parallel import ParallelHead, VocabParallelEmbedding
+from engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
 from engine.layout import ModuleShape
 from engine.models.causal_model import PreparedModel
 from engine.models.kv_cache import RowCache

@@ -20,6 +20,7 @@ from engine.layers.column import (
 )
 from engine.layers.embedding import VocabParallelEmbeddingWithLoRA
 from engine.layers.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+from engine.layers.fully_sharded_experts import FusedMoE3DWithShardedLoRA, FusedMoEWithShardedLoRA
 from engine.layers.logits import LogitsProcessorWithLoRA
 from engine.layers.merged import (
     MergedColumnParallelLinearVariableSliceWithLoRA,
@@ -27,12 +28,6 @@ from engine.layers.merged import (
     MergedColumnParallelLinearWithShardedLoRA,
 )
 from engine.layers.packed import MergedColumnParallelLinear, QKVParallelLinear
-from engine.layers.parallel import (
-    ColumnParallelLinear,
-    ParallelHead,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
 from engine.layers.qkv import (
     MergedQKVParallelLinearWithLoRA,
     MergedQKVParallelLinearWithShardedLoRA,
@@ -42,7 +37,12 @@ from engine.layers.qkv import (
 from engine.layers.replicated import ReplicatedLinearWithLoRA
 from engine.layers.router import RouterWithLoRA
 from engine.layers.row import RowParallelLinearWithLoRA, RowParallelLinearWithShardedLoRA
-from engine.layers.sharded_experts import FusedMoE3DWithShardedLoRA, FusedMoEWithShardedLoRA
+from engine.layers.tensor_parallel import (
+    ColumnParallelLinear,
+    ParallelHead,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 
 __all__ = [
     "FULLY_SHARDED",

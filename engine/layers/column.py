@@ -8,8 +8,8 @@ belongs to the same columns as the output it is added to.
 from torch import Tensor, nn
 
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
-from engine.layers.parallel import ColumnParallelLinear
-from engine.layers.sharded import ColumnShardedLoRA
+from engine.layers.fully_sharded import ColumnShardedLoRA
+from engine.layers.tensor_parallel import ColumnParallelLinear
 from engine.layout import Shard
 from engine.parallel import ParallelGroup
 

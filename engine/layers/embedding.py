@@ -9,7 +9,7 @@ and scaled the same way.
 from torch import Tensor, nn
 
 from engine.layers.base import BaseLayerWithLoRA, Parts, SliceShape
-from engine.layers.parallel import VocabParallelEmbedding
+from engine.layers.tensor_parallel import VocabParallelEmbedding
 from engine.layout import ModuleKind
 
 

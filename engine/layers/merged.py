@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.layers.base import BaseLayerWithLoRA, Parts, SliceShape
+from engine.layers.fully_sharded import ColumnShardedLoRA
 from engine.layers.packed import MergedColumnParallelLinear, PackedLinear
-from engine.layers.sharded import ColumnShardedLoRA
 from engine.parallel import ParallelGroup
 
 GATE_AND_UP = 2

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from engine.layers.parallel import ColumnParallelLinear
+from engine.layers.tensor_parallel import ColumnParallelLinear
 from engine.layout import Shard
 from engine.parallel import SINGLE
 

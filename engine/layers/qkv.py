@@ -11,9 +11,9 @@ from itertools import accumulate
 from torch import nn
 
 from engine.layers.base import SliceShape
+from engine.layers.fully_sharded import ColumnShardedLoRA
 from engine.layers.merged import PackedLinearWithLoRA
 from engine.layers.packed import QKVParallelLinear
-from engine.layers.sharded import ColumnShardedLoRA
 from engine.layout import Shard
 
 

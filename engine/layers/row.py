@@ -7,8 +7,8 @@ in the base layer's own. One rule: each rank adds what its own inputs give, and 
 from torch import Tensor, nn
 
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
-from engine.layers.parallel import RowParallelLinear
-from engine.layers.sharded import RowShardedLoRA
+from engine.layers.fully_sharded import RowShardedLoRA
+from engine.layers.tensor_parallel import RowParallelLinear
 from engine.layout import Shard
 from engine.parallel import ParallelGroup
 

@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from engine.errors import FOREIGN_FAILURES, ModelRefused
 from engine.layers.expert_layout import layout_of
-from engine.layers.parallel import (
+from engine.layers.parallel_experts import ParallelExperts
+from engine.layers.tensor_parallel import (
     ColumnParallelLinear,
     ParallelHead,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from engine.layers.parallel_experts import ParallelExperts
 from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
 from engine.models.vision.encoder import find_image_part
 from engine.parallel import ParallelGroup

@@ -24,8 +24,8 @@ from engine.layers.experts import (
     FusedMoE3DWithLoRA,
     FusedMoEWithLoRA,
 )
+from engine.layers.fully_sharded import dealt, gather_ranks, halves_of_dealt
 from engine.layers.parallel_experts import ParallelExperts
-from engine.layers.sharded import dealt, gather_ranks, halves_of_dealt
 from engine.punica.wrapper import Halves
 
 

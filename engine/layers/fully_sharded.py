@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels.operands import Directory, LoRASlices
 from engine.layers.base import BaseLayerWithLoRA, SliceShape, slices_of
-from engine.layers.parallel import RowParallelLinear
+from engine.layers.tensor_parallel import RowParallelLinear
 from engine.parallel import ParallelGroup
 from engine.punica.wrapper import Halves
 
