@@ -2,8 +2,8 @@
 
 What it is: for each regime, the candidates timed over batches of that regime, and the best by the
 geometric mean of their times; the tables go into `engine/kernels/gpu/tile_configs.py`. What it is
-not: run while serving, or able to change which regimes there are. One rule: a candidate that does not
-compile, or gives a wrong result, is no candidate.
+not: run while serving, or able to change which regimes there are. One rule: a candidate that does
+not compile, or gives a wrong result, is no candidate.
 """
 
 import re

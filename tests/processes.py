@@ -88,7 +88,7 @@ def engine(
     model: Path = TINY / "model",
     options: tuple[str, ...] = (),
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, "-m", "engine.worker.worker"]
+    command = [sys.executable, "-m", "engine.worker"]
     command += ["--connect", endpoint(directory, "engine.sock"), "--model", str(model)]
     command += ["--max-loras", str(limits.slots_max), "--max-lora-rank", "64"]
     command += ["--device-bytes-max", str(limits.device_bytes_max), *options]

@@ -102,7 +102,7 @@ class Process:
         self.parent = subprocess.Popen(["sleep", "600"]) if supervised else None
         options = ["--parent-pid", str(self.parent.pid)] if self.parent else []
         self.popen = subprocess.Popen(
-            [sys.executable, "-m", "engine.worker.worker", "--connect", f"ipc://{self.path}",
+            [sys.executable, "-m", "engine.worker", "--connect", f"ipc://{self.path}",
              "--model", model, "--adapter-root", root, "--device", "cpu", "--max-loras", "3",
              "--max-lora-rank", "16", "--device-bytes-max", "1000000", "--engine-id", "a" * 32,
              *options],

@@ -200,7 +200,7 @@ def _engine_command(config: ServeConfig) -> list[str]:
     if config.tensor_parallel_size > 1:
         command += ["engine.worker.torchrun", "--standalone"]
         command += ["--nproc-per-node", str(config.tensor_parallel_size), "-m"]
-    command += ["engine.worker.worker"]
+    command += ["engine.worker"]
     command += ["--connect", endpoint(directory, "engine.sock"), "--model", config.model]
     for root in config.adapter_roots:
         command += ["--adapter-root", root]

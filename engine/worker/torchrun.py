@@ -4,7 +4,7 @@ What it is: torchrun's own main, and what its end means to whoever started it. W
 launcher of our own. One rule: the exit status is that of the rank that ended all, so that a
 supervisor sees of several ranks what it would see of one; being told to end is no failure.
 
-    python -m engine.ranks --standalone --nproc-per-node 2 -m engine.worker --connect ...
+    python -m engine.worker.torchrun --standalone --nproc-per-node 2 -m engine.worker --connect ...
 """
 
 import os
