@@ -51,7 +51,7 @@ replay: $(STAMP)  ## fold the demo's log again and compare its digests (DIR=...)
 
 sim: $(STAMP)  ## drive the core through long random histories (SEED=1 STEPS=500)
 	LORADOCK_SIM_EXAMPLES=2000 LORADOCK_SIM_STEPS=$(STEPS) \
-	  $(BIN)/python -m pytest tests/test_controller_core.py --hypothesis-seed=$(SEED) -p no:xdist
+	  $(BIN)/python -m pytest tests/controller/core/test_controller.py --hypothesis-seed=$(SEED) -p no:xdist
 
 diagrams: $(STAMP)  ## draw the life cycle into ARCHITECTURE.md
 	$(BIN)/python -m controller.shell.diagrams ARCHITECTURE.md

@@ -16,9 +16,10 @@ import torch
 
 PYTEST: Final = (sys.executable, "-m", "pytest")
 OPERATIONS: Final = (
-    *("linear", "shrink", "expand", "halves", "embedding", "experts", "experts_halves", "offsets"),
+    *("linear", "shrink", "expand", "shrink_expand", "embedding", "experts"),
+    *("experts_shrink_expand", "offsets"),
 )
-SHARED: Final = tuple(f"tests/test_engine_kernels_{name}.py" for name in OPERATIONS)
+SHARED: Final = tuple(f"tests/engine/kernels/test_{name}.py" for name in OPERATIONS)
 SANITIZED: Final = (
     *("same_bits", "runs_of_rows", "lie_apart", "alternate", "may_be_others", "dealt_out"),
     "two_halves_with",
@@ -37,8 +38,8 @@ def main() -> int:
     """Run all of it, whatever fails; the exit status is that of the first part that failed."""
     if not torch.cuda.is_available():
         print("no CUDA device is here: the tests and benchmarks that need one are skipped")
-        print("without one, `pytest tests/test_engine_kernels_compiled.py` shows what the compiler")
-        print("makes of each kernel, and tests/test_engine_kernels_triton.py counts what it reads")
+        print("without one, `pytest tests/engine/kernels/test_compiled.py` shows what the compiler")
+        print("makes of each kernel, and tests/engine/kernels/test_triton.py counts what it reads")
         return 0
     print(f"on {torch.cuda.get_device_name()}")
     parts: list[Part] = [
@@ -64,7 +65,7 @@ def _sanitizers() -> list[Part]:
     if path is None:
         print("compute-sanitizer is not installed: memcheck and racecheck are skipped")
         return []
-    files = ("tests/test_engine_kernels_gpu.py", *SHARED)
+    files = ("tests/integration/test_kernels_gpu.py", *SHARED)
     tests = [*PYTEST, "-p", "no:xdist", *files, "-k", " or ".join(SANITIZED)]
     settings = {**COMPILED, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return [([path, "--tool", tool, "--error-exitcode", "9", *tests], settings) for tool in TOOLS]

@@ -1,0 +1,238 @@
+"""What the device's benchmarks rest on, as far as it needs no device."""
+
+import re
+import subprocess
+import sys
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from benchmarks import gpu
+from benchmarks.device_layers import (
+    Cell,
+    ExpertsCell,
+    experts_groups_of,
+    experts_layer_of,
+    groups_of,
+    layer_of,
+)
+from benchmarks.gpu import SANITIZED, SHARED
+from benchmarks.gpu_kernels import (
+    RANK_8_AMONG_8,
+    RANK_8_AMONG_256,
+    Measured,
+    aims,
+    cells,
+    check,
+    document,
+)
+from benchmarks.tune_kernels import (
+    CELLS,
+    EXPERTS_CELLS,
+    TABLE_FILE,
+    best_of,
+    candidates,
+    check_experts,
+    mean_of,
+    with_tables,
+)
+from engine.kernels import choose_kernels
+from engine.kernels.gpu.tile_configs import (
+    EXPERTS,
+    EXPERTS_REGIMES,
+    LONG,
+    PLANS,
+    REGIMES,
+    SHORT,
+    SOURCE,
+    ExpandPlan,
+    ExpertsPlan,
+    experts_regime_of,
+    regime_of,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_a_cell_is_a_layer_that_the_kernels_take() -> None:
+    cell = Cell(7, 3, (8, 1, 16), 64, idle=(32,))
+    layer, groups = layer_of(cell, CPU), groups_of(cell, CPU)
+    assert [len(layer.pairs(slot)[0].a) for slot in range(4)] == [8, 1, 16, 32]
+    assert [span.slot for span in groups.spans] == [0, 1, 2]
+    assert groups.bounds.rank == 32
+    x = torch.randn(7, 64, dtype=torch.bfloat16)
+    linear = choose_kernels("cpu", "cpu").linear
+    check(cell, linear, (x, layer, groups))
+    with pytest.raises(AssertionError, match="an error of"):
+        check(cell, lambda *_: None, (x, layer, groups))
+
+
+def test_a_cell_of_experts_is_a_layer_that_the_kernels_take() -> None:
+    cell = ExpertsCell(6, 2, 4, 5, 2, 32, 24)
+    operands = torch.randn(12, 32, dtype=torch.bfloat16), experts_layer_of(cell, CPU)
+    operands += (experts_groups_of(cell, CPU),)
+    check_experts(cell, choose_kernels("cpu", "cpu").experts, operands)
+    with pytest.raises(AssertionError, match="an error of"):
+        check_experts(cell, lambda *_: None, operands)
+
+
+def test_bytes_follow_the_true_ranks() -> None:
+    assert Cell(1, 1, (8,), 100).bytes_moved == 2 * (8 * 200 + 300)
+    assert Cell(2, 2, (8, 128), 100).bytes_moved == 2 * (136 * 200 + 600)
+    assert Cell(2, 2, (8, 128), 100).weight_bytes == 2 * 136 * 200
+
+
+@pytest.mark.parametrize("cell", [Cell(9, 3, (8, 1, 16), 72, (64,)), Cell(2, 2, (5,), 33)])
+def test_a_cells_bytes_are_those_of_the_matrices_that_its_rows_need(cell: Cell) -> None:
+    layer, groups = layer_of(cell, CPU), groups_of(cell, CPU)
+    pairs = [pair for span in groups.spans for pair in layer.pairs(span.slot) if pair]
+    matrices = [matrix for pair in pairs for matrix in pair]
+    rows = torch.empty(3, cell.tokens, cell.hidden, dtype=torch.bfloat16)
+    assert cell.weight_bytes == sum(matrix.nbytes for matrix in matrices)
+    assert cell.bytes_moved == cell.weight_bytes + rows.nbytes
+
+
+def test_every_cell_of_the_issue_is_measured_and_its_adapters_have_rows() -> None:
+    found = list(cells())
+    assert len(found) == 2 * 4 * (6 + 5 + 3)
+    for _, cell in found:
+        assert len(groups_of(cell, CPU).spans) == cell.adapters
+
+
+def test_the_rank_8_cells_differ_in_what_lies_beside_them_alone() -> None:
+    small, large = RANK_8_AMONG_8, RANK_8_AMONG_256
+    assert large._replace(idle=small.idle) == small
+    assert small.bytes_moved == large.bytes_moved
+    assert max(large.resident) == 256
+    bounds = [groups_of(cell, CPU).bounds for cell in (small, large)]
+    assert bounds[1] == bounds[0]._replace(rank=256)
+
+
+def test_each_regime_is_tuned_on_batches_that_meet_it() -> None:
+    assert tuple(CELLS) == REGIMES
+    for regime, tuned_on in CELLS.items():
+        for cell in tuned_on:
+            assert regime_of(groups_of(cell, CPU).bounds, regime == "invariant") == regime, cell
+        heights = {launch.height for launch in candidates(regime, "expand")}
+        assert heights <= {SHORT, LONG}
+
+
+def test_each_regime_of_experts_is_tuned_on_batches_that_meet_it() -> None:
+    assert tuple(EXPERTS_CELLS) == EXPERTS_REGIMES
+    for regime, tuned_on in EXPERTS_CELLS.items():
+        for cell in tuned_on:
+            bounds = experts_groups_of(cell, CPU).bounds
+            assert experts_regime_of(bounds, regime == "invariant") == regime, cell
+        for field in ExpertsPlan._fields:
+            present = getattr(EXPERTS[90][regime], field)
+            tried = list(candidates(regime, field))
+            assert {type(launch) for launch in tried} == {type(present)}
+            assert {launch.height for launch in tried} == {present.height}
+
+
+def test_the_fastest_launches_are_found_one_beside_the_other() -> None:
+    def time(plan: ExpertsPlan) -> float:
+        if plan.expand.block_n == 64 and plan.shrink.warps == 8:
+            return inf
+        return plan.shrink.splits + plan.expand.block_n + plan.shrink.warps / 100
+
+    fields = {field: candidates("decode", field) for field in ExpertsPlan._fields}
+    best = best_of("a test", EXPERTS[90]["decode"], fields, time)
+    assert (best.shrink.splits, best.shrink.warps, best.expand.block_n) == (1, 4, 64)
+
+
+def test_a_wrong_result_is_no_candidate() -> None:
+    def works(failure: Exception | None):
+        yield 2.0
+        if failure is not None:
+            raise failure
+        yield 8.0
+
+    assert mean_of("a plan", works(None)) == pytest.approx(4.0)
+    for failure in (AssertionError("an error of 1.0"), OutOfResources(9, 8, "shared"), PTXASError):
+        assert mean_of("a plan", works(failure)) == inf
+
+
+def test_writing_the_present_tables_changes_nothing() -> None:
+    text = TABLE_FILE.read_text()
+    assert with_tables(text, PLANS, EXPERTS, SOURCE) == text
+    plan = EXPERTS[90]["decode"]._replace(expand=ExpandPlan(SHORT, 64, 32, 8, 3))
+    experts = EXPERTS | {90: EXPERTS[90] | {"decode": plan}}
+    source = SOURCE | {90: "measured on a test"}
+    other = with_tables(text, PLANS | {90: PLANS[80]}, experts, source)
+    assert '90: "measured on a test",' in other
+    written: dict[str, object] = {}
+    exec(compile(other, "plans.py", "exec"), written)
+    assert written["EXPERTS"] == experts
+    assert written["PLANS"] == PLANS | {90: PLANS[80]}
+
+
+def measured(microseconds: float, share: float, hidden: int = 4096, rank: int = 16) -> Measured:
+    cell = Cell(64, 64, (rank,), hidden)
+    sizes = (cell.weight_bytes, cell.bytes_moved)
+    return Measured(hidden, str(rank), 64, 64, *sizes, microseconds, share, 0.3)
+
+
+def test_the_document_has_a_line_a_cell() -> None:
+    told = document("a device", [measured(9.5, 0.51, rank=8)], 4e12, [9.0, 9.5])
+    assert "| 4096 | 8 | 64 | 64 | 8.4 | 9.5 | 51% | 0.30 |" in told
+    assert "A copy moves 4.00 TB/s" in told
+
+
+def test_each_aim_is_told_with_what_was_measured() -> None:
+    good = aims([measured(9.5, 0.4), measured(30.0, 0.6, 8192, 64)], 4.9e12, [9.0, 9.5])
+    assert good[0].startswith("64 adapters of rank 16, a row each, hidden 4096: 9.5 us; the bytes")
+    # The bytes of the issue: 3.7 us on an H200.
+    assert "alone take 3.7." in good[0]
+    assert "1 cells with weights of more than 32 MiB" in good[1]
+    assert all(line.endswith(", reached.") for line in good)
+    bad = aims([measured(10.5, 0.4), measured(30.0, 0.4, 8192, 64)], 4.9e12, [9.0, 10.5])
+    assert len(bad) == 3
+    assert all(line.endswith(", not reached.") for line in bad)
+
+
+def test_every_operation_is_tested_compiled_and_some_of_its_tests_sanitized() -> None:
+    told = {path.removeprefix("tests/engine/kernels/test_").removesuffix(".py") for path in SHARED}
+    assert told >= {*choose_kernels("cpu", "cpu")._fields} - {"experts_shrink", "experts_expand"}
+    texts = [(Path(__file__).parents[2] / path).read_text() for path in SHARED]
+    for part in SANITIZED:
+        assert any(re.search(rf"def test_\w*{part}", text) for text in texts), part
+    for name in ("linear", "shrink_expand", "embedding", "experts", "experts_shrink_expand"):
+        (path,) = (path for path in SHARED if path.endswith(f"test_{name}.py"))
+        text = (Path(__file__).parents[2] / path).read_text()
+        assert any(re.search(rf"def test_\w*{part}", text) for part in SANITIZED), path
+
+
+@pytest.mark.parametrize("failing", [set(), {4}, {0, 4}])
+def test_every_part_runs_whatever_fails_before_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: set[int]
+) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **_options: object) -> subprocess.CompletedProcess[bytes]:
+        ran.append(command)
+        place = len(ran) - 1
+        return subprocess.CompletedProcess(command, 7 + place if place in failing else 0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    monkeypatch.setattr(gpu.shutil, "which", lambda name, path: f"/tools/{name}")
+    monkeypatch.setattr(gpu.subprocess, "run", run)
+    assert gpu.main() == (7 + min(failing) if failing else 0)
+    assert len(ran) == 5
+    assert [command[2] for command in ran if command[0].startswith("/tools")] == [*gpu.TOOLS]
+    assert ran[-1][-1] == "benchmarks.gpu_kernels"
+    assert capsys.readouterr().out.count("status ") == len(failing)
+
+
+def test_the_figures_need_torch_and_triton_alone() -> None:
+    script = (
+        "import sys\n"
+        "for name in ('msgspec', 'structlog', 'zmq', 'transitions', 'transformers', 'peft'):\n"
+        "    sys.modules[name] = None\n"
+        "import benchmarks.gpu, benchmarks.gpu_kernels, benchmarks.tune_kernels\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,225 @@
+"""The commands without a controller: `serve`'s options, `replay`, `log verify`, `log repair`."""
+
+import json
+
+import pytest
+import structlog
+from typer.testing import CliRunner
+
+from controller.cli.exit_codes import ExitCode
+from controller.cli.main import app
+from controller.core.controller import Controller
+from controller.core.limits import RULES, Limits, limits_to
+from controller.log.segments import segment_paths
+from controller.log.writer import Log
+from controller.shell import supervisor
+from controller.shell.engine_options import EngineOptions
+from controller.shell.server import ServerConfig
+from controller.shell.supervisor import ServeConfig
+from messages.records import FORMAT, ControllerStarted, Header, Record
+from messages.requests import LoadAdapter
+from tests.support.simulation.log_examples import flip
+
+LIMITS = Limits(slots_max=2, host_adapters_max=4)
+
+
+def run(*arguments, directory):
+    return CliRunner().invoke(app, ["--dir", str(directory), *arguments])
+
+
+# serve
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The configurations that `serve` was called with; it ends with `started.status`."""
+
+    class Started(list):
+        status = 0
+
+        def serve(self, config):
+            self.append(config)
+            return self.status
+
+    calls = Started()
+    monkeypatch.setattr(supervisor, "serve", calls.serve)
+    yield calls
+    structlog.reset_defaults()
+
+
+def test_serve_starts_with_the_defaults_of_the_server(started, tmp_path):
+    result = run("serve", "--model", "m", directory=tmp_path)
+    assert result.exit_code == 0, result.output
+    assert started == [ServeConfig(ServerConfig(str(tmp_path)), "m")]
+
+
+OPTIONS = {
+    "--slots": "3",
+    "--host-adapters": "5",
+    "--host-bytes": "6MiB",
+    "--pinned-bytes": "7KiB",
+    "--device-bytes": "1.5GiB",
+    "--known-adapters": "11",
+    "--requests": "12",
+    "--answers": "13",
+    "--request-timeout": "1.5",
+    "--generation-timeout": "2.5",
+    "--operation-timeout": "3.5",
+    "--rest": "4.5",
+    "--digest-interval": "14",
+    "--sync": "interval",
+    "--sync-interval": "0.25",
+    "--segment-bytes": "2MiB",
+    "--engine-timeout": "4",
+    "--policy": "lru",
+    "--model": "m",
+    "--adapter-root": "a",
+    "--engine": "external",
+    "--tensor-parallel-size": "2",
+}
+
+
+def test_every_bound_is_an_option(started, tmp_path):
+    limits = Limits(
+        slots_max=3,
+        host_adapters_max=5,
+        host_bytes_max=6 << 20,
+        pinned_bytes_max=7 << 10,
+        device_bytes_max=3 << 29,
+        known_adapters_max=11,
+        requests_max=12,
+        answers_max=13,
+        request_timeout_ms=1500,
+        generation_timeout_ms=2500,
+        operation_timeout_ms=3500,
+        rest_ms=4500,
+        digest_interval=14,
+    )
+    server = ServerConfig(
+        *(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True, {"image": "x=y"})
+    )
+    defaults = ServeConfig(ServerConfig(""))
+    arguments = [word for option in OPTIONS.items() for word in option]
+    arguments += ["--adapter-root", "b", "--checked", "--max-lora-rank", "64"]
+    arguments += ["--default-mm-lora", "image=x=y"]
+    result = run("serve", *arguments, directory=tmp_path)
+    assert result.exit_code == 0, result.output
+    options = EngineOptions(max_lora_rank=64, default_mm_loras=("image=x=y",))
+    assert started == [ServeConfig(server, "m", ("a", "b"), "external", options, 2)]
+    for changed, default in ((limits, Limits()), (server, defaults.server), (started[0], defaults)):
+        for name in changed.__struct_fields__:
+            only_one = name == "policy"
+            assert only_one or getattr(changed, name) != getattr(default, name), name
+
+
+def test_serve_tells_its_configuration_as_json_and_ends_as_its_children_do(started, tmp_path):
+    result = run("serve", "--model", "m", "--json", directory=tmp_path)
+    assert json.loads(result.stdout)["server"]["limits"] == limits_to(Limits())
+    for status, exit_code in ((7, ExitCode.LOG), (2, ExitCode.USAGE), (99, ExitCode.FAILURE)):
+        started.status = status
+        result = run("serve", "--model", "m", "--json", directory=tmp_path)
+        assert result.exit_code == exit_code
+        assert json.loads(result.stderr.splitlines()[-1])["error"]["exit"] == exit_code
+
+
+# replay, log verify, log repair
+
+
+def write_log(directory, count, digests=True):
+    """A log of `count` loads, each with the digest of the world before it."""
+    controller = Controller(LIMITS, "lru")
+    header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
+    with Log.open(directory / "log", header) as log:
+        for number in range(1, count + 1):
+            load = LoadAdapter(f"r-{number}", f"adapter-{number}")
+            message = ControllerStarted(1) if number == 1 else load
+            digest = controller.world.digest() if digests else "no such digest"
+            log.append([Record(number, message, b"", digest)], epoch=1)
+            controller.handle(message, number)
+    return controller
+
+
+def test_replay_shows_the_world_and_compares_digests(tmp_path):
+    controller = write_log(tmp_path, 5)
+    person = run("replay", directory=tmp_path)
+    assert person.exit_code == 0, person.output
+    assert "adapter-2" in person.stdout
+    for arguments in ((), (str(tmp_path),)):
+        result = run("replay", *arguments, "--checked", "--json", directory=tmp_path)
+        document = json.loads(result.stdout)
+        assert document["digest"] == controller.world.digest()
+        assert (document["inputs"], document["digests_compared"]) == (5, 5)
+        assert document["divergence"] is None
+        names = [view["adapter"] for view in document["adapters"]]
+        assert names == [f"adapter-{number}" for number in range(2, 6)]
+
+
+def test_replay_shows_an_earlier_moment(tmp_path):
+    write_log(tmp_path, 5)
+    document = json.loads(run("replay", "--until", "3", "--json", directory=tmp_path).stdout)
+    assert document["inputs"] == 3
+    assert [view["adapter"] for view in document["adapters"]] == ["adapter-2", "adapter-3"]
+
+
+def test_replay_ends_with_a_divergence(tmp_path):
+    write_log(tmp_path, 5, digests=False)
+    result = run("replay", "--json", directory=tmp_path)
+    assert result.exit_code == ExitCode.LOG
+    assert json.loads(result.stdout)["divergence"]["seq"] == 1
+    assert "before record 1 the digest was no such digest" in result.stderr
+
+
+def test_a_sound_log_is_verified(tmp_path):
+    write_log(tmp_path, 5)
+    assert run("log", "verify", directory=tmp_path).exit_code == 0
+    document = json.loads(run("log", "verify", "--json", directory=tmp_path).stdout)
+    assert (document["records"], document["last_seq"], document["damage"]) == (5, 5, None)
+    repair = run("log", "repair", "--yes", "--json", directory=tmp_path)
+    assert json.loads(repair.stdout) == {"damaged": False, "repaired": False}
+    assert repair.exit_code == 0
+
+
+def damage(directory, count=8):
+    write_log(directory, count)
+    (path,) = segment_paths(directory / "log")
+    flip(path, path.stat().st_size // 2)
+
+
+def test_damage_is_told_and_cut_only_on_request(tmp_path):
+    damage(tmp_path)
+    found = run("log", "verify", "--json", directory=tmp_path)
+    assert found.exit_code == ExitCode.LOG
+    seq = json.loads(found.stdout)["damage"]["seq"]
+    assert run("replay", directory=tmp_path).exit_code == ExitCode.LOG
+
+    plan = run("log", "repair", "--json", directory=tmp_path)
+    assert plan.exit_code == ExitCode.LOG
+    document = json.loads(plan.stdout)
+    assert (document["damaged"], document["repaired"], document["seq"]) == (True, False, seq)
+    assert document["lost_bytes"] > 0
+    assert run("log", "verify", directory=tmp_path).exit_code == ExitCode.LOG
+
+    done = run("log", "repair", "--yes", "--json", directory=tmp_path)
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["repaired"]
+    verified = json.loads(run("log", "verify", "--json", directory=tmp_path).stdout)
+    assert (verified["damage"], verified["last_seq"]) == (None, seq - 1)
+    assert list((tmp_path / "log").glob("*.damaged"))
+
+
+def test_a_log_in_use_is_not_repaired(tmp_path):
+    damage(tmp_path)
+    header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
+    other = tmp_path / "other"
+    with Log.open(other / "log", header):
+        result = run("log", "repair", "--yes", directory=other)
+    assert result.exit_code == ExitCode.REFUSED
+    assert "another process writes this log" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("replay",), ("log", "verify"), ("log", "repair")])
+def test_where_no_log_is_that_is_told(tmp_path, arguments):
+    result = run(*arguments, directory=tmp_path)
+    assert result.exit_code == ExitCode.NOT_FOUND
+    assert "is not there" in result.stderr
+    assert "Traceback" not in result.output

@@ -1,0 +1,273 @@
+"""The engine's coming and going, what follows when time is up, and what happens after a failure."""
+
+from controller.core.controller import Controller
+from controller.core.limits import Limits
+from messages import commands, events, records, reports, requests
+from messages.errors import ErrorCode
+from messages.requests import ActivateAdapter, AdapterDone, HoldAdapter, LoadAdapter, Refused
+from tests.support.simulation.rules_examples import Bench
+
+
+def told(bench: Bench) -> list[events.Event]:
+    """What is published from now on."""
+    published: list[events.Event] = []
+    keep = bench.memory.on_event
+
+    def listen(event: events.Published) -> None:
+        published.append(event.event)
+        keep(event)
+
+    bench.memory.on_event = listen  # type: ignore[method-assign]
+    return published
+
+
+def test_losing_the_engine_evicts_all_and_tells_everybody_who_waits() -> None:
+    bench = Bench(slots=2)
+    bench.activate("a", "b")
+    running, base = bench.generate("a"), bench.generate(None)
+    waiting = [
+        bench.ask(ActivateAdapter, "c"),
+        bench.ask(requests.ActivateBatch, ("a", "b")),
+        bench.ask(records.GenerationRequested, "b"),
+    ]
+    removal = bench.ask(requests.RemoveAdapter, "c", force=True)
+    bench.lose_engine()
+    for request in (running, base, *waiting[1:]):
+        reply = bench.reply(request)
+        assert (reply.code, "engine is gone" in reply.message) == (ErrorCode.ENGINE_GONE, True)
+    assert bench.reply(waiting[0]).code is ErrorCode.CONFLICT
+    assert bench.reply(removal).state == "unregistered"
+    assert not bench.world.waiting
+    assert not bench.world.operations
+    assert {bench.state("a"), bench.state("b")} == {"evicted"}
+    assert all((t.count, t.size_bytes) == (0, 0) for t in bench.world.tiers.values())
+
+
+def test_goals_are_driven_again_held_ones_first() -> None:
+    bench = Bench(slots=2)
+    bench.get(HoldAdapter, "a")
+    bench.activate("b")
+    bench.get(LoadAdapter, "c")
+    bench.get(requests.EvictAdapter, "c")
+    bench.lose_engine()
+    bench.start_engine()
+    bench.transmit(1)
+    bench.deliver(1)
+    assert [command.adapter for command in bench.channel] == ["a", "b"]
+    bench.settle()
+    assert bench.in_slots() == {"a", "b"}
+    assert bench.state("c") == "evicted"
+
+
+def test_a_goal_that_nobody_has_any_more_pushes_nobody_out() -> None:
+    bench = Bench(slots=2, host_adapters_max=2)
+    bench.activate("a", "b")
+    bench.lose_engine()
+    request = bench.ask(ActivateAdapter, "c")
+    other = bench.ask(ActivateAdapter, "d")
+    bench.start_engine()
+    bench.settle()
+    assert isinstance(bench.reply(request), AdapterDone)
+    assert isinstance(bench.reply(other), AdapterDone)
+    assert bench.in_slots() == {"c", "d"}
+
+
+def test_requests_without_an_engine_wait_and_are_served_when_it_comes() -> None:
+    bench = Bench(engine=False)
+    waiting = [bench.ask(LoadAdapter, "a"), bench.ask(records.GenerationRequested, None)]
+    waiting.append(bench.ask(ActivateAdapter, "b"))
+    assert all(bench.reply(request) is None for request in waiting)
+    bench.start_engine()
+    bench.settle()
+    assert bench.reply(waiting[0]).state == "cpu-cached"
+    assert bench.reply(waiting[2]).state == "gpu-slot"
+    bench.end_generation(waiting[1])
+    assert bench.reply(waiting[1]).finish_reason == "stop"
+
+
+def test_a_request_without_an_engine_is_refused_in_time_and_leaves_no_name() -> None:
+    bench = Bench(engine=False, request_timeout_ms=20)
+    late = bench.ask(ActivateAdapter, "a")
+    bench.advance(19)
+    assert bench.reply(late) is None
+    bench.advance(2)
+    assert bench.reply(late).code is ErrorCode.ENGINE_GONE
+    assert "no engine" in bench.reply(late).message
+    assert not bench.world.adapters
+
+
+def test_a_request_for_room_that_stays_taken_is_refused_in_time() -> None:
+    bench = Bench(slots=1)
+    bench.activate("a")
+    running = bench.generate("a")
+    late = bench.ask(ActivateAdapter, "b", timeout_ms=50)
+    bench.settle()
+    bench.advance(51)
+    reply = bench.reply(late)
+    assert reply.code is ErrorCode.NO_ROOM
+    for part in ("'b'", "1 adapters in slots are leased", "0 are held"):
+        assert part in reply.message
+    bench.end_generation(running)
+    assert bench.in_slots() == set() or bench.in_slots() == {"a"}
+
+
+def test_a_generation_that_takes_too_long_is_answered_and_stopped_and_its_lease_goes_on() -> None:
+    bench = Bench(slots=1)
+    bench.activate("a")
+    request = bench.ask(records.GenerationRequested, "a", 30)
+    bench.settle()
+    bench.advance(31)
+    assert bench.reply(request).code is ErrorCode.ENGINE_GONE
+    assert isinstance(bench.channel[-1], commands.StopGeneration)
+    assert bench.adapter("a").leases == 1
+    bench.end_generation(request)
+    assert bench.adapter("a").leases == 0
+    assert not bench.world.waiting
+
+
+def test_an_overdue_operation_tells_its_clients_and_its_late_report_still_counts() -> None:
+    bench = Bench(operation_timeout_ms=100, request_timeout_ms=10_000)
+    published = told(bench)
+    request = bench.ask(ActivateAdapter, "a")
+    bench.transmit(1)
+    bench.advance(101)
+    reply = bench.reply(request)
+    assert reply.code is ErrorCode.ENGINE_GONE
+    for part in ("CheckAdapter", "'a'", "100 ms"):
+        assert part in reply.message
+    assert events.OperationOverdue(1, "CheckAdapter", "a") in published
+    again = bench.ask(ActivateAdapter, "a")
+    bench.settle()
+    assert bench.reply(again).state == "gpu-slot"
+
+
+def test_a_report_that_does_not_fit_changes_nothing() -> None:
+    bench = Bench()
+    bench.ask(ActivateAdapter, "a")
+    before, published = bench.facts(), told(bench)
+    bench.handle(reports.SlotWritten(1))
+    assert bench.facts() == before
+    (event,) = published
+    assert isinstance(event, events.ReportRefused)
+    assert "CheckAdapter is not ended by SlotWritten" in event.message
+    # One that names no open operation is old news.
+    bench.handle(reports.SlotWritten(77))
+    assert len(published) == 1
+
+
+def test_an_adapter_that_can_not_be_taken_down_rests_and_another_one_goes() -> None:
+    bench = Bench(slots=2)
+    bench.activate("a", "b")
+    request = bench.ask(ActivateAdapter, "c")
+    for _ in range(3):
+        bench.transmit(5)
+        bench.complete(0)
+        bench.deliver(5)
+    bench.fail("ResetSlot", ErrorCode.CONFLICT)
+    bench.settle()
+    assert isinstance(bench.reply(request), AdapterDone)
+    assert bench.in_slots() == {"a", "c"}
+    assert bench.adapter("a").resting
+    bench.advance(bench.limits.rest_ms + 1)
+    assert not bench.adapter("a").resting
+
+
+def test_a_held_adapter_that_does_not_come_back_is_tried_again_after_a_rest() -> None:
+    bench = Bench(slots=2, rest_ms=100)
+    bench.get(HoldAdapter, "a")
+    content = bench.files.pop("a")
+    bench.lose_engine()
+    bench.start_engine()
+    bench.settle()
+    assert (bench.state("a"), bench.adapter("a").resting) == ("evicted", True)
+    bench.activate("b")
+    bench.files["a"] = content
+    bench.advance(101)
+    bench.settle()
+    assert bench.in_slots() == {"a", "b"}
+
+
+def test_other_limits_lose_the_engine_and_keep_what_was_answered() -> None:
+    controller = Controller(Limits(slots_max=4, answers_max=10), checked=True)
+    controller.handle(records.ControllerStarted(1), 1)
+    for number in range(6):
+        controller.handle(LoadAdapter(f"r{number}", f"a{number}"), 2)
+    for number in range(6):
+        controller.handle(requests.ReleaseAdapter(f"q{number}", f"a{number}"), 2)
+    inventory = reports.EngineInventory("e", 1, "m", 4, 100)
+    controller.handle(inventory, 3)
+    actions = controller.reconfigure(Limits(slots_max=2, requests_max=4, answers_max=2), "lru")
+    assert "the limits were changed" in str(actions)
+    assert controller.world.engine is None
+    assert not controller.world.waiting
+    assert len(controller.world.answers) == 2
+    assert len(controller.world.slots) == 2
+    controller.handle(inventory, 4)
+    assert controller.world.tiers["device"].count_max == 2
+
+
+def test_time_that_is_set_back_does_not_go_back() -> None:
+    controller = Controller(Limits(), checked=True)
+    controller.handle(records.ControllerStarted(1), 100)
+    controller.handle(LoadAdapter("r", "a"), 50)
+    assert controller.world.time_ns == 100
+    assert not any(isinstance(reply, Refused) for reply in controller.world.answers.values())
+
+
+def test_a_held_adapter_that_fails_again_and_again_lets_others_have_their_turn() -> None:
+    bench = Bench(slots=3, host_bytes_max=15, rest_ms=10)
+    for name in ("a", "b"):
+        bench.get(HoldAdapter, name)
+        del bench.files[name]
+    bench.lose_engine()
+    bench.start_engine()
+    request = bench.ask(ActivateAdapter, "c")
+    for _ in range(12):
+        bench.transmit(9)
+        bench.complete(0)
+        # Both have rested when the one that was tried has failed.
+        bench.advance(11)
+        bench.deliver(9)
+    assert bench.reply(request).state == "gpu-slot"
+
+
+def test_a_batch_that_waits_for_its_turn_is_bound_to_the_version_of_that_time() -> None:
+    bench = Bench(slots=2)
+    bench.activate("a", "b")
+    running = bench.generate("a")
+    for name in ("c", "d"):
+        bench.get(requests.StageAdapter, name)
+    first = bench.ask(requests.ActivateBatch, ("c", "d"))
+    second = bench.ask(requests.ActivateBatch, ("b", "a"))
+    assert bench.get(LoadAdapter, "b", "e", replace=True).state == "cpu-cached"
+    bench.end_generation(running)
+    assert isinstance(bench.reply(first), requests.BatchDone)
+    assert isinstance(bench.reply(second), requests.BatchDone)
+    assert bench.adapter("b").path == "e"
+
+
+def test_the_timer_is_not_set_for_what_has_ended() -> None:
+    bench = Bench(operation_timeout_ms=100)
+    bench.activate("a")
+    assert bench.timer_ns
+    bench.advance(200)
+    assert not bench.timer_ns
+
+
+def test_an_old_version_whose_last_step_fails_goes_all_the_same() -> None:
+    bench = Bench()
+    bench.get(LoadAdapter, "a")
+    bench.ask(ActivateAdapter, "a")
+    replaced = bench.ask(LoadAdapter, "a", "b", replace=True)
+    bench.transmit(9)
+    for _ in range(2):
+        bench.complete(1)
+        bench.deliver(1)
+        bench.transmit(9)
+    assert bench.reply(replaced).state == "cpu-cached"
+    (old,) = [a for a in bench.world.adapters.values() if a.retired]
+    assert bench.engine is not None
+    bench.engine.complete(old.op, ErrorCode.DEVICE_OUT_OF_MEMORY)
+    bench.settle()
+    assert [a.path for a in bench.world.adapters.values()] == ["b"]
+    assert bench.state("a") == "gpu-slot"

@@ -1,0 +1,342 @@
+"""Every refusal: its code, what its text names, and that nothing else is changed by it."""
+
+import pytest
+
+from messages import events, records, requests
+from messages.errors import ErrorCode
+from messages.requests import (
+    ActivateAdapter,
+    ActivateBatch,
+    AdapterDone,
+    DeactivateAdapter,
+    EvictAdapter,
+    HoldAdapter,
+    LoadAdapter,
+    Refused,
+    ReleaseAdapter,
+    RemoveAdapter,
+    StageAdapter,
+)
+from tests.support.simulation.engine import Content
+from tests.support.simulation.rules_examples import Bench
+
+UNKNOWN = [
+    (ReleaseAdapter, "x"),
+    (DeactivateAdapter, "x"),
+    (EvictAdapter, "x"),
+    (RemoveAdapter, "x"),
+    (ActivateBatch, ("a", "x")),
+    (records.GenerationRequested, "x"),
+]
+
+
+@pytest.mark.parametrize(("kind", "what"), UNKNOWN)
+def test_an_unknown_adapter_is_l006(kind: type, what: object) -> None:
+    bench = Bench()
+    bench.activate("a")
+    bench.refused(ErrorCode.UNKNOWN_ADAPTER, ("'x'", "load it first"), kind, what)
+
+
+def test_every_upward_request_brings_the_adapter_as_far_as_it_says() -> None:
+    for kind, state in (
+        (LoadAdapter, "cpu-cached"),
+        (StageAdapter, "pinned"),
+        (ActivateAdapter, "gpu-slot"),
+        (HoldAdapter, "gpu-slot"),
+    ):
+        bench = Bench()
+        reply = bench.get(kind, "a")
+        assert (reply.adapter, reply.state) == ("a", state)
+        assert bench.state("a") == state
+        # Once more, it is there already.
+        assert bench.reply(bench.ask(kind, "a")).state == state
+
+
+def test_a_batch_of_more_adapters_than_slots_is_refused_before_anything_moves() -> None:
+    bench = Bench(slots=2)
+    bench.activate("a", "b")
+    bench.get(LoadAdapter, "c")
+    parts = ("3 slots", "2 slots", "split the batch")
+    bench.refused(ErrorCode.NO_ROOM, parts, ActivateBatch, ("a", "b", "c"))
+    assert bench.in_slots() == {"a", "b"}
+
+
+def test_a_batch_that_a_held_adapter_makes_impossible_is_refused_early() -> None:
+    bench = Bench(slots=2)
+    bench.get(HoldAdapter, "a")
+    bench.get(LoadAdapter, "b")
+    bench.get(LoadAdapter, "c")
+    parts = ("2 slots", "keep 1 slots", "release one")
+    bench.refused(ErrorCode.NO_ROOM, parts, ActivateBatch, ("b", "c"))
+    assert isinstance(bench.get(ActivateBatch, ("a", "b")), requests.BatchDone)
+
+
+def test_a_batch_too_large_in_bytes_is_refused_early_and_names_the_bytes() -> None:
+    bench = Bench(slots=3, device_bytes_max=25)
+    for name in ("a", "b", "c"):
+        bench.get(LoadAdapter, name)
+    bench.refused(ErrorCode.NO_ROOM, ("30 bytes", "25 bytes"), ActivateBatch, ("a", "b", "c"))
+
+
+def test_a_batch_whose_sizes_show_late_is_refused_when_they_do() -> None:
+    bench = Bench(slots=2, device_bytes_max=15, engine=False)
+    bench.ask(LoadAdapter, "a")
+    bench.ask(LoadAdapter, "b")
+    batch = bench.ask(ActivateBatch, ("a", "b"))
+    bench.start_engine()
+    bench.settle()
+    reply = bench.reply(batch)
+    assert (reply.code, "20 bytes" in reply.message) == (ErrorCode.NO_ROOM, True)
+
+
+def test_a_batch_that_a_hold_made_impossible_while_it_waited_is_refused() -> None:
+    bench = Bench(slots=2)
+    bench.activate("a", "b")
+    for name in ("c", "d"):
+        bench.get(StageAdapter, name)
+    running = bench.generate("a")
+    first = bench.ask(ActivateBatch, ("c", "d"))
+    hold = bench.ask(HoldAdapter, "d")
+    second = bench.ask(ActivateBatch, ("a", "b"))
+    bench.settle()
+    assert [bench.reply(request) for request in (first, hold, second)] == [None] * 3
+    bench.end_generation(running)
+    assert isinstance(bench.reply(first), requests.BatchDone)
+    assert bench.reply(hold).state == "gpu-slot"
+    assert bench.reply(second).code is ErrorCode.NO_ROOM
+    assert not bench.world.waiting
+
+
+def test_everything_held_is_l001() -> None:
+    bench = Bench(slots=2)
+    bench.get(HoldAdapter, "a")
+    bench.get(HoldAdapter, "b")
+    reply = bench.get(ActivateAdapter, "c")
+    assert reply.code is ErrorCode.NO_ROOM
+    for part in ("'c'", "1 slots", "2 slots", "held", "release"):
+        assert part in reply.message
+    assert bench.in_slots() == {"a", "b"}
+
+
+@pytest.mark.parametrize("kind", [DeactivateAdapter, EvictAdapter, RemoveAdapter])
+def test_what_is_held_leased_or_waited_for_is_not_taken_down(kind: type) -> None:
+    bench = Bench()
+    bench.get(HoldAdapter, "a")
+    bench.refused(ErrorCode.CONFLICT, ("'a'", "held", "release it first"), kind, "a")
+    bench.get(ReleaseAdapter, "a")
+    bench.generate("a")
+    bench.refused(ErrorCode.CONFLICT, ("'a'", "1 running requests"), kind, "a")
+    bench.ask(ActivateAdapter, "b")
+    bench.refused(ErrorCode.CONFLICT, ("'b'", "waited for by 1"), kind, "b")
+
+
+def test_every_downward_request_brings_the_adapter_as_far_as_it_says() -> None:
+    for kind, state in ((DeactivateAdapter, "pinned"), (EvictAdapter, "evicted")):
+        bench = Bench()
+        bench.activate("a")
+        assert bench.get(kind, "a").state == state
+        assert bench.reply(bench.ask(kind, "a")).state == state
+    bench = Bench()
+    bench.activate("a")
+    assert bench.get(RemoveAdapter, "a").state == "unregistered"
+    assert "a" not in bench.world.names
+    assert isinstance(bench.get(ActivateAdapter, "a"), AdapterDone)
+
+
+def test_a_downward_request_waits_for_an_operation_under_way() -> None:
+    bench = Bench(request_timeout_ms=10)
+    slow = bench.ask(ActivateAdapter, "a")
+    bench.transmit(1)
+    bench.advance(11)
+    assert bench.reply(slow).code is ErrorCode.ENGINE_GONE
+    evict = bench.ask(EvictAdapter, "a")
+    assert bench.reply(evict) is None
+    bench.settle()
+    assert bench.reply(evict).state in ("evicted", "unregistered")
+    assert not bench.engine.held  # type: ignore[union-attr]
+
+
+def test_a_forced_removal_ends_the_hold_refuses_who_waits_and_waits_for_leases() -> None:
+    bench = Bench(slots=1)
+    bench.get(HoldAdapter, "a")
+    running = bench.generate("a")
+    removal = bench.ask(RemoveAdapter, "a", force=True)
+    bench.settle()
+    assert bench.reply(removal) is None
+    assert bench.state("a") == "gpu-slot"
+    going = ("'a'", "being removed")
+    bench.refused(ErrorCode.CONFLICT, going, records.GenerationRequested, "a")
+    bench.refused(ErrorCode.CONFLICT, going, LoadAdapter, "a")
+    bench.refused(ErrorCode.CONFLICT, going, ActivateBatch, ("a",))
+    bench.end_generation(running)
+    assert bench.reply(running).finish_reason == "stop"
+    assert bench.reply(removal).state == "unregistered"
+    assert not bench.world.adapters
+
+
+def test_a_forced_removal_refuses_who_waits() -> None:
+    bench = Bench()
+    waiting = bench.ask(ActivateAdapter, "a")
+    removal = bench.ask(RemoveAdapter, "a", force=True)
+    assert bench.reply(waiting).code is ErrorCode.CONFLICT
+    bench.settle()
+    assert bench.reply(removal).state == "unregistered"
+
+
+def test_a_forced_removal_without_an_engine_is_answered_at_once() -> None:
+    bench = Bench(engine=False)
+    waiting = bench.ask(ActivateAdapter, "a")
+    removal = bench.ask(RemoveAdapter, "a", force=True)
+    assert bench.reply(waiting).code is ErrorCode.CONFLICT
+    assert bench.reply(removal).state == "unregistered"
+    assert not bench.world.adapters
+
+
+def test_a_removal_that_came_too_late_lets_the_adapter_live() -> None:
+    bench = Bench()
+    bench.activate("a")
+    running = bench.generate("a")
+    removal = bench.ask(RemoveAdapter, "a", force=True, timeout_ms=5)
+    bench.advance(6)
+    assert isinstance(bench.reply(removal), Refused)
+    bench.end_generation(running)
+    assert bench.state("a") == "gpu-slot"
+    assert isinstance(bench.get(ActivateAdapter, "a"), AdapterDone)
+
+
+def test_another_path_under_a_known_name_is_a_conflict() -> None:
+    bench = Bench()
+    bench.activate("a")
+    parts = ("'a'", "'b'", "load the new path with replace")
+    for kind in (StageAdapter, ActivateAdapter, HoldAdapter):
+        bench.refused(ErrorCode.CONFLICT, parts, kind, "a", "b")
+
+
+def test_other_bytes_under_a_known_name_are_refused_and_the_same_are_fine() -> None:
+    bench = Bench()
+    bench.activate("a")
+    reply = bench.get(LoadAdapter, "a", "b")
+    assert reply.code is ErrorCode.CONFLICT
+    for part in ("'a'", "content of a", "content of b", "with replace"):
+        assert part in reply.message
+    assert bench.adapter("a").path == "a"
+    bench.files["copy of a"] = Content("content of a", 10, 10)
+    assert bench.get(LoadAdapter, "a", "copy of a").state == "gpu-slot"
+    assert len(bench.world.adapters) == 1
+
+
+def test_replace_brings_a_new_version_with_hold_and_goal_and_the_old_one_ends_its_requests() -> (
+    None
+):
+    bench = Bench(slots=2)
+    bench.get(HoldAdapter, "a")
+    old = bench.adapter("a").id
+    running = bench.generate("a")
+    assert bench.get(LoadAdapter, "a", "b", replace=True).state == "cpu-cached"
+    new = bench.adapter("a")
+    assert new.id != old
+    assert (new.held, new.state, new.path) == (True, "gpu-slot", "b")
+    assert (bench.world.adapters[old].retired, bench.world.adapters[old].held) == (True, False)
+    assert bench.world.adapters[old].state == "gpu-slot"
+    later = bench.generate("a")
+    assert bench.world.operations[bench.world.waiting[later].op].command.adapter_id == new.id
+    bench.end_generation(running)
+    assert bench.reply(running).finish_reason == "stop"
+    assert set(bench.world.adapters) == {new.id}
+
+
+def test_a_replacement_that_nobody_waits_for_any_more_does_not_happen() -> None:
+    bench = Bench()
+    bench.activate("a")
+    told = bench.ask(LoadAdapter, "a", "b", replace=True, timeout_ms=5)
+    bench.transmit(1)
+    bench.complete(0)
+    bench.deliver(1)
+    # It is sound and is being loaded.
+    bench.transmit(1)
+    bench.advance(6)
+    assert isinstance(bench.reply(told), Refused)
+    bench.settle()
+    assert (bench.adapter("a").path, bench.state("a")) == ("a", "gpu-slot")
+    assert len(bench.world.adapters) == 1
+
+
+def test_a_second_replacement_waits_for_the_first() -> None:
+    bench = Bench()
+    bench.activate("a")
+    bench.ask(LoadAdapter, "a", "b", replace=True)
+    parts = ("'a'", "being loaded", "wait for it")
+    bench.refused(ErrorCode.CONFLICT, parts, LoadAdapter, "a", "c")
+    bench.refused(ErrorCode.CONFLICT, parts, RemoveAdapter, "a")
+
+
+def test_a_name_whose_first_version_is_unsound_goes_to_the_second() -> None:
+    bench = Bench()
+    first = bench.ask(LoadAdapter, "a", "missing")
+    second = bench.ask(LoadAdapter, "a", "b", replace=True)
+    bench.settle()
+    assert bench.reply(first).code is ErrorCode.NOT_FOUND
+    assert bench.reply(second).state == "cpu-cached"
+    assert bench.adapter("a").path == "b"
+
+
+def test_known_adapters_max_is_l001_and_requests_max_l015() -> None:
+    bench = Bench(known_adapters_max=2, requests_max=3)
+    bench.get(LoadAdapter, "a")
+    bench.get(LoadAdapter, "b")
+    bench.refused(ErrorCode.NO_ROOM, ("'c'", "2 adapters", "allows 2"), LoadAdapter, "c")
+    running = [bench.generate("a") for _ in range(3)]
+    bench.refused(ErrorCode.OVERLOADED, ("3 requests", "at most 3"), LoadAdapter, "a")
+    # What makes others end is let through.
+    cancel = bench.ask(requests.CancelGeneration, running[0])
+    assert bench.reply(cancel).found
+
+
+def test_a_repeated_request_gets_its_first_answer_until_that_is_out_of_the_window() -> None:
+    bench = Bench(answers_max=3)
+    first = bench.ask(LoadAdapter, "a")
+    bench.settle()
+    bench.handle(EvictAdapter("evict", "a"))
+    bench.settle()
+    # It is not loaded a second time: the answer of that time stands.
+    bench.handle(LoadAdapter(first, "a"))
+    bench.settle()
+    assert bench.reply(first).state == "cpu-cached"
+    assert bench.state("a") == "evicted"
+    for _ in range(3):
+        bench.ask(ReleaseAdapter, "a")
+    assert list(bench.world.answers) == [f"r{bench.asked - n}" for n in (2, 1, 0)]
+
+
+def test_a_cancelled_generation_is_answered_whether_it_runs_or_waits() -> None:
+    bench = Bench(slots=1)
+    bench.activate("a")
+    running, base = bench.generate("a"), bench.generate(None)
+    bench.get(LoadAdapter, "b")
+    queued = bench.generate("b")
+    for target in (running, queued, base):
+        assert bench.get(requests.CancelGeneration, target).found
+    assert bench.reply(queued).finish_reason == "cancelled"
+    bench.end_generation(running)
+    bench.end_generation(base)
+    assert bench.reply(running).finish_reason == "cancelled"
+    assert bench.reply(base).finish_reason == "cancelled"
+    assert not bench.get(requests.CancelGeneration, running).found
+    assert not bench.get(requests.CancelGeneration, "nothing").found
+
+
+def test_holding_and_releasing_are_published_once() -> None:
+    bench = Bench()
+    told: list[events.Event] = []
+    bench.memory.on_event = (  # type: ignore[method-assign]
+        lambda published, keep=bench.memory.on_event: (
+            told.append(published.event),
+            keep(published),
+        )
+    )
+    bench.get(HoldAdapter, "a")
+    bench.get(HoldAdapter, "a")
+    bench.get(ReleaseAdapter, "a")
+    bench.get(ReleaseAdapter, "a")
+    holds = [e for e in told if isinstance(e, events.AdapterHeld | events.AdapterReleased)]
+    assert holds == [events.AdapterHeld("a"), events.AdapterReleased("a")]

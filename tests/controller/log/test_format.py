@@ -1,0 +1,215 @@
+"""The log's bytes: whatever happens to them is seen, and told apart from an unfinished end."""
+
+from pathlib import Path
+from random import Random, randrange
+from typing import Any
+
+import msgspec
+import pytest
+
+from controller.log.format import (
+    HEAD_BYTES,
+    MARKER,
+    START,
+    Link,
+    LogForeign,
+    Scan,
+    frame_header,
+    frame_records,
+    read_header,
+    read_record,
+    whole_frame,
+    whole_frames,
+)
+from messages.records import Record, TimerFired
+from tests.support.simulation.log_examples import HEADER, run_of
+
+COUNT = 320
+
+
+class Image:
+    """A segment in memory: its bytes, and where each record stands and what it continues."""
+
+    def __init__(self, count: int) -> None:
+        self.records = run_of(count)
+        head, link = frame_header(HEADER, START)
+        frames, _ = frame_records(self.records, 1, link)
+        self.data = head + b"".join(frames)
+        self.begin = Link(0, 0, link.checksum)
+        self.header_bytes = len(head)
+        self.places: list[tuple[int, int, Link]] = []
+        offset = len(head)
+        for frame in frames:
+            self.places.append((offset, offset + len(frame), link))
+            parsed = whole_frame(self.data, offset)
+            assert parsed is not None
+            link, offset = parsed.link, offset + len(frame)
+
+
+@pytest.fixture(scope="module")
+def image() -> Image:
+    return Image(COUNT)
+
+
+def test_the_bytes_are_these_for_ever() -> None:
+    head, link = frame_header(msgspec.structs.replace(HEADER, first_seq=1), START)
+    frames, link = frame_records(
+        [Record(1, TimerFired(), b"c", "d"), Record(2, TimerFired())], 3, link
+    )
+    assert [head.hex(), *(frame.hex() for frame in frames)] == [
+        "4c4452310121c7221acb089100000027000000000000000000000000000000000000000000000000"
+        "950101a36c727582a9736c6f74735f6d617804b1686f73745f61646170746572735f6d61781001",
+        "4c44523118a14b6a30abb23100000013000000000000000100000000000000030121c7221acb0891"
+        "940191aa54696d65724669726564c40163a164",
+        "4c44523162dce9cffb587c6a000000110000000000000002000000000000000318a14b6a30abb231"
+        "940291aa54696d65724669726564c400a0",
+    ]
+    assert link == Link(2, 3, frames[1][4:12])
+
+
+def test_a_run_is_read_back(image: Image) -> None:
+    scan = Scan(image.data, image.header_bytes, image.begin)
+    bodies = [body for _, _, body in scan.frames()]
+    assert [read_record(body, 1, Path("x")) for body in bodies] == image.records
+    assert (scan.offset, scan.link.seq) == (len(image.data), COUNT)
+    assert not scan.damage()
+    assert len(list(whole_frames(image.data, 0))) == COUNT + 1
+
+
+def test_a_run_cut_at_any_byte_gives_its_longest_whole_prefix(image: Image) -> None:
+    ends = [image.header_bytes, *(end for _, end, _ in image.places)]
+    for cut in range(image.header_bytes, len(image.data) + 1):
+        scan = Scan(image.data[:cut], image.header_bytes, image.begin)
+        found = sum(1 for _ in scan.frames())
+        assert ends[found] <= cut
+        assert found == COUNT or cut < ends[found + 1]
+        assert scan.offset == ends[found]
+        assert not scan.damage(), f"cut at {cut}"
+
+
+def test_every_flip_of_one_bit_is_seen_and_only_the_last_record_can_be_a_torn_tail(
+    image: Image,
+) -> None:
+    """A scan only looks forward, so each starts at the record whose bit is turned round."""
+    data: Any = bytearray(image.data)
+    for start, end, link in image.places:
+        is_last = end == len(data)
+        for offset in range(start, end):
+            for bit in range(8):
+                data[offset] ^= 1 << bit
+                scan = Scan(data, start, link)
+                assert next(scan.frames(), None) is None, f"bit {bit} at {offset} was not seen"
+                assert bool(scan.damage()) is not is_last, f"bit {bit} at {offset}"
+                data[offset] ^= 1 << bit
+    assert data == image.data
+
+
+def test_every_flip_in_a_header_is_seen(image: Image) -> None:
+    data: Any = bytearray(image.data)
+    for offset in range(image.header_bytes):
+        for bit in range(8):
+            data[offset] ^= 1 << bit
+            assert whole_frame(data, 0) is None
+            assert Scan(data, 0, START).damage()
+            data[offset] ^= 1 << bit
+
+
+def stopped(data: bytes, image: Image) -> tuple[int, str]:
+    """How many records were read, and what stopped the scan."""
+    scan = Scan(data, image.header_bytes, image.begin)
+    return sum(1 for _ in scan.frames()), scan.damage()
+
+
+def test_what_never_was_a_record_at_the_end_is_a_torn_tail(image: Image) -> None:
+    seed = randrange(2**32)
+    print(f"seed {seed}")
+    chance = Random(seed)
+    for tail in (b"\x00" * 10_000, chance.randbytes(10_000), MARKER * 1000, MARKER + b"\xff" * 99):
+        assert stopped(image.data + tail, image) == (COUNT, "")
+        assert stopped(image.data[:-1] + tail, image) == (COUNT - 1, "")
+
+
+def test_records_out_of_place_are_damage(image: Image) -> None:
+    data, places = image.data, image.places
+    (a, b, _), (_, c, _), (_, d, _) = places[100:103]
+    last = places[-1][0]
+    cases = {
+        "one missing": (100, data[:a] + data[b:]),
+        "one twice": (101, data[:b] + data[a:]),
+        "two in the wrong order": (100, data[:a] + data[b:c] + data[a:b] + data[c:]),
+        "an old one at the end": (COUNT, data + data[a:b]),
+        "many old ones at the end": (COUNT, data + b"\x00" + data[a:d]),
+        "a marker before the last": (COUNT - 1, data[:last] + MARKER + data[last:]),
+        "junk between": (100, data[:a] + b"junk" + data[a:]),
+        "bytes missing": (100, data[: a + 7] + data[a + 9 :]),
+        "zeros over one": (100, data[:a] + bytes(b - a) + data[b:]),
+        "zeros over many": (100, data[:a] + bytes(20_000 - a) + data[20_000:]),
+        "the end zeroed but for the last": (100, data[:a] + bytes(len(data) - a) + data[c:d]),
+    }
+    for name, (records, changed) in cases.items():
+        count, damage = stopped(changed, image)
+        assert (count, bool(damage)) == (records, True), name
+
+
+def test_a_record_of_another_chain_is_damage(image: Image) -> None:
+    start, end, link = image.places[-1]
+    for other in (
+        Link(link.seq, link.epoch, bytes(8)),
+        Link(link.seq + 1, link.epoch, link.checksum),
+        Link(link.seq - 1, link.epoch, link.checksum),
+    ):
+        frames, _ = frame_records(image.records[-1:], 1, other)
+        count, damage = stopped(image.data[:start] + frames[0], image)
+        assert count == COUNT - 1
+        assert "does not continue" in damage
+    frames, _ = frame_records(image.records[-1:], 0, Link(link.seq, 0, link.checksum))
+    assert stopped(image.data[:start] + frames[0], image)[0] == COUNT - 1
+    assert end == len(image.data)
+
+
+def test_a_length_beyond_the_bytes_or_the_bound_is_not_followed(image: Image) -> None:
+    start, _, link = image.places[5]
+    for length in (2**32 - 1, len(image.data), 300 << 20):
+        data = bytearray(image.data)
+        data[start + 12 : start + 16] = length.to_bytes(4, "big")
+        assert whole_frame(bytes(data), start) is None
+        assert next(Scan(bytes(data), start, link).frames(), None) is None
+
+
+def test_a_reader_that_leaves_early_leaves_the_scan_where_it_was(image: Image) -> None:
+    scan = Scan(image.data, image.header_bytes, image.begin)
+    for seq, _, _ in scan.frames():
+        if seq == 10:
+            break
+    assert scan.offset in (image.header_bytes, image.places[9][1])
+    assert [seq for seq, _, _ in scan.frames()][-1] == COUNT
+
+
+def test_a_record_too_long_for_any_reader_is_not_framed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.log.format.RECORD_BYTES_MAX", 100)
+    fits, too_long = Record(1, TimerFired(), b"c" * 60), Record(1, TimerFired(), b"c" * 100)
+    assert len(frame_records([fits], 1, START)[0]) == 1
+    with pytest.raises(ValueError, match="at most 100"):
+        frame_records([fits, too_long], 1, START)
+    data = frame_records([fits], 1, START)[0][0]
+    monkeypatch.setattr("controller.log.format.RECORD_BYTES_MAX", len(data) - HEAD_BYTES - 1)
+    assert whole_frame(data, 0) is None
+    assert next(Scan(data, 0, START).frames(), None) is None
+
+
+def test_sound_bytes_of_another_version_are_named_as_such() -> None:
+    file = Path("00000000000000000001.log")
+    newer = msgspec.msgpack.encode([2, "a header", ["of", "another", "shape"]])
+    with pytest.raises(LogForeign, match=r"format 2; this version reads 1"):
+        read_header(newer, file)
+    for body in (b"", b"\xc1", msgspec.msgpack.encode({"format": 1}), b"\x91" * 100_000):
+        with pytest.raises(LogForeign, match="no header"):
+            read_header(body, file)
+    for body in (
+        b"",
+        msgspec.msgpack.encode([1, ["AdapterPainted", "blue"]]),
+        msgspec.msgpack.encode([1, ["TimerFired"], b"", "", "of a later version"]),
+        b"\x93\x01" + b"\x91" * 100_000,
+    ):
+        with pytest.raises(LogForeign, match="record 17 is sound"):
+            read_record(body, 17, file)

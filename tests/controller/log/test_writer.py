@@ -1,0 +1,311 @@
+"""The log's writer: what `append` has returned for is there, whatever happens to the disk."""
+
+import errno
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.log import writer as log_module
+from controller.log.format import LogBusy, LogForeign, LogFull, LogSyncFailed
+from controller.log.segments import read, segments, verify
+from controller.log.writer import Log, Recovered
+from messages.errors import ErrorCode
+from messages.records import Record, TimerFired
+from tests.support.simulation.log_examples import HEADER, TIME_NS, Disk, FailingDisk, run_of
+from tests.support.simulation.message_examples import strategy
+
+
+def records_in(directory: Path) -> list[Record]:
+    return [record for _, _, record in read(directory)]
+
+
+def use(disk: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(log_module, "os", disk)
+    return disk
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that don't depend on the disk being waited for."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda fd: None)
+
+
+def test_a_new_log_is_private_and_empty(tmp_path: Path) -> None:
+    directory = tmp_path / "a" / "log"
+    with Log.open(directory, HEADER) as log:
+        assert log.recovered == Recovered(1, 0, 0, None)
+        assert log.next_seq == 1
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    file = directory / "00000000000000000001.log"
+    assert list(directory.iterdir()) == [file]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert verify(directory) == (1, 0, 0, 0, 0, None)
+
+
+def test_records_are_numbered_from_one_and_keep_their_epoch(tmp_path: Path, quick: None) -> None:
+    records = run_of(60)
+    with Log.open(tmp_path, HEADER) as log:
+        assert log.append(records[:1], epoch=1) == 1
+        assert log.append([], epoch=1) == 1
+        assert log.append(records[1:40], epoch=1) == 40
+    with Log.open(tmp_path, HEADER) as log:
+        assert log.recovered == Recovered(41, 1, 0, None)
+        assert log.append(records[40:], epoch=3) == 60
+        assert log.next_seq == 61
+    epochs = [1] * 40 + [3] * 20
+    assert list(read(tmp_path)) == list(zip(range(1, 61), epochs, records, strict=True))
+
+
+def test_every_segment_says_by_what_rules_it_was_written(tmp_path: Path, quick: None) -> None:
+    other = msgspec.structs.replace(HEADER, rules=2, policy="lfu")
+    for header in (HEADER, HEADER, other):
+        with Log.open(tmp_path, header) as log:
+            log.append(run_of(2), epoch=1)
+    found = [(header, len(list(entries))) for header, entries in segments(tmp_path)]
+    assert found == [
+        (msgspec.structs.replace(HEADER, first_seq=1), 4),
+        (msgspec.structs.replace(other, first_seq=5), 2),
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_new_header_replaces_one_that_decided_nothing(
+    tmp_path: Path, quick: None, count: int
+) -> None:
+    if count:
+        with Log.open(tmp_path, HEADER) as log:
+            log.append(run_of(count), epoch=1)
+        Log.open(tmp_path, msgspec.structs.replace(HEADER, policy="lfu")).close()
+    else:
+        Log.open(tmp_path, HEADER).close()
+    with Log.open(tmp_path, msgspec.structs.replace(HEADER, policy="last")) as log:
+        log.append(run_of(1), epoch=1)
+    assert [header.policy for header, _ in segments(tmp_path)] == ["lru"] * (count > 0) + ["last"]
+    assert verify(tmp_path)[1:] == (count + 1, 1, count + 1, 0, None)
+
+
+def test_older_rules_do_not_continue_newer_ones(tmp_path: Path) -> None:
+    Log.open(tmp_path, msgspec.structs.replace(HEADER, rules=7)).close()
+    with pytest.raises(LogForeign, match="rules 7"):
+        Log.open(tmp_path, HEADER)
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    with Log.open(tmp_path, HEADER), pytest.raises(LogBusy, match="another process"):
+        Log.open(tmp_path, HEADER)
+    Log.open(tmp_path, HEADER).close()
+
+
+def test_a_closed_log_takes_nothing(tmp_path: Path) -> None:
+    log = Log.open(tmp_path, HEADER)
+    log.close()
+    log.close()
+    with pytest.raises(LogSyncFailed, match="closed"):
+        log.append(run_of(1), epoch=1)
+
+
+def test_epochs_never_go_back(tmp_path: Path, quick: None) -> None:
+    with Log.open(tmp_path, HEADER) as log:
+        log.append(run_of(1), epoch=5)
+        with pytest.raises(ValueError, match="epoch 4 behind epoch 5"):
+            log.append(run_of(1), epoch=4)
+        assert log.append(run_of(1), epoch=5) == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "writes", "syncs"),
+    [("group", 3, 3), ("always", 9, 9), ("interval", 3, 2), ("never", 3, 0)],
+)
+def test_a_group_is_one_write_and_as_many_syncs_as_the_policy_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any, writes: int, syncs: int
+) -> None:
+    with Log.open(tmp_path, HEADER, sync=policy, sync_interval_ms=10) as log:
+        disk = use(Disk(), monkeypatch)
+        # The groups end at 0, 9 and 10 ms.
+        for end_ms in (0, 9, 10):
+            times = [TIME_NS + (end_ms - back) * 1_000_000 for back in (2, 1, 0)]
+            log.append([Record(time_ns, TimerFired()) for time_ns in times], epoch=1)
+        assert (disk.calls.count("write"), disk.calls.count("fdatasync")) == (writes, syncs)
+        disk.calls.clear()
+        log.sync()
+        log.sync()
+        assert disk.calls.count("fdatasync") == (policy == "never")
+
+
+def test_an_interval_ends_when_the_clock_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Log.open(tmp_path, HEADER, sync="interval") as log:
+        disk = use(Disk(), monkeypatch)
+        for time_ns in (TIME_NS, TIME_NS + 1, TIME_NS - 10**12):
+            log.append([Record(time_ns, TimerFired())], epoch=1)
+        assert disk.calls.count("fdatasync") == 2
+
+
+def test_a_segment_ends_when_it_is_full(tmp_path: Path, quick: None) -> None:
+    records = run_of(90)
+    with Log.open(tmp_path, HEADER, segment_bytes_max=1000) as log:
+        for start in range(0, 90, 3):
+            log.append(records[start : start + 3], epoch=1)
+    sizes = [path.stat().st_size for path in sorted(tmp_path.glob("*.log"))]
+    assert len(sizes) > 5
+    assert all(1000 <= size < 2000 for size in sizes[:-1])
+    assert records_in(tmp_path) == records
+    with Log.open(tmp_path, HEADER, segment_bytes_max=1) as log:
+        log.append(records[:1], epoch=1)
+        log.append(records[:1], epoch=1)
+    assert verify(tmp_path) == (len(sizes) + 2, 92, 1, 92, 0, None)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("room", [0, 1, 70, 400])
+@pytest.mark.parametrize("policy", ["group", "always"])
+def test_a_full_disk_refuses_a_group_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, room: int, policy: Any
+) -> None:
+    records = run_of(20)
+    with Log.open(tmp_path, HEADER, sync=policy) as log:
+        log.append(records[:5], epoch=1)
+        before = next(tmp_path.iterdir()).read_bytes()
+        disk = use(FailingDisk(room, write=error), monkeypatch)
+        with pytest.raises(LogFull, match="nothing was written") as caught:
+            log.append(records[5:10], epoch=2)
+        assert caught.value.code is ErrorCode.LOG_UNAVAILABLE
+        assert next(tmp_path.iterdir()).read_bytes() == before
+        assert disk.calls[-2:] == ["ftruncate", "fdatasync"]
+        disk.errors.clear()
+        assert log.append(records[10:], epoch=2) == 15
+    assert records_in(tmp_path) == records[:5] + records[10:]
+    assert verify(tmp_path) == (1, 15, 1, 15, 0, None)
+
+
+@pytest.mark.parametrize("fails", ["write", "open", "fsync", "rename"])
+def test_a_disk_that_is_full_at_the_end_of_a_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    records = run_of(12)
+    with Log.open(tmp_path, HEADER, segment_bytes_max=1) as log:
+        log.append(records[:4], epoch=1)
+        disk = use(FailingDisk(room=10, **{fails: errno.ENOSPC}), monkeypatch)
+        for _ in range(2):
+            with pytest.raises(LogFull):
+                log.append(records[4:8], epoch=1)
+        disk.errors.clear()
+        assert log.append(records[8:], epoch=1) == 8
+    assert records_in(tmp_path) == records[:4] + records[8:]
+    assert len(list(segments(tmp_path))) == 2
+
+
+BROKEN = [
+    ("fdatasync", errno.EIO, {}),
+    ("fdatasync", errno.ENOSPC, {}),
+    ("fdatasync", errno.EIO, {"sync": "always"}),
+    ("write", errno.EIO, {}),
+    ("fsync", errno.EIO, {"segment_bytes_max": 1}),
+    ("rename", errno.EIO, {"segment_bytes_max": 1}),
+    ("open", errno.EMFILE, {"segment_bytes_max": 1}),
+]
+
+
+@pytest.mark.parametrize(("fails", "error", "options"), BROKEN)
+def test_after_a_failed_disk_nothing_is_taken_until_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, error: int, options: Any
+) -> None:
+    records = run_of(10)
+    log = Log.open(tmp_path, HEADER, **options)
+    log.append(records[:5], epoch=1)
+    disk = use(FailingDisk(**{fails: error}), monkeypatch)
+    with pytest.raises(LogSyncFailed, match="restart"):
+        log.append(records[5:], epoch=1)
+    disk.errors.clear()
+    disk.calls.clear()
+    for _ in range(2):
+        with pytest.raises(LogSyncFailed):
+            log.append(records[5:], epoch=1)
+    with pytest.raises(LogSyncFailed):
+        log.sync()
+    log.close()
+    assert set(disk.calls) == {"close"}
+    with Log.open(tmp_path, HEADER, **options) as log:
+        assert log.next_seq > 5
+        assert records_in(tmp_path) == records[: log.next_seq - 1]
+
+
+def test_a_cut_that_fails_is_a_failed_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fails in ("ftruncate", "fdatasync"):
+        with Log.open(tmp_path, HEADER) as log:
+            use(FailingDisk(10, write=errno.ENOSPC, **{fails: errno.EIO}), monkeypatch)
+            for _ in range(2):
+                with pytest.raises(LogSyncFailed):
+                    log.append(run_of(5), epoch=1)
+        monkeypatch.undo()
+
+
+def test_a_directory_that_can_not_be_synced_is_a_failed_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoDirectorySync(Disk):
+        def do(self, name: str, real: Any, *args: Any) -> Any:
+            if name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode):
+                raise OSError(errno.EIO, "no")
+            return super().do(name, real, *args)
+
+    log = Log.open(tmp_path, HEADER, segment_bytes_max=1)
+    log.append(run_of(1), epoch=1)
+    use(NoDirectorySync(), monkeypatch)
+    with pytest.raises(LogSyncFailed, match="directory"):
+        log.append(run_of(1), epoch=1)
+    log.close()
+    monkeypatch.undo()
+    with Log.open(tmp_path, HEADER) as log:
+        assert log.recovered == Recovered(2, 1, 0, None)
+
+
+def test_no_descriptor_is_left_behind(tmp_path: Path, quick: None) -> None:
+    def open_files() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = open_files()
+    with Log.open(tmp_path, HEADER, segment_bytes_max=1) as log:
+        in_use = open_files()
+        for _ in range(5):
+            log.append(run_of(1), epoch=1)
+        with pytest.raises(LogBusy) as caught:
+            Log.open(tmp_path, HEADER)
+        assert caught.value.code is ErrorCode.LOG_UNAVAILABLE
+        assert open_files() == in_use == before + 2
+    assert open_files() == before
+
+
+@given(
+    lives=st.lists(
+        st.tuples(
+            st.lists(st.lists(strategy(Record), max_size=4), max_size=4),
+            st.sampled_from(["group", "always", "interval", "never"]),
+            st.sampled_from([1, 300, 1 << 20]),
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_what_was_written_is_read_back(lives: list[Any]) -> None:
+    expected: list[Any] = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name) / "log"
+        for epoch, (groups, policy, size) in enumerate(lives, 1):
+            with Log.open(directory, HEADER, sync=policy, segment_bytes_max=size) as log:
+                assert log.next_seq == len(expected) + 1
+                for group in groups:
+                    log.append(group, epoch)
+                    expected += [(len(expected) + i, epoch, r) for i, r in enumerate(group, 1)]
+                assert list(read(directory)) == expected
+        if lives:
+            assert verify(directory).records == len(expected)

@@ -1,0 +1,103 @@
+"""Crashes and power cuts at every step: what was confirmed is there, and nothing is damage."""
+
+from contextlib import suppress
+from pathlib import Path
+from random import Random, randrange
+from typing import Any
+
+import pytest
+
+from controller.log import writer as log_module
+from controller.log.segments import read, verify
+from controller.log.writer import Log
+from messages.records import Record
+from tests.support.simulation.log_examples import HEADER, Crash, CrashingDisk, run_of
+
+
+def records_in(directory: Path) -> list[Record]:
+    return [record for _, _, record in read(directory)]
+
+
+def use(disk: CrashingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "os", disk)
+
+
+def crashed_run(
+    directory: Path, disk: CrashingDisk, policy: Any = "group"
+) -> tuple[list[Record], list[Record]]:
+    """What was asked of a log until it crashed, and of that, what had been confirmed."""
+    records, asked, confirmed, log = run_of(24), [], [], None
+    try:
+        for _ in range(2):
+            log = Log.open(directory, HEADER, sync=policy, segment_bytes_max=700)
+            for start in range(len(confirmed), len(confirmed) + 12, 3):
+                group = records[start : start + 3]
+                asked += group
+                log.append(group, epoch=1)
+                confirmed += group
+            log.close()
+    except Crash:
+        if log is not None:
+            with suppress(Crash):
+                log.close()
+    return asked, confirmed
+
+
+def crashed_again(directory: Path, disk: CrashingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        use(disk, patch)
+        with suppress(Crash), Log.open(directory, HEADER, segment_bytes_max=700):
+            pass
+
+
+@pytest.mark.parametrize("power", ["stays", "goes"])
+@pytest.mark.parametrize("when", ["before", "within", "after"])
+def test_a_crash_at_any_step_loses_nothing_that_was_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, power: str
+) -> None:
+    seed = randrange(2**32)
+    print(f"seed {seed}")
+    chance = Random(seed)
+    for at in range(1, 1000):
+        directory = tmp_path / str(at)
+        disk = CrashingDisk(at, when)
+        with monkeypatch.context() as patch:
+            use(disk, patch)
+            asked, confirmed = crashed_run(directory, disk)
+        if not disk.is_dead:
+            assert at > 30
+            assert len(confirmed) == 24
+            return
+        if power == "goes":
+            disk.cut_power(directory, chance)
+        for again in range(1, 7):
+            crashed_again(directory, CrashingDisk(again, when), monkeypatch)
+        with Log.open(directory, HEADER, segment_bytes_max=700) as log:
+            found = records_in(directory)
+            assert found == asked[: len(found)]
+            assert len(found) >= len(confirmed)
+            assert log.next_seq == len(found) + 1
+            log.append(run_of(3, 100), epoch=2)
+        assert records_in(directory) == found + run_of(3, 100)
+        assert verify(directory).damage is None
+    pytest.fail("the run never ended")
+
+
+@pytest.mark.parametrize("policy", ["interval", "never"])
+def test_without_syncs_a_lost_end_is_still_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any
+) -> None:
+    seed = randrange(2**32)
+    print(f"seed {seed}")
+    chance = Random(seed)
+    for at in range(1, 60):
+        directory = tmp_path / str(at)
+        disk = CrashingDisk(at, "before")
+        with monkeypatch.context() as patch:
+            use(disk, patch)
+            asked, _ = crashed_run(directory, disk, policy)
+        disk.cut_power(directory, chance)
+        Log.open(directory, HEADER).close()
+        found = records_in(directory)
+        assert found == asked[: len(found)]
+    assert not disk.is_dead

@@ -1,0 +1,69 @@
+"""Images through a real controller's process: to the engine as they came, and again where lost.
+
+The engine is a stand-in, so that it can come late; `test_illustrated_processes` has a real one.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from controller.client import Client
+from controller.client.calls import Timing
+from controller.log.replay import replay
+from controller.log.segments import verify
+from messages import commands, records
+from messages import requests as rq
+from tests.support.parallel.processes import controller
+from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
+
+SOON = Timing(0.1, 0.4)
+LONGEST = (bytes(rq.IMAGE_BYTES_MAX),) * (rq.IMAGES_BYTES_MAX // rq.IMAGE_BYTES_MAX)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    found = tmp_path / "d"
+    found.mkdir()
+    return found
+
+
+@pytest.mark.parametrize("images", [(b"\x89PNG",), LONGEST], ids=["small", "longest"])
+def test_images_reach_the_engine_and_no_log(directory: Path, images: tuple[bytes, ...]) -> None:
+    with (
+        controller(directory, checked=True),
+        StandInEngine(directory, "e", os.getpid()) as engine,
+        Client(directory, timeout_s=60.0) as client,
+    ):
+        generation = client.generate("a text", images=images)
+        assert [chunk.text for chunk in generation] == ["ab"]
+        [start] = engine.got(commands.StartGeneration)
+        assert start.prompt == rq.IllustratedPrompt("a text", images)
+    assert verify(directory / "log").damage is None
+    size = sum(file.stat().st_size for file in (directory / "log").glob("*.log"))
+    assert size < 10_000
+    assert replay(directory / "log").divergence is None
+
+
+def test_images_that_died_with_a_controller_are_sent_again(directory: Path) -> None:
+    """The next life starts what the log has before the client, which waits in no call, can help."""
+    images = (bytes(3 << 20), b"\x89PNG")
+    with (
+        controller(directory, checked=True) as process,
+        Client(directory, timeout_s=60.0, timing=SOON) as client,
+    ):
+        generation = client.generate("a text", images=images)
+        with RawClient(directory) as other:
+            eventually(lambda: other.status().requests == 1, "the request")
+        process.kill()
+        process.start()
+        with StandInEngine(directory, "e", os.getpid()) as engine:
+            lost = records.PayloadLost(generation.request_id)
+            eventually(lambda: lost in logged(directory), "the loss")
+            assert not engine.got(commands.StartGeneration)
+            assert generation.text() == "ab"
+            [start] = engine.got(commands.StartGeneration)
+            assert start.prompt == rq.IllustratedPrompt("a text", images)
+            assert start.request_id == generation.request_id
+        assert process.stop() == 0, process.output()
+    assert replay(directory / "log", checked=True).divergence is None

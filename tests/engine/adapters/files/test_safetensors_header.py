@@ -1,0 +1,158 @@
+"""Laws of the header: what we accept the format's own library reads alike; the rest is told."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, deserialize
+from safetensors.torch import save
+
+from engine.adapters.files.safetensors_header import LENGTH_BYTES, header_length, parse_header
+from engine.config import DEFAULT_BOUNDS, AdapterBounds
+from engine.errors import AdapterUnsound
+from tests.support.engine.adapter_examples import stored
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
+
+
+def parsed(
+    raw: bytes, bounds: AdapterBounds = DEFAULT_BOUNDS
+) -> list[tuple[str, list[int], bytes]]:
+    """What we find in a file: names, shapes and bytes."""
+    length = header_length(raw[:LENGTH_BYTES], len(raw), bounds)
+    found = parse_header(raw[LENGTH_BYTES : LENGTH_BYTES + length], len(raw), bounds)
+    return [(t.name, list(t.shape), raw[t.start : t.start + t.size_bytes]) for t in found]
+
+
+def by_library(raw: bytes) -> list[tuple[str, list[int], bytes]]:
+    return [(name, list(t["shape"]), bytes(t["data"])) for name, t in deserialize(raw)]
+
+
+SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3)
+FILES = st.dictionaries(
+    st.text("abc._", min_size=1, max_size=6),
+    st.tuples(SHAPES, st.sampled_from(DTYPES)),
+    min_size=1,
+    max_size=5,
+).map(lambda tensors: save({n: torch.ones(shape).to(d) for n, (shape, d) in tensors.items()}))
+
+
+@settings(max_examples=150, deadline=None)
+@given(FILES)
+def test_what_the_library_writes_is_read_alike(raw: bytes) -> None:
+    assert sorted(parsed(raw)) == sorted(by_library(raw))
+
+
+@settings(max_examples=400, deadline=None)
+@given(FILES, st.data())
+def test_a_damaged_file_is_refused_or_read_as_the_library_reads_it(
+    raw: bytes, data: st.DataObject
+) -> None:
+    damaged = bytearray(raw)
+    for _ in range(data.draw(st.integers(1, 3))):
+        header_end = LENGTH_BYTES + int.from_bytes(raw[:LENGTH_BYTES], "little")
+        place = data.draw(st.integers(0, min(len(damaged), header_end) - 1))
+        damaged[place] = data.draw(st.sampled_from(b'0123456789{}[],:" aF' + bytes([0, 255])))
+    if data.draw(st.booleans()):
+        damaged = damaged[: data.draw(st.integers(0, len(damaged)))]
+    try:
+        ours = parsed(bytes(damaged))
+    except AdapterUnsound:
+        return
+    assert sorted(ours) == sorted(by_library(bytes(damaged)))
+
+
+def entry(shape: Any = (2, 3), start: Any = 0, end: Any = 24, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def many(count: int) -> dict[str, Any]:
+    return {str(i): entry((0,), 0, 0) for i in range(count)}
+
+
+DATA = bytes(24)
+UNSOUND: dict[str, tuple[bytes, str]] = {
+    "no bytes": (b"", "cut short"),
+    "half a length": (b"\x10\0\0", "cut short"),
+    "a length and no header": (stored(b"", length=100), "cut short"),
+    "a length of 2**64": (stored({"a": entry()}, DATA, 2**64 - 1), "cut short"),
+    "an empty header": (stored(b"", DATA), "starts with b''"),
+    "text": (stored(b"not json", DATA), "starts with b'n'"),
+    "an array": (stored(b"[1]", DATA), "starts with b'['"),
+    "half an object": (stored(b'{"a"', DATA), "not sound"),
+    "not UTF-8": (stored(b'{"\xff": 1}', DATA), "not sound"),
+    "UTF-16": (stored("{}".encode("utf-16-le"), DATA), "not sound"),
+    "nested": (stored(b'{"a":' * 100 + b"1" + b"}" * 100, DATA), "nests deeper than 32"),
+    "nested arrays": (stored(b'{"a":' + b"[" * 9000 + b"]" * 9000 + b"}"), "nests deeper"),
+    "a name twice": (
+        stored(f'{{"a": {json.dumps(entry())}, "a": {json.dumps(entry())}}}'.encode(), DATA),
+        "'a' stands in it more than once",
+    ),
+    "NaN": (stored(b'{"a": NaN}', DATA), "NaN is no JSON number"),
+    "a huge number": (stored(b'{"a": ' + b"9" * 5000 + b"}", DATA), "not sound"),
+    "a number for a tensor": (stored({"a": 1}, DATA), "a has 1"),
+    "a field too many": (stored({"a": {**entry(), "x": 1}}, DATA), "are needed"),
+    "a field too few": (stored({"a": {"dtype": "F32"}}, DATA), "are needed"),
+    "a dtype unknown": (stored({"a": entry(dtype="F7")}, DATA), "dtype 'F7'"),
+    "a dtype that is a list": (stored({"a": entry(dtype=["F32"])}, DATA), "dtype ['F32']"),
+    "a shape of floats": (stored({"a": entry(shape=[2.0, 3])}, DATA), "shape [2.0, 3]"),
+    "a shape of bools": (stored({"a": entry(shape=[True, 6])}, DATA), "shape [True, 6]"),
+    "a shape below 0": (stored({"a": entry(shape=[-2, -3])}, DATA), "shape [-2, -3]"),
+    "a shape that is a text": (stored({"a": entry(shape="6")}, DATA), "shape '6'"),
+    "a shape of 9": (stored({"a": entry(shape=[1] * 8 + [6])}, DATA), "up to 8 lengths"),
+    "an empty tensor": (stored({"a": entry([0, 3], 0, 0)}), "at least 1"),
+    "a million empty tensors": (stored(many(100_000)), "values; at most"),
+    "lengths that wrap": (stored({"a": entry([2**32, 2**32], 0, 0)}), "needs"),
+    "lengths that are too long": (stored({"a": entry([2**60, 1], 0, 0)}), "lengths"),
+    "offsets below 0": (stored({"a": entry(start=-24, end=0)}, DATA), "data_offsets [-24, 0]"),
+    "offsets turned": (stored({"a": entry(start=24, end=0)}, DATA), "needs 24 bytes"),
+    "one offset": (stored({"a": {**entry(), "data_offsets": [0]}}, DATA), "start and end"),
+    "too few bytes named": (stored({"a": entry(end=20)}, DATA), "needs 24 bytes"),
+    "too few bytes there": (stored({"a": entry()}, DATA[:-1]), "end at byte"),
+    "too many bytes there": (stored({"a": entry()}, DATA + b"x"), "end at byte"),
+    "a hole before": (stored({"a": entry(start=4, end=28)}, bytes(28)), "follow each other"),
+    "a hole between": (
+        stored({"a": entry(), "b": entry(start=28, end=52)}, bytes(52)),
+        "b starts at byte",
+    ),
+    "overlapping": (
+        stored({"a": entry(), "b": entry(start=12, end=36)}, bytes(36)),
+        "follow each other",
+    ),
+    "the same bytes twice": (stored({"a": entry(), "b": entry()}, DATA), "follow each other"),
+    "metadata with a number": (stored({"__metadata__": {"a": 1}, "b": entry()}, DATA), "texts"),
+    "metadata that is a list": (stored({"__metadata__": [], "b": entry()}, DATA), "texts"),
+    "no name": (stored({"": entry()}, DATA), "no tensor name"),
+    "a name with a line end": (stored({"a\n": entry()}, DATA), "no tensor name"),
+    "a name with half a character": (stored({"\ud800": entry()}, DATA), "no tensor name"),
+    "a long name": (stored({"a" * 600: entry()}, DATA), "at most 512"),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_an_unsound_file_is_told(name: str) -> None:
+    raw, text = UNSOUND[name]
+    with pytest.raises(AdapterUnsound) as caught:
+        parsed(raw)
+    assert text in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_bounds_are_kept() -> None:
+    raw = save({str(i): torch.ones(1) for i in range(20)})
+    assert len(parsed(raw)) == 20
+    for bounds in (AdapterBounds(tensors_max=19), AdapterBounds(header_bytes_max=100)):
+        with pytest.raises(AdapterUnsound, match="at most"):
+            parsed(raw, bounds)
+
+
+def test_the_library_does_accept_what_we_refuse() -> None:
+    """Why we are stricter: if the library ever refuses these itself, this file can get shorter."""
+    for name in ("a name twice", "an empty tensor"):
+        try:
+            by_library(UNSOUND[name][0])
+        except SafetensorError:
+            pytest.fail(f"the library refuses {name!r} now")

@@ -1,0 +1,224 @@
+"""Laws of `.bin` and `.pt`: read only where allowed, as tensors only, and bounded before that."""
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
+from engine.adapters.compatibility import ModelSide
+from engine.config import DEFAULT_BOUNDS, AdapterBounds
+from engine.errors import AdapterNotFound, AdapterUnsound, Conflict, EngineError, NotFinite
+from tests.support.engine.adapter_examples import (
+    CONFIG,
+    LORA_CONFIG,
+    MODULES,
+    Q,
+    key,
+    read,
+    tensors,
+    write,
+)
+
+PLAIN = tensors()
+
+
+def saved(content: Any, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer, **options)
+    return buffer.getvalue()
+
+
+def put(directory: Path, weights: bytes, name: str = "adapter_model.bin") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps(dict(CONFIG)))
+    (directory / name).write_bytes(weights)
+    return directory
+
+
+def load(
+    path: Path, *, allow_pickled: bool = True, bounds: AdapterBounds = DEFAULT_BOUNDS
+) -> LoadedAdapter:
+    roots = [path.parent]
+    side = ModelSide(MODULES, LORA_CONFIG)
+    return read_adapter(path.name, roots, side, bounds, allow_pickled=allow_pickled)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
+def test_the_same_tensors_are_the_same_adapter_whatever_the_file(tmp_path: Path, name: str) -> None:
+    pickled = load(put(tmp_path / "a", saved(PLAIN), name))
+    plain = read(write(tmp_path / "b", weights=PLAIN))
+    assert pickled.model.loras.keys() == plain.model.loras.keys()
+    for module, lora in plain.model.loras.items():
+        other = pickled.model.loras[module]
+        assert torch.equal(lora.lora_a, other.lora_a)
+        assert torch.equal(lora.lora_b, other.lora_b)
+    assert (pickled.rank, pickled.blob_bytes) == (plain.rank, plain.blob_bytes)
+    assert pickled.fingerprint != plain.fingerprint
+    again = load(put(tmp_path / "c", saved(PLAIN), name))
+    assert (again.fingerprint == pickled.fingerprint) == (
+        (tmp_path / "a" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
+    )
+    config = tmp_path / "a" / "adapter_config.json"
+    config.write_text(config.read_text() + " ")
+    assert load(tmp_path / "a").fingerprint != pickled.fingerprint
+
+
+def test_they_are_read_only_where_allowed_and_where_there_is_nothing_else(tmp_path: Path) -> None:
+    path = put(tmp_path / "a", saved(PLAIN))
+    with pytest.raises(AdapterNotFound, match="--allow-pickled-weights"):
+        load(path, allow_pickled=False)
+    other = {name: tensor + 1 for name, tensor in PLAIN.items()}
+    write(path, weights=other)
+    lora = load(path).model.loras[Q]
+    assert torch.equal(lora.lora_a, other[key(Q, "A")])
+    helper = PEFTHelper.from_dict(CONFIG)
+    path = put(tmp_path / "b", saved(PLAIN))
+    with pytest.raises(AdapterNotFound, match="pickled weights are not read"):
+        LoRAModel.from_local_checkpoint(str(path), {"q_proj", "v_proj"}, helper)
+    model = LoRAModel.from_local_checkpoint(
+        str(path), {"q_proj", "v_proj"}, helper, allow_pickled=True
+    )
+    assert model.loras.keys() == read(write(tmp_path / "c")).model.loras.keys()
+
+
+def test_tensors_that_share_memory_or_lie_turned_are_each_read_alone(tmp_path: Path) -> None:
+    block = torch.randn(64, 16)
+    shared = {name: block[:4] if t.shape == (4, 16) else t for name, t in PLAIN.items()}
+    shared[key(Q, "B")] = torch.randn(4, 16).T
+    loaded = load(put(tmp_path / "a", saved(shared)))
+    lora = loaded.model.loras[Q]
+    assert torch.equal(lora.lora_a, block[:4])
+    assert torch.equal(lora.lora_b, shared[key(Q, "B")])
+    assert lora.lora_a.untyped_storage().nbytes() == 4 * 16 * 4
+    assert loaded.host_bytes == sum(tensor.nbytes for tensor in shared.values())
+
+
+class Evil:
+    """What a pickle can do where nobody forbids it."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return (Path.touch, (Path("/tmp/loradock-was-here"),))
+
+
+def rezipped(method: int) -> bytes:
+    target = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(saved(PLAIN))) as old,
+        zipfile.ZipFile(target, "w", method) as new,
+    ):
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    return target.getvalue()
+
+
+def overlapping() -> bytes:
+    """Many entries over the same bytes: small as a file, large once it is read."""
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w") as archive:
+        archive.writestr("archive/data/0", bytes(1 << 16))
+        first = archive.infolist()[0]
+        for number in range(1, 100):
+            entry = zipfile.ZipInfo(f"archive/data/{number}")
+            entry.file_size = entry.compress_size = first.file_size
+            entry.header_offset, entry.CRC = first.header_offset, first.CRC
+            archive.filelist.append(entry)
+            archive.NameToInfo[entry.filename] = entry
+        archive._didModify = True
+    return target.getvalue()
+
+
+def with_two_directories() -> bytes:
+    """Archives one behind the other: our reader finds the second, torch's own is sent to the first.
+
+    The 98 bytes of an end are its 64-bit record, the 20 of that record's place, and 22 of old.
+    """
+    first, second = saved({"x": Evil()}), saved(PLAIN)
+    place = struct.pack("<4sLQL", b"PK\6\7", 0, len(first) - 98, 1)
+    return first + second[:-42] + place + second[-22:]
+
+
+def behind_something() -> bytes:
+    """An archive that does not begin where the file does: our reader alone makes up for that."""
+    return bytes(64) + saved(PLAIN)
+
+
+UNSOUND: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "no archive"),
+    "text": (b"not an archive", "no archive"),
+    "cut short": (saved(PLAIN)[:-30], "no archive"),
+    "of before 2020": (saved(PLAIN, _use_new_zipfile_serialization=False), "no archive"),
+    "a bare pickle": (pickle.dumps(PLAIN), "no archive"),
+    "compressed": (rezipped(zipfile.ZIP_DEFLATED), "compressed; save plain"),
+    "overlapping": (overlapping(), "they overlap"),
+    "two directories": (with_two_directories(), "does not end as"),
+    "behind something": (behind_something(), "does not end as"),
+    "with a comment": (saved(PLAIN)[:-2] + b"\1\0!", "does not end as"),
+    "code": (saved({"x": Evil()}), "holds more than tensors"),
+    "code beside tensors": (saved(PLAIN | {"x": Evil()}), "holds more than tensors"),
+    "a whole model": (saved(torch.nn.Linear(2, 2)), "holds more than tensors"),
+    "a list": (saved(list(PLAIN.values())), "holds a list"),
+    "a tensor": (saved(torch.ones(2)), "holds a Tensor"),
+    "a number": (saved(PLAIN | {"x": 1}), "'x' is a int; a plain tensor"),
+    "a nested dict": (saved({"model": PLAIN}), "'model' is a dict; a plain tensor"),
+    "a number for a name": (saved({1: torch.ones(2)}), "calls a tensor 1"),
+    "a name of two lines": (saved({"a\nb": torch.ones(2)}), "plain ASCII"),
+    "a long name": (saved({"a" * 600: torch.ones(2)}), "at most 512"),
+    "a sparse tensor": (saved({"x": torch.eye(3).to_sparse()}), "a plain tensor is needed"),
+    "an empty tensor": (saved({"x": torch.ones(0, 3)}), "a plain tensor is needed"),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_anything_but_tensors_by_name_is_refused(tmp_path: Path, name: str) -> None:
+    raw, text = UNSOUND[name]
+    with pytest.raises(AdapterUnsound) as caught:
+        load(put(tmp_path / "a", raw))
+    assert text in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert not Path("/tmp/loradock-was-here").exists()
+
+
+def test_bounds_are_kept(tmp_path: Path) -> None:
+    path = put(tmp_path / "a", saved(PLAIN | {f"mtp.{i}": torch.ones(1) for i in range(30)}))
+    assert load(path).model.loras
+    for bounds, text in (
+        (AdapterBounds(weights_bytes_max=1000), "at most 1000 are read"),
+        (AdapterBounds(tensors_max=10), "at most 10 tensors"),
+        (AdapterBounds(header_bytes_max=500), "a pickle of"),
+        (AdapterBounds(name_characters_max=20), "at most 20 characters"),
+    ):
+        with pytest.raises(AdapterUnsound, match=text):
+            load(path, bounds=bounds)
+
+
+def test_values_are_judged_and_a_stretched_tensor_is_not_made_real(tmp_path: Path) -> None:
+    bad = tensors(q_A=torch.full((4, 16), torch.nan))
+    with pytest.raises(NotFinite):
+        load(put(tmp_path / "a", saved(bad)))
+    stretched = tensors() | {key(Q, "A"): torch.ones(1).expand(4, 1 << 40)}
+    with pytest.raises(EngineError, match="takes 16 and gives 16"):
+        load(put(tmp_path / "b", saved(stretched)))
+
+
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data())
+def test_a_damaged_file_is_refused_or_read(tmp_path: Path, data: st.DataObject) -> None:
+    damaged = bytearray(saved(PLAIN))
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        load(put(tmp_path / "a", bytes(damaged)))
+    except (AdapterUnsound, EngineError, Conflict):
+        return

@@ -1,0 +1,139 @@
+"""Laws of an adapter in memory: a pair can be multiplied, and scaling is folded in once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.adapters import LoRALayerWeights, LoRAModel, LoRARequest, PEFTHelper
+from engine.errors import AdapterDoesNotFit, NotFinite, PathNotAllowed
+from tests.support.engine.adapter_examples import CONFIG, Q, V, key, pair, tensors, write
+
+HELPER = PEFTHelper.from_dict(CONFIG)
+
+
+def layer(b: torch.Tensor, scaling: float) -> LoRALayerWeights:
+    return LoRALayerWeights("m", b.shape[1], 1.0, torch.ones(b.shape[1], 3), b, scaling)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.floats(0.01, 50) | st.floats(-50, -0.01),
+    st.integers(0, 2**32),
+)
+def test_optimizing_folds_the_scaling_in_once(
+    dtype: torch.dtype, scaling: float, seed: int
+) -> None:
+    b = torch.randn(5, 2, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    original = b.clone()
+    lora = layer(b, scaling)
+    assert lora.optimize() is lora
+    once = lora.lora_b
+    assert once.dtype == dtype
+    assert torch.equal(once, (original.float() * scaling).to(dtype))
+    assert lora.scaling == 1
+    assert lora.optimize().lora_b is once
+    assert torch.equal(b, original), "the tensor that was handed over was changed"
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [((3, 4), (5, 2)), ((2, 4), (5, 3)), ((2,), (5, 2)), ((0, 4), (5, 0))]
+)
+def test_a_pair_that_can_not_be_multiplied_is_refused(
+    a: tuple[int, ...], b: tuple[int, ...]
+) -> None:
+    with pytest.raises(AdapterDoesNotFit, match="rank 2"):
+        LoRALayerWeights("m", 2, 4.0, torch.ones(a), torch.ones(b))
+
+
+def test_scaling_is_alpha_over_rank_where_none_is_given() -> None:
+    lora = LoRALayerWeights("m", 2, 5.0, torch.ones(2, 4), torch.ones(3, 2))
+    assert (lora.scaling, lora.input_dim, lora.output_dim, lora.size_bytes) == (2.5, 4, 3, 56)
+
+
+def test_a_clone_shares_tensors_under_another_id() -> None:
+    model = LoRAModel.from_lora_tensors(1, tensors(), HELPER)
+    other = model.clone(7)
+    assert (other.id, other.rank) == (7, 4)
+    assert other.loras[Q].lora_a is model.loras[Q].lora_a
+    del other.loras[Q]
+    assert model.check_lora_name(Q)
+    assert not other.check_lora_name(Q)
+    assert other.get_lora(Q) is None
+    with pytest.raises(ValueError, match="at least 1"):
+        model.clone(0)
+
+
+def test_tensors_in_memory_are_shared_unless_they_must_change() -> None:
+    given_tensors = tensors()
+    shared = LoRAModel.from_lora_tensors(3, given_tensors, HELPER)
+    assert shared.loras[Q].lora_a is given_tensors[key(Q, "A")]
+    turned = LoRAModel.from_lora_tensors(3, given_tensors, HELPER, dtype=torch.bfloat16)
+    assert turned.loras[Q].lora_a.dtype == torch.bfloat16
+    assert turned.loras[V].scaling == 2
+
+
+def test_tensors_in_memory_are_checked_like_files() -> None:
+    for weights, kind in {
+        "no B": (tensors(q_B=None), AdapterDoesNotFit),
+        "rank": (pair(Q, rank=3), AdapterDoesNotFit),
+        "name": (tensors() | {"x": torch.ones(1)}, AdapterDoesNotFit),
+        "NaN": (tensors(q_A=torch.full((4, 16), torch.nan)), NotFinite),
+    }.values():
+        with pytest.raises(kind):
+            LoRAModel.from_lora_tensors(1, weights, HELPER)
+    far = tensors(q_B=torch.full((16, 4), 40_000.0))
+    assert LoRAModel.from_lora_tensors(1, far, HELPER).loras
+    with pytest.raises(NotFinite, match="float16"):
+        LoRAModel.from_lora_tensors(1, far, HELPER, dtype=torch.float16)
+
+
+def test_a_checkpoint_is_renamed_and_skipped_as_asked(tmp_path: Path) -> None:
+    extra = {"base_model.model.mtp.x.lora_A.weight": torch.ones(4, 3)}
+    config = {**CONFIG, "rank_pattern": {"q_proj": 2}}
+    directory = write(tmp_path / "a", config=config, weights=pair(Q, rank=2) | pair(V) | extra)
+    helper = PEFTHelper.from_local_dir(str(directory))
+    model = LoRAModel.from_local_checkpoint(
+        str(directory),
+        {"query", V.replace("v_proj", "value")},
+        helper,
+        lora_model_id=9,
+        weights_mapper=lambda name: name.replace("q_proj", "query").replace("v_proj", "value"),
+        skip_prefixes=["mtp."],
+    )
+    assert model.id == 9
+    assert model.loras.keys() == {Q.replace("q_proj", "query"), V.replace("v_proj", "value")}
+    assert model.loras[Q.replace("q_proj", "query")].rank == 2
+    assert model.rank == 4
+
+
+def test_a_checkpoint_with_other_modules_or_links_is_refused(tmp_path: Path) -> None:
+    directory = write(tmp_path / "a")
+    for expected in ({"q_proj"}, {"proj", "v_proj"}, {"attn.q_proj"}, set[str]()):
+        with pytest.raises(AdapterDoesNotFit, match="not among the expected modules"):
+            LoRAModel.from_local_checkpoint(str(directory), expected, HELPER)
+    assert LoRAModel.from_local_checkpoint(str(directory), {"q_proj", "attn.v_proj"}, HELPER).loras
+    (directory / "adapter_config.json").rename(tmp_path / "config")
+    (directory / "adapter_config.json").symlink_to(tmp_path / "config")
+    with pytest.raises(PathNotAllowed):
+        LoRAModel.from_local_checkpoint(str(directory), {"q_proj", "v_proj"}, HELPER)
+
+
+def test_a_request_names_an_adapter() -> None:
+    request = LoRARequest("name", 1, "/path")
+    assert (request.lora_int_id, request.base_model_name) == (1, None)
+    assert (request.load_inplace, request.is_3d_lora_weight) == (False, None)
+    for name, number in (("name", 0), ("name", -1), ("name", True), ("name", 1.5), ("", 1)):
+        with pytest.raises(ValueError, match="lora_"):
+            LoRARequest(name, number)
+
+
+def test_an_order_to_read_again_is_for_one_time() -> None:
+    request = LoRARequest("name", 1, "/path", load_inplace=True)
+    assert request.loaded() == LoRARequest("name", 1, "/path")
+    assert request.loaded().loaded() == request.loaded()
+    with pytest.raises(ValueError, match="lora_path"):
+        LoRARequest("name", 1, load_inplace=True)

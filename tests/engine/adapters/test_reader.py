@@ -1,0 +1,389 @@
+"""Laws of reading adapters: what peft saves is read as peft reads it, all else is refused whole."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.adapters import PEFTHelper, read_adapter
+from engine.adapters.compatibility import ModelSide
+from engine.config import LoRAConfig
+from engine.errors import AdapterConfigRefused, EngineError
+from engine.layout import ModuleShape
+from engine.residency.staging import stage
+from messages.errors import ErrorCode
+from tests.support.engine.adapter_examples import (
+    CONFIG,
+    DOWN,
+    LORA_CONFIG,
+    Q,
+    V,
+    key,
+    pair,
+    read,
+    tensors,
+    write,
+)
+
+CONFIG_REFUSED, DOES_NOT_FIT = ErrorCode.CONFIG_REFUSED, ErrorCode.DOES_NOT_FIT
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+ALL_LINEAR = [*ATTENTION, "gate_proj", "up_proj", "down_proj"]
+
+MADE_BY_PEFT: dict[str, dict[str, Any]] = {
+    "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "all": {"r": 8, "lora_alpha": 8, "target_modules": ALL_LINEAR},
+    "all-linear": {"r": 2, "lora_alpha": 3, "target_modules": "all-linear"},
+    "rslora": {"r": 5, "lora_alpha": 7, "target_modules": ATTENTION, "use_rslora": True},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ALL_LINEAR,
+        "rank_pattern": {r"layers\.0\..*q_proj": 2, "q_proj": 6, "^model.layers.1.mlp.up_proj": 1},
+        "alpha_pattern": {"mlp.(up|gate)_proj": 3, "proj": 99, "layers.[01].self_attn.o_proj": 1.5},
+    },
+    "patterns-rslora": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["k_proj", "down_proj"],
+        "rank_pattern": {"down_proj": 8},
+        "alpha_pattern": {"model.layers.1.self_attn.k_proj": 32},
+        "use_rslora": True,
+    },
+    "one-layer": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "layers_to_transform": [1],
+    },
+}
+
+
+@dataclass(frozen=True)
+class FromPeft:
+    """A base model, its modules, and adapters as peft saved them."""
+
+    root: Path
+    base: Callable[[], LlamaForCausalLM]
+    modules: dict[str, ModuleShape]
+
+
+@pytest.fixture(scope="module")
+def from_peft(tmp_path_factory: pytest.TempPathFactory) -> FromPeft:
+    root = tmp_path_factory.mktemp("adapters")
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=50,
+    )
+
+    def base() -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+    for seed, (name, fields) in enumerate(MADE_BY_PEFT.items()):
+        model = get_peft_model(base(), LoraConfig(task_type="CAUSAL_LM", **fields))
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "lora_" in parameter_name:
+                    parameter.normal_()
+        model.save_pretrained(root / name)
+    linear = [(n, m) for n, m in base().model.named_modules() if isinstance(m, torch.nn.Linear)]
+    shapes = {
+        f"model.{name}": ModuleShape(f"model.{name}", m.in_features, m.out_features, index)
+        for index, (name, m) in enumerate(linear)
+    }
+    return FromPeft(root, base, shapes)
+
+
+def deltas_by_peft(from_peft: FromPeft, name: str) -> dict[str, torch.Tensor]:
+    model = PeftModel.from_pretrained(from_peft.base(), from_peft.root / name).double()
+    found = {}
+    for path, module in model.base_model.model.named_modules():
+        if hasattr(module, "get_delta_weight") and "default" in module.lora_A:
+            found[path] = module.get_delta_weight("default")
+    return found
+
+
+@pytest.mark.parametrize("name", MADE_BY_PEFT)
+def test_what_peft_saved_means_what_peft_says(from_peft: FromPeft, name: str) -> None:
+    config = LoRAConfig(max_lora_rank=8, lora_dtype="float32")
+    loaded = read_adapter(name, [from_peft.root], ModelSide(from_peft.modules, config))
+    expected = deltas_by_peft(from_peft, name)
+    assert loaded.model.loras.keys() == expected.keys()
+    for path, delta in expected.items():
+        lora = loaded.model.get_lora(path)
+        assert lora is not None
+        ours = lora.scaling * (lora.lora_b.double() @ lora.lora_a.double())
+        torch.testing.assert_close(ours, delta, rtol=1e-12, atol=1e-12)
+    assert loaded.rank == max(lora.rank for lora in loaded.model.loras.values())
+    assert loaded.host_bytes == sum(lora.size_bytes for lora in loaded.model.loras.values())
+    blob = stage(loaded.model, list(from_peft.modules.values()), config.dtype, pin=False)
+    assert blob.size_bytes == loaded.blob_bytes
+
+
+def test_names_may_lack_the_prefix_and_base_embeddings_are_skipped(tmp_path: Path) -> None:
+    plain = {name.removeprefix("base_model.model."): t for name, t in tensors().items()}
+    copies = {
+        "base_model.model.model.embed_tokens.weight": torch.ones(5, 4),
+        "base_model.model.lm_head.base_layer.weight": torch.full((3,), math.nan),
+    }
+    with_prefix = read(write(tmp_path / "a"))
+    without = read(write(tmp_path / "b", weights=plain | copies))
+    assert with_prefix.model.loras.keys() == without.model.loras.keys() == {Q, V}
+    assert with_prefix.host_bytes == without.host_bytes
+    assert with_prefix.fingerprint != without.fingerprint
+
+
+def test_the_fingerprint_is_of_every_byte_of_both_files(tmp_path: Path) -> None:
+    first = read(write(tmp_path / "a"))
+    assert read(write(tmp_path / "copy")).fingerprint == first.fingerprint
+    assert len(first.fingerprint) == 32
+    other_config = read(write(tmp_path / "b", config={**CONFIG, "lora_alpha": 4}))
+    changed = tensors()
+    changed[key(V, "B")][7, 3] += 1
+    other_value = read(write(tmp_path / "c", weights=changed))
+    assert len({first.fingerprint, other_config.fingerprint, other_value.fingerprint}) == 3
+
+
+REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
+    "no r": ({"r": None}, CONFIG_REFUSED, "r is missing"),
+    "no alpha": ({"lora_alpha": None}, CONFIG_REFUSED, "lora_alpha is missing"),
+    "no targets": ({"target_modules": None}, CONFIG_REFUSED, "target_modules is missing"),
+    "empty targets": ({"target_modules": []}, CONFIG_REFUSED, "target_modules is []"),
+    "numbered targets": ({"target_modules": [1]}, CONFIG_REFUSED, "target_modules is [1]"),
+    "r 0": ({"r": 0}, CONFIG_REFUSED, "r is 0"),
+    "r below 0": ({"r": -4}, CONFIG_REFUSED, "r is -4"),
+    "r a bool": ({"r": True}, CONFIG_REFUSED, "r is True"),
+    "r a float": ({"r": 4.0}, CONFIG_REFUSED, "r is 4.0"),
+    "r a text": ({"r": "4"}, CONFIG_REFUSED, "r is '4'"),
+    "r over the maximum": ({"r": 9}, DOES_NOT_FIT, "rank 9; this engine's max_lora_rank is 8"),
+    "r huge": ({"r": 10**40}, DOES_NOT_FIT, "max_lora_rank is 8"),
+    "alpha 0": ({"lora_alpha": 0}, CONFIG_REFUSED, "lora_alpha is 0"),
+    "alpha a bool": ({"lora_alpha": True}, CONFIG_REFUSED, "lora_alpha is True"),
+    "alpha a text": ({"lora_alpha": "8"}, CONFIG_REFUSED, "lora_alpha is '8'"),
+    "alpha huge": ({"lora_alpha": 10**400}, CONFIG_REFUSED, "lora_alpha is 1000"),
+    "scaling huge": ({"lora_alpha": 1e300}, CONFIG_REFUSED, "scaling of 2.5e+299"),
+    "scaling tiny": ({"lora_alpha": 1e-300}, CONFIG_REFUSED, "scaling of 2.5e-301"),
+    "bias": ({"bias": "all"}, CONFIG_REFUSED, "bias is 'all'"),
+    "bias in B": ({"lora_bias": True}, CONFIG_REFUSED, "lora_bias is True"),
+    "DoRA": ({"use_dora": True}, CONFIG_REFUSED, "use_dora is True; DoRA"),
+    "DoRA as a text": ({"use_dora": "yes"}, CONFIG_REFUSED, "use_dora is 'yes'"),
+    "aLoRA": ({"alora_invocation_tokens": [1]}, CONFIG_REFUSED, "activated LoRA"),
+    "replication": ({"layer_replication": [[0, 1]]}, CONFIG_REFUSED, "layer_replication"),
+    **{
+        f"modules_to_save {saved}": ({"modules_to_save": saved}, CONFIG_REFUSED, "modules_to_save")
+        for saved in (["lm_head"], ["score", "embed_tokens"], ["norm"], "score", [["score"]])
+    },
+    "a head without weights": ({"modules_to_save": ["score"]}, DOES_NOT_FIT, "no tensor is one"),
+    "unknown parameter": ({"target_parameters": ["x"]}, DOES_NOT_FIT, "target_parameters name 'x'"),
+    "numbered parameters": ({"target_parameters": [1]}, CONFIG_REFUSED, "target_parameters is [1]"),
+    "token indices": ({"trainable_token_indices": [3]}, CONFIG_REFUSED, "trainable_token"),
+    "another type": ({"peft_type": "IA3"}, CONFIG_REFUSED, "peft_type is 'IA3'"),
+    "QA-LoRA": ({"use_qalora": True}, CONFIG_REFUSED, "use_qalora"),
+    "BD-LoRA": ({"use_bdlora": {"x": 1}}, CONFIG_REFUSED, "use_bdlora"),
+    "KaSA": ({"kasa_config": {"beta": 1}}, CONFIG_REFUSED, "kasa_config"),
+    "MonteCLoRA": ({"monteclora_config": {"x": 1}}, CONFIG_REFUSED, "monteclora_config"),
+    "arrow": ({"arrow_config": {"x": 1}}, CONFIG_REFUSED, "arrow_config"),
+    "a variant of tomorrow": ({"use_xlora": True}, CONFIG_REFUSED, "'use_xlora' is True"),
+    "a config of tomorrow": ({"x_config": {"a": 1}}, CONFIG_REFUSED, "this variant is not known"),
+    "code": ({"auto_map": {"AutoModel": "x.y"}}, CONFIG_REFUSED, "names code"),
+    "remote code": ({"trust_remote_code": True}, CONFIG_REFUSED, "names code"),
+    "fan_in_fan_out": ({"fan_in_fan_out": True}, CONFIG_REFUSED, "fan_in_fan_out is True"),
+    "fan a text": ({"fan_in_fan_out": "no"}, CONFIG_REFUSED, "true or false"),
+    "rslora a text": ({"use_rslora": "no"}, CONFIG_REFUSED, "true or false"),
+    "pattern rank 0": ({"rank_pattern": {"q_proj": 0}}, CONFIG_REFUSED, "rank_pattern is"),
+    "pattern rank over": ({"rank_pattern": {"no": 16}}, DOES_NOT_FIT, "rank 16"),
+    "pattern a list": ({"rank_pattern": ["q_proj"]}, CONFIG_REFUSED, "an object of at most"),
+    "pattern alpha 0": ({"alpha_pattern": {"q_proj": 0}}, CONFIG_REFUSED, "alpha_pattern is"),
+    "pattern unclosed": ({"alpha_pattern": {"(q": 1}}, CONFIG_REFUSED, "group is not closed"),
+    "pattern lookahead": ({"alpha_pattern": {"(?=q)": 1}}, CONFIG_REFUSED, "not understood"),
+    "pattern long": ({"rank_pattern": {"q" * 600: 1}}, CONFIG_REFUSED, "at most 512 characters"),
+    **{
+        f"start {name}": ({"init_lora_weights": name}, CONFIG_REFUSED, "changed the base weights")
+        for name in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "tomorrow", 1, ["x"])
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CONFIGS)
+def test_a_config_is_refused_with_its_code(tmp_path: Path, name: str) -> None:
+    changes, code, text = REFUSED_CONFIGS[name]
+    config = {k: v for k, v in {**CONFIG, **changes}.items() if v is not None}
+    with pytest.raises(EngineError) as caught:
+        read(write(tmp_path / "adapter", config=config))
+    assert caught.value.code == code, caught.value
+    assert text in str(caught.value)
+    assert "adapter 'sample'" in str(caught.value)
+
+
+HARMLESS: dict[str, dict[str, Any]] = {
+    **{
+        f"start {name}": {"init_lora_weights": name}
+        for name in (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
+    },
+    "eva_config": {"eva_config": {"rho": 2.0}, "init_lora_weights": "eva"},
+    "a class by name": {"auto_mapping": {"base_model_class": "X", "parent_library": "y"}},
+    "megatron": {"megatron_core": "megatron.core", "megatron_config": None},
+    "null patterns": {"rank_pattern": None, "alpha_pattern": None, "use_rslora": None},
+    "alpha below 0": {"lora_alpha": -8},
+    "a target that this model lacks": {"target_modules": ["q_proj", "v_proj", "wq"]},
+    "targets as a pattern": {"target_modules": r".*\.(q|v)_proj"},
+    "unknown words": {"my_trainer": {"x": [1, 2]}, "lora_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_only_describes_training_is_no_reason_to_refuse(tmp_path: Path, name: str) -> None:
+    assert read(write(tmp_path / "a", config={**CONFIG, **HARMLESS[name]})).model.loras
+
+
+ones = torch.ones
+HEAD = "base_model.model."
+
+
+def renamed(old: str, new: str) -> dict[str, torch.Tensor]:
+    return {name.replace(old, new): tensor for name, tensor in tensors().items()}
+
+
+def with_one(shape: tuple[int, int], row: int, column: int, value: float) -> torch.Tensor:
+    found = ones(shape)
+    found[row, column] = value
+    return found
+
+
+DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "no B": (tensors(q_B=None), f"{Q}.lora_A.weight has no lora_B beside it"),
+    "no A": (tensors(v_A=None), f"{V}.lora_B.weight has no lora_A beside it"),
+    "A too wide": (tensors(q_A=ones(4, 32)), "A [4, 32] and B [16, 4]; this model's takes 16"),
+    "A too narrow": (tensors(q_A=ones(4, 8)), "A [4, 8] and B [16, 4]; this model's takes 16"),
+    "B too narrow": (tensors(v_B=ones(4, 4)), "B [4, 4]; this model's takes 16 and gives 8"),
+    "A of another rank": (tensors(q_A=ones(2, 16)), "A [2, 16] and B [16, 4]; the config gives"),
+    "B of another rank": (tensors(q_B=ones(16, 5)), "B [16, 5]; the config gives it rank 4"),
+    "both of another rank": (pair(Q, 3) | pair(V), "A [3, 16] and B [16, 3]; the config gives"),
+    "A turned": (tensors(q_A=ones(16, 4)), "A [16, 4]"),
+    "A flat": (tensors(q_A=ones(64)), "[64]; two dimensions"),
+    "whole numbers": (tensors(q_A=ones(4, 16).int()), "torch.int32; a floating dtype"),
+    "bytes": (tensors(q_A=ones(4, 16).bool()), "torch.bool; a floating dtype"),
+    "a suffix only": (renamed(".layers.0", ""), "not wrapped in this model: model.attn.q_proj"),
+    "without model.": (renamed("model.layers", "layers"), f"(there is {Q})"),
+    "another layer": (renamed("layers.0", "layers.7"), "model.layers.7.attn.q_proj"),
+    "nothing": ({}, "no tensor is an A or a B"),
+    "half of the targets": (pair(Q), "target_modules without a tensor: 'v_proj'"),
+    "twice": (tensors() | {key(Q, "A").removeprefix(HEAD): ones(4, 16)}, "the same as"),
+    "embedding": (
+        tensors() | {f"{HEAD}model.embed_tokens.lora_embedding_A": ones(4, 9)},
+        "model.embed_tokens.lora_embedding_A has no lora_B beside it",
+    ),
+    "experts": (
+        tensors() | {f"{HEAD}model.mlp.experts.lora_A": ones(4, 9)},
+        "of no experts that this model has",
+    ),
+    "magnitudes": (
+        tensors() | {f"{HEAD}{Q}.lora_magnitude_vector": ones(16)},
+        "DoRA is not served",
+    ),
+    "a bias": (tensors() | {f"{HEAD}{Q}.bias": ones(16)}, "biases are not served"),
+    "a head": (tensors() | {f"{HEAD}score.weight": ones(2, 16)}, f"tensors: {HEAD}score.weight"),
+    "an adapter's name": (tensors() | {f"{HEAD}{Q}.lora_A.x.weight": ones(4, 16)}, "lora_A.x"),
+}
+
+NOT_FINITE_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "NaN in A": (tensors(q_A=with_one((4, 16), 2, 3, math.nan)), f"{key(Q, 'A')} holds NaN"),
+    "infinity in B": (tensors(v_B=with_one((8, 4), 7, 3, -math.inf)), f"{key(V, 'B')} holds NaN"),
+    "half": (tensors(v_B=with_one((8, 4), 0, 0, math.inf).half()), f"{key(V, 'B')} holds NaN"),
+    "8 bits": (
+        tensors(v_A=with_one((4, 16), 3, 15, math.nan).to(torch.float8_e4m3fn)),
+        f"{key(V, 'A')} holds NaN",
+    ),
+    "too far for the dtype": (tensors(q_A=ones(4, 16).double() * 1e39), "from 1e+39 to 1e+39"),
+    "too far once scaled": (
+        tensors(q_B=with_one((16, 4), 5, 1, -2e38)),
+        "runs from -2e+38 to 1, times 2 too far for torch.bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOES_NOT_FIT_TENSORS)
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, name: str) -> None:
+    weights, text = DOES_NOT_FIT_TENSORS[name]
+    with pytest.raises(EngineError) as caught:
+        read(write(tmp_path / "adapter", weights=weights))
+    assert caught.value.code == DOES_NOT_FIT, caught.value
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NOT_FINITE_TENSORS)
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, name: str) -> None:
+    weights, text = NOT_FINITE_TENSORS[name]
+    with pytest.raises(EngineError) as caught:
+        read(write(tmp_path / "adapter", weights=weights))
+    assert caught.value.code == ErrorCode.NOT_FINITE, caught.value
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2"])
+def test_every_floating_dtype_is_read_as_it_is_stored(tmp_path: Path, dtype: str) -> None:
+    torch_dtype = getattr(torch, dtype)
+    weights = {name: tensor.to(torch_dtype) for name, tensor in tensors().items()}
+    loaded = read(write(tmp_path / "adapter", weights=weights))
+    lora = loaded.model.loras[Q]
+    assert lora.lora_a.dtype == torch_dtype
+    assert torch.equal(lora.lora_a.float(), weights[key(Q, "A")].float())
+    assert torch.equal(lora.lora_b.float(), weights[key(Q, "B")].float())
+
+
+def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+    config = {**CONFIG, "use_dora": True, "bias": "all", "r": 9}
+    weights = tensors(q_B=None, v_A=ones(4, 9)) | {"what": ones(1)}
+    with pytest.raises(AdapterConfigRefused) as caught:
+        read(write(tmp_path / "adapter", config=config, weights=weights))
+    for text in ("use_dora", "bias", "max_lora_rank is 8", "no lora_B", "rank 9", "tensors: what"):
+        assert text in str(caught.value)
+
+
+def test_a_text_stays_short_however_much_is_wrong(tmp_path: Path) -> None:
+    weights = {f"{i}{'x' * 400}.lora_A.weight": ones(1) for i in range(2000)}
+    config = {**CONFIG, "bias": "y" * 100_000, "peft_type": "\ud800\n\x1b"}
+    with pytest.raises(EngineError) as caught:
+        read(write(tmp_path / "adapter", config=config, weights=weights))
+    text = str(caught.value)
+    assert len(text) < 12_000
+    assert text.isascii()
+    assert text.isprintable()
+    assert "more" in text
+
+
+def test_only_the_first_matching_pattern_counts() -> None:
+    helper = PEFTHelper.from_dict(
+        {**CONFIG, "rank_pattern": {"q_proj": 2, ".*proj": 3}, "alpha_pattern": {"attn.q_proj": 5}}
+    )
+    assert (helper.rank_of(Q), helper.rank_of(DOWN), helper.rank_of("model.norm")) == (2, 3, 4)
+    assert (helper.alpha_of(Q), helper.alpha_of(V)) == (5, 8)
+    assert helper.scaling_of(Q) == 2.5
+
+
+def test_the_helper_reads_a_directory_and_knows_the_limit(tmp_path: Path) -> None:
+    helper = PEFTHelper.from_local_dir(str(write(tmp_path / "a")))
+    assert (helper.r, helper.lora_alpha, helper.target_modules) == (4, 8, ("q_proj", "v_proj"))
+    helper.validate_legal(LORA_CONFIG)
+    with pytest.raises(EngineError, match="max_lora_rank is 1"):
+        helper.validate_legal(LoRAConfig(max_lora_rank=1))
+
+
+def test_a_refused_adapter_leaves_no_memory_and_no_open_file(tmp_path: Path) -> None:
+    directory = write(tmp_path / "adapter", weights=tensors(q_A=ones(4, 16) * math.nan))
+    before = set(Path("/proc/self/fd").iterdir())
+    for _ in range(3):
+        with pytest.raises(EngineError):
+            read(directory)
+    assert set(Path("/proc/self/fd").iterdir()) == before

@@ -1,0 +1,266 @@
+"""Continuous batching: no request can tell who else is in the batch, and each fails alone."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+
+from engine.config import EngineConfig
+from engine.errors import EngineError
+from engine.inference import generator
+from engine.models.causal_model import PreparedModel
+from engine.punica import PunicaWrapper
+from messages.errors import ErrorCode
+from messages.reports import GenerationEnded, OperationFailed
+from messages.requests import Sampling
+from tests.support.engine.generator_bench import NAMES, PROMPTS, ROWS, GeneratorBench
+
+pytest_plugins = ("tests.support.engine.engine_fixtures",)
+
+
+@pytest.fixture
+def bench(
+    prepared_model: PreparedModel, adapter_root: Path, engine_config: EngineConfig
+) -> GeneratorBench:
+    return GeneratorBench(prepared_model, adapter_root, engine_config)
+
+
+def test_greedy_is_what_transformers_generates_with_peft(
+    bench: GeneratorBench, peft_models: dict[str, PeftModel]
+) -> None:
+    for name, model in peft_models.items():
+        tokens, _ = bench.alone(name, PROMPTS[1])
+        ids = torch.tensor([PROMPTS[1]])
+        whole = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
+        )
+        expected = whole[0, len(PROMPTS[1]) :].tolist()
+        assert tokens == [token for token in expected if token not in bench.model.eos_ids]
+
+
+def test_a_mixed_batch_is_its_rows_one_by_one(bench: GeneratorBench) -> None:
+    alone = [bench.alone(name, prompt) for name, prompt in ROWS]
+    ops = [bench.start(name, prompt) for name, prompt in ROWS]
+    bench.run()
+    assert [bench.output(op) for op in ops] == alone
+    assert len({tuple(tokens) for tokens, _ in alone}) > len(ROWS) // 2
+
+
+def test_rows_that_join_and_leave_while_others_run_change_nothing(
+    bench: GeneratorBench, no_eos: None
+) -> None:
+    lengths = [3, 14, 1, 9, 5, 16, 2, 7]
+    rows = [(*ROWS[at % len(ROWS)], Sampling(max_tokens=lengths[at % 8])) for at in range(24)]
+    alone = [bench.alone(*row) for row in rows]
+    ops = []
+    for row in rows:
+        ops.append(bench.start(*row))
+        bench.run(steps=2)
+    bench.run()
+    assert [bench.output(op) for op in ops] == alone
+    assert [len(bench.output(op)[0]) for op in ops] == [row[2].max_tokens for row in rows]
+
+
+def test_no_more_rows_run_than_there_are_places(
+    prepared_model: PreparedModel,
+    adapter_root: Path,
+    engine_config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    no_eos: None,
+) -> None:
+    bench = GeneratorBench(prepared_model, adapter_root, replace(engine_config, max_num_seqs=3))
+    expected = [bench.alone(*row) for row in ROWS]
+    sizes = []
+    forward = prepared_model.forward
+    monkeypatch.setattr(
+        prepared_model,
+        "forward",
+        lambda ids, rows, media: sizes.append(ids.shape) or forward(ids, rows, media),
+    )
+    monkeypatch.setattr(generator, "PREFILL_TOKENS_MAX", 12)
+    ops = [bench.start(*row) for row in ROWS]
+    bench.run()
+    assert [bench.output(op) for op in ops] == expected
+    assert max(rows for rows, _ in sizes) == 3
+    assert all(rows * width <= 12 for rows, width in sizes if rows > 1)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch(bench: GeneratorBench, no_eos: None) -> None:
+    def sampling(seed: int) -> Sampling:
+        return Sampling(max_tokens=16, temperature=1.5, top_k=40, top_p=0.95, seed=seed)
+
+    alone = [bench.alone("mlp", PROMPTS[0], sampling(seed)) for seed in range(6)]
+    assert len({tuple(tokens) for tokens, _ in alone}) == 6
+    ops = []
+    for seed in range(6):
+        ops.append(bench.start("mlp", PROMPTS[0], sampling(seed)))
+        bench.start(None, PROMPTS[1], Sampling(max_tokens=5, temperature=1.0))
+        bench.run(steps=1)
+    bench.run()
+    assert [bench.output(op) for op in ops] == alone
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"generation": 2},
+        {"generation": 0},
+        {"slot": 1},
+        {"slot": -1},
+        {"slot": len(NAMES)},
+        {"slot": 65_535},
+        {"adapter_id": 0},
+        {"adapter_id": 2},
+    ],
+)
+def test_a_start_that_names_another_slot_generation_or_adapter_is_refused(
+    bench: GeneratorBench, fields: dict[str, int]
+) -> None:
+    with pytest.raises(EngineError) as caught:
+        bench.start(NAMES[0], PROMPTS[0], **fields)
+    assert caught.value.code == ErrorCode.NOT_RESIDENT
+    assert bench.generator.is_idle
+
+
+def test_padding_costs_no_adapter_anything(
+    bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
+) -> None:
+    mappings = []
+    update = PunicaWrapper.update_metadata
+    monkeypatch.setattr(
+        PunicaWrapper,
+        "update_metadata",
+        lambda self, mapping, layout: mappings.append(mapping) or update(self, mapping, layout),
+    )
+    for name in (NAMES[2], None, NAMES[0]):
+        for prompt in PROMPTS:
+            bench.start(name, prompt, Sampling(max_tokens=2))
+    bench.run()
+    prefill, decode = mappings
+    own = [3] * sum(map(len, PROMPTS)) + [1] * sum(map(len, PROMPTS))
+    assert sorted(prefill.index_mapping[prefill.index_mapping > 0].tolist()) == sorted(own)
+    assert decode.index_mapping.tolist() == [3] * 4 + [0] * 4 + [1] * 4
+    assert torch.equal(prefill.prompt_mapping, decode.prompt_mapping)
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+def test_a_slot_that_changes_under_a_row_fails_that_row_alone(
+    prepared_model: PreparedModel,
+    adapter_root: Path,
+    engine_config: EngineConfig,
+    no_eos: None,
+    rewritten: bool,
+) -> None:
+    bench = GeneratorBench(prepared_model, adapter_root, replace(engine_config, max_num_seqs=6))
+    names = (NAMES[1], None, NAMES[2], NAMES[1], NAMES[0], NAMES[3], NAMES[1])
+    expected = [bench.alone(name, PROMPTS[1]) for name in names]
+    ops = [bench.start(name, PROMPTS[1]) for name in names]
+    bench.run(steps=4)
+    bench.arena.reset(1, 1)
+    bench.residents[1] = None
+    if rewritten:
+        bench.write(1, 2, 2)
+    bench.run()
+    for name, op, (tokens, text) in zip(names, ops, expected, strict=True):
+        end = bench.end(op)
+        if name == NAMES[1]:
+            assert isinstance(end, OperationFailed)
+            assert end.code == ErrorCode.NOT_RESIDENT
+            # The last of them was still waiting for a place.
+            assert bench.output(op)[0] == ([] if op == ops[-1] else tokens[:5])
+        else:
+            assert end == GenerationEnded(op, "length", len(PROMPTS[1]), 16)
+            assert bench.output(op) == (tokens, text)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_allow_no_choice_fail_their_row(
+    bench: GeneratorBench,
+    monkeypatch: pytest.MonkeyPatch,
+    no_eos: None,
+    value: float,
+    temperature: float,
+) -> None:
+    forward = bench.model.forward
+
+    def second_row_spoilt(ids: torch.Tensor, rows: object, media: object) -> torch.Tensor:
+        logits = forward(ids, rows, media).clone()
+        # One forbidden token is no reason to fail.
+        logits[0, 7] = -torch.inf
+        logits[1:, slice(None) if value == -torch.inf else 7] = value
+        return logits
+
+    monkeypatch.setattr(bench.model, "forward", second_row_spoilt)
+    ops = [
+        bench.start(None, PROMPTS[0], Sampling(max_tokens=4, temperature=temperature))
+        for _ in range(2)
+    ]
+    bench.run()
+    assert isinstance(bench.end(ops[0]), GenerationEnded)
+    assert isinstance(end := bench.end(ops[1]), OperationFailed)
+    assert end.code == ErrorCode.NOT_FINITE
+
+
+def test_an_adapter_that_overflows_fails_its_own_rows(bench: GeneratorBench, no_eos: None) -> None:
+    expected = bench.alone(None, PROMPTS[0])
+    sampled = Sampling(max_tokens=16, temperature=1.0)
+    ops = [
+        bench.start(NAMES[0], PROMPTS[0]),
+        bench.start(None, PROMPTS[0]),
+        bench.start(NAMES[0], PROMPTS[0], sampled),
+    ]
+    bench.run(steps=2)
+    index = bench.model.shapes[-1].index
+    b = torch.full((bench.model.shapes[-1].out_features, 1), 3e38)
+    bench.arena.write_slice(0, index, torch.full((1, bench.model.shapes[-1].in_features), 3e38), b)
+    bench.run()
+    for op in (ops[0], ops[2]):
+        assert isinstance(end := bench.end(op), OperationFailed)
+        assert end.code == ErrorCode.NOT_FINITE
+    assert bench.output(ops[1]) == expected
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_forward_without_memory_fails_its_rows_and_the_next_goes(
+    bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None, at: int
+) -> None:
+    expected = bench.alone("mlp", PROMPTS[1])
+    calls = 0
+    forward = bench.model.forward
+
+    def failing(ids: torch.Tensor, rows: object, media: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(ids, rows, media)
+
+    monkeypatch.setattr(bench.model, "forward", failing)
+    first = bench.start("mlp", PROMPTS[0])
+    bench.run()
+    assert isinstance(end := bench.end(first), OperationFailed)
+    assert end.code == ErrorCode.DEVICE_OUT_OF_MEMORY
+    assert bench.alone("mlp", PROMPTS[1]) == expected
+
+
+def test_a_prefill_without_memory_leaves_the_running_rows(
+    bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
+) -> None:
+    expected = bench.alone("mlp", PROMPTS[1])
+    forward = bench.model.forward
+
+    def failing(ids: torch.Tensor, rows: object, media: object) -> torch.Tensor:
+        if ids.shape[1] > 1 and len(ids) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(ids, rows, media)
+
+    monkeypatch.setattr(bench.model, "forward", failing)
+    running = bench.start("mlp", PROMPTS[1])
+    bench.run(steps=3)
+    late = [bench.start("mlp", PROMPTS[0]) for _ in range(2)]
+    bench.run()
+    assert bench.output(running) == expected
+    assert all(isinstance(bench.end(op), OperationFailed) for op in late)

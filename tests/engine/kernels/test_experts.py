@@ -1,0 +1,259 @@
+"""The experts' deltas in every implementation, against the sum written out pair by pair."""
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import Kernels
+from engine.kernels.expert_groups import NO_GROUP, group_experts, sort_by_expert
+from engine.kernels.grouped_matmul import grouped_product
+from engine.kernels.operands import TILE_ROWS, GroupBounds
+from engine.layout import ModuleKind
+from tests.support.kernels.expert_cases import (
+    SHAPES,
+    TOKENS,
+    TOP_K,
+    Routing,
+    assert_batch_invariant,
+    expected,
+    groups_for,
+    routed,
+)
+from tests.support.kernels.kernel_cases import (
+    ERRORS_MAX,
+    NAMES,
+    NAMES_AND_DTYPES,
+    Case,
+    Shape,
+    error_of,
+    groups_of,
+    kernels_of,
+    make_case,
+    mixed_rows,
+    nan_in_new_memory,
+)
+
+
+@pytest.mark.parametrize("how", ["spread", "one", "elsewhere"])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.slots} slots")
+@pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
+def test_every_pair_gets_its_slots_and_experts_delta(
+    name: str, dtype: torch.dtype, shape: Shape, tokens: int, how: str
+) -> None:
+    random = Random(tokens + shape.slots)
+    rows = mixed_rows(random, tokens, shape.slots)
+    routing = routed(tokens, shape.experts, how, random)
+    pairs = tokens * TOP_K
+    case = make_case(shape, [-1] * pairs, dtype, seed=tokens)
+    groups = groups_for(case, routing, rows)
+    wanted = expected(case, routing, rows, case.y, case.x)
+    found = case.y.clone()
+    if groups is not None:
+        views = found.split(shape.widths, dim=1)
+        kernels_of(name).experts(views, case.x, case.slices, groups)
+    assert error_of(found, wanted) < ERRORS_MAX[dtype]
+    untouched = (wanted == case.y.double()).all(dim=1)
+    assert torch.equal(found[untouched], case.y[untouched])
+
+
+@pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
+def test_outputs_may_be_columns_that_alternate(name: str, dtype: torch.dtype) -> None:
+    shape = Shape(16, (8, 8), 2, (4,), 0.0, ModuleKind.EXPERTS, 3)
+    random = Random(5)
+    rows, routing = [0, 1, -1, 1], routed(4, 3, "spread", random)
+    case = make_case(shape, [-1] * 12, dtype, seed=5)
+    groups = groups_for(case, routing, rows)
+    assert groups is not None
+    found = torch.full((12, 16), torch.nan, dtype=dtype)
+    found[:, ::2], found[:, 1::2] = case.y.split(8, dim=1)
+    kernels = kernels_of(name)
+    kernels.experts((found[:, ::2], found[:, 1::2]), case.x, case.slices, groups)
+    together = torch.cat([found[:, ::2], found[:, 1::2]], dim=1)
+    wanted = expected(case, routing, rows, case.y, case.x)
+    assert error_of(together, wanted) < ERRORS_MAX[dtype]
+
+
+LONG_GROUPS = Shape(40, (72, 24), 1, (9,), 0.0, ModuleKind.EXPERTS, 2)
+
+
+@pytest.mark.parametrize("how", ["spread", "one"])
+@pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
+def test_long_groups_and_base_rows_between_them(name: str, dtype: torch.dtype, how: str) -> None:
+    random = Random(3)
+    rows = [0, 0, -1, 0] * 12
+    assert_right(name, dtype, LONG_GROUPS, rows, routed(len(rows), 2, how, random))
+
+
+def assert_right(
+    name: str, dtype: torch.dtype, shape: Shape, rows: list[int], routing: Routing
+) -> None:
+    case = make_case(shape, [-1] * routing.top_k_index.numel(), dtype, seed=7)
+    found = added(kernels_of(name), case, routing, rows)
+    wanted = expected(case, routing, rows, case.y, case.x)
+    assert error_of(found, wanted) < ERRORS_MAX[dtype]
+    base = [row for row, slot in enumerate(rows) for _ in range(TOP_K) if slot < 0]
+    pairs = [TOP_K * row + k for row in set(base) for k in range(TOP_K)]
+    assert torch.equal(found[pairs], case.y[pairs])
+
+
+def added(kernels: Kernels, case: Case, routing: Routing, rows: list[int]) -> Tensor:
+    groups = groups_for(case, routing, rows)
+    assert groups is not None
+    found = case.y.clone()
+    kernels.experts(found.split(case.slices.out_features, dim=1), case.x, case.slices, groups)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_that_was_not_written_is_read(name: str) -> None:
+    random = Random(8)
+    rows = mixed_rows(random, 7, 3)
+    with nan_in_new_memory():
+        assert_right(name, torch.float32, SHAPES[1], rows, routed(7, 5, "elsewhere", random))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_may_be_others_than_the_pairs(name: str) -> None:
+    random = Random(9)
+    rows, routing = [0, -1, 1], routed(3, 5, "elsewhere", random)
+    case = make_case(SHAPES[1]._replace(absent=0.0), [-1] * 9, torch.float32, seed=9)
+    groups = groups_for(case, routing, rows)
+    assert groups is not None
+    places = sort_by_expert(routing.top_k_index, 5).places
+    x, y = torch.full_like(case.x, torch.nan), torch.full_like(case.y, torch.nan)
+    x[places], y[places] = case.x, case.y
+    views = y.split(case.slices.out_features, dim=1)
+    kernels_of(name).experts(views, x, case.slices, groups.at(places))
+    wanted = expected(case, routing, rows, case.y, case.x)
+    assert error_of(y[places], wanted) < ERRORS_MAX[torch.float32]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_batch_gives_the_same_bits(name: str) -> None:
+    random = Random(10)
+    rows, routing = mixed_rows(random, 20, 2), routed(20, 3, "spread", random)
+    case = make_case(SHAPES[3], [-1] * 60, torch.float32, seed=10)
+    kernels = kernels_of(name)
+    first = added(kernels, case, routing, rows)
+    assert torch.equal(first, added(kernels, case, routing, rows))
+    assert torch.equal(first, added(kernels_of(name), case, routing, rows))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_invariant_pair_has_the_same_bits_in_every_batch(name: str) -> None:
+    assert_batch_invariant(kernels_of(name, batch_invariant=True), added)
+
+
+def test_groups_are_pairs_sorted_by_slot_and_expert() -> None:
+    random = Random(11)
+    rows, routing = mixed_rows(random, 40, 6), routed(40, 7, "elsewhere", random)
+    groups = group_experts(groups_of(rows), lambda slot: slot != 2, routing.top_k_index, 7)
+    assert groups is not None
+    experts = routing.top_k_index.flatten().tolist()
+    grouped = {
+        pair: rows[pair // TOP_K] * 7 + expert
+        for pair, expert in enumerate(experts)
+        if rows[pair // TOP_K] >= 0 and expert < 7
+    }
+    assert sorted(groups.pairs.tolist()) == list(range(120))
+    keys = [grouped.get(pair, NO_GROUP) for pair in groups.pairs.tolist()]
+    assert groups.keys.tolist() == keys == sorted(keys)
+    order = list(zip(keys, groups.pairs.tolist(), strict=True))
+    assert order == sorted(order)
+    assert groups.slots == tuple(sorted(set(rows) - {-1, 2}))
+    assert [span.slot for span in groups.spans] == list(groups.slots)
+    for slot, start, end, experts, sizes in groups.spans:
+        own = [key for key in keys if key // 7 == slot]
+        assert keys[start:end] == own
+        assert dict(zip(experts, sizes, strict=True)) == Counter(key % 7 for key in own)
+
+
+@pytest.mark.parametrize("height", TILE_ROWS)
+@pytest.mark.parametrize("how", ["spread", "one", "elsewhere"])
+def test_tiles_hold_every_grouped_pair_once(how: str, height: int) -> None:
+    random = Random(13)
+    rows, routing = mixed_rows(random, 90, 4), routed(90, 5, how, random)
+    groups = group_experts(groups_of(rows), lambda _: True, routing.top_k_index, 5)
+    assert groups is not None
+    firsts, keys = groups.tiles(height), groups.keys.tolist()
+    assert len(firsts) == groups.bounds.tiles(height)
+    real = [first for first in firsts.tolist() if first < len(keys)]
+    assert firsts.tolist() == real + [len(keys)] * (len(firsts) - len(real))
+    held = [
+        place
+        for first in real
+        for place in range(first, min(first + height, len(keys)))
+        if keys[place] == keys[first]
+    ]
+    assert held == [place for place, key in enumerate(keys) if key != NO_GROUP]
+
+
+def test_pairs_are_grouped_and_cut_into_tiles_without_a_look_at_the_device() -> None:
+    groups = groups_of([0, -1, 2, 1])
+    there = replace(groups, token_slots=groups.token_slots.to("meta"))
+    found = group_experts(there, lambda _: True, torch.zeros(4, 2, dtype=int, device="meta"), 5)
+    assert found is not None
+    assert found.bounds == GroupBounds(8, 8, groups.bounds.rank)
+    # A value on the meta device can't be read, so a launch's size can't depend on one.
+    assert [len(found.at(found.pairs).tiles(height)) for height in TILE_ROWS] == [8, 8]
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        found.spans  # noqa: B018 - made when it is first asked for
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operands_that_do_not_fit_are_refused(name: str) -> None:
+    routing, rows = routed(2, 4, "spread", Random(1)), [0, -1]
+    case = make_case(SHAPES[0], [-1] * 6, torch.float32, seed=1)
+    groups, kernels = groups_for(case, routing, rows), kernels_of(name)
+    other = group_experts(groups_of(rows), lambda _: True, routing.top_k_index, 5)
+    good = (case.y,)
+    for ys, x, taken, words in [
+        (good, case.x[:5], groups, r"experts: x is \[5, 48\]; \[6, 48\] is needed"),
+        (good, case.x.T.contiguous().T, groups, r"experts: x has strides \(1, 6\)"),
+        (good, case.x.to("meta"), groups, "experts: x is on meta; the weights are on cpu"),
+        ((case.y[:, 1:],), case.x, groups, r"experts: y is \[6, 79\]; \[6, 80\] is needed"),
+        ((case.y.half(),), case.x, groups, "experts: y is torch.float16; torch.float32 is needed"),
+        ((case.y, case.y), case.x, groups, "experts: 2 outputs; the layer has 1 slices"),
+        (good, case.x, other, "experts: the groups are of 5 experts; the layer has 4"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            kernels.experts(ys, x, case.slices, taken)
+
+
+def test_a_batch_without_weights_here_has_no_groups() -> None:
+    routing = routed(4, 5, "spread", Random(1))
+    assert group_experts(groups_of([-1] * 4), lambda _: True, routing.top_k_index, 5) is None
+    assert group_experts(groups_of([0, 1, 1, -1]), lambda _: False, routing.top_k_index, 5) is None
+
+
+def test_all_pairs_are_sorted_by_expert_and_find_back() -> None:
+    routing = routed(20, 6, "elsewhere", Random(2))
+    order = sort_by_expert(routing.top_k_index, 6)
+    flat = routing.top_k_index.flatten()
+    assert torch.equal(order.experts, flat.sort(stable=True).values)
+    assert torch.equal(order.experts[order.places], flat)
+    assert torch.equal(order.tokens[order.places], torch.arange(60) // TOP_K)
+    assert order.ends.tolist() == [int((flat <= expert).sum()) for expert in range(6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "outer"), [(16, 8), (5, 16), (16, 3), (1, 1)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_grouped_product_is_each_groups_own(
+    dtype: torch.dtype, inner: int, outer: int, is_transposed: bool
+) -> None:
+    torch.manual_seed(inner)
+    matrices = torch.randn(4, outer, inner).to(dtype)
+    if is_transposed:
+        matrices = matrices.transpose(1, 2).contiguous().transpose(1, 2)
+    x = torch.randn(9, inner).to(dtype)
+    x[7:] = torch.nan
+    found = grouped_product(x, matrices, torch.tensor([3, 3, 4, 7], dtype=torch.int32))
+    parts = [(0, 0, 3), (2, 3, 4), (3, 4, 7)]
+    wanted = torch.cat([x[a:b].double() @ matrices[g].double().T for g, a, b in parts])
+    assert error_of(found[:7], wanted) < ERRORS_MAX[dtype]

@@ -1,0 +1,100 @@
+"""Weights and rows that lie more than 2**31 elements into their memory, in every implementation.
+
+The memory is a sparse file, of which only what is touched takes room.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.expert_groups import group_experts
+from engine.kernels.operands import LoRASlices
+from engine.layout import ModuleKind
+from tests.support.kernels.kernel_cases import (
+    ERRORS_MAX,
+    NAMES,
+    Case,
+    Shape,
+    error_of,
+    expected_output,
+    kernels_of,
+    make_case,
+)
+
+FAR = 2**31 + 1024
+"""In elements; a multiple of an arena's unit."""
+DTYPE = torch.float16
+ROWS = [1, -1, 0, 1]
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    path: Path = tmp_path_factory.mktemp("sparse") / "memory"
+    return torch.from_file(str(path), shared=True, size=FAR + (1 << 16), dtype=DTYPE)
+
+
+def far_away(case: Case, memory: torch.Tensor) -> Case:
+    """The same case; its weights lie behind the first 2**31 elements of `memory`."""
+    layer = case.slices
+    near = layer.directory
+    memory[FAR : FAR + len(near.data)] = near.data
+    offsets = torch.where(near.offsets < 0, near.offsets, near.offsets + FAR)
+    far = near._replace(data=memory, offsets=offsets, host_offsets=offsets)
+    slices = LoRASlices(
+        *(far, layer.columns, layer.in_features, layer.out_features, layer.kind, layer.experts)
+    )
+    return case._replace(slices=slices)
+
+
+def spread(tensor: torch.Tensor, memory: torch.Tensor, first: int) -> torch.Tensor:
+    """A copy whose last row starts behind 2**31 elements."""
+    view = memory[first:].as_strided(tensor.shape, (FAR // (len(tensor) - 1) + 64, 1))
+    assert view.stride(0) * (len(tensor) - 1) > 2**31
+    return view.copy_(tensor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_far_into_the_arena(name: str, memory: torch.Tensor) -> None:
+    kernels = kernels_of(name)
+    for kind in (ModuleKind.LINEAR, ModuleKind.EMBEDDING):
+        widths = (24, 40) if kind is ModuleKind.LINEAR else (24,)
+        case = far_away(make_case(Shape(56, widths, 2, (5, 16), 0.0, kind), ROWS, DTYPE, 3), memory)
+        operation = kernels.linear if kind is ModuleKind.LINEAR else kernels.embedding
+        found = case.y.clone()
+        operation(found, case.x, case.slices, case.groups, 1.0)
+        assert error_of(found, expected_output(case)) <= ERRORS_MAX[DTYPE]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_far_apart(name: str, memory: torch.Tensor) -> None:
+    case = make_case(Shape(56, (24, 40), 2, (5, 16), 0.0), ROWS, DTYPE, 4)
+    x, y = spread(case.x, memory, 0), spread(case.y, memory, 128)
+    kernels, groups = kernels_of(name), case.groups
+    kernels.linear(y, x, case.slices, groups, 1.0)
+    assert error_of(y, expected_output(case)) <= ERRORS_MAX[DTYPE]
+    y.copy_(case.y)
+    shrunk = torch.zeros(2, len(ROWS), 16)
+    kernels.shrink(shrunk, x, case.slices, groups, 1.0)
+    kernels.expand(y, shrunk, case.slices, groups, 0, True)
+    assert error_of(y, expected_output(case)) <= ERRORS_MAX[DTYPE]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_far_into_the_arena(name: str, memory: torch.Tensor) -> None:
+    shape = Shape(56, (24, 40), 2, (5, 16), 0.0, ModuleKind.EXPERTS, 3)
+    case = far_away(make_case(shape, ROWS, DTYPE, 5), memory)
+    top_k_index = torch.tensor([[2], [0], [1], [0]])
+    groups = group_experts(case.groups, lambda _: True, top_k_index, shape.experts)
+    assert groups is not None
+    expected = case.y.double()
+    for row, slot in enumerate(ROWS):
+        first, expert = 0, int(top_k_index[row, 0])
+        for place, width in enumerate(shape.widths):
+            if slot >= 0:
+                a, b = (matrix[expert].double() for matrix in case.weights[slot, place])
+                expected[row, first : first + width] += b @ (a @ case.x[row].double())
+            first += width
+    x, y = spread(case.x, memory, 0), spread(case.y, memory, 128)
+    kernels_of(name).experts(y.split(shape.widths, dim=1), x, case.slices, groups)
+    assert error_of(y, expected) <= ERRORS_MAX[DTYPE]

@@ -1,0 +1,107 @@
+"""Triton's kernels in the tests of all implementations, under Triton's interpreter.
+
+The interpreter has to be chosen before Triton is imported, so these tests run in a process of their
+own; `make gpu` runs the same files compiled, on a device.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.kernels.gpu.tile_configs import (
+    EXPERTS,
+    EXPERTS_REGIMES,
+    PLANS,
+    REGIMES,
+    SOURCE,
+    FusedPlan,
+    experts_regime_of,
+    plans_for,
+    regime_of,
+)
+from engine.kernels.operands import TILE_ROWS, GroupBounds
+
+TESTS = Path(__file__).parent
+
+
+def test_the_interpreted_kernels_keep_the_contract() -> None:
+    operations = (
+        *("linear", "shrink", "expand", "shrink_expand", "embedding", "checks", "traffic"),
+        *("experts", "experts_shrink_expand", "offsets"),
+    )
+    paths = [str(TESTS / f"test_{operation}.py") for operation in operations]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *paths]
+    done = run({"TRITON_INTERPRET": "1"}, command)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert " skipped" not in done.stdout
+
+
+def test_without_triton_the_other_kernels_are_there() -> None:
+    script = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from engine.kernels import choose_kernels\n"
+        "import engine.punica, engine.layers\n"
+        "choose_kernels('cpu'), choose_kernels('cpu', 'reference')\n"
+        "try: choose_kernels('cpu', 'triton')\n"
+        "except ImportError: print('missing')\n"
+    )
+    done = run({}, [sys.executable, "-c", script])
+    assert done.stdout == "missing\n", done.stderr
+
+
+def run(settings: dict[str, str], command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **settings}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_every_architecture_has_a_plan_for_every_regime_that_groups_are_cut_for() -> None:
+    assert PLANS.keys() == SOURCE.keys()
+    for plans in PLANS.values():
+        assert tuple(plans) == REGIMES
+        for plan in plans.values():
+            for launch in filter(None, plan):
+                assert launch.height in TILE_ROWS
+        assert isinstance(plans["few"].fused, FusedPlan)
+    assert EXPERTS.keys() == SOURCE.keys()
+    for experts in EXPERTS.values():
+        assert tuple(experts) == EXPERTS_REGIMES
+        assert {launch.height for plan in experts.values() for launch in plan} <= {*TILE_ROWS}
+
+
+def test_experts_take_long_tiles_where_groups_have_many_pairs() -> None:
+    assert experts_regime_of(GroupBounds(64, 2, 16)) == "prefill"
+    assert experts_regime_of(GroupBounds(63, 2, 16)) == "decode"
+    assert experts_regime_of(GroupBounds(64, 2, 16), batch_invariant=True) == "invariant"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "groups", "regime"),
+    [
+        (1, 1, "few"),
+        (4, 4, "few"),
+        (8, 1, "decode"),
+        (64, 1, "alone"),
+        (2048, 1, "alone"),
+        (64, 64, "many"),
+        (256, 8, "prefill"),
+        (2048, 64, "prefill"),
+        (1024, 64, "many"),
+        (128, 8, "decode"),
+    ],
+)
+def test_the_bounds_pick_the_regime(tokens: int, groups: int, regime: str) -> None:
+    assert regime_of(GroupBounds(tokens, groups, 16)) == regime
+    assert regime_of(GroupBounds(tokens, groups, 16), batch_invariant=True) == "invariant"
+
+
+def test_a_device_gets_the_newest_table_that_it_can_run() -> None:
+    for capability, architecture in (((8, 0), 80), ((8, 9), 80), ((9, 0), 90), ((12, 0), 100)):
+        linear, experts = plans_for(capability)
+        assert linear is PLANS[architecture]
+        assert experts is EXPERTS[architecture]
+    with pytest.raises(ValueError, match=r"7\.5"):
+        plans_for((7, 5))

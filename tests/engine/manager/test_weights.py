@@ -1,0 +1,217 @@
+"""What is handed over in memory: any sort of tensor, and adapters that must not be served."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.adapters import LoRALayerWeights, LoRAModel
+from engine.errors import (
+    AdapterDoesNotFit,
+    EngineError,
+    NotFinite,
+)
+from engine.manager import (
+    LoRAModelManager,
+)
+from tests.support.engine.manager_examples import (
+    CLASSES,
+    CONTENTS,
+    MLP,
+    check_rows,
+    forward,
+    full,
+    held,
+    make_manager,
+    mapping_of,
+)
+
+torch.set_num_threads(1)
+
+
+Change = Callable[[LoRALayerWeights], LoRALayerWeights]
+
+
+def changed(number: int, module: str, change: Change) -> LoRAModel:
+    """Content `number` as adapter 9, with one module's weights changed."""
+    model = CONTENTS[number].model(9)
+    model.loras[module] = change(model.loras[module])
+    return model
+
+
+def poked(letter: str, value: float) -> Change:
+    def change(lora: LoRALayerWeights) -> LoRALayerWeights:
+        getattr(lora, letter)[0, 0] = value
+        return lora
+
+    return change
+
+
+def reshaped(**shapes: tuple[int, int]) -> Change:
+    return lambda lora: replace(lora, **{name: torch.ones(shape) for name, shape in shapes.items()})
+
+
+UP = MLP[1]
+
+
+BAD: dict[str, tuple[Callable[[], LoRAModel], type[EngineError], str]] = {
+    "NaN in A": (lambda: changed(0, UP, poked("lora_a", torch.nan)), NotFinite, "up_proj"),
+    "infinity in B": (lambda: changed(0, UP, poked("lora_b", torch.inf)), NotFinite, "up_proj"),
+    "beyond the dtype once scaled": (
+        lambda: changed(0, UP, poked("lora_b", 2e38)),
+        NotFinite,
+        "too far",
+    ),
+    "too wide": (
+        lambda: changed(0, UP, reshaped(lora_a=(4, 17))),
+        AdapterDoesNotFit,
+        "[4, 17]",
+    ),
+    "too low": (
+        lambda: changed(0, UP, reshaped(lora_b=(23, 4))),
+        AdapterDoesNotFit,
+        "[24, 4]",
+    ),
+    "integers": (
+        lambda: changed(0, UP, lambda lora: replace(lora, lora_a=lora.lora_a.int())),
+        AdapterDoesNotFit,
+        "int32",
+    ),
+    "a rank over the maximum": (
+        lambda: LoRAModel(
+            9, 9, {UP: LoRALayerWeights(UP, 9, 9, torch.ones(9, 16), torch.ones(24, 9))}
+        ),
+        AdapterDoesNotFit,
+        "max_lora_rank",
+    ),
+    "an unknown module": (
+        lambda: LoRAModel(
+            9,
+            1,
+            {"up_proj": LoRALayerWeights("up_proj", 1, 1, torch.ones(1, 16), torch.ones(24, 1))},
+        ),
+        AdapterDoesNotFit,
+        "up_proj",
+    ),
+    "tensors without numbers": (
+        lambda: changed(0, UP, lambda lora: replace(lora, lora_a=lora.lora_a.to("meta"))),
+        AdapterDoesNotFit,
+        "meta",
+    ),
+    "a sparse tensor": (
+        lambda: changed(0, UP, lambda lora: replace(lora, lora_b=lora.lora_b.to_sparse())),
+        AdapterDoesNotFit,
+        "sparse",
+    ),
+    "a scaling that is no number": (
+        lambda: changed(0, UP, lambda lora: replace(lora, scaling=torch.nan)),
+        NotFinite,
+        "up_proj",
+    ),
+    "nothing but zeros by its alpha": (
+        lambda: changed(0, UP, lambda lora: replace(lora, lora_alpha=0.0, scaling=0.0)),
+        AdapterDoesNotFit,
+        "alpha 0",
+    ),
+    "no module": (lambda: LoRAModel(9, 1, {}), AdapterDoesNotFit, "no module"),
+}
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_adapter_moves_nobody(cls: type[LoRAModelManager], name: str) -> None:
+    """Trap 1: the check comes before anybody leaves for it."""
+    make, error, word = BAD[name]
+    manager = full(cls)
+    before = held(manager)
+    with pytest.raises(error, match="adapter 9") as caught:
+        manager.add_adapter(make())
+    assert word in str(caught.value)
+    assert held(manager) == before
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    model = CONTENTS[0].model(9)
+    model.loras[UP] = reshaped(lora_a=(4, 17))(model.loras[UP])
+    model.loras["elsewhere"] = model.loras[MLP[0]]
+    with pytest.raises(AdapterDoesNotFit, match=r"(?s)up_proj.*elsewhere"):
+        full(LoRAModelManager).add_adapter(model)
+
+
+def test_what_is_handed_over_may_be_changed_afterwards() -> None:
+    manager = make_manager(LoRAModelManager)
+    model = CONTENTS[0].model(1)
+    manager.add_adapter(model)
+    for lora in model.loras.values():
+        lora.lora_a.fill_(torch.nan)
+        lora.lora_b.zero_()
+    manager.activate_adapter(1)
+    manager.set_adapter_mapping(mapping_of(1))
+    check_rows(manager, {1: CONTENTS[0]}, 1)
+
+
+TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "with gradients": lambda t: t.clone().requires_grad_(),
+    "the end of a computation": lambda t: t.clone().requires_grad_() * 1,
+    "not contiguous": lambda t: t.T.contiguous().T,
+    "a view of something larger": lambda t: torch.stack([t, t], 1)[:, 0],
+    "expanded": lambda t: t[:, :1].expand(t.shape),
+    "an nn.Parameter": torch.nn.Parameter,
+    "made in inference mode": torch.inference_mode()(torch.clone),
+    "float64": lambda t: t.double(),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_any_sort_of_tensor_is_taken_as_the_numbers_that_it_holds(name: str) -> None:
+    manager = make_manager(LoRAModelManager)
+    given, plain = CONTENTS[0].model(1), CONTENTS[0].model(2)
+    for module, lora in given.loras.items():
+        a, b = TENSORS[name](lora.lora_a), TENSORS[name](lora.lora_b)
+        given.loras[module] = replace(lora, lora_a=a, lora_b=b)
+        values = {"lora_a": a.detach().float().clone(), "lora_b": b.detach().float().clone()}
+        plain.loras[module] = replace(lora, **values)
+    for model in (given, plain):
+        manager.add_adapter(model)
+        manager.activate_adapter(model.id)
+    manager.set_adapter_mapping(mapping_of(1, 2, 0))
+    found = forward(manager, 3)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    kept = manager.get_adapter(1)
+    assert kept is not None
+    assert not any(lora.lora_b.requires_grad for lora in kept.loras.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_adapters_are_widened(dtype: torch.dtype) -> None:
+    manager = make_manager(LoRAModelManager)
+    model = CONTENTS[0].model(1)
+    for module, lora in model.loras.items():
+        a, b = lora.lora_a.to(dtype), lora.lora_b.to(dtype)
+        model.loras[module] = replace(lora, lora_a=a, lora_b=b)
+    manager.add_adapter(model)
+    kept = manager.get_adapter(1)
+    assert kept is not None
+    for module, lora in model.loras.items():
+        assert torch.equal(kept.loras[module].lora_a, lora.lora_a.float())
+        assert torch.equal(kept.loras[module].lora_b, lora.lora_b.float() * lora.scaling)
+
+
+def test_what_is_finite_in_its_own_dtype_alone_is_refused() -> None:
+    manager = make_manager(LoRAModelManager, lora_dtype="float16")
+    with pytest.raises(NotFinite, match="float16"):
+        manager.add_adapter(changed(0, UP, poked("lora_b", 60_000.0)))
+
+
+@pytest.mark.parametrize("adapter_id", [True, 1.0, "1", None])
+def test_an_id_is_an_integer(adapter_id: object) -> None:
+    manager = full(LoRAModelManager)
+    before = held(manager)
+    model = CONTENTS[0].model(1)
+    model.id = adapter_id
+    with pytest.raises(ValueError, match="id is"):
+        manager.add_adapter(model)
+    assert held(manager) == before

@@ -1,0 +1,272 @@
+"""Batches by request: files, paths, pins and memory, on both workers."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from engine.adapters import LoRAModel, LoRARequest
+from engine.config import LoRAConfig
+from engine.errors import (
+    AdapterDoesNotFit,
+    AdapterNotFound,
+    Conflict,
+    NoRoom,
+    NotResident,
+    PathNotAllowed,
+)
+from engine.manager import (
+    LoRAModelManager,
+    LRUCacheLoRAModelManager,
+    LRUCacheWorkerLoRAManager,
+    WorkerLoRAManager,
+    create_lora_manager,
+)
+from engine.punica import LoRAMapping
+from tests.support.engine.engine_examples import relative_error
+from tests.support.engine.manager_examples import (
+    CLASSES,
+    CONTENTS,
+    ERROR_MAX,
+    check_rows,
+    full,
+    held,
+    make_manager,
+    mapping_of,
+)
+
+torch.set_num_threads(1)
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "tiny"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Every content as files, by number."""
+    for number, content in enumerate(CONTENTS, 1):
+        content.save(tmp_path / str(number))
+    return tmp_path
+
+
+def request(folder: Path, number: int, **fields: object) -> LoRARequest:
+    values = {
+        "lora_name": f"n{number}",
+        "lora_int_id": number,
+        "lora_path": str(folder / str(number)),
+    }
+    return LoRARequest(**(values | fields))
+
+
+@pytest.mark.parametrize("worker_class", [WorkerLoRAManager, LRUCacheWorkerLoRAManager])
+def test_a_batch_beside_a_pinned_adapter_is_refused_before_a_file_is_read(
+    worker_class: type[WorkerLoRAManager], folder: Path
+) -> None:
+    """Trap 3."""
+    manager = full(LRUCacheLoRAModelManager, slots=2, capacity=3)
+    manager.pin_adapter(1)
+    worker = worker_class(manager)
+    before = held(manager)
+    unread = [request(folder, number, lora_path="/nowhere") for number in (8, 9)]
+    with pytest.raises(NoRoom, match="held keep 1 slots"):
+        worker.set_active_adapters(unread, mapping_of(8, 9))
+    assert held(manager) == before
+    assert manager.books.loads.count == 0
+    with pytest.raises(AdapterNotFound):
+        worker.set_active_adapters(unread[:1], mapping_of(8))
+    assert held(manager) == before
+
+
+def test_files_that_did_not_change_are_read_once_however_often_they_are_asked(
+    folder: Path,
+) -> None:
+    """Trap 5: `load_inplace` left set."""
+    manager = make_manager(LRUCacheLoRAModelManager)
+    worker = LRUCacheWorkerLoRAManager(manager)
+    again = request(folder, 1, load_inplace=True)
+    for _ in range(3):
+        worker.set_active_adapters([again], mapping_of(1))
+        assert manager.books.loads.count == 1
+    assert worker.add_adapter(again) is False
+    CONTENTS[2].save(folder / "1")
+    for _ in range(3):
+        worker.set_active_adapters([request(folder, 1)], mapping_of(1))
+        check_rows(manager, {1: CONTENTS[0]}, 1)
+    for _ in range(3):
+        worker.set_active_adapters([again], mapping_of(1))
+        check_rows(manager, {1: CONTENTS[2]}, 1)
+        assert manager.books.loads.count == 2
+    # Two ids of the same bytes don't take each other's files for theirs.
+    CONTENTS[2].save(folder / "2")
+    for _ in range(3):
+        both = [again, request(folder, 2, load_inplace=True)]
+        worker.set_active_adapters(both, mapping_of(1, 2))
+    assert manager.books.loads.count == 3
+
+
+def test_an_adapter_that_is_read_anew_stays_pinned_and_keeps_its_place(folder: Path) -> None:
+    manager = make_manager(LoRAModelManager, slots=1, capacity=1)
+    worker = WorkerLoRAManager(manager)
+    worker.add_adapter(request(folder, 1))
+    worker.pin_adapter(1)
+    (folder / "1" / "adapter_model.safetensors").write_bytes(b"what is no adapter")
+    before = held(manager)
+    with pytest.raises(AdapterDoesNotFit):
+        worker.add_adapter(request(folder, 1, load_inplace=True))
+    assert held(manager) == before
+    CONTENTS[3].save(folder / "1")
+    assert worker.add_adapter(request(folder, 1, load_inplace=True))
+    assert manager.is_pinned(1)
+    manager.set_adapter_mapping(mapping_of(1))
+    check_rows(manager, {1: CONTENTS[3]}, 1)
+
+
+def in_arrays(model: LoRAModel) -> tuple[LoRAModel, list[weakref.ref[np.ndarray]]]:
+    """The same in memory whose end can be seen, whatever views there are of it."""
+    arrays = [lora.lora_a.numpy().copy() for lora in model.loras.values()]
+    for lora, array in zip(model.loras.values(), arrays, strict=True):
+        lora.lora_a = torch.from_numpy(array)
+    return model, [weakref.ref(array) for array in arrays]
+
+
+@pytest.mark.parametrize("leave", ["remove", "evict", "replace"])
+def test_who_leaves_gives_everything_back(leave: str, folder: Path) -> None:
+    """Trap 6: neither the host's nor the device's memory stays, nor what was handed over."""
+    manager = make_manager(LRUCacheLoRAModelManager, slots=1, capacity=1)
+    empty = held(manager)
+    if leave == "replace":
+        worker = LRUCacheWorkerLoRAManager(manager)
+        worker.add_adapter(request(folder, 1))
+    else:
+        model, handed = in_arrays(CONTENTS[0].model(1))
+        manager.add_adapter(model)
+        del model
+        gc.collect()
+        assert not any(array() is not None for array in handed)
+        manager.activate_adapter(1)
+    blob = weakref.ref(next(iter(manager._engine.residency.held.values())).weights.data)
+    if leave == "evict":
+        manager.add_adapter(CONTENTS[1].model(2))
+    elif leave == "replace":
+        CONTENTS[1].save(folder / "1")
+        worker.add_adapter(request(folder, 1, load_inplace=True))
+    else:
+        manager.remove_adapter(1)
+    gc.collect()
+    assert blob() is None
+    manager.remove_all_adapters()
+    assert held(manager) == empty
+    assert not manager._core.world.adapters
+
+
+def test_ids_and_paths_are_one_to_one(folder: Path) -> None:
+    manager = make_manager(LRUCacheLoRAModelManager)
+    worker = LRUCacheWorkerLoRAManager(manager)
+    assert worker.add_adapter(request(folder, 1))
+    assert not worker.add_adapter(request(folder, 1))
+    assert not worker.add_adapter(request(folder, 1, lora_path=""))
+    before = held(manager)
+    other = request(folder, 1, lora_path=str(folder / "2"))
+    with pytest.raises(Conflict, match="another lora_int_id"):
+        worker.add_adapter(other)
+    with pytest.raises(Conflict, match="in one batch"):
+        worker.set_active_adapters([request(folder, 1), other])
+    for path in ("/no/where", "zero\0byte", "\ud800", "x" * 5000):
+        with pytest.raises(AdapterNotFound):
+            worker.add_adapter(request(folder, 3, lora_path=path))
+    with pytest.raises(AdapterNotFound, match="no lora_path"):
+        worker.add_adapter(request(folder, 3, lora_path=""))
+    with pytest.raises(NotResident, match=r"\[2\]"):
+        worker.set_active_adapters([request(folder, 1)], mapping_of(1, 2))
+    assert held(manager) == before
+    assert worker.add_adapter(request(folder, 1, lora_path=other.lora_path, load_inplace=True))
+    manager.set_adapter_mapping(mapping_of(1))
+    check_rows(manager, {1: CONTENTS[1]}, 1)
+
+
+def test_roots_bound_where_adapters_may_lie(folder: Path) -> None:
+    outside = CONTENTS[0].save(folder.parent / f"{folder.name}-outside")
+    worker = WorkerLoRAManager(make_manager(LoRAModelManager), adapter_roots=[folder])
+    assert worker.add_adapter(request(folder, 1))
+    for path in (outside, folder / "1" / ".." / ".." / outside.name):
+        with pytest.raises(PathNotAllowed):
+            worker.add_adapter(request(folder, 2, lora_path=str(path)))
+    (folder / "link").symlink_to(outside)
+    with pytest.raises(PathNotAllowed):
+        worker.add_adapter(request(folder, 2, lora_path=str(folder / "link")))
+
+
+def test_the_lru_worker_keeps_others_and_the_plain_one_the_batch_alone(folder: Path) -> None:
+    for worker_class, kept in ((WorkerLoRAManager, {3}), (LRUCacheWorkerLoRAManager, {1, 2, 3})):
+        cls = CLASSES[worker_class is LRUCacheWorkerLoRAManager]
+        worker = worker_class(make_manager(cls))
+        worker.set_active_adapters([request(folder, 1), request(folder, 2)], mapping_of(1, 2))
+        worker.set_active_adapters([request(folder, 3)], mapping_of(3, 0))
+        assert worker.list_adapters() == kept
+        check_rows(worker.manager, {3: CONTENTS[2]}, 3, 0)
+        worker.set_active_adapters([], LoRAMapping([], []))
+        assert worker.remove_all_adapters() == (worker_class is LRUCacheWorkerLoRAManager)
+
+
+def test_metrics_count_what_was_done(folder: Path) -> None:
+    ticks = iter(range(1000))
+    manager = make_manager(LRUCacheLoRAModelManager, clock=lambda: float(next(ticks)))
+    worker = LRUCacheWorkerLoRAManager(manager)
+    worker.add_adapter(request(folder, 1))
+    worker.set_active_adapters([request(folder, 1), request(folder, 2)])
+    manager.add_adapter(CONTENTS[2].model(3))
+    manager.activate_adapter(3)
+    manager.activate_adapter(3)
+    metrics = worker.get_lora_metrics()
+    assert metrics["adapters"] == {
+        "registered": 3,
+        "active": 2,
+        "capacity": 3,
+        "utilization": 1.0,
+    }
+    told = metrics["performance"]
+    assert (told["hits"], told["misses"], told["evictions"]) == (2, 3, 1)
+    assert {name: told[name]["count"] for name in ("activations", "switches", "loads")} == {
+        "activations": 1,
+        "switches": 1,
+        "loads": 2,
+    }
+    assert told["loads"] == {
+        "count": 2,
+        "seconds": 2.0,
+        "longest_seconds": 1.0,
+        "last_seconds": 1.0,
+    }
+    sizes = metrics["memory"]["adapters"]
+    assert sizes[1]["device_bytes"] == 0 < sizes[1]["pinned_bytes"]
+    assert sizes[3]["device_bytes"] == sizes[3]["pinned_bytes"]
+
+
+@pytest.mark.skipif(not EXAMPLES.is_dir(), reason="the example model is not in this checkout")
+def test_the_example_adapters_are_pefts_through_the_manager() -> None:
+    names = sorted(path.name for path in (EXAMPLES / "adapters").iterdir())
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "model")
+    config = LoRAConfig(max_lora_rank=64, max_loras=len(names))
+    rows, tokens = len(names) + 1, (72, 101, 108, 108, 111)
+    manager = create_lora_manager(
+        model, rows, 256, model.config.vocab_size, config, "cpu", LRUCacheLoRAModelManager
+    )
+    worker = LRUCacheWorkerLoRAManager(manager)
+    ids = dict(enumerate(names, 1))
+    asked = [
+        LoRARequest(name, number, str(EXAMPLES / "adapters" / name)) for number, name in ids.items()
+    ]
+    index = [number for number in (0, *ids) for _ in tokens]
+    worker.set_active_adapters(asked, LoRAMapping(index, [0, *ids], is_prefill=True))
+    with torch.no_grad():
+        found = manager.model(torch.tensor([tokens] * rows)).logits
+        for number, name in ids.items():
+            fresh = AutoModelForCausalLM.from_pretrained(EXAMPLES / "model")
+            peft = PeftModel.from_pretrained(fresh, EXAMPLES / "adapters" / name).eval()
+            expected = peft(torch.tensor([tokens])).logits[0]
+            assert relative_error(found[number], expected) < ERROR_MAX, name

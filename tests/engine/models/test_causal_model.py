@@ -1,0 +1,233 @@
+"""The prepared model: what is wrapped, what is refused, and that a batch answers like its rows."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+
+from engine.config import LoRAConfig
+from engine.errors import ModelRefused
+from engine.layers import (
+    LogitsProcessorWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    ReplicatedLinearWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
+)
+from engine.layers.logits import VOCABULARY_MAX
+from engine.layout import ModuleKind
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import RowCache
+from engine.models.preparation import find_candidates
+from tests.support.engine.engine_examples import (
+    ATTENTION,
+    CONTEXT_TOKENS_MAX,
+    MLP,
+    relative_error,
+    tiny_config,
+)
+
+pytest_plugins = ("tests.support.engine.engine_fixtures",)
+
+
+def prepare(model: object, **lora_fields: object) -> PreparedModel:
+    return PreparedModel(model, LoRAConfig(**lora_fields), context_tokens_max=64)
+
+
+def tiny_model(**changes: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_config(**changes))
+
+
+def sliding_model() -> MistralForCausalLM:
+    torch.manual_seed(0)
+    fields = tiny_config().to_dict() | {"sliding_window": 4}
+    del fields["rope_parameters"]
+    return MistralForCausalLM(MistralConfig(**fields))
+
+
+def test_every_layer_that_the_table_knows_is_wrapped(prepared_model: PreparedModel) -> None:
+    kinds = {name.rpartition(".")[2]: type(one) for name, one in prepared_model.layers.items()}
+    assert kinds == {
+        "qkv_proj": MergedQKVParallelLinearWithLoRA,
+        "o_proj": ReplicatedLinearWithLoRA,
+        "gate_up_proj": MergedColumnParallelLinearWithLoRA,
+        "down_proj": ReplicatedLinearWithLoRA,
+        "embed_tokens": VocabParallelEmbeddingWithLoRA,
+        "lm_head": LogitsProcessorWithLoRA,
+    }
+    assert len(prepared_model.layers) == 10
+    for name, layer in prepared_model.layers.items():
+        assert prepared_model.model.get_submodule(name) is layer
+    names = {shape.name.rpartition(".")[2] for shape in prepared_model.shapes}
+    assert names == {*ATTENTION, *MLP, "embed_tokens", "lm_head"}
+    for index, shape in enumerate(prepared_model.shapes):
+        widths = tuple(prepared_model.model.get_submodule(shape.name).weight.shape)
+        is_looked_up = shape.kind is ModuleKind.EMBEDDING
+        ours = (shape.in_features, shape.out_features)
+        assert (index, widths) == (shape.index, ours if is_looked_up else ours[::-1])
+
+
+def test_a_tied_head_stays_tied() -> None:
+    model = prepare(tiny_model(tie_word_embeddings=True)).model
+    assert type(model.lm_head) is LogitsProcessorWithLoRA
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_module_with_two_paths_is_wrapped_once() -> None:
+    model = tiny_model()
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    layers = prepare(model).layers
+    assert "model.layers.1.mlp.gate_up_proj" not in layers
+    assert model.model.layers[1].mlp.gate_up_proj is layers["model.layers.0.mlp.gate_up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        (["o_proj"], {"0.self_attn.o_proj", "1.self_attn.o_proj"}),
+        (["model.layers.1.mlp.down_proj"], {"1.mlp.down_proj"}),
+        (["model.layers.1.mlp.up_proj"], {"1.mlp.gate_up_proj"}),
+        (["v_proj"], {"0.self_attn.qkv_proj", "1.self_attn.qkv_proj"}),
+        (["qkv_proj"], {"0.self_attn.qkv_proj", "1.self_attn.qkv_proj"}),
+        (["model.layers.0.mlp.gate_up_proj"], {"0.mlp.gate_up_proj"}),
+    ],
+)
+def test_target_modules_choose_by_suffix_or_full_name(targets: list[str], layers: set[str]) -> None:
+    found = prepare(tiny_model(), target_modules=targets).layers
+    assert {name.removeprefix("model.layers.") for name in found} == layers
+
+
+@pytest.mark.parametrize("target", ["proj", "norm", "layers.7.mlp.up_proj"])
+def test_a_target_that_names_nothing_is_refused(target: str) -> None:
+    with pytest.raises(ModelRefused, match=f"{target}.*these suffixes.*down_proj"):
+        prepare(tiny_model(), target_modules=["o_proj", target])
+
+
+class HalfMlp(nn.Module):
+    """A layer of which a part sees some tokens, and another's weight is read behind its back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, 1)
+        self.expert = nn.Linear(width, width)
+        self.secret = nn.Linear(width, width)
+        self.shared = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.secret.weight) + self.shared(x)
+        chosen = self.router(x).squeeze(-1) > 0
+        y[chosen] += self.expert(x[chosen])
+        return y
+
+
+def test_layers_that_do_not_see_every_token_are_left_unwrapped() -> None:
+    model = tiny_model()
+    model.model.layers[0].mlp = HalfMlp(32)
+    layers = prepare(model).layers
+    own = {name.rpartition(".")[2] for name in layers if name.startswith("model.layers.0.mlp")}
+    assert own == {"router", "shared"}
+    assert type(model.model.layers[0].mlp.expert) is nn.Linear
+    broken = tiny_model()
+    broken.model.layers[0].mlp = HalfMlp(32)
+    with pytest.raises(ModelRefused, match="expert"):
+        prepare(broken, target_modules=["expert", "o_proj"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny_model,
+        sliding_model,
+        lambda: tiny_model(attn_implementation="eager"),
+        lambda: GemmaForCausalLM(
+            GemmaConfig(**(tiny_config().to_dict() | {"head_dim": 8, "hidden_act": "gelu"}))
+        ),
+    ],
+)
+def test_unequal_rows_in_one_prefill_answer_as_each_alone(make: object) -> None:
+    torch.manual_seed(4)
+    model = prepare(make())
+    prompts = [torch.randint(0, 250, (length,)) for length in (1, 9, 17, 4)]
+    rows = RowCache([len(prompt) for prompt in prompts])
+    padded = torch.stack([nn.functional.pad(p, (17 - len(p), 0), value=11) for p in prompts])
+    steps = [model.forward(padded, rows)]
+    for token in (5, 6):
+        rows.grow(1)
+        steps.append(model.forward(torch.full((4, 1), token), rows))
+    for row, prompt in enumerate(prompts):
+        whole = torch.cat([prompt, torch.tensor([5, 6])])
+        for step, logits in enumerate(steps):
+            length = len(prompt) + step
+            alone = model.model(whole[None, :length]).logits[0, -1]
+            assert relative_error(logits[row], alone) < 1e-5
+
+
+def test_models_that_can_not_be_batched_are_refused() -> None:
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(ModelRefused, match="key/value cache"):
+        prepare(mamba)
+    bare = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY_MAX + 1, n_embd=1, n_head=1, n_layer=0, n_positions=8)
+    )
+    assert list(find_candidates(bare)) == ["transformer.wte", "transformer.wpe"]
+    bare.transformer.wte, bare.transformer.wpe = (
+        nn.Embedding(VOCABULARY_MAX + 1, 1, max_norm=1.0) for _ in range(2)
+    )
+    with pytest.raises(ModelRefused, match="no layer of a kind"):
+        prepare(bare)
+
+
+class ForgetsPadding(LlamaForCausalLM):
+    """A model that reads its padding."""
+
+    def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache):
+        return super().forward(
+            input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache
+        )
+
+
+def test_a_model_whose_padded_rows_answer_otherwise_is_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ModelRefused, match="answers otherwise than alone"):
+        prepare(ForgetsPadding(tiny_config()))
+
+
+def test_limits_and_ends_come_from_the_model(prepared_model: PreparedModel) -> None:
+    assert prepared_model.context_tokens_max == CONTEXT_TOKENS_MAX
+    assert prepared_model.eos_ids == {258}
+    assert prepared_model.vocab_size == 259
+    assert prepare(tiny_model(eos_token_id=[3, 4])).eos_ids == {3, 4}
+    assert prepare(tiny_model()).context_tokens_max == 64
+    assert PreparedModel(tiny_model(), LoRAConfig()).context_tokens_max == CONTEXT_TOKENS_MAX
+    long = PreparedModel(tiny_model(), LoRAConfig(), context_tokens_max=10**6)
+    assert long.context_tokens_max == CONTEXT_TOKENS_MAX
+
+
+def test_a_length_that_would_change_the_other_rows_is_out_of_reach() -> None:
+    fields = tiny_config().to_dict() | {"original_max_position_embeddings": 32}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+    fields["rope_parameters"] = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
+    torch.manual_seed(0)
+    model = PreparedModel(Phi3ForCausalLM(Phi3Config(**fields)), LoRAConfig())
+    assert model.context_tokens_max == 32
+    # Why: a row of 33 tokens changes what a short row beside it answers.
+    answers = []
+    for length in (32, 33):
+        short = torch.tensor([0] * (length - 4) + [5, 6, 7, 8])
+        answers.append(
+            model.forward(torch.stack([short, torch.ones_like(short)]), RowCache([4, length]))[0]
+        )
+    assert relative_error(*answers) > 1e-3

@@ -1,0 +1,107 @@
+"""Loading: what a directory must hold, and which options a model has no use for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from engine.config import EngineConfig, LoRAConfig
+from engine.errors import ModelRefused
+from engine.models.loading import load_model
+from tests.support.engine.engine_examples import tiny_config
+from tests.support.models.expert_adapters import make_model
+
+pytest_plugins = ("tests.support.engine.engine_fixtures",)
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_config())
+
+
+def test_a_directory_that_holds_no_safe_model_is_refused(
+    tmp_path: Path, engine_config: EngineConfig
+) -> None:
+    def load() -> None:
+        load_model(replace(engine_config, model_directory=tmp_path), LoRAConfig())
+
+    with pytest.raises(ModelRefused, match=r"config\.json"):
+        load()
+    tiny_config().save_pretrained(tmp_path)
+    # Weights that only unpickling could read are not read, even where they are sound.
+    torch.save(tiny_model().state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelRefused, match="safetensors"):
+        load()
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}'
+    )
+    with pytest.raises(ModelRefused):
+        load()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelRefused):
+        load()
+
+
+def test_a_device_that_is_not_the_first_becomes_the_threads_own(
+    engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, _device: model)
+    for device in ("cuda:1", "cpu"):
+        load_model(replace(engine_config, device=device), LoRAConfig())
+    assert taken == [torch.device("cuda:1")]
+
+
+@pytest.mark.parametrize(
+    ("task", "lost", "refused"),
+    [
+        ("generate", "model.layers.1.mlp.up_proj.weight", True),
+        ("generate", "lm_head.weight", True),
+        ("embed", "model.layers.1.mlp.up_proj.weight", True),
+        ("embed", "lm_head.weight", False),
+        ("classify", "model.norm.weight", True),
+        ("classify", "lm_head.weight", False),
+    ],
+)
+def test_weights_that_answers_need_are_in_the_file(
+    task: str, lost: str, refused: bool, tmp_path: Path, engine_config: EngineConfig
+) -> None:
+    model = LlamaForCausalLM(tiny_config())
+    model.save_pretrained(tmp_path)
+    saved = {name: tensor for name, tensor in model.state_dict().items() if name != lost}
+    assert len(saved) + 1 == len(model.state_dict())
+    save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
+    config = replace(engine_config, model_directory=tmp_path, task=task)
+    if not refused:
+        # A head that nobody saved is one that adapters bring.
+        assert load_model(config, LoRAConfig()).without_head is (task == "classify")
+        return
+    with pytest.raises(ModelRefused, match=f"no weights for 1 tensors .* {task}: .*weight"):
+        load_model(config, LoRAConfig())
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(
+    tmp_path: Path, engine_config: EngineConfig
+) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    model = load_model(replace(engine_config, model_directory=tmp_path), LoRAConfig())
+    assert model.tokenizer is None
+
+
+EXPERT_PARALLEL = {"expert_parallel": True}
+MIXED = {"enable_mixed_moe_lora_format": True}
+
+
+@pytest.mark.parametrize(("engine", "lora"), [(EXPERT_PARALLEL, {}), ({}, MIXED)])
+def test_options_of_experts_want_a_model_that_has_some(
+    engine: dict[str, bool], lora: dict[str, bool], tmp_path: Path, engine_config: EngineConfig
+) -> None:
+    with pytest.raises(ModelRefused, match="is on, and the model has no experts"):
+        load_model(replace(engine_config, **engine), LoRAConfig(**lora))
+    make_model("mixtral").save_pretrained(tmp_path)
+    config = replace(engine_config, model_directory=tmp_path, **engine)
+    assert load_model(config, LoRAConfig(**lora)).layers

@@ -1,0 +1,79 @@
+"""The delta made beside the base output: the same sum, whatever runs beside what."""
+
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import choose_kernels
+from engine.punica import LoRAMapping, PunicaWrapper
+from engine.punica.side_stream import SecondStream
+from tests.support.kernels.kernel_cases import (
+    ERRORS_MAX,
+    Shape,
+    error_of,
+    expected_output,
+    make_case,
+    mixed_rows,
+)
+
+CPU = torch.device("cpu")
+
+
+class InTurn:
+    """Runs the product first, so that a sum that it should wait for would be seen missing."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def run(self, base, product) -> tuple[Tensor, Tensor]:
+        self.runs += 1
+        delta = product()
+        return base(), delta
+
+
+def wrapper(beside: InTurn | None) -> PunicaWrapper:
+    return PunicaWrapper(CPU, 16, choose_kernels("cpu", "reference"), beside=beside)
+
+
+def mapping(rows: list[int]) -> LoRAMapping:
+    return LoRAMapping([slot + 1 for slot in rows], [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_delta_made_beside_gives_what_one_made_after_gives(dtype: torch.dtype) -> None:
+    rows = mixed_rows(Random(4), 30, 3)
+    case = make_case(Shape(20, (12, 7), 3, (1, 5, 16)), rows, dtype, seed=4)
+    beside = InTurn()
+    punica = wrapper(beside)
+    punica.update_metadata(mapping(rows), [1, 2, 3])
+    found = punica.with_lora_linear(lambda: case.y.clone().view(5, 6, -1), case.x, case.slices)
+    assert beside.runs == 1
+    found = found.view(30, -1)
+    assert error_of(found, expected_output(case)) <= ERRORS_MAX[dtype]
+    assert torch.equal(found[case.base_rows], case.y[case.base_rows])
+
+
+def test_the_sampled_rows_have_their_deltas_made_beside_too() -> None:
+    case = make_case(Shape(20, (12,), 2, (5,)), [1, -1, 0], torch.float32, seed=2)
+    beside = InTurn()
+    punica = wrapper(beside)
+    punica.update_metadata(LoRAMapping([2, 2, 0, 0, 1], [2, 0, 1]), [1, 2])
+    found = punica.with_lora_linear(case.y.clone, case.x, case.slices)
+    assert beside.runs == 1
+    assert error_of(found, expected_output(case)) <= ERRORS_MAX[torch.float32]
+
+
+def test_nothing_runs_beside_a_batch_without_adapters() -> None:
+    case = make_case(Shape(20, (12,), 2, (5,)), [-1, -1], torch.float32, seed=1)
+    beside = InTurn()
+    punica = wrapper(beside)
+    punica.update_metadata(mapping(case.rows), [1, 2])
+    assert punica.with_lora_linear(lambda: case.y, case.x, case.slices) is case.y
+    assert beside.runs == 0
+
+
+def test_a_second_stream_is_refused_where_there_are_none() -> None:
+    with pytest.raises(ValueError, match="streams are CUDA's"):
+        SecondStream(CPU)

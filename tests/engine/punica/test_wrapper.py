@@ -1,0 +1,210 @@
+"""The batch's metadata, and that each operation of the wrapper reaches its kernel."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import NotResident
+from engine.kernels import IMPLEMENTATIONS, Kernels, choose_kernels
+from engine.kernels.operands import LoRASlices
+from engine.layout import ModuleKind
+from engine.punica import LoRAMapping, MappingType, PunicaWrapper
+from tests.support.kernels.kernel_cases import (
+    Shape,
+    Weights,
+    error_of,
+    expected_output,
+    lay_out,
+    make_case,
+)
+
+
+def wrapper(kernels: Kernels | None = None) -> PunicaWrapper:
+    return PunicaWrapper(torch.device("cpu"), 16, kernels or choose_kernels("cpu"))
+
+
+def test_the_table_of_kernels_knows_its_names_and_devices() -> None:
+    for name in IMPLEMENTATIONS:
+        assert isinstance(choose_kernels("cpu", name), Kernels)
+    for arguments in [("cpu", "magic"), ("abacus",)]:
+        with pytest.raises(ValueError, match="reference"):
+            choose_kernels(*arguments)
+
+
+def two_ranks() -> tuple[Weights, LoRASlices]:
+    torch.manual_seed(3)
+    weights = {
+        (0, 0): (torch.randn(2, 5), torch.randn(4, 2)),
+        (1, 0): (torch.randn(8, 5), torch.randn(4, 8)),
+    }
+    return weights, lay_out(weights, Shape(5, (4,), 2, ()), torch.float32)
+
+
+def test_shrink_writes_the_own_rank_of_adapter_rows_and_nothing_else() -> None:
+    weights, operands = two_ranks()
+    punica = wrapper()
+    punica.update_metadata(LoRAMapping([7, 0, 8], [7, 0, 8]), [7, 8])
+    x, buffer = torch.randn(3, 5), torch.full((1, 3, 16), -5.0)
+    punica.add_shrink(buffer, x, operands, scale=2.0)
+    assert torch.allclose(buffer[0, 0, :2], 2 * weights[0, 0][0] @ x[0])
+    assert torch.allclose(buffer[0, 2, :8], 2 * weights[1, 0][0] @ x[2])
+    assert (buffer[0, 0, 2:] == -5).all()
+    assert (buffer[0, 1] == -5).all()
+    assert (buffer[0, 2, 8:] == -5).all()
+
+
+@pytest.mark.parametrize("add_inputs", [True, False])
+def test_expand_writes_at_its_offset_and_adds_or_replaces(add_inputs: bool) -> None:
+    weights, operands = two_ranks()
+    punica = wrapper()
+    punica.update_metadata(LoRAMapping([0, 8], [0, 8]), [7, 8])
+    shrunk, y = torch.randn(1, 2, 16), torch.ones(2, 9)
+    punica.add_expand(y, shrunk, operands, offset=3, add_inputs=add_inputs)
+    delta = weights[1, 0][1] @ shrunk[0, 1, :8]
+    assert torch.allclose(y[1, 3:7], delta + (1 if add_inputs else 0), atol=1e-6)
+    assert (y[0] == 1).all()
+    assert (y[1, :3] == 1).all()
+    assert (y[1, 7:] == 1).all()
+
+
+def forbidden(*_: object) -> None:
+    raise AssertionError("a kernel was called")
+
+
+@pytest.mark.parametrize("mapping", [None, LoRAMapping([0, 0], [0, 0])])
+def test_a_batch_without_adapters_calls_no_kernel(mapping: LoRAMapping | None) -> None:
+    punica = wrapper(Kernels(*[forbidden] * len(Kernels._fields)))
+    if mapping is not None:
+        punica.update_metadata(mapping, [7, 8])
+    y = torch.ones(2, 4)
+    punica.add_lora_linear(y, torch.ones(2, 5), two_ranks()[1])
+    assert (y == 1).all()
+
+
+def test_a_batch_of_other_rows_than_the_mapping_is_refused() -> None:
+    punica, operands = wrapper(), two_ranks()[1]
+    punica.update_metadata(LoRAMapping([7, 7], [7]), [7, 8])
+    with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
+        punica.add_lora_linear(torch.ones(3, 4), torch.ones(3, 5), operands)
+    with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
+        punica.add_lora_embedding(torch.ones(3, 4), torch.ones(3, dtype=torch.int64), operands)
+    with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
+        punica.add_lora_logits(torch.ones(3, 4), torch.ones(3, 5), operands)
+
+
+def test_a_head_sees_the_sampled_rows_or_every_token() -> None:
+    punica = wrapper()
+    assert punica.groups_of(3) is None
+    punica.update_metadata(LoRAMapping([0, 7, 7], [0, 7]), [7])
+    assert punica.groups_of(2) is punica.prompt_groups
+    assert punica.groups_of(3) is punica.groups
+    with pytest.raises(ValueError, match="4 rows"):
+        punica.groups_of(4)
+    punica.update_metadata(LoRAMapping([0, 0, 0], [0, 0]), [7])
+    assert punica.groups_of(3) is None
+
+
+def test_logits_follow_the_sampled_rows_and_all_else_the_tokens() -> None:
+    rows, sampled = [0, 0, -1, 1, 1], [1, -1, 0]
+    punica = wrapper()
+    punica.update_metadata(
+        LoRAMapping([slot + 1 for slot in rows], [slot + 1 for slot in sampled]), [1, 2]
+    )
+    for slots, add, kind in [
+        (rows, punica.add_lora_linear, ModuleKind.LINEAR),
+        (rows, punica.add_lora_embedding, ModuleKind.EMBEDDING),
+        (sampled, punica.add_lora_logits, ModuleKind.LINEAR),
+    ]:
+        case = make_case(Shape(9, (6,), 2, (3, 4), 0.0, kind), slots, torch.float32, seed=1)
+        found = case.y.clone()
+        add(found, case.x, case.slices, 0.5)
+        assert error_of(found, expected_output(case, 0.5)) < 1e-5
+
+
+@given(
+    layout=st.lists(st.integers(1, 9) | st.none(), min_size=1, max_size=8, unique=True),
+    draws=st.lists(st.integers(0, 100), max_size=30),
+)
+def test_metadata_follows_the_layout(layout: list[int | None], draws: list[int]) -> None:
+    known = [0, *(adapter for adapter in layout if adapter is not None)]
+    ids = [known[draw % len(known)] for draw in draws]
+    slots = [layout.index(adapter) if adapter else -1 for adapter in ids]
+    punica = wrapper()
+    assert punica.update_metadata(LoRAMapping(ids, ids[:2]), layout)
+    assert punica.token_slots is not None
+    assert punica.token_slots.tolist() == slots
+    assert punica.prompt_slots is not None
+    assert punica.prompt_slots.tolist() == slots[:2]
+    groups = punica.groups
+    assert groups is not None
+    assert groups.tokens == len(ids)
+    own = sorted((slot, row) for row, slot in enumerate(slots) if slot >= 0)
+    assert groups.rows.tolist() == [row for _, row in own]
+    active = sorted({slot for slot, _ in own})
+    assert groups.slots.tolist() == active
+    counts = [slots.count(slot) for slot in active]
+    assert groups.counts.tolist() == counts
+    starts = [sum(counts[:place]) for place in range(len(counts))]
+    assert groups.starts.tolist() == starts
+    ends = [start + count for start, count in zip(starts, counts, strict=True)]
+    assert list(groups.spans) == list(zip(active, starts, ends, strict=True))
+
+
+@pytest.mark.parametrize("buffer", [torch.tensor([1, 0]), np.array([1, 0])], ids=type)
+def test_a_buffer_that_is_refilled_after_each_step_is_seen_as_a_change(buffer: Any) -> None:
+    punica = wrapper()
+    assert punica.update_metadata(LoRAMapping(buffer, buffer), [1, 2])
+    buffer[0] = 2
+    assert punica.update_metadata(LoRAMapping(buffer, buffer), [1, 2])
+    assert punica.token_slots is not None
+    assert punica.token_slots.tolist() == [1, -1]
+
+
+def test_mappings_are_equal_by_value() -> None:
+    mapping = LoRAMapping([1, 0], [1])
+    assert mapping == LoRAMapping(torch.tensor([1, 0]), np.array([1]))
+    for other in (
+        *(LoRAMapping([1, 2], [1]), LoRAMapping([1, 0], [0]), LoRAMapping([1, 0, 0], [1])),
+        *(LoRAMapping([1, 0], [1], is_prefill=True), "mapping"),
+        LoRAMapping([1, 0], [1], type=MappingType.TOWER),
+    ):
+        assert mapping != other
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(mapping)
+
+
+def test_only_a_change_of_mapping_or_of_layout_is_worked_on() -> None:
+    punica = wrapper()
+    assert punica.update_metadata(LoRAMapping([1, 0], [1, 0]), [1, 2])
+    assert not punica.update_metadata(LoRAMapping((1, 0), torch.tensor([1, 0])), (1, 2))
+    assert punica.update_metadata(LoRAMapping([1, 0], [1, 0]), [2, 1])
+    assert punica.token_slots is not None
+    assert punica.token_slots.tolist() == [1, -1]
+    assert punica.update_metadata(LoRAMapping([2, 0], [1]), [2, 1])
+    assert punica.update_metadata(LoRAMapping([2, 0], [1], is_prefill=True), [2, 1])
+
+
+def test_an_adapter_without_a_slot_is_an_error_and_changes_nothing() -> None:
+    punica = wrapper()
+    punica.update_metadata(LoRAMapping([1], [1]), [1, None])
+    before = punica.groups
+    for mapping in (LoRAMapping([1, 5], [1]), LoRAMapping([1], [5])):
+        with pytest.raises(NotResident, match="5"):
+            punica.update_metadata(mapping, [1, None])
+    assert punica.groups is before
+    assert not punica.update_metadata(LoRAMapping([1], [1]), [1, None])
+
+
+def test_a_row_that_is_a_token_and_a_sampled_row_has_one_adapter() -> None:
+    punica = wrapper()
+    punica.update_metadata(LoRAMapping([1, 0], [1, 0]), [1, 2])
+    before = punica.groups
+    for index, prompt in (([1, 2], [2, 1]), ([1, 0], [1, 1]), ([0, 0], [0, 1])):
+        with pytest.raises(ValueError, match="both have 2 rows and differ"):
+            punica.update_metadata(LoRAMapping(index, prompt), [1, 2])
+    assert punica.groups is before
+    assert not punica.update_metadata(LoRAMapping([1, 0], [1, 0]), [1, 2])

@@ -1,0 +1,344 @@
+"""The engine's process against a bare ROUTER: it attaches, survives, and ends when told to."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+import structlog
+import zmq
+
+from engine.worker import worker
+from messages import commands as cm
+from messages import reports as rp
+from messages.requests import Sampling
+from messages.wire import COMMANDS, REPORTS, Frame
+from tests.support.engine.engine_examples import ADAPTERS
+
+pytest_plugins = ("tests.support.engine.engine_fixtures",)
+
+ROOT = Path(__file__).parents[3]
+WAIT_MS = 30_000
+NAMES = tuple(ADAPTERS)
+
+
+class Controller:
+    """The other end: a bound ROUTER that numbers its commands and keeps what it hears."""
+
+    def __init__(self, path: Path, epoch: int) -> None:
+        self.epoch, self.seq, self.op = epoch, 0, 1000 * epoch
+        self.heard: list[Frame[rp.Report]] = []
+        self._route = b""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(f"ipc://{path}")
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def send_raw(self, *parts: bytes) -> None:
+        self._socket.send_multipart([self._route, *parts])
+
+    def send(self, command: cm.Command, skip: int = 0) -> None:
+        """Send a command with the next number, or with one that leaves `skip` out."""
+        self.seq += skip + (not isinstance(command, cm.ControllerBeat))
+        self.send_raw(COMMANDS.encode(command, self.epoch, self.seq))
+
+    def hear(self) -> Frame[rp.Report]:
+        assert self._socket.poll(WAIT_MS), "the engine is silent"
+        self._route, frame = self._socket.recv_multipart()
+        self.heard.append(REPORTS.decode(frame))
+        return self.heard[-1]
+
+    def until(self, is_wanted: Callable[[rp.Report], bool]) -> list[Frame[rp.Report]]:
+        """All frames up to one that is wanted, beats left out."""
+        frames = []
+        while not frames or not is_wanted(frames[-1].message):
+            frame = self.hear()
+            if not isinstance(frame.message, rp.EngineBeat) or is_wanted(frame.message):
+                frames.append(frame)
+        return frames
+
+    def attach(self) -> rp.EngineInventory:
+        return self.until(is_inventory)[-1].message
+
+    def do(self, kind: type, **fields: object) -> rp.Report:
+        """A command and its report."""
+        self.op += 1
+        op = self.op
+        self.send(kind(op=op, **fields))
+        return self.until(lambda report: getattr(report, "op", None) == op)[-1].message
+
+    def start_generation(self, request_id: str, max_tokens: int) -> int:
+        self.op += 1
+        sampling = Sampling(max_tokens=max_tokens, temperature=1.0, seed=1)
+        self.send(
+            cm.StartGeneration(
+                op=self.op, request_id=request_id, adapter_id=0, slot=-1, generation=0,
+                prompt="Hi", sampling=sampling,
+            )
+        )  # fmt: skip
+        return self.op
+
+
+def is_inventory(report: rp.Report) -> bool:
+    return isinstance(report, rp.EngineInventory)
+
+
+def is_beat(report: rp.Report) -> bool:
+    return isinstance(report, rp.EngineBeat)
+
+
+class Process:
+    """One engine process."""
+
+    def __init__(self, directory: Path, model: Path, root: Path, supervised: bool) -> None:
+        self.path = directory / "engine"
+        self.parent = subprocess.Popen(["sleep", "600"]) if supervised else None
+        options = ["--parent-pid", str(self.parent.pid)] if self.parent else []
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "engine.worker", "--connect", f"ipc://{self.path}",
+             "--model", model, "--adapter-root", root, "--device", "cpu", "--max-loras", "3",
+             "--max-lora-rank", "16", "--device-bytes-max", "1000000", "--engine-id", "a" * 32,
+             *options],
+            cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def end(self) -> tuple[int, str]:
+        """The exit status, and what was said to people."""
+        said = self.popen.communicate(timeout=WAIT_MS / 1000)[1]
+        return self.popen.returncode, said
+
+    def kill(self) -> None:
+        if self.popen.poll() is None:
+            self.popen.kill()
+            self.popen.communicate()
+        self.end_parent()
+
+    def end_parent(self) -> None:
+        if self.parent is not None:
+            self.parent.kill()
+            self.parent.wait()
+
+
+@pytest.fixture(scope="module")
+def start(
+    tmp_path_factory: pytest.TempPathFactory, model_directory: Path, adapter_root: Path
+) -> Iterator[Callable[[bool], Process]]:
+    processes = []
+
+    def start(supervised: bool) -> Process:
+        directory = tmp_path_factory.mktemp("worker")
+        processes.append(Process(directory, model_directory, adapter_root, supervised))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def attached(start: Callable[[bool], Process]) -> Iterator[Controller]:
+    """A controller whose engine has introduced itself; shared, so each test leaves it in step."""
+    process = start(False)
+    controller = Controller(process.path, epoch=1)
+    controller.attach()
+    yield controller
+    controller.close()
+    process.popen.send_signal(signal.SIGTERM)
+    status, said = process.end()
+    assert status == 0, said
+    assert "Traceback" not in said
+
+
+def test_the_first_word_is_the_inventory(attached: Controller) -> None:
+    first = attached.heard[0]
+    assert (first.epoch, first.seq) == (0, 0)
+    inventory = first.message
+    assert isinstance(inventory, rp.EngineInventory)
+    assert inventory.engine_id == "a" * 32
+    assert inventory.pid != os.getpid()
+    assert (inventory.slots_max, inventory.device_bytes_max) == (3, 1_000_000)
+    assert inventory.adapters == ()
+
+
+def test_an_idle_engine_beats(attached: Controller) -> None:
+    for _ in range(2):
+        beat = attached.until(is_beat)[-1].message
+        assert beat.engine_id == "a" * 32
+
+
+def test_commands_are_done_and_their_reports_are_numbered(attached: Controller) -> None:
+    attached.send(cm.RequestInventory(0))
+    attached.attach()
+    start = len(attached.heard)
+    seq = attached.heard[-1].seq
+    source = {"adapter_id": 1, "adapter": "mlp", "path": ""}
+    checked = attached.do(cm.CheckAdapter, **source)
+    assert isinstance(checked, rp.AdapterChecked)
+    for kind, fields in [
+        (cm.LoadWeights, source | {"fingerprint": checked.fingerprint}),
+        (cm.StageWeights, {"adapter_id": 1}),
+        (cm.WriteSlot, {"adapter_id": 1, "slot": 2, "generation": 1}),
+        (cm.SetMapping, {"active": (cm.SlotRef(2, 1),)}),
+    ]:
+        assert not isinstance(attached.do(kind, **fields), rp.OperationFailed)
+    generated = attached.do(
+        cm.StartGeneration, request_id="first", adapter_id=1, slot=2, generation=1,
+        prompt="Hello", sampling=Sampling(max_tokens=9),
+    )  # fmt: skip
+    assert isinstance(generated, rp.GenerationEnded)
+    assert isinstance(attached.do(cm.StageWeights, adapter_id=9), rp.OperationFailed)
+    frames = attached.heard[start:]
+    tokens = [f.message for f in frames if isinstance(f.message, rp.TokensGenerated)]
+    assert sum(len(report.tokens) for report in tokens) == generated.output_tokens
+    numbered = [f.seq for f in frames if hasattr(f.message, "op")]
+    assert numbered == list(range(seq + 1, seq + 8))
+    assert {frame.epoch for frame in frames} == {1}
+
+
+def test_a_repeated_command_is_not_done_again(attached: Controller) -> None:
+    attached.op += 1
+    command = cm.SetMapping(op=attached.op, active=())
+    for _ in range(3):
+        attached.send(command)
+    # A later command's report would come after those of the repetitions.
+    start = len(attached.heard)
+    attached.do(cm.SetMapping, active=())
+    assert [f.message.op for f in attached.heard[start:] if hasattr(f.message, "op")] == [
+        command.op,
+        command.op + 1,
+    ]
+
+
+def test_bytes_that_are_no_command_are_survived(attached: Controller) -> None:
+    random = Random(seed := 20)
+    print(f"seed {seed}")
+    good = COMMANDS.encode(cm.StopGeneration(op=10**6, target=1), 1, 10**6)
+    attached.send_raw(b"")
+    attached.send_raw(good, good)
+    attached.send_raw(REPORTS.encode(rp.EngineBeat("x", 1), 9, 9))
+    for _ in range(200):
+        attached.send_raw(random.randbytes(random.randrange(40)))
+        at = random.randrange(4, len(good))
+        attached.send_raw(good[:at])
+    assert isinstance(attached.do(cm.SetMapping, active=()), rp.MappingSet)
+
+
+def test_a_gap_brings_the_inventory(attached: Controller) -> None:
+    attached.send(cm.StopGeneration(op=(gone := attached.op + 1), target=1), skip=2)
+    attached.op += 1
+    assert attached.attach().last_op == gone
+    attached.send(cm.ControllerBeat(0), skip=1)
+    attached.attach()
+    # In step again, a beat asks for nothing: the next report comes without an inventory.
+    attached.send(cm.ControllerBeat(0))
+    start = len(attached.heard)
+    attached.do(cm.SetMapping, active=())
+    assert not any(is_inventory(frame.message) for frame in attached.heard[start:])
+
+
+def test_what_is_not_acknowledged_comes_again_in_order_before_the_inventory(
+    attached: Controller,
+) -> None:
+    attached.send(cm.RequestInventory(0))
+    last = attached.until(is_inventory)[-1].seq
+    attached.send(cm.RequestInventory(last))
+    attached.attach()
+    for _ in range(4):
+        attached.do(cm.SetMapping, active=())
+    attached.send(cm.ControllerBeat(last + 1))
+    for acknowledged in (0, last + 2):
+        attached.send(cm.RequestInventory(acknowledged))
+        frames = attached.until(is_inventory)
+        expected = range(max(last + 1, acknowledged) + 1, last + 5)
+        assert [frame.seq for frame in frames[:-1]] == list(expected)
+        assert frames[-1].seq == last + 4
+        ops = [frame.message.op for frame in frames[:-1]]
+        assert ops == sorted(ops)
+
+
+def test_a_dead_controller_is_outlived(start: Callable[[bool], Process]) -> None:
+    process = start(True)
+    first = Controller(process.path, epoch=5)
+    first.attach()
+    first.do(cm.SetMapping, active=())
+    op = first.start_generation("survivor", max_tokens=120)
+    first.until(lambda report: isinstance(report, rp.TokensGenerated))
+    # Ctrl-C in the terminal reaches the engine too; its supervisor decides.
+    process.popen.send_signal(signal.SIGINT)
+    first.close()
+    second = Controller(process.path, epoch=6)
+    while not second.heard or isinstance(second.heard[-1].message, rp.TokensGenerated):
+        second.hear()
+    assert second.heard[0].epoch == 5
+    # What the first has not read yet does not count for this engine any more.
+    second.send_raw(COMMANDS.encode(cm.DropWeights(op=99_999, adapter_id=1), 6, 1))
+    second.seq = 1
+    second.until(lambda report: getattr(report, "op", 0) == 99_999)
+    second.send_raw(COMMANDS.encode(cm.DropWeights(op=99_998, adapter_id=1), 5, 2))
+    second.until(is_beat)
+    while op in second_inventory(second).running:
+        second.until(is_beat)
+    second.send(cm.RequestInventory(0))
+    frames = second.until(is_inventory)
+    assert [frame.seq for frame in frames] == [1, 2, 3, 3]
+    assert {frame.epoch for frame in frames} == {6}
+    assert {frame.message.op for frame in frames[:-1]} == {5001, op, 99_999}
+    assert frames[-1].message.running == ()
+    assert not [f for f in second.heard if getattr(f.message, "op", 0) == 99_998]
+    second.send(cm.ResendTokens("survivor"))
+    again = second.until(lambda report: isinstance(report, rp.TokensGenerated))[-1].message
+    (ended,) = [f.message for f in frames if isinstance(f.message, rp.GenerationEnded)]
+    assert (again.offset, len(again.tokens)) == (0, ended.output_tokens)
+    process.end_parent()
+    status, said = process.end()
+    assert status == 0, said
+    assert "the supervisor is gone" in said
+    assert said.count("former controller") == 1
+    second.close()
+
+
+def second_inventory(controller: Controller) -> rp.EngineInventory:
+    controller.send(cm.RequestInventory(0))
+    return controller.attach()
+
+
+@pytest.fixture
+def _logs_as_before() -> Iterator[None]:
+    """`main` logs to the test's own stderr, which is closed when the test has ended."""
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("_logs_as_before")
+def test_wrong_options_end_the_start_with_a_word(
+    tmp_path: Path, model_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = ["--connect", f"ipc://{tmp_path}/s", "--model", str(model_directory)]
+    with pytest.raises(SystemExit) as caught:
+        worker.main([*right, "--connect", "tcp://127.0.0.1:1"])
+    assert caught.value.code == 2
+    assert "CURVE" in capsys.readouterr().err
+    for options, status, word in [
+        (["--max-lora-rank", "7"], 2, "max_lora_rank"),
+        (["--lora-dtype", "int8"], 2, "lora_dtype"),
+        (["--device", "abacus"], 1, "abacus"),
+        (["--model", str(tmp_path)], 1, "config.json"),
+        (["--target-module", "nothing"], 1, "nothing"),
+        (["--adapter-root", str(tmp_path), "--default-mm-lora", "image=/etc"], 2, "image=/etc"),
+        (["--default-mm-lora", "image=a"], 2, "below none of the adapter roots"),
+        # What may come does not stop the start; what stops this one comes later.
+        (
+            [*("--adapter-root", str(tmp_path), "--default-mm-lora", "image=a", "--device", "x")],
+            *(1, "a default adapter is not there"),
+        ),
+    ]:
+        assert worker.main([*right, *options]) == status
+        assert word in capsys.readouterr().err

@@ -1,0 +1,42 @@
+"""The engine on a CUDA device gives what it gives on the CPU; skipped where there is none."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, LoRAConfig
+from engine.models.loading import load_model
+from examples.transformations import TRANSFORMATIONS, answer_of, prompt_of
+from messages import commands as cm
+from messages import reports as rp
+from messages.ids import GPU_SLOT
+from messages.requests import Sampling
+from tests.support.engine.engine_bench import EngineBench
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+SLOTS = 3
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here"),
+]
+
+
+def test_every_adapter_answers_rightly_from_a_slot_on_the_device() -> None:
+    config = EngineConfig(TINY / "model", (TINY / "adapters",), "cuda", device_bytes_max=8 << 20)
+    lora_config = LoRAConfig(max_lora_rank=64, max_loras=SLOTS)
+    bench = EngineBench(load_model(config, lora_config), config, lora_config)
+    for at, name in enumerate(TRANSFORMATIONS, start=1):
+        slot = at % SLOTS
+        if at > SLOTS:
+            bench.do(cm.ResetSlot, slot=slot, generation=at - SLOTS)
+        bench.bring(at, name, GPU_SLOT, slot, at)
+        start = {"adapter_id": at, "slot": slot, "generation": at, "request_id": name}
+        sampling = Sampling(max_tokens=32)
+        op = bench.submit(cm.StartGeneration, **start, prompt=prompt_of("hello"), sampling=sampling)
+        assert isinstance(bench.wait(op), rp.GenerationEnded)
+        parts = [r for r in bench.reports if isinstance(r, rp.TokensGenerated)]
+        text = "".join(part.text for part in parts if part.request_id == name)
+        assert text == answer_of(name, "hello")
+    bench.engine.close()

@@ -1,0 +1,152 @@
+"""World sizes 1 and 2 give the same outputs for experts, shared by columns or by experts."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.config import EngineConfig, LoRAConfig
+from engine.errors import ModelRefused
+from engine.models.loading import load_model
+from engine.parallel import ParallelGroup
+from tests.engine.adapters.test_expert_tensors import fused, write
+from tests.integration.test_parity import Yardstick
+from tests.support.models.expert_adapters import (
+    GATE_UP,
+    PER_EXPERT,
+    make_model,
+    save_fused,
+    save_per_expert,
+)
+from tests.support.models.expert_examples import (
+    HIDDEN,
+    INTER,
+    MODULES,
+    SERVED_FAMILIES,
+    SPLIT_FAMILIES,
+    TOP_K,
+)
+from tests.support.parallel.experts import PROMPT, RANK_MAX, SCHEMES, SHARDED
+from tests.support.parallel.ranks import Ranks, ranks
+
+ERROR_MAX = 1e-5
+SHARES = pytest.mark.parametrize("scheme", SCHEMES)
+FORMATS = pytest.mark.parametrize("is_mixed", [False, True], ids=["3-D", "mixed"])
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    with ranks("tests.support.parallel.experts") as started:
+        yield started
+
+
+@SHARES
+@FORMATS
+@pytest.mark.parametrize("family", MODULES)
+def test_two_ranks_compute_as_one(pair: Ranks, family: str, scheme: str, is_mixed: bool) -> None:
+    for found in pair.run("layer", family=family, scheme=scheme, is_mixed=is_mixed):
+        assert max(found["errors"]) < ERROR_MAX
+        assert found["left"] == 0
+        if scheme == "tensor":
+            assert sum(found["kept"]) < sum(found["every"])
+        else:
+            assert [2 * kept for kept in found["kept"]] == found["every"]
+
+
+@FORMATS
+@pytest.mark.parametrize("family", MODULES)
+def test_ranks_exchange_alike_and_nothing_where_nobody_has_an_adapter(
+    pair: Ranks, family: str, is_mixed: bool
+) -> None:
+    one, other = pair.run("collectives", family=family, is_mixed=is_mixed)
+    assert one == other
+    tokens, pairs = 2, 2 * TOP_K
+    final = ["sum", "torch.float32", tokens, HIDDEN]
+    slices = 2 if is_mixed and family != "nemotron_h" else 1
+    gather = ["gather", "torch.float32", slices, pairs, RANK_MAX // 2]
+    between = ["sum", "torch.float32", 1, pairs, RANK_MAX]
+    assert one["base"] == one["nothing here"] == [0, [final]]
+    assert one["up"] == one["down"] == [4, [gather, between, final]]
+
+
+def adapters(family: str, is_mixed: bool, scheme: str, root: Path) -> None:
+    """Adapters below `root`, and beside them what peft says with each."""
+    # Fully sharded, two ranks have to share every rank.
+    rank = 2 if scheme == SHARDED else 1
+    models = save_fused(family, root / "adapters", rank)
+    if is_mixed and family in PER_EXPERT:
+        models["per_expert"] = save_per_expert(family, root / "adapters" / "per_expert", 2 + rank)
+    yardstick = Yardstick(models)
+    theirs = [yardstick.logits(name, PROMPT) for name in (None, *sorted(models))]
+    save_file({"logits": torch.stack(theirs)}, root / "theirs.safetensors")
+
+
+@SHARES
+@FORMATS
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+def test_two_ranks_answer_as_one_and_as_peft_with_what_each_read(
+    pair: Ranks, family: str, scheme: str, is_mixed: bool, tmp_path: Path
+) -> None:
+    adapters(family, is_mixed, scheme, tmp_path)
+    given = {"family": family, "scheme": scheme, "is_mixed": is_mixed, "root": str(tmp_path)}
+    wrapper = "FusedMoE" + ("" if is_mixed else "3D") + "With"
+    for found in pair.run("model", **given):
+        assert found["error"] < ERROR_MAX
+        assert max(found["errors"]) < ERROR_MAX
+        assert wrapper + ("ShardedLoRA" if scheme == SHARDED else "LoRA") in found["kinds"]
+
+
+DUMMIES = [(kind, scheme) for kind in ("qwen3_moe", "deepseek_v2") for scheme in SCHEMES] + [
+    (kind, scheme)
+    for kind in ("llama", "embed-qwen3", "classify-llama")
+    for scheme in ("tensor", SHARDED)
+]
+
+
+@pytest.mark.parametrize(("kind", "scheme"), DUMMIES)
+def test_a_dummy_adapter_runs_on_two_ranks(pair: Ranks, kind: str, scheme: str) -> None:
+    has_experts = kind in SERVED_FAMILIES
+    for is_mixed in (False, True)[: 1 + has_experts]:
+        for found in pair.run("dummy", kind=kind, scheme=scheme, is_mixed=is_mixed):
+            assert found["rank"] == (RANK_MAX if scheme == SHARDED else RANK_MAX - 1)
+            assert found["error"] < ERROR_MAX
+            assert found["untouched"] == []
+            assert (found["device_bytes"] == found["room_bytes"]) == (scheme == SHARDED)
+            assert ("experts" in found["kinds"]) == has_experts
+
+
+def test_a_rank_that_two_ranks_can_not_share_is_refused(pair: Ranks, tmp_path: Path) -> None:
+    tensors = fused("model.layers.0.mlp.experts", HIDDEN, 2 * INTER, rank=3)
+    write(tmp_path / "fused", tensors, {"r": 3, "target_parameters": [GATE_UP]})
+    save_per_expert("qwen3_moe", tmp_path / "per_expert", 3)
+    for said in pair.run("uneven", root=str(tmp_path)):
+        assert len(said) == 4
+        assert all("has rank 3, which 2 ranks can't share evenly" in text for text in said[:3])
+        assert "mlp.experts.0.gate_proj" in said[2]
+        assert not any("without a tensor" in text for text in said)
+        assert "experts that ranks share whole" in said[3]
+
+
+@pytest.mark.parametrize("family", sorted(SERVED_FAMILIES.keys() - SPLIT_FAMILIES))
+def test_a_family_without_a_plan_is_refused(pair: Ranks, family: str) -> None:
+    for said in pair.run("refusal", family=family):
+        assert "has no tensor-parallel plan for its layers; serve it on one rank" in said
+
+
+def test_what_can_not_be_shared_evenly_is_refused(pair: Ranks) -> None:
+    for said in pair.run("refusals"):
+        assert len(said) == 3
+        assert "experts 3 can't be shared evenly by 2 ranks" in said[0]
+        assert "expert columns 3 can't be shared evenly by 2 ranks" in said[1]
+        assert "mlp.experts: experts 3 can't be shared evenly" in said[2]
+
+
+def test_whole_experts_and_fully_sharded_adapters_are_refused_together(tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    make_model("mixtral").save_pretrained(directory)
+    config = EngineConfig(directory, device="cpu", expert_parallel=True)
+    lora_config = LoRAConfig(fully_sharded_loras=True)
+    with pytest.raises(ModelRefused, match="expert_parallel and fully_sharded_loras"):
+        load_model(config, lora_config, ParallelGroup(0, 2))

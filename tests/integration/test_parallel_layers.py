@@ -1,0 +1,80 @@
+"""World sizes 1 and 2 give the same outputs, for every class and both sharding schemes."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.parallel.ranks import Ranks, ranks
+
+ERROR_MAX = 1e-5
+SCHEMES = pytest.mark.parametrize("sharded", [False, True], ids=["default", "fully-sharded"])
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    with ranks("tests.support.parallel.layer_cases") as started:
+        yield started
+
+
+def test_the_group_carries_what_it_is_given(pair: Ranks) -> None:
+    said = [[0, 3], [0, 0], "from 0", "", [5, -1], [3.0, 3.0], [[0, 1], [10, 11]]]
+    assert pair.run("talk") == [said, said]
+
+
+@SCHEMES
+@pytest.mark.parametrize("gathers", [False, True])
+def test_column(pair: Ranks, sharded: bool, gathers: bool) -> None:
+    assert max(pair.run("column", sharded=sharded, gathers=gathers)) < ERROR_MAX
+
+
+@SCHEMES
+def test_column_of_a_pair_with_one_tensor(pair: Ranks, sharded: bool) -> None:
+    assert max(pair.run("column_pair", sharded=sharded)) < ERROR_MAX
+
+
+@SCHEMES
+def test_merged_of_unequal_widths_with_an_absent_slice(pair: Ranks, sharded: bool) -> None:
+    assert max(pair.run("merged", sharded=sharded)) < ERROR_MAX
+
+
+@pytest.mark.parametrize("covers", [1, 2])
+def test_merged_of_three_with_a_tensor_over_several(pair: Ranks, covers: int) -> None:
+    assert max(pair.run("merged_variable", covers=covers)) < ERROR_MAX
+
+
+@SCHEMES
+@pytest.mark.parametrize("joined", [False, True], ids=["three-tensors", "one-tensor"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_qkv(pair: Ranks, sharded: bool, joined: bool, copies: int) -> None:
+    assert max(pair.run("qkv", sharded=sharded, joined=joined, copies=copies)) < ERROR_MAX
+
+
+@SCHEMES
+@pytest.mark.parametrize("splits_input", [False, True])
+def test_row(pair: Ranks, sharded: bool, splits_input: bool) -> None:
+    assert max(pair.run("row", sharded=sharded, splits_input=splits_input)) < ERROR_MAX
+
+
+def test_replicated(pair: Ranks) -> None:
+    assert max(pair.run("replicated")) < ERROR_MAX
+
+
+@pytest.mark.parametrize("tokens", [16, 17, 3])
+def test_a_vocabulary_of_any_size(pair: Ranks, tokens: int) -> None:
+    assert max(pair.run("vocabulary", tokens=tokens)) < ERROR_MAX
+
+
+@SCHEMES
+def test_a_group_of_one_is_the_same_class(pair: Ranks, sharded: bool) -> None:
+    assert max(pair.run("nothing_is_shared", sharded=sharded)) < ERROR_MAX
+
+
+def test_a_rank_that_the_group_does_not_divide(pair: Ranks) -> None:
+    for said in pair.run("uneven_rank"):
+        assert "rank 3 can't be dealt out to 2 processes" in said
+        assert "fully_sharded_loras off" in said
+
+
+def test_a_layer_that_the_group_does_not_divide(pair: Ranks) -> None:
+    for said in pair.run("uneven_layers"):
+        assert all("21 can't be shared evenly by 2 ranks" in text for text in said), said

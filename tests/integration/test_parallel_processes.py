@@ -1,0 +1,108 @@
+"""An engine of two ranks, as `loradock serve` starts it: what it says, and its end.
+
+Both servers are started at once and shared, because starting a rank costs seconds.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from controller.client import Client
+from controller.client.errors import AdapterNotFound
+from messages.requests import StatusShown
+from tests.support.engine.served import WAIT_S, serve, status_once, wait_for_end
+from tests.support.parallel.processes import ADAPTERS
+
+OPTIONS = ("--device", "cpu", "--max-lora-rank", "64", "--slots", "2", "--host-adapters", "16")
+PROMPT = "parallel"
+
+
+def is_up(status: StatusShown) -> bool:
+    return bool(status.engine_id)
+
+
+def ranks_of(directory: Path) -> dict[int, int]:
+    """The pids of an engine's ranks, by rank, as the processes themselves were told."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        told = dict(word.split(b"=", 1) for word in environment if b"=" in word)
+        if b"RANK" in told and any(bytes(directory) in word for word in words):
+            found[int(told[b"RANK"])] = int(process.name)
+    return found
+
+
+def texts(directory: Path) -> dict[str, str]:
+    """What every adapter and the base model continue the prompt with; more adapters than slots."""
+    with Client(directory, timeout_s=WAIT_S) as client:
+        asked: dict[str, str | None] = {name: name for name in ADAPTERS} | {"base": None}
+        return {
+            name: client.generate(PROMPT, adapter=adapter, max_tokens=16).text()
+            for name, adapter in asked.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """The directories of a server with one rank and of one with two."""
+    one, two = (tmp_path_factory.mktemp(name) / "d" for name in ("one", "two"))
+    sharded = ("--tensor-parallel-size", "2", "--fully-sharded-loras")
+    with serve(one, *OPTIONS), serve(two, *OPTIONS, *sharded) as of_two:
+        for directory in (one, two):
+            status_once(directory, is_up)
+            with Client(directory, timeout_s=WAIT_S) as client:
+                for name in ADAPTERS:
+                    client.load(name)
+        yield one, two
+        pids = [*ranks_of(two).values(), status_once(two, is_up).controller_pid]
+        of_two.send_signal(signal.SIGTERM)
+        assert of_two.wait(WAIT_S) == 0
+        wait_for_end(*pids)
+
+
+def test_two_ranks_say_what_one_says(directories: tuple[Path, Path]) -> None:
+    one, two = directories
+    said = texts(two)
+    assert said == texts(one)
+    assert len(set(said.values())) > len(ADAPTERS) / 2
+
+
+def test_sampling_is_rank_0s_on_all(directories: tuple[Path, Path]) -> None:
+    said = []
+    for directory in directories:
+        with Client(directory, timeout_s=WAIT_S) as client:
+            drawn = client.generate(PROMPT, adapter="upper", max_tokens=16, temperature=2.0, seed=3)
+            said.append(drawn.text())
+            # Without a seed every process draws on its own; rank 0's tokens are everybody's.
+            client.generate(PROMPT, adapter="upper", max_tokens=16, temperature=2.0).text()
+    assert said[0] == said[1]
+
+
+def test_what_fails_fails_on_all_ranks_and_changes_nothing(directories: tuple[Path, Path]) -> None:
+    with Client(directories[1], timeout_s=WAIT_S) as client:
+        with pytest.raises(AdapterNotFound):
+            client.load("nobody")
+        assert client.generate(PROMPT, adapter="upper", max_tokens=4).text()
+
+
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_rank_that_dies_takes_its_engine_down_and_a_new_one_serves(
+    directories: tuple[Path, Path], rank: int
+) -> None:
+    one, two = directories
+    before = status_once(two, is_up)
+    ranks = ranks_of(two)
+    assert sorted(ranks) == [0, 1]
+    assert ranks[0] == before.engine_pid
+    os.kill(ranks[rank], signal.SIGKILL)
+    status_once(two, lambda status: status.engine_id != before.engine_id)
+    wait_for_end(*ranks.values())
+    status_once(two, lambda status: status.engine_id not in ("", before.engine_id))
+    assert texts(two) == texts(one)

@@ -1,0 +1,35 @@
+"""Two ranks answer to images as one does, with adapters on every part of the model."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.models.image_text_examples import KINDS
+from tests.support.parallel.ranks import Ranks, ranks
+
+ERROR_MAX = 1e-5
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    with ranks("tests.support.parallel.towers") as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("kind", "fully_sharded"),
+    [*((kind, False) for kind in KINDS), ("llava", True), ("qwen2_5_vl", True)],
+)
+def test_two_ranks_see_images_as_one(pair: Ranks, kind: str, fully_sharded: bool) -> None:
+    for rank in pair.run("same_logits", kind=kind, fully_sharded=fully_sharded):
+        assert max(rank["error"], rank["base"]) < ERROR_MAX
+        assert rank["tower"] > 0
+        assert rank["is_tower_whole"]
+        assert rank["is_sharded"] == fully_sharded
+
+
+def test_a_tower_stays_whole_whatever_the_plan_says(pair: Ranks) -> None:
+    found = pair.run("same_logits", kind="llava", fully_sharded=False, is_tower_planned=True)
+    for rank in found:
+        assert rank["error"] < ERROR_MAX
+        assert rank["is_tower_whole"]

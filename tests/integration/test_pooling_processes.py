@@ -1,0 +1,92 @@
+"""Embedding and classifying end to end: a client, a controller and an engine, each a process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from controller.client import Client, NotServed
+from messages.requests import PoolingTask
+from tests.support.engine.served import serve, status_once
+from tests.support.models.pooling_examples import (
+    ADAPTERS,
+    CLASSIFIERS,
+    EMBEDDERS,
+    TEXTS,
+    PoolingExample,
+    save_adapters,
+)
+from tests.support.parallel.processes import controller, engine
+
+PATIENCE_S = 60
+NAMES = (None, *ADAPTERS)
+
+
+@torch.no_grad()
+def expected(model: torch.nn.Module, task: PoolingTask) -> list[list[float]]:
+    """What each text gives alone, with mean pooling."""
+    outputs = [model(input_ids=torch.tensor([text])) for text in TEXTS]
+    if task == "classify":
+        return [output.logits[0].softmax(-1).tolist() for output in outputs]
+    return [output.last_hidden_state[0].mean(0).tolist() for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("task", "example"),
+    [("embed", EMBEDDERS[0]), ("classify", CLASSIFIERS[2])],
+    ids=["embed", "classify"],
+)
+def test_a_client_gets_what_peft_computes(
+    task: PoolingTask, example: PoolingExample, tmp_path: Path
+) -> None:
+    models = save_adapters(example, tmp_path / "adapters")
+    wanted = {name: expected(model, task) for name, model in models.items()}
+    wanted[None] = expected(example.make(), task)
+    directory, saved = tmp_path / "dir", example.save(tmp_path / "model")
+    with (
+        controller(directory) as process,
+        engine(directory, (tmp_path / "adapters",), model=saved),
+        Client(directory, timeout_s=PATIENCE_S) as client,
+    ):
+        for name in ADAPTERS:
+            client.load(name)
+        for _ in range(2):
+            for name in NAMES:
+                check(client, task, name, wanted[name])
+            # The second round asks a controller that knows all this from its log alone.
+            process.kill()
+            process.start()
+        with pytest.raises(NotServed, match=f"served to {task}, not to generate"):
+            client.generate((1, 2)).text()
+        names = [type(item.event).__name__ for item in client.events(since=0, follow=False)]
+        assert names.count("PoolingFinished") == 2 * len(NAMES)
+
+
+def test_two_ranks_classify_as_peft_does_with_the_heads_that_adapters_bring(tmp_path: Path) -> None:
+    example = CLASSIFIERS[2]
+    models = save_adapters(example, tmp_path / "adapters", task_type="SEQ_CLS")
+    options = ("--device", "cpu", "--slots", "2", "--tensor-parallel-size", "2")
+    options += ("--fully-sharded-loras", "--adapter-root", str(tmp_path / "adapters"))
+    directory, saved = tmp_path / "dir", example.save(tmp_path / "model")
+    with (
+        serve(directory, *options, model=saved),
+        Client(directory, timeout_s=PATIENCE_S) as client,
+    ):
+        status_once(directory, lambda status: bool(status.engine_id))
+        for name, model in models.items():
+            client.load(name)
+            check(client, "classify", name, expected(model, "classify"))
+        check(client, "classify", None, expected(example.make(), "classify"))
+
+
+def check(client: Client, task: PoolingTask, name: str | None, wanted: list[list[float]]) -> None:
+    """All texts in one request, as the client sees them."""
+    if task == "embed":
+        result = client.embed(TEXTS, name)
+        rows = result.vectors
+    else:
+        scored = client.classify(TEXTS, name)
+        result, rows = scored, scored.scores
+        assert scored.labels == ("good", "bad", "ugly")
+    assert (result.adapter, result.input_tokens) == (name, sum(map(len, TEXTS)))
+    torch.testing.assert_close(torch.tensor(rows), torch.tensor(wanted), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,403 @@
+"""The bytes on the wire: fixed for ever, read back equal, and safe to read from anybody.
+
+`golden/messages.json` keeps, for every message, each encoding that it ever had, oldest first; the
+last is what this version writes, and all of them are read. Entries are added, never changed:
+
+- A new message: write its example in `message_examples.py`, then run
+  `PYTHONPATH=. python tests/messages/test_wire.py`; it adds what is missing and nothing else.
+- A new field at the end, with a default: give it a value in the example, then name the messages
+  that got longer: `PYTHONPATH=. python tests/messages/test_wire.py request/LoadAdapter
+  record/LoadAdapter`. The old bytes stay above the new ones.
+- Any other change is not one: old logs and old clients speak the old bytes. Raise
+  `PROTOCOL_VERSION` or `FORMAT` and start a second file.
+"""
+
+import json
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from messages.commands import Command
+from messages.errors import ErrorCode
+from messages.events import Event, Published
+from messages.records import Header, Input, Record
+from messages.reports import Report
+from messages.requests import (
+    IMAGE_BYTES_MAX,
+    IMAGES_BYTES_MAX,
+    IMAGES_MAX,
+    ActivateAdapter,
+    ActivateBatch,
+    Classify,
+    Embed,
+    Generate,
+    IllustratedPrompt,
+    ListAdapters,
+    LoadAdapter,
+    Reply,
+    Request,
+)
+from messages.wire import (
+    COMMANDS,
+    EVENTS,
+    FRAME_BYTES_MAX,
+    ILLUSTRATED_BYTES_MAX,
+    PROTOCOL_VERSION,
+    REPLIES,
+    REPORTS,
+    REQUESTS,
+    WireError,
+)
+from tests.support.simulation.message_examples import (
+    EXAMPLES,
+    VARIANTS,
+    example_of,
+    members,
+    strategy,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "messages.json"
+EPOCH, SEQ, TIME_NS = 3, 2**40 + 7, 1_700_000_000_000_000_001
+HEAD_BYTES = 20
+CHANNELS = {channel.name: channel for channel in (REQUESTS, REPLIES, COMMANDS, REPORTS, EVENTS)}
+UNIONS = {REQUESTS: Request, REPLIES: Reply, COMMANDS: Command, REPORTS: Report, EVENTS: Event}
+
+
+class Golden(msgspec.Struct, frozen=True):
+    """One message in the form that it travels or is kept in."""
+
+    value: Any
+    encode: Any
+    decode: Any
+
+
+def on_channel(channel: Any, message: Any) -> Golden:
+    value = (Published(SEQ, TIME_NS, message),) if channel is EVENTS else message
+    return Golden(
+        value, lambda v: channel.encode(v, EPOCH, SEQ), lambda b: channel.decode(b).message
+    )
+
+
+def in_log(value: Any) -> Golden:
+    decode = msgspec.msgpack.Decoder(type(value)).decode
+    return Golden(value, msgspec.msgpack.Encoder().encode, decode)
+
+
+CASES: dict[str, Golden] = {
+    f"{channel.name}/{member.__name__}": on_channel(channel, EXAMPLES[member])
+    for channel, union in UNIONS.items()
+    for member in members(union)
+    if member in EXAMPLES
+}
+CASES |= {
+    name: on_channel(CHANNELS[name.split("/")[0]], message) for name, message in VARIANTS.items()
+}
+CASES |= {
+    f"record/{member.__name__}": in_log(Record(TIME_NS, EXAMPLES[member], b"\x00client", "d1"))
+    for member in members(Input)
+    if member in EXAMPLES
+}
+CASES["header"] = in_log(EXAMPLES[Header])
+
+
+def golden_entries() -> dict[str, list[str]]:
+    return json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+
+
+def begins_with(longer: Any, shorter: Any) -> bool:
+    """Every array of `shorter` is the beginning of its counterpart in `longer`; maps are equal."""
+    if isinstance(longer, list) and isinstance(shorter, list):
+        return len(longer) >= len(shorter) and all(map(begins_with, longer, shorter))
+    return bool(longer == shorter)
+
+
+def body_of(name: str, data: bytes) -> Any:
+    channel, _, _ = name.partition("/")
+    return msgspec.msgpack.decode(data[HEAD_BYTES:] if channel in CHANNELS else data)
+
+
+def test_every_message_has_an_example() -> None:
+    for union in (*UNIONS.values(), Input):
+        for member in members(union):
+            example_of(member)
+
+
+def test_the_golden_file_has_every_message_and_no_other() -> None:
+    assert sorted(golden_entries()) == sorted(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_the_golden_ones(name: str) -> None:
+    case, written = CASES[name], golden_entries().get(name)
+    assert written, f"{name} has no golden bytes; this file's docstring says how to add them"
+    assert case.encode(case.value).hex() == written[-1]
+    assert case.decode(bytes.fromhex(written[-1])) == case.value
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_older_bytes_are_still_read(name: str) -> None:
+    for older in golden_entries()[name]:
+        data = bytes.fromhex(older)
+        again = CASES[name].encode(CASES[name].decode(data))
+        assert begins_with(body_of(name, again), body_of(name, data))
+
+
+def test_an_example_uses_every_field() -> None:
+    for kind, example in EXAMPLES.items():
+        for field in msgspec.structs.fields(kind):
+            assert getattr(example, field.name) != field.default, f"{kind.__name__}.{field.name}"
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+@given(data=st.data(), epoch=st.integers(0, 2**63 - 1), seq=st.integers(0, 2**63 - 1))
+@settings(max_examples=100, deadline=None)
+def test_what_is_sent_is_what_arrives(name: str, data: Any, epoch: int, seq: int) -> None:
+    channel = CHANNELS[name]
+    kind = strategy(Published if channel is EVENTS else UNIONS[channel])
+    message = data.draw(st.lists(kind, max_size=3).map(tuple) if channel is EVENTS else kind)
+    assert channel.decode(channel.encode(message, epoch, seq)) == (epoch, seq, message)
+
+
+@given(record=strategy(Record))
+@settings(max_examples=100, deadline=None)
+def test_what_is_logged_is_what_is_read(record: Record) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Record) == record
+
+
+def refused(channel: Any, frame: bytes) -> WireError:
+    with pytest.raises(WireError) as caught:
+        channel.decode(frame)
+    assert caught.value.code is ErrorCode.MALFORMED
+    assert str(caught.value)
+    return caught.value
+
+
+def head(channel: Any) -> bytes:
+    return channel.encode(() if channel is EVENTS else None, EPOCH, SEQ)[:HEAD_BYTES]
+
+
+def frames_of_every_message() -> list[tuple[Any, bytes]]:
+    return [
+        (CHANNELS[name.split("/")[0]], case.encode(case.value))
+        for name, case in CASES.items()
+        if name.split("/")[0] in CHANNELS
+    ]
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_frames_that_are_not_ours_are_refused(name: str) -> None:
+    channel, others = CHANNELS[name], set(CHANNELS.values()) - {CHANNELS[name]}
+    good = next(frame for owner, frame in frames_of_every_message() if owner is channel)
+    assert "protocol version 2" in str(refused(channel, good[:2] + b"\x02" + good[3:]))
+    assert PROTOCOL_VERSION == 1
+    assert "not a LoRADock frame" in str(refused(channel, b"XX" + good[2:]))
+    assert "not a LoRADock frame" in str(refused(channel, b""))
+    for other in others:
+        assert "channel" in str(refused(other, good))
+
+
+def test_a_frame_cut_anywhere_is_refused() -> None:
+    for channel, frame in frames_of_every_message():
+        for end in range(len(frame)):
+            refused(channel, frame[:end])
+
+
+def test_trailing_bytes_are_refused() -> None:
+    for channel, frame in frames_of_every_message():
+        refused(channel, frame + b"\x00")
+        refused(channel, frame + frame)
+
+
+def test_more_elements_than_fields_are_refused() -> None:
+    for channel, frame in frames_of_every_message():
+        if channel is not EVENTS:
+            elements = msgspec.msgpack.decode(frame[HEAD_BYTES:])
+            refused(channel, frame[:HEAD_BYTES] + msgspec.msgpack.encode([*elements, 0]))
+
+
+@pytest.mark.parametrize(("channel", "bytes_max"), [(REQUESTS, 1 << 20), (COMMANDS, 34 << 20)])
+def test_a_frame_beyond_its_bound_is_not_read(channel: Any, bytes_max: int) -> None:
+    frame = head(channel) + bytes(bytes_max - HEAD_BYTES + 1)
+    error = str(refused(channel, frame))
+    assert f"of {bytes_max + 1} bytes" in error
+    assert f"at most {bytes_max}" in error
+    assert "at most" not in str(refused(channel, frame[:-1]))
+
+
+def illustrated(text: str, *sizes: int) -> bytes:
+    """A request's frame, with images of so many bytes each."""
+    prompt = IllustratedPrompt(text, tuple(map(bytes, sizes)))
+    return REQUESTS.encode(Generate("r", None, prompt))
+
+
+def test_images_alone_make_a_request_long() -> None:
+    whole = [IMAGE_BYTES_MAX] * (IMAGES_BYTES_MAX // IMAGE_BYTES_MAX)
+    wide = "𝄞" * (FRAME_BYTES_MAX // 4 - 50)
+    largest = illustrated(wide, *whole)
+    assert ILLUSTRATED_BYTES_MAX - 200 < len(largest) <= ILLUSTRATED_BYTES_MAX
+    assert REQUESTS.encode(REQUESTS.decode(largest).message) == largest
+    assert f"and {IMAGES_BYTES_MAX + 1} bytes" in str(refused(REQUESTS, illustrated("", *whole, 1)))
+    assert "at most" in str(refused(REQUESTS, illustrated("", *whole, IMAGE_BYTES_MAX)))
+    # The rest of it is bounded as if there were none.
+    assert "bytes of images" in str(refused(REQUESTS, illustrated(wide + "𝄞" * 50, 2 << 20)))
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (1, 0), (IMAGE_BYTES_MAX + 1,), (1,) * 17])
+def test_images_are_bounded_in_number_and_size(sizes: tuple[int, ...]) -> None:
+    assert IMAGES_MAX == 16
+    error = str(refused(REQUESTS, illustrated("t", *sizes)))
+    assert "$[3].images" in error
+
+
+@pytest.mark.parametrize("kind", [Embed, Classify, ActivateBatch])
+def test_no_other_request_is_decoded_from_a_long_frame(kind: Any) -> None:
+    images = {"text": "t", "images": [bytes(2 << 20)]}
+    for field in (["x" * 900_000, "x" * 900_000], [images]):
+        frame = head(REQUESTS) + msgspec.msgpack.encode([kind.__name__, "r", None, field])
+        assert "and 0 bytes of images" in str(refused(REQUESTS, frame))
+
+
+@pytest.mark.parametrize("kind", [Embed, Classify])
+def test_only_generation_takes_images(kind: Any) -> None:
+    fields = [kind.__name__, "r", None, [{"text": "t", "images": [b"x"]}]]
+    error = refused(REQUESTS, head(REQUESTS) + msgspec.msgpack.encode(fields))
+    assert "got `object`" in str(error)
+
+
+Place = tuple[int, ...]
+
+
+def parts_of(value: Any) -> list[Any]:
+    """The elements of an array; the keys and values of a map, in turns."""
+    if isinstance(value, dict):
+        return [part for item in value.items() for part in item]
+    return value if isinstance(value, list) else []
+
+
+def places(value: Any, above: Place = ()) -> list[Place]:
+    """Every position in a message's body, the tags' and the nested ones' included."""
+    parts = enumerate(parts_of(value))
+    return [above, *(place for i, part in parts for place in places(part, (*above, i)))]
+
+
+def with_value(value: Any, place: Place, hostile: bytes) -> bytes:
+    """The body, with the part at `place` replaced by raw bytes."""
+    if not place:
+        return hostile
+    parts = [
+        with_value(part, place[1:], hostile) if i == place[0] else msgspec.msgpack.encode(part)
+        for i, part in enumerate(parts_of(value))
+    ]
+    head, size = (b"\xde", len(value)) if isinstance(value, dict) else (b"\xdc", len(parts))
+    return head + size.to_bytes(2, "big") + b"".join(parts)
+
+
+HOSTILE_VALUES = {
+    "nested arrays": b"\x91" * 1_000_000 + b"\xc0",
+    "nested maps": b"\x81\xa0" * 500_000 + b"\xc0\xc0",
+    "nested map keys": b"\x81" * 500_000 + b"\xc0" * 500_001,
+    "array of 2**32 - 1": b"\xdd\xff\xff\xff\xff",
+    "map of 2**32 - 1": b"\xdf\xff\xff\xff\xff",
+    "string of 2**32 - 1": b"\xdb\xff\xff\xff\xff",
+    "bytes of 2**32 - 1": b"\xc6\xff\xff\xff\xff",
+    "extension of 2**32 - 1": b"\xc9\xff\xff\xff\xff\x01",
+    "no UTF-8": b"\xa4\xff\xfe\x80\xc1",
+    "a surrogate": b"\xa3\xed\xa0\x80",
+    "a byte without meaning": b"\xc1",
+    "a timestamp": b"\xd6\xff\x00\x00\x00\x00",
+}
+
+
+def refused_everywhere(hostile: bytes) -> None:
+    for channel, frame in frames_of_every_message():
+        body = msgspec.msgpack.decode(frame[HEAD_BYTES:])
+        for place in places(body):
+            error = refused(channel, frame[:HEAD_BYTES] + with_value(body, place, hostile))
+            assert "at most" not in str(error), "refused for its size before it was read"
+
+
+@pytest.mark.parametrize("hostile", HOSTILE_VALUES.values(), ids=HOSTILE_VALUES)
+def test_a_hostile_value_in_any_field_is_refused(hostile: bytes) -> None:
+    refused_everywhere(hostile)
+
+
+def test_nesting_does_not_reach_the_stack_of_a_small_thread() -> None:
+    before = threading.stack_size(256 * 1024)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(refused_everywhere, HOSTILE_VALUES["nested arrays"]).result()
+    finally:
+        threading.stack_size(before)
+
+
+def read_or_refused(channel: Any, frame: bytes) -> Any:
+    """The message, or None where the frame was refused; any other exception fails the test."""
+    try:
+        return channel.decode(frame).message
+    except WireError:
+        return None
+
+
+@given(body=st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_random_bodies_are_refused_or_read(body: bytes) -> None:
+    for channel in CHANNELS.values():
+        message = read_or_refused(channel, head(channel) + body)
+        if message is not None:
+            assert channel.decode(channel.encode(message)).message == message
+
+
+def test_frames_with_wrong_bytes_are_refused_or_read() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for channel, frame in frames_of_every_message():
+        for _ in range(100):
+            wrong = bytearray(frame)
+            for _ in range(chance.randint(1, 4)):
+                wrong[chance.randrange(len(wrong))] = chance.randrange(256)
+            read_or_refused(channel, bytes(wrong))
+
+
+BAD_NAMES = ["", ".", "..", "../x", "a/b", "a..b", "a\n", "a\x00", "a b", "ä", "a\\b", "n" * 129]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_names_that_could_leave_their_place_are_refused(name: str) -> None:
+    for message in (LoadAdapter("r", name), ActivateAdapter("r", name), Generate("r", name, "")):
+        refused(REQUESTS, REQUESTS.encode(message))
+
+
+@pytest.mark.parametrize("name", ["a", "A-1_b.c", ".hidden", "n" * 128, "v1.2.3", "-"])
+def test_names_within_the_pattern_are_read(name: str) -> None:
+    message = LoadAdapter("r", name)
+    assert REQUESTS.decode(REQUESTS.encode(message)).message == message
+
+
+@pytest.mark.parametrize("request_id", ["", "r" * 65])
+def test_request_ids_have_bounds(request_id: str) -> None:
+    refused(REQUESTS, REQUESTS.encode(ListAdapters(request_id)))
+
+
+def add_entries(longer: list[str]) -> None:
+    """Add golden bytes where there are none, and below the old ones of the messages named."""
+    entries = golden_entries()
+    for name, case in CASES.items():
+        data = case.encode(case.value).hex()
+        written = entries.setdefault(name, [])
+        if not written or (name in longer and written[-1] != data):
+            written.append(data)
+            print(f"added {name}")
+    GOLDEN.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    add_entries(sys.argv[1:])

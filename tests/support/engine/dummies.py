@@ -1,0 +1,66 @@
+"""Models of every kind for dummy adapters, and what becomes of one that is brought into a slot.
+
+What it is: one trial, for one process and for the ranks of a group alike. What it is not: a test.
+One rule: a model is split, where it is, before its manager is made, as when an engine starts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.config import LoRAConfig
+from engine.manager import LRUCacheLoRAModelManager
+from engine.punica import LoRAMapping
+from tests.support.engine.engine_examples import relative_error
+from tests.support.models.expert_adapters import make_model
+from tests.support.models.expert_examples import SERVED_FAMILIES
+from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS
+from tests.support.parallel import models
+
+RANK_MAX = 8
+TEXTS = ((5, 6, 7, 8), (9, 8, 7, 6), (40, 41, 42, 43))
+OF_ROW = (7, 0, 7)
+"""The dummy's rows, with the base model's between them."""
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: models.build("llama"),
+    **{family: (lambda family=family: make_model(family)) for family in SERVED_FAMILIES},
+    **{f"embed-{example.name}": example.make for example in EMBEDDERS},
+    **{f"classify-{example.name}": example.make for example in CLASSIFIERS},
+}
+
+
+@torch.no_grad()
+def tried(model: PreTrainedModel, config: LoRAConfig, default_rank: int) -> dict[str, Any]:
+    """A dummy in a slot, rows of which run beside the base's: what changed, and what it takes."""
+    tokens = torch.tensor(TEXTS)
+    before = said(model, tokens).clone()
+    manager = LRUCacheLoRAModelManager(model, len(TEXTS), tokens.numel(), 64, config, "cpu")
+    rank = manager.get_dummy_lora_warmup_rank(default_rank)
+    dummy = manager.create_dummy_lora(7, rank)
+    manager.add_adapter(dummy)
+    manager.activate_adapter(7)
+    ids = torch.tensor(OF_ROW)
+    mapping = LoRAMapping(ids.repeat_interleave(tokens.shape[1]), ids, is_prefill=True)
+    manager.set_adapter_mapping(mapping)
+    after = said(manager.model, tokens)
+    memory = manager.get_lora_metrics()["memory"]
+    told = {
+        "rank": rank,
+        "error": relative_error(after, before),
+        "untouched": sorted(manager.side.modules.keys() - dummy.loras.keys()),
+        "kinds": sorted({lora.kind.value for lora in dummy.loras.values()}),
+        "device_bytes": memory["adapters"][7]["device_bytes"],
+        "room_bytes": memory["device"]["size_bytes"],
+    }
+    manager.close()
+    return told
+
+
+def said(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+    output: Any = model(input_ids=tokens)
+    logits = getattr(output, "logits", None)
+    return output.last_hidden_state if logits is None else logits

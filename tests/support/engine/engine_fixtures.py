@@ -1,0 +1,101 @@
+"""Fixtures of the engine's tests: the tiny model and its adapters, made once a session.
+
+What it is: a pytest plugin, named by the tests that use it, so that no other test waits for torch.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaForCausalLM
+
+from engine.config import EngineConfig, LoRAConfig
+from engine.models.causal_model import PreparedModel
+from engine.models.loading import load_model
+from examples.tiny_recipe import build_tokenizer
+from tests.support.engine.engine_bench import EngineBench
+from tests.support.engine.engine_examples import ADAPTERS, tiny_config
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved random model with a tokenizer whose ids are bytes."""
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(7)
+    LlamaForCausalLM(tiny_config()).save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def adapter_root(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory an adapter, as peft saves it."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, (name, fields) in enumerate(ADAPTERS.items()):
+        torch.manual_seed(seed)
+        base = LlamaForCausalLM.from_pretrained(model_directory)
+        config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **fields)
+        model = get_peft_model(base, config)
+        # peft notes a random start as a start that changes nothing in the base, which is true.
+        model.peft_config["default"].init_lora_weights = True
+        model.save_pretrained(root / name)
+    return root
+
+
+@pytest.fixture(scope="session")
+def peft_models(model_directory: Path, adapter_root: Path) -> dict[str, PeftModel]:
+    """The yardstick: each adapter on a base of its own."""
+    return {
+        name: PeftModel.from_pretrained(
+            LlamaForCausalLM.from_pretrained(model_directory), adapter_root / name
+        ).eval()
+        for name in ADAPTERS
+    }
+
+
+@pytest.fixture(scope="session")
+def engine_config(model_directory: Path, adapter_root: Path) -> EngineConfig:
+    return EngineConfig(model_directory, (adapter_root,), device="cpu", device_bytes_max=1 << 20)
+
+
+@pytest.fixture(scope="session")
+def lora_config() -> LoRAConfig:
+    return LoRAConfig(max_lora_rank=16, max_loras=4)
+
+
+@pytest.fixture(scope="session")
+def prepared_model(engine_config: EngineConfig, lora_config: LoRAConfig) -> PreparedModel:
+    """The model as the engine prepares it; every engine that is made binds it anew."""
+    return load_model(engine_config, lora_config)
+
+
+@pytest.fixture
+def no_eos(prepared_model: PreparedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let outputs run to their limit, whatever the random model says."""
+    monkeypatch.setattr(prepared_model, "eos_ids", frozenset())
+
+
+@pytest.fixture
+def make_engine(
+    prepared_model: PreparedModel, engine_config: EngineConfig, lora_config: LoRAConfig
+) -> Iterator[Callable[..., EngineBench]]:
+    benches = []
+
+    def make(**changes: object) -> EngineBench:
+        benches.append(EngineBench(prepared_model, replace(engine_config, **changes), lora_config))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.engine.close()

@@ -1,0 +1,88 @@
+"""A pooled model with an adapter in every slot, and PEFT's models of the same adapters beside it.
+
+What it is: the two sides of a comparison, over one rank or a group's. What it is not: a test. One
+rule: the arena is full of NaN where no adapter lies, so that what is read beside one shows.
+"""
+
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from engine.adapters import read_adapter
+from engine.config import LoRAConfig
+from engine.kernels import choose_kernels
+from engine.models.pooling_model import PooledModel
+from engine.models.pooling_options import NOTHING_SAID, Pooling, PoolingOptions
+from engine.models.sharding import shard_model
+from engine.parallel import SINGLE, ParallelGroup
+from engine.punica import PunicaWrapper
+from engine.residency.arena import Arena
+from engine.residency.staging import stage
+from messages.requests import PoolingTask
+from tests.support.models.pooling_examples import ADAPTERS, TEXTS, PoolingExample
+
+NAMES = tuple(ADAPTERS)
+ROWS = tuple((name, text) for text in TEXTS for name in (None, *NAMES))
+"""Every text with every adapter and with none, in one batch."""
+
+
+class Bench:
+    """A pooled model whose slot `n` has the n-th adapter of `root`, as id n + 1."""
+
+    def __init__(
+        self,
+        example: PoolingExample,
+        task: PoolingTask,
+        root: Path,
+        options: PoolingOptions = NOTHING_SAID,
+        group: ParallelGroup = SINGLE,
+        **fields: object,
+    ) -> None:
+        config = LoRAConfig(max_lora_rank=8, max_loras=len(NAMES), lora_dtype="float32", **fields)
+        base = example.make()
+        if not group.is_single:
+            shard_model(base, group, torch.device("cpu"))
+        self.model = PooledModel(base, config, task=task, options=options)
+        shapes = self.model.shapes
+        self.arena = Arena(len(NAMES), shapes, 1 << 20, torch.float32, "cpu")
+        self.arena.data.fill_(torch.nan)
+        self.punica = PunicaWrapper(self.model.device, 8, choose_kernels("cpu"))
+        self.model.bind(self.arena, self.punica)
+        for slot, name in enumerate(NAMES):
+            side = self.model.side(config)
+            loaded = read_adapter(name, [root], side, is_follower=not group.leads)
+            self.arena.begin_write(slot, 1, stage(loaded.model, shapes, torch.float32, False))
+            self.arena.finish_write(slot)
+
+    def pooled(self, rows: tuple[tuple[str | None, tuple[int, ...]], ...] = ROWS) -> Tensor:
+        """All rows in one batch."""
+        ids = [0 if name is None else NAMES.index(name) + 1 for name, _ in rows]
+        prompts = [tokens for _, tokens in rows]
+        self.punica.update_metadata(self.model.mapping(prompts, ids), [1, 2])
+        return self.model.forward(prompts)
+
+
+class Yardstick:
+    """PEFT's models by adapter, and the base model as None."""
+
+    def __init__(self, example: PoolingExample, adapters: dict[str, PeftModel]) -> None:
+        self.models = {None: example.make(), **adapters}
+
+    @torch.no_grad()
+    def alone(
+        self, name: str | None, tokens: tuple[int, ...], pooling: Pooling | None = None
+    ) -> Tensor:
+        """One row without a batch: its labels' logits, or where it has `pooling` its vector."""
+        output = self.models[name](input_ids=torch.tensor([tokens]))
+        if pooling is None:
+            return output.logits[0]
+        states = output.last_hidden_state[0]
+        match pooling:
+            case Pooling.MEAN:
+                return states.mean(0)
+            case Pooling.CLS:
+                return states[0]
+            case Pooling.LAST:
+                return states[-1]

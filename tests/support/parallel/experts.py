@@ -1,0 +1,273 @@
+"""What two ranks are asked about mixtures of experts: do they together compute what one would?
+
+Every case builds the whole on each rank from one seed, shares it by columns or by experts, and
+compares; adapters of whole models come from files, of which each rank reads its part.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from engine.adapters import read_adapter
+from engine.config import LoRAConfig
+from engine.errors import EngineError, ModelRefused
+from engine.kernels import choose_kernels
+from engine.layers import wrapper_of, wrappers_for
+from engine.layers.experts import ExpertsWithLoRA
+from engine.layers.fully_sharded_experts import FusedMoE3DWithShardedLoRA
+from engine.layers.parallel_experts import ParallelExperts
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import RowCache
+from engine.models.sharding import shard_model
+from engine.parallel import ParallelGroup
+from engine.punica import LoRAMapping, PunicaWrapper
+from engine.residency.arena import Arena
+from engine.residency.staging import stage
+from tests.support.engine.dummies import MODELS, tried
+from tests.support.engine.engine_examples import relative_error
+from tests.support.models.expert_adapters import make_model
+from tests.support.models.expert_examples import EXPERTS, HIDDEN, TOP_K, make_experts
+from tests.support.parallel.ranks import serve
+
+SHARDED = "fully-sharded"
+SCHEMES = ("tensor", "expert", SHARDED)
+"""Experts shared by columns or whole, and shared by columns with fully sharded adapters."""
+
+PROMPT = tuple(token * 11 % 64 for token in range(5))
+RANK_MAX = 8
+SIDES = (slice(None), slice(None), slice(1), slice(-1, None))
+"""Which slices each slot's adapter has: all, all, the first alone, the last alone."""
+EMPTY = len(SIDES)
+"""A slot whose adapter has nothing in these experts."""
+
+IDS = (11, 12, 13, 14, 15)
+SLOT_OF_ROW = (1, -1, 0, 3, 2, 0, 1, -1, 1, EMPTY, 0)
+
+
+def wrapped(layer: torch.nn.Module, is_mixed: bool, scheme: str) -> ExpertsWithLoRA:
+    wrapper = wrapper_of(layer, table=wrappers_for(is_mixed, scheme == SHARDED))
+    assert wrapper is not None
+    assert issubclass(wrapper, ExpertsWithLoRA)
+    return wrapper(layer)
+
+
+class Adapted:
+    """A layer with adapters in its slots, made for the layer as one rank alone has it."""
+
+    def __init__(self, layer: ExpertsWithLoRA, whole: ExpertsWithLoRA, scheme: str) -> None:
+        self.layer, self.kernel_calls = layer, 0
+        shapes = layer.module_shapes("experts", 0)
+        arena = Arena(len(IDS), shapes, 1 << 20, torch.float32, "cpu")
+        arena.data.fill_(torch.nan)
+        kernels = choose_kernels("cpu")
+        counted = {
+            name: self._counted(getattr(kernels, name))
+            for name in ("experts", "experts_shrink", "experts_expand")
+        }
+        self.punica = PunicaWrapper(torch.device("cpu"), RANK_MAX, kernels._replace(**counted))
+        layer.create_lora_weights(arena, [shape.index for shape in shapes])
+        layer.set_mapping(self.punica)
+        torch.manual_seed(7)
+        ranks = (6, 8, 2, 4) if scheme == SHARDED else (3, 8, 1, 4)
+        for slot, (rank, side) in enumerate(zip(ranks, SIDES, strict=True)):
+            every = whole.module_shapes("experts", 0)
+            all_a = [torch.randn(shape.a_shape(rank)) / shape.in_features**0.5 for shape in every]
+            all_b = [torch.randn(shape.b_shape(rank)) / rank**0.5 for shape in every]
+            kept = range(len(every))[side]
+            parts = ([x if i in kept else None for i, x in enumerate(y)] for y in (all_a, all_b))
+            layer.set_lora(slot, *parts)
+
+    def _counted(self, operation: Any) -> Any:
+        def run(*arguments: Any) -> None:
+            self.kernel_calls += 1
+            operation(*arguments)
+
+        return run
+
+    @torch.inference_mode()
+    def answer(self, slots: tuple[int, ...], index: list[list[int]]) -> Tensor:
+        torch.manual_seed(len(slots))
+        x, weights = torch.randn(len(slots), HIDDEN), torch.rand(len(slots), TOP_K)
+        ids = torch.tensor([0 if slot < 0 else IDS[slot] for slot in slots])
+        self.punica.update_metadata(LoRAMapping(ids, ids), IDS)
+        return self.layer(x, torch.tensor(index), weights)
+
+    def answers(self) -> list[Tensor]:
+        """Rows of every slot and the base, sent everywhere, or to two of the experts alone."""
+        spread = [[row % EXPERTS, (row + 1) % EXPERTS] for row in range(len(SLOT_OF_ROW))]
+        routings = [spread, *([pair] * len(SLOT_OF_ROW) for pair in ([0, 1], [3, 2]))]
+        plain = self.answer((-1, EMPTY, -1), [[0, 3], [1, 2], [2, 3]])
+        return [plain, *(self.answer(SLOT_OF_ROW, index) for index in routings)]
+
+
+def layer(group: ParallelGroup, family: str, scheme: str, is_mixed: bool) -> dict[str, Any]:
+    torch.manual_seed(3)
+    module = make_experts(family)
+    whole = wrapped(copy.deepcopy(module), is_mixed, "tensor")
+    split = wrapped(ParallelExperts(module, group, scheme == "expert"), is_mixed, scheme)
+    found = Adapted(split, whole, scheme).answers()
+    expected = Adapted(whole, whole, scheme).answers()
+    shapes, every = (one.module_shapes("experts", 0) for one in (split, whole))
+    return {
+        "errors": [relative_error(*both) for both in zip(found, expected, strict=True)],
+        "kept": [sum(_sizes(shape)) for shape in shapes],
+        "every": [sum(_sizes(shape)) for shape in every],
+        "left": sum(parameter.numel() for parameter in module.parameters()),
+    }
+
+
+def _sizes(shape: Any) -> list[int]:
+    return [torch.Size(matrix).numel() for matrix in (shape.a_shape(2), shape.b_shape(2))]
+
+
+class Counted(ParallelGroup):
+    """A group that takes note of what it is asked."""
+
+    def __init__(self, group: ParallelGroup) -> None:
+        super().__init__(group.rank, group.world_size, group.device_group, group.host_group)
+        object.__setattr__(self, "asked", [])
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.asked.append(["sum", str(x.dtype), *x.shape])
+        return super().all_reduce(x)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self.asked.append(["gather", str(x.dtype), *x.shape])
+        return super().all_gather(x)
+
+
+@torch.inference_mode()
+def collectives(group: ParallelGroup, family: str, is_mixed: bool) -> dict[str, Any]:
+    """What is asked of the group, and how often of the kernels, for batches of each kind."""
+    torch.manual_seed(3)
+    module, counted = make_experts(family), Counted(group)
+    whole = wrapped(copy.deepcopy(module), is_mixed, "tensor")
+    split = wrapped(ParallelExperts(module, counted, False), is_mixed, SHARDED)
+    adapted, told = Adapted(split, whole, SHARDED), {}
+    batches = {"base": (-1, -1), "nothing here": (EMPTY, -1), "up": (2, -1), "down": (3, EMPTY)}
+    for name, slots in batches.items():
+        counted.asked.clear()
+        adapted.kernel_calls = 0
+        adapted.answer(slots, [[0, 1], [2, 3]])
+        told[name] = [adapted.kernel_calls, list(counted.asked)]
+    return told
+
+
+def model(
+    group: ParallelGroup, family: str, scheme: str, is_mixed: bool, root: str
+) -> dict[str, Any]:
+    """Logits of the split model with adapters that each rank read for itself.
+
+    They are compared with those of the whole model, and with peft's where `root` has them.
+    """
+    adapters = Path(root) / "adapters"
+    config = LoRAConfig(max_lora_rank=16, max_loras=4, enable_mixed_moe_lora_format=is_mixed)
+    sharded = LoRAConfig(
+        max_lora_rank=16,
+        max_loras=4,
+        enable_mixed_moe_lora_format=is_mixed,
+        fully_sharded_loras=scheme == SHARDED,
+    )
+    split = make_model(family)
+    shard_model(split, group, torch.device("cpu"), scheme == "expert")
+    prepared = PreparedModel(split, sharded)
+    found = logits(prepared, adapters, sharded, not group.leads)
+    expected = logits(PreparedModel(make_model(family), config), adapters, config, False)
+    theirs = load_file(Path(root) / "theirs.safetensors")["logits"]
+    errors = [relative_error(*both) for both in zip(found[0], theirs, strict=True)]
+    kinds = sorted({type(layer).__name__ for layer in prepared.layers.values()})
+    return {"error": relative_error(found, expected), "errors": errors, "kinds": kinds}
+
+
+def logits(model: PreparedModel, root: Path, config: LoRAConfig, is_follower: bool) -> Tensor:
+    """After a prefill and after a decode step, the base and every adapter in one batch."""
+    config = config.verify_with_model_config(model.model.config)
+    names = sorted(path.name for path in root.iterdir())
+    arena = Arena(len(names), model.shapes, 4 << 20, torch.float32, "cpu")
+    punica = PunicaWrapper(torch.device("cpu"), 16, choose_kernels("cpu"))
+    model.bind(arena, punica)
+    for slot, name in enumerate(names):
+        loaded = read_adapter(name, [root], model.side(config), is_follower=is_follower)
+        arena.begin_write(slot, 1, stage(loaded.model, model.shapes, torch.float32, False))
+        arena.finish_write(slot)
+    ids = list(range(1, len(names) + 1))
+    rows = torch.tensor([0, *ids])
+    cache, tokens = RowCache([len(PROMPT)] * len(rows)), torch.tensor(PROMPT).repeat(len(rows), 1)
+    mapping = LoRAMapping(rows.repeat_interleave(len(PROMPT)), rows, is_prefill=True)
+    punica.update_metadata(mapping, ids)
+    first = model.forward(tokens, cache)
+    cache.grow(1)
+    punica.update_metadata(LoRAMapping(rows, rows), ids)
+    return torch.stack([first, model.forward(rows[:, None] + 3, cache)])
+
+
+def uneven(group: ParallelGroup, root: str) -> list[str]:
+    """What is said of adapters whose rank two ranks can't share."""
+    said = []
+    for is_mixed in (False, True):
+        config = LoRAConfig(
+            max_lora_rank=16, enable_mixed_moe_lora_format=is_mixed, fully_sharded_loras=True
+        )
+        split = make_model("qwen3_moe")
+        shard_model(split, group, torch.device("cpu"))
+        prepared = PreparedModel(split, config)
+        dtyped = config.verify_with_model_config(split.config)
+        for name in ("fused", "per_expert")[: 1 + is_mixed]:
+            try:
+                read_adapter(name, [Path(root)], prepared.side(dtyped))
+            except EngineError as error:
+                said.append(str(error))
+    module = ParallelExperts(make_experts("mixtral"), group, by_expert=True)
+    try:
+        FusedMoE3DWithShardedLoRA(module)
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def dummy(group: ParallelGroup, kind: str, scheme: str, is_mixed: bool) -> dict[str, Any]:
+    """A manager on every rank, and a dummy adapter of a rank that all can share."""
+    split = MODELS[kind]()
+    shard_model(split, group, torch.device("cpu"), scheme == "expert")
+    config = LoRAConfig(
+        max_lora_rank=RANK_MAX,
+        enable_mixed_moe_lora_format=is_mixed,
+        fully_sharded_loras=scheme == SHARDED,
+    )
+    return tried(split, config, RANK_MAX - 1)
+
+
+def refusal(group: ParallelGroup, family: str) -> str:
+    try:
+        shard_model(make_model(family), group, torch.device("cpu"))
+    except ModelRefused as error:
+        return str(error)
+    return "not refused"
+
+
+def refusals(group: ParallelGroup) -> list[str]:
+    """Experts that can't be shared evenly, either way."""
+    said = []
+    for name, by_expert in (("num_local_experts", True), ("intermediate_size", False)):
+        try:
+            ParallelExperts(make_experts("mixtral", **{name: 3}), group, by_expert)
+        except ValueError as error:
+            said.append(str(error))
+    try:
+        odd = make_model("mixtral", num_local_experts=3)
+        shard_model(odd, group, torch.device("cpu"), by_expert=True)
+    except ModelRefused as error:
+        said.append(str(error))
+    return said
+
+
+CASES = {
+    case.__name__: case for case in (layer, collectives, model, dummy, uneven, refusal, refusals)
+}
+
+if __name__ == "__main__":
+    serve(CASES)

@@ -1,0 +1,314 @@
+"""What two ranks are asked about single layers: do they together compute what one would?
+
+Every case builds the whole layer on each rank from one seed, splits it, puts adapters of several
+ranks into every slot, and compares with a product written out over whole tensors.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.kernels import choose_kernels
+from engine.layers import (
+    BaseLayerWithLoRA,
+    ColumnParallelLinear,
+    ColumnParallelLinearWithLoRA,
+    ColumnParallelLinearWithShardedLoRA,
+    MergedColumnParallelLinear,
+    MergedColumnParallelLinearVariableSliceWithLoRA,
+    MergedColumnParallelLinearWithLoRA,
+    MergedColumnParallelLinearWithShardedLoRA,
+    MergedQKVParallelLinearWithLoRA,
+    MergedQKVParallelLinearWithShardedLoRA,
+    ParallelHead,
+    QKVParallelLinear,
+    QKVParallelLinearWithLoRA,
+    QKVParallelLinearWithShardedLoRA,
+    ReplicatedLinearWithLoRA,
+    RowParallelLinear,
+    RowParallelLinearWithLoRA,
+    RowParallelLinearWithShardedLoRA,
+    VocabParallelEmbedding,
+)
+from engine.parallel import SINGLE, ParallelGroup
+from engine.punica import LoRAMapping, PunicaWrapper
+from engine.residency.arena import Arena
+from tests.support.engine.engine_examples import relative_error
+from tests.support.parallel.ranks import serve
+
+IN, RANK_MAX = 24, 8
+RANKS = (2, 8, 4)
+"""One adapter a slot: below the maximum, the maximum, and one that lacks a slice."""
+
+SLOT_OF_ROW = (1, -1, 0, 2, 2, -1, 1, 0, 0)
+IDS = (11, 12, 13)
+
+
+def whole(out_features: int, seed: int, bias: bool = True, in_features: int = IN) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(in_features, out_features, bias)
+
+
+def halves(group: ParallelGroup, *widths: int) -> list[range]:
+    """This rank's share of each of several parts that lie in one weight."""
+    rows, first = [], 0
+    for width in widths:
+        share = group.part_of(width, "width")
+        rows.append(range(first + share.start, first + share.stop))
+        first += width
+    return rows
+
+
+def replica(group: ParallelGroup, width: int, copies: int) -> list[range]:
+    """The rows of a part of which `copies` ranks have the same."""
+    share = width * copies // group.world_size
+    first = group.rank // copies * share
+    return [range(first, first + share)]
+
+
+class Adapted:
+    """A wrapped layer with an adapter in every slot, and the whole layer's answer beside it."""
+
+    def __init__(self, wrapper: BaseLayerWithLoRA, wholes: list[nn.Linear], joined: bool) -> None:
+        """`joined`: the adapters have one A and one B over all of `wholes`."""
+        self.wrapper, self.wholes = wrapper, wholes
+        widths = [layer.out_features for layer in wholes]
+        self.slices = [sum(widths)] if joined else widths
+        shapes = wrapper.module_shapes("layer", 0)
+        self.arena = Arena(len(RANKS), shapes, 1 << 18, torch.float32, "cpu")
+        wrapper.create_lora_weights(self.arena, [shape.index for shape in shapes])
+        kernels = choose_kernels("cpu", "reference")
+        self.punica = PunicaWrapper(torch.device("cpu"), RANK_MAX, kernels)
+        wrapper.set_mapping(self.punica)
+        self.pairs = [self._adapter(slot) for slot in range(len(RANKS))]
+        for slot, pairs in enumerate(self.pairs):
+            wrapper.set_lora(slot, *map(list, zip(*pairs, strict=True)))
+        ids = torch.tensor([0 if slot < 0 else IDS[slot] for slot in SLOT_OF_ROW])
+        self.punica.update_metadata(LoRAMapping(ids, ids), IDS)
+
+    def _adapter(self, slot: int) -> list[tuple[Tensor | None, Tensor | None]]:
+        rank = RANKS[slot]
+        in_features = self.wholes[0].in_features
+        torch.manual_seed(100 + slot)
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [
+            (torch.randn(rank, in_features), torch.randn(width, rank)) for width in self.slices
+        ]
+        if slot == 2 and len(pairs) > 1:
+            pairs[1] = (None, None)
+        return pairs
+
+    def expected(self, x: Tensor) -> list[Tensor]:
+        """Every whole layer's output, with the deltas written out."""
+        outputs = [layer(x) for layer in self.wholes]
+        joined = torch.cat(outputs, -1)
+        for row, slot in enumerate(SLOT_OF_ROW):
+            first = 0
+            for width, (a, b) in zip(self.slices, self.pairs[max(slot, 0)], strict=True):
+                if slot >= 0 and a is not None and b is not None:
+                    joined[row, first : first + width] += x[row] @ a.T @ b.T
+                first += width
+        return list(joined.split([layer.out_features for layer in self.wholes], -1))
+
+
+def inputs(in_features: int = IN) -> Tensor:
+    torch.manual_seed(42)
+    return torch.randn(len(SLOT_OF_ROW), in_features)
+
+
+@torch.inference_mode()
+def column(group: ParallelGroup, sharded: bool, gathers: bool) -> float:
+    layer = whole(20, 1)
+    kind = ColumnParallelLinearWithShardedLoRA if sharded else ColumnParallelLinearWithLoRA
+    adapted = Adapted(kind(ColumnParallelLinear(layer, group, gathers=gathers)), [layer], False)
+    found, (expected,) = adapted.wrapper(inputs()), adapted.expected(inputs())
+    return relative_error(found if gathers else group.gather_columns(found), expected)
+
+
+@torch.inference_mode()
+def column_pair(group: ParallelGroup, sharded: bool) -> float:
+    """Two projections that a checkpoint stores as one, with one adapter tensor over both."""
+    layer = whole(20, 1)
+    rows = halves(group, 12, 8)
+    kind = ColumnParallelLinearWithShardedLoRA if sharded else ColumnParallelLinearWithLoRA
+    adapted = Adapted(kind(ColumnParallelLinear(layer, group, rows)), [layer], False)
+    (expected,) = adapted.expected(inputs())
+    mine = torch.cat([expected[:, part.start : part.stop] for part in rows], -1)
+    return relative_error(adapted.wrapper(inputs()), mine)
+
+
+@torch.inference_mode()
+def merged(group: ParallelGroup, sharded: bool) -> float:
+    """Gate and up, of unequal widths, one without a bias."""
+    wholes = [whole(20, 1), whole(12, 2, bias=False)]
+    rows = [halves(group, layer.out_features) for layer in wholes]
+    kind = MergedColumnParallelLinearWithLoRA
+    return _packed(
+        group,
+        (wholes, rows),
+        MergedColumnParallelLinear,
+        MergedColumnParallelLinearWithShardedLoRA if sharded else kind,
+    )
+
+
+@torch.inference_mode()
+def merged_variable(group: ParallelGroup, covers: int) -> float:
+    """Three outputs: an adapter tensor each, or one over the first two."""
+    wholes = [whole(20, 1), whole(12, 2), whole(4, 3)]
+    rows = [halves(group, layer.out_features) for layer in wholes]
+    kind = MergedColumnParallelLinearVariableSliceWithLoRA
+    if covers == 1:
+        return _packed(group, (wholes, rows), MergedColumnParallelLinear, kind)
+    adapted, x = _adapted((wholes, rows), group, MergedColumnParallelLinear, kind), inputs()
+    torch.manual_seed(7)
+    a, b = torch.randn(4, IN), torch.randn(32, 4)
+    other_a, other_b = torch.randn(2, IN), torch.randn(4, 2)
+    adapted.wrapper.set_lora(0, [a, other_a], [b, other_b])
+    adapted.pairs[0] = [(a, b[:20]), (a, b[20:]), (other_a, other_b)]
+    return _error(adapted, x, rows)
+
+
+@torch.inference_mode()
+def qkv(group: ParallelGroup, sharded: bool, joined: bool, copies: int) -> float:
+    """q by rank; k and v by rank, or every `copies` ranks the same."""
+    wholes = [whole(16, 1), whole(8, 2), whole(8, 3)]
+    rows = [halves(group, 16), replica(group, 8, copies), replica(group, 8, copies)]
+    kinds: Mapping[tuple[bool, bool], type[BaseLayerWithLoRA]] = {
+        (False, False): MergedQKVParallelLinearWithLoRA,
+        (False, True): MergedQKVParallelLinearWithShardedLoRA,
+        (True, False): QKVParallelLinearWithLoRA,
+        (True, True): QKVParallelLinearWithShardedLoRA,
+    }
+    kind = kinds[joined, sharded]
+    return _packed(group, (wholes, rows), QKVParallelLinear, kind, joined)
+
+
+def _packed(
+    group: ParallelGroup,
+    parts: tuple[list[nn.Linear], list[list[range]]],
+    packed: type[Any],
+    kind: type[BaseLayerWithLoRA],
+    joined: bool = False,
+) -> float:
+    return _error(_adapted(parts, group, packed, kind, joined), inputs(), parts[1])
+
+
+def _adapted(
+    parts: tuple[list[nn.Linear], list[list[range]]],
+    group: ParallelGroup,
+    packed: type[Any],
+    kind: type[BaseLayerWithLoRA],
+    joined: bool = False,
+) -> Adapted:
+    wholes, rows = parts
+    split = [ColumnParallelLinear(layer, group, r) for layer, r in zip(wholes, rows, strict=True)]
+    names = () if joined else [f"p{place}" for place in range(len(wholes))]
+    base = packed.of_layers(split, names)
+    assert kind.can_replace_layer(base)
+    return Adapted(kind(base), wholes, joined)
+
+
+def _error(adapted: Adapted, x: Tensor, rows: list[list[range]]) -> float:
+    expected = [
+        output[:, part.start : part.stop]
+        for output, parts in zip(adapted.expected(x), rows, strict=True)
+        for part in parts
+    ]
+    return relative_error(adapted.wrapper(x), torch.cat(expected, -1))
+
+
+@torch.inference_mode()
+def row(group: ParallelGroup, sharded: bool, splits_input: bool) -> float:
+    layer = whole(20, 1)
+    base = RowParallelLinear(layer, group, splits_input)
+    kind = RowParallelLinearWithShardedLoRA if sharded else RowParallelLinearWithLoRA
+    adapted = Adapted(kind(base), [layer], False)
+    x, (expected,) = inputs(), adapted.expected(inputs())
+    given = x if splits_input else x[:, base.columns.start : base.columns.stop]
+    return relative_error(adapted.wrapper(given), expected)
+
+
+@torch.inference_mode()
+def replicated(group: ParallelGroup) -> float:
+    layer = whole(20, 1)
+    adapted = Adapted(ReplicatedLinearWithLoRA(layer), [layer], False)
+    (expected,) = adapted.expected(inputs())
+    return relative_error(adapted.wrapper(inputs()), expected)
+
+
+@torch.inference_mode()
+def vocabulary(group: ParallelGroup, tokens: int) -> float:
+    """Embedding and head, also where the vocabulary is odd and so padded."""
+    torch.manual_seed(1)
+    embedding, head = nn.Embedding(tokens, IN), nn.Linear(IN, tokens)
+    ids = torch.arange(tokens).view(1, -1)
+    split = VocabParallelEmbedding(embedding, group)
+    errors = [relative_error(split(ids), embedding(ids))]
+    logits = ParallelHead(head, group)(inputs())
+    assert logits.shape == (len(SLOT_OF_ROW), tokens)
+    return max(*errors, relative_error(logits, head(inputs())))
+
+
+@torch.inference_mode()
+def nothing_is_shared(group: ParallelGroup, sharded: bool) -> float:
+    """A group of one: the same classes, no collective, one column a slice."""
+    return max(column(SINGLE, sharded, True), row(SINGLE, sharded, False), merged(SINGLE, sharded))
+
+
+def uneven_rank(group: ParallelGroup) -> str:
+    layer = whole(20, 1)
+    wrapper = ColumnParallelLinearWithShardedLoRA(ColumnParallelLinear(layer, group))
+    adapted = Adapted(wrapper, [layer], False)
+    before = adapted.arena.host_offsets.clone()
+    try:
+        wrapper.set_lora(0, torch.ones(3, IN), torch.ones(20, 3))
+    except ValueError as error:
+        assert torch.equal(before, adapted.arena.host_offsets)
+        return str(error)
+    return "no error"
+
+
+def uneven_layers(group: ParallelGroup) -> list[str]:
+    """Layers that two ranks can't share evenly."""
+    odd_row = RowParallelLinear(whole(21, 1), group)
+    return [
+        _error_of(lambda: ColumnParallelLinear(whole(21, 1), group)),
+        _error_of(lambda: RowParallelLinear(whole(20, 1, in_features=21), group)),
+        _error_of(lambda: RowParallelLinearWithShardedLoRA(odd_row).slice_shapes),
+    ]
+
+
+def _error_of(build: Callable[[], object]) -> str:
+    try:
+        build()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def talk(group: ParallelGroup) -> list[Any]:
+    """What the group carries: bytes of unequal length, numbers, tensors of two dtypes."""
+    told = group.gather_bytes(b"x" * 3 * group.rank)
+    nothing = group.gather_bytes(b"")
+    said = group.broadcast_bytes(b"from 0" if group.leads else b"ignored")
+    silence = group.broadcast_bytes(b"")
+    numbers = group.broadcast_numbers([group.rank + 5, -1])
+    total = group.all_reduce(torch.full((2,), group.rank + 1.0, dtype=torch.bfloat16))
+    columns = group.gather_columns(torch.tensor([[group.rank], [group.rank + 10]]))
+    return [
+        *([len(part) for part in told], [len(part) for part in nothing]),
+        *(said.decode(), silence.decode(), numbers, total.tolist(), columns.tolist()),
+    ]
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        *(column, column_pair, merged, merged_variable, qkv, row, replicated, vocabulary),
+        *(nothing_is_shared, uneven_rank, uneven_layers, talk),
+    )
+}
+
+if __name__ == "__main__":
+    serve(CASES)

@@ -1,0 +1,201 @@
+"""What two ranks are asked about whole models: the same logits as one, with adapters and without.
+
+Every case builds a tiny model of a family from one seed on each rank, prepares it twice (whole, and
+split over the ranks), puts the same adapters into both, and compares a prefill and a decode step.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    DiffLlamaConfig,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
+from engine.config import LoRAConfig
+from engine.errors import ModelRefused
+from engine.kernels import choose_kernels
+from engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
+from engine.layout import ModuleShape
+from engine.models.causal_model import PreparedModel
+from engine.models.kv_cache import RowCache
+from engine.models.sharding import shard_model
+from engine.parallel import ParallelGroup
+from engine.punica import LoRAMapping, PunicaWrapper
+from engine.residency.arena import Arena
+from engine.residency.staging import stage
+from tests.support.engine.engine_examples import relative_error
+from tests.support.parallel.ranks import serve
+
+VOCABULARY = 67
+RANK_MAX = 8
+RANKS = (4, 8, 2)
+IDS = (5, 6, 7)
+ROWS = ((5, 0), (6, 3), (0, 2), (7, 1), (5, 4), (0, 0))
+"""An adapter id and a left padding for each row."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+}
+CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {"tie_word_embeddings": False}),
+    "llama-one-kv-head": (LlamaConfig, {"num_key_value_heads": 1, "attention_bias": True}),
+    "llama-tied": (LlamaConfig, {"tie_word_embeddings": True}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {}),
+    "gemma": (GemmaConfig, {"num_key_value_heads": 1}),
+    "gemma3": (Gemma3TextConfig, {"sliding_window": 4}),
+    "olmo2": (Olmo2Config, {}),
+    "phi3": (Phi3Config, {}),
+    "gpt-neox": (GPTNeoXConfig, {}),
+    "gpt2": (GPT2Config, {}),
+    "diffllama": (DiffLlamaConfig, {}),
+    "llama-three-heads": (
+        LlamaConfig,
+        {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24},
+    ),
+    "llama-odd-mlp": (LlamaConfig, {"intermediate_size": 49}),
+}
+
+
+def build(name: str) -> PreTrainedModel:
+    kind, changes = CONFIGS[name]
+    sizes = SIZES | changes
+    if kind is GPTNeoXConfig:
+        del sizes["head_dim"]
+    torch.manual_seed(11)
+    return AutoModelForCausalLM.from_config(kind(**sizes)).eval()
+
+
+def adapter(slot: int, shapes: tuple[ModuleShape, ...]) -> LoRAModel:
+    """Whole tensors for every module, but one in five that the adapter has nothing for."""
+    torch.manual_seed(200 + slot)
+    rank, loras = RANKS[slot], {}
+    for shape in sorted(shapes, key=lambda shape: shape.name):
+        a = torch.randn(rank, shape.in_features) / shape.in_features**0.5
+        b = torch.randn(shape.out_features, rank) / rank**0.5
+        if (sum(shape.name.encode()) + slot) % 5:
+            loras[shape.name] = LoRALayerWeights(shape.name, rank, 0.5 * rank, a, b)
+    return LoRAModel(slot + 1, rank, loras)
+
+
+class Bench:
+    """A prepared model with an adapter in every slot."""
+
+    def __init__(self, model: PreTrainedModel, fully_sharded: bool) -> None:
+        config = LoRAConfig(
+            max_lora_rank=RANK_MAX, max_loras=len(RANKS), fully_sharded_loras=fully_sharded
+        )
+        self.model = PreparedModel(model, config)
+        shapes = self.model.shapes
+        arena = Arena(len(RANKS), shapes, 4 << 20, torch.float32, "cpu")
+        self.punica = PunicaWrapper(torch.device("cpu"), RANK_MAX, choose_kernels("cpu"))
+        self.model.bind(arena, self.punica)
+        by_name = {shape.name: shape for shape in shapes}
+        for slot in range(len(RANKS)):
+            blob = stage(adapter(slot, shapes).cut(by_name), shapes, torch.float32, pin=False)
+            arena.begin_write(slot, 1, blob)
+            arena.finish_write(slot)
+
+    def logits(self) -> Tensor:
+        """After a prefill and after a decode step, every slot and the base model in one batch."""
+        torch.manual_seed(5)
+        width = 6
+        tokens = torch.randint(3, VOCABULARY, (len(ROWS), width + 1))
+        ids = torch.tensor([row[0] for row in ROWS])
+        own = torch.arange(width) >= torch.tensor([row[1] for row in ROWS])[:, None]
+        cache = RowCache([width - row[1] for row in ROWS])
+        prefill = LoRAMapping((own * ids[:, None]).flatten(), ids, is_prefill=True)
+        self.punica.update_metadata(prefill, IDS)
+        first = self.model.forward(tokens[:, :width], cache)
+        cache.grow(1)
+        self.punica.update_metadata(LoRAMapping(ids, ids), IDS)
+        return torch.stack([first, self.model.forward(tokens[:, width:], cache)])
+
+
+def same_logits(group: ParallelGroup, name: str, fully_sharded: bool) -> dict[str, Any]:
+    """How far the split model's logits are from the whole one's, and what became of it."""
+    whole = build(name)
+    split = copy.deepcopy(whole)
+    shard_model(split, group, torch.device("cpu"))
+    bench = Bench(split, fully_sharded)
+    expected, found = Bench(whole, False).logits(), bench.logits()
+    shapes = bench.model.shapes
+    kept = sum(torch.tensor(shape.b_shape(2)).prod() for shape in shapes)
+    every = sum(shape.out_features * 2 for shape in shapes)
+    return {
+        "error": relative_error(found, expected),
+        "layers": len(bench.model.layers),
+        "kinds": sorted({type(layer).__name__ for layer in bench.model.layers.values()}),
+        "kept": float(kept / every),
+        "tied": _is_tied(split),
+        "weights": sum(parameter.numel() for parameter in split.parameters()),
+    }
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = getattr(embedding, "base_layer", embedding)
+    head = getattr(head, "base_layer", head)
+    assert isinstance(head, ParallelHead)
+    if isinstance(embedding, VocabParallelEmbedding):
+        return head.weight is embedding.weight
+    start = head.tokens.start * embedding.embedding_dim * head.weight.itemsize
+    return head.weight.data_ptr() == embedding.weight.data_ptr() + start
+
+
+def refusal(group: ParallelGroup, name: str) -> str:
+    try:
+        shard_model(build(name), group, torch.device("cpu"))
+    except ModelRefused as error:
+        return str(error)
+    return "not refused"
+
+
+def lying_plan(group: ParallelGroup) -> str:
+    """A model whose plan runs and is wrong."""
+    model = build("llama")
+    for layer in model.model.layers:
+        # It mixes the outputs that the plan splits, which no plan says.
+        layer.mlp.act_fn = Mixed()
+    try:
+        shard_model(model, group, torch.device("cpu"))
+    except ModelRefused as error:
+        return str(error)
+    return "not refused"
+
+
+class Mixed(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.mean(-1, keepdim=True)
+
+
+CASES = {case.__name__: case for case in (same_logits, refusal, lying_plan)}
+
+if __name__ == "__main__":
+    serve(CASES)

@@ -1,0 +1,104 @@
+"""Real processes for tests: a controller and an engine on the tiny model.
+
+What it is: starting, killing and waiting. What it is not: a stand-in for anything. One rule: what a
+test started is gone when its context ends.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from controller.core.limits import Limits
+from controller.shell.server import ServerConfig
+from controller.shell.transport import endpoint
+
+ROOT = Path(__file__).parents[3]
+TINY = ROOT / "examples" / "tiny"
+ADAPTERS = tuple(sorted(path.name for path in (TINY / "adapters").iterdir()))
+
+LIMITS = Limits(
+    slots_max=3,
+    host_adapters_max=6,
+    host_bytes_max=32 << 20,
+    pinned_bytes_max=32 << 20,
+    device_bytes_max=8 << 20,
+    digest_interval=50,
+)
+
+
+class ControllerProcess:
+    """A controller that can be killed and started again over the same directory."""
+
+    def __init__(self, directory: Path, limits: Limits = LIMITS, **options: object) -> None:
+        self._config = ServerConfig(str(directory), limits, **options)
+        self._errors = directory.with_suffix(".controller.log")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self) -> None:
+        config = msgspec.json.encode(self._config).decode()
+        with self._errors.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "controller.shell.server", config],
+                cwd=ROOT,
+                stdout=errors,
+                stderr=errors,
+            )
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self) -> int:
+        self._process.terminate()
+        return self._process.wait(20)
+
+    def wait(self) -> int:
+        return self._process.wait(20)
+
+    def output(self) -> str:
+        return self._errors.read_text()
+
+
+@contextmanager
+def controller(directory: Path, **options: object) -> Iterator[ControllerProcess]:
+    process = ControllerProcess(directory, **options)
+    process.start()
+    try:
+        yield process
+    finally:
+        if process._process.poll() is None:
+            process.kill()
+
+
+@contextmanager
+def engine(
+    directory: Path,
+    roots: tuple[Path, ...] = (TINY / "adapters",),
+    limits: Limits = LIMITS,
+    model: Path = TINY / "model",
+    options: tuple[str, ...] = (),
+) -> Iterator["subprocess.Popen[bytes]"]:
+    command = [sys.executable, "-m", "engine.worker"]
+    command += ["--connect", endpoint(directory, "engine.sock"), "--model", str(model)]
+    command += ["--max-loras", str(limits.slots_max), "--max-lora-rank", "64"]
+    command += ["--device-bytes-max", str(limits.device_bytes_max), *options]
+    for root in roots:
+        command += ["--adapter-root", str(root)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with directory.with_suffix(".engine.log").open("ab") as errors:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=errors, stderr=errors)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
