@@ -2,7 +2,7 @@
 
 What it is: options to `ServeConfig`. What it is not: the processes, which are
 `controller.shell.supervisor`'s. One rule: every bound that a person can set is an option here,
-with the default that `controller.limits` gives it.
+with the default that `controller.core.limits` gives it.
 """
 
 # Heavy modules are imported when a command needs them: help and completion answer at once.

@@ -1,4 +1,4 @@
-"""The second half of a LoRA product on a GPU; the contract is `engine.kernels.expand`'s.
+"""The second half of a LoRA product on a GPU; the contract is `engine.kernels.reference.expand`'s.
 
 What it is: one launch over (tile, block of outputs), all slices' blocks side by side. What it is
 not: a reader of padding; ranks that are a multiple of eight are read in 128-bit loads, others in

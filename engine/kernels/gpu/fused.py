@@ -2,7 +2,7 @@
 
 What it is: one program for each (tile, block of outputs), which makes the intermediate for itself
 and keeps it in registers. What it is not: for many rows; each block of outputs reads A again, out
-of the second-level cache. One rule: its contract is `engine.kernels.linear`'s.
+of the second-level cache. One rule: its contract is `engine.kernels.reference.linear`'s.
 """
 
 import triton

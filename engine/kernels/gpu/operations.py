@@ -70,7 +70,7 @@ class TritonOperations:
     def shrink(
         self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, scale: float
     ) -> None:
-        """See `engine.kernels.shrink`; y: float32."""
+        """See `engine.kernels.reference.shrink`; y: float32."""
         check_shrink(y, x, weights, groups)
         layer = self._layer(x, weights, groups.bounds)
         plan = self._plan(x, groups).shrink
@@ -93,7 +93,7 @@ class TritonOperations:
         offset: int,
         add_inputs: bool,
     ) -> None:
-        """See `engine.kernels.expand`; x: float32."""
+        """See `engine.kernels.reference.expand`; x: float32."""
         check_expand(y, x, weights, groups, offset)
         layer = self._layer(y, weights, groups.bounds)
         plan = self._plan(y, groups).expand
@@ -103,7 +103,7 @@ class TritonOperations:
     def linear(
         self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, scale: float
     ) -> None:
-        """See `engine.kernels.linear`."""
+        """See `engine.kernels.reference.linear`."""
         check_linear(y, x, weights, groups)
         layer = self._layer(x, weights, groups.bounds)
         plan = self._plan(x, groups)
@@ -120,7 +120,7 @@ class TritonOperations:
     def embedding(
         self, y: Tensor, token_ids: Tensor, weights: LoRASlices, groups: Groups, scale: float
     ) -> None:
-        """See `engine.kernels.embedding`."""
+        """See `engine.kernels.reference.embedding`."""
         check_embedding(y, token_ids, weights, groups)
         layer = self._layer(y, weights, groups.bounds)
         plan = self._plan(y, groups)

@@ -1,4 +1,4 @@
-"""The first half of a LoRA product on a GPU; the contract is `engine.kernels.shrink`'s.
+"""The first half of a LoRA product on a GPU; the contract is `engine.kernels.reference.shrink`'s.
 
 What it is: one launch over (tile, part of the input, slice), and one that sums the parts. What it
 is not: atomic; parts are summed in their order, so a batch has the same bits on every run. One

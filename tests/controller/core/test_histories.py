@@ -3,7 +3,7 @@
 A file `rules-N-….jsonl` in `tests/histories` begins with a line that tells rules, policy, limits
 and the final digest; every further line is one `records.Record` in hexadecimal, some of them with
 the digest of the world before it. A change of what the core decides makes a digest differ. It then
-gets a new number (`controller.limits.RULES`), and a new history beside the old ones:
+gets a new number (`controller.core.limits.RULES`), and a new history beside the old ones:
 
     python -m tests.controller.core.test_histories
 

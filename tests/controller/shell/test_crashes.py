@@ -120,7 +120,7 @@ def _assert_replays_equal(directory: Path, status: StatusShown) -> None:
 def _replay_elsewhere(directory: Path, until: int) -> str:
     """The digest that another process with another hash seed finds."""
     code = (
-        "import sys; from pathlib import Path; from controller.shell.replay import replay; "
+        "import sys; from pathlib import Path; from controller.log.replay import replay; "
         "print(replay(Path(sys.argv[1]), int(sys.argv[2])).digest)"
     )
     environment = os.environ | {"PYTHONHASHSEED": "4711"}

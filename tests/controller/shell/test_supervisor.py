@@ -65,10 +65,10 @@ def test_a_model_that_is_none_ends_it(tmp_path: Path, model: Path) -> None:
 FAMILY = """
 import os, sys
 from pathlib import Path
-from controller.shell import stderr
+from controller.shell import stderr_logging
 from controller.shell.supervisor import Child, Supervisor
 
-stderr.configure()
+stderr_logging.configure()
 note = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'a'));"
 steady = [sys.executable, "-c", note + "time.sleep(600)", sys.argv[1] + "/steady"]
 broken = [sys.executable, "-c", note + sys.argv[2], sys.argv[1] + "/broken"]

@@ -50,5 +50,5 @@ def test_the_status_is_that_of_the_rank_that_ended_all(
 @pytest.mark.parametrize("status", [0, 2, -signal.SIGKILL, -signal.SIGTERM])
 def test_a_rank_s_end_becomes_the_process_s(status: int) -> None:
     # Only `end` is run, so that the test need not load what the ranks do.
-    program = f"from engine.ranks import end; end({status})"
+    program = f"from engine.worker.torchrun import end; end({status})"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == status
