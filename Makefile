@@ -53,8 +53,9 @@ sim: $(STAMP)  ## drive the core through long random histories (SEED=1 STEPS=500
 	LORADOCK_SIM_EXAMPLES=2000 LORADOCK_SIM_STEPS=$(STEPS) \
 	  $(BIN)/python -m pytest tests/controller/core/test_controller.py --hypothesis-seed=$(SEED) -p no:xdist
 
-diagrams: $(STAMP)  ## draw the life cycle into ARCHITECTURE.md
+diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 	$(BIN)/python -m controller.shell.diagrams ARCHITECTURE.md
+	$(BIN)/python -m tests.architecture_rules ARCHITECTURE.md
 
 supported: $(STAMP)  ## write what is supported into SUPPORTED.md and README.md
 	$(BIN)/python -m tests.supported

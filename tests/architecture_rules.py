@@ -1,198 +1,179 @@
-"""Which part may import what, what nobody may call, and how long things may get.
+"""The rooms of the program and what each one may import.
 
-What it is: the layout as one table, and checks that read the code and tell what breaks it. What it
-is not: a linter for the rest; that is ruff's. One rule: a check takes files and returns findings,
-so that `test_architecture` can show each one a small wrong file.
+`python -m tests.architecture_rules ARCHITECTURE.md` draws the imports between rooms into the file.
 """
 
-import ast
 import sys
-from collections.abc import Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-ROOT = Path(__file__).parent.parent
-PROGRAM = ("messages", "controller", "engine")
-SHIPPED = (*PROGRAM, "examples", "benchmarks")
-ALL = (*SHIPPED, "tests")
+from tests.support.sources import PROGRAM, Source, imports, read_sources
 
-STDLIB = tuple(sys.stdlib_module_names)
-# What a pure part may use of the standard library: no clock, chance, file, socket or thread.
-PURE = (
+STDLIB: Final = tuple(sys.stdlib_module_names)
+# What a pure room may use of the standard library: no clock, randomness, file, socket or thread.
+PURE: Final = (
     *("abc", "bisect", "collections", "contextlib", "copy", "dataclasses", "enum", "functools"),
     *("hashlib", "heapq", "itertools", "math", "operator", "re", "struct", "types", "typing"),
 )
-SHELL_AND_CLIENT = ("controller.shell", "controller.cli", "controller.client*")
 
 
-class Area(NamedTuple):
-    """The files that `path` matches may import what begins with one of `may`, but not `never`."""
+class Room(NamedTuple):
+    """Modules that belong together, and what they may import.
 
-    path: str
-    may: tuple[str, ...]
-    never: tuple[str, ...] = ()
+    `modules`: names of modules; `package.*` stands for the modules directly in a package.
+    `may`: rooms, or single modules of other rooms; a room may always import from itself.
+    `libraries`: packages from elsewhere; `stdlib`: the parts of the standard library.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    may: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    stdlib: tuple[str, ...] = STDLIB
 
 
-# The first line that a path matches is its rule.
-AREAS = (
-    Area("messages/*", (*STDLIB, "msgspec", "messages")),
-    Area("controller/client*.py", (*STDLIB, "zmq", "msgspec", "messages", "controller.client*")),
-    Area("controller/states/*", (*PURE, "transitions", "messages", "controller.states")),
-    Area(
-        "controller/cli/*",
-        (*STDLIB, "typer", "rich", "structlog", "msgspec", "messages", "controller"),
+def _package(name: str, may: str = "", libraries: str = "") -> Room:
+    """A room that is one package; `may` and `libraries` are names between spaces."""
+    return Room(name, (name, f"{name}.*"), tuple(may.split()), tuple(libraries.split()))
+
+
+ROOMS: Final = (
+    _package("messages", libraries="msgspec"),
+    # The controller.
+    _package("controller"),
+    _package("controller.states", "messages", "transitions")._replace(stdlib=PURE),
+    _package("controller.core", "messages controller.states", "msgspec xxhash")._replace(
+        stdlib=PURE
     ),
-    Area(
-        "controller/shell/transport.py",
-        (*STDLIB, "zmq", "structlog", "messages", "controller"),
-        ("controller.cli", "controller.client*"),
+    _package("controller.log", "messages controller.core", "msgspec xxhash"),
+    _package(
+        "controller.shell",
+        "messages controller.states controller.core controller.log",
+        "msgspec structlog",
     ),
-    Area(
-        "controller/shell/*",
-        (*STDLIB, "msgspec", "structlog", "xxhash", "messages", "controller"),
-        ("controller.cli", "controller.client*"),
+    _package("controller.client", "messages", "msgspec"),
+    _package(
+        "controller.cli",
+        "messages controller.core controller.log controller.shell controller.client",
+        "msgspec rich structlog typer",
     ),
-    Area(
-        "controller/*",
-        (*PURE, "msgspec", "xxhash", "messages", "controller"),
-        SHELL_AND_CLIENT,
-    ),
-    Area("engine/kernels/*", (*STDLIB, "torch", "triton", "engine")),
-    Area("engine/models/vision/decoding.py", (*STDLIB, "PIL", "messages", "engine")),
-    Area("engine/adapters/files/tensorizer_stream.py", (*STDLIB, "torch", "tensorizer", "engine")),
-    Area("engine/layers/*", (*STDLIB, "torch", "transformers", "engine")),
-    Area("engine/punica/wrapper.py", (*STDLIB, "torch", "engine")),
-    Area(
-        "engine/worker/worker.py",
-        (*STDLIB, "zmq", "msgspec", "structlog", "torch", "messages", "engine"),
-    ),
-    Area(
-        "engine/manager/model_manager.py",
-        (*STDLIB, "torch", "transformers", "messages", "engine", "controller"),
-        SHELL_AND_CLIENT,
-    ),
-    Area(
-        "engine/*",
+    # The engine, from the ground up.
+    _package("engine", "messages.errors", "torch"),
+    _package("engine.adapters.files", "engine", "torch xxhash"),
+    _package("engine.adapters", "engine engine.adapters.files", "torch transformers"),
+    Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
+    _package("engine.kernels.reference", "engine.kernels", "torch"),
+    _package("engine.kernels.cpu", "engine.kernels engine.kernels.reference", "torch"),
+    _package("engine.kernels.gpu", "engine.kernels engine.layout", "torch triton"),
+    # The package's own file chooses among its implementations, which import its modules.
+    Room(
+        "engine.kernels.__init__",
+        ("engine.kernels",),
         (
-            *(*STDLIB, "msgspec", "structlog", "xxhash", "torch", "transformers", "safetensors"),
-            *("messages", "engine"),
+            *("engine.kernels", "engine.kernels.reference"),
+            *("engine.kernels.cpu", "engine.kernels.gpu"),
         ),
     ),
-)
-
-# Nothing reaches a higher floor, not even through modules that stand on none.
-FLOORS = (
-    (
-        "engine.errors",
-        "engine.config",
-        "engine.adapters.lora_model",
-        "engine.residency.staging",
-        "engine.residency.arena",
+    _package(
+        "engine.residency",
+        "messages engine engine.adapters engine.kernels.directory",
+        "msgspec structlog torch",
     ),
-    ("engine.kernels",),
-    ("engine.punica", "engine.models.vision.mapping"),
-    ("engine.layers",),
-    ("engine.models.packing", "engine.models.probe", "engine.models.image_layer_probe"),
-    ("engine.models.preparation",),
-    ("engine.models.served_model",),
-    ("engine.models.causal_model", "engine.models.pooling_model"),
-    ("engine.models.loading",),
-    ("engine.models.binding", "engine.residency.residency"),
-    ("engine.worker.engine",),
-    (
-        "engine.worker.worker",
-        "engine.manager.model_manager",
-        "engine.manager.worker_manager",
+    _package("engine.punica", "engine engine.kernels", "torch"),
+    _package(
+        "engine.layers",
+        "engine engine.kernels engine.punica engine.residency.arena",
+        "torch transformers",
+    ),
+    _package(
+        "engine.models.vision",
+        "messages.requests engine engine.kernels engine.punica",
+        "torch transformers",
+    ),
+    _package(
+        "engine.models",
+        "messages.requests engine engine.adapters engine.kernels engine.kernels.__init__ "
+        "engine.residency engine.punica engine.layers engine.models.vision",
+        "msgspec torch transformers",
+    ),
+    _package(
+        "engine.inference",
+        "messages engine engine.residency.arena engine.punica engine.models engine.models.vision",
+        "msgspec structlog torch",
+    ),
+    _package(
         "engine.manager",
+        "messages controller.core engine engine.adapters engine.adapters.files.problems "
+        "engine.residency engine.punica engine.layers engine.models engine.models.vision",
+        "torch transformers",
+    ),
+    _package(
+        "engine.worker",
+        "messages engine engine.adapters engine.adapters.files.directory engine.residency "
+        "engine.models engine.inference",
+        "msgspec structlog torch",
     ),
 )
 
-BANNED_MODULES = (
-    *("pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"),
-    *("yaml", "ruamel", "importlib", "imp", "runpy", "pkgutil", "code", "codeop"),
-    *("multiprocessing", "torch.multiprocessing"),
-)
-BANNED_NAMES = ("eval", "exec", "compile", "__import__", "breakpoint")
-# Some pickle their argument, some run a text; the module before the dot does not matter.
-BANNED_METHODS = (
-    *("send_pyobj", "recv_pyobj", "broadcast_object_list", "scatter_object_list"),
-    *("all_gather_object", "gather_object", "send_object_list", "recv_object_list"),
-    *("import_module", "ProcessPoolExecutor"),
-)
-BANNED_FUNCTIONS = ("os.system", "os.popen", "torch.save")
-# The one loader of pickles that may be called, here alone: told so, it builds tensors and nothing
-# else. What it is given is checked before, and nothing calls it unless an operator allowed it.
-PICKLE_LOADER, PICKLE_LOADER_PLACE = "torch.load", "engine/adapters/files/torch_pickle.py"
-# `hash` and `id` differ from one process to the next, and a replay is another process.
-BANNED_IN_CORE = ("open", "print", "input", "id", "hash")
+PLACES: Final[dict[str, tuple[str, ...]]] = {
+    "zmq": (
+        "controller.shell.transport",
+        *("controller.client.async_client", "controller.client.sync_client"),
+        *("controller.client.sockets", "engine.worker.process", "engine.worker.worker"),
+    ),
+    "PIL": ("engine.models.vision.decoding",),
+    "tensorizer": ("engine.adapters.files.tensorizer_stream",),
+}
+"""Libraries that belong to single modules instead of rooms."""
 
-FUNCTION_LINES_MAX, KERNEL_LINES_MAX, FILE_LINES_MAX = 70, 100, 400
+BEGIN: Final = "<!-- rooms: generated by make diagrams -->"
+END: Final = "<!-- end of the rooms -->"
+MODULES_MAX: Final = 20
+"""The most modules in a folder, its `__init__` not counted."""
 
 
-class Source(NamedTuple):
-    """A file of the program: its path from the root, its text and its syntax tree."""
-
-    path: str
-    text: str
-    tree: ast.Module
-
-    @property
-    def module(self) -> str:
-        """The name by which it is imported."""
-        name = self.path.removesuffix(".py").replace("/", ".")
-        return name.removesuffix(".__init__")
-
-    def at(self, node: ast.AST, words: str) -> str:
-        """A finding, with its place."""
-        return f"{self.path}:{getattr(node, 'lineno', 1)}: {words}"
+@cache
+def rooms_of(module: str) -> tuple[Room, ...]:
+    """The rooms that claim a module; a well-placed one has exactly one."""
+    siblings = f"{module.rpartition('.')[0]}.*"
+    # A package's own name is matched before the folder that it is in.
+    exact = tuple(room for room in ROOMS if module in room.modules)
+    return exact or tuple(room for room in ROOMS if siblings in room.modules)
 
 
-def source(path: str, text: str) -> Source:
-    return Source(path, text, ast.parse(text, path))
-
-
-def read_sources(folders: tuple[str, ...]) -> list[Source]:
-    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return [source(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
-
-
-def begins(module: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a module is one of `prefixes` or lies in one; `*` ends a prefix early."""
-    parents = [module[:i] for i, letter in enumerate(module + ".") if letter == "."]
-    return any(fnmatchcase(parent, prefix) for parent in parents for prefix in prefixes)
-
-
-def imports(file: Source, modules: set[str]) -> Iterator[tuple[ast.AST, str]]:
-    """Every module that a file imports; `from a import b` is `a.b` where that is a module."""
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.Import):
-            yield from ((node, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                package = file.module.split(".")
-                keep = len(package) - node.level + file.path.endswith("__init__.py")
-                base = ".".join([*package[:keep], *([base] if base else [])])
-            for alias in node.names:
-                full = f"{base}.{alias.name}"
-                yield node, full if full in modules else base
+def _is_allowed(room: Room, module: str, imported: str, ours: bool) -> bool:
+    """Whether a module of `room` may import `imported`, which is `ours` or a library's."""
+    if not ours:
+        library = imported.partition(".")[0]
+        return library in (*room.stdlib, *room.libraries) or module in PLACES.get(library, ())
+    (target,) = rooms_of(imported)
+    # `engine.kernels` is both a room and the one module of another.
+    is_module = imported in room.may and imported not in {other.name for other in ROOMS}
+    return target == room or target.name in room.may or is_module
 
 
 def wrong_imports(files: list[Source]) -> list[str]:
-    modules, found = {file.module for file in files}, []
+    """Every import that the importing module's room does not allow."""
+    modules, findings = {file.module for file in files}, []
     for file in files:
-        area = next((area for area in AREAS if fnmatchcase(file.path, area.path)), None)
-        assert area is not None, f"{file.path} has no line in AREAS"
-        found += [
-            file.at(node, f"imports {name}, which {area.path} may not")
-            for node, name in imports(file, modules)
-            if not begins(name, area.may) or begins(name, area.never)
-        ]
-    return found
+        rooms = rooms_of(file.module)
+        if len(rooms) != 1:
+            findings.append(f"{file.path} belongs to {len(rooms)} rooms; it must be one")
+            continue
+        for node, name in imports(file, modules):
+            ours = name.partition(".")[0] in PROGRAM
+            if ours and len(rooms_of(name)) != 1:
+                findings.append(file.at(node, f"imports {name}, which is in no room"))
+            elif not _is_allowed(rooms[0], file.module, name, ours):
+                findings.append(file.at(node, f"imports {name}, which {rooms[0].name} may not"))
+    return findings
 
 
 def graph_of(files: list[Source]) -> dict[str, set[str]]:
+    """The modules that each module imports."""
     modules = {file.module for file in files}
     return {
         file.module: {name for _, name in imports(file, modules) if name in modules}
@@ -200,115 +181,83 @@ def graph_of(files: list[Source]) -> dict[str, set[str]]:
     }
 
 
-def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    seen: set[str] = set()
-    waiting = list(graph[start])
-    while waiting:
-        module = waiting.pop()
-        if module not in seen:
-            seen.add(module)
-            waiting += graph[module]
-    return seen
+def room_graph(files: list[Source]) -> dict[str, set[str]]:
+    """The other rooms from which the modules of each room import."""
+    graph: dict[str, set[str]] = {room.name: set() for room in ROOMS}
+    for module, imported in graph_of(files).items():
+        (room,) = rooms_of(module)
+        graph[room.name] |= {rooms_of(other)[0].name for other in imported} - {room.name}
+    return graph
 
 
-def cycles(files: list[Source]) -> list[str]:
-    graph = graph_of(files)
-    return sorted(module for module in graph if module in reachable(graph, module))
+def allowed_graph() -> dict[str, set[str]]:
+    """The other rooms that the table lets each room import from."""
+    names = {room.name for room in ROOMS}
+    return {
+        room.name: {other if other in names else rooms_of(other)[0].name for other in room.may}
+        for room in ROOMS
+    }
 
 
-def climbs(files: list[Source]) -> list[str]:
-    graph = graph_of(files)
-    return [
-        f"{module} reaches {other}, a floor above it"
-        for height, floor in enumerate(FLOORS)
-        for module in sorted(graph)
-        if begins(module, floor)
-        for other in sorted(reachable(graph, module))
-        if any(begins(other, above) for above in FLOORS[height + 1 :])
-    ]
+def cycle_of(graph: Mapping[str, set[str]]) -> list[str]:
+    """The nodes of one cycle, first and last equal; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
-def keyword(call: ast.Call, name: str) -> object:
-    """The value of a literal keyword argument; None where it is not given or no literal."""
-    for given in call.keywords:
-        if given.arg == name:
-            return given.value.value if isinstance(given.value, ast.Constant) else ...
-    return None
-
-
-def names_that_run_code(file: Source) -> Iterator[str]:
-    for node in ast.walk(file.tree):
-        if isinstance(node, ast.Name) and node.id in BANNED_NAMES:
-            yield file.at(node, f"uses {node.id}")
-        if isinstance(node, ast.Attribute):
-            full = ast.unparse(node)
-            if node.attr in BANNED_METHODS or full in BANNED_FUNCTIONS:
-                yield file.at(node, f"uses {full}")
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                if alias.name in BANNED_METHODS or full in (*BANNED_FUNCTIONS, PICKLE_LOADER):
-                    yield file.at(node, f"takes {full} out of its module")
-
-
-def calls_that_run_code(file: Source) -> Iterator[str]:
-    for node in ast.walk(file.tree):
-        if not isinstance(node, ast.Call):
-            continue
-        if ast.unparse(node.func) == PICKLE_LOADER:
-            if keyword(node, "weights_only") is not True:
-                yield file.at(node, f"calls {PICKLE_LOADER} without weights_only=True")
-            elif file.path != PICKLE_LOADER_PLACE:
-                yield file.at(node, f"calls {PICKLE_LOADER}, which {PICKLE_LOADER_PLACE} does")
-        for risk in ("shell", "trust_remote_code", "allow_pickle"):
-            if keyword(node, risk) not in (None, False):
-                yield file.at(node, f"passes {risk}={keyword(node, risk)}")
-
-
-def ways_to_run_code(files: list[Source]) -> list[str]:
-    found = []
+def crowded_folders(files: list[Source]) -> list[str]:
+    """The folders with more modules than a reader can survey."""
+    counts: dict[str, int] = {}
     for file in files:
-        found += [
-            file.at(node, f"imports {name}")
-            for node, name in imports(file, set())
-            if begins(name, BANNED_MODULES)
-        ]
-        found += [*names_that_run_code(file), *calls_that_run_code(file)]
-    return found
+        if not file.path.endswith("__init__.py"):
+            folder = file.path.rpartition("/")[0]
+            counts[folder] = counts.get(folder, 0) + 1
+    return [f"{folder}: {count} modules" for folder, count in counts.items() if count > MODULES_MAX]
 
 
-def is_core(file: Source) -> bool:
-    outside = ("controller/shell/*", "controller/cli/*", "controller/client*")
-    return file.path.startswith("controller/") and not any(
-        fnmatchcase(file.path, path) for path in outside
-    )
+def _reduced(graph: Mapping[str, set[str]]) -> Iterator[tuple[str, str]]:
+    """The edges that no longer path implies."""
+
+    def reaches(start: str) -> set[str]:
+        return set().union(*({other} | reaches(other) for other in graph[start]), set())
+
+    for room in sorted(graph):
+        for other in sorted(graph[room]):
+            if not any(other in reaches(third) for third in graph[room] - {other}):
+                yield room, other
 
 
-def impurities(files: list[Source]) -> list[str]:
-    return [
-        file.at(node, f"calls {node.func.id}, which is not the core's to do")
-        for file in files
-        if is_core(file)
-        for node in ast.walk(file.tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        if node.func.id in BANNED_IN_CORE
-    ]
+def drawing(graph: Mapping[str, set[str]]) -> str:
+    """The graph in Mermaid's language; an arrow leads from a room to one that it imports."""
+    lines = []
+    for room in sorted(graph):
+        targets = [_id_of(other) for start, other in _reduced(graph) if start == room]
+        arrow = f" --> {' & '.join(targets)}" if targets else ""
+        lines.append(f'    {_id_of(room)}["{room}"]{arrow}')
+    return "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
 
 
-def too_long(files: list[Source]) -> list[str]:
-    found = []
-    for file in files:
-        if (lines := file.text.count("\n")) > FILE_LINES_MAX:
-            found.append(f"{file.path}: {lines} lines; at most {FILE_LINES_MAX}")
-        for node in ast.walk(file.tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                is_kernel = any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
-                bound = KERNEL_LINES_MAX if is_kernel else FUNCTION_LINES_MAX
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > bound:
-                    found.append(file.at(node, f"{node.name} has {lines} lines; at most {bound}"))
-    return found
+def _id_of(room: str) -> str:
+    return room.replace(".", "_")
 
 
-def without_docstring(files: list[Source]) -> list[str]:
-    return [file.path for file in files if not ast.get_docstring(file.tree)]
+def with_drawing(text: str, graph: Mapping[str, set[str]]) -> str:
+    """`text` with the drawing between its marks; raises ValueError without marks."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"the marks {BEGIN!r} and {END!r} are missing")
+    return f"{before}{BEGIN}\n{drawing(graph)}\n{END}{after}"
+
+
+def main() -> None:
+    """Draw the rooms into the file that the command line names."""
+    path = Path(sys.argv[1])
+    path.write_text(with_drawing(path.read_text(), room_graph(read_sources(PROGRAM))))
+
+
+if __name__ == "__main__":
+    main()

@@ -11,7 +11,7 @@ import tokenize
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from tests.architecture_rules import ALL, Source, read_sources
+from tests.support.sources import ALL, ROOT, Source, read_sources
 
 
 class Avoided(NamedTuple):
@@ -44,9 +44,9 @@ PROSE: Final = (
     Avoided(r"wish(es)?|strangers?|ledgers?|desk|ensemble", "goal, request, unknown, the new name"),
     Avoided(r"roomy|books|heirs?|inherits? its name", "growable, counters, successor"),
     Avoided(r"by chance|chance", "randomness"),
-    Avoided(r"(so|as) many (?!as\b)", "the number's name"),
+    Avoided(r"(so|as) many(?! as\b)", "the number's name"),
     # The module template of the first version.
-    Avoided(r"what it is( not)?:|what it is\nnot:|one rule:", "one sentence, then the invariants"),
+    Avoided(r"what\s+it\s+is(\s+not)?:|one\s+rule:", "one sentence, then the invariants"),
 )
 """Refused in docstrings, comments and texts, in any case of letters."""
 
@@ -61,10 +61,16 @@ NAMES: Final = frozenset(
 )
 """Refused as a part of an identifier, between underscores or capitals."""
 
+DOCUMENTS: Final = (
+    *("README.md", "ARCHITECTURE.md", "SUPPORTED.md"),
+    *("benchmarks/README.md", "examples/README.md"),
+)
+
 ALLOWED: Final = frozenset({("tests/language_rules.py", "*")})
 """Places and words that stay, each with its reason above it; `*` is any word."""
 
-_PATTERNS: Final = tuple((re.compile(rf"\b({one.pattern})\b", re.I), one) for one in PROSE)
+_PATTERNS: Final = tuple((re.compile(rf"(?<!\w)({one.pattern})(?!\w)", re.I), one) for one in PROSE)
+_CODE: Final = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 _PARTS: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
@@ -134,6 +140,15 @@ def is_allowed(path: str, word: str) -> bool:
     return (path, "*") in ALLOWED or (path, word.lower()) in ALLOWED
 
 
+def avoided_in_document(path: str, text: str) -> Iterator[str]:
+    """A line for each refused word of a Markdown document outside its code."""
+    prose = _CODE.sub(lambda code: "\n" * code.group(0).count("\n"), text)
+    for pattern, avoided in _PATTERNS:
+        for found in pattern.finditer(prose):
+            at = 1 + prose[: found.start()].count("\n")
+            yield f"{path}:{at}: {found.group(0)!r}; write: {avoided.instead}"
+
+
 def avoided_words(files: list[Source]) -> list[str]:
     """All findings of these files, each once."""
     found = (line for file in files for line in (*avoided_prose(file), *avoided_names(file)))
@@ -144,6 +159,9 @@ def main() -> None:
     """Print the findings below the paths of the command line, or everywhere."""
     paths = tuple(sys.argv[1:]) or ("",)
     print(*avoided_words([f for f in read_sources(ALL) if f.path.startswith(paths)]), sep="\n")
+    for path in DOCUMENTS:
+        if path.startswith(paths):
+            print(*avoided_in_document(path, (ROOT / path).read_text()), sep="\n")
 
 
 if __name__ == "__main__":

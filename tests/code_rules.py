@@ -1,0 +1,111 @@
+"""What no code of the program does, and how long files and functions may get."""
+
+import ast
+from collections.abc import Iterator
+
+from tests.support.sources import Source, begins, imports
+
+BANNED_MODULES = (
+    *("pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"),
+    *("yaml", "ruamel", "importlib", "imp", "runpy", "pkgutil", "code", "codeop"),
+    *("multiprocessing", "torch.multiprocessing"),
+)
+BANNED_NAMES = ("eval", "exec", "compile", "__import__", "breakpoint")
+# Some pickle their argument, some run a text; the module before the dot does not matter.
+BANNED_METHODS = (
+    *("send_pyobj", "recv_pyobj", "broadcast_object_list", "scatter_object_list"),
+    *("all_gather_object", "gather_object", "send_object_list", "recv_object_list"),
+    *("import_module", "ProcessPoolExecutor"),
+)
+BANNED_FUNCTIONS = ("os.system", "os.popen", "torch.save")
+# The one loader of pickles that may be called, here alone: told so, it builds tensors and nothing
+# else. What it is given is checked before, and nothing calls it unless an operator allowed it.
+PICKLE_LOADER, PICKLE_LOADER_PLACE = "torch.load", "engine/adapters/files/torch_pickle.py"
+# `hash` and `id` differ from one process to the next, and a replay is another process.
+BANNED_IN_CORE = ("open", "print", "input", "id", "hash")
+
+FUNCTION_LINES_MAX, KERNEL_LINES_MAX, FILE_LINES_MAX = 70, 100, 400
+
+
+def keyword(call: ast.Call, name: str) -> object:
+    """The value of a literal keyword argument; None where it is not given or no literal."""
+    for given in call.keywords:
+        if given.arg == name:
+            return given.value.value if isinstance(given.value, ast.Constant) else ...
+    return None
+
+
+def names_that_run_code(file: Source) -> Iterator[str]:
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Name) and node.id in BANNED_NAMES:
+            yield file.at(node, f"uses {node.id}")
+        if isinstance(node, ast.Attribute):
+            full = ast.unparse(node)
+            if node.attr in BANNED_METHODS or full in BANNED_FUNCTIONS:
+                yield file.at(node, f"uses {full}")
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if alias.name in BANNED_METHODS or full in (*BANNED_FUNCTIONS, PICKLE_LOADER):
+                    yield file.at(node, f"takes {full} out of its module")
+
+
+def calls_that_run_code(file: Source) -> Iterator[str]:
+    for node in ast.walk(file.tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if ast.unparse(node.func) == PICKLE_LOADER:
+            if keyword(node, "weights_only") is not True:
+                yield file.at(node, f"calls {PICKLE_LOADER} without weights_only=True")
+            elif file.path != PICKLE_LOADER_PLACE:
+                yield file.at(node, f"calls {PICKLE_LOADER}, which {PICKLE_LOADER_PLACE} does")
+        for risk in ("shell", "trust_remote_code", "allow_pickle"):
+            if keyword(node, risk) not in (None, False):
+                yield file.at(node, f"passes {risk}={keyword(node, risk)}")
+
+
+def ways_to_run_code(files: list[Source]) -> list[str]:
+    found = []
+    for file in files:
+        found += [
+            file.at(node, f"imports {name}")
+            for node, name in imports(file, set())
+            if begins(name, BANNED_MODULES)
+        ]
+        found += [*names_that_run_code(file), *calls_that_run_code(file)]
+    return found
+
+
+def is_core(file: Source) -> bool:
+    """Whether the file belongs to the pure part of the controller."""
+    return file.path.startswith(("controller/core/", "controller/states/"))
+
+
+def impurities(files: list[Source]) -> list[str]:
+    return [
+        file.at(node, f"calls {node.func.id}, which is not the core's to do")
+        for file in files
+        if is_core(file)
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in BANNED_IN_CORE
+    ]
+
+
+def too_long(files: list[Source]) -> list[str]:
+    found = []
+    for file in files:
+        if (lines := file.text.count("\n")) > FILE_LINES_MAX:
+            found.append(f"{file.path}: {lines} lines; at most {FILE_LINES_MAX}")
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                is_kernel = any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+                bound = KERNEL_LINES_MAX if is_kernel else FUNCTION_LINES_MAX
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > bound:
+                    found.append(file.at(node, f"{node.name} has {lines} lines; at most {bound}"))
+    return found
+
+
+def without_docstring(files: list[Source]) -> list[str]:
+    return [file.path for file in files if not ast.get_docstring(file.tree)]

@@ -1,0 +1,61 @@
+"""The program's files as text and syntax trees, and what each one imports."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ("messages", "controller", "engine")
+SHIPPED = (*PROGRAM, "examples", "benchmarks")
+ALL = (*SHIPPED, "tests")
+
+
+class Source(NamedTuple):
+    """A file: its path from the root, its text and its syntax tree."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def module(self) -> str:
+        """The name by which it is imported."""
+        name = self.path.removesuffix(".py").replace("/", ".")
+        return name.removesuffix(".__init__")
+
+    def at(self, node: ast.AST, finding: str) -> str:
+        """A finding with its place."""
+        return f"{self.path}:{getattr(node, 'lineno', 1)}: {finding}"
+
+
+def source(path: str, text: str) -> Source:
+    """A file that need not exist."""
+    return Source(path, text, ast.parse(text, path))
+
+
+def read_sources(folders: tuple[str, ...]) -> list[Source]:
+    """Every Python file below these folders of the project."""
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return [source(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
+
+
+def imports(file: Source, modules: set[str]) -> Iterator[tuple[ast.AST, str]]:
+    """Every module that a file imports; `from a import b` is `a.b` where that is in `modules`."""
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = file.module.split(".")
+                keep = len(package) - node.level + file.path.endswith("__init__.py")
+                base = ".".join([*package[:keep], *([base] if base else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield node, full if full in modules else base
+
+
+def begins(module: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a module is one of `prefixes` or below one of them."""
+    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
