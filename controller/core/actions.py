@@ -1,7 +1,6 @@
-"""What the core wants done: the only way out of it.
+"""Actions: what the core returns for the shell to perform.
 
-What it is: four frozen Structs. What it is not: the doing, which is the shell's. One rule: actions
-are performed in order, after the input that caused them is in the log.
+They are performed in order, after the input that caused them is in the log.
 """
 
 from msgspec import Struct
@@ -9,28 +8,28 @@ from msgspec import Struct
 from messages import commands, events, requests
 
 
-class Reply(Struct, frozen=True, gc=False):
-    """Answer a client; the shell knows by `request_id` where it is."""
+class SendReply(Struct, frozen=True, gc=False):
+    """Send an answer to the client that sent the request of this `request_id`."""
 
     message: requests.Reply
 
 
-class Command(Struct, frozen=True, gc=False):
-    """Tell the engine to do an operation."""
+class SendCommand(Struct, frozen=True, gc=False):
+    """Send a command to the engine."""
 
     message: commands.Command
 
 
-class Publish(Struct, frozen=True, gc=False):
-    """Tell every subscriber."""
+class PublishEvent(Struct, frozen=True, gc=False):
+    """Send an event to every subscriber."""
 
     message: events.Published
 
 
 class SetTimer(Struct, frozen=True, gc=False):
-    """Send `TimerFired` at this time or later; replaces an earlier wish."""
+    """Send `TimerFired` at `at_ns` or later; replaces an earlier timer."""
 
     at_ns: int
 
 
-Action = Reply | Command | Publish | SetTimer
+Action = SendReply | SendCommand | PublishEvent | SetTimer

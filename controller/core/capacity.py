@@ -1,139 +1,153 @@
-"""Budgets and victims: whether a step has room, and who could make some.
+"""Capacity of the memory tiers: usage, reservations, shortages and victims.
 
-What it is: accounts of the three tiers, and the search for somebody to leave. What it is not: the
-leaving (`drive`). One rule: a tier is charged when a step is sent and not when it is reported, so
-no bound is passed during a change.
+A tier is charged when an operation is sent, not when it is reported, so no bound is exceeded during
+a change.
 """
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
-from controller.core.context import Turn
+from controller.core.context import Context
 from controller.core.tier_queues import TIERS, TierName
 from controller.core.world import Adapter
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
 
-Room = tuple[int, int]
-"""Places and bytes of one tier."""
 
-PLACES: Final[dict[TierName, int]] = {"host": 1, "pinned": 0, "device": 1}
-"""The places that one adapter takes in a tier; pinned memory is bounded by bytes alone."""
+class Amount(NamedTuple):
+    """An amount of one tier's capacity; a place is an adapter on the host or a device slot."""
 
-FLOOR: Final[dict[TierName, tuple[AdapterState, ...]]] = {
+    places: int
+    size_bytes: int
+
+
+PLACES_PER_ADAPTER: Final[dict[TierName, int]] = {"host": 1, "pinned": 0, "device": 1}
+"""Pinned memory is bounded by bytes alone."""
+
+STATES_HOLDING: Final[dict[TierName, tuple[AdapterState, ...]]] = {
     "host": (CPU_CACHED, PINNED, GPU_SLOT),
     "pinned": (PINNED, GPU_SLOT),
     "device": (GPU_SLOT,),
 }
-"""The states that take room in a tier, those that are cheapest to come back from first."""
+"""The states that use a tier, those that are cheapest to return from first."""
 
 
-def need_bytes(adapter: Adapter, tier: TierName) -> int:
-    """What the adapter takes in a tier when it enters it.
+def needed_bytes(adapter: Adapter, tier: TierName) -> int:
+    """Return the bytes that the adapter is charged when it enters a tier.
 
-    Pageable memory holds it as it was read, or as it was packed: the larger counts.
+    Pageable memory holds it as it was read or as it was packed, so the larger one counts.
     """
     if tier == "host":
         return max(adapter.load_bytes, adapter.blob_bytes)
     return adapter.blob_bytes
 
 
-def charge(adapter: Adapter, tier: TierName) -> Room:
-    """What the adapter takes in a tier now."""
+def usage_of(adapter: Adapter, tier: TierName) -> Amount:
+    """Return what the adapter is charged for in a tier now."""
     if tier == "host":
-        return int(adapter.on_host), adapter.host_bytes
+        return Amount(int(adapter.on_host), adapter.host_bytes)
     if tier == "pinned":
-        return 0, adapter.pinned_bytes
-    return int(adapter.slot != NO_SLOT), adapter.device_bytes
+        return Amount(0, adapter.pinned_bytes)
+    return Amount(int(adapter.slot != NO_SLOT), adapter.device_bytes)
 
 
-def fits(turn: Turn, adapter: Adapter, tier: TierName) -> bool:
+def fits(context: Context, adapter: Adapter, tier: TierName) -> bool:
     """Whether the adapter can enter the tier as it is now."""
-    account = turn.world.tiers[tier]
+    usage = context.world.tiers[tier]
     return (
-        account.count + PLACES[tier] <= account.count_max
-        and account.size_bytes + need_bytes(adapter, tier) <= account.size_bytes_max
+        usage.count + PLACES_PER_ADAPTER[tier] <= usage.count_max
+        and usage.size_bytes + needed_bytes(adapter, tier) <= usage.size_bytes_max
     )
 
 
-def pay(turn: Turn, adapter: Adapter, tier: TierName, size_bytes: int) -> None:
-    """Charge the adapter with `size_bytes` (negative: give back) of a tier."""
+def charge(context: Context, adapter: Adapter, tier: TierName) -> None:
+    """Charge the adapter for the bytes that it needs in a tier."""
+    _add_bytes(context, adapter, tier, needed_bytes(adapter, tier))
+
+
+def refund(context: Context, adapter: Adapter, tier: TierName) -> None:
+    """Free all bytes that the adapter is charged for in a tier."""
+    _add_bytes(context, adapter, tier, -usage_of(adapter, tier).size_bytes)
+
+
+def _add_bytes(context: Context, adapter: Adapter, tier: TierName, change: int) -> None:
     if tier == "host":
-        adapter.host_bytes += size_bytes
+        adapter.host_bytes += change
     elif tier == "pinned":
-        adapter.pinned_bytes += size_bytes
+        adapter.pinned_bytes += change
     else:
-        adapter.device_bytes += size_bytes
-    turn.world.tiers[tier].size_bytes += size_bytes
-    turn.world.adapters.touch(adapter.id)
+        adapter.device_bytes += change
+    context.world.tiers[tier].size_bytes += change
+    context.world.adapters.mark_changed(adapter.id)
 
 
-def enter(turn: Turn, adapter: Adapter, tier: TierName) -> None:
-    """Reserve the room that `fits` saw; on the device, this begins a slot's next generation."""
-    pay(turn, adapter, tier, need_bytes(adapter, tier))
-    turn.world.tiers[tier].count += PLACES[tier]
+def enter(context: Context, adapter: Adapter, tier: TierName) -> None:
+    """Reserve room in a tier that the adapter `fits`; on the device, assign it a slot."""
+    charge(context, adapter, tier)
+    context.world.tiers[tier].count += PLACES_PER_ADAPTER[tier]
     if tier == "host":
         adapter.on_host = True
     elif tier == "device":
-        generation = turn.world.next_generation
-        turn.world.next_generation += 1
-        take_slot(turn, adapter, heapq.heappop(turn.world.free_slots), generation)
+        generation = context.world.next_generation
+        context.world.next_generation += 1
+        assign_slot(context, adapter, heapq.heappop(context.world.free_slots), generation)
 
 
-def leave(turn: Turn, adapter: Adapter, tier: TierName) -> None:
-    """Give back all that the adapter takes in a tier."""
-    places, size_bytes = charge(adapter, tier)
-    pay(turn, adapter, tier, -size_bytes)
-    turn.world.tiers[tier].count -= places
+def leave(context: Context, adapter: Adapter, tier: TierName) -> None:
+    """Free everything that the adapter uses in a tier."""
+    context.world.tiers[tier].count -= usage_of(adapter, tier).places
+    refund(context, adapter, tier)
     if tier == "host":
         adapter.on_host = False
     elif tier == "device" and adapter.slot != NO_SLOT:
-        _free_slot(turn, adapter)
+        _free_slot(context, adapter)
 
 
-def take_slot(turn: Turn, adapter: Adapter, index: int, generation: int) -> None:
-    """Enter the adapter in a slot that is not among the free ones any more."""
-    slot = turn.world.slots[index]
+def assign_slot(context: Context, adapter: Adapter, index: int, generation: int) -> None:
+    """Record the adapter in a slot, which must have been removed from the free ones."""
+    slot = context.world.slots[index]
     slot.adapter_id, slot.generation = adapter.id, generation
-    turn.world.slots.touch(index)
+    context.world.slots.mark_changed(index)
     adapter.slot, adapter.generation = index, generation
-    turn.touch(adapter)
+    context.mark_changed(adapter)
 
 
-def _free_slot(turn: Turn, adapter: Adapter) -> None:
-    turn.world.slots[adapter.slot].adapter_id = 0
-    turn.world.slots.touch(adapter.slot)
-    heapq.heappush(turn.world.free_slots, adapter.slot)
+def _free_slot(context: Context, adapter: Adapter) -> None:
+    context.world.slots[adapter.slot].adapter_id = 0
+    context.world.slots.mark_changed(adapter.slot)
+    heapq.heappush(context.world.free_slots, adapter.slot)
     adapter.slot, adapter.generation = NO_SLOT, 0
 
 
-def shortage(turn: Turn, tier: TierName) -> Room:
-    """By how much the tier will be over its bound; negative where it will be under.
+def shortage(context: Context, tier: TierName) -> Amount:
+    """Return by how much the tier will exceed its bounds; negative where room will be left.
 
-    What adapters on their way out take counts as free already.
+    What demoting adapters use counts as free.
     """
-    account = turn.world.tiers[tier]
-    places = account.count - account.count_max
-    size_bytes = account.size_bytes - account.size_bytes_max
-    for adapter_id in turn.world.leaving:
-        adapter = turn.world.adapters[adapter_id]
-        if adapter.goal not in FLOOR[tier] and not adapter.resting:
-            gives = charge(adapter, tier)
-            places, size_bytes = places - gives[0], size_bytes - gives[1]
-    return places, size_bytes
+    usage = context.world.tiers[tier]
+    places = usage.count - usage.count_max
+    size_bytes = usage.size_bytes - usage.size_bytes_max
+    for adapter_id in context.world.demoting:
+        adapter = context.world.adapters[adapter_id]
+        if adapter.goal not in STATES_HOLDING[tier] and not adapter.backing_off:
+            freed = usage_of(adapter, tier)
+            places, size_bytes = places - freed.places, size_bytes - freed.size_bytes
+    return Amount(places, size_bytes)
 
 
-def find_victim(turn: Turn, claimant: Adapter, tier: TierName, short: Room) -> Adapter | None:
-    """Who leaves the tier for `claimant`, by giving something of what is `short`.
+def find_victim(
+    context: Context, requester: Adapter, tier: TierName, missing: Amount
+) -> Adapter | None:
+    """Choose an adapter that leaves the tier for `requester` and frees a part of `missing`.
 
-    Somebody idle; else somebody leased, who then takes no new requests and goes after the last one;
-    else somebody whose own waiters came later, so that the oldest request always gets on. Never one
-    that is held or in motion already.
+    An idle one is preferred. Next is a leased one, which then accepts no new requests and leaves
+    after its last one. Next is one whose requests are newer, so that the oldest request is always
+    served. Held adapters and those in motion are never chosen.
     """
-    claim = claimant.claim
-    for kind in (_is_idle, _is_only_leased, lambda adapter: adapter.claim > claim):
-        for state in FLOOR[tier]:
-            victim = turn.policy(_candidates(turn, state, tier, short, kind))
+    priority = requester.priority
+    for accepts in (_is_idle, _is_only_leased, lambda adapter: adapter.priority > priority):
+        for state in STATES_HOLDING[tier]:
+            victim = context.policy(_candidates(context, state, tier, missing, accepts))
             if victim is not None:
                 return victim
     return None
@@ -148,106 +162,118 @@ def _is_only_leased(adapter: Adapter) -> bool:
 
 
 def _candidates(
-    turn: Turn,
+    context: Context,
     state: AdapterState,
     tier: TierName,
-    short: Room,
+    missing: Amount,
     accepts: Callable[[Adapter], bool],
 ) -> Iterator[Adapter]:
-    world = turn.world
-    for adapter_id in world.recency[state]:
+    world = context.world
+    for adapter_id in world.lru_order[state]:
         adapter = world.adapters[adapter_id]
-        if adapter.held or adapter.op or adapter.resting or adapter_id in world.leaving:
+        if adapter.held or adapter.op or adapter.backing_off or adapter_id in world.demoting:
             continue
-        gives = charge(adapter, tier)
-        helps = (short[0] > 0 < gives[0]) or (short[1] > 0 < gives[1])
-        if helps and accepts(adapter):
+        if accepts(adapter) and _frees_some(adapter, tier, missing):
             yield adapter
 
 
-def lowered_goal(turn: Turn, victim: Adapter, tier: TierName) -> AdapterState:
-    """How far a victim has to go down to leave a tier."""
+def _frees_some(adapter: Adapter, tier: TierName, missing: Amount) -> bool:
+    usage = usage_of(adapter, tier)
+    return (missing.places > 0 and usage.places > 0) or (
+        missing.size_bytes > 0 and usage.size_bytes > 0
+    )
+
+
+def demotion_goal(context: Context, victim: Adapter, tier: TierName) -> AdapterState:
+    """Return the highest state in which the victim no longer uses a tier."""
     if tier == "device":
         return PINNED
-    if tier == "pinned" and has_pageable_room(turn, victim):
+    if tier == "pinned" and has_pageable_room(context, victim):
         return CPU_CACHED
     return EVICTED
 
 
-def has_pageable_room(turn: Turn, adapter: Adapter) -> bool:
-    """Whether the adapter's blob could lie in pageable memory."""
-    host = turn.world.tiers["host"]
-    return host.size_bytes + need_bytes(adapter, "host") <= host.size_bytes_max
+def has_pageable_room(context: Context, adapter: Adapter) -> bool:
+    """Whether the adapter's blob fits into pageable memory."""
+    host = context.world.tiers["host"]
+    return host.size_bytes + needed_bytes(adapter, "host") <= host.size_bytes_max
 
 
-def why_never(turn: Turn, adapter: Adapter, tier: TierName) -> str | None:
-    """Why no waiting can give the adapter room in a tier; None where it can."""
-    wanted, bound = (PLACES[tier], need_bytes(adapter, tier)), _bound(turn, tier)
-    held = held_by_others(turn, (adapter,), tier)
-    if _fits_beside(wanted, held, bound):
+def permanent_shortage(context: Context, adapter: Adapter, tier: TierName) -> str | None:
+    """Return why waiting can't make room for the adapter in a tier; None where it can."""
+    needed, bound = _needs(adapter, tier), _bound(context, tier)
+    held = held_by_others(context, (adapter,), tier)
+    if _fit_together(needed, held, bound):
         return None
-    if wanted[1] > bound[1]:
+    if needed.size_bytes > bound.size_bytes:
         return (
-            f"adapter {adapter.name!r} needs {wanted[1]} bytes of {tier} memory, the budget is "
-            f"{bound[1]}; raise {tier}_bytes_max or serve a smaller adapter"
+            f"adapter {adapter.name!r} needs {needed.size_bytes} bytes of {tier} memory, the "
+            f"budget is {bound.size_bytes}; raise {tier}_bytes_max or serve a smaller adapter"
         )
     return (
-        f"adapter {adapter.name!r} needs {_told(wanted, tier)} of {tier} memory; held adapters "
-        f"keep {_told(held, tier)} of {_told(bound, tier)}; release one"
+        f"adapter {adapter.name!r} needs {_text(needed, tier)} of {tier} memory; held adapters "
+        f"keep {_text(held, tier)} of {_text(bound, tier)}; release one"
     )
 
 
-def why_never_together(turn: Turn, adapters: tuple[Adapter, ...]) -> str | None:
-    """Why these can't all be in slots at once, as far as their sizes are known; None if they can.
+def permanent_shortage_of_batch(context: Context, adapters: tuple[Adapter, ...]) -> str | None:
+    """Return why these adapters can't all be in slots at once; None where they can.
 
-    Without an engine nobody knows its bounds, and the limits alone count.
+    Sizes that are not known yet count as 0. Without an engine only the limits bound them.
     """
     for tier in TIERS[1:]:
-        bound = _bound(turn, tier)
-        if tier == "device" and turn.world.engine is None:
-            bound = (turn.limits.slots_max, turn.limits.device_bytes_max)
-        held = held_by_others(turn, adapters, tier)
-        wanted = _sum((PLACES[tier], need_bytes(adapter, tier)) for adapter in adapters)
-        if not _fits_beside(wanted, held, bound):
+        bound = _bound(context, tier)
+        if tier == "device" and context.world.engine is None:
+            bound = Amount(context.limits.slots_max, context.limits.device_bytes_max)
+        held = held_by_others(context, adapters, tier)
+        needed = _total(_needs(adapter, tier) for adapter in adapters)
+        if not _fit_together(needed, held, bound):
             return (
-                f"the batch needs {_told(wanted, tier)} of {tier} memory; other adapters that are "
-                f"held keep {_told(held, tier)} of {_told(bound, tier)}; split the batch or "
+                f"the batch needs {_text(needed, tier)} of {tier} memory; other adapters that are "
+                f"held keep {_text(held, tier)} of {_text(bound, tier)}; split the batch or "
                 "release one"
             )
     return None
 
 
-def held_by_others(turn: Turn, adapters: tuple[Adapter, ...], tier: TierName) -> Room:
-    """What held adapters will always take of a tier, without `adapters`."""
-    world = turn.world
+def held_by_others(context: Context, adapters: tuple[Adapter, ...], tier: TierName) -> Amount:
+    """Return what held adapters, without `adapters`, will always use of a tier."""
+    world = context.world
     if not world.held:
-        return 0, 0
+        return Amount(0, 0)
     excepted = {adapter.id for adapter in adapters}
     held = [world.adapters[a] for a in world.held if a not in excepted]
     if tier == "host":
-        # They pass through pageable memory and lie page-locked then, but for those that get stuck.
-        return len(held), sum(adapter.host_bytes for adapter in held if adapter.resting)
-    return _sum((PLACES[tier], need_bytes(adapter, tier)) for adapter in held)
+        # They use pageable memory only until they are page-locked, unless their staging failed.
+        return Amount(len(held), sum(a.host_bytes for a in held if a.backing_off))
+    return _total(_needs(adapter, tier) for adapter in held)
 
 
-def _bound(turn: Turn, tier: TierName) -> Room:
-    account = turn.world.tiers[tier]
-    return account.count_max, account.size_bytes_max
+def _needs(adapter: Adapter, tier: TierName) -> Amount:
+    return Amount(PLACES_PER_ADAPTER[tier], needed_bytes(adapter, tier))
 
 
-def _fits_beside(wanted: Room, held: Room, bound: Room) -> bool:
-    return wanted[0] + held[0] <= bound[0] and wanted[1] + held[1] <= bound[1]
+def _bound(context: Context, tier: TierName) -> Amount:
+    usage = context.world.tiers[tier]
+    return Amount(usage.count_max, usage.size_bytes_max)
 
 
-def _sum(parts: Iterable[Room]) -> Room:
+def _fit_together(needed: Amount, held: Amount, bound: Amount) -> bool:
+    return (
+        needed.places + held.places <= bound.places
+        and needed.size_bytes + held.size_bytes <= bound.size_bytes
+    )
+
+
+def _total(amounts: Iterable[Amount]) -> Amount:
     places = size_bytes = 0
-    for part in parts:
-        places, size_bytes = places + part[0], size_bytes + part[1]
-    return places, size_bytes
+    for amount in amounts:
+        places, size_bytes = places + amount.places, size_bytes + amount.size_bytes
+    return Amount(places, size_bytes)
 
 
-def _told(room: Room, tier: TierName) -> str:
-    size = f"{room[1]} bytes"
+def _text(amount: Amount, tier: TierName) -> str:
+    size = f"{amount.size_bytes} bytes"
     if tier == "pinned":
         return size
-    return f"{room[0]} {'slots' if tier == 'device' else 'places'} and {size}"
+    return f"{amount.places} {'slots' if tier == 'device' else 'places'} and {size}"

@@ -1,8 +1,7 @@
 """The controller's core: one pure function from an input to actions.
 
-What it is: the dispatch of an input, and what follows every input. What it is not: a process; it
-knows no socket, file, clock or chance. One rule: clients, replays and tests all drive this same
-`handle`, which is the only writer of its `World`.
+Clients, replays and tests all call this same `handle`, which is the only writer of its `World`. It
+uses no socket, file, clock or randomness.
 """
 
 from collections.abc import Callable
@@ -12,77 +11,77 @@ from controller.core import (
     deadlines,
     engine_lifecycle,
     pending_requests,
-    reconcile,
     report_handlers,
     request_handlers,
 )
 from controller.core.actions import Action
-from controller.core.context import Turn
+from controller.core.context import Context
 from controller.core.eviction import POLICIES
 from controller.core.invariants import check
 from controller.core.limits import Limits, check_limits
+from controller.core.reconcile import reconcile
 from controller.core.world import World
 from messages import records, reports
 from messages.errors import ErrorCode
 
 
 class Controller:
-    """The adapters' residency, decided."""
+    """A world, and the function that folds inputs into it."""
 
     def __init__(self, limits: Limits, policy: str = "lru", *, checked: bool = False) -> None:
-        """`checked` verifies every invariant after every input; for tests, and when in doubt."""
+        """`checked` verifies every invariant after every input; raises `InvariantError`."""
         self.limits = check_limits(limits)
         self.policy_name = policy
         self.world = World(limits)
         self.policy = POLICIES[policy]
-        self._turn = Turn(self.world, self.limits, self.policy, [])
+        self._context = Context(self.world, self.limits, self.policy, [])
         self._checked = checked
 
     def handle(self, message: records.Input, time_ns: int) -> list[Action]:
-        """Take one input at one time (nanoseconds); say what is to be done.
+        """Handle one input at `time_ns`; returns the actions to perform.
 
-        A time before the last one counts as that one: clocks are set back, the log's time is not.
+        A time before the last one counts as the last one, so that the log's time never decreases.
         """
-        world, turn = self.world, self._turn
+        world, context = self.world, self._context
         world.seq += 1
         world.time_ns = max(world.time_ns, time_ns)
         actions: list[Action] = []
-        turn.actions = actions
-        _HANDLERS[type(message)](turn, message)
-        self._finish(turn)
+        context.actions = actions
+        _HANDLERS[type(message)](context, message)
+        self._finish(context)
         return actions
 
     def reconfigure(self, limits: Limits, policy: str) -> list[Action]:
-        """Go on under other limits; the engine that the old ones bounded counts as lost."""
+        """Continue under other limits; the attached engine counts as lost."""
         self.limits = check_limits(limits)
         self.policy_name, self.policy = policy, POLICIES[policy]
-        self._turn = turn = Turn(self.world, self.limits, self.policy, [])
-        engine_lifecycle.lose(turn, "the limits were changed")
+        self._context = context = Context(self.world, self.limits, self.policy, [])
+        engine_lifecycle.lose(context, "the limits were changed")
         self.world.resize(limits.slots_max)
         self.world.set_bounds(limits)
-        for request_id in tuple(self.world.waiting)[limits.requests_max :]:
+        for request_id in tuple(self.world.pending_requests)[limits.requests_max :]:
             fewer = f"requests_max was lowered to {limits.requests_max}; try again later"
-            pending_requests.refuse_request(turn, request_id, ErrorCode.OVERLOADED, fewer)
+            pending_requests.refuse_request(context, request_id, ErrorCode.OVERLOADED, fewer)
         while len(self.world.answers) > limits.answers_max:
-            turn.forget_answer()
-        self._finish(turn)
-        return turn.actions
+            context.drop_oldest_answer()
+        self._finish(context)
+        return context.actions
 
     def digest(self) -> str:
-        """The world's digest."""
+        """Return the world's digest."""
         return self.world.digest()
 
-    def _finish(self, turn: Turn) -> None:
+    def _finish(self, context: Context) -> None:
         world = self.world
-        if turn.due or world.batches:
-            reconcile.follow_up(turn)
+        if context.dirty_adapters or world.batches:
+            reconcile(context)
         if world.deadlines and not 0 < world.timer_ns <= world.deadlines[0][0]:
-            deadlines.set_timer(turn)
+            deadlines.set_timer(context)
         if self._checked:
             check(world, self.limits)
 
 
-_HANDLERS: Final[dict[type, Callable[[Turn, Any], None]]] = {
+_HANDLERS: Final[dict[type, Callable[[Context, Any], None]]] = {
     **dict.fromkeys(request_handlers.REQUESTS, request_handlers.on_request),
     **dict.fromkeys(report_handlers.REPORTS, report_handlers.on_report),
     reports.EngineInventory: engine_lifecycle.on_inventory,

@@ -1,22 +1,21 @@
-"""What follows when a deadline passes.
+"""Expired deadlines, and the timer for the next one.
 
-What it is: one function a kind of deadline, and the next wish for a timer. What it is not: a clock;
-time is a field of the input. One rule: a deadline ends a client's waiting and never an operation,
-whose late report is still the truth.
+A deadline ends the waiting of clients, never an operation: a late report still counts.
 """
 
 import heapq
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller.core import pending_requests
+from controller.core import leases, pending_requests
 from controller.core.actions import SetTimer
-from controller.core.context import Turn
-from controller.core.world import Waiting
+from controller.core.context import Context
+from controller.core.world import PendingRequest
 from messages import events, records
 from messages.errors import ErrorCode
 from messages.ids import AdapterId, OpId, RequestId
 
+# Refusals are part of the digest: another wording needs another `RULES` number.
 _TOO_SLOW: Final = {
     "generate": "the generation did not end in time and is stopped; ask for fewer tokens",
     "embed": "the embedding did not end in time and is stopped; send fewer inputs",
@@ -24,64 +23,63 @@ _TOO_SLOW: Final = {
 }
 
 
-def on_timer(turn: Turn, _message: records.TimerFired) -> None:
-    """Look at everything whose time has come."""
-    world = turn.world
+def on_timer(context: Context, _message: records.TimerFired) -> None:
+    """Expire every deadline that has passed."""
+    world = context.world
     world.timer_ns = 0
     while world.deadlines and world.deadlines[0][0] <= world.time_ns:
-        entry = heapq.heappop(world.deadlines)
-        if world.is_live(entry):
-            _, kind, key = entry
-            _EXPIRE[kind](turn, key)
+        deadline = heapq.heappop(world.deadlines)
+        if world.is_live(deadline):
+            _, kind, key = deadline
+            _EXPIRE[kind](context, key)
 
 
-def set_timer(turn: Turn) -> None:
-    """Ask for the next wake-up, unless nothing is left to wait for."""
-    world = turn.world
+def set_timer(context: Context) -> None:
+    """Set the timer to the next live deadline, if there is one."""
+    world = context.world
     while world.deadlines and not world.is_live(world.deadlines[0]):
         heapq.heappop(world.deadlines)
     if world.deadlines:
         world.timer_ns = world.deadlines[0][0]
-        turn.actions.append(SetTimer(world.timer_ns))
+        context.actions.append(SetTimer(world.timer_ns))
 
 
-def _expire_operation(turn: Turn, op: OpId) -> None:
-    """Its clients are told; the operation stays open."""
-    world = turn.world
+def _expire_operation(context: Context, op: OpId) -> None:
+    """Refuse the requests that wait for the operation, which stays open."""
+    world = context.world
     operation = world.operations[op]
     operation.overdue = True
     adapter, kind = world.adapters[operation.adapter_id], type(operation.command).__name__
-    turn.publish(events.OperationOverdue(op, kind, adapter.name))
+    context.publish(events.OperationOverdue(op, kind, adapter.name))
     late = (
         f"the engine did not report on {kind} of adapter {adapter.name!r} within "
-        f"{turn.limits.operation_timeout_ms} ms"
+        f"{context.limits.operation_timeout_ms} ms"
     )
     for downward in (False, True):
         pending_requests.refuse_waiters(
-            turn, adapter, ErrorCode.ENGINE_GONE, late, downward=downward
+            context, adapter, ErrorCode.ENGINE_GONE, late, downward=downward
         )
 
 
-def _expire_request(turn: Turn, request_id: RequestId) -> None:
-    waiting = turn.world.waiting[request_id]
-    if waiting.kind in _TOO_SLOW and waiting.op:
-        pending_requests.refuse_request(
-            turn, request_id, ErrorCode.ENGINE_GONE, _TOO_SLOW[waiting.kind]
-        )
-        pending_requests.stop_inference(turn, waiting)
+def _expire_request(context: Context, request_id: RequestId) -> None:
+    pending = context.world.pending_requests[request_id]
+    if pending.kind in _TOO_SLOW and pending.op:
+        too_slow = _TOO_SLOW[pending.kind]
+        pending_requests.refuse_request(context, request_id, ErrorCode.ENGINE_GONE, too_slow)
+        leases.stop_inference(context, pending)
     else:
-        pending_requests.refuse_request(turn, request_id, *_why_late(turn, waiting))
+        pending_requests.refuse_request(context, request_id, *_timeout_reason(context, pending))
 
 
-def _why_late(turn: Turn, waiting: Waiting) -> tuple[ErrorCode, str]:
-    world = turn.world
-    adapters = [world.adapters[adapter_id] for adapter_id in waiting.adapters]
+def _timeout_reason(context: Context, pending: PendingRequest) -> tuple[ErrorCode, str]:
+    world = context.world
+    adapters = [world.adapters[adapter_id] for adapter_id in pending.adapters]
     names = ", ".join(repr(adapter.name) for adapter in adapters) or "the base model"
-    if not world.ready:
+    if not world.engine_ready:
         return ErrorCode.ENGINE_GONE, f"no engine came in time for {names}"
-    if waiting.op or any(adapter.op for adapter in adapters):
+    if pending.op or any(adapter.op for adapter in adapters):
         return ErrorCode.ENGINE_GONE, f"the engine was not done in time with {names}"
-    leased = sum(1 for a in world.recency["gpu-slot"] if world.adapters[a].leases)
+    leased = sum(1 for a in world.lru_order["gpu-slot"] if world.adapters[a].leases)
     return (
         ErrorCode.NO_ROOM,
         f"no room came free in time for {names}: {leased} adapters in slots are leased and "
@@ -89,15 +87,15 @@ def _why_late(turn: Turn, waiting: Waiting) -> tuple[ErrorCode, str]:
     )
 
 
-def _expire_rest(turn: Turn, adapter_id: AdapterId) -> None:
-    adapter = turn.world.adapters[adapter_id]
-    adapter.resting = False
-    turn.touch(adapter)
-    turn.due[adapter_id] = None
+def _end_backoff(context: Context, adapter_id: AdapterId) -> None:
+    adapter = context.world.adapters[adapter_id]
+    adapter.backing_off = False
+    context.mark_changed(adapter)
+    context.dirty_adapters[adapter_id] = None
 
 
-_EXPIRE: Final[dict[str, Callable[[Turn, Any], None]]] = {
+_EXPIRE: Final[dict[str, Callable[[Context, Any], None]]] = {
     "operation": _expire_operation,
     "request": _expire_request,
-    "rest": _expire_rest,
+    "retry": _end_backoff,
 }

@@ -1,8 +1,7 @@
-"""Who has to leave when room is needed: pure choosers of a victim, by name.
+"""Eviction policies: pure functions that choose a victim.
 
-What it is: one function a policy and the table of their names. What it is not: the decision that
-somebody must leave, or who may be asked to (`room` decides both). One rule: a policy sees
-candidates and nothing else, so the same history gives the same choice.
+A policy sees candidates and nothing else, so that the same history leads to the same choice. Which
+adapters are candidates, and when a victim is needed, is decided in `capacity` and `reconcile`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,17 +10,18 @@ from typing import Final
 from controller.core.world import Adapter
 
 Policy = Callable[[Iterator[Adapter]], Adapter | None]
-"""Takes candidates, least recently touched first; returns the victim, None where there is none."""
+"""Receives candidates, least recently used first; returns the victim or None."""
 
 
 def choose_lru(candidates: Iterator[Adapter]) -> Adapter | None:
-    """The first candidate; None where there is none."""
+    """Return the least recently used candidate, None where there is none."""
     return next(candidates, None)
 
 
 def choose_none(_candidates: Iterator[Adapter]) -> Adapter | None:
-    """None, always."""
+    """Return None: adapters leave by request only."""
     return None
 
 
 POLICIES: Final[dict[str, Policy]] = {"lru": choose_lru, "none": choose_none}
+"""Policies by the name that `--policy` and a log's header use."""

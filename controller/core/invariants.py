@@ -1,48 +1,48 @@
-"""What must always hold, said a second time.
+"""The invariants of the world, computed from scratch; for tests and `Controller(checked=True)`.
 
-What it is: the design's invariants, computed from scratch. What it is not: used by any decision.
-One rule: it shares no account and no index with the code that it checks, and changes nothing.
+They share no counter and no index with the code that they check, and change nothing.
 """
 
 from collections import Counter
 
 from controller.core.limits import Limits
 from controller.core.tier_queues import TIERS
-from controller.core.world import NO_CLAIM, RESIDENT, Adapter, World
-from controller.states.table import HEIGHT
+from controller.core.world import NO_PRIORITY, RESIDENT, Adapter, World
+from controller.states.table import RESIDENCY_LEVEL
 from messages import commands
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, UNREGISTERED, AdapterId
 
 
 class InvariantError(AssertionError):
-    """The world contradicts itself: a defect of ours."""
+    """The world contradicts itself: a defect of the controller."""
 
 
 def check(world: World, limits: Limits) -> None:
     """Raise `InvariantError` for the first invariant that does not hold."""
-    _bounds_hold(world, limits)
-    for law in (_slots_agree, _accounts_agree, _indexes_agree, _nobody_is_forced):
-        law(world)
-    for law in (_operations_agree, _requests_agree, _something_goes_on, _queues_agree):
-        law(world)
+    _check_bounds(world, limits)
+    for check_one in (_check_slots, _check_usage, _check_indexes, _check_exemptions):
+        check_one(world)
+    for check_one in (_check_operations, _check_requests, _check_progress, _check_queues):
+        check_one(world)
     _require(world.digest() == world.digest_from_scratch(), "the digest forgot a change")
 
 
-def _require(holds: bool, what: str) -> None:
+def _require(holds: bool, problem: str) -> None:
     if not holds:
-        raise InvariantError(what)
+        raise InvariantError(problem)
 
 
-def _has_strangers(world: World) -> bool:
-    """What an engine brought along may be beyond a bound until it is driven out."""
+def _has_unknown_adapters(world: World) -> bool:
+    """Whether adapters from an inventory are unknown to the log; they may exceed the bounds."""
     return any(a.retired and not a.loads for a in world.adapters.values())
 
 
-def _bounds_hold(world: World, limits: Limits) -> None:
-    """No tier is over its bound, also during a change."""
-    _require(len(world.answers) <= limits.answers_max, f"{len(world.answers)} answers")
-    _require(len(world.waiting) <= limits.requests_max, f"{len(world.waiting)} requests")
-    if _has_strangers(world):
+def _check_bounds(world: World, limits: Limits) -> None:
+    """No tier exceeds its bounds, also during a change."""
+    answers, pending = len(world.answers), len(world.pending_requests)
+    _require(answers <= limits.answers_max, f"{answers} answers")
+    _require(pending <= limits.requests_max, f"{pending} requests")
+    if _has_unknown_adapters(world):
         return
     host, pinned, device = (world.tiers[tier] for tier in TIERS)
     _require(host.count <= limits.host_adapters_max, f"{host.count} adapters on the host")
@@ -57,8 +57,8 @@ def _bounds_hold(world: World, limits: Limits) -> None:
     _require(device.size_bytes <= device_bytes_max, f"{device.size_bytes} device bytes")
 
 
-def _slots_agree(world: World) -> None:
-    """One adapter a slot, one slot an adapter; the table and the records say the same."""
+def _check_slots(world: World) -> None:
+    """One adapter per slot, one slot per adapter; slot table and records agree."""
     by_table = {slot.adapter_id: index for index, slot in world.slots.items() if slot.adapter_id}
     by_record = {a.id: a.slot for a in world.adapters.values() if a.slot != NO_SLOT}
     _require(by_table == by_record, f"slot table {by_table} and records {by_record} differ")
@@ -75,7 +75,7 @@ def _slots_agree(world: World) -> None:
             _require(slot.generation == adapter.generation, f"{adapter} is of another generation")
     generations = [slot.generation for slot in taken]
     _require(len(generations) == len(set(generations)), f"a generation twice in {generations}")
-    _require(max(generations, default=0) < world.next_generation, "a generation is given again")
+    _require(max(generations, default=0) < world.next_generation, "a generation is used again")
 
 
 def _command_type(world: World, adapter: Adapter) -> type | None:
@@ -83,8 +83,8 @@ def _command_type(world: World, adapter: Adapter) -> type | None:
     return None if operation is None else type(operation.command)
 
 
-def _expected_charge(world: World, adapter: Adapter) -> tuple[bool, bool, bool, bool]:
-    """Whether it is on the host, and pays for pageable, pinned and device memory."""
+def _expected_usage(world: World, adapter: Adapter) -> tuple[bool, bool, bool, bool]:
+    """Whether it is on the host, and is charged for pageable, pinned and device memory."""
     kind = _command_type(world, adapter)
     loaded, staged = adapter.state == CPU_CACHED, adapter.state in (PINNED, GPU_SLOT)
     return (
@@ -95,121 +95,131 @@ def _expected_charge(world: World, adapter: Adapter) -> tuple[bool, bool, bool, 
     )
 
 
-def _accounts_agree(world: World) -> None:
-    """What each adapter is charged follows from its state and operation, and adds up."""
+def _check_usage(world: World) -> None:
+    """Each adapter is charged by its state and operation, and the tiers are charged the sums."""
     count, slots, sums = 0, 0, [0, 0, 0]
     for adapter in world.adapters.values():
-        on_host, host, pinned, device = _expected_charge(world, adapter)
+        on_host, host, pinned, device = _expected_usage(world, adapter)
         _require(adapter.on_host == on_host, f"{adapter} is on the host or is not")
         pageable = max(adapter.load_bytes, adapter.blob_bytes)
         expected = (host * pageable, pinned * adapter.blob_bytes, device * adapter.blob_bytes)
         charges = (adapter.host_bytes, adapter.pinned_bytes, adapter.device_bytes)
-        _require(charges == expected, f"{adapter} pays {charges}, not {expected}")
+        _require(charges == expected, f"{adapter} is charged {charges}, not {expected}")
         count += on_host
         slots += device
         sums = [total + part for total, part in zip(sums, charges, strict=True)]
     found = [world.tiers[tier].size_bytes for tier in TIERS]
-    _require(found == sums, f"tiers say {found} bytes, adapters {sums}")
+    _require(found == sums, f"the tiers count {found} bytes, the adapters {sums}")
     counts = (world.tiers["host"].count, world.tiers["device"].count)
-    _require(counts == (count, slots), f"tiers say {counts} places, adapters {(count, slots)}")
+    _require(
+        counts == (count, slots), f"the tiers count {counts} places, the adapters {(count, slots)}"
+    )
 
 
-def _indexes_agree(world: World) -> None:
-    """Goals, order and names are what the records say."""
-    rises = {a.id: HEIGHT[a.goal] - HEIGHT[a.state] for a in world.adapters.values()}
-    _require(set(world.leaving) == {a for a, rise in rises.items() if rise < 0}, "leaving")
-    _require(set(world.striving) == {a for a, rise in rises.items() if rise > 0}, "striving")
+def _check_indexes(world: World) -> None:
+    """Every index equals the one that is built from the records."""
+    rises = {
+        a.id: RESIDENCY_LEVEL[a.goal] - RESIDENCY_LEVEL[a.state] for a in world.adapters.values()
+    }
+    _require(set(world.demoting) == {a for a, rise in rises.items() if rise < 0}, "demoting")
+    _require(set(world.promoting) == {a for a, rise in rises.items() if rise > 0}, "promoting")
     _require(set(world.held) == {a.id for a in world.adapters.values() if a.held}, "held")
-    for state, index in world.recency.items():
+    for state, index in world.lru_order.items():
         members = [a.id for a in world.adapters.values() if a.state == state]
-        by_touch = sorted(members, key=lambda a: world.adapters[a].touched)
-        _require(list(index) == by_touch, f"the order of {state} is {list(index)}, not {by_touch}")
+        by_stamp = sorted(members, key=lambda a: world.adapters[a].lru_stamp)
+        _require(list(index) == by_stamp, f"the order of {state} is {list(index)}, not {by_stamp}")
     names = {a.name: a.id for a in world.adapters.values() if not (a.retired or a.predecessor)}
     _require(names == world.names, f"names {world.names} are not {names}")
     _require(list(world.answers) == list(world.answer_order), "the order of answers")
     for adapter in world.adapters.values():
-        heir = world.adapters.get(adapter.successor)
-        _require(heir is None or heir.predecessor == adapter.id, f"{adapter} and its heir")
-        _require(bool(adapter.successor) == (heir is not None), f"the heir of {adapter} is gone")
+        successor = world.adapters.get(adapter.successor)
+        is_mutual = successor is None or successor.predecessor == adapter.id
+        _require(is_mutual, f"{adapter} and its successor differ")
+        is_known = bool(adapter.successor) == (successor is not None)
+        _require(is_known, f"the successor of {adapter} is unknown")
 
 
-def _nobody_is_forced(world: World) -> None:
-    """Nothing held or leased is on its way out by policy."""
+def _check_exemptions(world: World) -> None:
+    """No held adapter is demoted, and no leased one leaves its slot."""
     for adapter in world.adapters.values():
-        sinks = HEIGHT[adapter.goal] < HEIGHT[adapter.state]
-        _require(not (adapter.held and sinks), f"held {adapter} is on its way out")
+        is_demoted = RESIDENCY_LEVEL[adapter.goal] < RESIDENCY_LEVEL[adapter.state]
+        _require(not (adapter.held and is_demoted), f"held {adapter} is demoted")
         in_place = adapter.leases == 0 or adapter.state == GPU_SLOT
         _require(in_place, f"leased {adapter} is not in its slot")
         _require(not (adapter.leases and adapter.op), f"leased {adapter} is being moved")
 
 
-def _operations_agree(world: World) -> None:
-    """Every operation is one adapter's or one request's, and leases are what runs."""
+def _check_operations(world: World) -> None:
+    """Each operation belongs to one adapter or one request, and running requests lease."""
     _require(world.engine is not None or not world.operations, "operations without an engine")
     own = {a.op: a.id for a in world.adapters.values() if a.op}
-    served = {w.op: request_id for request_id, w in world.waiting.items() if w.op}
+    served = {w.op: request_id for request_id, w in world.pending_requests.items() if w.op}
     operations = world.operations.items()
     moving = {op: operation.adapter_id for op, operation in operations if operation.adapter_id}
     serving = {op: operation.request_id for op, operation in operations if operation.request_id}
     _require(own == moving, f"operations {moving} are not the adapters' {own}")
     _require(served == serving, f"operations {serving} are not the requests' {served}")
-    _require(len(own) + len(served) == len(world.operations), "an operation for nobody")
-    leases = Counter(a for w in world.waiting.values() if w.op for a in w.adapters)
+    _require(
+        len(own) + len(served) == len(world.operations),
+        "an operation without an adapter or a request",
+    )
+    leases = Counter(a for w in world.pending_requests.values() if w.op for a in w.adapters)
     found = {a.id: a.leases for a in world.adapters.values() if a.leases}
-    _require(found == dict(leases), f"leases {found} are not what runs, {leases}")
+    _require(found == dict(leases), f"leases {found} are not those of running requests, {leases}")
 
 
-def _requests_agree(world: World) -> None:
-    """Who waits is waited for; nobody waits for nothing, and nobody is answered twice."""
+def _check_requests(world: World) -> None:
+    """Pending requests and adapters' waiters agree; no request is answered twice."""
     expected: dict[AdapterId, dict[str, int]] = {}
-    for request_id, waiting in world.waiting.items():
-        _require(request_id not in world.answers or waiting.told, f"{request_id} is answered")
-        _require(not waiting.told or bool(waiting.op), f"{request_id} is told and does nothing")
-        if waiting.op or (request_id in world.batches and request_id != world.driven):
+    for request_id, pending in world.pending_requests.items():
+        is_open = request_id not in world.answers or pending.answered
+        _require(is_open, f"{request_id} is pending and has an answer")
+        _require(not pending.answered or bool(pending.op), f"{request_id} is answered and idle")
+        if pending.op or (request_id in world.batches and request_id != world.current_batch):
             continue
-        is_open = bool(waiting.adapters) or not world.ready
-        _require(is_open, f"{request_id} waits for nothing")
-        for adapter_id in waiting.adapters:
-            expected.setdefault(adapter_id, {})[request_id] = waiting.since
+        has_reason = bool(pending.adapters) or not world.engine_ready
+        _require(has_reason, f"{request_id} waits for nothing")
+        for adapter_id in pending.adapters:
+            expected.setdefault(adapter_id, {})[request_id] = pending.arrived_seq
     found = {a.id: a.waiters for a in world.adapters.values() if a.waiters}
     _require(found == expected, f"waiters are {found}, not {expected}")
     for waiters in found.values():
         _require(list(waiters.values()) == sorted(waiters.values()), f"the order of {waiters}")
-    _require(world.driven == next(iter(world.batches), "") or bool(world.driven), "no batch driven")
-    batches = {r for r, w in world.waiting.items() if w.kind == "batch" and not w.op}
+    first = next(iter(world.batches), "")
+    _require(world.current_batch == first or bool(world.current_batch), "no current batch")
+    batches = {r for r, w in world.pending_requests.items() if w.kind == "batch" and not w.op}
     _require(set(world.batches) == batches, f"batches {list(world.batches)} are not {batches}")
 
 
-def _something_goes_on(world: World) -> None:
-    """With an engine, whoever is not where he should be is being moved, or waits for a reason."""
+def _check_progress(world: World) -> None:
+    """With an engine, an adapter that is not at its goal is in motion or waits for a reason."""
     for adapter in world.adapters.values():
-        still = (UNREGISTERED, EVICTED)
-        _require(adapter.goal not in still or not adapter.held, f"{adapter} is held for nothing")
-        gone = adapter.state in still and adapter.goal == UNREGISTERED and not adapter.op
-        _require(not gone, f"{adapter} should be forgotten")
-        if not world.ready or adapter.op or adapter.resting:
+        no_weights = (UNREGISTERED, EVICTED)
+        keeps = adapter.goal not in no_weights or not adapter.held
+        _require(keeps, f"{adapter} is held without a goal")
+        gone = adapter.state in no_weights and adapter.goal == UNREGISTERED and not adapter.op
+        _require(not gone, f"{adapter} should be removed")
+        if not world.engine_ready or adapter.op or adapter.backing_off:
             continue
-        rise = HEIGHT[adapter.goal] - HEIGHT[adapter.state]
-        _require(
-            rise <= 0 or adapter.id in world.queues.members,
-            f"{adapter} strives and nothing goes on",
-        )
-        _require(rise >= 0 or adapter.leases > 0, f"{adapter} leaves and nothing goes on")
+        rise = RESIDENCY_LEVEL[adapter.goal] - RESIDENCY_LEVEL[adapter.state]
+        is_queued = adapter.id in world.queues.members
+        _require(rise <= 0 or is_queued, f"{adapter} is promoted without progress")
+        _require(rise >= 0 or adapter.leases > 0, f"{adapter} is demoted without progress")
 
 
-def _queues_agree(world: World) -> None:
-    """Who queues has a reason, and stands where his claim puts him."""
+def _check_queues(world: World) -> None:
+    """Each queued adapter is promoted, has a priority and stands where the priority puts it."""
     queued = 0
     for tier in TIERS:
-        line = world.queues.lines[tier]
-        members = [world.adapters[adapter_id] for _, adapter_id in line]
-        by_claim = sorted((adapter.claim, adapter.id) for adapter in members)
-        _require(line == by_claim, f"the queue for {tier} is {line}, not {by_claim}")
+        queue = world.queues.by_tier[tier]
+        members = [world.adapters[adapter_id] for _, adapter_id in queue]
+        by_priority = sorted((adapter.priority, adapter.id) for adapter in members)
+        _require(queue == by_priority, f"the queue for {tier} is {queue}, not {by_priority}")
         for adapter in members:
-            _require(adapter.id in world.striving, f"{adapter} queues and strives for nothing")
-            _require(not adapter.op, f"{adapter} queues and is in motion")
-            _require(adapter.claim != NO_CLAIM, f"{adapter} queues for nobody")
-            _require(not adapter.resting, f"{adapter} queues and rests")
+            _require(adapter.id in world.promoting, f"{adapter} is queued and not promoted")
+            _require(not adapter.op, f"{adapter} is queued and in motion")
+            _require(adapter.priority != NO_PRIORITY, f"{adapter} is queued without priority")
+            _require(not adapter.backing_off, f"{adapter} is queued and backing off")
         queued += len(members)
     _require(queued == len(world.queues.members), "the queues' index")
-    _require(queued == 0 or world.ready, "a queue without an engine")
+    _require(queued == 0 or world.engine_ready, "a queue without an engine")

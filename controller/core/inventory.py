@@ -1,32 +1,39 @@
-"""What an engine holds, against what the log says that it holds.
+"""Comparison of the engine's inventory with the records, and their correction.
 
-What it is: the check that an inventory makes sense, and the correction of records that differ. What
-it is not: the operations in flight (`engines`). One rule: a number means the content that the
-engine has under it; a record of ours that meant something else takes another number.
+An adapter id means the content that the engine has under it. A record that used the id for other
+content receives another id.
 """
 
 import heapq
 from typing import Final
 
-from controller.core import capacity, pending_requests, report_handlers
-from controller.core.context import Turn
+from controller.core import capacity, pending_requests
+from controller.core.context import Context
+from controller.core.report_handlers import mark_lost, promote_version, publish_if_current
 from controller.core.world import RESIDENT, Adapter, Slot, World
-from controller.states import spec
-from controller.states.table import HEIGHT
+from controller.states.table import (
+    RESIDENCY_LEVEL,
+    SLOT_WRITTEN,
+    WEIGHTS_LOADED,
+    WEIGHTS_STAGED,
+)
 from messages import events
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, UNREGISTERED, AdapterId
 from messages.reports import EngineInventory, InventoryAdapter
 
-_CLIMB: Final = {
-    CPU_CACHED: (spec.WEIGHTS_LOADED,),
-    PINNED: (spec.WEIGHTS_LOADED, spec.WEIGHTS_STAGED),
-    GPU_SLOT: (spec.WEIGHTS_LOADED, spec.WEIGHTS_STAGED, spec.SLOT_WRITTEN),
+_TRANSITIONS_TO: Final = {
+    CPU_CACHED: (WEIGHTS_LOADED,),
+    PINNED: (WEIGHTS_LOADED, WEIGHTS_STAGED),
+    GPU_SLOT: (WEIGHTS_LOADED, WEIGHTS_STAGED, SLOT_WRITTEN),
 }
-"""The table's way up to each resident state."""
+"""The inputs that lead from an adapter without weights to each resident state."""
 
 
 def contradiction(world: World, inventory: EngineInventory) -> str | None:
-    """What can't be true in an inventory; None where it makes sense."""
+    """Return what contradicts the log or itself in an inventory; None where nothing does.
+
+    Refusals quote the text, so another wording needs another `RULES` number.
+    """
     slots: dict[int, AdapterId] = {}
     entries: dict[AdapterId, InventoryAdapter] = {}
     for entry in inventory.adapters:
@@ -50,23 +57,23 @@ def _missing_lease(
     for op, operation in world.operations.items():
         if not operation.request_id or (op not in running and op <= inventory.last_op):
             continue
-        for adapter_id in world.waiting[operation.request_id].adapters:
+        for adapter_id in world.pending_requests[operation.request_id].adapters:
             if _differs(world.adapters[adapter_id], entries.get(adapter_id)):
                 return f"operation {op} needs adapter {adapter_id}, which is not where it was"
     return None
 
 
 def _differs(adapter: Adapter | None, entry: InventoryAdapter | None) -> bool:
-    if adapter is None or not _means(adapter, entry):
+    if adapter is None or not _is_same_content(adapter, entry):
         return True
     if entry is None:
         return adapter.state in RESIDENT
-    told = (entry.state, entry.slot, entry.generation)
-    return told != (adapter.state, adapter.slot, adapter.generation)
+    reported = (entry.state, entry.slot, entry.generation)
+    return reported != (adapter.state, adapter.slot, adapter.generation)
 
 
-def _means(adapter: Adapter, entry: InventoryAdapter | None) -> bool:
-    """Whether a record and an entry of the same number speak of the same content."""
+def _is_same_content(adapter: Adapter, entry: InventoryAdapter | None) -> bool:
+    """Whether a record and an entry of one id mean the same content; no entry agrees with all."""
     if entry is None:
         return True
     if adapter.fingerprint:
@@ -74,33 +81,34 @@ def _means(adapter: Adapter, entry: InventoryAdapter | None) -> bool:
     return (adapter.name, adapter.path) == (entry.adapter, entry.path)
 
 
-def correct(turn: Turn, inventory: EngineInventory) -> None:
-    """Make the records agree with what the engine holds."""
-    world = turn.world
+def correct(context: Context, inventory: EngineInventory) -> None:
+    """Change the records to the states that the inventory reports."""
+    world = context.world
     entries = {entry.adapter_id: entry for entry in inventory.adapters}
-    resident = [adapter_id for order in world.recency.values() for adapter_id in order]
+    resident = [adapter_id for order in world.lru_order.values() for adapter_id in order]
     differing = []
     for adapter_id in dict.fromkeys((*resident, *entries)):
         adapter, entry = world.adapters.get(adapter_id), entries.get(adapter_id)
-        # What is being moved is told by that operation's report.
+        # The report of an operation in flight states where its adapter is.
         if (adapter is None or not adapter.op) and _differs(adapter, entry):
             differing.append(adapter_id)
-    # All leave before one climbs: the slots and bytes that they take may be each other's.
+    # All leave their state before one enters another, because slots and bytes may be exchanged.
     for adapter_id in differing:
         adapter = world.adapters.get(adapter_id)
         if adapter is not None and adapter.state in RESIDENT:
-            report_handlers.vanish(turn, adapter)
+            mark_lost(context, adapter)
     for adapter_id in differing:
-        if adapter_id in entries:
-            _climb(turn, _record_of(turn, entries[adapter_id]), entries[adapter_id])
+        entry = entries.get(adapter_id)
+        if entry is not None:
+            _replay_transitions(context, _record_of(context, entry), entry)
 
 
-def _record_of(turn: Turn, entry: InventoryAdapter) -> Adapter:
-    """The record, or one for a stranger, which is then driven out like any old version."""
-    world = turn.world
+def _record_of(context: Context, entry: InventoryAdapter) -> Adapter:
+    """Return the entry's record. An unknown adapter's is new and retired, so it is removed next."""
+    world = context.world
     adapter = world.adapters.get(entry.adapter_id)
-    if adapter is not None and not _means(adapter, entry):
-        _renumber(turn, adapter)
+    if adapter is not None and not _is_same_content(adapter, entry):
+        _renumber(context, adapter)
         adapter = None
     if adapter is None:
         adapter = Adapter(entry.adapter_id, entry.adapter, entry.path, retired=True)
@@ -111,9 +119,9 @@ def _record_of(turn: Turn, entry: InventoryAdapter) -> Adapter:
     return adapter
 
 
-def _renumber(turn: Turn, adapter: Adapter) -> None:
-    """Give a record that holds nothing another number: the engine has its own for other content."""
-    world = turn.world
+def _renumber(context: Context, adapter: Adapter) -> None:
+    """Give a record without weights another id, because the engine uses this one."""
+    world = context.world
     old, new = adapter.id, world.next_adapter_id
     world.next_adapter_id += 1
     del world.adapters[old]
@@ -121,65 +129,66 @@ def _renumber(turn: Turn, adapter: Adapter) -> None:
     world.adapters[new] = adapter
     if world.names.get(adapter.name) == old:
         world.names[adapter.name] = new
-    for index in (world.leaving, world.striving, world.held):
+    for index in (world.demoting, world.promoting, world.held):
         if old in index:
             del index[old]
             index[new] = None
     for request_id in (*adapter.waiters, *world.batches):
-        waiting = world.waiting[request_id]
-        waiting.adapters = tuple([new if a == old else a for a in waiting.adapters])
+        pending = world.pending_requests[request_id]
+        pending.adapters = tuple([new if a == old else a for a in pending.adapters])
     for other in (adapter.predecessor, adapter.successor):
         if other in world.adapters:
-            _relink(turn, world.adapters[other], old, new)
+            _relink(context, world.adapters[other], old, new)
     if old in world.queues.members:
         world.queues.leave(old)
-    turn.due[new] = None
+    context.dirty_adapters[new] = None
 
 
-def _relink(turn: Turn, other: Adapter, old: AdapterId, new: AdapterId) -> None:
+def _relink(context: Context, other: Adapter, old: AdapterId, new: AdapterId) -> None:
     if other.predecessor == old:
         other.predecessor = new
     if other.successor == old:
         other.successor = new
-    turn.touch(other)
+    context.mark_changed(other)
 
 
-def _climb(turn: Turn, adapter: Adapter, entry: InventoryAdapter) -> None:
-    for trigger in _CLIMB[entry.state]:
-        turn.move(adapter, trigger)
-    capacity.enter(turn, adapter, "host")
+def _replay_transitions(context: Context, adapter: Adapter, entry: InventoryAdapter) -> None:
+    """Move the record up to the state that the inventory reports."""
+    for trigger in _TRANSITIONS_TO[entry.state]:
+        context.apply_transition(adapter, trigger)
+    capacity.enter(context, adapter, "host")
     if entry.state != CPU_CACHED:
-        capacity.pay(turn, adapter, "host", -adapter.host_bytes)
-        capacity.enter(turn, adapter, "pinned")
+        capacity.refund(context, adapter, "host")
+        capacity.enter(context, adapter, "pinned")
     if entry.state == GPU_SLOT:
-        _occupy(turn, adapter, entry)
+        _occupy_slot(context, adapter, entry)
     adapter.loads = max(adapter.loads, int(not adapter.retired))
     goal = UNREGISTERED if adapter.retired else adapter.goal
-    if not adapter.retired and not pending_requests.is_wanted_down(turn, adapter):
-        # It is there: that it should be is the better guess than that it should not.
-        goal = max(goal, adapter.state, key=HEIGHT.__getitem__)
-    turn.aim(adapter, goal)
-    turn.due[adapter.id] = None
-    report_handlers.succeed(turn, adapter)
-    _tell(turn, adapter)
+    if not adapter.retired and not pending_requests.is_wanted_down(context, adapter):
+        # The state is assumed to be wanted, by inputs that were lost with the log's tail.
+        goal = max(goal, adapter.state, key=RESIDENCY_LEVEL.__getitem__)
+    context.set_goal(adapter, goal)
+    context.dirty_adapters[adapter.id] = None
+    promote_version(context, adapter)
+    _publish_state(context, adapter)
 
 
-def _occupy(turn: Turn, adapter: Adapter, entry: InventoryAdapter) -> None:
-    world = turn.world
+def _occupy_slot(context: Context, adapter: Adapter, entry: InventoryAdapter) -> None:
+    world = context.world
     for index in range(len(world.slots), entry.slot + 1):
         world.slots[index] = Slot()
         heapq.heappush(world.free_slots, index)
     world.free_slots.remove(entry.slot)
     heapq.heapify(world.free_slots)
-    capacity.pay(turn, adapter, "device", adapter.blob_bytes)
+    capacity.charge(context, adapter, "device")
     world.tiers["device"].count += 1
-    capacity.take_slot(turn, adapter, entry.slot, entry.generation)
+    capacity.assign_slot(context, adapter, entry.slot, entry.generation)
 
 
-def _tell(turn: Turn, adapter: Adapter) -> None:
-    report_handlers.tell(turn, adapter, events.AdapterCached(adapter.name))
+def _publish_state(context: Context, adapter: Adapter) -> None:
+    publish_if_current(context, adapter, events.AdapterCached(adapter.name))
     if adapter.state != CPU_CACHED:
-        report_handlers.tell(turn, adapter, events.AdapterPinned(adapter.name))
+        publish_if_current(context, adapter, events.AdapterPinned(adapter.name))
     if adapter.state == GPU_SLOT:
-        place = (adapter.slot, adapter.generation)
-        report_handlers.tell(turn, adapter, events.AdapterActivated(adapter.name, *place))
+        activated = events.AdapterActivated(adapter.name, adapter.slot, adapter.generation)
+        publish_if_current(context, adapter, activated)

@@ -1,7 +1,7 @@
-"""The controller's configuration: every bound, with its unit.
+"""The controller's configuration: every bound, with its unit. The log's header stores it.
 
-What it is: one frozen Struct that the log's header keeps. What it is not: the shell's options
-(paths, sockets), which decide nothing. One rule: a replay with the same limits decides the same.
+A replay with the same limits makes the same decisions. The shell's options (paths, sockets) decide
+nothing and are not here.
 """
 
 from typing import Annotated
@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 RULES = 1
-"""The number of the core's rules; a change of what `handle` decides gets a new one."""
+"""The number of the core's rules. A change of what `handle` decides, or of a refusal's text (which
+is part of the digest), needs a new one."""
 
 _GIB = 1 << 30
 
@@ -20,16 +21,16 @@ DurationMs = Annotated[int, Meta(ge=1, le=3_600_000)]
 
 
 class LimitsError(ValueError):
-    """Limits that contradict one another or their bounds."""
+    """Limits that contradict one another or exceed their bounds."""
 
 
 class Limits(Struct, frozen=True):
-    """Whichever bound is hit first decides."""
+    """The bounds of the controller; the one that is reached first decides."""
 
     slots_max: Annotated[int, Meta(ge=1, le=65_536)] = 8
     """Device slots, and so the most distinct adapters in one batch (vLLM's `max_loras`)."""
     host_adapters_max: Count = 64
-    """Adapters with weights on the host, in whatever state (vLLM's `max_cpu_loras`)."""
+    """Adapters with weights on the host, in any state (vLLM's `max_cpu_loras`)."""
     host_bytes_max: SizeBytes = 4 * _GIB
     """Pageable memory for `cpu-cached` adapters."""
     pinned_bytes_max: SizeBytes = 4 * _GIB
@@ -37,25 +38,25 @@ class Limits(Struct, frozen=True):
     device_bytes_max: SizeBytes = _GIB
     """The engine's arena."""
     known_adapters_max: Count = 1_000_000
-    """Adapters known by name, evicted ones and old versions included."""
+    """Adapters known by name, evicted ones and replaced versions included."""
     requests_max: Count = 16_384
-    """Requests waiting for their fact, generations included."""
+    """Pending requests, running generations included."""
     answers_max: Count = 65_536
-    """Answers kept for repeated requests; a request older than these is not recognised."""
+    """Answers stored for repeated requests; a request older than these counts as new."""
     request_timeout_ms: DurationMs = 30_000
-    """How long a request waits where the client does not say."""
+    """How long a request waits where the client does not specify it."""
     generation_timeout_ms: DurationMs = 600_000
-    """How long a generation may take where the client does not say."""
+    """How long a generation may take where the client does not specify it."""
     operation_timeout_ms: DurationMs = 60_000
-    """How long the engine may take for one operation before its clients are told."""
+    """How long the engine may take for one operation before the waiting requests are refused."""
     rest_ms: DurationMs = 5_000
-    """How long an adapter that the engine failed to move is left alone, if nobody asks for it."""
+    """How long an adapter that the engine failed to move is not moved again without a request."""
     digest_interval: Count = 1024
     """Inputs between two digests in the log."""
 
 
 def check_limits(limits: Limits) -> Limits:
-    """`limits` itself; raises `LimitsError` naming both values where two contradict."""
+    """Return `limits`; raises `LimitsError` naming both values where two contradict."""
     if limits.host_adapters_max < limits.slots_max:
         raise LimitsError(
             f"host_adapters_max is {limits.host_adapters_max}, slots_max {limits.slots_max}: an "
@@ -65,7 +66,7 @@ def check_limits(limits: Limits) -> Limits:
 
 
 def limits_from(values: dict[str, int]) -> Limits:
-    """The limits that a log's header kept; raises `LimitsError` for unknown or bad ones."""
+    """Return the limits of a log's header; raises `LimitsError` for unknown or invalid ones."""
     unknown = sorted(set(values) - set(Limits.__struct_fields__))
     if unknown:
         raise LimitsError(f"limits {unknown} are unknown to rules {RULES}")
@@ -76,5 +77,5 @@ def limits_from(values: dict[str, int]) -> Limits:
 
 
 def limits_to(limits: Limits) -> dict[str, int]:
-    """The limits as a log's header keeps them."""
+    """Return the limits as a log's header stores them."""
     return msgspec.structs.asdict(limits)

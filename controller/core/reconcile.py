@@ -1,181 +1,260 @@
-"""Driving adapters from fact towards goal.
+"""The reconcile loop: moves adapters from their state towards their goal.
 
-What it is: what follows an input: waiting requests served, next steps taken, room made. What it is
-not: what a client may ask (`asks`) or what a report tells (`facts`). One rule: an adapter has at
-most one operation of its own in flight, and nothing moves it but that operation's report.
+An adapter has at most one operation of its own in flight, and only that operation's report changes
+its state.
 """
 
 from collections.abc import Callable
 from typing import Final
 
-from controller.core import capacity, pending_requests
-from controller.core.context import NANOS_PER_MS, Turn
-from controller.core.next_step import NEXT_STEP, Step
+from controller.core import capacity, leases, pending_requests
+from controller.core.context import NANOS_PER_MS, Context
 from controller.core.tier_queues import TierName
-from controller.core.world import NO_CLAIM, Adapter
-from controller.states import spec
-from controller.states.table import HEIGHT, move
+from controller.core.world import NO_PRIORITY, Adapter
+from controller.states.machine import next_state
+from controller.states.table import ADAPTER_REMOVED, RESIDENCY_LEVEL
 from messages import commands, events
 from messages.errors import ErrorCode
-from messages.ids import EVICTED, UNREGISTERED, AdapterState
+from messages.ids import (
+    CPU_CACHED,
+    EVICTED,
+    GPU_SLOT,
+    PINNED,
+    UNREGISTERED,
+    AdapterState,
+)
 
 
-def follow_up(turn: Turn) -> None:
-    """Do all that an input's changes make possible, until nothing is due any more."""
-    world, adapters = turn.world, turn.world.adapters
-    while turn.due or (world.batches and not world.driven):
+def reconcile(context: Context) -> None:
+    """Reconcile dirty adapters, batches and queues until nothing more can be done."""
+    world, adapters = context.world, context.world.adapters
+    while context.dirty_adapters or (world.batches and not world.current_batch):
         if world.batches:
-            pending_requests.start_next_batch(turn)
-        due = tuple(turn.due)
-        turn.due.clear()
-        for adapter_id in due:
+            leases.start_next_batch(context)
+        dirty_adapters = tuple(context.dirty_adapters)
+        context.dirty_adapters.clear()
+        for adapter_id in dirty_adapters:
             adapter = adapters.get(adapter_id)
             if adapter is not None:
-                settle(turn, adapter)
-        if world.queues.members and world.ready and not turn.due:
-            _serve_queues(turn)
+                reconcile_adapter(context, adapter)
+        if world.queues.members and world.engine_ready and not context.dirty_adapters:
+            _admit_queued(context)
 
 
-def settle(turn: Turn, adapter: Adapter) -> None:
-    """Serve whom the facts satisfy, aim at what the others want, and take the next step."""
-    waiting = turn.world.waiting
+def reconcile_adapter(context: Context, adapter: Adapter) -> None:
+    """Serve the requests that the adapter satisfies, set its goal for the others, and move it."""
     for request_id in tuple(adapter.waiters):
-        wish = waiting[request_id]
-        if pending_requests.is_met(adapter, wish):
-            pending_requests.fulfil(turn, adapter, request_id, wish)
+        pending = context.world.pending_requests[request_id]
+        if pending_requests.is_satisfied(adapter, pending):
+            leases.serve(context, adapter, request_id, pending)
     if adapter.op:
         return
     if adapter.waiters:
-        _aim_for_waiters(turn, adapter)
+        _set_goal_for_waiters(context, adapter)
     elif adapter.goal != adapter.state:
-        _drop_idle_wish(turn, adapter)
+        _drop_unwanted_goal(context, adapter)
     if adapter.goal != adapter.state or adapter.state == UNREGISTERED:
-        pursue(turn, adapter)
+        take_next_step(context, adapter)
 
 
-def _aim_for_waiters(turn: Turn, adapter: Adapter) -> None:
+def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
     goal: AdapterState = adapter.goal
     lowest: AdapterState | None = None
     for request_id in adapter.waiters:
-        waiting = turn.world.waiting[request_id]
-        target = waiting.target
-        if waiting.kind in pending_requests.DOWNWARD:
-            if lowest is None or HEIGHT[target] < HEIGHT[lowest]:
+        pending = context.world.pending_requests[request_id]
+        target = pending.target
+        if pending.kind in pending_requests.DOWNWARD:
+            if lowest is None or RESIDENCY_LEVEL[target] < RESIDENCY_LEVEL[lowest]:
                 lowest = target
-        elif HEIGHT[target] > HEIGHT[goal]:
+        elif RESIDENCY_LEVEL[target] > RESIDENCY_LEVEL[goal]:
             goal = target
     if lowest is not None:
         goal = lowest
-    elif adapter.id in turn.world.leaving:
-        # It goes where it is sent first, and comes back for these.
+    elif adapter.id in context.world.demoting:
+        # It reaches its lower goal first and is promoted for these requests afterwards.
         return
     if goal != adapter.goal:
-        turn.aim(adapter, goal)
+        context.set_goal(adapter, goal)
 
 
-def _drop_idle_wish(turn: Turn, adapter: Adapter) -> None:
-    """A wish that nobody has any more pushes nobody out, and a name never loaded is forgotten."""
-    world = turn.world
+def _drop_unwanted_goal(context: Context, adapter: Adapter) -> None:
+    """Drop a goal that no request waits for where it would evict others.
+
+    An adapter that was never loaded is removed.
+    """
+    world = context.world
     if adapter.state == UNREGISTERED:
-        turn.aim(adapter, UNREGISTERED)
-    elif adapter.id in world.queues.members and adapter.claim == NO_CLAIM:
-        _want_no_more(turn, adapter)
-    elif adapter.resting and not adapter.held and adapter.id in world.striving:
-        turn.aim(adapter, adapter.state)
+        context.set_goal(adapter, UNREGISTERED)
+    elif adapter.id in world.queues.members and adapter.priority == NO_PRIORITY:
+        _release_goal(context, adapter)
+    elif adapter.backing_off and not adapter.held and adapter.id in world.promoting:
+        context.set_goal(adapter, adapter.state)
 
 
-def _want_no_more(turn: Turn, adapter: Adapter) -> None:
-    """Where there is no room, give up what nobody claims; a hold that failed is tried later."""
+def _release_goal(context: Context, adapter: Adapter) -> None:
+    """Drop the goal of an adapter without room or priority; a held one is tried again later."""
     if adapter.held:
-        rest(turn, adapter)
+        start_backoff(context, adapter)
     else:
-        turn.aim(adapter, adapter.state)
+        context.set_goal(adapter, adapter.state)
 
 
-def pursue(turn: Turn, adapter: Adapter) -> None:
-    """Take the next step of an adapter that is not in motion, if it has one."""
-    step = NEXT_STEP[adapter.state][adapter.goal]
-    if step is Step.FORGET:
-        forget(turn, adapter)
-    elif step is not Step.STAY and turn.world.ready and not adapter.resting:
-        _TAKE[step](turn, adapter)
+def take_next_step(context: Context, adapter: Adapter) -> None:
+    """Take the step towards the goal of an adapter that has no operation in flight."""
+    step = NEXT_STEP[adapter.state, adapter.goal]
+    if step is forget or (context.world.engine_ready and not adapter.backing_off):
+        step(context, adapter)
 
 
-def _load(turn: Turn, adapter: Adapter) -> None:
+def stay(_context: Context, _adapter: Adapter) -> None:
+    """Do nothing: the adapter is where it should be."""
+
+
+def load(context: Context, adapter: Adapter) -> None:
+    """Load the weights; an adapter without a fingerprint is checked first."""
     if adapter.fingerprint:
-        _ask_for_room(turn, adapter, "host")
+        _request_room(context, adapter, "host")
     else:
-        op = turn.next_op()
-        turn.issue(commands.CheckAdapter(op, adapter.id, adapter.name, adapter.path), adapter)
+        op = context.next_op()
+        context.issue(commands.CheckAdapter(op, adapter.id, adapter.name, adapter.path), adapter)
 
 
-def _stage(turn: Turn, adapter: Adapter) -> None:
-    _ask_for_room(turn, adapter, "pinned")
+def stage(context: Context, adapter: Adapter) -> None:
+    """Stage the weights into pinned memory."""
+    _request_room(context, adapter, "pinned")
 
 
-def _write(turn: Turn, adapter: Adapter) -> None:
-    _ask_for_room(turn, adapter, "device")
+def write(context: Context, adapter: Adapter) -> None:
+    """Write the staged weights into a slot."""
+    _request_room(context, adapter, "device")
 
 
-def _reset(turn: Turn, adapter: Adapter) -> None:
-    # The last lease to end comes back here.
+def reset(context: Context, adapter: Adapter) -> None:
+    """Reset the adapter's slot, unless it is leased: the end of its last lease leads here again."""
     if not adapter.leases:
-        op = turn.next_op()
-        turn.issue(commands.ResetSlot(op, adapter.slot, adapter.generation), adapter)
+        op = context.next_op()
+        context.issue(commands.ResetSlot(op, adapter.slot, adapter.generation), adapter)
 
 
-def _unstage(turn: Turn, adapter: Adapter) -> None:
-    if not capacity.has_pageable_room(turn, adapter):
-        turn.aim(adapter, EVICTED)
-        _drop(turn, adapter)
+def unstage(context: Context, adapter: Adapter) -> None:
+    """Return the weights to pageable memory, or drop them where they don't fit there."""
+    if not capacity.has_pageable_room(context, adapter):
+        context.set_goal(adapter, EVICTED)
+        drop(context, adapter)
         return
-    capacity.pay(turn, adapter, "host", capacity.need_bytes(adapter, "host"))
-    turn.issue(commands.UnstageWeights(turn.next_op(), adapter.id), adapter)
+    capacity.charge(context, adapter, "host")
+    context.issue(commands.UnstageWeights(context.next_op(), adapter.id), adapter)
 
 
-def _drop(turn: Turn, adapter: Adapter) -> None:
-    turn.issue(commands.DropWeights(turn.next_op(), adapter.id), adapter)
+def drop(context: Context, adapter: Adapter) -> None:
+    """Drop the weights from host memory."""
+    context.issue(commands.DropWeights(context.next_op(), adapter.id), adapter)
 
 
-_TAKE: Final[dict[Step, Callable[[Turn, Adapter], None]]] = {
-    Step.LOAD: _load,
-    Step.STAGE: _stage,
-    Step.WRITE: _write,
-    Step.RESET: _reset,
-    Step.UNSTAGE: _unstage,
-    Step.DROP: _drop,
+def forget(context: Context, adapter: Adapter) -> None:
+    """Delete the record of an adapter that has no weights anywhere."""
+    world = context.world
+    adapter.state = next_state(adapter.name, adapter.state, ADAPTER_REMOVED)
+    has_successor = _unlink(context, adapter)
+    if adapter.loads and adapter.retired:
+        context.publish(events.AdapterRetired(adapter.name, adapter.fingerprint))
+    elif adapter.loads and not adapter.predecessor and not has_successor:
+        context.publish(events.AdapterRemoved(adapter.name))
+    batches = [b for b in world.batches if adapter.id in world.pending_requests[b].adapters]
+    for request_id in (*adapter.waiters, *batches):
+        if request_id not in world.pending_requests:
+            continue
+        if world.pending_requests[request_id].kind in pending_requests.DOWNWARD:
+            done = pending_requests.adapter_done(request_id, adapter)
+            pending_requests.end_request(context, request_id, done)
+        else:
+            gone = f"adapter {adapter.name!r} was removed; load it again"
+            pending_requests.refuse_request(context, request_id, ErrorCode.UNKNOWN_ADAPTER, gone)
+
+
+def _unlink(context: Context, adapter: Adapter) -> bool:
+    """Remove the record from every index; returns whether a successor receives its name."""
+    world = context.world
+    del world.adapters[adapter.id]
+    if adapter.id in world.queues.members:
+        world.queues.leave(adapter.id)
+    for index in (world.demoting, world.promoting, world.held):
+        index.pop(adapter.id, None)
+    predecessor = world.adapters.get(adapter.predecessor)
+    if predecessor is not None:
+        predecessor.successor = 0
+        context.mark_changed(predecessor)
+    successor = world.adapters.get(adapter.successor)
+    if world.names.get(adapter.name) == adapter.id:
+        del world.names[adapter.name]
+        if successor is not None:
+            world.names[adapter.name] = successor.id
+    if successor is not None:
+        successor.predecessor = 0
+        context.mark_changed(successor)
+    return successor is not None
+
+
+NEXT_STEP: Final[dict[tuple[AdapterState, AdapterState], Callable[[Context, Adapter], None]]] = {
+    (UNREGISTERED, UNREGISTERED): forget,
+    (UNREGISTERED, EVICTED): forget,
+    (UNREGISTERED, CPU_CACHED): load,
+    (UNREGISTERED, PINNED): load,
+    (UNREGISTERED, GPU_SLOT): load,
+    (EVICTED, UNREGISTERED): forget,
+    (EVICTED, EVICTED): stay,
+    (EVICTED, CPU_CACHED): load,
+    (EVICTED, PINNED): load,
+    (EVICTED, GPU_SLOT): load,
+    (CPU_CACHED, UNREGISTERED): drop,
+    (CPU_CACHED, EVICTED): drop,
+    (CPU_CACHED, CPU_CACHED): stay,
+    (CPU_CACHED, PINNED): stage,
+    (CPU_CACHED, GPU_SLOT): stage,
+    (PINNED, UNREGISTERED): drop,
+    (PINNED, EVICTED): drop,
+    (PINNED, CPU_CACHED): unstage,
+    (PINNED, PINNED): stay,
+    (PINNED, GPU_SLOT): write,
+    (GPU_SLOT, UNREGISTERED): reset,
+    (GPU_SLOT, EVICTED): reset,
+    (GPU_SLOT, CPU_CACHED): reset,
+    (GPU_SLOT, PINNED): reset,
+    (GPU_SLOT, GPU_SLOT): stay,
 }
+"""The step from each state towards each goal."""
 
 
-def _ask_for_room(turn: Turn, adapter: Adapter, tier: TierName) -> None:
-    queues = turn.world.queues
+def _request_room(context: Context, adapter: Adapter, tier: TierName) -> None:
+    """Enter the tier if it has room; otherwise queue for it, or drop a goal without priority."""
+    queues = context.world.queues
     if adapter.id in queues.members:
         return
-    if not queues.lines[tier] and capacity.fits(turn, adapter, tier):
-        _enter(turn, adapter, tier)
-    elif adapter.claim != NO_CLAIM:
-        queues.join(tier, adapter.id, adapter.claim)
-        _refuse_hopeless(turn, adapter, tier)
+    if not queues.by_tier[tier] and capacity.fits(context, adapter, tier):
+        _enter(context, adapter, tier)
+    elif adapter.priority != NO_PRIORITY:
+        queues.join(tier, adapter.id, adapter.priority)
+        _refuse_impossible(context, adapter, tier)
     else:
-        _want_no_more(turn, adapter)
+        _release_goal(context, adapter)
 
 
-def _refuse_hopeless(turn: Turn, adapter: Adapter, tier: TierName) -> None:
-    """Tell those for whom an adapter waits in a queue, if it waits for nothing."""
-    never = capacity.why_never(turn, adapter, tier)
-    if never is not None:
-        give_up(turn, adapter, ErrorCode.NO_ROOM, never)
-    elif turn.world.driven in adapter.waiters:
-        pending_requests.refuse_hopeless_batch(turn)
+def _refuse_impossible(context: Context, adapter: Adapter, tier: TierName) -> None:
+    """Refuse the requests of a queued adapter where no waiting can make room for it."""
+    shortage = capacity.permanent_shortage(context, adapter, tier)
+    if shortage is not None:
+        abandon_goal(context, adapter, ErrorCode.NO_ROOM, shortage)
+    elif context.world.current_batch in adapter.waiters:
+        leases.refuse_impossible_batch(context)
 
 
-def _enter(turn: Turn, adapter: Adapter, tier: TierName) -> None:
-    capacity.enter(turn, adapter, tier)
-    turn.issue(_entry_command(turn, adapter, tier), adapter)
+def _enter(context: Context, adapter: Adapter, tier: TierName) -> None:
+    capacity.enter(context, adapter, tier)
+    context.issue(_entry_command(context, adapter, tier), adapter)
 
 
-def _entry_command(turn: Turn, adapter: Adapter, tier: TierName) -> commands.Operation:
-    op = turn.next_op()
+def _entry_command(context: Context, adapter: Adapter, tier: TierName) -> commands.Operation:
+    op = context.next_op()
     if tier == "host":
         return commands.LoadWeights(op, adapter.id, adapter.name, adapter.path, adapter.fingerprint)
     if tier == "pinned":
@@ -183,109 +262,65 @@ def _entry_command(turn: Turn, adapter: Adapter, tier: TierName) -> commands.Ope
     return commands.WriteSlot(op, adapter.id, adapter.slot, adapter.generation)
 
 
-def _serve_queues(turn: Turn) -> None:
-    """Let in whoever waited for room and now has it; make room for those who come next."""
-    world = turn.world
-    for tier, line in world.queues.lines.items():
-        while line:
-            adapter = world.adapters[line[0][1]]
-            if not capacity.fits(turn, adapter, tier):
-                _make_room(turn, tier)
+def _admit_queued(context: Context) -> None:
+    """Admit the first of each queue while they fit, then make room for the next ones."""
+    world = context.world
+    for tier, queue in world.queues.by_tier.items():
+        while queue:
+            adapter = world.adapters[queue[0][1]]
+            if not capacity.fits(context, adapter, tier):
+                _make_room(context, tier)
                 break
             world.queues.leave(adapter.id)
-            _enter(turn, adapter, tier)
+            _enter(context, adapter, tier)
 
 
-def _make_room(turn: Turn, tier: TierName) -> None:
-    # In the queue's order: whoever is behind gets nobody sent away before those ahead are served.
-    world = turn.world
-    places, size_bytes = capacity.shortage(turn, tier)
-    for place, (_, adapter_id) in enumerate(world.queues.lines[tier]):
-        claimant = world.adapters[adapter_id]
-        places += capacity.PLACES[tier]
-        size_bytes += capacity.need_bytes(claimant, tier)
+def _make_room(context: Context, tier: TierName) -> None:
+    """Demote victims for the queued adapters, in the queue's order."""
+    world = context.world
+    places, size_bytes = capacity.shortage(context, tier)
+    for position, (_, adapter_id) in enumerate(world.queues.by_tier[tier]):
+        requester = world.adapters[adapter_id]
+        places += capacity.PLACES_PER_ADAPTER[tier]
+        size_bytes += capacity.needed_bytes(requester, tier)
         while places > 0 or size_bytes > 0:
-            victim = capacity.find_victim(turn, claimant, tier, (places, size_bytes))
+            missing = capacity.Amount(places, size_bytes)
+            victim = capacity.find_victim(context, requester, tier, missing)
             if victim is None:
-                if place == 0:
-                    # What was held since it came may have made it hopeless.
-                    _refuse_hopeless(turn, claimant, tier)
+                if position == 0:
+                    # Holds that began after it queued may have made it impossible.
+                    _refuse_impossible(context, requester, tier)
                 return
-            gives = capacity.charge(victim, tier)
-            places, size_bytes = places - gives[0], size_bytes - gives[1]
-            _demote(turn, victim, tier)
+            freed = capacity.usage_of(victim, tier)
+            places, size_bytes = places - freed.places, size_bytes - freed.size_bytes
+            _demote(context, victim, tier)
 
 
-def _demote(turn: Turn, victim: Adapter, tier: TierName) -> None:
-    """Send an adapter down by policy, as far as leaving the tier takes."""
+def _demote(context: Context, victim: Adapter, tier: TierName) -> None:
+    """Demote an adapter by policy, as far as leaving the tier requires."""
     victim.evictions += 1
-    turn.aim(victim, capacity.lowered_goal(turn, victim, tier))
-    pursue(turn, victim)
+    context.set_goal(victim, capacity.demotion_goal(context, victim, tier))
+    take_next_step(context, victim)
 
 
-def give_up(turn: Turn, adapter: Adapter, code: ErrorCode, message: str) -> None:
-    """The goal can't be reached: the adapter stays as it is, and those who waited are told.
+def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: str) -> None:
+    """Leave the adapter in its state and refuse the requests that wanted it higher.
 
-    A hold stands: after a rest, one that should be in a slot is driven there again.
+    A held adapter keeps its goal and is tried again after a backoff.
     """
-    if adapter.held and HEIGHT[adapter.goal] > HEIGHT[adapter.state]:
-        rest(turn, adapter)
+    if adapter.held and RESIDENCY_LEVEL[adapter.goal] > RESIDENCY_LEVEL[adapter.state]:
+        start_backoff(context, adapter)
     else:
-        turn.aim(adapter, UNREGISTERED if adapter.retired else adapter.state)
-    pending_requests.refuse_waiters(turn, adapter, code, message, downward=False)
-    turn.due[adapter.id] = None
+        context.set_goal(adapter, UNREGISTERED if adapter.retired else adapter.state)
+    pending_requests.refuse_waiters(context, adapter, code, message, downward=False)
+    context.dirty_adapters[adapter.id] = None
 
 
-def rest(turn: Turn, adapter: Adapter) -> None:
-    """Leave the adapter alone for a while: what just failed would fail again at once."""
-    world = turn.world
-    adapter.resting = adapter.failed = True
+def start_backoff(context: Context, adapter: Adapter) -> None:
+    """Leave the adapter unmoved for `rest_ms`: the step that failed would fail again now."""
+    world = context.world
+    adapter.backing_off = adapter.failed = True
     if adapter.id in world.queues.members:
         world.queues.leave(adapter.id)
-    world.add_deadline(world.time_ns + turn.limits.rest_ms * NANOS_PER_MS, "rest", adapter.id)
-    turn.touch(adapter)
-
-
-def forget(turn: Turn, adapter: Adapter) -> None:
-    """Delete the record of an adapter that holds nothing any more."""
-    world = turn.world
-    adapter.state = move(adapter.name, adapter.state, spec.ADAPTER_REMOVED)
-    heir = _unlink(turn, adapter)
-    if adapter.loads and adapter.retired:
-        turn.publish(events.AdapterRetired(adapter.name, adapter.fingerprint))
-    elif adapter.loads and not adapter.predecessor and not heir:
-        turn.publish(events.AdapterRemoved(adapter.name))
-    naming = [b for b in world.batches if adapter.id in world.waiting[b].adapters]
-    for request_id in (*adapter.waiters, *naming):
-        if request_id not in world.waiting:
-            continue
-        if world.waiting[request_id].kind in pending_requests.DOWNWARD:
-            pending_requests.end_request(
-                turn, request_id, pending_requests.done(request_id, adapter)
-            )
-        else:
-            gone = f"adapter {adapter.name!r} was removed; load it again"
-            pending_requests.refuse_request(turn, request_id, ErrorCode.UNKNOWN_ADAPTER, gone)
-
-
-def _unlink(turn: Turn, adapter: Adapter) -> bool:
-    """Take the record out of every index; whether another version inherits its name."""
-    world = turn.world
-    del world.adapters[adapter.id]
-    if adapter.id in world.queues.members:
-        world.queues.leave(adapter.id)
-    for index in (world.leaving, world.striving, world.held):
-        index.pop(adapter.id, None)
-    predecessor = world.adapters.get(adapter.predecessor)
-    if predecessor is not None:
-        predecessor.successor = 0
-        turn.touch(predecessor)
-    heir = world.adapters.get(adapter.successor)
-    if world.names.get(adapter.name) == adapter.id:
-        del world.names[adapter.name]
-        if heir is not None:
-            world.names[adapter.name] = heir.id
-    if heir is not None:
-        heir.predecessor = 0
-        turn.touch(heir)
-    return heir is not None
+    world.add_deadline(world.time_ns + context.limits.rest_ms * NANOS_PER_MS, "retry", adapter.id)
+    context.mark_changed(adapter)

@@ -1,25 +1,25 @@
-"""What a report tells: one function a report.
+"""Handlers of the engine's reports: the source of every state change while an engine is attached.
 
-What it is: the only source of a state's change, but for the engine's coming and going (`engines`).
-What it is not: trust; a report that does not fit its operation or the table is refused, published,
-and changes nothing. One rule: a report that names no open operation is old news and is passed over.
+A report that does not fit its operation or the adapter's state is refused, published, and changes
+nothing. A report without an open operation is a repetition and is ignored.
 """
 
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from controller.core import capacity, pending_requests, reconcile
-from controller.core.actions import Command
-from controller.core.context import Turn
+from controller.core import capacity, leases, pending_requests
+from controller.core.actions import SendCommand
+from controller.core.context import Context
+from controller.core.reconcile import abandon_goal, start_backoff
 from controller.core.tier_queues import TIERS, TierName
-from controller.core.world import Adapter, Operation, Waiting
-from controller.states import spec
-from controller.states.table import HEIGHT, IllegalMoveError
+from controller.core.world import Adapter, Operation, PendingRequest
+from controller.states.machine import IllegalTransitionError
+from controller.states.table import ENGINE_LOST, RESIDENCY_LEVEL
 from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT, UNREGISTERED, AdapterId
 
-EXPECTED: Final[dict[type, type]] = {
+SUCCESS_OF: Final[dict[type, type]] = {
     commands.CheckAdapter: reports.AdapterChecked,
     commands.LoadWeights: reports.WeightsLoaded,
     commands.StageWeights: reports.WeightsStaged,
@@ -31,7 +31,7 @@ EXPECTED: Final[dict[type, type]] = {
     commands.StartGeneration: reports.GenerationEnded,
     commands.StartPooling: reports.PoolingEnded,
 }
-"""The report that ends each operation where it succeeds."""
+"""The report that each operation ends with when it succeeds."""
 
 RESERVED_BY: Final[dict[type, TierName]] = {
     commands.LoadWeights: "host",
@@ -40,105 +40,104 @@ RESERVED_BY: Final[dict[type, TierName]] = {
 }
 """The tier that an operation entered when it was sent."""
 
-DOWNWARD: Final = (commands.ResetSlot, commands.UnstageWeights, commands.DropWeights)
+DEMOTIONS: Final = (commands.ResetSlot, commands.UnstageWeights, commands.DropWeights)
 
 
-def on_report(turn: Turn, report: Any) -> None:
-    """Any report of an operation."""
-    world = turn.world
+def on_report(context: Context, report: Any) -> None:
+    """Handle a report of an operation."""
+    world = context.world
     operation = world.operations.get(report.op)
     if operation is None:
-        _end_foreign(turn, report.op)
+        _end_unknown_operation(context, report.op)
         return
-    told = type(report)
-    if told is not reports.OperationFailed and told is not EXPECTED[type(operation.command)]:
-        kind = type(operation.command).__name__
-        _refuse(turn, report, f"{kind} is not ended by {told.__name__}")
+    kind, command = type(report), type(operation.command)
+    if kind is not reports.OperationFailed and kind is not SUCCESS_OF[command]:
+        _refuse(context, report, f"{command.__name__} is not ended by {kind.__name__}")
     elif operation.request_id:
         del world.operations[report.op]
-        _ON_REQUEST[told](turn, operation, report)
+        _ON_REQUEST_REPORT[kind](context, operation, report)
     else:
         try:
-            _follow(turn, operation, report)
-        except IllegalMoveError as error:
-            _refuse(turn, report, str(error))
+            _move_adapter(context, operation, report)
+        except IllegalTransitionError as error:
+            _refuse(context, report, str(error))
 
 
-def _refuse(turn: Turn, report: Any, why: str) -> None:
-    turn.publish(events.ReportRefused(report.op, why))
+def _refuse(context: Context, report: Any, why: str) -> None:
+    context.publish(events.ReportRefused(report.op, why))
 
 
-def _end_foreign(turn: Turn, op: int) -> None:
-    """Once nothing runs that the log does not know, the engine is asked again what it holds."""
-    foreign = turn.world.foreign
-    if op in foreign:
-        del foreign[op]
-        if not foreign:
-            turn.actions.append(Command(commands.RequestInventory(0)))
+def _end_unknown_operation(context: Context, op: int) -> None:
+    """After the last operation that is not in the log, request the engine's inventory again."""
+    unknown = context.world.unknown_operations
+    if op in unknown:
+        del unknown[op]
+        if not unknown:
+            context.actions.append(SendCommand(commands.RequestInventory(0)))
 
 
-def _follow(turn: Turn, operation: Operation, report: Any) -> None:
-    adapter = turn.world.adapters[operation.adapter_id]
-    told = type(report)
-    enter = _ENTRY.get(told)
-    if enter is not None:
-        # First the move, which may be illegal; nothing may have been changed before it.
-        turn.move(adapter, told.__name__)
+def _move_adapter(context: Context, operation: Operation, report: Any) -> None:
+    adapter = context.world.adapters[operation.adapter_id]
+    kind = type(report)
+    on_transition = _ON_TRANSITION.get(kind)
+    if on_transition is not None:
+        # First, because it raises for an illegal transition, which must change nothing.
+        context.apply_transition(adapter, kind.__name__)
         adapter.failed = False
-    del turn.world.operations[report.op]
+    del context.world.operations[report.op]
     adapter.op = 0
-    turn.touch(adapter)
-    turn.due[adapter.id] = None
-    if enter is not None:
-        enter(turn, adapter)
-    elif told is reports.AdapterChecked:
-        _on_checked(turn, adapter, report)
+    context.mark_changed(adapter)
+    context.dirty_adapters[adapter.id] = None
+    if on_transition is not None:
+        on_transition(context, adapter)
+    elif kind is reports.AdapterChecked:
+        _on_checked(context, adapter, report)
     else:
-        _on_failed(turn, adapter, operation, report)
+        _on_failed(context, adapter, operation, report)
 
 
-def _on_loaded(turn: Turn, adapter: Adapter) -> None:
+def _on_loaded(context: Context, adapter: Adapter) -> None:
     adapter.loads += 1
-    succeed(turn, adapter)
-    tell(turn, adapter, events.AdapterCached(adapter.name))
+    promote_version(context, adapter)
+    publish_if_current(context, adapter, events.AdapterCached(adapter.name))
 
 
-def _on_staged(turn: Turn, adapter: Adapter) -> None:
-    capacity.pay(turn, adapter, "host", -adapter.host_bytes)
-    tell(turn, adapter, events.AdapterPinned(adapter.name))
+def _on_staged(context: Context, adapter: Adapter) -> None:
+    capacity.refund(context, adapter, "host")
+    publish_if_current(context, adapter, events.AdapterPinned(adapter.name))
 
 
-def _on_unstaged(turn: Turn, adapter: Adapter) -> None:
-    capacity.leave(turn, adapter, "pinned")
-    tell(turn, adapter, events.AdapterUnpinned(adapter.name))
+def _on_unstaged(context: Context, adapter: Adapter) -> None:
+    capacity.leave(context, adapter, "pinned")
+    publish_if_current(context, adapter, events.AdapterUnpinned(adapter.name))
 
 
-def _on_written(turn: Turn, adapter: Adapter) -> None:
-    place = (adapter.slot, adapter.generation)
-    tell(turn, adapter, events.AdapterActivated(adapter.name, *place))
+def _on_written(context: Context, adapter: Adapter) -> None:
+    activated = events.AdapterActivated(adapter.name, adapter.slot, adapter.generation)
+    publish_if_current(context, adapter, activated)
 
 
-def _on_reset(turn: Turn, adapter: Adapter) -> None:
+def _on_reset(context: Context, adapter: Adapter) -> None:
     slot = adapter.slot
-    capacity.leave(turn, adapter, "device")
-    tell(turn, adapter, events.AdapterDeactivated(adapter.name, slot))
+    capacity.leave(context, adapter, "device")
+    publish_if_current(context, adapter, events.AdapterDeactivated(adapter.name, slot))
 
 
-def _on_dropped(turn: Turn, adapter: Adapter) -> None:
-    capacity.leave(turn, adapter, "host")
-    capacity.leave(turn, adapter, "pinned")
-    asked = pending_requests.is_wanted_down(turn, adapter)
-    reason: events.EvictionReason = "request" if asked else "policy"
-    tell(turn, adapter, events.AdapterEvicted(adapter.name, reason))
+def _on_dropped(context: Context, adapter: Adapter) -> None:
+    capacity.leave(context, adapter, "host")
+    capacity.leave(context, adapter, "pinned")
+    requested = pending_requests.is_wanted_down(context, adapter)
+    reason: events.EvictionReason = "request" if requested else "policy"
+    publish_if_current(context, adapter, events.AdapterEvicted(adapter.name, reason))
 
 
-def tell(turn: Turn, adapter: Adapter, event: events.Event) -> None:
-    """Publish a move of the version that its name stands for; what others do is nobody's news."""
-    if turn.world.names.get(adapter.name) == adapter.id:
-        turn.publish(event)
+def publish_if_current(context: Context, adapter: Adapter, event: events.Event) -> None:
+    """Publish an event of an adapter if its name stands for this version, not for another one."""
+    if context.world.names.get(adapter.name) == adapter.id:
+        context.publish(event)
 
 
-_ENTRY: Final[dict[type, Callable[[Turn, Adapter], None]]] = {
+_ON_TRANSITION: Final[dict[type, Callable[[Context, Adapter], None]]] = {
     reports.WeightsLoaded: _on_loaded,
     reports.WeightsStaged: _on_staged,
     reports.WeightsUnstaged: _on_unstaged,
@@ -148,25 +147,28 @@ _ENTRY: Final[dict[type, Callable[[Turn, Adapter], None]]] = {
 }
 
 
-def _on_checked(turn: Turn, adapter: Adapter, report: reports.AdapterChecked) -> None:
+def _on_checked(context: Context, adapter: Adapter, report: reports.AdapterChecked) -> None:
     adapter.fingerprint, adapter.rank = report.fingerprint, report.rank
     adapter.load_bytes, adapter.blob_bytes = report.host_bytes, report.blob_bytes
-    turn.publish(
+    context.publish(
         events.AdapterAccepted(adapter.name, report.fingerprint, report.rank, report.blob_bytes)
     )
-    current = turn.world.adapters.get(adapter.predecessor)
+    current = context.world.adapters.get(adapter.predecessor)
     if current is not None:
-        _compare(turn, current, adapter)
+        _check_replacement(context, current, adapter)
 
 
-def _compare(turn: Turn, current: Adapter, candidate: Adapter) -> None:
-    """Whether the candidate is other content that may take over; if not, it is done with here."""
-    waiting = turn.world.waiting
+def _check_replacement(context: Context, current: Adapter, candidate: Adapter) -> None:
+    """Return a candidate's waiters to the current version where both have the same content.
+
+    One with other content is abandoned unless all its requests allow to replace.
+    """
+    pending = context.world.pending_requests
     if candidate.fingerprint == current.fingerprint:
-        _move_waiters(turn, candidate, current)
-    elif not all(waiting[request_id].replace for request_id in candidate.waiters):
-        reconcile.give_up(
-            turn,
+        _move_waiters(context, candidate, current)
+    elif not all(pending[request_id].replace for request_id in candidate.waiters):
+        abandon_goal(
+            context,
             candidate,
             ErrorCode.CONFLICT,
             f"adapter {current.name!r} is known with other content (fingerprint "
@@ -175,158 +177,163 @@ def _compare(turn: Turn, current: Adapter, candidate: Adapter) -> None:
         )
 
 
-def succeed(turn: Turn, new: Adapter) -> None:
-    """A version that was loaded takes over name, goal, hold and waiters, if somebody still asks.
+def promote_version(context: Context, new: Adapter) -> None:
+    """Give a loaded version the name, goal, hold and waiters of the one that it replaces.
 
-    The old one ends its requests and goes.
+    Without a waiting request, the new version is removed instead. The replaced version serves its
+    running requests and is removed after them.
     """
-    world = turn.world
+    world = context.world
     old = world.adapters.get(new.predecessor)
     if old is None:
         return
     new.predecessor, old.successor = 0, 0
-    turn.touch(old)
+    context.mark_changed(old)
     if not new.waiters:
-        # Whoever wanted it was told that it won't be: it goes as if it had never been there.
+        # Its requests were refused meanwhile, so it is removed without events.
         new.retired, new.loads = True, 0
-        turn.aim(new, UNREGISTERED)
+        context.set_goal(new, UNREGISTERED)
         return
     world.names[new.name] = new.id
     old.retired = True
     new.uses, new.hits, new.evictions = old.uses, old.hits, old.evictions
     new.loads += old.loads
     new.failures += old.failures
-    turn.publish(events.AdapterReplaced(new.name, new.fingerprint))
-    _move_waiters(turn, old, new)
-    turn.aim(new, max(new.goal, old.goal, key=HEIGHT.__getitem__))
+    context.publish(events.AdapterReplaced(new.name, new.fingerprint))
+    _move_waiters(context, old, new)
+    context.set_goal(new, max(new.goal, old.goal, key=RESIDENCY_LEVEL.__getitem__))
     if old.held:
-        # The name stays held; only the version changes, so nobody is told.
+        # The name stays held, so no event is published.
         old.held, new.held = False, True
         del world.held[old.id]
         world.held[new.id] = None
-        turn.aim(new, GPU_SLOT)
-    turn.aim(old, UNREGISTERED)
-    turn.due[old.id] = None
+        context.set_goal(new, GPU_SLOT)
+    context.set_goal(old, UNREGISTERED)
+    context.dirty_adapters[old.id] = None
 
 
-def _move_waiters(turn: Turn, source: Adapter, target: Adapter) -> None:
-    """Bind the requests that wait for `source` to `target`; what runs already ends as it began."""
-    world = turn.world
+def _move_waiters(context: Context, source: Adapter, target: Adapter) -> None:
+    """Bind the requests that wait for `source` to `target`; running ones keep their version."""
+    world = context.world
     for request_id in (*source.waiters, *world.batches):
-        waiting = world.waiting[request_id]
-        waiting.adapters = tuple([target.id if a == source.id else a for a in waiting.adapters])
+        pending = world.pending_requests[request_id]
+        pending.adapters = tuple([target.id if a == source.id else a for a in pending.adapters])
     for request_id in tuple(source.waiters):
-        pending_requests.stop_waiting(turn, source, request_id)
-        pending_requests.wait_for(turn, target, request_id, world.waiting[request_id].since)
-    turn.due[source.id] = None
-    turn.due[target.id] = None
+        pending_requests.stop_waiting(context, source, request_id)
+        arrived_seq = world.pending_requests[request_id].arrived_seq
+        pending_requests.wait_for(context, target, request_id, arrived_seq)
+    context.dirty_adapters[source.id] = None
+    context.dirty_adapters[target.id] = None
 
 
 def _on_failed(
-    turn: Turn, adapter: Adapter, operation: Operation, report: reports.OperationFailed
+    context: Context, adapter: Adapter, operation: Operation, report: reports.OperationFailed
 ) -> None:
-    _give_back(turn, adapter, operation)
+    _refund_reservation(context, adapter, operation)
     adapter.failures += 1
-    turn.publish(events.AdapterFailed(adapter.name, adapter.state, report.code, report.message))
-    if isinstance(operation.command, DOWNWARD):
-        _stay(turn, adapter, report)
+    context.publish(events.AdapterFailed(adapter.name, adapter.state, report.code, report.message))
+    if isinstance(operation.command, DEMOTIONS):
+        _abandon_demotion(context, adapter, report)
     else:
-        reconcile.give_up(turn, adapter, report.code, report.message)
+        abandon_goal(context, adapter, report.code, report.message)
 
 
-def _stay(turn: Turn, adapter: Adapter, report: reports.OperationFailed) -> None:
-    """What can't be taken down is the last to be tried again; the engine shall say what it is."""
-    turn.aim(adapter, UNREGISTERED if adapter.retired else adapter.state)
-    turn.mark_recent(adapter)
-    pending_requests.refuse_waiters(turn, adapter, report.code, report.message, downward=True)
+def _abandon_demotion(context: Context, adapter: Adapter, report: reports.OperationFailed) -> None:
+    """Keep an adapter that can't be demoted, and request the inventory: its state is in doubt."""
+    context.set_goal(adapter, UNREGISTERED if adapter.retired else adapter.state)
+    context.touch_lru(adapter)
+    pending_requests.refuse_waiters(context, adapter, report.code, report.message, downward=True)
     if not adapter.waiters:
-        reconcile.rest(turn, adapter)
-    turn.actions.append(Command(commands.RequestInventory(0)))
+        start_backoff(context, adapter)
+    context.actions.append(SendCommand(commands.RequestInventory(0)))
 
 
-def _give_back(turn: Turn, adapter: Adapter, operation: Operation) -> None:
-    """Free what an operation that will not succeed had reserved."""
+def _refund_reservation(context: Context, adapter: Adapter, operation: Operation) -> None:
+    """Free what an operation that ends without success had reserved."""
     tier = RESERVED_BY.get(type(operation.command))
     if tier is not None:
-        capacity.leave(turn, adapter, tier)
+        capacity.leave(context, adapter, tier)
     elif isinstance(operation.command, commands.UnstageWeights):
-        capacity.pay(turn, adapter, "host", -adapter.host_bytes)
+        capacity.refund(context, adapter, "host")
 
 
-def abandon(turn: Turn, operation: Operation) -> None:
-    """An operation that is open no more, without a report: what it had reserved is free."""
-    world = turn.world
+def discard_operation(context: Context, operation: Operation) -> None:
+    """Free what a closed operation without a report had reserved or leased."""
+    world = context.world
     if operation.request_id:
-        waiting = world.waiting[operation.request_id]
-        pending_requests.end_lease(turn, waiting)
-        waiting.op = 0
+        pending = world.pending_requests[operation.request_id]
+        leases.end_lease(context, pending)
+        pending.op = 0
         return
     adapter = world.adapters[operation.adapter_id]
     adapter.op = 0
-    turn.touch(adapter)
-    turn.due[adapter.id] = None
-    _give_back(turn, adapter, operation)
+    context.mark_changed(adapter)
+    context.dirty_adapters[adapter.id] = None
+    _refund_reservation(context, adapter, operation)
 
 
-def vanish(turn: Turn, adapter: Adapter) -> None:
-    """The engine holds a resident adapter no more, though nobody took it down."""
+def mark_lost(context: Context, adapter: Adapter) -> None:
+    """Evict a resident adapter that the engine no longer has."""
     for tier in TIERS:
-        capacity.leave(turn, adapter, tier)
-    adapter.resting = False
-    turn.move(adapter, spec.ENGINE_LOST)
-    turn.due[adapter.id] = None
-    tell(turn, adapter, events.AdapterEvicted(adapter.name, "engine-lost"))
+        capacity.leave(context, adapter, tier)
+    adapter.backing_off = False
+    context.apply_transition(adapter, ENGINE_LOST)
+    context.dirty_adapters[adapter.id] = None
+    publish_if_current(context, adapter, events.AdapterEvicted(adapter.name, "engine-lost"))
 
 
-def _on_generation_ended(turn: Turn, operation: Operation, report: reports.GenerationEnded) -> None:
-    name = _adapter_name(turn, operation)
+def _on_generation_ended(
+    context: Context, operation: Operation, report: reports.GenerationEnded
+) -> None:
+    name = _adapter_name(context, operation)
     tokens = (report.prompt_tokens, report.output_tokens)
-    turn.publish(events.GenerationFinished(name or "", report.finish_reason, *tokens))
+    context.publish(events.GenerationFinished(name or "", report.finish_reason, *tokens))
     request_id = operation.request_id
     reply = requests.GenerationDone(request_id, name, report.finish_reason, *tokens)
-    _end(turn, request_id, reply)
+    _end_request(context, request_id, reply)
 
 
-def _on_pooling_ended(turn: Turn, operation: Operation, report: reports.PoolingEnded) -> None:
-    request_id, name = operation.request_id, _adapter_name(turn, operation)
-    # `EXPECTED` lets the end of no other command get here.
+def _on_pooling_ended(context: Context, operation: Operation, report: reports.PoolingEnded) -> None:
+    request_id, name = operation.request_id, _adapter_name(context, operation)
+    # `on_report` refuses this report for every other command.
     task = cast("commands.StartPooling", operation.command).task
     counts = (report.inputs, report.input_tokens)
-    turn.publish(events.PoolingFinished(name or "", task, "done", *counts))
-    _end(turn, request_id, requests.PoolingDone(request_id, name, task, *counts))
+    context.publish(events.PoolingFinished(name or "", task, "done", *counts))
+    _end_request(context, request_id, requests.PoolingDone(request_id, name, task, *counts))
 
 
-def _adapter_name(turn: Turn, operation: Operation) -> str | None:
-    adapters: tuple[AdapterId, ...] = turn.world.waiting[operation.request_id].adapters
-    return turn.world.adapters[adapters[0]].name if adapters else None
+def _adapter_name(context: Context, operation: Operation) -> str | None:
+    adapters: tuple[AdapterId, ...] = context.world.pending_requests[operation.request_id].adapters
+    return context.world.adapters[adapters[0]].name if adapters else None
 
 
-def _end(turn: Turn, request_id: str, reply: requests.Reply | None) -> None:
-    waiting = turn.world.waiting[request_id]
-    pending_requests.end_lease(turn, waiting)
-    pending_requests.end_request(turn, request_id, reply)
+def _end_request(context: Context, request_id: str, reply: requests.Reply | None) -> None:
+    leases.end_lease(context, context.world.pending_requests[request_id])
+    pending_requests.end_request(context, request_id, reply)
 
 
-def _on_mapping_set(turn: Turn, operation: Operation, _report: reports.MappingSet) -> None:
+def _on_mapping_set(context: Context, operation: Operation, _report: reports.MappingSet) -> None:
     request_id = operation.request_id
-    waiting = turn.world.waiting[request_id]
-    _end(turn, request_id, requests.BatchDone(request_id, _placements(turn, waiting)))
+    placements = _placements(context, context.world.pending_requests[request_id])
+    _end_request(context, request_id, requests.BatchDone(request_id, placements))
 
 
-def _placements(turn: Turn, waiting: Waiting) -> tuple[requests.Placement, ...]:
-    adapters = [turn.world.adapters[adapter_id] for adapter_id in waiting.adapters]
+def _placements(context: Context, pending: PendingRequest) -> tuple[requests.Placement, ...]:
+    adapters = [context.world.adapters[adapter_id] for adapter_id in pending.adapters]
     return tuple([requests.Placement(a.name, a.slot, a.generation) for a in adapters])
 
 
-def _on_request_failed(turn: Turn, operation: Operation, report: reports.OperationFailed) -> None:
+def _on_request_failed(
+    context: Context, operation: Operation, report: reports.OperationFailed
+) -> None:
     request_id = operation.request_id
     if isinstance(operation.command, commands.StartInference):
-        name = _adapter_name(turn, operation) or ""
-        turn.publish(_account_of_failure(operation.command, name, report.code))
-    _end(turn, request_id, requests.Refused(request_id, report.code, report.message))
+        name = _adapter_name(context, operation) or ""
+        context.publish(_failure_event(operation.command, name, report.code))
+    _end_request(context, request_id, requests.Refused(request_id, report.code, report.message))
 
 
-def _account_of_failure(
+def _failure_event(
     command: commands.StartInference, name: str, code: ErrorCode
 ) -> events.GenerationFinished | events.PoolingFinished:
     if isinstance(command, commands.StartPooling):
@@ -334,11 +341,11 @@ def _account_of_failure(
     return events.GenerationFinished(name, code, 0, 0)
 
 
-_ON_REQUEST: Final[dict[type, Callable[[Turn, Operation, Any], None]]] = {
+_ON_REQUEST_REPORT: Final[dict[type, Callable[[Context, Operation, Any], None]]] = {
     reports.GenerationEnded: _on_generation_ended,
     reports.PoolingEnded: _on_pooling_ended,
     reports.MappingSet: _on_mapping_set,
     reports.OperationFailed: _on_request_failed,
 }
 
-REPORTS: Final = (*EXPECTED.values(), reports.OperationFailed)
+REPORTS: Final = (*SUCCESS_OF.values(), reports.OperationFailed)

@@ -1,8 +1,6 @@
-"""Who waits for room: one line a tier, the oldest claim first.
+"""Queues of the adapters that wait for room, one per memory tier, the first priority first.
 
-What it is: three sorted lists and an index over them. What it is not: a decision who may wait or
-whom to let in (`drive`). One rule: the order is a function of the claims alone, so that it can be
-told from the adapters' records.
+The order is a function of the priorities alone, so it can be derived from the adapters' records.
 """
 
 from bisect import bisect_left, insort
@@ -15,39 +13,39 @@ TierName = Literal["host", "pinned", "device"]
 TIERS: Final[tuple[TierName, ...]] = ("host", "pinned", "device")
 
 
-class Queues:
-    """Adapters that wait for room in a tier; an adapter waits in one line at most.
+class TierQueues:
+    """Adapters that wait for room in a tier; an adapter is in one queue at most.
 
-    `lines` are pairs of claim and adapter, `members` says where each one waits; both are for
-    reading only.
+    `by_tier` holds (priority, adapter) pairs in order, `members` each adapter's queue and priority.
+    Both are for reading only.
     """
 
-    __slots__ = ("lines", "members")
+    __slots__ = ("by_tier", "members")
 
     def __init__(self) -> None:
-        self.lines: Final[dict[TierName, list[tuple[Seq, AdapterId]]]] = {t: [] for t in TIERS}
+        self.by_tier: Final[dict[TierName, list[tuple[Seq, AdapterId]]]] = {t: [] for t in TIERS}
         self.members: Final[dict[AdapterId, tuple[TierName, Seq]]] = {}
 
-    def join(self, tier: TierName, adapter_id: AdapterId, claim: Seq) -> None:
-        """Wait in a tier's line behind those with older claims."""
-        insort(self.lines[tier], (claim, adapter_id))
-        self.members[adapter_id] = (tier, claim)
+    def join(self, tier: TierName, adapter_id: AdapterId, priority: Seq) -> None:
+        """Insert an adapter into a tier's queue, after those with a lower priority number."""
+        insort(self.by_tier[tier], (priority, adapter_id))
+        self.members[adapter_id] = (tier, priority)
 
     def leave(self, adapter_id: AdapterId) -> None:
-        """Wait no longer."""
-        tier, claim = self.members.pop(adapter_id)
-        line = self.lines[tier]
-        del line[bisect_left(line, (claim, adapter_id))]
+        """Remove an adapter from its queue."""
+        tier, priority = self.members.pop(adapter_id)
+        queue = self.by_tier[tier]
+        del queue[bisect_left(queue, (priority, adapter_id))]
 
-    def renew(self, adapter_id: AdapterId, claim: Seq) -> None:
-        """Take the place in line that another claim gives."""
+    def reprioritize(self, adapter_id: AdapterId, priority: Seq) -> None:
+        """Move an adapter to the position that its new priority has in the same queue."""
         tier, current = self.members[adapter_id]
-        if current != claim:
+        if current != priority:
             self.leave(adapter_id)
-            self.join(tier, adapter_id, claim)
+            self.join(tier, adapter_id, priority)
 
     def clear(self) -> None:
-        """Send everybody away."""
-        for line in self.lines.values():
-            line.clear()
+        """Remove all adapters from all queues."""
+        for queue in self.by_tier.values():
+            queue.clear()
         self.members.clear()

@@ -1,7 +1,6 @@
-"""What a person or a program is shown of the world.
+"""Views of the world for clients: pure functions that change nothing and are not logged.
 
-What it is: pure functions from the world to replies. What it is not: an input; looking changes
-nothing and is not logged. One rule: a view is a copy, so that it stays true to its moment.
+A view is a copy, so that it stays true to its moment.
 """
 
 from controller.core.context import Refusal
@@ -12,7 +11,7 @@ from messages.errors import ErrorCode
 
 
 def adapter_view(adapter: Adapter) -> requests.AdapterView:
-    """One record as clients see it."""
+    """Return one record as clients see it."""
     return requests.AdapterView(
         adapter=adapter.name,
         adapter_id=adapter.id,
@@ -40,26 +39,26 @@ def adapter_view(adapter: Adapter) -> requests.AdapterView:
 
 
 def list_adapters(world: World, message: requests.ListAdapters) -> requests.AdaptersListed:
-    """Every record by name, old versions after the current one."""
+    """Return every record by name, replaced versions after the current one."""
     ordered = sorted(world.adapters.values(), key=lambda a: (a.name, a.retired, a.id))
     views = tuple(adapter_view(adapter) for adapter in ordered)
     return requests.AdaptersListed(message.request_id, views, world.events_seq)
 
 
 def show_adapter(world: World, message: requests.ShowAdapter) -> requests.AdapterShown:
-    """One name's current version and its old ones; raises `Refusal` where it is unknown."""
+    """Return a name's current and replaced versions; raises `Refusal` for an unknown name."""
     current = world.current(message.adapter)
     if current is None:
         raise Refusal(
             ErrorCode.UNKNOWN_ADAPTER, f"adapter {message.adapter!r} is not known; load it first"
         )
-    leaving = (world.adapters[adapter_id] for adapter_id in world.leaving)
-    retired = tuple(adapter_view(a) for a in leaving if a.retired and a.name == current.name)
+    demoting = (world.adapters[adapter_id] for adapter_id in world.demoting)
+    retired = tuple(adapter_view(a) for a in demoting if a.retired and a.name == current.name)
     return requests.AdapterShown(message.request_id, adapter_view(current), retired)
 
 
 def show_status(controller: Controller, message: requests.ShowStatus) -> requests.StatusShown:
-    """The whole in numbers."""
+    """Return the controller's and the tiers' totals."""
     world, engine = controller.world, controller.world.engine
     return requests.StatusShown(
         message.request_id,
@@ -71,7 +70,7 @@ def show_status(controller: Controller, message: requests.ShowStatus) -> request
         engine_pid=0 if engine is None else engine.pid,
         model="" if engine is None else engine.model,
         adapters=len(world.adapters),
-        requests=len(world.waiting),
+        requests=len(world.pending_requests),
         operations=len(world.operations),
         answered=world.answered,
         refused=world.refused,

@@ -1,8 +1,7 @@
-"""All that the controller knows: adapters, slots, the engine, operations, requests.
+"""The controller's state: adapters, slots, the engine, operations and pending requests.
 
-What it is: state with its accounts, indexes and digest. What it is not: decisions (`core` and the
-modules it calls are the only writers). One rule: nothing here depends on a clock, on chance or on
-the process, so that folding the same inputs gives the same digest anywhere.
+Nothing here depends on a clock, on randomness or on the process, so that folding the same inputs
+leads to the same digest anywhere. Only `Controller` and the modules that it calls write it.
 """
 
 import heapq
@@ -13,9 +12,9 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from controller.core.digest_dict import Ledger
+from controller.core.digest_dict import DigestDict
 from controller.core.limits import Limits
-from controller.core.tier_queues import TIERS, Queues, TierName
+from controller.core.tier_queues import TIERS, TierName, TierQueues
 from messages.commands import Operation as OperationCommand
 from messages.ids import (
     CPU_CACHED,
@@ -36,22 +35,24 @@ RequestKind = (
     Literal["load", "stage", "activate", "hold", "deactivate", "evict", "remove", "batch"]
     | InferenceKind
 )
-DeadlineKind = Literal["operation", "request", "rest"]
+DeadlineKind = Literal["operation", "request", "retry"]
+"""`retry` ends an adapter's backoff. Deadlines of one moment expire in the order of these names."""
 Deadline = tuple[int, DeadlineKind, int | str]
-"""When to look, at what sort of thing, and its key."""
+"""Time, kind of the thing that expires, and its key."""
 
 RESIDENT: Final = (CPU_CACHED, PINNED, GPU_SLOT)
-NO_CLAIM: Final = 1 << 62
+NO_PRIORITY: Final = 1 << 62
+"""The priority of an adapter that nothing waits for: after every other."""
 DEADLINES_MIN: Final = 1024
 
 
 class Adapter(Struct, array_like=True, gc=False):
-    """One version of an adapter: its state (a fact), its goal (a wish) and its books.
+    """One version of an adapter: its state, its goal and its counters.
 
-    `host_bytes`, `pinned_bytes` and `device_bytes` are what it is charged for now, reservations of
-    an operation in flight included; `load_bytes` and `blob_bytes` what it takes as it is read and
-    packed. `waiters` are the requests that it owes a fact, the oldest first, and by which input
-    each one came.
+    The state is what the engine reported, the goal is the state to reach. `host_bytes`,
+    `pinned_bytes` and `device_bytes` are charged now, reservations of an operation in flight
+    included. `load_bytes` is its size as read, `blob_bytes` its size as packed. `waiters` maps the
+    requests that wait for it, the oldest first, to the `seq` of the input that each arrived with.
     """
 
     id: AdapterId
@@ -70,20 +71,21 @@ class Adapter(Struct, array_like=True, gc=False):
     slot: int = NO_SLOT
     generation: int = 0
     held: bool = False
-    # An old version, or a stranger that an engine brought: it ends its requests and goes.
+    # A replaced version, or one that only the engine knew: its running requests end, then it is
+    # removed.
     retired: bool = False
-    # The last attempt to move it failed: it is left alone until its rest is over or somebody
-    # asks, and a hold alone does not put it first again.
-    resting: bool = False
+    # The last move failed: the adapter stays until its backoff ends or a request arrives.
+    backing_off: bool = False
+    # No move succeeded since a failure: a hold alone does not make its priority the first.
     failed: bool = False
-    # The version that may take over this name, and the version that this one may take over from.
+    # The version that may replace this one, and the version that this one may replace.
     successor: AdapterId = 0
     predecessor: AdapterId = 0
     leases: int = 0
     op: OpId = 0
     waiters: dict[RequestId, Seq] = {}
-    # The world's counter at its last use or move: the order in which victims are looked for.
-    touched: int = 0
+    # `World.lru_counter` at its last use or transition: victims are chosen in this order.
+    lru_stamp: int = 0
     last_used_ns: int = 0
     uses: int = 0
     loads: int = 0
@@ -92,11 +94,11 @@ class Adapter(Struct, array_like=True, gc=False):
     failures: int = 0
 
     @property
-    def claim(self) -> Seq:
-        """Its place among those who want room: what is held comes first, then the oldest."""
+    def priority(self) -> Seq:
+        """Its priority for room, the lowest number first: held ones, then the oldest request."""
         if self.held and not self.failed:
             return 0
-        return next(iter(self.waiters.values()), NO_CLAIM)
+        return next(iter(self.waiters.values()), NO_PRIORITY)
 
 
 class Slot(Struct, array_like=True, gc=False):
@@ -109,7 +111,7 @@ class Slot(Struct, array_like=True, gc=False):
 class Operation(Struct, array_like=True, gc=False):
     """One command that the engine has not reported on.
 
-    It moves `adapter_id`, or (where that is 0) serves the request `request_id`.
+    It moves `adapter_id`; where that is 0, it serves the request `request_id`.
     """
 
     command: OperationCommand
@@ -119,27 +121,27 @@ class Operation(Struct, array_like=True, gc=False):
     overdue: bool = False
 
 
-class Waiting(Struct, array_like=True, gc=False):
-    """One accepted request without its answer.
+class PendingRequest(Struct, array_like=True, gc=False):
+    """One accepted request that has not ended.
 
-    `since` is the input that brought it. With `op`, the engine works for it and its adapters are
-    leased. `told` marks one whose client was answered already, while the engine still works.
-    `stopping` marks inference that the engine was asked to end.
+    `arrived_seq` is the `seq` of the input that it arrived with. While `op` is set, the engine runs
+    that operation for it and its adapters are leased. `answered`: its client has an answer, but the
+    engine still works. `stopping`: the engine was ordered to end its inference.
     """
 
     kind: RequestKind
     adapters: tuple[AdapterId, ...]
     target: AdapterState
     deadline_ns: int
-    since: Seq
+    arrived_seq: Seq
     replace: bool = False
     op: OpId = 0
-    told: bool = False
+    answered: bool = False
     stopping: bool = False
 
 
-class Engine(Struct, array_like=True, gc=False):
-    """The attached engine's life and what it can hold."""
+class AttachedEngine(Struct, array_like=True, gc=False):
+    """The attached engine's identity and capacity."""
 
     engine_id: str
     pid: int
@@ -149,7 +151,7 @@ class Engine(Struct, array_like=True, gc=False):
 
 
 class Tier(Struct, array_like=True, gc=False):
-    """One tier's use and bounds: `count` is adapters on the host or slots on the device."""
+    """One tier's usage and bounds; `count` is adapters on the host, slots on the device."""
 
     count: int = 0
     size_bytes: int = 0
@@ -158,7 +160,7 @@ class Tier(Struct, array_like=True, gc=False):
 
 
 class World:
-    """Everything that the log's inputs add up to."""
+    """The state that the log's inputs add up to."""
 
     def __init__(self, limits: Limits) -> None:
         self.seq = 0
@@ -166,53 +168,54 @@ class World:
         self.epoch = 0
         self.next_op = 1
         self.next_adapter_id = 1
-        # One counter for all slots: a generation is never given twice, whatever becomes of a slot.
+        # One counter for all slots, so that a generation is never used twice.
         self.next_generation = 1
         self.events_seq = 0
-        self.clock = 0
+        self.lru_counter = 0
         self.answered = 0
         self.refused = 0
-        self.engine: Engine | None = None
-        # Whether the engine's inventory was taken in this life: without it nothing is asked of it.
-        self.ready = False
-        # Operations that the engine works on and that this log knows nothing of.
-        self.foreign: dict[OpId, None] = {}
+        self.engine: AttachedEngine | None = None
+        # Whether the engine sent its inventory since the controller started. No operation is sent
+        # before.
+        self.engine_ready = False
+        # Operations that the engine runs and that are not in the log.
+        self.unknown_operations: dict[OpId, None] = {}
         self.names: dict[str, AdapterId] = {}
-        self.adapters: Ledger[AdapterId, Adapter] = Ledger()
-        self.slots: Ledger[int, Slot] = Ledger()
-        self.answers: Ledger[RequestId, Reply] = Ledger()
-        # What is under way is little and changes with every input: it is digested whole.
+        self.adapters: DigestDict[AdapterId, Adapter] = DigestDict()
+        self.slots: DigestDict[int, Slot] = DigestDict()
+        self.answers: DigestDict[RequestId, Reply] = DigestDict()
+        # Few and changed by every input, so they are hashed whole.
         self.operations: dict[OpId, Operation] = {}
-        self.waiting: dict[RequestId, Waiting] = {}
+        self.pending_requests: dict[RequestId, PendingRequest] = {}
         self.tiers: dict[TierName, Tier] = {tier: Tier() for tier in TIERS}
-        # Batches that the engine has not been asked to confirm, in order; one is driven at a time.
+        # Batches without a `SetMapping` yet, in order. Adapters are moved for one batch at a time.
         self.batches: OrderedDict[RequestId, None] = OrderedDict()
-        self.driven: RequestId = ""
+        self.current_batch: RequestId = ""
         self._derive(limits)
 
     def _derive(self, limits: Limits) -> None:
-        """Indexes over the facts above: they could be rebuilt from them."""
+        """Create the indexes, which could be rebuilt from the fields above."""
         self.resize(limits.slots_max)
         self.set_bounds(limits)
         # Keys of `answers` in order: a dict's own first key is slow to find once many are gone.
         self.answer_order: deque[RequestId] = deque()
-        # Adapters by state in the order of `touched`; the first is the first to go.
-        self.recency: dict[AdapterState, OrderedDict[AdapterId, None]] = {
+        # Adapters by state in the order of `lru_stamp`: the first is the first victim.
+        self.lru_order: dict[AdapterState, OrderedDict[AdapterId, None]] = {
             state: OrderedDict() for state in RESIDENT
         }
-        self.queues = Queues()
-        # Adapters whose goal lies below what they hold: their room is on its way.
-        self.leaving: dict[AdapterId, None] = {}
-        # Adapters whose goal lies above what they hold: driven again when an engine is back.
-        self.striving: dict[AdapterId, None] = {}
+        self.queues = TierQueues()
+        # Adapters whose goal is below their state: their room becomes free.
+        self.demoting: dict[AdapterId, None] = {}
+        # Adapters whose goal is above their state: reconciled again when an engine is back.
+        self.promoting: dict[AdapterId, None] = {}
         self.held: dict[AdapterId, None] = {}
-        # A heap, with entries of ended things left in until they surface or are too many.
+        # A heap. Entries of ended things stay until they surface or become too numerous.
         self.deadlines: list[Deadline] = []
         self.deadlines_max = DEADLINES_MIN
         self.timer_ns = 0
 
     def resize(self, slots_max: int) -> None:
-        """Have this many slots, all free."""
+        """Set the number of slots. No slot may be in use."""
         for index in range(slots_max, len(self.slots)):
             del self.slots[index]
         for index in range(len(self.slots), slots_max):
@@ -220,7 +223,7 @@ class World:
         self.free_slots = list(range(slots_max))
 
     def set_bounds(self, limits: Limits) -> None:
-        """Bound the tiers: by the limits, and by the engine where that is smaller."""
+        """Bound the tiers by the smaller of the limits and the engine's capacity."""
         host, pinned, device = (self.tiers[tier] for tier in TIERS)
         host.count_max, host.size_bytes_max = limits.host_adapters_max, limits.host_bytes_max
         pinned.count_max, pinned.size_bytes_max = limits.host_adapters_max, limits.pinned_bytes_max
@@ -230,12 +233,12 @@ class World:
             device.size_bytes_max = min(limits.device_bytes_max, self.engine.device_bytes_max)
 
     def current(self, name: str) -> Adapter | None:
-        """The version that a name stands for now."""
+        """Return the version that a name stands for now, None for an unknown name."""
         adapter_id = self.names.get(name)
         return None if adapter_id is None else self.adapters[adapter_id]
 
     def add_deadline(self, at_ns: int, kind: DeadlineKind, key: int | str) -> None:
-        """Remember to look at this at `at_ns`."""
+        """Add a deadline; ended ones are dropped when there are too many."""
         heapq.heappush(self.deadlines, (at_ns, kind, key))
         if len(self.deadlines) > self.deadlines_max:
             self.deadlines = [entry for entry in self.deadlines if self.is_live(entry)]
@@ -243,36 +246,36 @@ class World:
             self.deadlines_max = 2 * len(self.deadlines) + DEADLINES_MIN
 
     def is_live(self, entry: Deadline) -> bool:
-        """Whether what the deadline was for still waits."""
+        """Whether the thing that the deadline is for still exists."""
         _, kind, key = entry
         if kind == "operation":
             return key in self.operations
         if kind == "request":
-            return key in self.waiting
+            return key in self.pending_requests
         adapter = self.adapters.get(key)  # type: ignore[arg-type]
-        return adapter is not None and adapter.resting
+        return adapter is not None and adapter.backing_off
 
     def digest(self) -> str:
-        """A hash of every fact: 32 hex characters, the same for the same history anywhere."""
-        return self._digest([ledger.digest() for ledger in self._ledgers()])
+        """Return a hash of all state: 32 hex characters, equal for equal histories."""
+        return self._digest([entries.digest() for entries in self._digest_dicts()])
 
     def digest_from_scratch(self) -> str:
-        """The same with nothing remembered."""
-        return self._digest([ledger.digest_from_scratch() for ledger in self._ledgers()])
+        """Return the same hash without using remembered entry hashes."""
+        return self._digest([entries.digest_from_scratch() for entries in self._digest_dicts()])
 
-    def _ledgers(self) -> tuple[Ledger, ...]:  # type: ignore[type-arg]
+    def _digest_dicts(self) -> tuple[DigestDict, ...]:  # type: ignore[type-arg]
         return (self.adapters, self.slots, self.answers)
 
     def _digest(self, sums: list[int]) -> str:
-        facts = (
+        state = (
             [str(value) for value in sums],
-            (self.seq, self.time_ns, self.epoch, self.events_seq, self.clock),
+            (self.seq, self.time_ns, self.epoch, self.events_seq, self.lru_counter),
             (self.next_op, self.next_adapter_id, self.next_generation),
             (self.answered, self.refused),
-            (self.engine, self.ready, list(self.foreign)),
+            (self.engine, self.engine_ready, list(self.unknown_operations)),
             [self.tiers[tier] for tier in TIERS],
-            [self.queues.lines[tier] for tier in TIERS],
-            (list(self.batches), self.driven),
-            (list(self.operations.items()), list(self.waiting.items())),
+            [self.queues.by_tier[tier] for tier in TIERS],
+            (list(self.batches), self.current_batch),
+            (list(self.operations.items()), list(self.pending_requests.items())),
         )
-        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(facts))
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(state))

@@ -1,6 +1,5 @@
-"""The life cycle of one adapter: a table, one module a state.
+"""The life cycle of one adapter: a table, and the machine and diagram that are made from it.
 
-What it is: the definition (`machine`), and the same table compiled for the hot path (`table`). What
-it is not: goals, budgets or effects. One rule: guards and callbacks are absent on purpose; a move
-is a fact that a report told, and what is not in the table is refused and changes nothing.
+There are no guards and no callbacks: a transition records what a report stated, and an input that
+the table does not list is refused and changes nothing.
 """

@@ -1,43 +1,52 @@
-"""The life cycle's table, compiled from the machine once, for the hot path.
+"""The life cycle as one literal table: states, inputs and transitions."""
 
-What it is: a dict and a function. What it is not: a second definition; a test holds it equal to the
-machine on every pair. One rule: a pair that is not in the table raises and changes nothing.
-"""
+from typing import Final
 
-from typing import Final, cast
+from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
 
-from controller.states.machine import STATES, build
-from messages.ids import AdapterState
+# An input is called like the message that carries it.
+WEIGHTS_LOADED: Final = "WeightsLoaded"
+WEIGHTS_STAGED: Final = "WeightsStaged"
+WEIGHTS_UNSTAGED: Final = "WeightsUnstaged"
+WEIGHTS_DROPPED: Final = "WeightsDropped"
+SLOT_WRITTEN: Final = "SlotWritten"
+SLOT_RESET: Final = "SlotReset"
+ENGINE_LOST: Final = "EngineLost"
+ADAPTER_REMOVED: Final = "AdapterRemoved"
 
+STATES: Final[tuple[AdapterState, ...]] = (
+    # The controller knows nothing, or a load has not succeeded yet. No memory.
+    UNREGISTERED,
+    # Dropped by policy, by request or with its engine; a use loads it again. No memory.
+    EVICTED,
+    # Read and checked against the model, in pageable memory: counts against the host budget.
+    CPU_CACHED,
+    # Packed and scaled in one page-locked blob, ready to copy: counts against the pinned budget.
+    # A hold is something else: it exempts an adapter from eviction.
+    PINNED,
+    # In a device slot, which batches may use. Its blob stays page-locked, so that leaving the slot
+    # costs no copy back.
+    GPU_SLOT,
+)
+"""All states; each one after the first two holds more of the adapter than the one before it."""
 
-class IllegalMoveError(Exception):
-    """An input that this state does not know; names adapter, state and input."""
+RESIDENCY_LEVEL: Final[dict[AdapterState, int]] = {s: level for level, s in enumerate(STATES)}
+"""How much of an adapter is held: every step towards a goal follows this order up or down."""
 
-    def __init__(self, adapter: str, state: AdapterState, trigger: str) -> None:
-        super().__init__(f"adapter {adapter!r} is {state}; {trigger} does not apply to that state")
-        self.adapter = adapter
-        self.state = state
-        self.trigger = trigger
-
-
-def _compile() -> dict[tuple[str, str], AdapterState]:
-    return {
-        (source, trigger): cast(AdapterState, transition.dest)
-        for trigger, event in build().events.items()
-        for source, transitions in event.transitions.items()
-        for transition in transitions
-    }
-
-
-MOVES: Final = _compile()
-
-HEIGHT: Final[dict[AdapterState, int]] = {state.name: height for height, state in enumerate(STATES)}
-"""How much of an adapter is there: every step towards a goal goes up or down by this order."""
-
-
-def move(adapter: str, state: AdapterState, trigger: str) -> AdapterState:
-    """The state after `trigger`; raises `IllegalMoveError` where the table has no row."""
-    target = MOVES.get((state, trigger))
-    if target is None:
-        raise IllegalMoveError(adapter, state, trigger)
-    return target
+TRANSITIONS: Final[tuple[tuple[AdapterState, str, AdapterState], ...]] = (
+    (UNREGISTERED, WEIGHTS_LOADED, CPU_CACHED),
+    (UNREGISTERED, ADAPTER_REMOVED, UNREGISTERED),
+    (EVICTED, WEIGHTS_LOADED, CPU_CACHED),
+    (EVICTED, ADAPTER_REMOVED, UNREGISTERED),
+    (CPU_CACHED, WEIGHTS_STAGED, PINNED),
+    (CPU_CACHED, WEIGHTS_DROPPED, EVICTED),
+    (CPU_CACHED, ENGINE_LOST, EVICTED),
+    (PINNED, SLOT_WRITTEN, GPU_SLOT),
+    (PINNED, WEIGHTS_UNSTAGED, CPU_CACHED),
+    (PINNED, WEIGHTS_DROPPED, EVICTED),
+    (PINNED, ENGINE_LOST, EVICTED),
+    # A slot is reset before its weights are dropped.
+    (GPU_SLOT, SLOT_RESET, PINNED),
+    (GPU_SLOT, ENGINE_LOST, EVICTED),
+)
+"""State, input, next state. Every pair that is not listed is illegal."""

@@ -1,4 +1,4 @@
-"""Budgets, victims and fairness: who gets in, who leaves for it, and in which order."""
+"""Budgets, victims and fairness: which adapter enters, which leaves for it, in which order."""
 
 import pytest
 
@@ -14,8 +14,8 @@ from messages.requests import (
     ReleaseAdapter,
     StageAdapter,
 )
+from tests.support.simulation.core_bench import Bench
 from tests.support.simulation.engine import Content
-from tests.support.simulation.rules_examples import Bench
 
 
 def test_slots_bind_before_bytes() -> None:
@@ -47,7 +47,7 @@ def test_an_engine_with_less_than_the_limits_binds() -> None:
 def test_host_places_bind_before_bytes() -> None:
     bench = Bench(slots=1, host_adapters_max=2)
     for name in ("a", "b", "c"):
-        bench.get(LoadAdapter, name)
+        bench.request(LoadAdapter, name)
     assert [bench.state(name) for name in ("a", "b", "c")] == [
         "evicted",
         "cpu-cached",
@@ -58,7 +58,7 @@ def test_host_places_bind_before_bytes() -> None:
 def test_host_bytes_bind_before_places() -> None:
     bench = Bench(slots=1, host_bytes_max=25)
     for name in ("a", "b", "c"):
-        bench.get(LoadAdapter, name)
+        bench.request(LoadAdapter, name)
     assert [bench.state(name) for name in ("a", "b", "c")] == [
         "evicted",
         "cpu-cached",
@@ -69,24 +69,24 @@ def test_host_bytes_bind_before_places() -> None:
 def test_pinned_bytes_bind_and_the_victim_stays_on_the_host_where_it_can() -> None:
     bench = Bench(slots=1, pinned_bytes_max=25)
     for name in ("a", "b", "c"):
-        bench.get(StageAdapter, name)
+        bench.request(StageAdapter, name)
     assert [bench.state(name) for name in ("a", "b", "c")] == ["cpu-cached", "pinned", "pinned"]
 
 
 def test_a_victim_of_pinned_room_is_dropped_where_pageable_room_lacks() -> None:
     bench = Bench(slots=1, pinned_bytes_max=25, host_bytes_max=10)
     for name in ("a", "b", "c"):
-        bench.get(StageAdapter, name)
-    # While c lay in pageable memory, a could not.
+        bench.request(StageAdapter, name)
+    # While c was in pageable memory, a did not fit there.
     assert [bench.state(name) for name in ("a", "b", "c")] == ["evicted", "pinned", "pinned"]
 
 
-def test_an_adapter_that_no_budget_can_hold_is_refused_by_number_and_pushes_nobody_out() -> None:
+def test_an_adapter_larger_than_a_budget_is_refused_with_numbers_and_evicts_none() -> None:
     for tier, reached in (("host", "unregistered"), ("pinned", "cpu-cached"), ("device", "pinned")):
         bench = Bench(slots=2, **{f"{tier}_bytes_max": 25})
         bench.activate("a", "b")
         bench.files["c"] = Content("content of c", 30, 30)
-        reply = bench.get(ActivateAdapter, "c")
+        reply = bench.request(ActivateAdapter, "c")
         assert reply.code is ErrorCode.NO_ROOM
         for part in ("'c'", "30 bytes", f"of {tier} memory", "25", f"{tier}_bytes_max"):
             assert part in reply.message
@@ -96,17 +96,17 @@ def test_an_adapter_that_no_budget_can_hold_is_refused_by_number_and_pushes_nobo
             assert bench.state("c") == reached
 
 
-def test_an_unsound_adapter_evicts_nobody() -> None:
+def test_an_unsound_adapter_evicts_none() -> None:
     bench = Bench(slots=2, host_adapters_max=2)
     bench.activate("a", "b")
-    concerned = ("adapters", "slots", "tiers", "order", "names")
-    before = {what: bench.facts()[what] for what in concerned}
+    parts = ("adapters", "slots", "tiers", "order", "names")
+    before = {part: bench.snapshot()[part] for part in parts}
     for code in (ErrorCode.NOT_FOUND, ErrorCode.DOES_NOT_FIT, ErrorCode.NOT_FINITE):
-        request = bench.ask(ActivateAdapter, "c")
+        request = bench.send(ActivateAdapter, "c")
         bench.fail("CheckAdapter", code)
         bench.settle()
         assert bench.reply(request).code is code
-        assert {what: bench.facts()[what] for what in concerned} == before
+        assert {part: bench.snapshot()[part] for part in parts} == before
 
 
 def test_a_failed_operation_leaves_every_other_adapter_and_this_one_where_they_were() -> None:
@@ -114,8 +114,8 @@ def test_a_failed_operation_leaves_every_other_adapter_and_this_one_where_they_w
     for kind, state in steps.items():
         bench = Bench(slots=2)
         bench.activate("a", "b")
-        bench.get(requests.EvictAdapter, "b")
-        request = bench.ask(ActivateAdapter, "b")
+        bench.request(requests.EvictAdapter, "b")
+        request = bench.send(ActivateAdapter, "b")
         while not any(type(c).__name__ == kind for c in bench.channel):
             bench.transmit(10)
             bench.complete(0)
@@ -126,7 +126,7 @@ def test_a_failed_operation_leaves_every_other_adapter_and_this_one_where_they_w
         assert (bench.state("a"), bench.state("b")) == ("gpu-slot", state)
         assert bench.adapter("b").failures == 1
         assert used != {tier: (t.count, t.size_bytes) for tier, t in bench.world.tiers.items()}
-        assert bench.get(ActivateAdapter, "b").state == "gpu-slot"
+        assert bench.request(ActivateAdapter, "b").state == "gpu-slot"
 
 
 def test_the_least_recently_used_leaves_first_and_a_hit_counts_as_use() -> None:
@@ -141,12 +141,12 @@ def test_the_least_recently_used_leaves_first_and_a_hit_counts_as_use() -> None:
     assert (bench.adapter("a").uses, bench.adapter("a").hits) == (2, 1)
 
 
-def test_what_is_held_is_never_the_victim_and_may_be_again_after_its_release() -> None:
+def test_a_held_adapter_is_no_victim_until_its_release() -> None:
     bench = Bench(slots=2)
-    bench.get(HoldAdapter, "a")
+    bench.request(HoldAdapter, "a")
     bench.activate("b", "c", "d")
     assert bench.in_slots() == {"a", "d"}
-    bench.get(ReleaseAdapter, "a")
+    bench.request(ReleaseAdapter, "a")
     bench.activate("e")
     assert bench.in_slots() == {"d", "e"}
 
@@ -163,7 +163,7 @@ def test_a_leased_adapter_stays_until_its_last_request_ends() -> None:
     bench = Bench(slots=1)
     bench.activate("a")
     first, second = bench.generate("a"), bench.generate("a")
-    request = bench.ask(ActivateAdapter, "b")
+    request = bench.send(ActivateAdapter, "b")
     bench.settle()
     bench.end_generation(first)
     assert bench.in_slots() == {"a"}
@@ -173,49 +173,49 @@ def test_a_leased_adapter_stays_until_its_last_request_ends() -> None:
     assert isinstance(bench.reply(request), AdapterDone)
 
 
-def test_permanent_traffic_on_one_adapter_lets_others_have_their_turn() -> None:
+def test_permanent_traffic_on_one_adapter_does_not_block_others() -> None:
     bench = Bench(slots=1)
     bench.activate("a")
     running = bench.generate("a")
-    other = bench.ask(ActivateAdapter, "b")
+    other = bench.send(ActivateAdapter, "b")
     bench.settle()
-    # The traffic goes on; from now on it waits.
+    # The traffic continues, but from now on it waits.
     later = bench.generate("a")
-    assert bench.world.waiting[later].op == 0
+    assert bench.world.pending_requests[later].op == 0
     bench.end_generation(running)
     assert bench.reply(other).state == "gpu-slot"
-    # And comes back when the other one has been served.
-    assert bench.world.waiting[later].op
+    # It is served after the other one.
+    assert bench.world.pending_requests[later].op
     assert bench.in_slots() == {"a"}
 
 
-def test_whoever_asked_first_gets_in_first() -> None:
+def test_the_oldest_request_enters_first() -> None:
     bench = Bench(slots=1)
     for name in ("a", "b", "c", "d"):
-        bench.get(LoadAdapter, name)
+        bench.request(LoadAdapter, name)
     bench.activate("a")
     running = bench.generate("a")
-    order = [bench.ask(ActivateAdapter, name) for name in ("d", "b", "c")]
+    order = [bench.send(ActivateAdapter, name) for name in ("d", "b", "c")]
     bench.settle()
     assert [bench.adapter(n).id for n in ("d", "b", "c")] == [
-        adapter_id for _, adapter_id in bench.world.queues.lines["device"]
+        adapter_id for _, adapter_id in bench.world.queues.by_tier["device"]
     ]
     done: list[str] = []
-    keep = bench.memory.on_reply
-    bench.memory.on_reply = lambda reply: (done.append(reply.request_id), keep(reply))  # type: ignore[method-assign]
+    on_reply = bench.oracle.on_reply
+    bench.oracle.on_reply = lambda reply: (done.append(reply.request_id), on_reply(reply))  # type: ignore[method-assign]
     bench.end_generation(running)
     assert done == [running, *order]
 
 
-def test_a_small_one_behind_does_not_overtake_a_large_one_ahead() -> None:
+def test_a_small_adapter_does_not_overtake_a_large_one_in_the_queue() -> None:
     bench = Bench(slots=3, device_bytes_max=40)
     bench.files["c"] = Content("content of c", 30, 30)
     for name in ("a", "b", "c", "d"):
-        bench.get(StageAdapter, name)
+        bench.request(StageAdapter, name)
     bench.activate("a", "b")
     running = [bench.generate("a"), bench.generate("b")]
-    large = bench.ask(ActivateAdapter, "c")
-    small = bench.ask(ActivateAdapter, "d")
+    large = bench.send(ActivateAdapter, "c")
+    small = bench.send(ActivateAdapter, "d")
     bench.settle()
     assert bench.reply(large) is bench.reply(small) is None
     bench.end_generation(running[0])
@@ -225,46 +225,46 @@ def test_a_small_one_behind_does_not_overtake_a_large_one_ahead() -> None:
     assert bench.reply(small).state == "gpu-slot"
 
 
-def test_a_batch_and_a_single_request_that_need_each_others_room_both_get_on() -> None:
-    """The single one is older and does not fit beside the batch's first adapter.
+def test_a_batch_and_a_single_request_that_need_each_others_room_are_both_served() -> None:
+    """The single request is older, and its adapter does not fit next to the batch's first one.
 
-    The batch's second one is behind it, and the first one waits for the second.
+    The batch's second adapter queues after it, and the first one waits for the second.
     """
     bench = Bench(slots=2, device_bytes_max=100)
     for name, size in (("a", 50), ("b", 50), ("c", 60)):
         bench.files[name] = Content(f"content of {name}", 10, size)
-    bench.get(LoadAdapter, "b")
+    bench.request(LoadAdapter, "b")
     bench.activate("a")
-    single = bench.ask(ActivateAdapter, "c")
-    batch = bench.ask(ActivateBatch, ("a", "b"))
+    single = bench.send(ActivateAdapter, "c")
+    batch = bench.send(ActivateBatch, ("a", "b"))
     while bench.state("c") != "pinned":
         bench.finish("c")
-    assert bench.world.queues.lines["device"]
+    assert bench.world.queues.by_tier["device"]
     bench.settle()
     assert bench.reply(single).state == "gpu-slot"
     assert isinstance(bench.reply(batch), requests.BatchDone)
     assert bench.adapter("a").evictions == 1
 
 
-def test_two_batches_that_overlap_are_driven_one_after_the_other() -> None:
+def test_batches_that_overlap_are_served_one_after_the_other() -> None:
     bench = Bench(slots=2)
     for name in ("a", "b", "c"):
-        bench.get(LoadAdapter, name)
-    batches = [bench.ask(ActivateBatch, pair) for pair in (("a", "b"), ("b", "c"), ("c", "a"))]
+        bench.request(LoadAdapter, name)
+    batches = [bench.send(ActivateBatch, pair) for pair in (("a", "b"), ("b", "c"), ("c", "a"))]
     bench.settle()
     for batch in batches:
         assert isinstance(bench.reply(batch), requests.BatchDone)
 
 
-def test_a_batch_whose_adapters_are_there_does_not_wait_for_one_that_is_driven() -> None:
+def test_a_batch_whose_adapters_are_in_slots_does_not_wait_for_the_current_one() -> None:
     bench = Bench(slots=2)
     for name in ("a", "b", "c", "d"):
-        bench.get(LoadAdapter, name)
+        bench.request(LoadAdapter, name)
     bench.activate("a", "b")
     running = bench.generate("a")
-    slow = bench.ask(ActivateBatch, ("b", "c"))
+    slow = bench.send(ActivateBatch, ("b", "c"))
     bench.settle()
-    quick = bench.get(ActivateBatch, ("b",))
+    quick = bench.request(ActivateBatch, ("b",))
     assert isinstance(quick, requests.BatchDone)
     assert bench.reply(slow) is None
     bench.end_generation(running)
@@ -273,10 +273,10 @@ def test_a_batch_whose_adapters_are_there_does_not_wait_for_one_that_is_driven()
 
 def test_many_waiters_of_one_adapter_are_served_by_one_step() -> None:
     bench = Bench()
-    several = [bench.ask(records.GenerationRequested, "a") for _ in range(3)]
+    several = [bench.send(records.GenerationRequested, "a") for _ in range(3)]
     assert all(bench.reply(request).code is ErrorCode.UNKNOWN_ADAPTER for request in several)
-    waiting = [bench.ask(ActivateAdapter, "a")]
-    waiting += [bench.ask(kind, "a") for kind in (LoadAdapter, StageAdapter, HoldAdapter)]
+    waiting = [bench.send(ActivateAdapter, "a")]
+    waiting += [bench.send(kind, "a") for kind in (LoadAdapter, StageAdapter, HoldAdapter)]
     bench.settle()
     assert all(isinstance(bench.reply(request), AdapterDone) for request in waiting)
     assert bench.adapter("a").loads == 1
@@ -287,16 +287,16 @@ def test_limits_that_contradict_one_another_are_refused() -> None:
         check_limits(Limits(slots_max=3, host_adapters_max=2))
 
 
-def test_a_held_adapter_that_is_stuck_on_its_way_keeps_its_room_and_others_are_told() -> None:
+def test_a_held_adapter_that_backs_off_keeps_its_room_and_others_are_refused() -> None:
     bench = Bench(slots=2, host_bytes_max=80, pinned_bytes_max=80)
     bench.files["a"] = Content("content of a", 30, 60)
     bench.files["large"] = Content("content of large", 50, 40)
     bench.files["c"] = Content("content of c", 60, 60)
-    bench.get(HoldAdapter, "a")
-    bench.get(HoldAdapter, "b")
-    bench.get(LoadAdapter, "b", "large", True)
-    # It is held, but its new version does not fit beside the other one.
-    assert (bench.state("b"), bench.adapter("b").resting) == ("cpu-cached", True)
-    reply = bench.get(LoadAdapter, "c")
+    bench.request(HoldAdapter, "a")
+    bench.request(HoldAdapter, "b")
+    bench.request(LoadAdapter, "b", "large", True)
+    # It is held, but its new version does not fit next to the other adapter.
+    assert (bench.state("b"), bench.adapter("b").backing_off) == ("cpu-cached", True)
+    reply = bench.request(LoadAdapter, "c")
     assert reply.code is ErrorCode.NO_ROOM
     assert "60 bytes of host memory; held adapters keep 2 places and 50 bytes" in reply.message

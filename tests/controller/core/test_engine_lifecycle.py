@@ -1,54 +1,41 @@
-"""The engine's coming and going, what follows when time is up, and what happens after a failure."""
+"""Attachment and loss of the engine, expired deadlines, and failures."""
 
 from controller.core.controller import Controller
 from controller.core.limits import Limits
 from messages import commands, events, records, reports, requests
 from messages.errors import ErrorCode
 from messages.requests import ActivateAdapter, AdapterDone, HoldAdapter, LoadAdapter, Refused
-from tests.support.simulation.rules_examples import Bench
+from tests.support.simulation.core_bench import Bench
 
 
-def told(bench: Bench) -> list[events.Event]:
-    """What is published from now on."""
-    published: list[events.Event] = []
-    keep = bench.memory.on_event
-
-    def listen(event: events.Published) -> None:
-        published.append(event.event)
-        keep(event)
-
-    bench.memory.on_event = listen  # type: ignore[method-assign]
-    return published
-
-
-def test_losing_the_engine_evicts_all_and_tells_everybody_who_waits() -> None:
+def test_losing_the_engine_evicts_all_and_refuses_pending_requests() -> None:
     bench = Bench(slots=2)
     bench.activate("a", "b")
     running, base = bench.generate("a"), bench.generate(None)
     waiting = [
-        bench.ask(ActivateAdapter, "c"),
-        bench.ask(requests.ActivateBatch, ("a", "b")),
-        bench.ask(records.GenerationRequested, "b"),
+        bench.send(ActivateAdapter, "c"),
+        bench.send(requests.ActivateBatch, ("a", "b")),
+        bench.send(records.GenerationRequested, "b"),
     ]
-    removal = bench.ask(requests.RemoveAdapter, "c", force=True)
+    removal = bench.send(requests.RemoveAdapter, "c", force=True)
     bench.lose_engine()
     for request in (running, base, *waiting[1:]):
         reply = bench.reply(request)
         assert (reply.code, "engine is gone" in reply.message) == (ErrorCode.ENGINE_GONE, True)
     assert bench.reply(waiting[0]).code is ErrorCode.CONFLICT
     assert bench.reply(removal).state == "unregistered"
-    assert not bench.world.waiting
+    assert not bench.world.pending_requests
     assert not bench.world.operations
     assert {bench.state("a"), bench.state("b")} == {"evicted"}
     assert all((t.count, t.size_bytes) == (0, 0) for t in bench.world.tiers.values())
 
 
-def test_goals_are_driven_again_held_ones_first() -> None:
+def test_goals_are_reconciled_again_with_held_ones_first() -> None:
     bench = Bench(slots=2)
-    bench.get(HoldAdapter, "a")
+    bench.request(HoldAdapter, "a")
     bench.activate("b")
-    bench.get(LoadAdapter, "c")
-    bench.get(requests.EvictAdapter, "c")
+    bench.request(LoadAdapter, "c")
+    bench.request(requests.EvictAdapter, "c")
     bench.lose_engine()
     bench.start_engine()
     bench.transmit(1)
@@ -59,12 +46,12 @@ def test_goals_are_driven_again_held_ones_first() -> None:
     assert bench.state("c") == "evicted"
 
 
-def test_a_goal_that_nobody_has_any_more_pushes_nobody_out() -> None:
+def test_a_goal_without_waiters_evicts_no_other_adapter() -> None:
     bench = Bench(slots=2, host_adapters_max=2)
     bench.activate("a", "b")
     bench.lose_engine()
-    request = bench.ask(ActivateAdapter, "c")
-    other = bench.ask(ActivateAdapter, "d")
+    request = bench.send(ActivateAdapter, "c")
+    other = bench.send(ActivateAdapter, "d")
     bench.start_engine()
     bench.settle()
     assert isinstance(bench.reply(request), AdapterDone)
@@ -72,10 +59,10 @@ def test_a_goal_that_nobody_has_any_more_pushes_nobody_out() -> None:
     assert bench.in_slots() == {"c", "d"}
 
 
-def test_requests_without_an_engine_wait_and_are_served_when_it_comes() -> None:
+def test_requests_without_an_engine_wait_until_one_attaches() -> None:
     bench = Bench(engine=False)
-    waiting = [bench.ask(LoadAdapter, "a"), bench.ask(records.GenerationRequested, None)]
-    waiting.append(bench.ask(ActivateAdapter, "b"))
+    waiting = [bench.send(LoadAdapter, "a"), bench.send(records.GenerationRequested, None)]
+    waiting.append(bench.send(ActivateAdapter, "b"))
     assert all(bench.reply(request) is None for request in waiting)
     bench.start_engine()
     bench.settle()
@@ -87,7 +74,7 @@ def test_requests_without_an_engine_wait_and_are_served_when_it_comes() -> None:
 
 def test_a_request_without_an_engine_is_refused_in_time_and_leaves_no_name() -> None:
     bench = Bench(engine=False, request_timeout_ms=20)
-    late = bench.ask(ActivateAdapter, "a")
+    late = bench.send(ActivateAdapter, "a")
     bench.advance(19)
     assert bench.reply(late) is None
     bench.advance(2)
@@ -100,7 +87,7 @@ def test_a_request_for_room_that_stays_taken_is_refused_in_time() -> None:
     bench = Bench(slots=1)
     bench.activate("a")
     running = bench.generate("a")
-    late = bench.ask(ActivateAdapter, "b", timeout_ms=50)
+    late = bench.send(ActivateAdapter, "b", timeout_ms=50)
     bench.settle()
     bench.advance(51)
     reply = bench.reply(late)
@@ -111,10 +98,10 @@ def test_a_request_for_room_that_stays_taken_is_refused_in_time() -> None:
     assert bench.in_slots() == set() or bench.in_slots() == {"a"}
 
 
-def test_a_generation_that_takes_too_long_is_answered_and_stopped_and_its_lease_goes_on() -> None:
+def test_a_late_generation_is_refused_and_stopped_and_leased_until_its_end() -> None:
     bench = Bench(slots=1)
     bench.activate("a")
-    request = bench.ask(records.GenerationRequested, "a", 30)
+    request = bench.send(records.GenerationRequested, "a", 30)
     bench.settle()
     bench.advance(31)
     assert bench.reply(request).code is ErrorCode.ENGINE_GONE
@@ -122,13 +109,13 @@ def test_a_generation_that_takes_too_long_is_answered_and_stopped_and_its_lease_
     assert bench.adapter("a").leases == 1
     bench.end_generation(request)
     assert bench.adapter("a").leases == 0
-    assert not bench.world.waiting
+    assert not bench.world.pending_requests
 
 
-def test_an_overdue_operation_tells_its_clients_and_its_late_report_still_counts() -> None:
+def test_an_overdue_operation_refuses_its_clients_and_its_late_report_still_counts() -> None:
     bench = Bench(operation_timeout_ms=100, request_timeout_ms=10_000)
-    published = told(bench)
-    request = bench.ask(ActivateAdapter, "a")
+    published = bench.record_events()
+    request = bench.send(ActivateAdapter, "a")
     bench.transmit(1)
     bench.advance(101)
     reply = bench.reply(request)
@@ -136,29 +123,29 @@ def test_an_overdue_operation_tells_its_clients_and_its_late_report_still_counts
     for part in ("CheckAdapter", "'a'", "100 ms"):
         assert part in reply.message
     assert events.OperationOverdue(1, "CheckAdapter", "a") in published
-    again = bench.ask(ActivateAdapter, "a")
+    again = bench.send(ActivateAdapter, "a")
     bench.settle()
     assert bench.reply(again).state == "gpu-slot"
 
 
 def test_a_report_that_does_not_fit_changes_nothing() -> None:
     bench = Bench()
-    bench.ask(ActivateAdapter, "a")
-    before, published = bench.facts(), told(bench)
+    bench.send(ActivateAdapter, "a")
+    before, published = bench.snapshot(), bench.record_events()
     bench.handle(reports.SlotWritten(1))
-    assert bench.facts() == before
+    assert bench.snapshot() == before
     (event,) = published
     assert isinstance(event, events.ReportRefused)
     assert "CheckAdapter is not ended by SlotWritten" in event.message
-    # One that names no open operation is old news.
+    # One without an open operation is ignored.
     bench.handle(reports.SlotWritten(77))
     assert len(published) == 1
 
 
-def test_an_adapter_that_can_not_be_taken_down_rests_and_another_one_goes() -> None:
+def test_an_adapter_that_can_not_be_demoted_backs_off_and_another_one_is_the_victim() -> None:
     bench = Bench(slots=2)
     bench.activate("a", "b")
-    request = bench.ask(ActivateAdapter, "c")
+    request = bench.send(ActivateAdapter, "c")
     for _ in range(3):
         bench.transmit(5)
         bench.complete(0)
@@ -167,19 +154,19 @@ def test_an_adapter_that_can_not_be_taken_down_rests_and_another_one_goes() -> N
     bench.settle()
     assert isinstance(bench.reply(request), AdapterDone)
     assert bench.in_slots() == {"a", "c"}
-    assert bench.adapter("a").resting
+    assert bench.adapter("a").backing_off
     bench.advance(bench.limits.rest_ms + 1)
-    assert not bench.adapter("a").resting
+    assert not bench.adapter("a").backing_off
 
 
-def test_a_held_adapter_that_does_not_come_back_is_tried_again_after_a_rest() -> None:
+def test_a_held_adapter_that_fails_to_load_is_tried_again_after_its_backoff() -> None:
     bench = Bench(slots=2, rest_ms=100)
-    bench.get(HoldAdapter, "a")
+    bench.request(HoldAdapter, "a")
     content = bench.files.pop("a")
     bench.lose_engine()
     bench.start_engine()
     bench.settle()
-    assert (bench.state("a"), bench.adapter("a").resting) == ("evicted", True)
+    assert (bench.state("a"), bench.adapter("a").backing_off) == ("evicted", True)
     bench.activate("b")
     bench.files["a"] = content
     bench.advance(101)
@@ -187,7 +174,7 @@ def test_a_held_adapter_that_does_not_come_back_is_tried_again_after_a_rest() ->
     assert bench.in_slots() == {"a", "b"}
 
 
-def test_other_limits_lose_the_engine_and_keep_what_was_answered() -> None:
+def test_other_limits_lose_the_engine_and_keep_the_newest_answers() -> None:
     controller = Controller(Limits(slots_max=4, answers_max=10), checked=True)
     controller.handle(records.ControllerStarted(1), 1)
     for number in range(6):
@@ -199,14 +186,14 @@ def test_other_limits_lose_the_engine_and_keep_what_was_answered() -> None:
     actions = controller.reconfigure(Limits(slots_max=2, requests_max=4, answers_max=2), "lru")
     assert "the limits were changed" in str(actions)
     assert controller.world.engine is None
-    assert not controller.world.waiting
+    assert not controller.world.pending_requests
     assert len(controller.world.answers) == 2
     assert len(controller.world.slots) == 2
     controller.handle(inventory, 4)
     assert controller.world.tiers["device"].count_max == 2
 
 
-def test_time_that_is_set_back_does_not_go_back() -> None:
+def test_a_clock_that_is_set_back_does_not_decrease_the_time() -> None:
     controller = Controller(Limits(), checked=True)
     controller.handle(records.ControllerStarted(1), 100)
     controller.handle(LoadAdapter("r", "a"), 50)
@@ -214,39 +201,39 @@ def test_time_that_is_set_back_does_not_go_back() -> None:
     assert not any(isinstance(reply, Refused) for reply in controller.world.answers.values())
 
 
-def test_a_held_adapter_that_fails_again_and_again_lets_others_have_their_turn() -> None:
+def test_held_adapters_that_keep_failing_do_not_block_others() -> None:
     bench = Bench(slots=3, host_bytes_max=15, rest_ms=10)
     for name in ("a", "b"):
-        bench.get(HoldAdapter, name)
+        bench.request(HoldAdapter, name)
         del bench.files[name]
     bench.lose_engine()
     bench.start_engine()
-    request = bench.ask(ActivateAdapter, "c")
+    request = bench.send(ActivateAdapter, "c")
     for _ in range(12):
         bench.transmit(9)
         bench.complete(0)
-        # Both have rested when the one that was tried has failed.
+        # Both backoffs have ended when the one that was tried has failed.
         bench.advance(11)
         bench.deliver(9)
     assert bench.reply(request).state == "gpu-slot"
 
 
-def test_a_batch_that_waits_for_its_turn_is_bound_to_the_version_of_that_time() -> None:
+def test_a_batch_uses_the_version_that_is_current_when_it_becomes_current() -> None:
     bench = Bench(slots=2)
     bench.activate("a", "b")
     running = bench.generate("a")
     for name in ("c", "d"):
-        bench.get(requests.StageAdapter, name)
-    first = bench.ask(requests.ActivateBatch, ("c", "d"))
-    second = bench.ask(requests.ActivateBatch, ("b", "a"))
-    assert bench.get(LoadAdapter, "b", "e", replace=True).state == "cpu-cached"
+        bench.request(requests.StageAdapter, name)
+    first = bench.send(requests.ActivateBatch, ("c", "d"))
+    second = bench.send(requests.ActivateBatch, ("b", "a"))
+    assert bench.request(LoadAdapter, "b", "e", replace=True).state == "cpu-cached"
     bench.end_generation(running)
     assert isinstance(bench.reply(first), requests.BatchDone)
     assert isinstance(bench.reply(second), requests.BatchDone)
     assert bench.adapter("b").path == "e"
 
 
-def test_the_timer_is_not_set_for_what_has_ended() -> None:
+def test_the_timer_is_not_set_for_ended_operations() -> None:
     bench = Bench(operation_timeout_ms=100)
     bench.activate("a")
     assert bench.timer_ns
@@ -254,11 +241,11 @@ def test_the_timer_is_not_set_for_what_has_ended() -> None:
     assert not bench.timer_ns
 
 
-def test_an_old_version_whose_last_step_fails_goes_all_the_same() -> None:
+def test_a_replaced_version_whose_last_step_fails_is_removed() -> None:
     bench = Bench()
-    bench.get(LoadAdapter, "a")
-    bench.ask(ActivateAdapter, "a")
-    replaced = bench.ask(LoadAdapter, "a", "b", replace=True)
+    bench.request(LoadAdapter, "a")
+    bench.send(ActivateAdapter, "a")
+    replaced = bench.send(LoadAdapter, "a", "b", replace=True)
     bench.transmit(9)
     for _ in range(2):
         bench.complete(1)

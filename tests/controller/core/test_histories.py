@@ -1,14 +1,14 @@
-"""Recorded histories, kept for ever: the same inputs add up to the same world in every version.
+"""Recorded histories: the same inputs add up to the same world in every version.
 
-A file `rules-N-….jsonl` in `tests/histories` begins with a line that tells rules, policy, limits
-and the final digest; every further line is one `records.Record` in hexadecimal, some of them with
-the digest of the world before it. A change of what the core decides makes a digest differ. It then
-gets a new number (`controller.core.limits.RULES`), and a new history beside the old ones:
+A file `rules-N-….jsonl` in `tests/histories` begins with a line with rules number, policy, limits
+and the final digest. Every further line is one `records.Record` in hexadecimal, some of them with
+the digest of the world before it. A change of what the core decides changes a digest. It then needs
+a new number (`controller.core.limits.RULES`) and new histories, next to the old ones:
 
     python -m tests.controller.core.test_histories
 
-writes those of the present rules that are missing, over none that is there. Histories of former
-rules stay, as what `loradock replay` has to refuse or to read by their own rules.
+writes the missing ones of the current rules and replaces none. Histories of former rules stay, as
+inputs that `loradock replay` has to refuse or to replay by their own rules.
 """
 
 from pathlib import Path
@@ -20,12 +20,12 @@ import pytest
 from controller.core.controller import Controller
 from controller.core.limits import RULES, limits_from, limits_to
 from messages.records import Input, Record
-from tests.support.simulation.clients import random_history
+from tests.support.simulation.workload import random_history
 
 HISTORIES = Path(__file__).parents[2] / "histories"
 SEEDS = (3, 12, 18)
 LATER_SEEDS = (21,)
-"""Added when there was a new kind of input: the rules for the others stayed as they were."""
+"""Added with a new kind of input; the rules for the others did not change."""
 STEPS = 300
 DIGEST_INTERVAL = 50
 
@@ -33,22 +33,22 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 def files(rules: int) -> list[Path]:
-    """The recorded histories of one number of rules."""
+    """Return the recorded histories of one rules number."""
     return sorted(HISTORIES.glob(f"rules-{rules}-*.jsonl"))
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
-    """A history's head and records."""
+    """Return a history's head and records."""
     head, *lines = path.read_text().splitlines()
     return msgspec.json.decode(head), [_decoder.decode(bytes.fromhex(line)) for line in lines]
 
 
 def write(path: Path, seed: int) -> None:
-    """Record the history that a seed stands for."""
-    sim = random_history(seed, STEPS).sim
-    controller = Controller(sim.limits)
+    """Record the history of a seed."""
+    deployment = random_history(seed, STEPS).deployment
+    controller = Controller(deployment.limits)
     lines = []
-    for seq, data in enumerate(sim.inputs):
+    for seq, data in enumerate(deployment.inputs):
         record = _decoder.decode(data)
         digest = controller.digest() if seq % DIGEST_INTERVAL == 0 else ""
         lines.append(msgspec.msgpack.encode(msgspec.structs.replace(record, digest=digest)).hex())
@@ -56,14 +56,14 @@ def write(path: Path, seed: int) -> None:
     head = {
         "rules": RULES,
         "policy": "lru",
-        "limits": limits_to(sim.limits),
+        "limits": limits_to(deployment.limits),
         "digest": controller.digest(),
     }
     with path.open("x") as file:
         file.write("\n".join([msgspec.json.encode(head).decode(), *lines]) + "\n")
 
 
-def test_there_are_histories_of_the_present_rules() -> None:
+def test_there_are_histories_of_the_current_rules() -> None:
     assert len(files(RULES)) >= len(SEEDS), f"rules {RULES} have no recorded history; see above"
 
 
@@ -84,8 +84,8 @@ def test_a_recorded_history_adds_up_to_its_digests(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", files(RULES), ids=lambda path: path.name)
-def test_one_input_less_gives_another_digest(path: Path) -> None:
-    """The digests see what the history does: a fold that forgets an input is found out."""
+def test_one_input_less_changes_the_digest(path: Path) -> None:
+    """The digests depend on the history: a replay without one input is noticed."""
     head, records = read(path)
     controller = Controller(limits_from(head["limits"]), head["policy"])
     for record in records[:-1]:

@@ -1,11 +1,11 @@
-"""The core with its engine in the same thread: answers at once, and waits only where time helps."""
+"""The core with its engine in the same thread: answers at once, and time passes only if needed."""
 
 from collections.abc import Iterable
 
 import pytest
 
 from controller.core.context import Refusal
-from controller.core.in_process import LocalController
+from controller.core.in_process import InProcessController
 from controller.core.limits import Limits
 from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
@@ -23,15 +23,17 @@ SUCCESS = {
 
 
 class Bench:
-    """Ten bytes an adapter; `failing` are kinds of command that fail once each."""
+    """A core with adapters of ten bytes; each command type in `failing` fails once."""
 
     def __init__(self, slots: int, capacity: int, policy: str, **limits: int) -> None:
         self.done: list[commands.Command] = []
-        self.told: list[events.Event] = []
+        self.events: list[events.Event] = []
         self.failing: list[type] = []
         self.slots = slots
         bounds = Limits(slots_max=slots, host_adapters_max=capacity, answers_max=1, **limits)
-        self.core = LocalController(bounds, policy, self.execute, self.told.append, checked=True)
+        self.core = InProcessController(
+            bounds, policy, self.execute, self.events.append, checked=True
+        )
         self.core.attach(self.inventory())
 
     def inventory(self) -> reports.EngineInventory:
@@ -50,30 +52,32 @@ class Bench:
             return [self.inventory()]
         if type(command) in self.failing:
             self.failing.remove(type(command))
-            return [reports.OperationFailed(command.op, ErrorCode.NOT_FOUND, "as it was told to")]
+            return [
+                reports.OperationFailed(command.op, ErrorCode.NOT_FOUND, "as ordered by the test")
+            ]
         if isinstance(command, commands.CheckAdapter):
             return [reports.AdapterChecked(command.op, command.adapter, 1, 10, 10)]
         return [SUCCESS[type(command)](command.op)]
 
     def activate(self, *names: str) -> None:
         for name in names:
-            self.core.ask(requests.ActivateAdapter, name)
+            self.core.request(requests.ActivateAdapter, name)
 
     def refused(self, kind: type, *fields: object) -> Refusal:
         with pytest.raises(Refusal) as caught:
-            self.core.ask(kind, *fields)
+            self.core.request(kind, *fields)
         return caught.value
 
     def states(self) -> dict[str, str]:
         return {a.name: a.state for a in self.core.world.adapters.values()}
 
 
-def test_an_answer_comes_with_everything_that_follows_it() -> None:
+def test_a_request_returns_after_everything_that_follows_from_it() -> None:
     bench = Bench(1, 2, "lru")
     bench.activate("a", "b")
     assert bench.states() == {"a": PINNED, "b": GPU_SLOT}
     assert not bench.core.world.operations
-    assert not bench.core.world.waiting
+    assert not bench.core.world.pending_requests
     kinds = [type(command) for command in bench.done]
     assert kinds[:4] == [
         commands.CheckAdapter,
@@ -81,10 +85,10 @@ def test_an_answer_comes_with_everything_that_follows_it() -> None:
         commands.StageWeights,
         commands.WriteSlot,
     ]
-    assert [type(event) for event in bench.told].count(events.AdapterActivated) == 2
+    assert [type(event) for event in bench.events].count(events.AdapterActivated) == 2
 
 
-def test_where_nobody_may_leave_the_wait_is_over_before_it_begins() -> None:
+def test_a_request_is_refused_at_once_where_no_adapter_may_leave() -> None:
     bench = Bench(1, 2, "none")
     bench.activate("a")
     refusal = bench.refused(requests.ActivateAdapter, "b")
@@ -95,28 +99,28 @@ def test_where_nobody_may_leave_the_wait_is_over_before_it_begins() -> None:
     assert bench.states() == {"a": GPU_SLOT, "b": PINNED}
     assert bench.refused(requests.LoadAdapter, "c").code is ErrorCode.NO_ROOM
     assert bench.states() == {"a": GPU_SLOT, "b": PINNED}
-    bench.core.ask(requests.DeactivateAdapter, "a")
+    bench.core.request(requests.DeactivateAdapter, "a")
     bench.activate("b")
     assert bench.states() == {"a": PINNED, "b": GPU_SLOT}
 
 
-def test_what_the_engine_fails_is_told_in_its_own_words_and_tried_again() -> None:
+def test_a_failure_has_the_engines_text_and_may_be_tried_again() -> None:
     bench = Bench(1, 1, "lru")
     bench.failing = [commands.CheckAdapter]
     refusal = bench.refused(requests.LoadAdapter, "a")
-    assert (refusal.code, refusal.message) == (ErrorCode.NOT_FOUND, "as it was told to")
+    assert (refusal.code, refusal.message) == (ErrorCode.NOT_FOUND, "as ordered by the test")
     assert bench.states() == {}
     bench.activate("a")
     bench.failing = [commands.ResetSlot]
     assert bench.refused(requests.DeactivateAdapter, "a").code is ErrorCode.NOT_FOUND
     assert isinstance(bench.done[-1], commands.RequestInventory)
     assert bench.states() == {"a": GPU_SLOT}
-    bench.core.ask(requests.DeactivateAdapter, "a")
+    bench.core.request(requests.DeactivateAdapter, "a")
     assert bench.states() == {"a": PINNED}
 
 
-def test_time_passes_where_it_helps() -> None:
-    """A victim that could not be taken down rests; who needs its room waits for that alone."""
+def test_time_passes_to_the_end_of_a_backoff() -> None:
+    """The request waits for the backoff of a victim that could not be demoted, and no longer."""
     bench = Bench(1, 2, "lru")
     bench.activate("a")
     bench.failing = [commands.ResetSlot]
@@ -127,36 +131,36 @@ def test_time_passes_where_it_helps() -> None:
     assert waited_ms == Limits().rest_ms
 
 
-def test_the_oldest_is_who_was_touched_first_and_is_not_held() -> None:
+def test_the_least_recently_used_is_resident_and_not_held() -> None:
     bench = Bench(2, 4, "none")
-    assert bench.core.oldest() is None
+    assert bench.core.least_recently_used() is None
     bench.activate("a", "b")
-    bench.core.ask(requests.LoadAdapter, "c")
-    bench.core.ask(requests.ActivateAdapter, "a")
-    assert bench.core.oldest() == "b"
-    bench.core.ask(requests.HoldAdapter, "b")
-    assert bench.core.oldest() == "c"
-    bench.core.ask(requests.RemoveAdapter, "c")
-    assert bench.core.oldest() == "a"
+    bench.core.request(requests.LoadAdapter, "c")
+    bench.core.request(requests.ActivateAdapter, "a")
+    assert bench.core.least_recently_used() == "b"
+    bench.core.request(requests.HoldAdapter, "b")
+    assert bench.core.least_recently_used() == "c"
+    bench.core.request(requests.RemoveAdapter, "c")
+    assert bench.core.least_recently_used() == "a"
 
 
-def test_what_can_never_be_together_is_known_before_anything_is_asked() -> None:
+def test_a_permanent_shortage_is_known_before_any_request() -> None:
     bench = Bench(2, 4, "lru", device_bytes_max=25)
     bench.activate("a")
-    bench.core.ask(requests.HoldAdapter, "a")
+    bench.core.request(requests.HoldAdapter, "a")
     done = len(bench.done)
     core = bench.core
-    assert core.why_never_together({"a": None, "new": 10}) is None
-    assert core.why_never_together({"new": 15}) is None
-    assert "slots" in (core.why_never_together({"new": 1, "newer": 1}) or "")
-    assert "bytes" in (core.why_never_together({"new": 16}) or "")
-    # Another size for one that is there takes that one's place and not one beside it.
-    assert core.why_never_together({"a": 25}) is None
-    assert core.why_never_together({"a": 16, "new": 10}) is not None
+    assert core.permanent_shortage_of_batch({"a": None, "new": 10}) is None
+    assert core.permanent_shortage_of_batch({"new": 15}) is None
+    assert "slots" in (core.permanent_shortage_of_batch({"new": 1, "newer": 1}) or "")
+    assert "bytes" in (core.permanent_shortage_of_batch({"new": 16}) or "")
+    # A new size for a known adapter replaces its size and is not added to it.
+    assert core.permanent_shortage_of_batch({"a": 25}) is None
+    assert core.permanent_shortage_of_batch({"a": 16, "new": 10}) is not None
     assert len(bench.done) == done
 
 
-def test_an_answer_that_is_there_is_kept_no_longer_than_needed() -> None:
+def test_answers_are_not_stored_longer_than_needed() -> None:
     bench = Bench(1, 1, "lru")
     for _ in range(50):
         bench.activate("a")

@@ -1,46 +1,46 @@
-"""A restarted controller, a link with gaps, a log without its tail: what the inventory corrects."""
+"""Corrections by the inventory: after a restart, lost messages, or the loss of the log's tail."""
 
 from controller.core.controller import Controller
 from controller.core.limits import Limits
 from messages import records, reports, requests
 from messages.errors import ErrorCode
 from messages.requests import ActivateAdapter, AdapterDone, LoadAdapter
-from tests.support.simulation.engine import Held
-from tests.support.simulation.rules_examples import Bench
+from tests.support.simulation.core_bench import Bench
+from tests.support.simulation.engine import EngineAdapter
 
 
 def test_a_restarted_controller_touches_nothing_that_agrees() -> None:
     bench = Bench(slots=2)
     bench.activate("a", "b")
     running = bench.generate("a")
-    before = bench.facts()
+    before = bench.snapshot()
     bench.restart_controller()
     bench.settle()
-    assert bench.facts() == before
+    assert bench.snapshot() == before
     assert not bench.channel
     bench.end_generation(running)
     assert bench.reply(running).finish_reason == "stop"
 
 
-def test_nothing_is_asked_of_an_engine_before_its_inventory() -> None:
+def test_no_operation_is_sent_before_the_inventory() -> None:
     bench = Bench()
     bench.restart_controller()
-    bench.ask(ActivateAdapter, "a")
+    bench.send(ActivateAdapter, "a")
     assert not bench.world.operations
     bench.settle()
     assert bench.state("a") == "gpu-slot"
     bench.restart_controller()
-    batch = bench.ask(requests.ActivateBatch, ("a",))
-    running = [bench.ask(records.GenerationRequested, name) for name in ("a", None)]
+    batch = bench.send(requests.ActivateBatch, ("a",))
+    running = [bench.send(records.GenerationRequested, name) for name in ("a", None)]
     assert not bench.world.operations
     bench.settle()
     assert isinstance(bench.reply(batch), requests.BatchDone)
-    assert all(bench.world.waiting[request].op for request in running)
+    assert all(bench.world.pending_requests[request].op for request in running)
 
 
-def test_commands_lost_on_their_way_are_sent_again_under_their_number() -> None:
+def test_commands_lost_in_transit_are_sent_again_under_their_id() -> None:
     bench = Bench()
-    request = bench.ask(ActivateAdapter, "a")
+    request = bench.send(ActivateAdapter, "a")
     (lost,) = bench.channel
     bench.cut_link(1)
     bench.transmit(1)
@@ -57,41 +57,41 @@ def test_a_restarted_controller_corrects_what_its_log_lost() -> None:
     bench.activate("b")
     bench.generate("b")
     bench.restart_controller(lost_inputs=len(bench.inputs) - inputs)
-    # The generation that nobody knows is stopped first, then the stranger is driven out.
+    # The generation that is not in the log is stopped first, then its adapter is removed.
     assert "b" not in bench.world.names
     bench.settle()
     assert [type(c).__name__ for c in bench.channel] == []
     (op,) = bench.engine.running  # type: ignore[union-attr]
     assert bench.engine.running[op].stopped  # type: ignore[union-attr]
-    assert not bench.world.ready
+    assert not bench.world.engine_ready
     bench.complete(0)
     bench.settle()
-    assert {h.name for h in bench.engine.held.values()} == {"a"}  # type: ignore[union-attr]
+    assert {a.name for a in bench.engine.adapters.values()} == {"a"}  # type: ignore[union-attr]
     assert bench.in_slots() == {"a"}
     bench.activate("b")
 
 
-def test_a_number_that_the_engine_has_for_other_content_is_left_to_it() -> None:
+def test_a_record_yields_an_id_that_the_engine_uses_for_other_content() -> None:
     bench = Bench(slots=2, engine=False)
-    bench.ask(ActivateAdapter, "a")
+    bench.send(ActivateAdapter, "a")
     assert bench.adapter("a").id == 1
-    stranger = Held(1, "b", "b", bench.files["b"], "gpu-slot", True, 0, 7)
-    bench.start_engine(held={1: stranger}, seen={20}, generations_seen={7})
+    unknown = EngineAdapter(1, "b", "b", bench.files["b"], "gpu-slot", True, 0, 7)
+    bench.start_engine(adapters={1: unknown}, seen={20}, generations_seen={7})
     bench.settle()
     assert bench.adapter("a").id != 1
     assert bench.state("a") == "gpu-slot"
-    assert [h.content.fingerprint for h in bench.engine.held.values()] == ["content of a"]  # type: ignore[union-attr]
+    assert [a.content.fingerprint for a in bench.engine.adapters.values()] == ["content of a"]  # type: ignore[union-attr]
 
 
 def test_an_inventory_that_contradicts_itself_is_refused() -> None:
     good = reports.InventoryAdapter(1, "a", "a", "f", 8, "gpu-slot", 0, 1, 10, 10)
-    wrong = {
+    contradictions = {
         "twice": (good, good),
         "of 2 slots": (reports.InventoryAdapter(1, "a", "a", "f", 8, "gpu-slot", 5, 1, 10, 10),),
         "is told to be": (reports.InventoryAdapter(1, "a", "a", "f", 8, "evicted", -1, 0, 10, 10),),
         "in slot -1": (reports.InventoryAdapter(1, "a", "a", "f", 8, "gpu-slot", -1, 0, 10, 10),),
     }
-    for text, adapters in wrong.items():
+    for text, adapters in contradictions.items():
         controller = Controller(Limits(slots_max=2), checked=True)
         controller.handle(records.ControllerStarted(1), 1)
         inventory = reports.EngineInventory("e", 1, "m", 2, 100, 0, (), adapters)
@@ -100,13 +100,13 @@ def test_an_inventory_that_contradicts_itself_is_refused() -> None:
         assert controller.world.engine is None
 
 
-def test_a_generation_whose_prompt_is_lost_is_forgotten_and_may_be_asked_again() -> None:
+def test_a_generation_whose_prompt_is_lost_is_dropped_and_may_be_sent_again() -> None:
     bench = Bench()
     bench.activate("a")
-    request = bench.ask(records.GenerationRequested, "a")
+    request = bench.send(records.GenerationRequested, "a")
     bench.restart_controller()
     bench.settle()
-    assert request not in bench.world.waiting
+    assert request not in bench.world.pending_requests
     assert bench.reply(request) is None
     assert (bench.adapter("a").leases, bench.adapter("a").uses) == (0, 1)
     bench.handle(records.GenerationRequested(request, "a"))
@@ -119,19 +119,19 @@ def test_a_stop_that_was_lost_is_repeated() -> None:
     bench = Bench()
     bench.activate("a")
     running = bench.generate("a")
-    bench.ask(requests.CancelGeneration, running)
+    bench.send(requests.CancelGeneration, running)
     bench.restart_controller()
     bench.settle()
     bench.end_generation(running)
     assert bench.reply(running).finish_reason == "cancelled"
 
 
-def test_a_cancelled_generation_that_never_arrived_is_not_begun_again() -> None:
+def test_a_cancelled_generation_that_never_arrived_is_not_started_again() -> None:
     bench = Bench()
     bench.activate("a")
-    lost = bench.ask(records.GenerationRequested, "a")
+    lost = bench.send(records.GenerationRequested, "a")
     bench.channel.clear()
-    bench.ask(requests.CancelGeneration, lost)
+    bench.send(requests.CancelGeneration, lost)
     bench.cut_link(0)
     bench.settle()
     assert bench.reply(lost).finish_reason == "cancelled"
@@ -141,9 +141,9 @@ def test_a_cancelled_generation_that_never_arrived_is_not_begun_again() -> None:
 def test_a_generation_that_was_lost_with_a_replaced_version_is_refused() -> None:
     bench = Bench()
     bench.activate("a")
-    lost = bench.ask(records.GenerationRequested, "a")
+    lost = bench.send(records.GenerationRequested, "a")
     del bench.channel[-1]
-    bench.get(LoadAdapter, "a", "b", replace=True)
+    bench.request(LoadAdapter, "a", "b", replace=True)
     bench.cut_link(0)
     bench.settle()
     reply = bench.reply(lost)
@@ -151,22 +151,22 @@ def test_a_generation_that_was_lost_with_a_replaced_version_is_refused() -> None
     assert [a.path for a in bench.world.adapters.values()] == ["b"]
 
 
-def test_a_generation_that_was_lost_is_begun_again() -> None:
+def test_a_generation_that_was_lost_is_started_again() -> None:
     bench = Bench()
     bench.activate("a")
-    lost = bench.ask(records.GenerationRequested, "a")
+    lost = bench.send(records.GenerationRequested, "a")
     del bench.channel[-1]
-    bench.get(LoadAdapter, "b")
+    bench.request(LoadAdapter, "b")
     bench.cut_link(0)
     bench.settle()
     bench.end_generation(lost)
     assert bench.reply(lost).finish_reason == "stop"
 
 
-def test_a_replacement_whose_report_was_lost_with_the_logs_tail_takes_place() -> None:
+def test_a_replacement_whose_report_was_lost_with_the_logs_tail_happens() -> None:
     bench = Bench()
     bench.activate("a")
-    request = bench.ask(LoadAdapter, "a", "b", replace=True)
+    request = bench.send(LoadAdapter, "a", "b", replace=True)
     for _ in range(2):
         bench.transmit(1)
         bench.complete(0)

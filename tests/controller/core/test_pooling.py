@@ -1,63 +1,50 @@
-"""Embedding and classifying: leased as a generation is, answered with an account, never twice."""
+"""Embedding and classifying: leased like a generation, answered once, with counts."""
 
 import pytest
 
 from messages import commands, events, records, requests
 from messages.errors import ErrorCode
 from messages.requests import PoolingDone, Refused
-from tests.support.simulation.rules_examples import Bench
+from tests.support.simulation.core_bench import Bench
 
 TASKS = ("embed", "classify")
 
 
-def published(bench: Bench) -> list[events.Event]:
-    """Collects all events from here on."""
-    collected: list[events.Event] = []
-    on_event = bench.memory.on_event
-
-    def collect(published: events.Published) -> None:
-        collected.append(published.event)
-        on_event(published)
-
-    bench.memory.on_event = collect  # type: ignore[method-assign]
-    return collected
-
-
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("name", ["a", None])
-def test_it_is_answered_with_its_account(task: requests.PoolingTask, name: str | None) -> None:
+def test_it_is_answered_with_its_counts(task: requests.PoolingTask, name: str | None) -> None:
     bench = Bench()
     bench.activate("a")
-    told = published(bench)
+    published = bench.record_events()
     request_id = bench.pool(name, task)
     assert bench.adapter("a").leases == (1 if name else 0)
     assert bench.reply(request_id) is None
     bench.end_generation(request_id)
     assert bench.reply(request_id) == PoolingDone(request_id, name, task, 2, 7)
-    assert told == [events.PoolingFinished(name or "", task, "done", 2, 7)]
+    assert published == [events.PoolingFinished(name or "", task, "done", 2, 7)]
     assert bench.adapter("a").leases == 0
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_an_adapter_is_brought_into_a_slot_first_and_leased_there(
+def test_the_adapter_is_activated_first_and_leased(
     task: requests.PoolingTask,
 ) -> None:
     bench = Bench(slots=1)
     bench.activate("a", "b")
     request_id = bench.pool("a", task)
     assert bench.in_slots() == {"a"}
-    waiting = bench.ask(requests.ActivateAdapter, "b")
+    waiting = bench.send(requests.ActivateAdapter, "b")
     bench.settle()
     assert bench.in_slots() == {"a"}
     bench.end_generation(request_id)
     assert isinstance(bench.reply(waiting), requests.AdapterDone)
 
 
-def test_the_engine_is_told_the_task() -> None:
+def test_the_command_names_the_task() -> None:
     bench = Bench()
     sent = []
-    on_command = bench.memory.on_command
-    bench.memory.on_command = lambda command: (sent.append(command), on_command(command))[1]  # type: ignore[method-assign]
+    on_command = bench.oracle.on_command
+    bench.oracle.on_command = lambda command: (sent.append(command), on_command(command))[1]  # type: ignore[method-assign]
     for task in TASKS:
         bench.pool(None, task)
     kinds = [(type(command), command.task) for command in sent]
@@ -65,16 +52,16 @@ def test_the_engine_is_told_the_task() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_failure_is_told_with_its_code(task: requests.PoolingTask) -> None:
+def test_a_failure_is_reported_with_its_code(task: requests.PoolingTask) -> None:
     bench = Bench()
     bench.activate("a")
-    told = published(bench)
+    published = bench.record_events()
     request_id = bench.pool("a", task)
     bench.end_generation(request_id, ErrorCode.NOT_SERVED)
     refused = bench.reply(request_id)
     assert isinstance(refused, Refused)
     assert refused.code is ErrorCode.NOT_SERVED
-    assert told == [events.PoolingFinished("a", task, "L016", 0, 0)]
+    assert published == [events.PoolingFinished("a", task, "L016", 0, 0)]
     assert bench.adapter("a").leases == 0
 
 
@@ -84,7 +71,7 @@ def test_one_that_takes_too_long_is_refused_stopped_and_still_leased(
 ) -> None:
     bench = Bench()
     bench.activate("a")
-    request_id = bench.ask(records.PoolingRequested, "a", task, 5)
+    request_id = bench.send(records.PoolingRequested, "a", task, 5)
     bench.settle()
     bench.advance(6)
     refused = bench.reply(request_id)
@@ -107,19 +94,19 @@ def test_a_repeated_one_gets_its_first_answer() -> None:
     bench.handle(records.PoolingRequested(request_id, "a", "embed"))
     bench.settle()
     assert bench.adapter("a").uses == uses
-    assert not bench.world.waiting
+    assert not bench.world.pending_requests
 
 
-def test_inputs_that_died_with_the_controller_are_asked_for_again() -> None:
+def test_inputs_lost_with_the_controller_are_sent_again() -> None:
     bench = Bench()
     bench.activate("a")
     bench.lose_engine()
-    request_id = bench.ask(records.PoolingRequested, "a", "embed")
+    request_id = bench.send(records.PoolingRequested, "a", "embed")
     uses = bench.adapter("a").uses
     bench.restart_controller()
     bench.start_engine()
     bench.settle()
-    assert request_id in bench.memory.forgotten
+    assert request_id in bench.oracle.forgotten
     assert bench.reply(request_id) is None
     assert bench.adapter("a").uses == uses - 1
     bench.handle(records.PoolingRequested(request_id, "a", "embed"))
@@ -128,10 +115,10 @@ def test_inputs_that_died_with_the_controller_are_asked_for_again() -> None:
     assert bench.reply(request_id) == PoolingDone(request_id, "a", "embed", 2, 7)
 
 
-def test_one_of_the_base_model_starts_when_an_engine_comes() -> None:
+def test_one_for_the_base_model_starts_when_an_engine_attaches() -> None:
     bench = Bench(engine=False)
     request_id = bench.pool(None)
-    assert not bench.world.waiting[request_id].op
+    assert not bench.world.pending_requests[request_id].op
     bench.start_engine()
     bench.settle()
     bench.end_generation(request_id)
@@ -148,10 +135,10 @@ def test_a_lost_engine_ends_it() -> None:
     assert refused.code is ErrorCode.ENGINE_GONE
 
 
-def test_it_is_no_generation_that_could_be_cancelled() -> None:
+def test_it_can_not_be_cancelled_like_a_generation() -> None:
     bench = Bench()
     request_id = bench.pool(None)
-    cancelled = bench.get(requests.CancelGeneration, request_id)
+    cancelled = bench.request(requests.CancelGeneration, request_id)
     assert cancelled.found is False
     bench.end_generation(request_id)
     assert isinstance(bench.reply(request_id), PoolingDone)
@@ -159,5 +146,5 @@ def test_it_is_no_generation_that_could_be_cancelled() -> None:
 
 def test_an_unknown_adapter_is_refused_and_changes_nothing() -> None:
     Bench().refused(
-        ErrorCode.UNKNOWN_ADAPTER, ("nobody",), records.PoolingRequested, "nobody", "embed"
+        ErrorCode.UNKNOWN_ADAPTER, ("missing",), records.PoolingRequested, "missing", "embed"
     )

@@ -17,8 +17,8 @@ from messages.requests import (
     RemoveAdapter,
     StageAdapter,
 )
+from tests.support.simulation.core_bench import Bench
 from tests.support.simulation.engine import Content
-from tests.support.simulation.rules_examples import Bench
 
 UNKNOWN = [
     (ReleaseAdapter, "x"),
@@ -37,7 +37,7 @@ def test_an_unknown_adapter_is_l006(kind: type, what: object) -> None:
     bench.refused(ErrorCode.UNKNOWN_ADAPTER, ("'x'", "load it first"), kind, what)
 
 
-def test_every_upward_request_brings_the_adapter_as_far_as_it_says() -> None:
+def test_every_upward_request_promotes_the_adapter_to_its_target() -> None:
     for kind, state in (
         (LoadAdapter, "cpu-cached"),
         (StageAdapter, "pinned"),
@@ -45,17 +45,17 @@ def test_every_upward_request_brings_the_adapter_as_far_as_it_says() -> None:
         (HoldAdapter, "gpu-slot"),
     ):
         bench = Bench()
-        reply = bench.get(kind, "a")
+        reply = bench.request(kind, "a")
         assert (reply.adapter, reply.state) == ("a", state)
         assert bench.state("a") == state
-        # Once more, it is there already.
-        assert bench.reply(bench.ask(kind, "a")).state == state
+        # A second request is answered at once.
+        assert bench.reply(bench.send(kind, "a")).state == state
 
 
 def test_a_batch_of_more_adapters_than_slots_is_refused_before_anything_moves() -> None:
     bench = Bench(slots=2)
     bench.activate("a", "b")
-    bench.get(LoadAdapter, "c")
+    bench.request(LoadAdapter, "c")
     parts = ("3 slots", "2 slots", "split the batch")
     bench.refused(ErrorCode.NO_ROOM, parts, ActivateBatch, ("a", "b", "c"))
     assert bench.in_slots() == {"a", "b"}
@@ -63,26 +63,26 @@ def test_a_batch_of_more_adapters_than_slots_is_refused_before_anything_moves() 
 
 def test_a_batch_that_a_held_adapter_makes_impossible_is_refused_early() -> None:
     bench = Bench(slots=2)
-    bench.get(HoldAdapter, "a")
-    bench.get(LoadAdapter, "b")
-    bench.get(LoadAdapter, "c")
+    bench.request(HoldAdapter, "a")
+    bench.request(LoadAdapter, "b")
+    bench.request(LoadAdapter, "c")
     parts = ("2 slots", "keep 1 slots", "release one")
     bench.refused(ErrorCode.NO_ROOM, parts, ActivateBatch, ("b", "c"))
-    assert isinstance(bench.get(ActivateBatch, ("a", "b")), requests.BatchDone)
+    assert isinstance(bench.request(ActivateBatch, ("a", "b")), requests.BatchDone)
 
 
 def test_a_batch_too_large_in_bytes_is_refused_early_and_names_the_bytes() -> None:
     bench = Bench(slots=3, device_bytes_max=25)
     for name in ("a", "b", "c"):
-        bench.get(LoadAdapter, name)
+        bench.request(LoadAdapter, name)
     bench.refused(ErrorCode.NO_ROOM, ("30 bytes", "25 bytes"), ActivateBatch, ("a", "b", "c"))
 
 
-def test_a_batch_whose_sizes_show_late_is_refused_when_they_do() -> None:
+def test_a_batch_whose_sizes_are_known_late_is_refused_then() -> None:
     bench = Bench(slots=2, device_bytes_max=15, engine=False)
-    bench.ask(LoadAdapter, "a")
-    bench.ask(LoadAdapter, "b")
-    batch = bench.ask(ActivateBatch, ("a", "b"))
+    bench.send(LoadAdapter, "a")
+    bench.send(LoadAdapter, "b")
+    batch = bench.send(ActivateBatch, ("a", "b"))
     bench.start_engine()
     bench.settle()
     reply = bench.reply(batch)
@@ -93,25 +93,25 @@ def test_a_batch_that_a_hold_made_impossible_while_it_waited_is_refused() -> Non
     bench = Bench(slots=2)
     bench.activate("a", "b")
     for name in ("c", "d"):
-        bench.get(StageAdapter, name)
+        bench.request(StageAdapter, name)
     running = bench.generate("a")
-    first = bench.ask(ActivateBatch, ("c", "d"))
-    hold = bench.ask(HoldAdapter, "d")
-    second = bench.ask(ActivateBatch, ("a", "b"))
+    first = bench.send(ActivateBatch, ("c", "d"))
+    hold = bench.send(HoldAdapter, "d")
+    second = bench.send(ActivateBatch, ("a", "b"))
     bench.settle()
     assert [bench.reply(request) for request in (first, hold, second)] == [None] * 3
     bench.end_generation(running)
     assert isinstance(bench.reply(first), requests.BatchDone)
     assert bench.reply(hold).state == "gpu-slot"
     assert bench.reply(second).code is ErrorCode.NO_ROOM
-    assert not bench.world.waiting
+    assert not bench.world.pending_requests
 
 
 def test_everything_held_is_l001() -> None:
     bench = Bench(slots=2)
-    bench.get(HoldAdapter, "a")
-    bench.get(HoldAdapter, "b")
-    reply = bench.get(ActivateAdapter, "c")
+    bench.request(HoldAdapter, "a")
+    bench.request(HoldAdapter, "b")
+    reply = bench.request(ActivateAdapter, "c")
     assert reply.code is ErrorCode.NO_ROOM
     for part in ("'c'", "1 slots", "2 slots", "held", "release"):
         assert part in reply.message
@@ -119,65 +119,65 @@ def test_everything_held_is_l001() -> None:
 
 
 @pytest.mark.parametrize("kind", [DeactivateAdapter, EvictAdapter, RemoveAdapter])
-def test_what_is_held_leased_or_waited_for_is_not_taken_down(kind: type) -> None:
+def test_an_adapter_that_is_held_leased_or_waited_for_is_not_demoted(kind: type) -> None:
     bench = Bench()
-    bench.get(HoldAdapter, "a")
+    bench.request(HoldAdapter, "a")
     bench.refused(ErrorCode.CONFLICT, ("'a'", "held", "release it first"), kind, "a")
-    bench.get(ReleaseAdapter, "a")
+    bench.request(ReleaseAdapter, "a")
     bench.generate("a")
     bench.refused(ErrorCode.CONFLICT, ("'a'", "1 running requests"), kind, "a")
-    bench.ask(ActivateAdapter, "b")
+    bench.send(ActivateAdapter, "b")
     bench.refused(ErrorCode.CONFLICT, ("'b'", "waited for by 1"), kind, "b")
 
 
-def test_every_downward_request_brings_the_adapter_as_far_as_it_says() -> None:
+def test_every_downward_request_demotes_the_adapter_to_its_target() -> None:
     for kind, state in ((DeactivateAdapter, "pinned"), (EvictAdapter, "evicted")):
         bench = Bench()
         bench.activate("a")
-        assert bench.get(kind, "a").state == state
-        assert bench.reply(bench.ask(kind, "a")).state == state
+        assert bench.request(kind, "a").state == state
+        assert bench.reply(bench.send(kind, "a")).state == state
     bench = Bench()
     bench.activate("a")
-    assert bench.get(RemoveAdapter, "a").state == "unregistered"
+    assert bench.request(RemoveAdapter, "a").state == "unregistered"
     assert "a" not in bench.world.names
-    assert isinstance(bench.get(ActivateAdapter, "a"), AdapterDone)
+    assert isinstance(bench.request(ActivateAdapter, "a"), AdapterDone)
 
 
-def test_a_downward_request_waits_for_an_operation_under_way() -> None:
+def test_a_downward_request_waits_for_the_operation_in_flight() -> None:
     bench = Bench(request_timeout_ms=10)
-    slow = bench.ask(ActivateAdapter, "a")
+    slow = bench.send(ActivateAdapter, "a")
     bench.transmit(1)
     bench.advance(11)
     assert bench.reply(slow).code is ErrorCode.ENGINE_GONE
-    evict = bench.ask(EvictAdapter, "a")
+    evict = bench.send(EvictAdapter, "a")
     assert bench.reply(evict) is None
     bench.settle()
     assert bench.reply(evict).state in ("evicted", "unregistered")
-    assert not bench.engine.held  # type: ignore[union-attr]
+    assert not bench.engine.adapters  # type: ignore[union-attr]
 
 
-def test_a_forced_removal_ends_the_hold_refuses_who_waits_and_waits_for_leases() -> None:
+def test_a_forced_removal_ends_the_hold_and_waits_for_leases() -> None:
     bench = Bench(slots=1)
-    bench.get(HoldAdapter, "a")
+    bench.request(HoldAdapter, "a")
     running = bench.generate("a")
-    removal = bench.ask(RemoveAdapter, "a", force=True)
+    removal = bench.send(RemoveAdapter, "a", force=True)
     bench.settle()
     assert bench.reply(removal) is None
     assert bench.state("a") == "gpu-slot"
-    going = ("'a'", "being removed")
-    bench.refused(ErrorCode.CONFLICT, going, records.GenerationRequested, "a")
-    bench.refused(ErrorCode.CONFLICT, going, LoadAdapter, "a")
-    bench.refused(ErrorCode.CONFLICT, going, ActivateBatch, ("a",))
+    parts = ("'a'", "being removed")
+    bench.refused(ErrorCode.CONFLICT, parts, records.GenerationRequested, "a")
+    bench.refused(ErrorCode.CONFLICT, parts, LoadAdapter, "a")
+    bench.refused(ErrorCode.CONFLICT, parts, ActivateBatch, ("a",))
     bench.end_generation(running)
     assert bench.reply(running).finish_reason == "stop"
     assert bench.reply(removal).state == "unregistered"
     assert not bench.world.adapters
 
 
-def test_a_forced_removal_refuses_who_waits() -> None:
+def test_a_forced_removal_refuses_waiting_requests() -> None:
     bench = Bench()
-    waiting = bench.ask(ActivateAdapter, "a")
-    removal = bench.ask(RemoveAdapter, "a", force=True)
+    waiting = bench.send(ActivateAdapter, "a")
+    removal = bench.send(RemoveAdapter, "a", force=True)
     assert bench.reply(waiting).code is ErrorCode.CONFLICT
     bench.settle()
     assert bench.reply(removal).state == "unregistered"
@@ -185,23 +185,23 @@ def test_a_forced_removal_refuses_who_waits() -> None:
 
 def test_a_forced_removal_without_an_engine_is_answered_at_once() -> None:
     bench = Bench(engine=False)
-    waiting = bench.ask(ActivateAdapter, "a")
-    removal = bench.ask(RemoveAdapter, "a", force=True)
+    waiting = bench.send(ActivateAdapter, "a")
+    removal = bench.send(RemoveAdapter, "a", force=True)
     assert bench.reply(waiting).code is ErrorCode.CONFLICT
     assert bench.reply(removal).state == "unregistered"
     assert not bench.world.adapters
 
 
-def test_a_removal_that_came_too_late_lets_the_adapter_live() -> None:
+def test_a_removal_that_is_refused_keeps_the_adapter() -> None:
     bench = Bench()
     bench.activate("a")
     running = bench.generate("a")
-    removal = bench.ask(RemoveAdapter, "a", force=True, timeout_ms=5)
+    removal = bench.send(RemoveAdapter, "a", force=True, timeout_ms=5)
     bench.advance(6)
     assert isinstance(bench.reply(removal), Refused)
     bench.end_generation(running)
     assert bench.state("a") == "gpu-slot"
-    assert isinstance(bench.get(ActivateAdapter, "a"), AdapterDone)
+    assert isinstance(bench.request(ActivateAdapter, "a"), AdapterDone)
 
 
 def test_another_path_under_a_known_name_is_a_conflict() -> None:
@@ -212,50 +212,50 @@ def test_another_path_under_a_known_name_is_a_conflict() -> None:
         bench.refused(ErrorCode.CONFLICT, parts, kind, "a", "b")
 
 
-def test_other_bytes_under_a_known_name_are_refused_and_the_same_are_fine() -> None:
+def test_other_content_under_a_known_name_is_refused_and_the_same_is_accepted() -> None:
     bench = Bench()
     bench.activate("a")
-    reply = bench.get(LoadAdapter, "a", "b")
+    reply = bench.request(LoadAdapter, "a", "b")
     assert reply.code is ErrorCode.CONFLICT
     for part in ("'a'", "content of a", "content of b", "with replace"):
         assert part in reply.message
     assert bench.adapter("a").path == "a"
     bench.files["copy of a"] = Content("content of a", 10, 10)
-    assert bench.get(LoadAdapter, "a", "copy of a").state == "gpu-slot"
+    assert bench.request(LoadAdapter, "a", "copy of a").state == "gpu-slot"
     assert len(bench.world.adapters) == 1
 
 
-def test_replace_brings_a_new_version_with_hold_and_goal_and_the_old_one_ends_its_requests() -> (
-    None
-):
+def test_a_replacement_receives_hold_and_goal_and_the_old_version_ends_its_requests() -> None:
     bench = Bench(slots=2)
-    bench.get(HoldAdapter, "a")
+    bench.request(HoldAdapter, "a")
     old = bench.adapter("a").id
     running = bench.generate("a")
-    assert bench.get(LoadAdapter, "a", "b", replace=True).state == "cpu-cached"
+    assert bench.request(LoadAdapter, "a", "b", replace=True).state == "cpu-cached"
     new = bench.adapter("a")
     assert new.id != old
     assert (new.held, new.state, new.path) == (True, "gpu-slot", "b")
     assert (bench.world.adapters[old].retired, bench.world.adapters[old].held) == (True, False)
     assert bench.world.adapters[old].state == "gpu-slot"
     later = bench.generate("a")
-    assert bench.world.operations[bench.world.waiting[later].op].command.adapter_id == new.id
+    assert (
+        bench.world.operations[bench.world.pending_requests[later].op].command.adapter_id == new.id
+    )
     bench.end_generation(running)
     assert bench.reply(running).finish_reason == "stop"
     assert set(bench.world.adapters) == {new.id}
 
 
-def test_a_replacement_that_nobody_waits_for_any_more_does_not_happen() -> None:
+def test_a_replacement_without_waiting_requests_does_not_happen() -> None:
     bench = Bench()
     bench.activate("a")
-    told = bench.ask(LoadAdapter, "a", "b", replace=True, timeout_ms=5)
+    late = bench.send(LoadAdapter, "a", "b", replace=True, timeout_ms=5)
     bench.transmit(1)
     bench.complete(0)
     bench.deliver(1)
     # It is sound and is being loaded.
     bench.transmit(1)
     bench.advance(6)
-    assert isinstance(bench.reply(told), Refused)
+    assert isinstance(bench.reply(late), Refused)
     bench.settle()
     assert (bench.adapter("a").path, bench.state("a")) == ("a", "gpu-slot")
     assert len(bench.world.adapters) == 1
@@ -264,7 +264,7 @@ def test_a_replacement_that_nobody_waits_for_any_more_does_not_happen() -> None:
 def test_a_second_replacement_waits_for_the_first() -> None:
     bench = Bench()
     bench.activate("a")
-    bench.ask(LoadAdapter, "a", "b", replace=True)
+    bench.send(LoadAdapter, "a", "b", replace=True)
     parts = ("'a'", "being loaded", "wait for it")
     bench.refused(ErrorCode.CONFLICT, parts, LoadAdapter, "a", "c")
     bench.refused(ErrorCode.CONFLICT, parts, RemoveAdapter, "a")
@@ -272,8 +272,8 @@ def test_a_second_replacement_waits_for_the_first() -> None:
 
 def test_a_name_whose_first_version_is_unsound_goes_to_the_second() -> None:
     bench = Bench()
-    first = bench.ask(LoadAdapter, "a", "missing")
-    second = bench.ask(LoadAdapter, "a", "b", replace=True)
+    first = bench.send(LoadAdapter, "a", "missing")
+    second = bench.send(LoadAdapter, "a", "b", replace=True)
     bench.settle()
     assert bench.reply(first).code is ErrorCode.NOT_FOUND
     assert bench.reply(second).state == "cpu-cached"
@@ -282,61 +282,55 @@ def test_a_name_whose_first_version_is_unsound_goes_to_the_second() -> None:
 
 def test_known_adapters_max_is_l001_and_requests_max_l015() -> None:
     bench = Bench(known_adapters_max=2, requests_max=3)
-    bench.get(LoadAdapter, "a")
-    bench.get(LoadAdapter, "b")
+    bench.request(LoadAdapter, "a")
+    bench.request(LoadAdapter, "b")
     bench.refused(ErrorCode.NO_ROOM, ("'c'", "2 adapters", "allows 2"), LoadAdapter, "c")
     running = [bench.generate("a") for _ in range(3)]
     bench.refused(ErrorCode.OVERLOADED, ("3 requests", "at most 3"), LoadAdapter, "a")
-    # What makes others end is let through.
-    cancel = bench.ask(requests.CancelGeneration, running[0])
+    # A request that ends another one is accepted.
+    cancel = bench.send(requests.CancelGeneration, running[0])
     assert bench.reply(cancel).found
 
 
-def test_a_repeated_request_gets_its_first_answer_until_that_is_out_of_the_window() -> None:
+def test_a_repeated_request_receives_its_first_answer_while_it_is_stored() -> None:
     bench = Bench(answers_max=3)
-    first = bench.ask(LoadAdapter, "a")
+    first = bench.send(LoadAdapter, "a")
     bench.settle()
     bench.handle(EvictAdapter("evict", "a"))
     bench.settle()
-    # It is not loaded a second time: the answer of that time stands.
+    # It is not loaded a second time: the first answer is repeated.
     bench.handle(LoadAdapter(first, "a"))
     bench.settle()
     assert bench.reply(first).state == "cpu-cached"
     assert bench.state("a") == "evicted"
     for _ in range(3):
-        bench.ask(ReleaseAdapter, "a")
-    assert list(bench.world.answers) == [f"r{bench.asked - n}" for n in (2, 1, 0)]
+        bench.send(ReleaseAdapter, "a")
+    assert list(bench.world.answers) == [f"r{bench.request_count - n}" for n in (2, 1, 0)]
 
 
 def test_a_cancelled_generation_is_answered_whether_it_runs_or_waits() -> None:
     bench = Bench(slots=1)
     bench.activate("a")
     running, base = bench.generate("a"), bench.generate(None)
-    bench.get(LoadAdapter, "b")
+    bench.request(LoadAdapter, "b")
     queued = bench.generate("b")
     for target in (running, queued, base):
-        assert bench.get(requests.CancelGeneration, target).found
+        assert bench.request(requests.CancelGeneration, target).found
     assert bench.reply(queued).finish_reason == "cancelled"
     bench.end_generation(running)
     bench.end_generation(base)
     assert bench.reply(running).finish_reason == "cancelled"
     assert bench.reply(base).finish_reason == "cancelled"
-    assert not bench.get(requests.CancelGeneration, running).found
-    assert not bench.get(requests.CancelGeneration, "nothing").found
+    assert not bench.request(requests.CancelGeneration, running).found
+    assert not bench.request(requests.CancelGeneration, "nothing").found
 
 
 def test_holding_and_releasing_are_published_once() -> None:
     bench = Bench()
-    told: list[events.Event] = []
-    bench.memory.on_event = (  # type: ignore[method-assign]
-        lambda published, keep=bench.memory.on_event: (
-            told.append(published.event),
-            keep(published),
-        )
-    )
-    bench.get(HoldAdapter, "a")
-    bench.get(HoldAdapter, "a")
-    bench.get(ReleaseAdapter, "a")
-    bench.get(ReleaseAdapter, "a")
-    holds = [e for e in told if isinstance(e, events.AdapterHeld | events.AdapterReleased)]
+    published = bench.record_events()
+    bench.request(HoldAdapter, "a")
+    bench.request(HoldAdapter, "a")
+    bench.request(ReleaseAdapter, "a")
+    bench.request(ReleaseAdapter, "a")
+    holds = [e for e in published if isinstance(e, events.AdapterHeld | events.AdapterReleased)]
     assert holds == [events.AdapterHeld("a"), events.AdapterReleased("a")]

@@ -1,10 +1,10 @@
-"""A view says what the world says, changes nothing, and stays true to its moment."""
+"""Views equal the world, change nothing, and stay true to their moment."""
 
 from typing import Any
 
 import pytest
 
-from controller.core.actions import Command
+from controller.core.actions import SendCommand
 from controller.core.context import Refusal
 from controller.core.controller import Controller
 from controller.core.limits import Limits
@@ -17,8 +17,8 @@ LIMITS = Limits(slots_max=2, host_adapters_max=5)
 ENGINE = reports.EngineInventory("e", 4242, "tiny", 2, 1 << 20)
 
 
-class World:
-    """A core whose engine does at once what it is told, but for generations."""
+class Deployment:
+    """A core whose engine completes every command at once, except generations."""
 
     def __init__(self) -> None:
         self.controller = Controller(LIMITS, checked=True)
@@ -26,27 +26,27 @@ class World:
         self.generations: list[commands.StartGeneration] = []
         self.content = "1"
         for message in (records.ControllerStarted(9), ENGINE):
-            self.tell(message)
+            self.handle(message)
 
-    def tell(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
         self.time_ns += 1
         for action in self.controller.handle(message, self.time_ns):
-            if isinstance(action, Command):
-                self._do(action.message)
+            if isinstance(action, SendCommand):
+                self._execute(action.message)
 
-    def _do(self, command: Any) -> None:
+    def _execute(self, command: Any) -> None:
         match command:
             case commands.StartGeneration():
                 self.generations.append(command)
             case commands.CheckAdapter():
                 size = (8, 100, 50)
-                self.tell(reports.AdapterChecked(command.op, self.content, *size))
+                self.handle(reports.AdapterChecked(command.op, self.content, *size))
             case commands.LoadWeights():
-                self.tell(reports.WeightsLoaded(command.op))
+                self.handle(reports.WeightsLoaded(command.op))
             case commands.StageWeights():
-                self.tell(reports.WeightsStaged(command.op))
+                self.handle(reports.WeightsStaged(command.op))
             case commands.WriteSlot():
-                self.tell(reports.SlotWritten(command.op))
+                self.handle(reports.SlotWritten(command.op))
 
     def list(self) -> dict[tuple[str, bool], rq.AdapterView]:
         listed = list_adapters(self.controller.world, rq.ListAdapters("l"))
@@ -56,16 +56,16 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    found = World()
-    found.tell(rq.ActivateAdapter("r-1", "zeta"))
-    found.tell(rq.HoldAdapter("r-2", "alpha"))
-    found.tell(rq.StageAdapter("r-3", "mu"))
-    return found
+def deployment() -> Deployment:
+    deployment = Deployment()
+    deployment.handle(rq.ActivateAdapter("r-1", "zeta"))
+    deployment.handle(rq.HoldAdapter("r-2", "alpha"))
+    deployment.handle(rq.StageAdapter("r-3", "mu"))
+    return deployment
 
 
-def test_adapters_are_listed_by_name_with_their_accounts(world: World) -> None:
-    listed = world.list()
+def test_adapters_are_listed_by_name_with_their_counters(deployment: Deployment) -> None:
+    listed = deployment.list()
     assert [name for name, _ in listed] == ["alpha", "mu", "zeta"]
     assert [view.state for view in listed.values()] == ["gpu-slot", "pinned", "gpu-slot"]
     alpha = listed["alpha", False]
@@ -75,31 +75,31 @@ def test_adapters_are_listed_by_name_with_their_accounts(world: World) -> None:
     assert listed["mu", False].device_bytes == 0
 
 
-def test_an_old_version_is_shown_beside_the_new_one(world: World) -> None:
-    world.tell(records.GenerationRequested("g", "zeta"))
-    world.content = "2"
-    world.tell(rq.LoadAdapter("r-4", "zeta", "elsewhere", replace=True))
-    listed = world.list()
+def test_a_replaced_version_is_shown_next_to_the_new_one(deployment: Deployment) -> None:
+    deployment.handle(records.GenerationRequested("g", "zeta"))
+    deployment.content = "2"
+    deployment.handle(rq.LoadAdapter("r-4", "zeta", "elsewhere", replace=True))
+    listed = deployment.list()
     assert list(listed) == [("alpha", False), ("mu", False), ("zeta", False), ("zeta", True)]
-    shown = show_adapter(world.controller.world, rq.ShowAdapter("s", "zeta"))
+    shown = show_adapter(deployment.controller.world, rq.ShowAdapter("s", "zeta"))
     assert shown.adapter == listed["zeta", False]
     assert shown.retired == (listed["zeta", True],)
     assert (shown.adapter.fingerprint, shown.retired[0].fingerprint) == ("2", "1")
     assert (shown.adapter.leases, shown.retired[0].leases) == (0, 1)
 
 
-def test_an_unknown_adapter_is_refused(world: World) -> None:
+def test_an_unknown_adapter_is_refused(deployment: Deployment) -> None:
     with pytest.raises(Refusal) as refused:
-        show_adapter(world.controller.world, rq.ShowAdapter("s", "nobody"))
+        show_adapter(deployment.controller.world, rq.ShowAdapter("s", "missing"))
     assert refused.value.code == ErrorCode.UNKNOWN_ADAPTER
-    assert "nobody" in refused.value.message
+    assert "missing" in refused.value.message
 
 
-def test_the_status_is_the_whole_in_numbers(world: World) -> None:
-    world.tell(records.GenerationRequested("g", None))
-    world.tell(rq.ReleaseAdapter("r-5", "nobody"))
-    status = show_status(world.controller, rq.ShowStatus("s"))
-    core = world.controller.world
+def test_the_status_has_the_totals(deployment: Deployment) -> None:
+    deployment.handle(records.GenerationRequested("g", None))
+    deployment.handle(rq.ReleaseAdapter("r-5", "missing"))
+    status = show_status(deployment.controller, rq.ShowStatus("s"))
+    core = deployment.controller.world
     assert (status.request_id, status.epoch, status.seq) == ("s", 9, core.seq)
     assert (status.digest, status.events_seq) == (core.digest(), core.events_seq)
     assert (status.engine_id, status.engine_pid, status.model) == ("e", 4242, "tiny")
@@ -110,17 +110,17 @@ def test_the_status_is_the_whole_in_numbers(world: World) -> None:
     assert (tiers["pinned"][2], tiers["device"]) == (150, (2, 2, 100))
 
 
-def test_without_an_engine_its_place_is_empty() -> None:
+def test_without_an_engine_its_fields_are_empty() -> None:
     status = show_status(Controller(LIMITS), rq.ShowStatus("s"))
     assert (status.engine_id, status.engine_pid, status.model) == ("", 0, "")
 
 
-def test_looking_changes_nothing_and_a_view_stays_as_it_was(world: World) -> None:
-    before = world.controller.digest()
-    listed = world.list()
-    show_adapter(world.controller.world, rq.ShowAdapter("s", "mu"))
-    show_status(world.controller, rq.ShowStatus("s"))
-    assert world.controller.world.digest_from_scratch() == before
-    world.tell(rq.ReleaseAdapter("r-6", "alpha"))
+def test_a_view_changes_nothing_and_stays_as_it_was(deployment: Deployment) -> None:
+    before = deployment.controller.digest()
+    listed = deployment.list()
+    show_adapter(deployment.controller.world, rq.ShowAdapter("s", "mu"))
+    show_status(deployment.controller, rq.ShowStatus("s"))
+    assert deployment.controller.world.digest_from_scratch() == before
+    deployment.handle(rq.ReleaseAdapter("r-6", "alpha"))
     assert listed["alpha", False].held
-    assert not world.list()["alpha", False].held
+    assert not deployment.list()["alpha", False].held

@@ -1,21 +1,18 @@
-"""The life cycle: the design's table, the machine and the compiled table say the same.
+"""The life cycle: table, machine, compiled dict and diagram equal the design.
 
-The table is written out here a second time, literally, so that a change of any of the three is
-seen by the other two.
+The transitions are written out here a second time, so that a change of any of the four is noticed.
 """
 
 import re
-from itertools import pairwise
 
 import pytest
-from transitions import MachineError
+from transitions import Machine, MachineError
 
-from controller.core.next_step import NEXT_STEP, Step
-from controller.states import spec
 from controller.states.diagram import mermaid
-from controller.states.machine import STATES, build
-from controller.states.table import HEIGHT, MOVES, IllegalMoveError, move
-from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
+from controller.states.machine import NEXT_STATE, IllegalTransitionError, build, next_state
+from controller.states.table import RESIDENCY_LEVEL, STATES, TRANSITIONS
+from messages import records, reports
+from messages.ids import AdapterState
 
 DESIGN: dict[tuple[AdapterState, str], AdapterState] = {
     ("unregistered", "WeightsLoaded"): "cpu-cached",
@@ -51,64 +48,91 @@ ALL_INPUTS = (
     "AdapterRemoved",
 )
 ALL_PAIRS = [(state, trigger) for state in ALL_STATES for trigger in ALL_INPUTS]
+ILLEGAL_PAIRS = [pair for pair in ALL_PAIRS if pair not in DESIGN]
 
 
 class Model:
-    """What the real machine moves about."""
+    """An object whose state the machine changes."""
 
-    state: str
-
-
-def test_there_are_five_states_in_order_of_height() -> None:
-    assert tuple(state.name for state in STATES) == ALL_STATES
-    assert {state: HEIGHT[state] for state in ALL_STATES} == dict(
-        zip(ALL_STATES, range(5), strict=True)
-    )
+    state: AdapterState
 
 
-def test_inputs_are_called_like_the_messages_that_carry_them() -> None:
-    assert spec.INPUTS == ALL_INPUTS
-
-
-def test_the_compiled_table_is_the_designs() -> None:
-    assert MOVES == DESIGN
-
-
-def test_every_state_module_has_its_rows_and_no_other() -> None:
-    rows = {(state.name, trigger): to for state in STATES for trigger, to in state.moves.items()}
-    assert rows == DESIGN
-    assert all(state.fact for state in STATES)
-
-
-@pytest.mark.parametrize(("state", "trigger"), ALL_PAIRS)
-def test_the_machine_does_what_the_table_says(state: AdapterState, trigger: str) -> None:
+def machine_in(state: AdapterState) -> tuple[Machine, Model]:
+    """Return a machine of the life cycle and its model in a state."""
     model = Model()
     machine = build(model)
     machine.set_state(state)
-    if (state, trigger) in DESIGN:
-        assert model.trigger(trigger)  # type: ignore[attr-defined]
-        assert model.state == DESIGN[state, trigger]
-        assert move("a", state, trigger) == DESIGN[state, trigger]
-    else:
-        with pytest.raises(MachineError):
-            model.trigger(trigger)  # type: ignore[attr-defined]
-        assert model.state == state
+    return machine, model
 
 
-@pytest.mark.parametrize(("state", "trigger"), [pair for pair in ALL_PAIRS if pair not in DESIGN])
-def test_an_illegal_move_names_adapter_state_and_input(state: AdapterState, trigger: str) -> None:
-    before = dict(MOVES)
-    with pytest.raises(IllegalMoveError) as caught:
-        move("my-adapter", state, trigger)
+def test_there_are_five_states_and_their_order_is_the_residency_level() -> None:
+    assert STATES == ALL_STATES
+    assert list(RESIDENCY_LEVEL.items()) == list(zip(ALL_STATES, range(5), strict=True))
+
+
+def test_inputs_are_called_like_the_messages_that_carry_them() -> None:
+    assert {trigger for _, trigger, _ in TRANSITIONS} == set(ALL_INPUTS)
+    messages = {name for name in ALL_INPUTS if hasattr(reports, name) or hasattr(records, name)}
+    # The removal is no message: it ends the record.
+    assert set(ALL_INPUTS) - messages == {"AdapterRemoved"}
+
+
+def test_the_table_is_the_design_without_a_pair_twice() -> None:
+    assert {(source, trigger): target for source, trigger, target in TRANSITIONS} == DESIGN
+    assert len(TRANSITIONS) == len(DESIGN)
+
+
+def test_the_compiled_dict_is_the_design() -> None:
+    assert NEXT_STATE == DESIGN
+
+
+def test_the_machine_has_the_states_and_transitions_of_the_dict_and_no_others() -> None:
+    machine = build()
+    assert tuple(machine.states) == ALL_STATES
+    transitions = {
+        (transition.source, trigger): transition.dest
+        for trigger, event in machine.events.items()
+        for rows in event.transitions.values()
+        for transition in rows
+    }
+    assert transitions == NEXT_STATE
+
+
+@pytest.mark.parametrize(("state", "trigger"), DESIGN)
+def test_a_legal_trigger_moves_the_machine_as_the_dict_does(
+    state: AdapterState, trigger: str
+) -> None:
+    _, model = machine_in(state)
+    assert model.trigger(trigger)  # type: ignore[attr-defined]
+    assert model.state == next_state("a", state, trigger) == DESIGN[state, trigger]
+
+
+@pytest.mark.parametrize(("state", "trigger"), ILLEGAL_PAIRS)
+def test_an_illegal_trigger_is_refused_by_both_and_changes_nothing(
+    state: AdapterState, trigger: str
+) -> None:
+    _, model = machine_in(state)
+    with pytest.raises(MachineError):
+        model.trigger(trigger)  # type: ignore[attr-defined]
+    assert model.state == state
+    before = dict(NEXT_STATE)
+    with pytest.raises(IllegalTransitionError):
+        next_state("a", state, trigger)
+    assert before == NEXT_STATE
+
+
+@pytest.mark.parametrize(("state", "trigger"), ILLEGAL_PAIRS)
+def test_the_error_names_adapter_state_and_input(state: AdapterState, trigger: str) -> None:
+    with pytest.raises(IllegalTransitionError) as caught:
+        next_state("my-adapter", state, trigger)
     error = caught.value
     assert (error.adapter, error.state, error.trigger) == ("my-adapter", state, trigger)
     for part in ("my-adapter", state, trigger):
         assert part in str(error)
-    assert before == MOVES
 
 
-def test_the_machine_has_no_ways_round_the_table() -> None:
-    machine = build(Model())
+def test_the_machine_can_not_bypass_the_table() -> None:
+    machine, _ = machine_in("pinned")
     assert set(machine.events) == set(ALL_INPUTS)
     assert not machine.has_queue
     for event in machine.events.values():
@@ -119,63 +143,17 @@ def test_the_machine_has_no_ways_round_the_table() -> None:
             assert not transitions[0].after
 
 
-def test_the_diagram_shows_every_row_and_nothing_else() -> None:
+def test_the_diagram_has_every_transition_and_nothing_else() -> None:
     lines = mermaid().splitlines()
     drawn = {}
     for line in lines:
-        found = re.fullmatch(r"    (\w+) --> (\w+): (\w+)", line)
-        if found:
-            source, target, trigger = found.groups()
+        match = re.fullmatch(r"    (\w+) --> (\w+): (\w+)", line)
+        if match:
+            source, target, trigger = match.groups()
             drawn[source.replace("_", "-"), trigger] = target.replace("_", "-")
     assert drawn == DESIGN
     declared = [re.fullmatch(r'    state "([\w-]+)" as (\w+)', line) for line in lines]
-    names = [found.groups() for found in declared if found]
+    names = [match.groups() for match in declared if match]
     assert names == [(state, state.replace("-", "_")) for state in ALL_STATES]
-    # The head, the five states, the entry arrow and the rows.
+    # The head, the five states, the entry arrow and the transitions.
     assert len(lines) == 1 + 5 + 1 + len(DESIGN)
-
-
-STEP_INPUT = {
-    Step.LOAD: "WeightsLoaded",
-    Step.STAGE: "WeightsStaged",
-    Step.WRITE: "SlotWritten",
-    Step.RESET: "SlotReset",
-    Step.UNSTAGE: "WeightsUnstaged",
-    Step.DROP: "WeightsDropped",
-    Step.FORGET: "AdapterRemoved",
-}
-
-
-def test_every_state_and_goal_has_a_next_step() -> None:
-    assert set(NEXT_STEP) == set(ALL_STATES)
-    for row in NEXT_STEP.values():
-        assert set(row) == set(ALL_STATES)
-
-
-@pytest.mark.parametrize("goal", ALL_STATES)
-@pytest.mark.parametrize("state", ALL_STATES)
-def test_steps_lead_to_the_goal_and_end_there(state: AdapterState, goal: AdapterState) -> None:
-    heights = [HEIGHT[state]]
-    for _ in ALL_STATES:
-        step = NEXT_STEP[state][goal]
-        if step is Step.STAY:
-            break
-        # Every step is a row of the table.
-        state = DESIGN[state, STEP_INPUT[step]]
-        heights.append(HEIGHT[state])
-        if step is Step.FORGET:
-            # The record is gone; a goal of `evicted` has no other way from `unregistered`.
-            assert goal in (UNREGISTERED, EVICTED)
-            return
-    assert state == goal
-    rises = [after - before for before, after in pairwise(heights)]
-    # It never turns round on its way.
-    assert all(rise > 0 for rise in rises) or all(rise < 0 for rise in rises)
-
-
-def test_only_a_slot_is_left_by_one_way() -> None:
-    """What is on the device is reset first; its blob stays page-locked until then."""
-    for goal in ALL_STATES:
-        if goal != GPU_SLOT:
-            assert NEXT_STEP[GPU_SLOT][goal] is Step.RESET
-    assert NEXT_STEP[PINNED][CPU_CACHED] is Step.UNSTAGE

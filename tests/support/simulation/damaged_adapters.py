@@ -1,8 +1,4 @@
-"""Adapters that somebody broke, each with the code that loading it must end in.
-
-What it is: a sound adapter's files, changed byte by byte. What it is not: a test. One rule: each
-entry breaks one thing, so that the code tells which was found.
-"""
+"""Damaged adapters: a sound adapter with one change each, and the expected error code."""
 
 import json
 import os
@@ -22,13 +18,13 @@ Damage = Callable[[Path], None]
 
 
 def copy_adapter(name: str, to: Path) -> Path:
-    """A sound adapter's files under another directory."""
+    """Copy a sound adapter's files to another directory."""
     shutil.copytree(TINY / "adapters" / name, to)
     return to
 
 
 def split(raw: bytes) -> tuple[dict[str, Any], bytes]:
-    """A weights file's header and what follows it."""
+    """Return a weights file's header and the bytes after it."""
     (length,) = struct.unpack_from("<Q", raw)
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
@@ -76,7 +72,7 @@ def _swap_sides(header: dict[str, Any]) -> None:
 
 
 def _halve_rank(header: dict[str, Any]) -> None:
-    # The same bytes, told as a tensor of half the rank and twice the width.
+    # The same bytes, declared as a tensor of half the rank and twice the width.
     entry = header[some_tensor(header, "A")]
     rank, width = entry["shape"]
     entry["shape"] = [rank // 2, 2 * width]
@@ -107,7 +103,7 @@ def with_value(value: bytes) -> Damage:
 
 
 def over_rank(adapter: Path) -> None:
-    """Every tensor sound, and of a rank that the engine was not started for."""
+    """Write sound tensors of a rank above the engine's maximum."""
     header, _ = split((adapter / WEIGHTS).read_bytes())
     header.pop("__metadata__", None)
     end = 0
@@ -141,16 +137,16 @@ DAMAGES: dict[str, tuple[Damage, ErrorCode]] = {
     "no config": (without(CONFIG), FOUND),
     "cut to nothing": (cut_to(lambda raw: 0), FITS),
     "cut in the length": (cut_to(lambda raw: 7), FITS),
-    "cut behind the length": (cut_to(lambda raw: 8), FITS),
+    "cut after the length": (cut_to(lambda raw: 8), FITS),
     "cut in the header": (cut_to(lambda raw: header_bytes(raw) // 2), FITS),
-    "cut behind the header": (cut_to(header_bytes), FITS),
+    "cut after the header": (cut_to(header_bytes), FITS),
     "cut in a tensor": (cut_to(lambda raw: (header_bytes(raw) + len(raw)) // 2), FITS),
     "cut by one byte": (cut_to(lambda raw: len(raw) - 1), FITS),
     "another rank than the config's": (with_header(_halve_rank), FITS),
     "rank over the maximum": (over_rank, FITS),
     "sides swapped": (with_header(_swap_sides), FITS),
     "a module that is not there": (with_header(_rename_module), FITS),
-    "a tensor nobody knows": (with_header(_rename_tensor), FITS),
+    "an unknown tensor": (with_header(_rename_tensor), FITS),
     "integers": (with_header(_integers), FITS),
     "not a number": (with_value(NAN), FINITE),
     "infinity": (with_value(INFINITY), FINITE),
@@ -163,6 +159,6 @@ DAMAGES: dict[str, tuple[Damage, ErrorCode]] = {
         lambda a: (a / CONFIG).write_text("[" * 100_000) and None,
         CONFIGURED,
     ),
-    "weights behind a link": (_link_weights, PATH),
+    "weights as a link": (_link_weights, PATH),
     "weights that are a pipe": (_fifo, PATH),
 }

@@ -1,8 +1,7 @@
-"""What clients and subscribers know, and what they were promised.
+"""An oracle of what clients and subscribers know, and of what the controller promised them.
 
-What it is: a second set of records, built from inputs and actions alone, against which every reply,
-command and event is held. What it is not: the controller's own invariants; those are checked there.
-One rule: it is a function of the log, so that a restarted controller can be judged anew.
+It is built from inputs and actions alone, so that a restarted controller can be checked anew. Every
+reply, command and event is compared with it. The controller's own invariants are not checked here.
 """
 
 from typing import Any
@@ -19,53 +18,53 @@ _STATE_AFTER: dict[type, str] = {
     events.AdapterEvicted: "evicted",
 }
 
-Place = tuple[int, int, str]
-"""Slot, generation, and the fingerprint of the content that must be there."""
+SlotContent = tuple[int, int, str]
+"""Slot, generation, and the fingerprint of the content that must be in it."""
 
 
-class Memory:
-    """All that was said since the log began."""
+class Oracle:
+    """Requests, replies and events since the start of the log."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.asked: dict[str, Any] = {}
+        self.requests: dict[str, Any] = {}
         self.replies: dict[str, Any] = {}
         self.forgotten: set[str] = set()
         self.states: dict[str, str] = {}
         self.holds: set[str] = set()
         self.events_seq = 0
         # What each generation and batch was bound to when it was first sent.
-        self.bound: dict[int, list[Place]] = {}
+        self.bound: dict[int, list[SlotContent]] = {}
 
     def on_input(self, message: Any) -> None:
-        """A request is asked, or its prompt is lost and it will be asked again."""
+        """Record a request, or the loss of its prompt, after which its client sends it again."""
         if isinstance(message, records.InferenceRequested | requests.LifecycleRequest):
-            self.asked.setdefault(message.request_id, message)
+            self.requests.setdefault(message.request_id, message)
             self.forgotten.discard(message.request_id)
         elif isinstance(message, records.PayloadLost):
             self.forgotten.add(message.request_id)
 
     def on_reply(self, reply: Any) -> None:
-        """The first answer fits its request; every later one is the first."""
+        """Check that the first reply fits its request, and that later ones repeat it."""
         first = self.replies.get(reply.request_id)
         if first is not None:
             assert first == reply, f"{reply.request_id} is answered twice: {first}, {reply}"
             return
         self.replies[reply.request_id] = reply
-        asked = self.asked[reply.request_id]
+        request = self.requests[reply.request_id]
         if isinstance(reply, requests.Refused):
             assert reply.message
-        elif isinstance(asked, requests.ActivateBatch):
-            names = tuple(dict.fromkeys(asked.adapters))
+        elif isinstance(request, requests.ActivateBatch):
+            names = tuple(dict.fromkeys(request.adapters))
             assert tuple(placement.adapter for placement in reply.placements) == names
-        elif isinstance(asked, requests.HoldAdapter):
-            assert asked.adapter == reply.adapter
-            assert asked.adapter in self.holds
-        elif not isinstance(asked, requests.CancelGeneration):
-            assert asked.adapter == reply.adapter
+        elif isinstance(request, requests.HoldAdapter):
+            assert request.adapter == reply.adapter
+            assert request.adapter in self.holds
+        elif not isinstance(request, requests.CancelGeneration):
+            assert request.adapter == reply.adapter
 
     def on_event(self, published: events.Published) -> None:
-        """Events are numbered without gaps and tell where every adapter is."""
+        """Record an event: they are numbered without gaps and report every adapter's state."""
         event = published.event
         self.events_seq += 1
         assert published.seq == self.events_seq, "a gap in the events"
@@ -82,7 +81,7 @@ class Memory:
                 self.states[event.adapter] = _STATE_AFTER[type(event)]
 
     def on_command(self, command: Any) -> None:
-        """Nobody held or leased leaves a slot; whoever generates does it with its own adapter."""
+        """Check that held and leased adapters stay, and that each request uses its own adapter."""
         match command:
             case commands.ResetSlot():
                 self._check_leaving(command)
@@ -98,28 +97,29 @@ class Memory:
             assert adapter.name not in self.holds, f"{command} takes {adapter}, which is held"
         for op, operation in self.world.operations.items():
             if operation.request_id:
-                places = [place[:2] for place in self.bound.get(op, [])]
-                assert (command.slot, command.generation) not in places, f"{command} under {op}"
+                leased = [(slot, generation) for slot, generation, _ in self.bound.get(op, [])]
+                assert (command.slot, command.generation) not in leased, f"{command} under {op}"
 
     def _bind_inference(self, command: commands.StartInference) -> None:
-        asked = self.asked[command.request_id]
-        assert getattr(asked, "task", None) == getattr(command, "task", None)
-        assert (asked.adapter is None) == (command.adapter_id == 0)
-        places = []
-        if asked.adapter is not None:
-            places.append(self._place(command, asked.adapter, command))
+        request = self.requests[command.request_id]
+        assert getattr(request, "task", None) == getattr(command, "task", None)
+        assert (request.adapter is None) == (command.adapter_id == 0)
+        slots = []
+        if request.adapter is not None:
+            slots.append(self._slot_content(command, request.adapter, command))
             assert self.world.slots[command.slot].adapter_id == command.adapter_id
-        assert self.bound.setdefault(command.op, places) == places
+        assert self.bound.setdefault(command.op, slots) == slots
 
     def _bind_batch(self, command: commands.SetMapping) -> None:
-        asked = self.asked[self.world.operations[command.op].request_id]
-        names = tuple(dict.fromkeys(asked.adapters))
-        places = [
-            self._place(command, name, ref) for name, ref in zip(names, command.active, strict=True)
+        request = self.requests[self.world.operations[command.op].request_id]
+        names = tuple(dict.fromkeys(request.adapters))
+        slots = [
+            self._slot_content(command, name, ref)
+            for name, ref in zip(names, command.active, strict=True)
         ]
-        assert self.bound.setdefault(command.op, places) == places
+        assert self.bound.setdefault(command.op, slots) == slots
 
-    def _place(self, command: Any, name: str, ref: Any) -> Place:
+    def _slot_content(self, command: Any, name: str, ref: Any) -> SlotContent:
         adapter = self.world.adapters[self.world.slots[ref.slot].adapter_id]
         assert adapter.name == name, f"{command} of {name} meets {adapter}"
         if command.op not in self.bound:
@@ -127,14 +127,14 @@ class Memory:
         return ref.slot, ref.generation, adapter.fingerprint
 
     def check(self) -> None:
-        """Every accepted request is answered or waits; subscribers know what is the case."""
+        """Check that each accepted request is answered or pending, and that events are complete."""
         world = self.world
-        for request_id in self.asked:
+        for request_id in self.requests:
             if request_id not in self.replies and request_id not in self.forgotten:
-                assert request_id in world.waiting, f"{request_id} was dropped"
-        for request_id, waiting in world.waiting.items():
-            assert (request_id in self.replies) == waiting.told
+                assert request_id in world.pending_requests, f"{request_id} was dropped"
+        for request_id, pending in world.pending_requests.items():
+            assert (request_id in self.replies) == pending.answered
         states = {name: world.adapters[a].state for name, a in world.names.items()}
-        found = {name: state for name, state in states.items() if state != "unregistered"}
-        assert found == self.states, f"it is {found}, told was {self.states}"
+        known = {name: state for name, state in states.items() if state != "unregistered"}
+        assert known == self.states, f"the world has {known}, published was {self.states}"
         assert self.holds == {a.name for a in world.adapters.values() if a.held}
