@@ -1,6 +1,6 @@
 """The event-driven controller: one life cycle per adapter, decided by one pure function.
 
-What it is: the core at its top (no socket, file, clock or randomness), the shell around it, the
-client library and the command line. What it is not: the model; torch and the engine are never
-imported. One rule: whatever is decided follows from logged inputs alone.
+Every decision is made by the core (no socket, file, clock or randomness) from logged inputs alone.
+The log, the shell, the client library and the command line are around it. torch and the engine are
+never imported.
 """

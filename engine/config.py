@@ -1,8 +1,7 @@
-"""How an engine is set up: LoRA's own limits, and the process's.
+"""The configurations of an engine: frozen dataclasses that validate their values.
 
-What it is: frozen records with their validators. What it is not: a reader of files or a prober of
-devices; whether a directory or a device is there is found by whoever opens it. One rule: what is
-wrong in itself raises `ValueError` naming the field, the value found and the values allowed.
+A wrong value raises `ValueError` with the field, the value found and the values allowed. No file
+is read and no device is opened here: a missing directory or device is found later.
 """
 
 import hashlib
@@ -24,7 +23,7 @@ LORA_DTYPES: Final = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
-"""The dtypes that weights can have in the arena, by the names that a configuration may use."""
+"""The dtypes that weights may have in the arena, by name."""
 
 
 def _is_int(value: object) -> bool:
@@ -47,18 +46,19 @@ def _check_switches(config: object, names: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """What LoRA may take on this engine: ranks, slots, host places, dtype, modules and ways.
+    """Configuration of LoRA: ranks, slots, dtype, modules and how layers compute it.
 
-    `max_cpu_loras` None takes `max_loras`; `lora_dtype` is "auto" (the base model's), a name of
-    `LORA_DTYPES` or one of its dtypes; `target_modules` are module suffixes or full names, None
-    for all. `fully_sharded_loras` shards under tensor parallelism also the half that is replicated
-    by default. `default_mm_loras`: modality -> adapter path, applied to a request without an
-    adapter when exactly one of its modalities has one. `enable_tower_connector_lora`: adapters in a
-    multimodal model's tower and connector. `specialize_active_lora`: kernels' grids by the adapters
-    active in a batch. `dual_stream`: the product beside the base layer's, on a second CUDA stream;
-    off where LoRA is fully sharded. `batch_invariant`: a row's bits do not depend on its batch.
-    `enable_mixed_moe_lora_format`: expert adapters in the 2-D and the 3-D layout side by side.
-    Raises `ValueError`.
+    `max_loras`: device slots. `max_cpu_loras`: adapters on the host; None is `max_loras`.
+    `lora_dtype`: "auto" (the base model's), a name of `LORA_DTYPES` or one of its dtypes.
+    `target_modules`: module suffixes or full names; None for all.
+    `fully_sharded_loras`: under tensor parallelism, shard both LoRA matrices; by default one is
+    replicated. `default_mm_loras`: modality -> path of the adapter for requests without an adapter,
+    if exactly one of their modalities has a path. `enable_tower_connector_lora`: adapters in a
+    multimodal model's tower and connector. `specialize_active_lora`: size kernels' grids by the
+    adapters in a batch. `dual_stream`: compute LoRA concurrently with the base layer, on a second
+    CUDA stream; switched off if LoRA is fully sharded. `batch_invariant`: a row's bits do not
+    depend on its batch. `enable_mixed_moe_lora_format`: allow expert adapters in the 2-D and the
+    3-D layout at the same time. Raises `ValueError`.
     """
 
     max_lora_rank: int = 16
@@ -95,14 +95,14 @@ class LoRAConfig:
         if self.dual_stream and self.fully_sharded_loras:
             warnings.warn(
                 "dual_stream is switched off: with fully_sharded_loras the collectives between the "
-                "two products leave nothing to run beside the base layer",
+                "two products leave nothing to run concurrently with the base layer",
                 stacklevel=3,
             )
             object.__setattr__(self, "dual_stream", False)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in the arena; raises `ValueError` while it is "auto"."""
+        """The dtype in the arena; raises `ValueError` if `lora_dtype` is "auto"."""
         if isinstance(self.lora_dtype, torch.dtype):
             return self.lora_dtype
         if self.lora_dtype == "auto":
@@ -110,11 +110,11 @@ class LoRAConfig:
         return LORA_DTYPES[self.lora_dtype]
 
     def verify_with_model_config(self, model_config: Any) -> "LoRAConfig":
-        """This configuration with `lora_dtype` resolved against the base model's.
+        """Return this configuration with `lora_dtype` resolved to a torch dtype.
 
-        `model_config` is a `transformers` configuration, or anything else with its `dtype` (a
-        torch dtype or its name). Raises `ValueError` where "auto" finds no dtype that LoRA
-        weights can have.
+        `model_config` is a `transformers` configuration, or another object with a `dtype` (a torch
+        dtype or its name). Raises `ValueError` if "auto" finds a dtype that LoRA weights can't
+        have.
         """
         if self.lora_dtype != "auto":
             return replace(self, lora_dtype=self.dtype)
@@ -122,21 +122,21 @@ class LoRAConfig:
         name = str(found).removeprefix("torch.")
         if name not in LORA_DTYPES:
             raise ValueError(
-                f"the base model's dtype is {found!r}; lora_dtype 'auto' can follow "
-                f"{', '.join(LORA_DTYPES)}; name one of these as lora_dtype"
+                f"the base model's dtype is {found!r}; lora_dtype 'auto' supports "
+                f"{', '.join(LORA_DTYPES)}; set lora_dtype to one of these"
             )
         return replace(self, lora_dtype=LORA_DTYPES[name])
 
     def verify_with_device(self, device: torch.device) -> None:
-        """Raise `ValueError` for what `device` can't do."""
+        """Raise `ValueError` for a setting that `device` does not support."""
         if self.dual_stream and device.type != "cuda":
             raise ValueError(
-                f"dual_stream is True on device {str(device)!r}; a second stream needs CUDA, leave "
-                "it off elsewhere"
+                f"dual_stream is True on device {str(device)!r}; a second stream needs CUDA; "
+                "set it to False"
             )
 
     def default_mm_lora(self, modalities: Collection[str]) -> str | None:
-        """The adapter's path for a request that names none and brings these modalities.
+        """Return the default adapter's path for a request with these modalities.
 
         None unless exactly one of them has a default.
         """
@@ -145,10 +145,10 @@ class LoRAConfig:
         return paths[present.pop()] if len(present) == 1 else None
 
     def compute_hash(self) -> str:
-        """A stable hash of every field that changes buffers or the computation, in hex.
+        """Return a stable hash, in hex, of all fields that change buffers or the computation.
 
-        Left out are `max_cpu_loras` and `default_mm_loras`, which change neither. "auto" and the
-        dtype that it is resolved to are different: hash what `verify_with_model_config` gives.
+        `max_cpu_loras` and `default_mm_loras` change neither and are left out. "auto" and the dtype
+        that it is resolved to have different hashes: resolve it with `verify_with_model_config`.
         """
         fields = {name: getattr(self, name) for name in _HASHED}
         fields["lora_dtype"] = str(self.lora_dtype).removeprefix("torch.")
@@ -161,7 +161,7 @@ LORA_SWITCHES: Final = (
     *("fully_sharded_loras", "enable_tower_connector_lora", "specialize_active_lora"),
     *("dual_stream", "batch_invariant", "enable_mixed_moe_lora_format"),
 )
-"""The fields of `LoRAConfig` that are on or off."""
+"""The boolean fields of `LoRAConfig`."""
 
 _HASH_VERSION: Final = 2
 _HASHED: Final = ("max_lora_rank", "max_loras", "lora_dtype", "target_modules", *LORA_SWITCHES)
@@ -169,10 +169,10 @@ _HASHED: Final = ("max_lora_rank", "max_loras", "lora_dtype", "target_modules", 
 
 @dataclass(frozen=True)
 class AdapterBounds:
-    """What reading one adapter may take; a file that passes a bound is refused before it is read.
+    """Bounds on the files of an adapter; a file that exceeds one is refused before it is read.
 
-    Sizes in bytes. `pattern_*` bound `rank_pattern` and `alpha_pattern`; `problems_max` is how
-    many problems one error tells.
+    Sizes in bytes. `pattern_*` bound `rank_pattern` and `alpha_pattern`; `problems_max` is the
+    number of problems that one error lists.
     """
 
     config_bytes_max: int = 1 << 20
@@ -197,29 +197,31 @@ def _check_choice(config: object, name: str, choices: tuple[str, ...]) -> None:
 
 
 TASKS: Final = ("generate", "embed", "classify")
-"""What an engine can be for."""
+"""The tasks that an engine can have."""
 
 POOLINGS: Final = ("mean", "cls", "last")
-"""How the hidden states of a text's tokens can become one vector."""
+"""The ways to make one vector of the hidden states of a text's tokens."""
 
 DEFAULT_BOUNDS: Final = AdapterBounds()
-"""The bounds of an engine that sets none."""
+"""The default bounds."""
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How one engine process is set up.
+    """Configuration of an engine process.
 
-    `adapter_roots`: the directories that adapters may lie under. `allow_pickled_weights`: whether
-    an adapter without a safetensors file may have `.bin` or `.pt` weights. `device`: a torch
-    device, or "auto" for the first CUDA device where there is one, else the CPU. `file_threads`:
-    how many read adapters, and as many others images. `pin_memory` None: only where the device is
-    CUDA. `context_tokens_max` 0: the model's own limit. `task`: what the model is for, one of
-    `TASKS`, or "auto" for what its config says. `pooling`: how a text's tokens
-    become its vector, one of `POOLINGS`, or "auto"; `normalize`: whether vectors have length 1.
-    "auto" and None follow the model's own files. `expert_parallel`: with several ranks each keeps
-    some experts whole, instead of some columns of every expert. `capture_steps`: decode steps are
-    captured as CUDA graphs and replayed, where the model's can be. Raises `ValueError`.
+    `adapter_roots`: directories that adapters are loaded from. `allow_pickled_weights`: whether an
+    adapter without a safetensors file may have `.bin` or `.pt` weights. `device`: a torch device,
+    or "auto" for the first CUDA device if there is one, else the CPU. `device_bytes_max`: the
+    arena's size. `pin_memory`: None means only if the device is CUDA. `file_threads`: the number
+    of threads that read adapters, and of those that read images. `max_num_seqs`: sequences
+    processed together. `queue_requests_max`: requests that wait in the engine.
+    `context_tokens_max`: prompt and output together; 0 is the model's own limit. `task`: one of
+    `TASKS`, or "auto" for what the model's config specifies. `pooling`: one of `POOLINGS`, or
+    "auto"; `normalize`: whether vectors have length 1; "auto" and None follow the model's files.
+    `expert_parallel`: with several ranks, each keeps some experts whole instead of some columns of
+    every expert. `capture_steps`: capture decode steps as CUDA graphs and replay them, if the model
+    allows it. Raises `ValueError`.
     """
 
     model_directory: Path
@@ -259,7 +261,7 @@ class EngineConfig:
 
     @property
     def torch_device(self) -> torch.device:
-        """The device with "auto" decided."""
+        """The device, with "auto" resolved."""
         if self.device == "auto":
             return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         return torch.device(self.device)
@@ -291,5 +293,5 @@ def _modalities(paths: Mapping[str, str]) -> Mapping[str, str]:
         isinstance(text, str) and text for pair in paths.items() for text in pair
     )
     if not is_sound:
-        raise ValueError(f"default_mm_loras is {paths!r}; modalities with an adapter's path each")
+        raise ValueError(f"default_mm_loras is {paths!r}; a mapping of modality to adapter path")
     return MappingProxyType(dict(paths))

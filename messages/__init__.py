@@ -1,7 +1,6 @@
-"""The vocabulary that clients, controller and engine share.
+"""Messages of clients, controller and engine: frozen Structs, a union per direction, their bytes.
 
-What it is: frozen msgspec Structs, one tagged union a direction, and their bytes. What it is not:
-behaviour. Nothing here opens a socket, a file or a clock; it imports the standard library and
-msgspec only. One rule: positions never move and new fields come last with a default, because
-every Struct is encoded as an array and old logs are read for ever.
+Every Struct is encoded as an array, and old logs stay readable: positions never move, and a new
+field comes last and has a default. Only the standard library and msgspec are imported; nothing
+here opens a socket or a file, or reads a clock.
 """

@@ -1,8 +1,7 @@
-"""What the controller tells the engine to do.
+"""Commands of the controller to the engine.
 
-What it is: imperative Structs, each with the operation's id. What it is not: a wish; the
-controller has made room and reserved it before it sends one. One rule: every operation is ended
-by exactly one report that names its `op`, and an `op` that was seen before is not done again.
+The controller reserves capacity before it sends an operation. Every operation is ended by exactly
+one report with its `op`, and the engine does not execute an `op` twice.
 """
 
 from messages.base import Message, Value
@@ -15,7 +14,7 @@ class _Command(Message, frozen=True):
 
 
 class CheckAdapter(_Command, frozen=True):
-    """Read an adapter's files and check them completely; keep nothing."""
+    """Read and check all files of an adapter; keep nothing in memory."""
 
     adapter_id: AdapterId
     adapter: AdapterName
@@ -23,7 +22,7 @@ class CheckAdapter(_Command, frozen=True):
 
 
 class LoadWeights(_Command, frozen=True):
-    """Read and check an adapter into pageable memory; the bytes must have this fingerprint."""
+    """Read and check an adapter into pageable memory; its fingerprint must be this one."""
 
     adapter_id: AdapterId
     adapter: AdapterName
@@ -32,7 +31,7 @@ class LoadWeights(_Command, frozen=True):
 
 
 class StageWeights(_Command, frozen=True):
-    """Lay an adapter out as one page-locked blob; its pageable form is given back."""
+    """Pack an adapter into one page-locked blob, and free its pageable form."""
 
     adapter_id: AdapterId
 
@@ -44,7 +43,7 @@ class UnstageWeights(_Command, frozen=True):
 
 
 class WriteSlot(_Command, frozen=True):
-    """Copy an adapter's blob to the device and enter it in the directory as this generation."""
+    """Copy an adapter's blob to the device, and write its directory row with this generation."""
 
     adapter_id: AdapterId
     slot: Slot
@@ -59,13 +58,13 @@ class ResetSlot(_Command, frozen=True):
 
 
 class DropWeights(_Command, frozen=True):
-    """Give back an adapter's host memory."""
+    """Free an adapter's host memory."""
 
     adapter_id: AdapterId
 
 
 class SlotRef(Value, frozen=True):
-    """A slot as one generation knows it."""
+    """A slot at one of its generations."""
 
     slot: Slot
     generation: Generation
@@ -80,7 +79,7 @@ class SetMapping(_Command, frozen=True):
 class StartGeneration(_Command, frozen=True):
     """Generate with an adapter in a slot (`adapter_id` 0: the base model, slot -1).
 
-    The core never sees `prompt` and `sampling`; the shell adds them on the way out.
+    The core never sees `prompt` and `sampling`; the shell adds them when it sends the command.
     """
 
     request_id: RequestId
@@ -94,7 +93,7 @@ class StartGeneration(_Command, frozen=True):
 class StartPooling(_Command, frozen=True):
     """Embed or classify with an adapter in a slot (`adapter_id` 0: the base model, slot -1).
 
-    The core never sees `inputs`; the shell adds them on the way out.
+    The core never sees `inputs`; the shell adds them when it sends the command.
     """
 
     request_id: RequestId
@@ -106,19 +105,19 @@ class StartPooling(_Command, frozen=True):
 
 
 class StopGeneration(_Command, frozen=True):
-    """End the generation or pooling that operation `target` started; that one then reports."""
+    """End the generation or pooling of operation `target`, which then reports its end."""
 
     target: OpId
 
 
 class ResendTokens(Message, frozen=True):
-    """Send an output again from its first token or vector, running or lately ended."""
+    """Send an output again from its first token or vector, running or recently ended."""
 
     request_id: RequestId
 
 
 class RequestInventory(Message, frozen=True):
-    """Send every report not acknowledged yet, then say what you hold.
+    """Send every unacknowledged report again, then an inventory.
 
     Reports up to `acknowledged` are in the controller's log.
     """
@@ -127,13 +126,13 @@ class RequestInventory(Message, frozen=True):
 
 
 class ControllerBeat(Message, frozen=True):
-    """The controller is alive; reports up to `acknowledged` are in its log."""
+    """Heartbeat of the controller; reports up to `acknowledged` are in its log."""
 
     acknowledged: Seq
 
 
 StartInference = StartGeneration | StartPooling
-"""What uses an adapter, with what the shell keeps for it."""
+"""Commands to which the shell adds a payload."""
 
 Operation = (
     CheckAdapter

@@ -1,7 +1,7 @@
-"""The error codes that a client can get, and what each means.
+"""The error codes for clients, and their meanings.
 
-What it is: one table. What it is not: exceptions (each package keeps its own tree and carries a
-code). One rule: a code never changes its meaning; a new failure gets a new code.
+A code never changes its meaning; a new failure gets a new code. Exceptions are each package's own;
+they carry a code.
 """
 
 from enum import StrEnum
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 
 class ErrorCode(StrEnum):
-    """Stable codes, one per kind of refusal."""
+    """Stable codes, one per kind of error."""
 
     NO_ROOM = "L001"
     NOT_FOUND = "L002"
@@ -30,7 +30,7 @@ class ErrorCode(StrEnum):
 
 
 class Meaning(NamedTuple):
-    """What a code tells a person, and whether the same request may succeed later."""
+    """A code's description, and whether the same request may succeed later."""
 
     summary: str
     typical_cause: str
@@ -39,7 +39,7 @@ class Meaning(NamedTuple):
 
 MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ErrorCode.NO_ROOM: Meaning(
-        "no slot, or no room on the host", "everything is held or leased", True
+        "no slot, or no space on the host", "everything is held or leased", True
     ),
     ErrorCode.NOT_FOUND: Meaning("weights or config file not found", "wrong path", False),
     ErrorCode.DOES_NOT_FIT: Meaning(
@@ -72,6 +72,6 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ),
     ErrorCode.OVERLOADED: Meaning("too many requests in flight", "a queue reached its bound", True),
     ErrorCode.NOT_SERVED: Meaning(
-        "the engine's model is not for this", "embedding asked of a generating model", False
+        "the engine's model has another task", "embedding requested from a generating model", False
     ),
 }

@@ -1,8 +1,6 @@
-"""What the controller publishes: the life-cycle stream.
+"""Events that the controller publishes: the life-cycle stream, numbered without gaps.
 
-What it is: past-tense Structs, each told once, numbered without gaps. What it is not: a command
-or a promise. One rule: the stream is a function of the log, so an event of any age can be told
-again with the same number.
+The stream is a function of the log: an event of any age can be read again, with the same number.
 """
 
 from typing import Literal
@@ -15,7 +13,7 @@ EvictionReason = Literal["policy", "request", "engine-lost"]
 
 
 class AdapterAccepted(Message, frozen=True):
-    """An adapter's files were found sound."""
+    """An adapter's files passed all checks."""
 
     adapter: AdapterName
     fingerprint: str
@@ -64,39 +62,39 @@ class AdapterEvicted(Message, frozen=True):
 
 
 class AdapterRemoved(Message, frozen=True):
-    """The name is free again."""
+    """The adapter was removed; its name is free."""
 
     adapter: AdapterName
 
 
 class AdapterReplaced(Message, frozen=True):
-    """A new version took over the name; the old one ends its requests and goes."""
+    """A new version took over the name; the old one ends its requests and is then dropped."""
 
     adapter: AdapterName
     fingerprint: str
 
 
 class AdapterRetired(Message, frozen=True):
-    """An old version ended its last request and is gone; the name goes on with the new one."""
+    """An old version ended its last request and was dropped; the name keeps the new one."""
 
     adapter: AdapterName
     fingerprint: str
 
 
 class AdapterHeld(Message, frozen=True):
-    """No policy may evict it now."""
+    """A hold began: no policy may evict the adapter."""
 
     adapter: AdapterName
 
 
 class AdapterReleased(Message, frozen=True):
-    """Policies may evict it again."""
+    """A hold ended: policies may evict the adapter."""
 
     adapter: AdapterName
 
 
 class AdapterFailed(Message, frozen=True):
-    """An operation on it failed; it stayed in `state`."""
+    """An operation on the adapter failed; the adapter stayed in `state`."""
 
     adapter: AdapterName
     state: AdapterState
@@ -105,7 +103,7 @@ class AdapterFailed(Message, frozen=True):
 
 
 class OperationOverdue(Message, frozen=True):
-    """The engine has not reported in time; clients were told, a late report still counts."""
+    """The engine has not reported in time; clients were answered, a late report still counts."""
 
     op: OpId
     kind: str
@@ -113,7 +111,7 @@ class OperationOverdue(Message, frozen=True):
 
 
 class GenerationFinished(Message, frozen=True):
-    """A generation's account; `adapter` is empty for the base model."""
+    """Result of a generation; `adapter` is empty for the base model."""
 
     adapter: str
     outcome: str
@@ -122,7 +120,7 @@ class GenerationFinished(Message, frozen=True):
 
 
 class PoolingFinished(Message, frozen=True):
-    """The account of an `Embed` or `Classify` (`task`); `adapter` is empty for the base model."""
+    """Result of an `Embed` or `Classify` (`task`); `adapter` is empty for the base model."""
 
     adapter: str
     task: str
@@ -132,27 +130,27 @@ class PoolingFinished(Message, frozen=True):
 
 
 class ReportRefused(Message, frozen=True):
-    """The engine said something that the life cycle does not allow; nothing was changed."""
+    """The engine reported a transition that is not allowed; nothing was changed."""
 
     op: OpId
     message: str
 
 
 class ControllerResumed(Message, frozen=True):
-    """A new life of the controller began from the log."""
+    """The controller started a new epoch from its log."""
 
     epoch: Epoch
 
 
 class EngineAttached(Message, frozen=True):
-    """An engine is there; goals are driven again."""
+    """An engine is attached; reconciliation continues."""
 
     engine_id: str
     model: str
 
 
 class EngineDetached(Message, frozen=True):
-    """The engine is gone, and with it all weights."""
+    """The engine is lost, and with it all weights."""
 
     engine_id: str
     reason: str
@@ -183,7 +181,7 @@ Event = (
 
 
 class Published(Value, frozen=True):
-    """An event in its place: its number in the stream and the time of the input that caused it."""
+    """An event with its number in the stream and the time of the input that caused it."""
 
     seq: Seq
     time_ns: int

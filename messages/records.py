@@ -1,8 +1,7 @@
-"""What the log stores.
+"""Records of the log: the segment header, the record, and the inputs that only the log has.
 
-What it is: the segment header, the record, and the inputs that only the log has (the shell's own,
-and inference stripped of its prompt or inputs). What it is not: the framing and the checksums,
-which are `controller.shell.log`'s. One rule: what the core's decision depends on is in a record.
+Those are the shell's own inputs, and inference requests without their prompt or inputs. All that a
+decision of the core depends on is in a record. Framing and checksums are `controller.log.format`'s.
 """
 
 from messages.base import Message, Value
@@ -14,7 +13,7 @@ FORMAT = 1
 
 
 class GenerationRequested(Message, frozen=True):
-    """A `Generate` without what is private to its client."""
+    """A `Generate` without its prompt and sampling."""
 
     request_id: RequestId
     adapter: AdapterName | None
@@ -22,7 +21,7 @@ class GenerationRequested(Message, frozen=True):
 
 
 class PoolingRequested(Message, frozen=True):
-    """An `Embed` or `Classify` without what is private to its client."""
+    """An `Embed` or `Classify` without its inputs."""
 
     request_id: RequestId
     adapter: AdapterName | None
@@ -31,13 +30,13 @@ class PoolingRequested(Message, frozen=True):
 
 
 class PayloadLost(Message, frozen=True):
-    """A prompt or its like died with the last controller; the client will send it again."""
+    """A request's payload was lost with the previous process; its client will send it again."""
 
     request_id: RequestId
 
 
 class ControllerStarted(Message, frozen=True):
-    """The first record of every life of the controller."""
+    """The first record of every epoch."""
 
     epoch: Epoch
 
@@ -50,7 +49,7 @@ class EngineLost(Message, frozen=True):
 
 
 class TimerFired(Message, frozen=True):
-    """A deadline that the core asked for has passed."""
+    """A deadline that the core has set has passed."""
 
 
 InferenceRequested = GenerationRequested | PoolingRequested
@@ -59,7 +58,7 @@ Input = LifecycleRequest | LoggedReport | ShellInput
 
 
 class Header(Value, frozen=True):
-    """The first record of a segment: by what rules and with what bounds the rest was decided."""
+    """The header of a segment: the rules, the policy and the limits of its records."""
 
     format: int
     rules: int
@@ -69,9 +68,9 @@ class Header(Value, frozen=True):
 
 
 class Record(Value, frozen=True):
-    """One input as it was handled; `digest` is the world's before it, where one was taken.
+    """One input as it was handled; `digest` is that of the state before it, if not empty.
 
-    `client` is the routing name of who sent it, empty for the shell and the engine.
+    `client` is the routing name of the client that sent it, empty for the shell and the engine.
     """
 
     time_ns: int

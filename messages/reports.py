@@ -1,8 +1,7 @@
-"""What the engine tells the controller.
+"""Reports of the engine to the controller.
 
-What it is: past-tense Structs, each naming the operation that it ends. What it is not: a promise;
-only a report moves an adapter to its next state. One rule: a report is kept by the engine and
-sent again until the controller says that it is in the log.
+Only a report moves an adapter to its next state. The engine keeps a report, and sends it again,
+until the controller acknowledges that it is in the log.
 """
 
 from typing import Literal
@@ -29,10 +28,10 @@ class _Report(Message, frozen=True):
 
 
 class AdapterChecked(_Report, frozen=True):
-    """The files are sound and fit the model; this is what loading them will take.
+    """The files are valid and fit the model.
 
-    `host_bytes` is what the weights take as they are read, `blob_bytes` what they take packed,
-    on the host and on the device alike.
+    `host_bytes` is the size of the weights as they are read, `blob_bytes` their size when packed,
+    on the host and on the device.
     """
 
     fingerprint: str
@@ -42,15 +41,15 @@ class AdapterChecked(_Report, frozen=True):
 
 
 class WeightsLoaded(_Report, frozen=True):
-    """The weights lie checked in pageable memory."""
+    """The weights are checked, in pageable memory."""
 
 
 class WeightsStaged(_Report, frozen=True):
-    """The blob lies page-locked; the pageable form is gone."""
+    """The blob is in page-locked memory; the pageable form is freed."""
 
 
 class WeightsUnstaged(_Report, frozen=True):
-    """The blob lies in pageable memory."""
+    """The blob is in pageable memory."""
 
 
 class SlotWritten(_Report, frozen=True):
@@ -62,15 +61,15 @@ class SlotReset(_Report, frozen=True):
 
 
 class WeightsDropped(_Report, frozen=True):
-    """The host memory is given back."""
+    """The host memory is freed."""
 
 
 class MappingSet(_Report, frozen=True):
-    """Every slot of the active set has the generation that was named."""
+    """Every slot of the active set has the generation that the command named."""
 
 
 class GenerationEnded(_Report, frozen=True):
-    """A generation is over; its tokens went to the client, not here."""
+    """A generation ended; its tokens were sent to the client separately."""
 
     finish_reason: FinishReason
     prompt_tokens: int
@@ -78,14 +77,14 @@ class GenerationEnded(_Report, frozen=True):
 
 
 class PoolingEnded(_Report, frozen=True):
-    """So many inputs have their vectors (all, unless it was stopped); they went to the client."""
+    """A pooling ended; vectors of `inputs` inputs (all, unless stopped) were sent separately."""
 
     inputs: int
     input_tokens: int
 
 
 class OperationFailed(_Report, frozen=True):
-    """An operation changed nothing; `message` says what was found, allowed, and what to do."""
+    """An operation failed and changed nothing; `message` is an error text."""
 
     code: ErrorCode
     message: str
@@ -107,12 +106,12 @@ class InventoryAdapter(Value, frozen=True):
 
 
 class EngineInventory(Message, frozen=True):
-    """Who the engine is, what it can hold and what it holds; sent on attaching and on request.
+    """The engine's identity, capacity and content; sent on attaching and on request.
 
-    `engine_id` names one life of the process. `last_op` is the highest operation that it has seen;
-    `running` are those without a report yet. `answers` is the number of the `RequestInventory`
-    frame that asked for it: only then does it take every earlier command into account. 0
-    means that the engine introduces itself, or saw a gap, and wants to be asked.
+    `engine_id` names one start of the process. `last_op` is the highest operation that it has
+    received; `running` are those without a report yet. `answers` is the number of the
+    `RequestInventory` frame that it answers: only then does it cover every earlier command. 0: the
+    engine introduces itself or saw a gap, and expects a `RequestInventory`.
     """
 
     engine_id: str
@@ -126,8 +125,10 @@ class EngineInventory(Message, frozen=True):
     answers: Seq = 0
 
 
+# `TokensGenerated` and `requests.TokensStreamed` have the same fields: when `PROTOCOL_VERSION` is
+# next raised, one message replaces both, on the engine link and for clients.
 class TokensGenerated(Message, frozen=True):
-    """Output on its way to the client; passes by the log."""
+    """Tokens for the client. Never logged."""
 
     request_id: RequestId
     offset: int
@@ -136,7 +137,7 @@ class TokensGenerated(Message, frozen=True):
 
 
 class VectorsComputed(Message, frozen=True):
-    """Vectors or scores on their way to the client; pass by the log."""
+    """Vectors or scores for the client. Never logged."""
 
     request_id: RequestId
     offset: int
@@ -145,7 +146,7 @@ class VectorsComputed(Message, frozen=True):
 
 
 class EngineBeat(Message, frozen=True):
-    """The engine's main loop is alive, and its life and last operation are these."""
+    """Heartbeat of the engine's main loop, with its identity and last operation."""
 
     engine_id: str
     last_op: OpId

@@ -1,8 +1,7 @@
-"""What a client asks of the controller, and what it is answered.
+"""Requests of clients to the controller, and the replies.
 
-What it is: imperative Structs (`LoadAdapter`) and their replies (`AdapterDone`). What it is not:
-what the log keeps; prompts and inputs never get there (see `records.InferenceRequested`).
-One rule: every request carries the client's own `request_id`, and every reply repeats it.
+Every request has a `request_id` that the client chooses, and every reply repeats it. Prompts and
+inputs are never logged; the log has `records.InferenceRequested` instead.
 """
 
 from typing import Annotated, Final, Literal
@@ -31,27 +30,27 @@ Text = Annotated[str, Meta(max_length=1_000_000)]
 TextPrompt = Text | Annotated[tuple[TokenId, ...], Meta(max_length=262_144)]
 Inputs = Annotated[tuple[TextPrompt, ...], Meta(min_length=1, max_length=2048)]
 Vector = Annotated[bytes, Meta(max_length=1 << 22)]
-"""Numbers as float32, little endian."""
+"""A sequence of float32 numbers, little-endian."""
 FinishReason = Literal["stop", "length", "cancelled"]
 PoolingTask = Literal["embed", "classify"]
 
 IMAGE_BYTES_MAX: Final = 8 << 20
-"""What one image file may have: a photograph as cameras write it."""
+"""Bound on the size of an image file, in bytes: a camera's photograph fits."""
 
 IMAGES_MAX: Final = 16
-"""How many images one prompt may have."""
+"""Bound on the number of images of a prompt."""
 
 IMAGES_BYTES_MAX: Final = 32 << 20
-"""What the images of one prompt may have together."""
+"""Bound on the size of all images of a prompt together, in bytes."""
 
 Image = Annotated[bytes, Meta(min_length=1, max_length=IMAGE_BYTES_MAX)]
-"""An image file as it lies on a disk (PNG, JPEG, ...); the engine says which formats it reads."""
+"""The bytes of an image file (PNG, JPEG, ...); the engine decides which formats it reads."""
 
 
 class IllustratedPrompt(Value, frozen=True, array_like=False):
-    """A text and its images: `text` has the model's own placeholder once for each, in their order.
+    """A text with images: `text` has the model's placeholder once per image, in their order.
 
-    A map on the wire, so that it is told from token ids, which are an array.
+    Encoded as a map, to distinguish it from token ids, which are an array.
     """
 
     text: Text
@@ -66,7 +65,7 @@ class _Request(Message, frozen=True):
 
 
 class LoadAdapter(_Request, frozen=True):
-    """Bring an adapter to the host; with `replace`, other bytes may take over a known name."""
+    """Load an adapter to the host; with `replace`, a known name may get other bytes."""
 
     adapter: AdapterName
     path: Path = ""
@@ -75,7 +74,7 @@ class LoadAdapter(_Request, frozen=True):
 
 
 class StageAdapter(_Request, frozen=True):
-    """Bring an adapter to page-locked memory, loading it first if need be."""
+    """Stage an adapter in page-locked memory, after loading it if necessary."""
 
     adapter: AdapterName
     path: Path = ""
@@ -83,7 +82,7 @@ class StageAdapter(_Request, frozen=True):
 
 
 class ActivateAdapter(_Request, frozen=True):
-    """Bring an adapter into a device slot, loading and staging it first if need be."""
+    """Copy an adapter to a device slot, after loading and staging it if necessary."""
 
     adapter: AdapterName
     path: Path = ""
@@ -91,7 +90,7 @@ class ActivateAdapter(_Request, frozen=True):
 
 
 class HoldAdapter(_Request, frozen=True):
-    """Exempt an adapter from every eviction, activating it first if need be."""
+    """Exempt an adapter from every eviction, after activating it if necessary."""
 
     adapter: AdapterName
     path: Path = ""
@@ -99,20 +98,20 @@ class HoldAdapter(_Request, frozen=True):
 
 
 class ReleaseAdapter(_Request, frozen=True):
-    """End a hold; the adapter stays where it is until a policy needs its room."""
+    """End a hold; the adapter stays in its state until a policy evicts it."""
 
     adapter: AdapterName
 
 
 class DeactivateAdapter(_Request, frozen=True):
-    """Take an adapter out of its slot; it stays pinned."""
+    """Remove an adapter from its slot; it stays pinned."""
 
     adapter: AdapterName
     timeout_ms: TimeoutMs = 0
 
 
 class EvictAdapter(_Request, frozen=True):
-    """Drop an adapter's weights everywhere; its source and history are kept."""
+    """Drop an adapter's weights in all tiers; its name, path and counters are kept."""
 
     adapter: AdapterName
     timeout_ms: TimeoutMs = 0
@@ -127,14 +126,14 @@ class RemoveAdapter(_Request, frozen=True):
 
 
 class ActivateBatch(_Request, frozen=True):
-    """Bring a batch's whole active set into slots at once, confirmed by the engine."""
+    """Activate all adapters of a batch together, confirmed by the engine."""
 
     adapters: Annotated[tuple[AdapterName, ...], Meta(min_length=1, max_length=65_536)]
     timeout_ms: TimeoutMs = 0
 
 
 class Sampling(Value, frozen=True):
-    """How tokens are chosen; temperature 0 is greedy, top_k 0 and top_p 1 do not filter."""
+    """Sampling parameters; temperature 0 is greedy, top_k 0 and top_p 1 do not filter."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 128
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
@@ -147,7 +146,7 @@ class Sampling(Value, frozen=True):
 
 
 class Generate(_Request, frozen=True):
-    """Continue a prompt with an adapter (None: the base model); tokens stream back."""
+    """Continue a prompt with an adapter (None: the base model); tokens are streamed back."""
 
     adapter: AdapterName | None
     prompt: Prompt
@@ -156,7 +155,7 @@ class Generate(_Request, frozen=True):
 
 
 class Embed(_Request, frozen=True):
-    """Turn each input into a vector with an adapter (None: the base model); they stream back."""
+    """Embed each input with an adapter (None: the base model); vectors are streamed back."""
 
     adapter: AdapterName | None
     inputs: Inputs
@@ -164,7 +163,7 @@ class Embed(_Request, frozen=True):
 
 
 class Classify(_Request, frozen=True):
-    """Score each input by the model's labels with an adapter (None: the base model)."""
+    """Score each input for every label of the model with an adapter (None: the base model)."""
 
     adapter: AdapterName | None
     inputs: Inputs
@@ -172,27 +171,27 @@ class Classify(_Request, frozen=True):
 
 
 class CancelGeneration(_Request, frozen=True):
-    """End another request's generation; it is answered as `cancelled` with what it had."""
+    """End another request's generation, which is answered as `cancelled`."""
 
     target: RequestId
 
 
 class ListAdapters(_Request, frozen=True):
-    """Every known adapter, in order of name."""
+    """List all known adapters, in order of their names."""
 
 
 class ShowAdapter(_Request, frozen=True):
-    """One adapter, whole."""
+    """Show one adapter and its retired versions."""
 
     adapter: AdapterName
 
 
 class ShowStatus(_Request, frozen=True):
-    """The controller, its engine and its budgets."""
+    """Show the status of the controller, its engine and its tiers."""
 
 
 class FetchEvents(_Request, frozen=True):
-    """Published events from `first_seq` on, for a subscriber that has a gap."""
+    """Fetch published events from `first_seq` on, for a subscriber that has a gap."""
 
     first_seq: Seq
     count_max: Annotated[int, Meta(ge=1, le=4096)] = 1024
@@ -212,7 +211,7 @@ LifecycleRequest = (
     | CancelGeneration
 )
 PrivateRequest = Generate | Embed | Classify
-"""What an adapter is for. Prompts and inputs are the client's own: they pass by the log."""
+"""Requests with a payload. Prompts and inputs are never logged."""
 
 Request = LifecycleRequest | PrivateRequest | Query
 
@@ -222,7 +221,7 @@ class _Reply(Message, frozen=True):
 
 
 class AdapterDone(_Reply, frozen=True):
-    """The fact that the request asked for is there."""
+    """The adapter has reached the state that was requested."""
 
     adapter: AdapterName
     state: AdapterState
@@ -231,7 +230,7 @@ class AdapterDone(_Reply, frozen=True):
 
 
 class Placement(Value, frozen=True):
-    """Where one adapter of a batch lies."""
+    """The slot of one adapter of a batch."""
 
     adapter: AdapterName
     slot: Slot
@@ -245,9 +244,9 @@ class BatchDone(_Reply, frozen=True):
 
 
 class TokensStreamed(_Reply, frozen=True):
-    """Some of a generation's tokens: `tokens[i]` is output number `offset + i`.
+    """Tokens of a generation: `tokens[i]` is output number `offset + i`.
 
-    `text` is what became readable with them; a character cut in two waits for its rest.
+    `text` is the text that they complete; an incomplete character is in a later message.
     """
 
     offset: int
@@ -256,7 +255,7 @@ class TokensStreamed(_Reply, frozen=True):
 
 
 class GenerationDone(_Reply, frozen=True):
-    """The last word on a generation: how it ended and how many tokens it took."""
+    """The final reply to a `Generate`: how it ended, and its numbers of tokens."""
 
     adapter: AdapterName | None
     finish_reason: FinishReason
@@ -265,10 +264,10 @@ class GenerationDone(_Reply, frozen=True):
 
 
 class VectorsStreamed(_Reply, frozen=True):
-    """Some results of an `Embed` or `Classify`: `vectors[i]` is that of input `offset + i`.
+    """Results of an `Embed` or `Classify`: `vectors[i]` is that of input `offset + i`.
 
-    An embedding's vector has the model's dimensions; a classification's has one score for each of
-    `labels`, which are empty for an embedding.
+    An embedding's vector has the model's dimensions; a classification's has one score per label.
+    `labels` is empty for an embedding.
     """
 
     offset: int
@@ -277,7 +276,7 @@ class VectorsStreamed(_Reply, frozen=True):
 
 
 class PoolingDone(_Reply, frozen=True):
-    """The last word on an `Embed` or `Classify`: all `inputs` have a result."""
+    """The final reply to an `Embed` or `Classify`: all `inputs` have a result."""
 
     adapter: AdapterName | None
     task: PoolingTask
@@ -286,21 +285,21 @@ class PoolingDone(_Reply, frozen=True):
 
 
 class CancelDone(_Reply, frozen=True):
-    """The cancellation was passed on; `found` is False where nothing was running."""
+    """The cancellation was sent to the engine; `found` is False if nothing was running."""
 
     target: RequestId
     found: bool
 
 
 class Refused(_Reply, frozen=True):
-    """The request was not done, and nothing else was changed by it."""
+    """The request was refused, and it changed nothing."""
 
     code: ErrorCode
     message: str
 
 
 class AdapterView(Value, frozen=True):
-    """What the controller knows of one adapter; sizes in bytes, times in nanoseconds (UTC)."""
+    """State of one adapter; sizes in bytes, times in nanoseconds (UTC)."""
 
     adapter: AdapterName
     adapter_id: int
@@ -327,21 +326,21 @@ class AdapterView(Value, frozen=True):
 
 
 class AdaptersListed(_Reply, frozen=True):
-    """All adapters as of event `events_seq`: the snapshot that a late subscriber starts from."""
+    """All adapters as of event `events_seq`, from which a subscriber can continue."""
 
     adapters: tuple[AdapterView, ...]
     events_seq: Seq
 
 
 class AdapterShown(_Reply, frozen=True):
-    """One adapter's current version, and versions that still end their requests."""
+    """One adapter's current version, and retired versions whose requests are still running."""
 
     adapter: AdapterView
     retired: tuple[AdapterView, ...] = ()
 
 
 class TierView(Value, frozen=True):
-    """One tier's use and bounds; `count` is adapters on the host or slots on the device."""
+    """Usage and bounds of a tier; `count` is adapters on the host or slots on the device."""
 
     name: Literal["host", "pinned", "device"]
     count: int
@@ -351,7 +350,7 @@ class TierView(Value, frozen=True):
 
 
 class StatusShown(_Reply, frozen=True):
-    """The controller's life, its log, its engine and its tiers."""
+    """Status of the controller, its log, its engine and its tiers."""
 
     epoch: Epoch
     seq: Seq
@@ -371,7 +370,7 @@ class StatusShown(_Reply, frozen=True):
 
 
 class EventsFetched(_Reply, frozen=True):
-    """Events in order; `last_seq` is the newest published, so the reader knows what is missing."""
+    """Events in order; `last_seq` is the newest published one, so that a gap can be seen."""
 
     events: tuple[Published, ...]
     last_seq: Seq

@@ -1,11 +1,8 @@
-"""Bytes to message and back, with no sockets.
+"""The wire format: one frame per message, with magic, version, channel, epoch, seq, msgpack body.
 
-What it is: one frame a message (magic, version, channel, epoch, seq, msgpack body), encoders and
-typed decoders made once. What it is not: a transport. One rule: whatever arrives, `decode` either
-returns a message of the channel's type or raises `WireError`, and nothing else.
-
-Depth is bounded by the types: no field is untyped and unknown fields are refused, so a decoder
-never descends further than its Structs do, however deeply a frame is nested.
+For any bytes, `decode` either returns a message of the channel's type or raises `WireError`.
+Recursion is bounded by the types: no field is untyped and unknown fields are refused, so a decoder
+descends no further than its Structs, however deeply a frame is nested.
 """
 
 import struct
@@ -22,13 +19,13 @@ from messages.requests import IMAGES_BYTES_MAX, Generate, IllustratedPrompt, Rep
 
 PROTOCOL_VERSION: Final = 1
 FRAME_BYTES_MAX: Final = 1 << 20
-"""The largest request that is read, images aside. Prompts are the only other long part of it."""
+"""Bound on a request without its images, in bytes; only prompts are long."""
 
 ILLUSTRATED_BYTES_MAX: Final = IMAGES_BYTES_MAX + FRAME_BYTES_MAX
-"""The largest generation that is read, with its images."""
+"""Bound on a request with its images, in bytes."""
 
 REPLY_BYTES_MAX: Final = 256 << 20
-"""What a client or an inventory may have to read: a list of a hundred thousand adapters."""
+"""Bound on a reply or a report, in bytes: a list of 100,000 adapters fits."""
 
 _MAGIC: Final = b"LD"
 _HEADER: Final = struct.Struct(">2sBcQQ")
@@ -37,13 +34,13 @@ T = TypeVar("T")
 
 
 class WireError(Exception):
-    """Bytes that are no message of this channel; always `L012`."""
+    """Bytes that are not a message of this channel; always `L012`."""
 
     code = ErrorCode.MALFORMED
 
 
-class Frame(NamedTuple, Generic[T]):
-    """A decoded frame: who numbered it, and the message."""
+class DecodedFrame(NamedTuple, Generic[T]):
+    """A decoded frame: the sender's epoch and number of it, and the message."""
 
     epoch: Epoch
     seq: Seq
@@ -51,7 +48,7 @@ class Frame(NamedTuple, Generic[T]):
 
 
 class Channel(Generic[T]):
-    """One direction's codec: message to frame and back."""
+    """Encoder and decoder of one direction."""
 
     def __init__(self, name: str, letter: bytes, message_type: Any, bytes_max: int) -> None:
         self.name = name
@@ -62,19 +59,19 @@ class Channel(Generic[T]):
         self._decode = msgspec.msgpack.Decoder(message_type).decode
 
     def encode(self, message: T, epoch: Epoch = 0, seq: Seq = 0) -> bytes:
-        """The frame that carries `message`."""
+        """Return the frame of `message`."""
         header = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, self._letter, epoch, seq)
         return header + self._encode(message)
 
-    def decode(self, frame: bytes) -> Frame[T]:
-        """The frame's message; raises `WireError` for anything else than one of this channel."""
+    def decode(self, frame: bytes) -> DecodedFrame[T]:
+        """Decode a frame; raises `WireError` unless it is a message of this channel."""
         if len(frame) > self.bytes_max:
             raise WireError(f"{self.name} of {len(frame)} bytes; at most {self.bytes_max} are read")
         if frame[:4] != self.prefix:
             raise WireError(self._foreign(frame))
         try:
             _, _, _, epoch, seq = _HEADER.unpack_from(frame)
-            return Frame(epoch, seq, self._read(memoryview(frame)[_HEADER.size :]))
+            return DecodedFrame(epoch, seq, self._read(memoryview(frame)[_HEADER.size :]))
         except (msgspec.DecodeError, struct.error, UnicodeDecodeError, RecursionError) as error:
             raise WireError(f"not a {self.name}: {error}") from error
 
@@ -86,18 +83,18 @@ class Channel(Generic[T]):
         if frame[:2] != _MAGIC or len(frame) < 4:
             return f"not a LoRADock frame: it starts with {frame[:4]!r}, not {self.prefix!r}"
         if frame[2] != PROTOCOL_VERSION:
-            return f"protocol version {frame[2]}; this side speaks version {PROTOCOL_VERSION}"
+            return f"protocol version {frame[2]}; this side uses version {PROTOCOL_VERSION}"
         return f"a frame of channel {frame[3:4]!r} where a {self.name} was expected"
 
 
-# A generation's tag, which follows the byte that tells how many fields there are.
+# The tag of `Generate`, which follows the byte with the number of fields.
 _GENERATE: Final = msgspec.msgpack.encode(Generate.__name__)
 
 
 class _Requests(Channel[Request]):
-    """Requests, of which images alone make one long.
+    """Requests, of which only a `Generate` may be long, by its images.
 
-    No other kind is decoded from a long frame: arrays take many times their bytes in memory.
+    No other request is decoded from a long frame: arrays take many times their bytes in memory.
     """
 
     def _read(self, body: memoryview) -> Request:
@@ -132,4 +129,4 @@ REPORTS: Final[Channel[Report]] = Channel("report", b"R", Report, REPLY_BYTES_MA
 EVENTS: Final[Channel[tuple[Published, ...]]] = Channel(
     "event batch", b"E", tuple[Published, ...], REPLY_BYTES_MAX
 )
-"""All events of a group in one frame; its `seq` is the last one's. An empty batch is a beat."""
+"""All events of a group in one frame, with the last one's number. An empty batch is a heartbeat."""

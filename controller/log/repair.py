@@ -1,8 +1,7 @@
-"""Cutting a damaged log where its damage begins.
+"""Repair of a damaged log: it is cut where the damage begins.
 
-What it is: the plan, which tells what would be lost, and the cut. What it is not: mending; a
-record that does not continue the chain is never taken back into it. One rule: nothing is deleted;
-whatever is cut off lies beside the log in `.damaged` files.
+Nothing is deleted: the bytes that are cut off are kept next to the log in `.damaged` files. A
+record after the damage is never moved back into the chain.
 """
 
 import os
@@ -15,9 +14,9 @@ from messages.ids import Seq
 
 
 class RepairPlan(NamedTuple):
-    """Cut `file` at `offset`, and set aside the segments behind it.
+    """Cut `file` at `offset`, and move the later segments away.
 
-    `lost_records` verify alone and would go, among `lost_bytes` in all.
+    `lost_bytes` are cut off; among them are `lost_records` records that verify alone.
     """
 
     file: Path
@@ -30,7 +29,7 @@ class RepairPlan(NamedTuple):
 
 
 def repair_plan(directory: Path) -> RepairPlan | None:
-    """What `repair` would do and lose; None where nothing is damaged."""
+    """Return what `repair` would cut; None if nothing is damaged."""
     damage = verify(directory).damage
     return None if damage is None else _plan(directory, damage)
 
@@ -50,9 +49,9 @@ def _plan(directory: Path, damage: LogDamaged) -> RepairPlan:
 
 
 def repair(directory: Path) -> RepairPlan | None:
-    """Cut a damaged log as planned and tell what was cut; `LogBusy` while somebody writes it.
+    """Cut a damaged log and return the plan; raise `LogBusy` while a process writes the log.
 
-    Interrupted at any step, it leaves a log that can be repaired again.
+    An interrupted repair leaves a log that can be repaired again.
     """
     fd = lock_directory(directory)
     try:
@@ -66,7 +65,7 @@ def repair(directory: Path) -> RepairPlan | None:
 
 
 def _cut(plan: RepairPlan) -> None:
-    # The damage itself goes last: until then the log is still seen to be damaged there.
+    # The damage itself is cut last: until then `verify` still finds it.
     for path in plan.later_files:
         os.rename(path, _free_name(path))
     if plan.offset == 0:

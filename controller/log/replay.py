@@ -1,8 +1,7 @@
-"""Folding a log: to recover, to audit, to look at any past moment.
+"""Replay of a log: for recovery, for audits, and to see the state at any record.
 
-What it is: the log's inputs driven through the same core, with the digests compared that the log
-took on its way. What it is not: a second core or a server. One rule: it stops at the first input
-whose recorded digest is not the folded world's, and says which.
+The log's inputs are handled by the same core as before, and the recorded digests are compared with
+the replayed state's. The replay stops at the first digest that differs.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from controller.core.controller import Controller
 from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, limits_from
 from controller.log.format import LogForeign
-from controller.log.segments import Entry, segments
+from controller.log.segments import NumberedRecord, segments
 from messages.ids import Seq
 from messages.records import Header
 
@@ -22,7 +21,7 @@ Sink = Callable[[list[Action]], None]
 
 
 class Divergence(NamedTuple):
-    """The first input before which the folded world is not the recorded one."""
+    """The first record whose digest, of the state before it, is not the replayed state's."""
 
     seq: Seq
     recorded: str
@@ -30,7 +29,7 @@ class Divergence(NamedTuple):
 
 
 class ReplayResult(NamedTuple):
-    """What a log adds up to; `controller` is None where the log is empty."""
+    """The state that a log leads to; `controller` is None for an empty log."""
 
     controller: Controller | None
     inputs: int
@@ -39,11 +38,13 @@ class ReplayResult(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """The folded world's digest, empty for an empty log."""
+        """The replayed state's digest, empty for an empty log."""
         return "" if self.controller is None else self.controller.digest()
 
 
-class _Fold:
+class _Replayer:
+    """A controller that handles segments, up to record `until`."""
+
     def __init__(self, until: Seq | None, sink: Sink | None, checked: bool) -> None:
         self.controller: Controller | None = None
         self.compared = 0
@@ -53,12 +54,12 @@ class _Fold:
         self._checked = checked
 
     def configure(self, header: Header) -> Controller:
-        """The controller under a segment's limits."""
+        """Return the controller, with the limits and the policy of a segment."""
         limits = limits_from(header.limits)
         if header.policy not in POLICIES:
             raise LogForeign(
-                f"decided by policy {header.policy!r}; this version knows {sorted(POLICIES)}; use "
-                "one that knows it"
+                f"written with policy {header.policy!r}; this version knows {sorted(POLICIES)}; "
+                "use one that knows it"
             )
         controller = self.controller
         if controller is None:
@@ -69,40 +70,41 @@ class _Fold:
                 self._sink(actions)
         return controller
 
-    def take(self, controller: Controller, entries: Iterator[Entry]) -> bool:
-        """Handle a segment's records; whether to go on with the next segment."""
+    def handle(self, controller: Controller, records: Iterator[NumberedRecord]) -> bool:
+        """Handle a segment's records; return whether to continue with the next segment."""
         handle, sink, until = controller.handle, self._sink, self._until
-        for seq, _, record in entries:
+        for seq, _, record in records:
             if until is not None and seq > until:
                 return False
-            if record.digest and not self._agrees(controller, seq, record.digest):
+            if record.digest and not self._matches(controller, seq, record.digest):
                 return False
             actions = handle(record.input, record.time_ns)
             if sink is not None:
                 sink(actions)
         return True
 
-    def _agrees(self, controller: Controller, seq: Seq, recorded: str) -> bool:
+    def _matches(self, controller: Controller, seq: Seq, recorded: str) -> bool:
         self.compared += 1
-        folded = controller.digest()
-        if folded != recorded:
-            self.divergence = Divergence(seq, recorded, folded)
-        return folded == recorded
+        replayed = controller.digest()
+        if replayed != recorded:
+            self.divergence = Divergence(seq, recorded, replayed)
+        return replayed == recorded
 
 
 def replay(
     directory: Path, until: Seq | None = None, sink: Sink | None = None, *, checked: bool = False
 ) -> ReplayResult:
-    """Fold the log in `directory`, up to and with record `until`; `sink` gets each one's actions.
+    """Replay the log in `directory`, up to and including record `until`.
 
+    `sink` is called with the actions of each record; `checked` verifies every invariant after it.
     Raises `LogError` for a log that can't be read, and `LimitsError` for limits of other rules.
     """
-    fold = _Fold(until, sink, checked)
-    for header, entries in segments(directory, rules=(RULES,)):
-        if until is not None and header.first_seq > until and fold.controller is not None:
+    replayer = _Replayer(until, sink, checked)
+    for header, records in segments(directory, rules=(RULES,)):
+        if until is not None and header.first_seq > until and replayer.controller is not None:
             break
-        controller = fold.configure(header)
-        if not fold.take(controller, entries):
+        controller = replayer.configure(header)
+        if not replayer.handle(controller, records):
             break
-    inputs = 0 if fold.controller is None else fold.controller.world.seq
-    return ReplayResult(fold.controller, inputs, fold.compared, fold.divergence)
+    inputs = 0 if replayer.controller is None else replayer.controller.world.seq
+    return ReplayResult(replayer.controller, inputs, replayer.compared, replayer.divergence)

@@ -1,10 +1,8 @@
-"""The log's files: a directory of segments, read from front to back.
+"""The log's files: a directory of segments, their names, the lock, reading and verification.
 
-What it is: names, the lock, reading and the verdict on a directory. What it is not: the writer;
-nothing here changes a file. One rule: what can't be read up to its end raises, and only the end of
-the last segment may be torn.
-
-A segment is called by its first record: twenty digits and `.log`. Other files are not the log's.
+Nothing here changes a file. Only the end of the last segment may be torn; other bytes that can't be
+read raise an error. A segment is named after its first record, with twenty digits and `.log`; other
+files are not part of the log.
 """
 
 import fcntl
@@ -15,8 +13,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from controller.log.format import (
-    START,
-    Link,
+    CHAIN_START,
+    ChainLink,
     LogBusy,
     LogDamaged,
     LogForeign,
@@ -28,47 +26,50 @@ from controller.log.format import (
 from messages.ids import Epoch, Seq
 from messages.records import Header, Record
 
-Entry = tuple[Seq, Epoch, Record]
+NumberedRecord = tuple[Seq, Epoch, Record]
+"""A record with its number and its epoch."""
 
 _SEGMENT_NAME: Final = re.compile(r"[0-9]{20}\.log")
 
 
 def segment_path(directory: Path, first_seq: Seq) -> Path:
-    """Where the segment that begins with record `first_seq` lies."""
+    """Return the path of the segment that begins with record `first_seq`."""
     return directory / f"{first_seq:020}.log"
 
 
 def segment_paths(directory: Path) -> list[Path]:
-    """All segments, oldest first."""
+    """Return the paths of all segments, oldest first."""
     return sorted(p for p in directory.iterdir() if _SEGMENT_NAME.fullmatch(p.name))
 
 
 def lock_directory(directory: Path) -> int:
-    """Open a log's directory for writing alone; the descriptor holds the lock until closed."""
+    """Lock a log's directory for one writer; the lock ends when the descriptor is closed."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(fd)
-        raise LogBusy(f"{directory}: another process writes this log; end it first") from error
+        raise LogBusy(f"{directory}: another process writes this log; stop it first") from error
     return fd
 
 
 class Segment:
-    """One file of the log, read once; what it must continue is `link`, None where not known.
+    """One file of the log, read once; it must continue `link`, None if that is not known.
 
-    `header` is None where the file ends before its header does. `scan` tells where the records
-    end and `torn_bytes` what follows them, once they have been read.
+    `header` is None if the file ends before its header does. Once the records have been read,
+    `scan` is at their end and `torn_bytes` is the number of bytes after it.
     """
 
-    def __init__(self, file: Path, link: Link | None, is_last: bool) -> None:
+    def __init__(self, file: Path, link: ChainLink | None, is_last: bool) -> None:
         self.file = file
         self.first_seq = int(file.stem)
         self.torn_bytes = 0
         self.header: Header | None = None
         self._is_last = is_last
-        self.before = START if link is None and self.first_seq == START.seq + 1 else link
-        self.scan = Scan(file.read_bytes(), 0, self.before or Link(self.first_seq - 1, 0, b""))
+        self.before = (
+            CHAIN_START if link is None and self.first_seq == CHAIN_START.seq + 1 else link
+        )
+        self.scan = Scan(file.read_bytes(), 0, self.before or ChainLink(self.first_seq - 1, 0, b""))
         self._read_header()
 
     def _read_header(self) -> None:
@@ -80,23 +81,23 @@ class Segment:
             raise self._damaged("it does not continue the segment before it")
         header = read_header(frame.body, self.file)
         if header.first_seq != self.first_seq:
-            raise self._damaged(f"its header says that it begins with record {header.first_seq}")
+            raise self._damaged(f"its header specifies {header.first_seq} as its first record")
         self.header = header
         self.scan = Scan(self.scan.data, frame.end, frame.link)
 
     def frames(self) -> Iterator[tuple[Seq, Epoch, bytes]]:
-        """Number, epoch and body of each record, up to the end or a torn tail."""
+        """Yield number, epoch and body of each record, up to the end or a torn tail."""
         if self.header is not None:
             yield from self.scan.frames()
-        self._judge_the_rest()
+        self._check_rest()
 
-    def entries(self, first_seq: Seq = 0) -> Iterator[Entry]:
-        """Number, epoch and record, from `first_seq` on."""
+    def records(self, first_seq: Seq = 0) -> Iterator[NumberedRecord]:
+        """Yield number, epoch and record, from `first_seq` on."""
         for seq, epoch, body in self.frames():
             if seq >= first_seq:
                 yield seq, epoch, read_record(body, seq, self.file)
 
-    def _judge_the_rest(self) -> None:
+    def _check_rest(self) -> None:
         rest = len(self.scan.data) - self.scan.offset
         if self.header is not None and not rest:
             return
@@ -105,7 +106,7 @@ class Segment:
         if not self._is_last:
             raise self._damaged("it ends in the middle of a record, but a later segment exists")
         if self.before is None:
-            raise self._damaged("its header is not whole, and no segment before it is there")
+            raise self._damaged("its header is incomplete, and there is no segment before it")
         self.torn_bytes = rest
 
     def _damaged(self, reason: str) -> LogDamaged:
@@ -113,15 +114,15 @@ class Segment:
 
 
 def walk(directory: Path, first_seq: Seq = 0) -> Iterator[Segment]:
-    """The segments that hold records from `first_seq` on; each is checked whole before the next."""
+    """Yield the segments with records from `first_seq` on; each is checked before the next."""
     paths = segment_paths(directory)
     while len(paths) > 1 and int(paths[1].stem) <= first_seq:
         del paths[0]
-    link: Link | None = None
+    link: ChainLink | None = None
     for path in paths:
         segment = Segment(path, link, path is paths[-1])
         yield segment
-        # A reader that left early still gets the rest checked.
+        # The rest is checked also if the caller did not read all records.
         for _ in segment.frames():
             pass
         link = segment.scan.link
@@ -129,11 +130,11 @@ def walk(directory: Path, first_seq: Seq = 0) -> Iterator[Segment]:
 
 def segments(
     directory: Path, first_seq: Seq = 0, rules: Collection[int] | None = None
-) -> Iterator[tuple[Header, Iterator[Entry]]]:
-    """Each segment's header with its (seq, epoch, record)s from `first_seq` on.
+) -> Iterator[tuple[Header, Iterator[NumberedRecord]]]:
+    """Yield each segment's header with its records from `first_seq` on.
 
-    Reading ends before a torn tail. Raises `LogDamaged`, and `LogForeign` for a format, a message,
-    or (where `rules` are given) a rules number that is not known.
+    Reading ends before a torn tail. Raises `LogDamaged`, and `LogForeign` for an unknown format or
+    message, or for a rules number that is not in `rules` (if `rules` is not None).
     """
     for segment in walk(directory, first_seq):
         header = segment.header
@@ -141,22 +142,22 @@ def segments(
             continue
         if rules is not None and header.rules not in rules:
             raise LogForeign(
-                f"{segment.file}: decided by rules {header.rules}; this version knows "
+                f"{segment.file}: written by rules {header.rules}; this version knows "
                 f"{sorted(rules)}; use one that knows them"
             )
-        yield header, segment.entries(first_seq)
+        yield header, segment.records(first_seq)
 
 
 def read(
     directory: Path, first_seq: Seq = 0, rules: Collection[int] | None = None
-) -> Iterator[Entry]:
-    """Every (seq, epoch, record) from `first_seq` on, as `segments` reads them."""
-    for _, entries in segments(directory, first_seq, rules):
-        yield from entries
+) -> Iterator[NumberedRecord]:
+    """Yield every record from `first_seq` on; raises as `segments` does."""
+    for _, records in segments(directory, first_seq, rules):
+        yield from records
 
 
 class Verdict(NamedTuple):
-    """What a log holds: numbers are 0 where nothing is there; the tail's torn bytes are no loss."""
+    """Content of a log; numbers are 0 for an empty log. Torn bytes of the tail are not damage."""
 
     segments: int
     records: int
@@ -167,13 +168,13 @@ class Verdict(NamedTuple):
 
 
 def verify(directory: Path) -> Verdict:
-    """Read a log whole and tell what was found; changes nothing, and damage does not raise."""
+    """Read a whole log; damage is returned and not raised, and nothing is changed."""
     count = records = first_seq = last_seq = torn_bytes = 0
     damage = None
     try:
         for segment in walk(directory):
             count += 1
-            for last_seq, _, _ in segment.entries():
+            for last_seq, _, _ in segment.records():
                 first_seq = first_seq or last_seq
                 records += 1
             torn_bytes = segment.torn_bytes

@@ -1,12 +1,11 @@
-"""The append-only log: every input, before it is handled.
+"""The writer of the append-only log, which contains every input before it is handled.
 
-What it is: the writer, where a group of records is one write and one sync, and the names by which
-others use the log. What it is not: a clock or a thread; whoever calls it knows the time. One rule:
-`append` returns when its records are as durable as the policy says, or raises and none counts.
+A group of records is one write and one sync. `append` returns when its records are as durable as
+the policy specifies, or raises and none of them counts. It has no clock and no thread.
 
-Nothing is acknowledged after a failed sync: what the disk then holds can only be known by reading
-it again. A crash of the machine in the middle of one write may leave a hole before a whole record;
-that reads as damage and not as a torn tail, so a person decides (`log_repair`).
+Nothing is acknowledged after a failed sync: what the disk then holds is only known by reading it
+again. A crash of the machine in the middle of a write may leave a hole before a whole record; that
+is damage and not a torn tail, so an operator decides (`controller.log.repair`).
 """
 
 import errno
@@ -14,12 +13,12 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import msgspec
 
 from controller.log.format import (
-    START,
+    CHAIN_START,
     LogForeign,
     LogFull,
     LogSyncFailed,
@@ -32,22 +31,17 @@ from controller.log.segments import (
     segment_path,
     segment_paths,
 )
+from controller.log.settings import SEGMENT_BYTES_MAX, SYNC_INTERVAL_MS, SyncPolicy
 from messages.ids import Epoch, Seq
 from messages.records import Header, Record
-
-SyncPolicy = Literal["group", "always", "interval", "never"]
-"""When a write is made durable: once a group, after every record, in intervals, or never."""
-
-SEGMENT_BYTES_MAX: Final = 64 << 20
-SYNC_INTERVAL_MS: Final = 100
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class Recovered(NamedTuple):
-    """What opening found: where the log goes on, and what it cut from a torn tail.
+    """Result of opening a log: the next record's number, and the bytes cut from a torn tail.
 
-    `cut_from` is the segment that was cut, None where nothing was.
+    `cut_from` is the segment that was cut, None if nothing was.
     """
 
     next_seq: Seq
@@ -57,9 +51,9 @@ class Recovered(NamedTuple):
 
 
 class Log:
-    """A log opened for appending; one at a time, for a lock on its directory says so.
+    """A log opened for appending, by one process at a time: its directory is locked.
 
-    Under `interval`, and where the caller falls silent, `sync` makes the rest durable.
+    With policy `interval` the caller has to call `sync` when it stops appending.
     """
 
     def __init__(
@@ -76,7 +70,7 @@ class Log:
         self._fd = -1
         self._file_bytes = 0
         self._first_seq = 0
-        self._link = START
+        self._link = CHAIN_START
         self._lock_fd = lock_directory(directory)
         try:
             self.recovered: Final = self._recover()
@@ -94,12 +88,12 @@ class Log:
         sync_interval_ms: int = SYNC_INTERVAL_MS,
         segment_bytes_max: int = SEGMENT_BYTES_MAX,
     ) -> Self:
-        """Open or make the log in `directory`, cut a torn tail, and be ready to append.
+        """Open or create the log in `directory`, and cut a torn tail.
 
-        `header.first_seq` is filled in here. A header that differs from the last segment's begins
-        a new one. A segment that has reached `segment_bytes_max` is ended by the next append. Only
-        the last segment is read here: whoever starts from the log reads all that it needs before.
-        Raises `LogDamaged`, `LogForeign`, `LogBusy`, `LogFull`, `LogSyncFailed`.
+        `header.first_seq` is set here. A header that differs from the last segment's begins a new
+        segment. A segment that has reached `segment_bytes_max` is ended by the next append. Only
+        the last segment is read here. Raises `LogDamaged`, `LogForeign`, `LogBusy`, `LogFull`,
+        `LogSyncFailed`.
         """
         if not directory.is_dir():
             directory.parent.mkdir(parents=True, exist_ok=True)
@@ -109,14 +103,14 @@ class Log:
 
     @property
     def next_seq(self) -> Seq:
-        """The number that the next record gets."""
+        """The number of the next record."""
         return self._link.seq + 1
 
     def append(self, records: Sequence[Record], epoch: Epoch) -> Seq:
-        """Write a group and make it durable as the policy says; returns its last number.
+        """Write a group and make it durable by the policy; return its last record's number.
 
-        `LogFull`: nothing of it is in the log, a later append may succeed. `LogSyncFailed`: the
-        log takes nothing more, and nothing of this group may be acknowledged.
+        `LogFull`: the log is unchanged, and a later append may succeed. `LogSyncFailed`: the log
+        accepts nothing more, and no record of this group may be acknowledged.
         """
         self._refuse_if_failed()
         if not records:
@@ -130,7 +124,7 @@ class Log:
         return link.seq
 
     def sync(self) -> None:
-        """Make everything that was appended durable; raises `LogSyncFailed`."""
+        """Make all appended records durable; raises `LogSyncFailed`."""
         self._refuse_if_failed()
         if self._has_unsynced:
             try:
@@ -140,7 +134,7 @@ class Log:
             self._has_unsynced = False
 
     def close(self) -> None:
-        """Sync what is left, unless the disk has failed before, and let the log go."""
+        """Sync the rest, unless the disk has failed before, and unlock the log."""
         try:
             if not self._failed and self._fd >= 0:
                 self.sync()
@@ -166,8 +160,8 @@ class Log:
         if self._failed:
             raise LogSyncFailed(f"{self._directory}: {self._failed}; restart to read the log again")
 
-    def _fail(self, deed: str, error: OSError) -> LogSyncFailed:
-        self._failed = f"a {deed} failed: {error}"
+    def _fail(self, operation: str, error: OSError) -> LogSyncFailed:
+        self._failed = f"a {operation} failed: {error}"
         return LogSyncFailed(f"{self._directory}: {self._failed}; restart to read the log again")
 
     def _write(self, chunks: Iterable[bytes]) -> None:
@@ -178,41 +172,41 @@ class Log:
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise self._fail("write", error) from error
-                raise self._take_back(str(error)) from error
+                raise self._cut_group(str(error)) from error
             if count != len(chunk):
-                raise self._take_back(f"{count} of {len(chunk)} bytes were written")
+                raise self._cut_group(f"{count} of {len(chunk)} bytes were written")
             written += count
             self._has_unsynced = True
             if self._policy == "always":
                 self.sync()
         self._file_bytes = written
 
-    def _take_back(self, found: str) -> LogFull:
-        """Cut what a refused group left; durably, or a crash could bring it back."""
+    def _cut_group(self, found: str) -> LogFull:
+        """Cut the bytes of a refused group, durably: a crash must not restore them."""
         try:
             os.ftruncate(self._fd, self._file_bytes)
             os.fdatasync(self._fd)
         except OSError as error:
             raise self._fail("cut", error) from error
-        return LogFull(f"{self._directory}: no room for more ({found}); nothing was written")
+        return LogFull(f"{self._directory}: no space left ({found}); nothing was written")
 
     def _sync_if_due(self, now_ns: int) -> None:
         if self._policy == "group":
             self.sync()
-        # A clock that was set back must not put the next sync off.
+        # A clock that is set back must not delay the next sync.
         elif self._policy == "interval" and not (0 <= now_ns - self._synced_ns < self._interval_ns):
             self.sync()
             self._synced_ns = now_ns
 
     def _rotate(self) -> None:
-        """End the segment: its records are durable before the next one's name is there."""
+        """Begin the next segment, after all records of this one are durable."""
         self.sync()
         ended = self._fd
         self._begin_segment()
         os.close(ended)
 
     def _begin_segment(self) -> None:
-        """Make the next segment, which appears under its name with its header durable."""
+        """Create the next segment: when its name appears, its header is durable."""
         first_seq = self._link.seq + 1
         header = msgspec.structs.replace(self._header, first_seq=first_seq)
         frame, link = frame_header(header, self._link)
@@ -220,7 +214,7 @@ class Log:
             fd = _write_segment(segment_path(self._directory, first_seq), frame)
         except OSError as error:
             if error.errno in _NO_ROOM:
-                raise LogFull(f"{self._directory}: no room for a segment ({error})") from error
+                raise LogFull(f"{self._directory}: no space for a segment ({error})") from error
             raise self._fail("new segment", error) from error
         try:
             os.fsync(self._lock_fd)
@@ -231,13 +225,13 @@ class Log:
         self._first_seq, self._link = first_seq, link
 
     def _recover(self) -> Recovered:
-        """Stand behind the last whole record, in a segment that has this log's header."""
+        """Continue after the last whole record, in a segment with this log's header."""
         segment = _last_segment(segment_paths(self._directory))
         if segment is None:
             self._begin_segment()
             return Recovered(self.next_seq, self._link.epoch, 0, None)
         if segment.header is None:
-            self._link = segment.before or START
+            self._link = segment.before or CHAIN_START
             self._begin_segment()
         else:
             self._adopt(segment, segment.header)
@@ -247,7 +241,7 @@ class Log:
     def _adopt(self, segment: Segment, header: Header) -> None:
         if header.rules > self._header.rules:
             raise LogForeign(
-                f"{segment.file}: decided by rules {header.rules}; this version writes by rules "
+                f"{segment.file}: written by rules {header.rules}; this version writes by rules "
                 f"{self._header.rules}; use one that knows them"
             )
         self._fd = os.open(segment.file, os.O_WRONLY | os.O_APPEND)
@@ -259,13 +253,13 @@ class Log:
         if header == msgspec.structs.replace(self._header, first_seq=segment.first_seq):
             return
         if self._link.seq < segment.first_seq and segment.before is not None:
-            # No record was decided by the old header: the new one takes its place.
+            # The segment has no record: the new header replaces its header.
             self._link = segment.before
         self._rotate()
 
 
 def _last_segment(paths: list[Path]) -> Segment | None:
-    """The last segment, read to its end; the one before it only where its header is torn."""
+    """Read the last segment to its end; also the one before it if the last's header is torn."""
     if not paths:
         return None
     segment = Segment(paths[-1], None, True)
@@ -280,9 +274,10 @@ def _last_segment(paths: list[Path]) -> Segment | None:
 
 
 def _write_segment(path: Path, frame: bytes) -> int:
-    """Put a segment that holds `frame` in place, durable but for its name; returns a descriptor.
+    """Create a segment that contains `frame`, and return its descriptor.
 
-    Until it is renamed it is no part of the log, so whatever fails here has changed nothing.
+    Its bytes are durable, its name is not yet. Until it is renamed the file is not part of the log:
+    an error here leaves the log unchanged.
     """
     draft = path.with_name("segment.new")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)

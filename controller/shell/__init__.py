@@ -1,5 +1,4 @@
-"""Everything of the controller that touches the world outside.
+"""The controller's process: main loop, sockets, client sessions, engine link, event stream.
 
-What it is: the loop, the sockets, the log, snapshots and replay. What it is not: a place where
-anything is decided; that is the core's. One rule: log, then handle, then act.
+The supervisor of `loradock serve` is here too. Decisions are the core's.
 """

@@ -1,8 +1,7 @@
-"""Where clients are received: who asked what, and what may not go into the log.
+"""Client sessions: requests decoded, routes back to clients, payloads stored, queries answered.
 
-What it is: decoding of requests, routes back to clients, prompts kept for the engine, queries
-answered. What it is not: a socket or a decision. One rule: a prompt (or an embedding's inputs)
-leaves this module only towards the engine, and is forgotten with its answer.
+A payload (a prompt, or the inputs of an embedding) leaves this module only for the engine, is never
+logged, and is dropped when its request is answered.
 """
 
 from collections.abc import Callable
@@ -25,18 +24,22 @@ from messages.requests import LifecycleRequest, PrivateRequest
 from messages.wire import REPLIES, REQUESTS, WireError
 
 ROUTES_PER_REQUEST: Final = 4
-PROMPT_BYTES_MAX: Final = 1 << 30
-"""What prompts of requests that are not answered yet may take together.
+PAYLOAD_BYTES_MAX: Final = 1 << 30
+"""Bound on the payloads of unanswered requests, in bytes together.
 
-Those of requests that were taken up before, by an earlier life, may take as much again.
+Payloads of requests that are pending already, which clients resend after a restart, may take the
+same number of bytes again.
 """
 
 Send = Callable[[bytes, bytes], None]
-Asked = tuple[LifecycleRequest | InferenceRequested, bytes]
+"""Sends a frame to a client."""
+
+ClientInput = tuple[LifecycleRequest | InferenceRequested, bytes]
+"""An input for the log, and the client that it came from."""
 
 
-class Desk:
-    """The clients' side of the controller."""
+class ClientSessions:
+    """Requests of clients, and the replies to them."""
 
     def __init__(
         self,
@@ -52,15 +55,15 @@ class Desk:
         self._send = send
         self._pid = pid
         self._routes: dict[RequestId, bytes] = {}
-        # As they came: decoded, a prompt of token ids takes many times the memory.
-        self._prompts: dict[RequestId, bytes] = {}
-        self._prompt_bytes = 0
-        self._repeated: dict[RequestId, None] = {}
+        # Frames as received: decoded, a prompt of token ids takes many times the memory.
+        self._payloads: dict[RequestId, bytes] = {}
+        self._payload_bytes = 0
+        self._resends: dict[RequestId, None] = {}
         self._queries: list[tuple[bytes, requests.Query]] = []
         self._routes_max = ROUTES_PER_REQUEST * controller.limits.requests_max
 
-    def receive(self, client: bytes, data: bytes) -> list[Asked]:
-        """Inputs for the log; none where the frame was no request, or asks without changing."""
+    def receive(self, client: bytes, data: bytes) -> list[ClientInput]:
+        """Return inputs for the log: none for a malformed frame, a refused request or a query."""
         try:
             message = REQUESTS.decode(data).message
         except WireError as error:
@@ -70,113 +73,118 @@ class Desk:
             self._queries.append((client, message))
             return []
         if not isinstance(message, PrivateRequest):
-            inputs: list[Asked] = [(message, client)]
-        elif self._take_prompt(message.request_id, data):
+            inputs: list[ClientInput] = [(message, client)]
+        elif self._store_payload(message.request_id, data):
             inputs = self._inputs_of(message, client)
         else:
-            busy = f"prompts of {self._prompt_bytes} bytes wait for answers; try again later"
+            busy = (
+                f"prompts of {self._payload_bytes} bytes wait for answers; at most "
+                f"{PAYLOAD_BYTES_MAX} may; try again later"
+            )
             refused = requests.Refused(message.request_id, ErrorCode.OVERLOADED, busy)
             self._reply_to(client, refused)
             return []
         self._remember_route(message.request_id, client)
         return inputs
 
-    def _inputs_of(self, message: PrivateRequest, client: bytes) -> list[Asked]:
-        """What the log keeps of a request; before it, what makes its default adapter known."""
-        default = self._defaults.of(message)
+    def _inputs_of(self, message: PrivateRequest, client: bytes) -> list[ClientInput]:
+        """The request as it is logged, after a request that loads its default adapter if new."""
+        default = self._defaults.adapter_of(message)
         if default is None:
             return [(_without_payload(message, message.adapter), client)]
-        asked: Asked = (_without_payload(message, default.name), client)
+        logged: ClientInput = (_without_payload(message, default.name), client)
         world, request_id = self._controller.world, message.request_id
-        is_new = request_id not in world.waiting and request_id not in world.answers
+        is_new = request_id not in world.pending_requests and request_id not in world.answers
         if is_new and world.current(default.name) is None:
-            return [(default.load(), b""), asked]
-        return [asked]
+            return [(default.load(), b""), logged]
+        return [logged]
 
-    def _take_prompt(self, request_id: RequestId, data: bytes) -> bool:
-        """Keep a prompt until its request is answered; False where there is no room for it."""
+    def _store_payload(self, request_id: RequestId, data: bytes) -> bool:
+        """Keep a payload until its request is answered; False if the bound does not allow it."""
         world = self._controller.world
         if request_id in world.answers:
             return True
-        before = self._prompts.get(request_id, b"")
-        known = bool(before) or request_id in world.waiting
-        if self._prompt_bytes - len(before) + len(data) > PROMPT_BYTES_MAX * (1 + known):
-            # What was taken up goes on with the prompt that was kept, or ends as if it were lost.
+        before = self._payloads.get(request_id, b"")
+        known = bool(before) or request_id in world.pending_requests
+        if self._payload_bytes - len(before) + len(data) > PAYLOAD_BYTES_MAX * (1 + known):
+            # A pending request continues with the payload it has, or ends as if that were lost.
             return known
-        # The latest sending counts: after a restart it is the only one that is left.
-        self._forget_prompt(request_id)
-        self._prompts[request_id] = data
-        self._prompt_bytes += len(data)
+        # The latest payload counts: after a restart it is the only one.
+        self._drop_payload(request_id)
+        self._payloads[request_id] = data
+        self._payload_bytes += len(data)
         return True
 
-    def _forget_prompt(self, request_id: RequestId) -> None:
-        self._prompt_bytes -= len(self._prompts.pop(request_id, b""))
+    def _drop_payload(self, request_id: RequestId) -> None:
+        self._payload_bytes -= len(self._payloads.pop(request_id, b""))
 
     def _remember_route(self, request_id: RequestId, client: bytes) -> None:
-        # The latest sending is the last to be forgotten.
+        # Reinserted at the end: the route that was used least recently is dropped first.
         self._routes.pop(request_id, None)
         self._routes[request_id] = client
         if len(self._routes) > self._routes_max:
             del self._routes[next(iter(self._routes))]
 
     def with_payload(self, command: StartInference) -> StartInference | None:
-        """The command as the engine needs it; None where the prompt died with an earlier life."""
-        data = self._prompts.get(command.request_id)
+        """Return the command with its payload; None where an earlier process had the payload."""
+        data = self._payloads.get(command.request_id)
         match None if data is None else REQUESTS.decode(data).message, command:
-            case requests.Generate() as asked, StartGeneration():
+            case requests.Generate() as request, StartGeneration():
                 return msgspec.structs.replace(
-                    command, prompt=asked.prompt, sampling=asked.sampling
+                    command, prompt=request.prompt, sampling=request.sampling
                 )
-            case (requests.Embed() | requests.Classify()) as asked, StartPooling():
-                return msgspec.structs.replace(command, inputs=asked.inputs)
+            case (requests.Embed() | requests.Classify()) as request, StartPooling():
+                return msgspec.structs.replace(command, inputs=request.inputs)
         return None
 
-    def stream(self, part: PrivateReport) -> None:
-        """Pass output on to the client that it is for."""
-        if isinstance(part, TokensGenerated):
-            self.answer(
-                requests.TokensStreamed(part.request_id, part.offset, part.tokens, part.text)
+    def forward(self, output: PrivateReport) -> None:
+        """Send output of the engine to the client that it is for."""
+        reply: requests.Reply
+        if isinstance(output, TokensGenerated):
+            reply = requests.TokensStreamed(
+                output.request_id, output.offset, output.tokens, output.text
             )
         else:
-            self.answer(
-                requests.VectorsStreamed(part.request_id, part.offset, part.vectors, part.labels)
+            reply = requests.VectorsStreamed(
+                output.request_id, output.offset, output.vectors, output.labels
             )
+        self.answer(reply)
 
-    def note_repeated(self, request_id: RequestId) -> None:
-        """Inference is asked for: if it had started before, its client may lack output."""
+    def note_resend(self, request_id: RequestId) -> None:
+        """Note a request whose client may lack output: it is repeated after inference started."""
         world = self._controller.world
-        waiting = world.waiting.get(request_id)
+        waiting = world.pending_requests.get(request_id)
         if request_id in world.answers or (waiting is not None and waiting.op):
-            self._repeated[request_id] = None
+            self._resends[request_id] = None
 
-    def take_repeated(self) -> tuple[RequestId, ...]:
-        """The requests whose output is to be sent again, once an engine can be asked."""
-        repeated = tuple(self._repeated)
-        self._repeated.clear()
-        return repeated
+    def take_resends(self) -> tuple[RequestId, ...]:
+        """Return and clear the requests whose output the engine has to send again."""
+        resends = tuple(self._resends)
+        self._resends.clear()
+        return resends
 
     def answer(self, reply: requests.Reply) -> None:
-        """Send a reply where its request came from; without a route its client asks again."""
+        """Send a reply to its request's client; without a route, the client has to repeat it."""
         client = self._routes.get(reply.request_id)
         if client is not None:
             self._send(client, REPLIES.encode(reply, self._controller.world.epoch))
         if not isinstance(reply, requests.TokensStreamed | requests.VectorsStreamed):
-            self._forget_prompt(reply.request_id)
-            # Repeated output may still follow its account.
+            self._drop_payload(reply.request_id)
+            # Output that is sent again may follow the final reply.
             if not isinstance(reply, requests.GenerationDone | requests.PoolingDone):
                 self._routes.pop(reply.request_id, None)
 
     def refuse_unlogged(self, request_id: RequestId, why: str) -> None:
-        """Refuse a request that could not be logged; one that was taken up before goes on."""
+        """Refuse a request that could not be logged, unless an earlier copy is known."""
         world = self._controller.world
         kept = world.answers.get(request_id)
         if kept is not None:
             self.answer(kept)
-        elif request_id not in world.waiting:
+        elif request_id not in world.pending_requests:
             self.answer(requests.Refused(request_id, ErrorCode.LOG_UNAVAILABLE, why))
 
     def answer_queries(self) -> None:
-        """Answer who only looks, after the turn's inputs, so that one sees what one did."""
+        """Answer queries; called after an iteration's inputs, so a client reads its own writes."""
         queries, self._queries = self._queries, []
         for client, message in queries:
             self._answer_query(client, message)
@@ -206,9 +214,9 @@ class Desk:
 
 
 def _without_payload(message: PrivateRequest, adapter: AdapterName | None) -> InferenceRequested:
-    """What the log keeps of a request that runs under this adapter."""
-    who = (message.request_id, adapter)
+    """The request as it is logged, with the adapter that it runs with."""
+    request_id, timeout_ms = message.request_id, message.timeout_ms
     if isinstance(message, requests.Generate):
-        return GenerationRequested(*who, message.timeout_ms)
+        return GenerationRequested(request_id, adapter, timeout_ms)
     task: requests.PoolingTask = "embed" if isinstance(message, requests.Embed) else "classify"
-    return PoolingRequested(*who, task, message.timeout_ms)
+    return PoolingRequested(request_id, adapter, task, timeout_ms)

@@ -1,11 +1,9 @@
-"""The adapters of requests that bring an image and name none.
+"""Default adapters, for requests that contain an image and name no adapter.
 
-What it is: the rule, and the names that these adapters have. What it is not: a part of the core,
-where such a request is one that names its adapter: so the log says what ran, and a replay needs no
-option. One rule: an adapter that the request names wins.
-
-A name is made of modality and path. So other paths are other adapters, and a controller that is
-started with another one serves nobody from the one before.
+The request is logged with the default adapter's name, so that the log specifies which adapter ran
+and a replay needs no options. An adapter that the request names takes precedence. A default
+adapter's name is made from modality and path: another path is another adapter, and after a restart
+with another path no request runs with the old one.
 """
 
 import hashlib
@@ -19,31 +17,31 @@ from messages.ids import AdapterName
 from messages.requests import Generate, IllustratedPrompt, LoadAdapter, PrivateRequest
 
 Modality = Literal["image"]
-"""What a prompt can bring beside its text."""
+"""A kind of content that a prompt can have in addition to text."""
 
 DefaultPath = Annotated[str, Meta(min_length=1, max_length=4096)]
 DefaultPaths = dict[Modality, DefaultPath]
 
 
 class DefaultAdapter(Struct, frozen=True):
-    """A known adapter like any other, once somebody needs it."""
+    """Name and path of a default adapter; it is loaded when a request first needs it."""
 
     name: AdapterName
     path: DefaultPath
 
     def load(self) -> LoadAdapter:
-        """The request, under an id that no client has, that makes it known."""
+        """Return the request that loads it, with an id that no client uses."""
         return LoadAdapter(f"{self.name}-{secrets.token_hex(12)}", self.name, self.path)
 
 
 class DefaultAdapters:
-    """Which adapter a request runs under that names none."""
+    """The default adapter of each modality."""
 
     def __init__(self, paths: Mapping[Modality, DefaultPath]) -> None:
         self.by_modality: Final = {m: _adapter(m, path) for m, path in paths.items()}
 
-    def of(self, message: PrivateRequest) -> DefaultAdapter | None:
-        """The default that the request runs under; None where it names its own, or has none."""
+    def adapter_of(self, message: PrivateRequest) -> DefaultAdapter | None:
+        """Return the default adapter that the request runs with; None where there is none."""
         match message:
             case Generate(adapter=None, prompt=IllustratedPrompt()):
                 return self.by_modality.get("image")
@@ -56,15 +54,15 @@ def _adapter(modality: Modality, path: DefaultPath) -> DefaultAdapter:
 
 
 def default_paths(options: Iterable[str]) -> DefaultPaths:
-    """What `MODALITY=PATH` options say; raises `ValueError` for one that says nothing of use."""
+    """Parse `MODALITY=PATH` options; raise `ValueError` for one that is malformed or repeated."""
     paths: DefaultPaths = {}
     for option in options:
         modality, _, path = option.partition("=")
         if not modality or not path:
             raise ValueError(f"default adapter {option!r}; MODALITY=PATH is needed")
         if modality != "image":
-            raise ValueError(f"default adapter {option!r}; images are all that a request can bring")
+            raise ValueError(f"default adapter {option!r}; image is the only modality")
         if "image" in paths:
-            raise ValueError(f"default adapter {option!r}; images have {paths['image']!r} already")
+            raise ValueError(f"default adapter {option!r}; image has {paths['image']!r} already")
         paths["image"] = path
     return paths

@@ -1,8 +1,4 @@
-"""Puts the generated life-cycle diagram into ARCHITECTURE.md.
-
-What it is: `make diagrams`, and the check that the file is up to date. What it is not: the drawing
-(`controller.states.diagram`). One rule: only what stands between the two marks is written.
-"""
+"""Writes the generated life-cycle diagram into ARCHITECTURE.md, between two marks."""
 
 import sys
 from pathlib import Path
@@ -15,16 +11,16 @@ END: Final = "<!-- end of the life cycle -->"
 
 
 def with_diagram(text: str) -> str:
-    """`text` with the current diagram between its marks; raises `ValueError` without marks."""
+    """Return `text` with the current diagram between its marks; raise `ValueError` without them."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"the marks {BEGIN!r} and {END!r} are not there")
+        raise ValueError(f"the marks {BEGIN!r} and {END!r} are missing")
     return f"{before}{BEGIN}\n```mermaid\n{mermaid()}\n```\n{END}{after}"
 
 
 def main() -> None:
-    """`python -m controller.shell.diagrams FILE`."""
+    """Run `python -m controller.shell.diagrams FILE`."""
     path = Path(sys.argv[1])
     path.write_text(with_diagram(path.read_text()))
 

@@ -1,14 +1,13 @@
 """The controller's end of the engine link: numbers, acknowledgement, synchronisation, loss.
 
-What it is: a sans-IO protocol; frames come in, frames and logged inputs go out, time is an argument
-(nanoseconds of any clock that only goes forward). What it is not: a socket or a decision about
-adapters. One rule: no command is sent from the question for an inventory until that inventory is
-handled, so that it takes every command that was sent into account.
+A sans-IO protocol: frames are arguments, frames and inputs for the log are results, and time is an
+argument (nanoseconds of any monotonic clock).
 
-A command that is held back or lost meanwhile is not repeated here: the core sees from the
-inventory that the engine never had it, and issues it again. Reports that come meanwhile are held
-until the inventory is there, for the first one to arrive need not be the first one that the log
-lacks. What is acknowledged is in the log, never only on its way there.
+No command is sent between a request for an inventory and the handling of that inventory, so that
+the inventory covers every command that was sent. A command that is withheld or lost meanwhile is
+not repeated here: the core finds from the inventory that the engine did not receive it, and issues
+it again. Reports that arrive meanwhile are kept until the inventory arrives, because the first one
+to arrive need not be the first one that the log lacks. Only what is in the log is acknowledged.
 """
 
 from collections.abc import Callable
@@ -19,33 +18,33 @@ import structlog
 
 from messages import commands, reports
 from messages.ids import Epoch, Seq
-from messages.wire import COMMANDS, REPORTS, Frame, WireError
+from messages.wire import COMMANDS, REPORTS, DecodedFrame, WireError
 
 BEAT_INTERVAL_NS: Final = 500_000_000
 SYNC_RETRY_NS: Final = 1_000_000_000
-GHOST_NS: Final = 2_000_000_000
-"""How long frames of an engine that has ended may still be on their way."""
+LATE_FRAMES_NS: Final = 2_000_000_000
+"""Frames of an engine may arrive for this long after its process has ended."""
 
 log = structlog.get_logger("link")
 
 
 class Phase(Enum):
-    """Where the link stands with the engine's inventory."""
+    """State of the synchronisation by inventory; commands are sent in `OPEN` only."""
 
-    ASKING = auto()
+    SYNCHRONISING = auto()
     ANSWERED = auto()
     OPEN = auto()
 
 
 class LinkOutput(NamedTuple):
-    """What became of one turn's frames: inputs for the log, and output that passes by it."""
+    """Results of one iteration's frames: inputs for the log, and output that is never logged."""
 
     inputs: list[reports.LoggedReport]
     private: list[reports.PrivateReport]
 
 
 class EngineLink:
-    """One controller life's link to whichever engine is there."""
+    """One epoch's link to the engine that is attached, if any."""
 
     def __init__(self, send: Callable[[bytes, bytes], None], timeout_ns: int) -> None:
         self.engine_id = ""
@@ -53,39 +52,39 @@ class EngineLink:
         self._timeout_ns: Final = timeout_ns
         self._epoch: Epoch = 0
         self._peer = b""
-        self._phase = Phase.ASKING
-        # The first question of this round, and when the last one was put.
-        self._asked: Seq = 0
-        self._asked_ns = 0
+        self._phase = Phase.SYNCHRONISING
+        # The number of this round's first request for an inventory; the time of its last one.
+        self._requested: Seq = 0
+        self._requested_ns = 0
         self._sent: Seq = 0
-        # The last report that was handed out, and the last one that is in the log.
-        self._taken: Seq = 0
+        # The last report returned by `receive`, and the last one that is in the log.
+        self._delivered: Seq = 0
         self._logged: Seq = 0
-        self._early: dict[Seq, reports.OperationReport] = {}
-        self._heard_ns = 0
+        self._reordered: dict[Seq, reports.OperationReport] = {}
+        self._received_ns = 0
         self._beat_ns = 0
         self._ended_id = ""
         self._ended_ns = 0
         self._malformed = 0
 
     def start(self, epoch: Epoch, engine_id: str, now_ns: int) -> None:
-        """Begin a life; the engine that the log knows (if any) has the timeout to turn up."""
+        """Start an epoch; the engine that the log knows (if any) has the timeout to connect."""
         self._epoch = epoch
         self.engine_id = engine_id
-        self._heard_ns = now_ns
+        self._received_ns = now_ns
 
     @property
     def is_open(self) -> bool:
-        """Whether commands reach the engine."""
+        """Whether commands are sent to the engine."""
         return self._phase is Phase.OPEN
 
     def open(self) -> None:
-        """The inventory that was asked for is being handled: what it leads to may be sent."""
+        """Allow commands; called when the requested inventory is handled."""
         if self._phase is Phase.ANSWERED:
             self._phase = Phase.OPEN
 
     def receive(self, frames: list[tuple[bytes, bytes]], now_ns: int) -> LinkOutput:
-        """Take what engines sent in one turn; `note_logged` or `forget_unlogged` has to follow."""
+        """Process one iteration's frames; call `note_logged` or `forget_unlogged` afterwards."""
         output = LinkOutput([], [])
         for peer, data in frames:
             try:
@@ -94,17 +93,17 @@ class EngineLink:
                 self._count_malformed(error)
                 continue
             if frame.epoch <= self._epoch:
-                self._take(peer, frame, output, now_ns)
+                self._on_frame(peer, frame, output, now_ns)
         return output
 
     def _count_malformed(self, error: WireError) -> None:
-        """Tell of the first, second, fourth, eighth..., so that a flood does not fill a disk."""
+        """Log the first, second, fourth, eighth..., so that a flood does not fill a disk."""
         self._malformed += 1
         if self._malformed & (self._malformed - 1) == 0:
             log.warning("malformed report", error=str(error), count=self._malformed)
 
-    def _take(
-        self, peer: bytes, frame: Frame[reports.Report], output: LinkOutput, now_ns: int
+    def _on_frame(
+        self, peer: bytes, frame: DecodedFrame[reports.Report], output: LinkOutput, now_ns: int
     ) -> None:
         epoch, seq, report = frame
         if isinstance(report, reports.EngineInventory | reports.EngineBeat):
@@ -112,11 +111,11 @@ class EngineLink:
                 return
         elif peer != self._peer:
             return
-        self._heard_ns = now_ns
+        self._received_ns = now_ns
         if isinstance(report, reports.PrivateReport):
             output.private.append(report)
         elif isinstance(report, reports.EngineInventory):
-            # The number of a former life's question is nothing to this one.
+            # A frame of an earlier epoch answers a request of that epoch, not of this one.
             answers = report.answers if epoch == self._epoch else 0
             self._on_inventory(answers, seq, report, output, now_ns)
         elif isinstance(report, reports.EngineBeat):
@@ -125,14 +124,14 @@ class EngineLink:
             self._on_report(seq, report, output, now_ns)
 
     def _admit(self, peer: bytes, engine_id: str, now_ns: int) -> bool:
-        """Know an engine by its life, not its address; a second one waits for the first's end."""
+        """Identify an engine by `engine_id`, not by address; only one may be attached."""
         if not engine_id or (self.engine_id and engine_id != self.engine_id):
             return False
-        if engine_id == self._ended_id and now_ns - self._ended_ns < GHOST_NS:
+        if engine_id == self._ended_id and now_ns - self._ended_ns < LATE_FRAMES_NS:
             return False
         if peer != self._peer:
             if engine_id != self.engine_id:
-                self._taken = self._logged = 0
+                self._delivered = self._logged = 0
             self.engine_id, self._peer = engine_id, peer
             self._synchronise(now_ns)
         return True
@@ -145,36 +144,36 @@ class EngineLink:
         output: LinkOutput,
         now_ns: int,
     ) -> None:
-        if self._phase is not Phase.ASKING:
-            # It introduces itself, saw a gap, or was asked twice: ask what is true now.
+        if self._phase is not Phase.SYNCHRONISING:
+            # The engine introduces itself, saw a gap, or answers twice: get its current state.
             self._synchronise(now_ns)
-        elif answers >= self._asked:
+        elif answers >= self._requested:
             self._phase = Phase.ANSWERED
-            output.inputs.extend(self._early[number] for number in sorted(self._early))
+            output.inputs.extend(self._reordered[number] for number in sorted(self._reordered))
             output.inputs.append(report)
-            self._early.clear()
-            self._taken = seq
+            self._reordered.clear()
+            self._delivered = seq
 
     def _on_beat(self, seq: Seq, now_ns: int) -> None:
-        if self._phase is Phase.OPEN and seq > self._taken:
+        if self._phase is Phase.OPEN and seq > self._delivered:
             self._synchronise(now_ns)
 
     def _on_report(
         self, seq: Seq, report: reports.OperationReport, output: LinkOutput, now_ns: int
     ) -> None:
-        if seq <= self._taken:
+        if seq <= self._delivered:
             return
-        if self._phase is Phase.ASKING:
-            # Earlier ones may follow: the engine repeats all that it keeps before it answers.
-            self._early[seq] = report
-        elif seq == self._taken + 1:
-            self._taken = seq
+        if self._phase is Phase.SYNCHRONISING:
+            # Earlier ones may follow: the engine resends unacknowledged reports before it answers.
+            self._reordered[seq] = report
+        elif seq == self._delivered + 1:
+            self._delivered = seq
             output.inputs.append(report)
         else:
             self._synchronise(now_ns)
 
     def send(self, command: commands.Command, now_ns: int) -> None:
-        """Send a command, unless an inventory is awaited, which will show that it is missing."""
+        """Send a command; drop it while an inventory is awaited, which will lack it."""
         if self._phase is not Phase.OPEN:
             return
         if isinstance(command, commands.RequestInventory):
@@ -189,55 +188,56 @@ class EngineLink:
 
     def _synchronise(self, now_ns: int) -> None:
         self._begin_round()
-        self._ask(now_ns)
+        self._request_inventory(now_ns)
 
     def _begin_round(self) -> None:
-        # Nothing is sent in a round but questions, so that the answer to any of them will do.
-        self._phase = Phase.ASKING
-        self._early.clear()
-        self._asked = self._sent + 1
+        # A round sends nothing but requests for an inventory, so any of their answers is valid.
+        self._phase = Phase.SYNCHRONISING
+        self._reordered.clear()
+        self._requested = self._sent + 1
 
-    def _ask(self, now_ns: int) -> None:
+    def _request_inventory(self, now_ns: int) -> None:
         self._transmit(commands.RequestInventory(self._logged))
-        self._asked_ns = now_ns
+        self._requested_ns = now_ns
 
     def note_logged(self) -> None:
-        """What was handed out is in the log: the engine may forget it."""
-        self._logged = self._taken
+        """Acknowledge what `receive` returned: it is in the log."""
+        self._logged = self._delivered
 
     def forget_unlogged(self, now_ns: int) -> None:
-        """What was handed out could not be logged: have the engine send it again, in a while."""
-        if self._taken != self._logged or self._phase is Phase.ANSWERED:
-            self._taken = self._logged
-            self.ask_later(now_ns)
+        """Have the engine resend, after a delay, what `receive` returned: it was not logged."""
+        if self._delivered != self._logged or self._phase is Phase.ANSWERED:
+            self._delivered = self._logged
+            self.synchronise_later(now_ns)
 
-    def ask_later(self, now_ns: int) -> None:
-        """Close the link, and ask for another inventory in a while."""
+    def synchronise_later(self, now_ns: int) -> None:
+        """Stop sending commands, and request another inventory after a delay."""
         self._begin_round()
-        self._asked_ns = now_ns
+        self._requested_ns = now_ns
 
     def tick(self, now_ns: int) -> None:
-        """Send what time asks for: a beat, or the question again."""
+        """Send what is due: a heartbeat, or the request for an inventory again."""
         if not self._peer:
             return
-        # An engine in a long forward pass is silent and has not lost the question.
-        heard = self._heard_ns > self._asked_ns
-        if self._phase is Phase.ASKING and heard and now_ns - self._asked_ns >= SYNC_RETRY_NS:
-            self._ask(now_ns)
+        # An engine in a long forward pass is silent, but it has not lost the request.
+        is_active = self._received_ns > self._requested_ns
+        is_due = now_ns - self._requested_ns >= SYNC_RETRY_NS
+        if self._phase is Phase.SYNCHRONISING and is_active and is_due:
+            self._request_inventory(now_ns)
         if now_ns - self._beat_ns >= BEAT_INTERVAL_NS:
             self._beat_ns = now_ns
             self._transmit(commands.ControllerBeat(self._logged))
 
     def is_overdue(self, now_ns: int) -> bool:
-        """Whether an engine that should be there has been silent for too long."""
-        return bool(self.engine_id) and now_ns - self._heard_ns > self._timeout_ns
+        """Whether an engine is expected and has been silent for longer than the timeout."""
+        return bool(self.engine_id) and now_ns - self._received_ns > self._timeout_ns
 
-    def lose(self, now_ns: int, *, ended: bool) -> None:
-        """Forget the engine; the next one that introduces itself is taken.
+    def detach(self, now_ns: int, *, ended: bool) -> None:
+        """Forget the engine, so that the next one that introduces itself is attached.
 
-        `ended`: its process is gone, so that what still comes from it comes from nobody.
+        `ended`: its process has ended, so frames that still arrive from it are ignored.
         """
         if ended:
             self._ended_id, self._ended_ns = self.engine_id, now_ns
         self.engine_id, self._peer = "", b""
-        self._phase = Phase.ASKING
+        self._phase = Phase.SYNCHRONISING

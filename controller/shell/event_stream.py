@@ -1,7 +1,6 @@
-"""The published events: the latest in memory, any older one from the log.
+"""Published events: the latest are kept in memory, older ones are read back from the log.
 
-What it is: the answer to a subscriber's gap. What it is not: the sending. One rule: an event has
-the same number whether it is told live, from memory or from a replay.
+An event has the same number whether it is published, fetched from memory or replayed.
 """
 
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 from threading import Event
 from typing import Final
 
-from controller.core.actions import Action, Publish
+from controller.core.actions import Action, PublishEvent
 from controller.log.format import LogError
 from controller.log.replay import replay
 from messages.errors import ErrorCode
@@ -23,12 +22,14 @@ from messages.requests import EventsFetched, FetchEvents, Refused, Reply
 
 EVENTS_KEPT: Final = 65_536
 FETCHES_MAX: Final = 8
+"""Bound on the fetches that read the log at a time; further ones are refused."""
 
 Answer = Callable[[Reply], None]
+"""Sends a reply to the client that fetches."""
 
 
 class EventStream:
-    """The stream's tail, and a thread that reads the rest back; `wake_fd` tells when it did."""
+    """The latest events, and a thread that reads older ones; `wake_fd` is readable when it did."""
 
     def __init__(self, log_directory: Path) -> None:
         self._log_directory = log_directory
@@ -40,22 +41,22 @@ class EventStream:
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def add(self, event: Published) -> None:
-        """One more event, for the memory and for the next batch."""
+        """Keep a new event, and add it to the next batch."""
         self._kept.append(event)
         self._batch.append(event)
 
-    def remember(self, actions: list[Action]) -> None:
-        """Keep the events of a recovery, which subscribers were told by an earlier life."""
-        self._kept.extend(action.message for action in actions if isinstance(action, Publish))
+    def add_recovered(self, actions: list[Action]) -> None:
+        """Keep the events of a recovery, which an earlier epoch published."""
+        self._kept.extend(action.message for action in actions if isinstance(action, PublishEvent))
 
     def take_batch(self) -> tuple[Published, ...]:
-        """What was added since the last batch."""
+        """Return and clear the events that were added since the last batch."""
         batch = tuple(self._batch)
         self._batch.clear()
         return batch
 
     def fetch(self, message: FetchEvents, last_seq: Seq, answer: Answer) -> None:
-        """Answer with events from `first_seq` on, now or when the log was read."""
+        """Answer with events from `first_seq` on: at once, or after the log is read."""
         first_kept = self._kept[0].seq if self._kept else last_seq + 1
         if message.first_seq >= first_kept or message.first_seq > last_seq:
             first = min(max(message.first_seq - first_kept, 0), len(self._kept))
@@ -70,7 +71,7 @@ class EventStream:
             self._fetches.append((future, answer))
 
     def deliver(self) -> None:
-        """Answer whose events have been read back; only once `wake_fd` tells so."""
+        """Answer the fetches that are complete; call it only while `wake_fd` is readable."""
         os.eventfd_read(self.wake_fd)
         done = [fetch for fetch in self._fetches if fetch[0].done()]
         self._fetches = [fetch for fetch in self._fetches if not fetch[0].done()]
@@ -78,7 +79,7 @@ class EventStream:
             answer(future.result())
 
     def close(self) -> None:
-        """End the reading thread, wherever it is in the log."""
+        """End the reading thread, also in the middle of the log."""
         self._closing.set()
         self._readers.shutdown(wait=True, cancel_futures=True)
         os.close(self.wake_fd)
@@ -89,21 +90,21 @@ class EventStream:
 
         def collect(actions: list[Action]) -> None:
             if self._closing.is_set():
-                raise _Enough
+                raise _ReadingDone
             for action in actions:
-                if isinstance(action, Publish) and action.message.seq >= message.first_seq:
+                if isinstance(action, PublishEvent) and action.message.seq >= message.first_seq:
                     found.append(action.message)
                     if action.message.seq >= last:
-                        raise _Enough
+                        raise _ReadingDone
 
         try:
             replay(self._log_directory, sink=collect)
-        except _Enough:
+        except _ReadingDone:
             pass
         except LogError as error:
             return Refused(message.request_id, ErrorCode.LOG_UNAVAILABLE, str(error))
         return EventsFetched(message.request_id, tuple(found), last_seq)
 
 
-class _Enough(Exception):  # noqa: N818 - it ends a replay early, it is no error
-    pass
+class _ReadingDone(Exception):  # noqa: N818 - not an error
+    """Ends a replay before the end of the log."""

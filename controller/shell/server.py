@@ -1,17 +1,13 @@
-"""The controller's process: one loop that logs, handles and acts.
+"""The controller's main loop: log, then handle, then act.
 
-What it is: the order of things. Whatever one poll brought is one group: written with one write and
-one sync, then handled input by input, then acted on. What it is not: a decision (`core`), a
-protocol (`link`, `desk`) or a socket (`transport`). One rule: what is not in the log never
-happened, and what was acknowledged is in the log.
+All inputs of one poll form a group: it is logged with one write and one sync, then handled input by
+input, and each input's actions are performed. What is not in the log never happened, and what was
+acknowledged is in the log.
 """
 
 import contextlib
 import gc
 import os
-import resource
-import signal
-import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -19,71 +15,43 @@ from typing import Final, NamedTuple
 
 import msgspec
 import structlog
-from msgspec import Struct
 
-from controller.core.actions import Action, Command, Publish, Reply, SetTimer
+from controller.core.actions import Action, PublishEvent, SendCommand, SendReply, SetTimer
 from controller.core.controller import Controller
-from controller.core.eviction import POLICIES
-from controller.core.limits import RULES, Limits, LimitsError, check_limits, limits_to
-from controller.log.format import LogError, LogFull, LogSyncFailed
+from controller.log.format import LogError, LogFull
 from controller.log.replay import replay
-from controller.log.writer import Log, SyncPolicy
-from controller.shell import stderr_logging
-from controller.shell.client_sessions import Desk
-from controller.shell.default_adapters import DefaultAdapters, DefaultPaths
+from controller.log.writer import Log
+from controller.shell.client_sessions import ClientSessions
+from controller.shell.config import ServerConfig
+from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
 from controller.shell.event_stream import EventStream
-from controller.shell.transport import Transport, TransportError
+from controller.shell.transport import Transport
 from messages import records
 from messages.commands import ResendTokens, StartInference
-from messages.records import FORMAT, Header, Input, Record
-from messages.reports import EngineInventory, PrivateReport
+from messages.records import Input, Record
+from messages.reports import EngineInventory
 from messages.requests import LifecycleRequest
 from messages.wire import EVENTS
 
-EXIT_FAILED: Final = 1
-"""The disk failed: starting again reads what it holds."""
-EXIT_CONFIG: Final = 2
-"""No process can be started with these options."""
-EXIT_SOCKET: Final = 6
-EXIT_LOG: Final = 7
-"""The log is damaged, foreign, in use or diverges: starting again would not help."""
 LOG_RETRY_NS: Final = 1_000_000_000
 
 log = structlog.get_logger("controller")
 
 
-class ServerConfig(Struct, frozen=True):
-    """What a controller process is started with; durations in milliseconds, sizes in bytes."""
-
-    directory: str
-    limits: Limits = Limits()
-    policy: str = "lru"
-    sync: SyncPolicy = "group"
-    sync_interval_ms: int = 100
-    segment_bytes_max: int = 64 << 20
-    engine_timeout_ms: int = 10_000
-    checked: bool = False
-    """Verify every invariant after every input; slow, for tests and doubts."""
-    default_mm_loras: DefaultPaths = {}
-    """Modality -> path of the adapter of requests that bring it and name none."""
-
-
-class ConfigError(Exception):
-    """Options that contradict one another or their bounds."""
-
-
 class DivergedError(LogError):
-    """The log's inputs do not add up to what they did when they were written."""
+    """Replaying the log's inputs leads to another state than when they were written."""
 
 
-class _Entry(NamedTuple):
+class _GroupInput(NamedTuple):
+    """An input of a group, and the client that sent it; none for the engine and the server."""
+
     message: Input
     client: bytes = b""
 
 
 class Server:
-    """One life of the controller."""
+    """The controller between start and stop, which is one epoch."""
 
     def __init__(self, config: ServerConfig, transport: Transport, opened: Log) -> None:
         self._transport = transport
@@ -93,10 +61,13 @@ class Server:
         defaults = DefaultAdapters(config.default_mm_loras)
         for modality, default in defaults.by_modality.items():
             log.info("default adapter", modality=modality, adapter=default.name, path=default.path)
-        self._desk = Desk(self._controller, self._events, transport.reply, os.getpid(), defaults)
+        self._sessions = ClientSessions(
+            self._controller, self._events, transport.reply, os.getpid(), defaults
+        )
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
         self._interval_sync = config.sync == "interval"
-        self._pending: list[_Entry] = []
+        # The server's own inputs for the next group.
+        self._pending: list[_GroupInput] = []
         self._timer_ns = self._controller.world.timer_ns
         self._beat_ns = 0
         self._digest_seq = 0
@@ -106,32 +77,32 @@ class Server:
         transport.watch(self._events.wake_fd)
 
     def run(self, parent_fd: int = -1) -> None:
-        """Serve until told to stop, or until the parent's end of `parent_fd` closes."""
-        self._begin()
+        """Serve until `stop` is called, or until the parent's end of `parent_fd` closes."""
+        self._start_epoch()
         if parent_fd >= 0:
             self._transport.watch(parent_fd)
         try:
             while not self._stopping:
                 ready = self._transport.poll(self._timeout_ms())
                 self._stopping = self._stopping or parent_fd in ready
-                self._turn(ready)
+                self._iterate(ready)
         finally:
             self._events.close()
             self._log.close()
         log.info("stopped", seq=self._controller.world.seq)
 
     def stop(self, _signal: int, _frame: FrameType | None) -> None:
-        """End after this turn."""
+        """End after this iteration; a signal handler."""
         self._stopping = True
 
-    def _begin(self) -> None:
+    def _start_epoch(self) -> None:
         world = self._controller.world
         epoch = max(world.epoch + 1, int(time.time()))
-        self._commit([_Entry(records.ControllerStarted(epoch))])
+        self._commit([_GroupInput(records.ControllerStarted(epoch))])
         engine_id = "" if world.engine is None else world.engine.engine_id
         self._link.start(epoch, engine_id, time.monotonic_ns())
         self._watch_engine()
-        # What recovery built lives as long as the process: no collection needs to visit it.
+        # Objects made by the recovery live as long as the process: garbage collection skips them.
         gc.collect()
         gc.freeze()
         log.info("started", epoch=epoch, seq=world.seq, adapters=len(world.adapters))
@@ -143,46 +114,49 @@ class Server:
             left = min(left, self._timer_ns - time.time_ns())
         return max(0, (left + 999_999) // 1_000_000)
 
-    def _turn(self, ready: set[int]) -> None:
-        # The log's times are the calendar's; whoever only waits uses a clock that nobody sets.
+    def _iterate(self, ready: set[int]) -> None:
+        # Logged times are wall-clock times; waiting uses a clock that can't be set.
         now = time.monotonic_ns()
         group, self._pending = self._pending, []
         frames = list(self._transport.receive_reports())
         output = self._link.receive(frames, now)
-        group += [_Entry(report) for report in output.inputs]
-        group += self._losses(now, self._engine_fd in ready)
+        group += [_GroupInput(report) for report in output.inputs]
+        group += self._engine_losses(now, self._engine_fd in ready)
         for client, frame in self._transport.receive_requests():
-            group += [_Entry(*asked) for asked in self._desk.receive(client, frame)]
+            group += [_GroupInput(*received) for received in self._sessions.receive(client, frame)]
         if self._timer_ns and time.time_ns() >= self._timer_ns:
             self._timer_ns = 0
-            group.append(_Entry(records.TimerFired()))
-        self._stream(output.private)
+            group.append(_GroupInput(records.TimerFired()))
+        for report in output.private:
+            self._sessions.forward(report)
         if group:
             self._commit(group)
-        self._desk.answer_queries()
+        self._sessions.answer_queries()
         if self._events.wake_fd in ready:
             self._events.deliver()
         self._transport.flush()
         self._tick(now)
 
-    def _losses(self, now: int, ended: bool) -> list[_Entry]:
+    def _engine_losses(self, now: int, ended: bool) -> list[_GroupInput]:
+        """An input if the engine is lost: its process `ended`, or it is silent for too long."""
         if not ended and not self._link.is_overdue(now):
             return []
         reason = "its process ended" if ended else "its heartbeats stopped"
         lost = records.EngineLost(self._link.engine_id, reason)
         log.warning("engine lost", engine=lost.engine_id, reason=reason)
-        self._link.lose(now, ended=ended)
-        # At once: an ended process is ready for ever, and the log may be full for as long.
+        self._link.detach(now, ended=ended)
+        # Now, not once this is logged: an ended process stays ready, and the log may stay full.
         self._unwatch_engine()
-        return [_Entry(lost)]
+        return [_GroupInput(lost)]
 
-    def _commit(self, group: list[_Entry]) -> None:
+    def _commit(self, group: list[_GroupInput]) -> None:
+        """Log a group, then handle its inputs one by one and perform their actions."""
         world = self._controller.world
         now = max(time.time_ns(), world.time_ns)
         digest = ""
         if world.seq - self._digest_seq >= self._controller.limits.digest_interval:
             digest, self._digest_seq = world.digest(), world.seq
-        batch = [Record(now, entry.message, entry.client) for entry in group]
+        batch = [Record(now, received.message, received.client) for received in group]
         batch[0] = msgspec.structs.replace(batch[0], digest=digest)
         try:
             self._log.append(batch, world.epoch)
@@ -191,65 +165,63 @@ class Server:
             return
         self._link.note_logged()
         handle = self._controller.handle
-        for entry in group:
-            if type(entry.message) is EngineInventory:
+        for received in group:
+            if type(received.message) is EngineInventory:
                 self._link.open()
-            if isinstance(entry.message, records.InferenceRequested):
-                self._desk.note_repeated(entry.message.request_id)
-            for action in handle(entry.message, now):
+            if isinstance(received.message, records.InferenceRequested):
+                self._sessions.note_resend(received.message.request_id)
+            for action in handle(received.message, now):
                 self._perform(action)
         if self._link.is_open:
-            self._serve_link()
+            self._request_resends()
         self._publish()
         self._watch_engine()
 
-    def _serve_link(self) -> None:
+    def _request_resends(self) -> None:
+        """Have the engine send output again to clients that may lack some."""
         now = time.monotonic_ns()
         if self._controller.world.engine is None:
-            # What it said of itself can't be true. Another time it may make sense.
-            self._link.ask_later(now)
+            # The core refused the engine's inventory; a later one may be consistent.
+            self._link.synchronise_later(now)
             return
-        for request_id in self._desk.take_repeated():
+        for request_id in self._sessions.take_resends():
             self._link.send(ResendTokens(request_id), now)
 
-    def _refuse_group(self, group: list[_Entry], why: str) -> None:
+    def _refuse_group(self, group: list[_GroupInput], why: str) -> None:
+        """Refuse a group that could not be logged; keep the server's own inputs."""
         now = time.monotonic_ns()
         if now >= self._log_retry_ns:
             log.error("the log can't be written; serving reads only", error=why)
             self._log_retry_ns = now + LOG_RETRY_NS
         self._link.forget_unlogged(now)
-        for entry in group:
-            message = entry.message
+        for received in group:
+            message = received.message
             if isinstance(message, LifecycleRequest | records.InferenceRequested):
-                self._desk.refuse_unlogged(message.request_id, why)
+                self._sessions.refuse_unlogged(message.request_id, why)
             elif isinstance(message, records.ShellInput):
-                # Nobody would tell it again.
-                self._pending.append(entry)
+                # Clients and the engine repeat their inputs; this one would be lost.
+                self._pending.append(received)
 
     def _perform(self, action: Action) -> None:
         match action:
-            case Reply():
-                self._desk.answer(action.message)
-            case Publish():
+            case SendReply():
+                self._sessions.answer(action.message)
+            case PublishEvent():
                 self._events.add(action.message)
-            case Command():
-                self._command(action)
+            case SendCommand():
+                self._send_command(action)
             case SetTimer():
                 self._timer_ns = action.at_ns
 
-    def _command(self, action: Command) -> None:
+    def _send_command(self, action: SendCommand) -> None:
         command = action.message
         if isinstance(command, StartInference):
-            complete = self._desk.with_payload(command)
+            complete = self._sessions.with_payload(command)
             if complete is None:
-                self._pending.append(_Entry(records.PayloadLost(command.request_id)))
+                self._pending.append(_GroupInput(records.PayloadLost(command.request_id)))
                 return
             command = complete
         self._link.send(command, time.monotonic_ns())
-
-    def _stream(self, private: list[PrivateReport]) -> None:
-        for part in private:
-            self._desk.stream(part)
 
     def _publish(self) -> None:
         batch = self._events.take_batch()
@@ -258,12 +230,12 @@ class Server:
             self._transport.publish(EVENTS.encode(batch, world.epoch, world.events_seq))
 
     def _watch_engine(self) -> None:
-        """Watch the attached engine's process: its end shows at once."""
+        """Watch the attached engine's process, whose end wakes the loop."""
         engine = self._controller.world.engine
         if engine is None or not self._link.engine_id:
             self._unwatch_engine()
         elif self._engine_fd < 0:
-            # An engine that is gone already has no descriptor; its silence will show.
+            # A process that has ended has no descriptor; the heartbeat timeout finds its loss.
             with contextlib.suppress(OSError):
                 self._engine_fd = os.pidfd_open(engine.pid)
                 self._transport.watch(self._engine_fd)
@@ -287,12 +259,12 @@ class Server:
 def _recover(config: ServerConfig, events: EventStream) -> Controller:
     started = time.monotonic()
     directory = Path(config.directory) / "log"
-    result = replay(directory, sink=events.remember, checked=config.checked)
+    result = replay(directory, sink=events.add_recovered, checked=config.checked)
     if result.divergence is not None:
-        seq, recorded, folded = result.divergence
+        seq, recorded, replayed = result.divergence
         raise DivergedError(
-            f"{directory}: before record {seq} the digest was {recorded}, folding gives {folded}; "
-            "serve it with the version that wrote it"
+            f"{directory}: before record {seq} the digest was {recorded}, its replay computes "
+            f"{replayed}; serve it with the version that wrote it"
         )
     log.info(
         "recovered",
@@ -303,70 +275,3 @@ def _recover(config: ServerConfig, events: EventStream) -> Controller:
     if result.controller is None:
         raise DivergedError(f"{directory}: the log has no header")
     return result.controller
-
-
-def open_log(config: ServerConfig) -> Log:
-    """Open the log for writing, which also makes this the only controller of its directory."""
-    header = Header(FORMAT, RULES, config.policy, limits_to(config.limits), 0)
-    opened = Log.open(
-        Path(config.directory) / "log",
-        header,
-        sync=config.sync,
-        sync_interval_ms=config.sync_interval_ms,
-        segment_bytes_max=config.segment_bytes_max,
-    )
-    if opened.recovered.cut_bytes:
-        log.warning(
-            "a torn tail was cut: nothing in it had been acknowledged",
-            bytes=opened.recovered.cut_bytes,
-            file=str(opened.recovered.cut_from),
-        )
-    return opened
-
-
-def main() -> int:
-    """`python -m controller.shell.server CONFIG_JSON [PARENT_FD]`."""
-    stderr_logging.configure()
-    parent_fd = int(sys.argv[2]) if len(sys.argv) > 2 else -1
-    try:
-        _serve(_read_config(sys.argv[1]), parent_fd)
-    except LogSyncFailed as error:
-        log.error("the disk failed", error=str(error))
-        return EXIT_FAILED
-    except (LogError, LimitsError) as error:
-        log.error("the log stops the start", error=str(error))
-        return EXIT_LOG
-    except ConfigError as error:
-        log.error("wrong configuration", error=str(error))
-        return EXIT_CONFIG
-    except TransportError as error:
-        log.error("a socket can't be opened", error=str(error))
-        return EXIT_SOCKET
-    return 0
-
-
-def _read_config(text: str) -> ServerConfig:
-    try:
-        config = msgspec.json.decode(text, type=ServerConfig)
-        check_limits(config.limits)
-    except (msgspec.MsgspecError, LimitsError) as error:
-        raise ConfigError(str(error)) from error
-    if config.policy not in POLICIES:
-        raise ConfigError(f"policy {config.policy!r} is not known; known are {sorted(POLICIES)}")
-    return config
-
-
-def _serve(config: ServerConfig, parent_fd: int) -> None:
-    # A connection is a file, and the transport's library ends the process that has none left.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    opened = open_log(config)
-    with Transport(Path(config.directory)) as transport:
-        server = Server(config, transport, opened)
-        signal.signal(signal.SIGTERM, server.stop)
-        signal.signal(signal.SIGINT, signal.SIG_IGN if parent_fd >= 0 else server.stop)
-        server.run(parent_fd)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,4 @@
-"""What a process of ours says to people: structlog's lines, on stderr.
-
-What it is: a logger that goes on when nobody can be told. What it is not: the log. One rule: a full
-disk or a closed pipe behind stderr costs lines, never the process.
-"""
+"""Logging to stderr that never raises: a full disk or closed pipe loses lines, not the process."""
 
 import contextlib
 import sys
@@ -10,8 +6,8 @@ import sys
 import structlog
 
 
-class Lines(structlog.PrintLogger):
-    """Prints each line to stderr, or loses it."""
+class StderrLogger(structlog.PrintLogger):
+    """Prints lines to stderr; drops a line that can't be written."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -26,5 +22,5 @@ class Lines(structlog.PrintLogger):
 
 
 def configure() -> None:
-    """Let all of this process's loggers print so."""
-    structlog.configure(logger_factory=lambda *_: Lines())
+    """Make all loggers of this process print to stderr."""
+    structlog.configure(logger_factory=lambda *_: StderrLogger())

@@ -1,7 +1,7 @@
-"""`loradock serve`: a controller and its engine as child processes, each started again if it dies.
+"""`loradock serve`: the controller and its engine as child processes, restarted if they die.
 
-What it is: a parent that waits. What it is not: in the way of any message; it has no socket. One
-rule: children outlive each other but not the parent, whose death they see by themselves.
+The supervisor opens no socket: no message passes through it. A child survives the other child's end
+but not the supervisor's, which it detects by itself.
 """
 
 import os
@@ -12,28 +12,30 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 import structlog
-from msgspec import Struct
 
-from controller.shell.engine_options import EngineOptions
-from controller.shell.server import (
+from controller.shell.config import (
     EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_LOG,
     EXIT_SOCKET,
+    ServeConfig,
     ServerConfig,
 )
 from controller.shell.transport import TransportError, endpoint
+from messages.engine_options import EngineArguments, command_line
 
 _FINAL: Final = frozenset({EXIT_CONFIG, EXIT_LOG, EXIT_SOCKET})
-_FROM_OUTSIDE: Final = frozenset({0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT})
-"""Exit statuses that are no fault of the child's own."""
+"""Exit statuses after which a restart does not help."""
+
+_ENDED_ON_REQUEST: Final = frozenset({0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT})
+"""Exit statuses that are not a failure of the child."""
 
 _FAILURES_MAX: Final = 3
-"""So often in a row may a child fail without having run for `_HEALTHY_S`."""
+"""Failures in a row, none of them after `_HEALTHY_S`, after which a child is not restarted."""
 
 _BACKOFF_S_MIN: Final = 0.1
 _BACKOFF_S_MAX: Final = 5.0
@@ -43,19 +45,8 @@ _STOP_S: Final = 10.0
 log = structlog.get_logger("serve")
 
 
-class ServeConfig(Struct, frozen=True):
-    """What `loradock serve` was asked for; `engine` external waits for one started elsewhere."""
-
-    server: ServerConfig
-    model: str = ""
-    adapter_roots: tuple[str, ...] = ()
-    engine: Literal["managed", "external"] = "managed"
-    engine_options: EngineOptions = EngineOptions()
-    tensor_parallel_size: int = 1
-
-
 class Child:
-    """One process that should run."""
+    """A child process that should run: its starts, its exit statuses, its restart delay."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
@@ -69,12 +60,12 @@ class Child:
 
     @property
     def can_run(self) -> bool:
-        """Whether it is worth another start."""
+        """Whether it may be started again."""
         return self._failures < _FAILURES_MAX
 
     def start(self, parent_fd: int) -> None:
-        """Start it; its end will show on `fd`."""
-        # In a session of its own: a terminal's Ctrl-C is the parent's to pass on.
+        """Start the process; `fd` becomes readable when it ends."""
+        # In a session of its own: only the parent receives a terminal's Ctrl-C.
         self._process = subprocess.Popen(  # noqa: S603 - our own modules, no shell
             self._command, pass_fds=(parent_fd,), start_new_session=True
         )
@@ -83,7 +74,7 @@ class Child:
         log.info("child started", child=self.name, pid=self._process.pid)
 
     def reap(self) -> int:
-        """Take the ended process's exit status, and set when to start the next."""
+        """Return the ended process's exit status, and set the time of the next start."""
         if self._process is None:
             raise RuntimeError(f"{self.name} was not started")
         status = self._process.wait()
@@ -92,13 +83,13 @@ class Child:
         now = time.monotonic()
         if now - self._started_s > _HEALTHY_S:
             self._backoff_s, self._failures = _BACKOFF_S_MIN, 0
-        self._failures += status not in _FROM_OUTSIDE
+        self._failures += status not in _ENDED_ON_REQUEST
         self.start_at_s = now + self._backoff_s
         self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
         return status
 
     def stop(self) -> None:
-        """Ask it to end, and make it end where it does not."""
+        """End the process with SIGTERM, after `_STOP_S` with SIGKILL."""
         if self._process is None:
             return
         self._process.terminate()
@@ -113,7 +104,7 @@ class Child:
 
 
 class Supervisor:
-    """Keeps its children running until it is told to stop or one can't run at all."""
+    """Keeps its children running until a signal comes or one of them can't run."""
 
     def __init__(self, children: Sequence[Child], parent_fd: int) -> None:
         self._children = children
@@ -121,7 +112,7 @@ class Supervisor:
         self._signals, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> int:
-        """Returns 0 after a signal, else the exit status for a child that can't run."""
+        """Run until a signal (returns 0) or until a child can't run (returns an exit status)."""
         signal.set_wakeup_fd(self._wake)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
@@ -133,11 +124,11 @@ class Supervisor:
         if ended is None:
             return 0
         name, status = ended
-        log.error("a child can't run; it said why above", child=name, status=status)
+        log.error("a child can't run; see its messages above", child=name, status=status)
         return status if status in _FINAL else EXIT_FAILED
 
     def _loop(self) -> tuple[str, int] | None:
-        """Returns the child that can't run, with its last exit status; None after a signal."""
+        """Return the child that can't run and its last exit status; None after a signal."""
         while True:
             self._start_due()
             poller = select.poll()
@@ -169,13 +160,13 @@ class Supervisor:
 
 
 def serve(config: ServeConfig) -> int:
-    """Run controller and engine until a signal; returns the process's exit status."""
+    """Run controller and engine until a signal; return the exit status of this process."""
     if config.engine == "managed" and not (Path(config.model) / "config.json").is_file():
-        # The engine would say the same, after it has loaded all that a model needs.
-        log.error("no model is there: it has no config.json", directory=config.model)
+        # The engine would report the same, but only after it has imported its libraries.
+        log.error("--model is not a model's directory: no config.json", directory=config.model)
         return EXIT_CONFIG
-    # The read end is never written to: its end of file is the parent's death.
-    parent_fd, keep = os.pipe()
+    # Nothing is ever written: children see the end of file when this process ends.
+    parent_fd, write_fd = os.pipe()
     try:
         children = [Child("controller", _controller_command(config.server, parent_fd))]
         if config.engine == "managed":
@@ -185,13 +176,13 @@ def serve(config: ServeConfig) -> int:
         log.error("can't serve here", error=str(error))
         return EXIT_SOCKET
     finally:
-        os.close(keep)
+        os.close(write_fd)
         os.close(parent_fd)
 
 
 def _controller_command(config: ServerConfig, parent_fd: int) -> list[str]:
     options = msgspec.json.encode(config).decode()
-    return [sys.executable, "-m", "controller.shell.server", options, str(parent_fd)]
+    return [sys.executable, "-m", "controller.shell.process", options, str(parent_fd)]
 
 
 def _engine_command(config: ServeConfig) -> list[str]:
@@ -200,12 +191,14 @@ def _engine_command(config: ServeConfig) -> list[str]:
     if config.tensor_parallel_size > 1:
         command += ["engine.worker.torchrun", "--standalone"]
         command += ["--nproc-per-node", str(config.tensor_parallel_size), "-m"]
-    command += ["engine.worker"]
-    command += ["--connect", endpoint(directory, "engine.sock"), "--model", config.model]
-    for root in config.adapter_roots:
-        command += ["--adapter-root", root]
-    command += ["--max-loras", str(limits.slots_max)]
-    command += ["--device-bytes-max", str(limits.device_bytes_max)]
-    # A pid and not the pipe, which does not reach the ranks through torchrun.
-    command += ["--parent-pid", str(os.getpid())]
-    return [*command, *config.engine_options.command_line()]
+    arguments = EngineArguments(
+        **msgspec.structs.asdict(config.engine_options),
+        connect=endpoint(directory, "engine.sock"),
+        model=config.model,
+        adapter_roots=config.adapter_roots,
+        max_loras=limits.slots_max,
+        device_bytes_max=limits.device_bytes_max,
+        # A pid and not the pipe, which torchrun does not pass on to the ranks.
+        parent_pid=os.getpid(),
+    )
+    return [*command, "engine.worker", *command_line(arguments)]

@@ -1,10 +1,8 @@
-"""The controller's sockets, and what else it waits for.
-
-What it is: the only file of the controller with zmq, beside the client. What it is not: a protocol;
-it moves frames. One rule: no send and no receive ever waits; waiting is `poll`'s alone.
+"""The controller's sockets and its poller.
 
 `requests.sock` is a ROUTER for clients, `engine.sock` a ROUTER for the engine's DEALER,
-`events.sock` a PUB. All are `ipc://` in a directory that only its user can enter.
+`events.sock` a PUB. All are `ipc://` in a directory that only its user can enter. Only `poll`
+waits: no send and no receive blocks.
 """
 
 import contextlib
@@ -17,42 +15,42 @@ import zmq
 
 from messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
 
-FRAMES_PER_TURN: Final = 512
-"""The most frames taken from one socket before their group is written: bounds a turn's latency."""
+FRAMES_PER_ITERATION: Final = 512
+"""Bound on the frames read from one socket per iteration of the main loop; bounds its latency."""
 
-BYTES_PER_TURN: Final = 64 << 20
-"""The most bytes of them, but for the last one's: images are copied more than once on their way."""
+BYTES_PER_ITERATION: Final = 64 << 20
+"""Bound on their bytes; the last frame may exceed it. Images are copied more than once."""
 
-# The socket drops a peer that sends more in one frame; below it a too long frame is answered.
+# ZeroMQ disconnects a peer that sends a longer frame; a shorter one that is too long is answered.
 _REQUEST_BYTES_HARD_MAX: Final = REQUESTS.bytes_max + 8 * FRAME_BYTES_MAX
 _PATH_BYTES_MAX: Final = 107
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 _NO_WAIT_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-# Frames kept for one peer. Beyond it a client that sends on waits, and one that does not read
-# loses answers and events, which it can ask for again. Requests can be long, so that few of them
-# are queued: a client that sends nothing but the longest has a little over 1 GiB here.
+# Bounds on the frames queued per peer. A client that sends more has to wait; one that does not read
+# loses replies and events, which it can request again. Requests can be long, so few are queued:
+# the longest ones of one client take a little over 1 GiB.
 _REQUESTS_QUEUED_MAX: Final = 32
 _QUEUE_FRAMES_MAX: Final = 16_384
 
 
 class TransportError(Exception):
-    """A socket can't be opened here."""
+    """A socket can't be opened in this directory."""
 
 
 def endpoint(directory: Path, name: str) -> str:
-    """The address of one of the controller's sockets; raises `TransportError` if too long."""
+    """Return the address of a controller's socket; raise `TransportError` if it is too long."""
     path = (directory / "run" / name).absolute()
     length = len(os.fsencode(path))
     if length > _PATH_BYTES_MAX:
         raise TransportError(
-            f"{path} has {length} bytes, a socket's path may have {_PATH_BYTES_MAX}; "
+            f"{path} has {length} bytes, a socket's path may have at most {_PATH_BYTES_MAX}; "
             "choose a shorter directory"
         )
     return f"ipc://{path}"
 
 
 class Transport:
-    """Three bound sockets and a poller; a context manager."""
+    """Three bound sockets and a poller; a context manager that closes them."""
 
     def __init__(self, directory: Path) -> None:
         run = directory / "run"
@@ -76,7 +74,7 @@ class Transport:
         socket.sndhwm, socket.rcvhwm = _QUEUE_FRAMES_MAX, received_max
         socket.maxmsgsize = frame_bytes_max
         if kind == zmq.ROUTER:
-            # A peer that reconnects under its own name takes its place over at once.
+            # A peer that reconnects with its own name replaces the old connection at once.
             socket.router_handover = 1
         return socket
 
@@ -88,7 +86,7 @@ class Transport:
         return socket
 
     def watch(self, fd: int) -> None:
-        """Let `poll` wake for this file descriptor too."""
+        """Make `poll` wake for this file descriptor too."""
         self._poller.register(fd, zmq.POLLIN)
 
     def unwatch(self, fd: int) -> None:
@@ -96,34 +94,34 @@ class Transport:
         self._poller.unregister(fd)
 
     def poll(self, timeout_ms: int) -> set[int]:
-        """Wait for a frame or a watched descriptor; returns the descriptors that are ready."""
+        """Wait for a frame or a watched descriptor; return the descriptors that are ready."""
         ready = self._poller.poll(timeout_ms)
         return {source for source, _ in ready if isinstance(source, int)}
 
     def receive_requests(self) -> Iterator[tuple[bytes, bytes]]:
-        """(client, frame) for what clients sent, up to the bound of a turn."""
+        """Yield (client, frame) for requests, up to the bounds of an iteration."""
         return _receive(self._requests)
 
     def receive_reports(self) -> Iterator[tuple[bytes, bytes]]:
-        """(engine, frame) for what engines sent, up to the bound of a turn."""
+        """Yield (engine, frame) for reports, up to the bounds of an iteration."""
         return _receive(self._engine)
 
     def reply(self, client: bytes, frame: bytes) -> None:
-        """Send to a client at the next `flush`; one that does not read loses it and asks again."""
+        """Send to a client at the next `flush`; dropped if the client's queue is full."""
         self._replies.append((client, frame))
 
     def flush(self) -> None:
-        """Send a turn's replies in one go: one by one, each would wake the sending thread anew."""
+        """Send all replies at once: one by one, each would wake the sending thread."""
         for client, frame in self._replies:
             _send(self._requests, client, frame)
         self._replies.clear()
 
     def command(self, engine: bytes, frame: bytes) -> None:
-        """Send to an engine; a loss shows as a gap in the frames' numbers."""
+        """Send to an engine; a loss is detected as a gap in the frames' numbers."""
         _send(self._engine, engine, frame)
 
     def publish(self, frame: bytes) -> None:
-        """Send to every subscriber; a loss shows as a gap in the events' numbers."""
+        """Send to every subscriber; a loss is detected as a gap in the events' numbers."""
         with contextlib.suppress(zmq.Again):
             self._events.send(frame, _NO_WAIT)
 
@@ -140,17 +138,17 @@ class Transport:
 
 def _receive(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, bytes]]:
     size = 0
-    for _ in range(FRAMES_PER_TURN):
-        if size >= BYTES_PER_TURN:
+    for _ in range(FRAMES_PER_ITERATION):
+        if size >= BYTES_PER_ITERATION:
             return
         try:
-            # Part by part: pyzmq's calls for whole messages take five times as long.
+            # One part per call: pyzmq's calls for whole messages take five times as long.
             peer = socket.recv(_NO_WAIT)
         except zmq.Again:
             return
         frame = socket.recv(_NO_WAIT)
         while socket.getsockopt(zmq.RCVMORE):
-            # One frame a message: anything else is malformed, and decoding says so.
+            # A message has one frame: any other is malformed, and decoding refuses it.
             socket.recv(_NO_WAIT)
             frame = b""
         size += len(frame)

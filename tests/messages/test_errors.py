@@ -1,4 +1,4 @@
-"""The table of error codes: complete, and fixed for ever."""
+"""The table of error codes is complete and never changes."""
 
 import re
 
@@ -27,9 +27,9 @@ CODES = {
 }
 
 
-def test_codes_keep_their_name_and_whether_to_try_again() -> None:
-    told = {code.value: (code.name, MEANINGS[code].retryable) for code in ErrorCode}
-    assert told == CODES
+def test_codes_keep_their_name_and_whether_to_retry() -> None:
+    found = {code.value: (code.name, MEANINGS[code].retryable) for code in ErrorCode}
+    assert found == CODES
 
 
 def test_every_code_and_no_other_has_a_meaning() -> None:

@@ -1,14 +1,14 @@
-"""The bytes on the wire: fixed for ever, read back equal, and safe to read from anybody.
+"""The bytes on the wire: they never change, are read back equal, and are safe to decode.
 
-`golden/messages.json` keeps, for every message, each encoding that it ever had, oldest first; the
-last is what this version writes, and all of them are read. Entries are added, never changed:
+`golden/messages.json` contains, for every message, all encodings that it has had, oldest first; the
+last is written by this version, and all of them are read. Entries are added, never changed:
 
 - A new message: write its example in `message_examples.py`, then run
   `PYTHONPATH=. python tests/messages/test_wire.py`; it adds what is missing and nothing else.
-- A new field at the end, with a default: give it a value in the example, then name the messages
-  that got longer: `PYTHONPATH=. python tests/messages/test_wire.py request/LoadAdapter
+- A new field at the end, with a default: set it in the example, then name the messages that became
+  longer: `PYTHONPATH=. python tests/messages/test_wire.py request/LoadAdapter
   record/LoadAdapter`. The old bytes stay above the new ones.
-- Any other change is not one: old logs and old clients speak the old bytes. Raise
+- Any other change is not allowed: old logs and old clients have the old bytes. Raise
   `PROTOCOL_VERSION` or `FORMAT` and start a second file.
 """
 
@@ -72,7 +72,7 @@ UNIONS = {REQUESTS: Request, REPLIES: Reply, COMMANDS: Command, REPORTS: Report,
 
 
 class Golden(msgspec.Struct, frozen=True):
-    """One message in the form that it travels or is kept in."""
+    """A message with its encoder and decoder."""
 
     value: Any
     encode: Any
@@ -158,8 +158,8 @@ def test_an_example_uses_every_field() -> None:
 
 @pytest.mark.parametrize("name", CHANNELS)
 @given(data=st.data(), epoch=st.integers(0, 2**63 - 1), seq=st.integers(0, 2**63 - 1))
-@settings(max_examples=100, deadline=None)
-def test_what_is_sent_is_what_arrives(name: str, data: Any, epoch: int, seq: int) -> None:
+@settings(max_examples=100)
+def test_a_message_is_decoded_unchanged(name: str, data: Any, epoch: int, seq: int) -> None:
     channel = CHANNELS[name]
     kind = strategy(Published if channel is EVENTS else UNIONS[channel])
     message = data.draw(st.lists(kind, max_size=3).map(tuple) if channel is EVENTS else kind)
@@ -167,8 +167,8 @@ def test_what_is_sent_is_what_arrives(name: str, data: Any, epoch: int, seq: int
 
 
 @given(record=strategy(Record))
-@settings(max_examples=100, deadline=None)
-def test_what_is_logged_is_what_is_read(record: Record) -> None:
+@settings(max_examples=100)
+def test_a_record_is_decoded_unchanged(record: Record) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=Record) == record
 
 
@@ -193,7 +193,7 @@ def frames_of_every_message() -> list[tuple[Any, bytes]]:
 
 
 @pytest.mark.parametrize("name", CHANNELS)
-def test_frames_that_are_not_ours_are_refused(name: str) -> None:
+def test_foreign_frames_are_refused(name: str) -> None:
     channel, others = CHANNELS[name], set(CHANNELS.values()) - {CHANNELS[name]}
     good = next(frame for owner, frame in frames_of_every_message() if owner is channel)
     assert "protocol version 2" in str(refused(channel, good[:2] + b"\x02" + good[3:]))
@@ -233,7 +233,7 @@ def test_a_frame_beyond_its_bound_is_not_read(channel: Any, bytes_max: int) -> N
 
 
 def illustrated(text: str, *sizes: int) -> bytes:
-    """A request's frame, with images of so many bytes each."""
+    """Return a request's frame, with images of these sizes in bytes."""
     prompt = IllustratedPrompt(text, tuple(map(bytes, sizes)))
     return REQUESTS.encode(Generate("r", None, prompt))
 
@@ -246,7 +246,7 @@ def test_images_alone_make_a_request_long() -> None:
     assert REQUESTS.encode(REQUESTS.decode(largest).message) == largest
     assert f"and {IMAGES_BYTES_MAX + 1} bytes" in str(refused(REQUESTS, illustrated("", *whole, 1)))
     assert "at most" in str(refused(REQUESTS, illustrated("", *whole, IMAGE_BYTES_MAX)))
-    # The rest of it is bounded as if there were none.
+    # The rest of the request has its own bound.
     assert "bytes of images" in str(refused(REQUESTS, illustrated(wide + "𝄞" * 50, 2 << 20)))
 
 
@@ -266,7 +266,7 @@ def test_no_other_request_is_decoded_from_a_long_frame(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Embed, Classify])
-def test_only_generation_takes_images(kind: Any) -> None:
+def test_only_generation_accepts_images(kind: Any) -> None:
     fields = [kind.__name__, "r", None, [{"text": "t", "images": [b"x"]}]]
     error = refused(REQUESTS, head(REQUESTS) + msgspec.msgpack.encode(fields))
     assert "got `object`" in str(error)
@@ -276,20 +276,20 @@ Place = tuple[int, ...]
 
 
 def parts_of(value: Any) -> list[Any]:
-    """The elements of an array; the keys and values of a map, in turns."""
+    """Return the elements of an array, or the keys and values of a map alternately."""
     if isinstance(value, dict):
         return [part for item in value.items() for part in item]
     return value if isinstance(value, list) else []
 
 
 def places(value: Any, above: Place = ()) -> list[Place]:
-    """Every position in a message's body, the tags' and the nested ones' included."""
+    """Return every position in a message's body, including tags and nested values."""
     parts = enumerate(parts_of(value))
     return [above, *(place for i, part in parts for place in places(part, (*above, i)))]
 
 
 def with_value(value: Any, place: Place, hostile: bytes) -> bytes:
-    """The body, with the part at `place` replaced by raw bytes."""
+    """Return the body with the part at `place` replaced by raw bytes."""
     if not place:
         return hostile
     parts = [
@@ -329,7 +329,7 @@ def test_a_hostile_value_in_any_field_is_refused(hostile: bytes) -> None:
     refused_everywhere(hostile)
 
 
-def test_nesting_does_not_reach_the_stack_of_a_small_thread() -> None:
+def test_nesting_does_not_overflow_the_stack_of_a_small_thread() -> None:
     before = threading.stack_size(256 * 1024)
     try:
         with ThreadPoolExecutor(1) as pool:
@@ -339,7 +339,7 @@ def test_nesting_does_not_reach_the_stack_of_a_small_thread() -> None:
 
 
 def read_or_refused(channel: Any, frame: bytes) -> Any:
-    """The message, or None where the frame was refused; any other exception fails the test."""
+    """Return the message, None if the frame is refused; any other error fails the test."""
     try:
         return channel.decode(frame).message
     except WireError:
@@ -347,7 +347,7 @@ def read_or_refused(channel: Any, frame: bytes) -> Any:
 
 
 @given(body=st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_random_bodies_are_refused_or_read(body: bytes) -> None:
     for channel in CHANNELS.values():
         message = read_or_refused(channel, head(channel) + body)
@@ -358,12 +358,12 @@ def test_random_bodies_are_refused_or_read(body: bytes) -> None:
 def test_frames_with_wrong_bytes_are_refused_or_read() -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     for channel, frame in frames_of_every_message():
         for _ in range(100):
             wrong = bytearray(frame)
-            for _ in range(chance.randint(1, 4)):
-                wrong[chance.randrange(len(wrong))] = chance.randrange(256)
+            for _ in range(rng.randint(1, 4)):
+                wrong[rng.randrange(len(wrong))] = rng.randrange(256)
             read_or_refused(channel, bytes(wrong))
 
 
@@ -371,7 +371,7 @@ BAD_NAMES = ["", ".", "..", "../x", "a/b", "a..b", "a\n", "a\x00", "a b", "ä", 
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_names_that_could_leave_their_place_are_refused(name: str) -> None:
+def test_names_that_could_leave_a_directory_are_refused(name: str) -> None:
     for message in (LoadAdapter("r", name), ActivateAdapter("r", name), Generate("r", name, "")):
         refused(REQUESTS, REQUESTS.encode(message))
 
@@ -388,7 +388,7 @@ def test_request_ids_have_bounds(request_id: str) -> None:
 
 
 def add_entries(longer: list[str]) -> None:
-    """Add golden bytes where there are none, and below the old ones of the messages named."""
+    """Add missing golden bytes, and new ones after the old ones of the named messages."""
     entries = golden_entries()
     for name, case in CASES.items():
         data = case.encode(case.value).hex()

@@ -1,24 +1,21 @@
-"""`serve`'s engine options and the engine's configurations are one list, told twice."""
+"""The engine's options are one Struct: for `serve`, for the supervisor and for the engine."""
 
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import structlog
 from typer.testing import CliRunner
 
-from controller.cli.engine_options import HELP
 from controller.cli.main import app
 from controller.shell import supervisor
-from controller.shell.engine_options import EngineOptions, option_name
+from controller.shell.config import ServeConfig, ServerConfig
 from engine.config import EngineConfig, LoRAConfig
-from engine.worker import options as engine_options
-
-SAID_OTHERWISE = {"adapter_roots", "device_bytes_max", "max_loras"}
-"""What the supervisor tells every engine from other options of `serve`."""
+from engine.worker.options import configs, parse
+from messages.engine_options import EngineArguments, EngineOptions, command_line, options_of
+from tests.support.plain_logs import reset_logs
 
 OTHER_VALUES: dict[str, Any] = {
     "max_lora_rank": 64,
@@ -44,53 +41,114 @@ OTHER_VALUES: dict[str, Any] = {
     "expert_parallel": True,
     "capture_steps": True,
 }
-OPTIONS = msgspec.structs.fields(EngineOptions)
+FROM_OTHER_OPTIONS = {
+    "adapter_roots": ("a", "-b"),
+    "max_loras": 3,
+    "device_bytes_max": 9,
+    "parent_pid": 11,
+    "engine_id": "e",
+}
+"""The supervisor specifies these from other options of `serve`, the engine's id aside."""
+
+NOT_OPTIONS = {"adapter_bounds", "max_cpu_loras"}
+"""Fields of the configurations that only a program can set."""
+
+PROCESS_ONLY = {"connect", "model", "parent_pid", "engine_id"}
+"""Arguments of the process that are no field of a configuration of the same name."""
 
 
 @pytest.fixture(autouse=True)
 def _logs_as_before() -> Iterator[None]:
     """A command sends the process's logs to its own stderr, which ends with it."""
     yield
-    structlog.reset_defaults()
+    reset_logs()
 
 
-def parsed(words: list[str]) -> tuple[EngineConfig, LoRAConfig]:
-    options = engine_options.parse(["--connect", "ipc://x", "--model", "m", *words])
-    return engine_options.configs(options)
+def parsed(*words: str) -> EngineArguments:
+    return parse(["--connect", "ipc://x", "--model", "m", *words])
 
 
-def told(config: EngineConfig, lora: LoRAConfig, name: str) -> Any:
-    """A field as a command line would tell it."""
+def configured(arguments: EngineArguments, name: str) -> Any:
+    """The field of a configuration, in the form that a command line has."""
+    config, lora = configs(arguments)
     value = getattr(lora if name in LoRAConfig.__dataclass_fields__ else config, name)
     if name == "default_mm_loras":
         return tuple(f"{modality}={path}" for modality, path in (value or {}).items())
+    if name == "adapter_roots":
+        return tuple(map(str, value))
     return value or () if name == "target_modules" else value
 
 
-def test_both_know_the_same_options() -> None:
-    own = [
-        name for owner in (EngineConfig, LoRAConfig) for name in engine_options.option_names(owner)
-    ]
-    assert set(own) - SAID_OTHERWISE == {field.name for field in OPTIONS} == HELP.keys()
-    assert len(own) == len(set(own))
+def config_fields() -> dict[str, "Field[Any]"]:
+    return {field.name: field for owner in (EngineConfig, LoRAConfig) for field in fields(owner)}
 
 
-@pytest.mark.parametrize("name", [field.name for field in OPTIONS])
-def test_an_option_says_to_the_engine_what_was_said_to_serve(name: str) -> None:
-    default = EngineOptions()
-    assert default.command_line() == []
-    assert told(*parsed([]), name) == getattr(default, name)
-    other = EngineOptions(**{name: OTHER_VALUES[name]})
+def test_the_struct_has_the_fields_of_the_configurations() -> None:
+    known = config_fields()
+    assert len(known) == len(fields(EngineConfig)) + len(fields(LoRAConfig))
+    options = {option.field for option in options_of(EngineArguments)}
+    assert options - PROCESS_ONLY == known.keys() - NOT_OPTIONS - {"model_directory"}
+
+
+def test_the_struct_has_the_defaults_of_the_configurations() -> None:
+    for option in options_of(EngineArguments):
+        if option.field not in PROCESS_ONLY:
+            field = config_fields()[option.field]
+            assert field.default is not MISSING
+            # On a command line the absence of values is an empty tuple.
+            expected = () if field.default is None and option.is_repeated else field.default
+            assert option.default == expected, option.field
+
+
+def test_the_defaults_of_an_engine_without_options_are_those_of_its_configurations() -> None:
+    assert configs(parsed()) == (EngineConfig(Path("m")), LoRAConfig())
+
+
+@pytest.mark.parametrize("name", [*OTHER_VALUES, "adapter_roots", "max_loras", "device_bytes_max"])
+def test_an_argument_reaches_its_configuration(name: str) -> None:
+    default = EngineArguments(connect="ipc://x", model="m")
+    assert configured(default, name) == getattr(default, name)
+    values = OTHER_VALUES | FROM_OTHER_OPTIONS
+    other = msgspec.structs.replace(default, **{name: values[name]})
     assert getattr(other, name) != getattr(default, name)
-    assert told(*parsed(other.command_line()), name) == getattr(other, name)
+    assert configured(other, name) == getattr(other, name)
 
 
-def test_every_engine_option_is_one_of_serve_with_a_word_about_it(
+def test_an_engine_reads_the_command_line_that_its_supervisor_writes() -> None:
+    assert command_line(EngineOptions()) == []
+    for values in ({}, OTHER_VALUES, FROM_OTHER_OPTIONS):
+        written = EngineArguments(connect="ipc://x", model="-m", **{"engine_id": "i", **values})
+        assert parse(command_line(written)) == written
+        assert {*OTHER_VALUES, *FROM_OTHER_OPTIONS, "connect", "model"} == {
+            *written.__struct_fields__
+        }
+
+
+def test_the_supervisor_specifies_every_argument(tmp_path: Path) -> None:
+    server = ServerConfig(str(tmp_path))
+    config = ServeConfig(server, "m", ("a", "b"), engine_options=EngineOptions(**OTHER_VALUES))
+    _, _, module, *words = supervisor._engine_command(config)
+    assert module == "engine.worker"
+    found = parse(words)
+    assert (found.model, found.adapter_roots) == ("m", ("a", "b"))
+    assert found.max_loras == server.limits.slots_max
+    assert found.device_bytes_max == server.limits.device_bytes_max
+    assert found.parent_pid
+    assert found.connect == f"ipc://{tmp_path}/run/engine.sock"
+    assert {name: getattr(found, name) for name in OTHER_VALUES} == OTHER_VALUES
+
+
+def test_every_start_of_an_engine_has_an_id_of_its_own() -> None:
+    assert parsed().engine_id != parsed().engine_id != ""
+    assert parsed("--engine-id", "e").engine_id == "e"
+
+
+def test_every_engine_option_is_one_of_serve_with_its_help_text(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[EngineOptions] = []
     monkeypatch.setattr(supervisor, "serve", lambda c: started.append(c.engine_options) or 0)
-    words = EngineOptions(**OTHER_VALUES).command_line()
+    words = command_line(EngineOptions(**OTHER_VALUES))
     assert len(words) == len(OTHER_VALUES) + 1
     base = ["--dir", str(tmp_path), "serve", "--model", "m"]
     for given in ([], words, ["--pin-memory"]):
@@ -102,23 +160,38 @@ def test_every_engine_option_is_one_of_serve_with_a_word_about_it(
         EngineOptions(pin_memory=True),
     ]
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
-    for name in OTHER_VALUES:
-        assert f"--{option_name(name)}" in shown
-        assert HELP[name].split(";")[0][:40] in shown
+    for option in options_of(EngineOptions):
+        assert option.flag in shown
+        assert option.help[:40] in shown
     assert CliRunner().invoke(app, [*base, "--", "--max-lora-rank", "8"]).exit_code == 2
 
 
-def test_an_engine_tells_what_is_wrong_with_a_modality() -> None:
-    for text in ("image", "=a", "image=", ""):
-        with pytest.raises(ValueError, match="MODALITY=PATH"):
-            parsed([f"--default-mm-lora={text}"])
+@pytest.mark.parametrize("name", ["max_lora_rank", "file_threads", "max_num_seqs"])
+def test_serve_refuses_numbers_that_the_configurations_refuse(name: str, tmp_path: Path) -> None:
+    words = command_line(EngineOptions(**{name: 0}))
+    with pytest.raises(ValueError, match=name):
+        configs(parsed(*words))
+    result = CliRunner().invoke(app, ["--dir", str(tmp_path), "serve", "--model", "m", *words])
+    assert result.exit_code == 2
+    assert words[0].partition("=")[0] in result.output
 
 
-def test_every_field_is_an_option_or_said_not_to_be() -> None:
-    for owner, not_options in engine_options.NO_OPTIONS.items():
-        names = {field.name for field in fields(owner)}
-        assert set(not_options) <= names
-        assert {*not_options, *engine_options.option_names(owner)} == names
-        for field in fields(owner):
-            if field.name != "model_directory":
-                assert (field.default, field.default_factory) != (MISSING, MISSING)
+@pytest.mark.parametrize("text", ["image", "=a", "image=", ""])
+def test_an_engine_refuses_a_malformed_default_adapter(text: str) -> None:
+    with pytest.raises(ValueError, match="MODALITY=PATH"):
+        configs(parsed(f"--default-mm-lora={text}"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--connect", "ipc://x"],
+        ["--connect", "tcp://x", "--model", "m"],
+        ["--connect", "ipc://x", "--model", "m", "--max-loras", "many"],
+    ],
+)
+def test_a_command_line_that_can_not_be_read_ends_the_process(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(words)
+    assert ended.value.code == 2

@@ -1,4 +1,4 @@
-"""The log's bytes: whatever happens to them is seen, and told apart from an unfinished end."""
+"""The log's bytes: every change is detected, and distinguished from an unfinished write."""
 
 from pathlib import Path
 from random import Random, randrange
@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from controller.log.format import (
+    CHAIN_START,
     HEAD_BYTES,
     MARKER,
-    START,
-    Link,
+    ChainLink,
     LogForeign,
     Scan,
     frame_header,
@@ -22,25 +22,25 @@ from controller.log.format import (
     whole_frames,
 )
 from messages.records import Record, TimerFired
-from tests.support.simulation.log_examples import HEADER, run_of
+from tests.support.simulation.log_examples import HEADER, make_records
 
 COUNT = 320
 
 
 class Image:
-    """A segment in memory: its bytes, and where each record stands and what it continues."""
+    """A segment in memory: its bytes, and each record's start, end and the link it continues."""
 
     def __init__(self, count: int) -> None:
-        self.records = run_of(count)
-        head, link = frame_header(HEADER, START)
+        self.records = make_records(count)
+        head, link = frame_header(HEADER, CHAIN_START)
         frames, _ = frame_records(self.records, 1, link)
         self.data = head + b"".join(frames)
-        self.begin = Link(0, 0, link.checksum)
+        self.begin = ChainLink(0, 0, link.checksum)
         self.header_bytes = len(head)
-        self.places: list[tuple[int, int, Link]] = []
+        self.record_places: list[tuple[int, int, ChainLink]] = []
         offset = len(head)
         for frame in frames:
-            self.places.append((offset, offset + len(frame), link))
+            self.record_places.append((offset, offset + len(frame), link))
             parsed = whole_frame(self.data, offset)
             assert parsed is not None
             link, offset = parsed.link, offset + len(frame)
@@ -51,8 +51,8 @@ def image() -> Image:
     return Image(COUNT)
 
 
-def test_the_bytes_are_these_for_ever() -> None:
-    head, link = frame_header(msgspec.structs.replace(HEADER, first_seq=1), START)
+def test_the_bytes_never_change() -> None:
+    head, link = frame_header(msgspec.structs.replace(HEADER, first_seq=1), CHAIN_START)
     frames, link = frame_records(
         [Record(1, TimerFired(), b"c", "d"), Record(2, TimerFired())], 3, link
     )
@@ -64,10 +64,10 @@ def test_the_bytes_are_these_for_ever() -> None:
         "4c44523162dce9cffb587c6a000000110000000000000002000000000000000318a14b6a30abb231"
         "940291aa54696d65724669726564c400a0",
     ]
-    assert link == Link(2, 3, frames[1][4:12])
+    assert link == ChainLink(2, 3, frames[1][4:12])
 
 
-def test_a_run_is_read_back(image: Image) -> None:
+def test_a_segment_is_read_back(image: Image) -> None:
     scan = Scan(image.data, image.header_bytes, image.begin)
     bodies = [body for _, _, body in scan.frames()]
     assert [read_record(body, 1, Path("x")) for body in bodies] == image.records
@@ -76,8 +76,8 @@ def test_a_run_is_read_back(image: Image) -> None:
     assert len(list(whole_frames(image.data, 0))) == COUNT + 1
 
 
-def test_a_run_cut_at_any_byte_gives_its_longest_whole_prefix(image: Image) -> None:
-    ends = [image.header_bytes, *(end for _, end, _ in image.places)]
+def test_a_segment_cut_at_any_byte_has_its_longest_whole_prefix(image: Image) -> None:
+    ends = [image.header_bytes, *(end for _, end, _ in image.record_places)]
     for cut in range(image.header_bytes, len(image.data) + 1):
         scan = Scan(image.data[:cut], image.header_bytes, image.begin)
         found = sum(1 for _ in scan.frames())
@@ -87,52 +87,52 @@ def test_a_run_cut_at_any_byte_gives_its_longest_whole_prefix(image: Image) -> N
         assert not scan.damage(), f"cut at {cut}"
 
 
-def test_every_flip_of_one_bit_is_seen_and_only_the_last_record_can_be_a_torn_tail(
+def test_every_flip_of_one_bit_is_detected_and_only_the_last_record_can_be_a_torn_tail(
     image: Image,
 ) -> None:
-    """A scan only looks forward, so each starts at the record whose bit is turned round."""
+    """A scan only reads forward, so each starts at the record whose bit is flipped."""
     data: Any = bytearray(image.data)
-    for start, end, link in image.places:
+    for start, end, link in image.record_places:
         is_last = end == len(data)
         for offset in range(start, end):
             for bit in range(8):
                 data[offset] ^= 1 << bit
                 scan = Scan(data, start, link)
-                assert next(scan.frames(), None) is None, f"bit {bit} at {offset} was not seen"
+                assert next(scan.frames(), None) is None, f"bit {bit} at {offset} was not detected"
                 assert bool(scan.damage()) is not is_last, f"bit {bit} at {offset}"
                 data[offset] ^= 1 << bit
     assert data == image.data
 
 
-def test_every_flip_in_a_header_is_seen(image: Image) -> None:
+def test_every_flip_in_a_header_is_detected(image: Image) -> None:
     data: Any = bytearray(image.data)
     for offset in range(image.header_bytes):
         for bit in range(8):
             data[offset] ^= 1 << bit
             assert whole_frame(data, 0) is None
-            assert Scan(data, 0, START).damage()
+            assert Scan(data, 0, CHAIN_START).damage()
             data[offset] ^= 1 << bit
 
 
 def stopped(data: bytes, image: Image) -> tuple[int, str]:
-    """How many records were read, and what stopped the scan."""
+    """Return the number of records read, and the damage that stopped the scan."""
     scan = Scan(data, image.header_bytes, image.begin)
     return sum(1 for _ in scan.frames()), scan.damage()
 
 
-def test_what_never_was_a_record_at_the_end_is_a_torn_tail(image: Image) -> None:
+def test_bytes_at_the_end_that_are_not_a_record_are_a_torn_tail(image: Image) -> None:
     seed = randrange(2**32)
     print(f"seed {seed}")
-    chance = Random(seed)
-    for tail in (b"\x00" * 10_000, chance.randbytes(10_000), MARKER * 1000, MARKER + b"\xff" * 99):
+    rng = Random(seed)
+    for tail in (b"\x00" * 10_000, rng.randbytes(10_000), MARKER * 1000, MARKER + b"\xff" * 99):
         assert stopped(image.data + tail, image) == (COUNT, "")
         assert stopped(image.data[:-1] + tail, image) == (COUNT - 1, "")
 
 
 def test_records_out_of_place_are_damage(image: Image) -> None:
-    data, places = image.data, image.places
-    (a, b, _), (_, c, _), (_, d, _) = places[100:103]
-    last = places[-1][0]
+    data, record_places = image.data, image.record_places
+    (a, b, _), (_, c, _), (_, d, _) = record_places[100:103]
+    last = record_places[-1][0]
     cases = {
         "one missing": (100, data[:a] + data[b:]),
         "one twice": (101, data[:b] + data[a:]),
@@ -152,23 +152,23 @@ def test_records_out_of_place_are_damage(image: Image) -> None:
 
 
 def test_a_record_of_another_chain_is_damage(image: Image) -> None:
-    start, end, link = image.places[-1]
+    start, end, link = image.record_places[-1]
     for other in (
-        Link(link.seq, link.epoch, bytes(8)),
-        Link(link.seq + 1, link.epoch, link.checksum),
-        Link(link.seq - 1, link.epoch, link.checksum),
+        ChainLink(link.seq, link.epoch, bytes(8)),
+        ChainLink(link.seq + 1, link.epoch, link.checksum),
+        ChainLink(link.seq - 1, link.epoch, link.checksum),
     ):
         frames, _ = frame_records(image.records[-1:], 1, other)
         count, damage = stopped(image.data[:start] + frames[0], image)
         assert count == COUNT - 1
         assert "does not continue" in damage
-    frames, _ = frame_records(image.records[-1:], 0, Link(link.seq, 0, link.checksum))
+    frames, _ = frame_records(image.records[-1:], 0, ChainLink(link.seq, 0, link.checksum))
     assert stopped(image.data[:start] + frames[0], image)[0] == COUNT - 1
     assert end == len(image.data)
 
 
 def test_a_length_beyond_the_bytes_or_the_bound_is_not_followed(image: Image) -> None:
-    start, _, link = image.places[5]
+    start, _, link = image.record_places[5]
     for length in (2**32 - 1, len(image.data), 300 << 20):
         data = bytearray(image.data)
         data[start + 12 : start + 16] = length.to_bytes(4, "big")
@@ -176,34 +176,34 @@ def test_a_length_beyond_the_bytes_or_the_bound_is_not_followed(image: Image) ->
         assert next(Scan(bytes(data), start, link).frames(), None) is None
 
 
-def test_a_reader_that_leaves_early_leaves_the_scan_where_it_was(image: Image) -> None:
+def test_an_interrupted_scan_can_be_continued(image: Image) -> None:
     scan = Scan(image.data, image.header_bytes, image.begin)
     for seq, _, _ in scan.frames():
         if seq == 10:
             break
-    assert scan.offset in (image.header_bytes, image.places[9][1])
+    assert scan.offset in (image.header_bytes, image.record_places[9][1])
     assert [seq for seq, _, _ in scan.frames()][-1] == COUNT
 
 
-def test_a_record_too_long_for_any_reader_is_not_framed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_is_too_long_is_not_framed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controller.log.format.RECORD_BYTES_MAX", 100)
     fits, too_long = Record(1, TimerFired(), b"c" * 60), Record(1, TimerFired(), b"c" * 100)
-    assert len(frame_records([fits], 1, START)[0]) == 1
+    assert len(frame_records([fits], 1, CHAIN_START)[0]) == 1
     with pytest.raises(ValueError, match="at most 100"):
-        frame_records([fits, too_long], 1, START)
-    data = frame_records([fits], 1, START)[0][0]
+        frame_records([fits, too_long], 1, CHAIN_START)
+    data = frame_records([fits], 1, CHAIN_START)[0][0]
     monkeypatch.setattr("controller.log.format.RECORD_BYTES_MAX", len(data) - HEAD_BYTES - 1)
     assert whole_frame(data, 0) is None
-    assert next(Scan(data, 0, START).frames(), None) is None
+    assert next(Scan(data, 0, CHAIN_START).frames(), None) is None
 
 
-def test_sound_bytes_of_another_version_are_named_as_such() -> None:
+def test_intact_bytes_of_another_version_are_reported_as_foreign() -> None:
     file = Path("00000000000000000001.log")
     newer = msgspec.msgpack.encode([2, "a header", ["of", "another", "shape"]])
     with pytest.raises(LogForeign, match=r"format 2; this version reads 1"):
         read_header(newer, file)
     for body in (b"", b"\xc1", msgspec.msgpack.encode({"format": 1}), b"\x91" * 100_000):
-        with pytest.raises(LogForeign, match="no header"):
+        with pytest.raises(LogForeign, match="not a header"):
             read_header(body, file)
     for body in (
         b"",
@@ -211,5 +211,5 @@ def test_sound_bytes_of_another_version_are_named_as_such() -> None:
         msgspec.msgpack.encode([1, ["TimerFired"], b"", "", "of a later version"]),
         b"\x93\x01" + b"\x91" * 100_000,
     ):
-        with pytest.raises(LogForeign, match="record 17 is sound"):
+        with pytest.raises(LogForeign, match="record 17 is intact"):
             read_record(body, 17, file)

@@ -1,4 +1,4 @@
-"""Repair: the plan tells what the cut then does, and whatever is cut off is kept."""
+"""Repair: the cut does what the plan contains, and the bytes that are cut off are kept."""
 
 import os
 from contextlib import suppress
@@ -11,7 +11,14 @@ from controller.log.format import LogBusy
 from controller.log.repair import repair, repair_plan
 from controller.log.segments import read, verify
 from controller.log.writer import Log
-from tests.support.simulation.log_examples import HEADER, Crash, CrashingDisk, flip, run_of, write
+from tests.support.simulation.log_examples import (
+    HEADER,
+    Crash,
+    CrashingDisk,
+    flip,
+    make_records,
+    write,
+)
 
 COUNT = 60
 
@@ -20,7 +27,7 @@ COUNT = 60
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: None)
-    write(tmp_path / "log", run_of(COUNT), segment_bytes_max=1000)
+    write(tmp_path / "log", make_records(COUNT), segment_bytes_max=1000)
     return tmp_path / "log"
 
 
@@ -32,15 +39,15 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def goes_on(directory: Path, count: int) -> None:
-    """The log holds its first `count` records and takes more."""
-    assert [record for _, _, record in read(directory)] == run_of(COUNT)[:count]
+def assert_continues(directory: Path, count: int) -> None:
+    """The log contains its first `count` records and accepts more."""
+    assert [record for _, _, record in read(directory)] == make_records(COUNT)[:count]
     with Log.open(directory, HEADER) as log:
-        assert log.append(run_of(1), epoch=2) == count + 1
+        assert log.append(make_records(1), epoch=2) == count + 1
     assert verify(directory).damage is None
 
 
-def test_a_sound_log_needs_no_repair(directory: Path) -> None:
+def test_an_intact_log_needs_no_repair(directory: Path) -> None:
     os.truncate(files(directory)[-1], files(directory)[-1].stat().st_size - 1)
     before = contents(directory)
     assert repair_plan(directory) is None
@@ -70,7 +77,7 @@ def test_damage_in_the_middle(directory: Path) -> None:
     for path in later:
         assert after.pop(f"{path.name}.0.damaged") == with_flip[path.name]
     assert after == {path.name: before[path.name] for path in files(directory)[:2]}
-    goes_on(directory, plan.seq - 1)
+    assert_continues(directory, plan.seq - 1)
 
 
 def test_a_missing_segment(directory: Path) -> None:
@@ -81,7 +88,7 @@ def test_a_missing_segment(directory: Path) -> None:
     assert (plan.file, plan.offset, plan.later_files) == (later[0], 0, tuple(later[1:]))
     assert plan.lost_records == COUNT + 1 - int(later[0].stem)
     assert files(directory) == files(directory)[:2]
-    goes_on(directory, int(lost.stem) - 1)
+    assert_continues(directory, int(lost.stem) - 1)
 
 
 def test_a_damaged_beginning_leaves_an_empty_log(directory: Path) -> None:
@@ -90,7 +97,7 @@ def test_a_damaged_beginning_leaves_an_empty_log(directory: Path) -> None:
     assert plan is not None
     assert (plan.seq, plan.lost_records) == (1, COUNT)
     assert files(directory) == []
-    goes_on(directory, 0)
+    assert_continues(directory, 0)
 
 
 def test_repairing_twice_keeps_both(directory: Path) -> None:
@@ -126,8 +133,8 @@ def test_a_repair_that_is_interrupted_can_be_done_again(
             with suppress(Crash):
                 repair(directory)
         repair(directory)
-        goes_on(directory, seq - 1)
+        assert_continues(directory, seq - 1)
         if not disk.is_dead:
             assert at > len(original)
             return
-    pytest.fail("the repair never ended")
+    pytest.fail("the repair did not end")

@@ -1,10 +1,10 @@
-"""A replay stops where it is told to, finds the first divergence, and follows changed limits."""
+"""A replay stops at a given record or at the first divergence, and applies changed limits."""
 
 from pathlib import Path
 
 import pytest
 
-from controller.core.actions import Action, Publish
+from controller.core.actions import Action, PublishEvent
 from controller.core.controller import Controller
 from controller.core.limits import RULES, Limits, limits_to
 from controller.log.format import LogForeign
@@ -50,7 +50,7 @@ def written(directory: Path, *, wrong_at: int = 0) -> list[str]:
     return [*digests, controller.digest()]
 
 
-def test_the_whole_log_gives_the_last_digest(tmp_path: Path) -> None:
+def test_the_whole_log_leads_to_the_last_digest(tmp_path: Path) -> None:
     digests = written(tmp_path / "log")
     result = replay(tmp_path / "log", checked=True)
     assert (result.digest, result.inputs) == (digests[-1], len(HISTORY))
@@ -59,28 +59,28 @@ def test_the_whole_log_gives_the_last_digest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("until", range(1, len(HISTORY) + 1))
-def test_until_gives_the_world_after_that_record(tmp_path: Path, until: int) -> None:
+def test_until_stops_after_that_record(tmp_path: Path, until: int) -> None:
     digests = written(tmp_path / "log")
     assert replay(tmp_path / "log", until).digest == digests[until]
 
 
 @pytest.mark.parametrize("wrong_at", [1, 4, len(HISTORY)])
-def test_the_first_divergence_stops_it(tmp_path: Path, wrong_at: int) -> None:
+def test_the_first_divergence_stops_the_replay(tmp_path: Path, wrong_at: int) -> None:
     digests = written(tmp_path / "log", wrong_at=wrong_at)
     result = replay(tmp_path / "log")
     assert result.divergence == (wrong_at, "0" * 32, digests[wrong_at - 1])
     assert result.inputs == wrong_at - 1
 
 
-def test_the_same_events_are_told_again(tmp_path: Path) -> None:
+def test_a_replay_has_the_same_actions_each_time(tmp_path: Path) -> None:
     written(tmp_path / "log")
-    told: list[Action] = []
-    replay(tmp_path / "log", sink=told.extend)
-    events = [action.message.event for action in told if isinstance(action, Publish)]
+    actions: list[Action] = []
+    replay(tmp_path / "log", sink=actions.extend)
+    events = [action.message.event for action in actions if isinstance(action, PublishEvent)]
     assert AdapterReleased("upper") in events
     again: list[Action] = []
     replay(tmp_path / "log", sink=again.extend)
-    assert told == again
+    assert actions == again
 
 
 def test_other_limits_count_the_engine_as_lost(tmp_path: Path) -> None:

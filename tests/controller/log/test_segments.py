@@ -1,4 +1,4 @@
-"""A directory of segments: read whole up to a torn tail, or refused with file, offset and seq."""
+"""A directory of segments is read up to a torn tail, or refused with file, offset and seq."""
 
 import os
 import shutil
@@ -9,19 +9,19 @@ from random import Random, randrange
 import msgspec
 import pytest
 
-from controller.log.format import START, LogDamaged, LogForeign, frame_header, frame_records
+from controller.log.format import CHAIN_START, LogDamaged, LogForeign, frame_header, frame_records
 from controller.log.segments import read, segments, verify
 from controller.log.writer import Log
 from messages.errors import ErrorCode
 from messages.records import Record
-from tests.support.simulation.log_examples import HEADER, flip, run_of, write
+from tests.support.simulation.log_examples import HEADER, flip, make_records, write
 
 COUNT = 60
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here depends on the disk being waited for."""
+    """Skip fsync: no test here depends on it."""
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: None)
 
@@ -29,7 +29,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A log of five segments or more."""
-    write(tmp_path / "log", run_of(COUNT), segment_bytes_max=1000)
+    write(tmp_path / "log", make_records(COUNT), segment_bytes_max=1000)
     assert len(files(tmp_path / "log")) >= 5
     return tmp_path / "log"
 
@@ -47,16 +47,16 @@ def numbers(directory: Path, first_seq: int = 0) -> list[int]:
 
 
 def damage_in(directory: Path) -> tuple[str, int, int]:
-    """Where reading, opening and verifying all find the damage; each must, and change nothing."""
+    """Return the place of the damage, which reading and verifying find without any change."""
     before = {path: path.read_bytes() for path in directory.iterdir()}
     with pytest.raises(LogDamaged) as caught:
         numbers(directory)
     found = caught.value
     assert found.code is ErrorCode.LOG_UNAVAILABLE
     assert all(str(part) in str(found) for part in (found.file, found.offset, found.seq))
-    told = verify(directory).damage
-    assert told is not None
-    assert (told.file, told.offset, told.seq) == (found.file, found.offset, found.seq)
+    verified = verify(directory).damage
+    assert verified is not None
+    assert (verified.file, verified.offset, verified.seq) == (found.file, found.offset, found.seq)
     assert {path: path.read_bytes() for path in directory.iterdir()} == before
     return found.file.name, found.offset, found.seq
 
@@ -68,33 +68,33 @@ def test_an_empty_directory_is_an_empty_log(tmp_path: Path) -> None:
 
 def test_a_log_is_read_from_any_record_on(directory: Path) -> None:
     everything = list(read(directory))
-    assert [record for _, _, record in everything] == run_of(COUNT)
+    assert [record for _, _, record in everything] == make_records(COUNT)
     for first_seq in range(COUNT + 3):
         assert list(read(directory, first_seq)) == everything[max(first_seq - 1, 0) :]
     assert len(list(segments(directory, seq_of(files(directory)[2])))) == len(files(directory)) - 2
 
 
-def test_segments_behind_a_snapshot_can_be_dropped(directory: Path) -> None:
+def test_the_first_segments_can_be_dropped(directory: Path) -> None:
     first, second, third, *_ = files(directory)
     first.unlink()
     second.rename(second.with_suffix(".kept"))
     assert numbers(directory) == list(range(seq_of(third), COUNT + 1))
     assert verify(directory).first_seq == seq_of(third)
-    write(directory, run_of(2))
+    write(directory, make_records(2))
     assert numbers(directory)[-1] == COUNT + 2
 
 
-def test_who_reads_headers_only_still_has_the_records_checked(directory: Path) -> None:
+def test_reading_only_headers_checks_the_records_too(directory: Path) -> None:
     assert [header.first_seq for header, _ in segments(directory)] == [
         seq_of(file) for file in files(directory)
     ]
     flip(files(directory)[2], 600)
     with pytest.raises(LogDamaged):
         list(segments(directory))
-    walk, entered = segments(directory), []
+    found, first_records = segments(directory), []
     with pytest.raises(LogDamaged):
-        entered.extend(next(entries) for _, entries in walk)
-    assert len(entered) == 3
+        first_records.extend(next(records) for _, records in found)
+    assert len(first_records) == 3
 
 
 def test_rules_that_are_not_known_are_refused(directory: Path) -> None:
@@ -105,17 +105,17 @@ def test_rules_that_are_not_known_are_refused(directory: Path) -> None:
 
 def test_a_format_that_is_not_known_is_refused(tmp_path: Path) -> None:
     header = msgspec.structs.replace(HEADER, format=2, first_seq=1)
-    (tmp_path / f"{1:020}.log").write_bytes(frame_header(header, START)[0])
+    (tmp_path / f"{1:020}.log").write_bytes(frame_header(header, CHAIN_START)[0])
     for use in (numbers, verify, lambda d: Log.open(d, HEADER)):
         with pytest.raises(LogForeign, match="format 2"):
             use(tmp_path)
 
 
-def test_the_last_segment_cut_at_any_byte_goes_on_behind_its_longest_whole_prefix(
+def test_the_last_segment_cut_at_any_byte_continues_after_its_longest_whole_prefix(
     tmp_path: Path,
 ) -> None:
-    """Down to nothing, the header included; then the log goes on where the one before ends."""
-    records = run_of(COUNT)
+    """Also in its header: then the log continues after the segment before it."""
+    records = make_records(COUNT)
     write(tmp_path / "whole", records, segment_bytes_max=1000)
     last = files(tmp_path / "whole")[-1]
     data, first_seq = last.read_bytes(), seq_of(last)
@@ -129,15 +129,15 @@ def test_the_last_segment_cut_at_any_byte_goes_on_behind_its_longest_whole_prefi
             assert log.recovered.cut_from == (last if log.recovered.cut_bytes else None)
             kept = last.stat().st_size if cut - log.recovered.cut_bytes else 0
             assert log.recovered.cut_bytes == cut - kept
-            log.append(run_of(2, 500), epoch=1)
+            log.append(make_records(2, 500), epoch=1)
         found = [record for _, _, record in read(tmp_path / "whole")]
-        assert found == records[: len(whole)] + run_of(2, 500)
+        assert found == records[: len(whole)] + make_records(2, 500)
         previous = len(whole)
     assert previous == COUNT
 
 
-def test_the_only_segment_cut_at_any_byte_of_its_header_begins_again(tmp_path: Path) -> None:
-    write(tmp_path, run_of(1))
+def test_the_only_segment_cut_at_any_byte_of_its_header_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path, make_records(1))
     (file,) = files(tmp_path)
     data = file.read_bytes()
     for cut in range(100):
@@ -150,18 +150,18 @@ def test_the_only_segment_cut_at_any_byte_of_its_header_begins_again(tmp_path: P
 def test_a_flip_of_any_bit_is_damage_there_or_a_torn_tail_in_the_last_record(
     directory: Path,
 ) -> None:
-    """The sweep over every bit is the format's; this is the same through whole files."""
+    """Random bits of whole files; `test_format` sweeps over every bit of a segment."""
     seed = randrange(2**32)
     print(f"seed {seed}")
-    chance = Random(seed)
+    rng = Random(seed)
     last_begins = 0
     for file in files(directory):
         size = file.stat().st_size
         if file == files(directory)[-1]:
             (last_record,) = [r for seq, _, r in read(directory) if seq == COUNT]
             last_begins = size - 40 - len(msgspec.msgpack.encode(last_record))
-        for offset in {0, size - 1, *(chance.randrange(size) for _ in range(40))}:
-            bit = chance.randrange(8)
+        for offset in {0, size - 1, *(rng.randrange(size) for _ in range(40))}:
+            bit = rng.randrange(8)
             flip(file, offset, bit)
             if last_begins and offset >= last_begins:
                 assert verify(directory)[1:] == (COUNT - 1, 1, COUNT - 1, size - last_begins, None)
@@ -186,7 +186,7 @@ def swap_two_segments(all_files: list[Path]) -> tuple[Path, int, int]:
     return all_files[1], 0, seq_of(all_files[1])
 
 
-def copy_a_segment_behind_the_last(all_files: list[Path]) -> tuple[Path, int, int]:
+def copy_a_segment_after_the_last(all_files: list[Path]) -> tuple[Path, int, int]:
     copy = all_files[1].with_name(f"{COUNT + 1:020}.log")
     shutil.copy(all_files[1], copy)
     return copy, 0, COUNT + 1
@@ -204,14 +204,14 @@ def empty_a_middle_segment(all_files: list[Path]) -> tuple[Path, int, int]:
 
 
 def cut_a_middle_segment_in_a_record(all_files: list[Path]) -> tuple[Path, int, int]:
-    last = msgspec.msgpack.encode(run_of(COUNT)[seq_of(all_files[3]) - 2])
+    last = msgspec.msgpack.encode(make_records(COUNT)[seq_of(all_files[3]) - 2])
     size = all_files[2].stat().st_size
     os.truncate(all_files[2], size - 1)
     return all_files[2], size - 40 - len(last), seq_of(all_files[3]) - 1
 
 
 def cut_a_middle_segment_between_records(all_files: list[Path]) -> tuple[Path, int, int]:
-    last = msgspec.msgpack.encode(run_of(COUNT)[seq_of(all_files[3]) - 2])
+    last = msgspec.msgpack.encode(make_records(COUNT)[seq_of(all_files[3]) - 2])
     os.truncate(all_files[2], all_files[2].stat().st_size - 40 - len(last))
     return all_files[3], 0, seq_of(all_files[3]) - 1
 
@@ -229,9 +229,9 @@ def lose_the_header_of_the_first_segment(all_files: list[Path]) -> tuple[Path, i
 
 def begin_a_second_log_in_the_last_segment(all_files: list[Path]) -> tuple[Path, int, int]:
     header = msgspec.structs.replace(HEADER, first_seq=seq_of(all_files[-1]))
-    link = START._replace(seq=header.first_seq - 1, epoch=1)
+    link = CHAIN_START._replace(seq=header.first_seq - 1, epoch=1)
     head, link = frame_header(header, link)
-    frames, _ = frame_records(run_of(1), 1, link)
+    frames, _ = frame_records(make_records(1), 1, link)
     all_files[-1].write_bytes(head + frames[0])
     return all_files[-1], 0, header.first_seq
 
@@ -241,7 +241,7 @@ def number_the_first_header_wrongly(all_files: list[Path]) -> tuple[Path, int, i
     for file in all_files[:-1]:
         file.unlink()
     header = msgspec.structs.replace(HEADER, first_seq=seq_of(kept))
-    kept.write_bytes(frame_header(header, START._replace(seq=seq_of(kept)))[0])
+    kept.write_bytes(frame_header(header, CHAIN_START._replace(seq=seq_of(kept)))[0])
     return kept, 0, seq_of(kept)
 
 
@@ -249,7 +249,7 @@ def let_a_header_name_another_beginning(all_files: list[Path]) -> tuple[Path, in
     for file in all_files[1:]:
         file.unlink()
     header = msgspec.structs.replace(HEADER, first_seq=2)
-    all_files[0].write_bytes(frame_header(header, START)[0])
+    all_files[0].write_bytes(frame_header(header, CHAIN_START)[0])
     return all_files[0], 0, 1
 
 
@@ -262,7 +262,7 @@ def call_a_segment_zero(all_files: list[Path]) -> tuple[Path, int, int]:
 DAMAGES = [
     lose_a_segment,
     swap_two_segments,
-    copy_a_segment_behind_the_last,
+    copy_a_segment_after_the_last,
     copy_a_segment_between,
     empty_a_middle_segment,
     cut_a_middle_segment_in_a_record,
@@ -312,7 +312,7 @@ def test_opening_stops_at_damage_in_the_last_segment(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("tail", [bytes(4096), b"\xff" * 100, b"LDR1" * 50, b"L"])
-def test_a_tail_that_never_was_a_record_is_cut_and_told(directory: Path, tail: bytes) -> None:
+def test_a_tail_that_is_not_a_record_is_cut_and_reported(directory: Path, tail: bytes) -> None:
     last = files(directory)[-1]
     with last.open("ab") as file:
         file.write(tail)
@@ -325,7 +325,7 @@ def test_a_tail_that_never_was_a_record_is_cut_and_told(directory: Path, tail: b
 
 def test_other_files_are_not_the_logs(directory: Path) -> None:
     for name in ("segment.new", "notes.txt", "1.log", f"{7:020}.log.0.damaged", f"{7:020}.log~"):
-        (directory / name).write_bytes(b"LDR1 of somebody else")
+        (directory / name).write_bytes(b"LDR1 of another program")
     assert numbers(directory)[-1] == COUNT
     assert verify(directory).segments == len(files(directory)) - 1
 

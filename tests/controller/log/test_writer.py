@@ -1,4 +1,4 @@
-"""The log's writer: what `append` has returned for is there, whatever happens to the disk."""
+"""The log's writer: a record is durable once `append` returns, and a failing disk loses none."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ from controller.log.segments import read, segments, verify
 from controller.log.writer import Log, Recovered
 from messages.errors import ErrorCode
 from messages.records import Record, TimerFired
-from tests.support.simulation.log_examples import HEADER, TIME_NS, Disk, FailingDisk, run_of
+from tests.support.simulation.log_examples import HEADER, TIME_NS, Disk, FailingDisk, make_records
 from tests.support.simulation.message_examples import strategy
 
 
@@ -33,7 +33,7 @@ def use(disk: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that don't depend on the disk being waited for."""
+    """Skip fsync, in tests that don't depend on it."""
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda fd: None)
 
@@ -51,7 +51,7 @@ def test_a_new_log_is_private_and_empty(tmp_path: Path) -> None:
 
 
 def test_records_are_numbered_from_one_and_keep_their_epoch(tmp_path: Path, quick: None) -> None:
-    records = run_of(60)
+    records = make_records(60)
     with Log.open(tmp_path, HEADER) as log:
         assert log.append(records[:1], epoch=1) == 1
         assert log.append([], epoch=1) == 1
@@ -64,12 +64,12 @@ def test_records_are_numbered_from_one_and_keep_their_epoch(tmp_path: Path, quic
     assert list(read(tmp_path)) == list(zip(range(1, 61), epochs, records, strict=True))
 
 
-def test_every_segment_says_by_what_rules_it_was_written(tmp_path: Path, quick: None) -> None:
+def test_every_segment_has_the_header_that_it_was_written_with(tmp_path: Path, quick: None) -> None:
     other = msgspec.structs.replace(HEADER, rules=2, policy="lfu")
     for header in (HEADER, HEADER, other):
         with Log.open(tmp_path, header) as log:
-            log.append(run_of(2), epoch=1)
-    found = [(header, len(list(entries))) for header, entries in segments(tmp_path)]
+            log.append(make_records(2), epoch=1)
+    found = [(header, len(list(records))) for header, records in segments(tmp_path)]
     assert found == [
         (msgspec.structs.replace(HEADER, first_seq=1), 4),
         (msgspec.structs.replace(other, first_seq=5), 2),
@@ -77,17 +77,15 @@ def test_every_segment_says_by_what_rules_it_was_written(tmp_path: Path, quick: 
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_new_header_replaces_one_that_decided_nothing(
-    tmp_path: Path, quick: None, count: int
-) -> None:
+def test_a_new_header_replaces_one_without_records(tmp_path: Path, quick: None, count: int) -> None:
     if count:
         with Log.open(tmp_path, HEADER) as log:
-            log.append(run_of(count), epoch=1)
+            log.append(make_records(count), epoch=1)
         Log.open(tmp_path, msgspec.structs.replace(HEADER, policy="lfu")).close()
     else:
         Log.open(tmp_path, HEADER).close()
     with Log.open(tmp_path, msgspec.structs.replace(HEADER, policy="last")) as log:
-        log.append(run_of(1), epoch=1)
+        log.append(make_records(1), epoch=1)
     assert [header.policy for header, _ in segments(tmp_path)] == ["lru"] * (count > 0) + ["last"]
     assert verify(tmp_path)[1:] == (count + 1, 1, count + 1, 0, None)
 
@@ -104,27 +102,27 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     Log.open(tmp_path, HEADER).close()
 
 
-def test_a_closed_log_takes_nothing(tmp_path: Path) -> None:
+def test_a_closed_log_accepts_nothing(tmp_path: Path) -> None:
     log = Log.open(tmp_path, HEADER)
     log.close()
     log.close()
     with pytest.raises(LogSyncFailed, match="closed"):
-        log.append(run_of(1), epoch=1)
+        log.append(make_records(1), epoch=1)
 
 
-def test_epochs_never_go_back(tmp_path: Path, quick: None) -> None:
+def test_epochs_never_decrease(tmp_path: Path, quick: None) -> None:
     with Log.open(tmp_path, HEADER) as log:
-        log.append(run_of(1), epoch=5)
-        with pytest.raises(ValueError, match="epoch 4 behind epoch 5"):
-            log.append(run_of(1), epoch=4)
-        assert log.append(run_of(1), epoch=5) == 2
+        log.append(make_records(1), epoch=5)
+        with pytest.raises(ValueError, match="epoch 4 after epoch 5"):
+            log.append(make_records(1), epoch=4)
+        assert log.append(make_records(1), epoch=5) == 2
 
 
 @pytest.mark.parametrize(
     ("policy", "writes", "syncs"),
     [("group", 3, 3), ("always", 9, 9), ("interval", 3, 2), ("never", 3, 0)],
 )
-def test_a_group_is_one_write_and_as_many_syncs_as_the_policy_says(
+def test_a_group_is_one_write_and_the_syncs_that_the_policy_specifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any, writes: int, syncs: int
 ) -> None:
     with Log.open(tmp_path, HEADER, sync=policy, sync_interval_ms=10) as log:
@@ -151,7 +149,7 @@ def test_an_interval_ends_when_the_clock_is_set_back(
 
 
 def test_a_segment_ends_when_it_is_full(tmp_path: Path, quick: None) -> None:
-    records = run_of(90)
+    records = make_records(90)
     with Log.open(tmp_path, HEADER, segment_bytes_max=1000) as log:
         for start in range(0, 90, 3):
             log.append(records[start : start + 3], epoch=1)
@@ -171,7 +169,7 @@ def test_a_segment_ends_when_it_is_full(tmp_path: Path, quick: None) -> None:
 def test_a_full_disk_refuses_a_group_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, room: int, policy: Any
 ) -> None:
-    records = run_of(20)
+    records = make_records(20)
     with Log.open(tmp_path, HEADER, sync=policy) as log:
         log.append(records[:5], epoch=1)
         before = next(tmp_path.iterdir()).read_bytes()
@@ -191,7 +189,7 @@ def test_a_full_disk_refuses_a_group_whole(
 def test_a_disk_that_is_full_at_the_end_of_a_segment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    records = run_of(12)
+    records = make_records(12)
     with Log.open(tmp_path, HEADER, segment_bytes_max=1) as log:
         log.append(records[:4], epoch=1)
         disk = use(FailingDisk(room=10, **{fails: errno.ENOSPC}), monkeypatch)
@@ -216,10 +214,10 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("fails", "error", "options"), BROKEN)
-def test_after_a_failed_disk_nothing_is_taken_until_a_restart(
+def test_after_a_failed_disk_nothing_is_accepted_until_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, error: int, options: Any
 ) -> None:
-    records = run_of(10)
+    records = make_records(10)
     log = Log.open(tmp_path, HEADER, **options)
     log.append(records[:5], epoch=1)
     disk = use(FailingDisk(**{fails: error}), monkeypatch)
@@ -245,7 +243,7 @@ def test_a_cut_that_fails_is_a_failed_disk(tmp_path: Path, monkeypatch: pytest.M
             use(FailingDisk(10, write=errno.ENOSPC, **{fails: errno.EIO}), monkeypatch)
             for _ in range(2):
                 with pytest.raises(LogSyncFailed):
-                    log.append(run_of(5), epoch=1)
+                    log.append(make_records(5), epoch=1)
         monkeypatch.undo()
 
 
@@ -259,17 +257,17 @@ def test_a_directory_that_can_not_be_synced_is_a_failed_disk(
             return super().do(name, real, *args)
 
     log = Log.open(tmp_path, HEADER, segment_bytes_max=1)
-    log.append(run_of(1), epoch=1)
+    log.append(make_records(1), epoch=1)
     use(NoDirectorySync(), monkeypatch)
     with pytest.raises(LogSyncFailed, match="directory"):
-        log.append(run_of(1), epoch=1)
+        log.append(make_records(1), epoch=1)
     log.close()
     monkeypatch.undo()
     with Log.open(tmp_path, HEADER) as log:
         assert log.recovered == Recovered(2, 1, 0, None)
 
 
-def test_no_descriptor_is_left_behind(tmp_path: Path, quick: None) -> None:
+def test_every_descriptor_is_closed(tmp_path: Path, quick: None) -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 
@@ -277,7 +275,7 @@ def test_no_descriptor_is_left_behind(tmp_path: Path, quick: None) -> None:
     with Log.open(tmp_path, HEADER, segment_bytes_max=1) as log:
         in_use = open_files()
         for _ in range(5):
-            log.append(run_of(1), epoch=1)
+            log.append(make_records(1), epoch=1)
         with pytest.raises(LogBusy) as caught:
             Log.open(tmp_path, HEADER)
         assert caught.value.code is ErrorCode.LOG_UNAVAILABLE
@@ -286,7 +284,7 @@ def test_no_descriptor_is_left_behind(tmp_path: Path, quick: None) -> None:
 
 
 @given(
-    lives=st.lists(
+    sessions=st.lists(
         st.tuples(
             st.lists(st.lists(strategy(Record), max_size=4), max_size=4),
             st.sampled_from(["group", "always", "interval", "never"]),
@@ -295,17 +293,17 @@ def test_no_descriptor_is_left_behind(tmp_path: Path, quick: None) -> None:
         max_size=4,
     )
 )
-@settings(max_examples=60, deadline=None)
-def test_what_was_written_is_read_back(lives: list[Any]) -> None:
+@settings(max_examples=60)
+def test_what_was_written_is_read_back(sessions: list[Any]) -> None:
     expected: list[Any] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "log"
-        for epoch, (groups, policy, size) in enumerate(lives, 1):
+        for epoch, (groups, policy, size) in enumerate(sessions, 1):
             with Log.open(directory, HEADER, sync=policy, segment_bytes_max=size) as log:
                 assert log.next_seq == len(expected) + 1
                 for group in groups:
                     log.append(group, epoch)
                     expected += [(len(expected) + i, epoch, r) for i, r in enumerate(group, 1)]
                 assert list(read(directory)) == expected
-        if lives:
+        if sessions:
             assert verify(directory).records == len(expected)

@@ -1,4 +1,4 @@
-"""Crashes and power cuts at every step: what was confirmed is there, and nothing is damage."""
+"""Crashes and power cuts at every step lose no confirmed record and leave no damage."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +11,7 @@ from controller.log import writer as log_module
 from controller.log.segments import read, verify
 from controller.log.writer import Log
 from messages.records import Record
-from tests.support.simulation.log_examples import HEADER, Crash, CrashingDisk, run_of
+from tests.support.simulation.log_examples import HEADER, Crash, CrashingDisk, make_records
 
 
 def records_in(directory: Path) -> list[Record]:
@@ -25,14 +25,14 @@ def use(disk: CrashingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
 def crashed_run(
     directory: Path, disk: CrashingDisk, policy: Any = "group"
 ) -> tuple[list[Record], list[Record]]:
-    """What was asked of a log until it crashed, and of that, what had been confirmed."""
-    records, asked, confirmed, log = run_of(24), [], [], None
+    """Return the records appended until the crash, and those of them that were confirmed."""
+    records, appended, confirmed, log = make_records(24), [], [], None
     try:
         for _ in range(2):
             log = Log.open(directory, HEADER, sync=policy, segment_bytes_max=700)
             for start in range(len(confirmed), len(confirmed) + 12, 3):
                 group = records[start : start + 3]
-                asked += group
+                appended += group
                 log.append(group, epoch=1)
                 confirmed += group
             log.close()
@@ -40,7 +40,7 @@ def crashed_run(
         if log is not None:
             with suppress(Crash):
                 log.close()
-    return asked, confirmed
+    return appended, confirmed
 
 
 def crashed_again(directory: Path, disk: CrashingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,54 +50,54 @@ def crashed_again(directory: Path, disk: CrashingDisk, monkeypatch: pytest.Monke
             pass
 
 
-@pytest.mark.parametrize("power", ["stays", "goes"])
+@pytest.mark.parametrize("power", ["on", "cut"])
 @pytest.mark.parametrize("when", ["before", "within", "after"])
 def test_a_crash_at_any_step_loses_nothing_that_was_confirmed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, power: str
 ) -> None:
     seed = randrange(2**32)
     print(f"seed {seed}")
-    chance = Random(seed)
+    rng = Random(seed)
     for at in range(1, 1000):
         directory = tmp_path / str(at)
         disk = CrashingDisk(at, when)
         with monkeypatch.context() as patch:
             use(disk, patch)
-            asked, confirmed = crashed_run(directory, disk)
+            appended, confirmed = crashed_run(directory, disk)
         if not disk.is_dead:
             assert at > 30
             assert len(confirmed) == 24
             return
-        if power == "goes":
-            disk.cut_power(directory, chance)
+        if power == "cut":
+            disk.cut_power(directory, rng)
         for again in range(1, 7):
             crashed_again(directory, CrashingDisk(again, when), monkeypatch)
         with Log.open(directory, HEADER, segment_bytes_max=700) as log:
             found = records_in(directory)
-            assert found == asked[: len(found)]
+            assert found == appended[: len(found)]
             assert len(found) >= len(confirmed)
             assert log.next_seq == len(found) + 1
-            log.append(run_of(3, 100), epoch=2)
-        assert records_in(directory) == found + run_of(3, 100)
+            log.append(make_records(3, 100), epoch=2)
+        assert records_in(directory) == found + make_records(3, 100)
         assert verify(directory).damage is None
-    pytest.fail("the run never ended")
+    pytest.fail("the run did not end")
 
 
 @pytest.mark.parametrize("policy", ["interval", "never"])
-def test_without_syncs_a_lost_end_is_still_no_damage(
+def test_without_syncs_a_lost_end_is_not_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any
 ) -> None:
     seed = randrange(2**32)
     print(f"seed {seed}")
-    chance = Random(seed)
+    rng = Random(seed)
     for at in range(1, 60):
         directory = tmp_path / str(at)
         disk = CrashingDisk(at, "before")
         with monkeypatch.context() as patch:
             use(disk, patch)
-            asked, _ = crashed_run(directory, disk, policy)
-        disk.cut_power(directory, chance)
+            appended, _ = crashed_run(directory, disk, policy)
+        disk.cut_power(directory, rng)
         Log.open(directory, HEADER).close()
         found = records_in(directory)
-        assert found == asked[: len(found)]
+        assert found == appended[: len(found)]
     assert not disk.is_dead

@@ -1,8 +1,8 @@
-"""Whatever comes in, the others stay as they are and the engine goes on answering rightly.
+"""Bad input changes no other adapter, and the engine continues to answer correctly.
 
-One real controller, which checks every invariant after every input, and one real engine. After each
-bad input the list of all adapters is compared with the one before, and a trained adapter is asked
-for an answer that is known.
+One real controller, which verifies every invariant after every input, and one real engine. After
+each bad input all adapters are compared with those before, and a trained adapter has to generate a
+known text.
 """
 
 import os
@@ -38,7 +38,7 @@ WITNESS = "upper"
 
 @dataclass
 class Stack:
-    """What runs, and the one client that asks."""
+    """The processes, and the client of the tests."""
 
     client: RawClient
     process: ControllerProcess
@@ -47,16 +47,16 @@ class Stack:
     root: Path
     garbage: int = 0
 
-    def ask(self, kind: Callable[..., rq.Request], *fields: Any, **named: Any) -> rq.Reply:
-        return self.client.ask(kind(self.client.new_id(), *fields, **named))
+    def call(self, kind: Callable[..., rq.Request], *fields: Any, **named: Any) -> rq.Reply:
+        return self.client.call(kind(self.client.new_id(), *fields, **named))
 
     def generate(self, adapter: str | None, prompt: Any, **sampling: Any) -> rq.Reply:
-        return self.ask(rq.Generate, adapter, prompt, rq.Sampling(**sampling))
+        return self.call(rq.Generate, adapter, prompt, rq.Sampling(**sampling))
 
     def text(self, adapter: str, prompt: str) -> str:
-        """A whole generation's text."""
+        """Generate a text."""
         request = rq.Generate(self.client.new_id(), adapter, prompt, rq.Sampling(16))
-        self.client.put(request)
+        self.client.send_request(request)
         parts = []
         while isinstance(reply := self.client.reply(), rq.TokensStreamed):
             parts.append(reply.text)
@@ -64,13 +64,13 @@ class Stack:
         return "".join(parts)
 
     def adapters(self) -> dict[str, rq.AdapterView]:
-        """Every adapter's view by name; the witness without its uses."""
+        """Return every adapter's view by name; the witness without its counters."""
         found = {}
         for view in self.client.list().adapters:
             assert view.adapter not in found
             found[view.adapter] = view
-        asked = {"uses": 0, "hits": 0, "last_used_ns": 0}
-        found[WITNESS] = msgspec.structs.replace(found[WITNESS], **asked)
+        counters = {"uses": 0, "hits": 0, "last_used_ns": 0}
+        found[WITNESS] = msgspec.structs.replace(found[WITNESS], **counters)
         return found
 
 
@@ -84,10 +84,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with controller(directory, checked=True) as process, engine(directory, roots) as engine_process:
         with RawClient(directory) as client:
             found = Stack(client, process, engine_process.pid, directory, root)
-            assert found.ask(rq.HoldAdapter, "count").slot == 0
+            assert found.call(rq.HoldAdapter, "count").slot == 0
             for name in ("caesar", WITNESS):
                 assert client.activate(name).state == "gpu-slot"
-            assert found.ask(rq.StageAdapter, "devowel").state == "pinned"
+            assert found.call(rq.StageAdapter, "devowel").state == "pinned"
             assert client.load("double").state == "cpu-cached"
             yield found
         assert process.stop() == 0, process.output()
@@ -95,7 +95,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 @pytest.fixture
 def unharmed(stack: Stack) -> Iterator[Callable[..., None]]:
-    """Compares all adapters but `own` with what they were, and asks for a known answer."""
+    """Check that all adapters but the named ones are unchanged, and that the witness works."""
     own: list[str] = []
     before = stack.adapters()
     yield lambda *names: own.extend(names)
@@ -121,11 +121,11 @@ def test_a_broken_adapter_is_refused(stack: Stack, unharmed: Any, name: str) -> 
     path = stack.root / name.replace(" ", "-").replace("'", "")
     damage(copy_adapter("caesar", path))
     assert is_refused(stack.client.load("broken", path=str(path)), code)
-    assert is_refused(stack.ask(rq.HoldAdapter, "broken", path.name), code)
+    assert is_refused(stack.call(rq.HoldAdapter, "broken", path.name), code)
 
 
 @pytest.mark.parametrize("damage", [with_value(NAN), with_config(use_dora=True)])
-def test_a_broken_replacement_leaves_the_old_one(
+def test_a_broken_replacement_keeps_the_old_version(
     stack: Stack, unharmed: Any, tmp_path: Path, damage: Any
 ) -> None:
     path = copy_adapter("double", stack.root / tmp_path.name)
@@ -144,12 +144,12 @@ def _outside(stack: Stack, tmp_path: Path) -> str:
 
 
 def _upwards(stack: Stack, tmp_path: Path) -> str:
-    copy_adapter("caesar", stack.root.parent / "beside")
-    return f"{stack.root}/../beside"
+    copy_adapter("caesar", stack.root.parent / "next-to")
+    return f"{stack.root}/../next-to"
 
 
 def _relative(stack: Stack, tmp_path: Path) -> str:
-    return "../beside"
+    return "../next-to"
 
 
 def _link_out(stack: Stack, tmp_path: Path) -> str:
@@ -158,14 +158,14 @@ def _link_out(stack: Stack, tmp_path: Path) -> str:
     return "link-out"
 
 
-def _link_on_the_way(stack: Stack, tmp_path: Path) -> str:
+def _link_in_the_middle(stack: Stack, tmp_path: Path) -> str:
     copy_adapter("caesar", stack.root / "real" / "caesar")
     (stack.root / "way").symlink_to(stack.root / "real")
     return str(stack.root / "way" / "caesar")
 
 
 @pytest.mark.parametrize(
-    "place", [_outside, _upwards, _relative, _link_out, _link_on_the_way, lambda *_: "a\0b"]
+    "place", [_outside, _upwards, _relative, _link_out, _link_in_the_middle, lambda *_: "a\0b"]
 )
 def test_a_path_out_of_the_roots_is_refused(
     stack: Stack, unharmed: Any, tmp_path: Path, place: Callable[[Stack, Path], str]
@@ -175,23 +175,23 @@ def test_a_path_out_of_the_roots_is_refused(
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_a_malformed_message_is_answered_so(stack: Stack, unharmed: Any, name: str) -> None:
+def test_a_malformed_message_is_refused(stack: Stack, unharmed: Any, name: str) -> None:
     stack.client.send(*FRAMES[name])
     reply = stack.client.reply()
     assert is_refused(reply, ErrorCode.MALFORMED)
     assert reply.request_id == ""
 
 
-def test_garbage_is_answered_or_passed_over(stack: Stack, unharmed: Any) -> None:
+def test_garbage_is_refused(stack: Stack, unharmed: Any) -> None:
     seed = int(os.environ.get("LORADOCK_SEED", "1"))
     print(f"LORADOCK_SEED={seed}")
-    chance = random.Random(seed)
-    sound = REQUESTS.encode(rq.LoadAdapter("x", "caesar", "caesar"))
-    frames = [chance.randbytes(chance.randrange(200)) for _ in range(200)]
+    rng = random.Random(seed)
+    valid = REQUESTS.encode(rq.LoadAdapter("x", "caesar", "caesar"))
+    frames = [rng.randbytes(rng.randrange(200)) for _ in range(200)]
     for _ in range(400):
-        # The name's bytes are left alone: a bit there is another name, which is no garbage.
-        changed = bytearray(sound[:20] + chance.randbytes(12))
-        changed[chance.randrange(20)] ^= 1 << chance.randrange(8)
+        # The name's bytes stay: with a bit changed there, the frame is a valid request.
+        changed = bytearray(valid[:20] + rng.randbytes(12))
+        changed[rng.randrange(20)] ^= 1 << rng.randrange(8)
         frames.append(bytes(changed))
     for frame in frames:
         stack.client.send(frame)
@@ -200,24 +200,24 @@ def test_garbage_is_answered_or_passed_over(stack: Stack, unharmed: Any) -> None
     assert all(is_refused(reply, ErrorCode.MALFORMED) for reply in replies)
 
 
-def test_fifty_megabytes_cost_their_sender_the_line(stack: Stack, unharmed: Any) -> None:
-    with RawClient(stack.directory) as stranger:
-        stranger.send(bytes(50 << 20))
+def test_a_frame_of_fifty_megabytes_ends_its_connection(stack: Stack, unharmed: Any) -> None:
+    with RawClient(stack.directory) as intruder:
+        intruder.send(bytes(50 << 20))
         assert stack.client.status().seq
     with RawClient(stack.directory) as again:
         assert again.status().seq
 
 
 def _evict_held(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
-    return stack.ask(rq.EvictAdapter, "count"), ErrorCode.CONFLICT
+    return stack.call(rq.EvictAdapter, "count"), ErrorCode.CONFLICT
 
 
 def _deactivate_held(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
-    return stack.ask(rq.DeactivateAdapter, "count"), ErrorCode.CONFLICT
+    return stack.call(rq.DeactivateAdapter, "count"), ErrorCode.CONFLICT
 
 
 def _remove_held(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
-    return stack.ask(rq.RemoveAdapter, "count"), ErrorCode.CONFLICT
+    return stack.call(rq.RemoveAdapter, "count"), ErrorCode.CONFLICT
 
 
 def _other_content(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
@@ -225,20 +225,20 @@ def _other_content(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
 
 
 def _other_path(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
-    return stack.ask(rq.StageAdapter, "caesar", "reverse"), ErrorCode.CONFLICT
+    return stack.call(rq.StageAdapter, "caesar", "reverse"), ErrorCode.CONFLICT
 
 
 def _large_batch(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
     batch = ("caesar", "count", "devowel", WITNESS)
-    return stack.ask(rq.ActivateBatch, batch), ErrorCode.NO_ROOM
+    return stack.call(rq.ActivateBatch, batch), ErrorCode.NO_ROOM
 
 
 def _unknown_in_batch(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
-    return stack.ask(rq.ActivateBatch, ("caesar", "nobody")), ErrorCode.UNKNOWN_ADAPTER
+    return stack.call(rq.ActivateBatch, ("caesar", "nobody")), ErrorCode.UNKNOWN_ADAPTER
 
 
 def _unknown(kind: Callable[..., rq.Request]) -> Callable[[Stack], tuple[rq.Reply, ErrorCode]]:
-    return lambda stack: (stack.ask(kind, "nobody"), ErrorCode.UNKNOWN_ADAPTER)
+    return lambda stack: (stack.call(kind, "nobody"), ErrorCode.UNKNOWN_ADAPTER)
 
 
 def _unknown_to_generate(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
@@ -262,44 +262,44 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("refused", REFUSED)
-def test_what_can_not_be_done_is_refused(stack: Stack, unharmed: Any, refused: Any) -> None:
+def test_impossible_requests_are_refused(stack: Stack, unharmed: Any, refused: Any) -> None:
     assert is_refused(*refused(stack))
 
 
-def test_no_room_beside_what_is_held(stack: Stack, unharmed: Any) -> None:
+def test_held_adapters_leave_no_free_slot(stack: Stack, unharmed: Any) -> None:
     for name in ("caesar", WITNESS):
-        assert stack.ask(rq.HoldAdapter, name).state == GPU_SLOT
+        assert stack.call(rq.HoldAdapter, name).state == GPU_SLOT
     before = stack.adapters()
     assert is_refused(stack.client.activate("double"), ErrorCode.NO_ROOM)
-    assert is_refused(stack.ask(rq.ActivateBatch, ("double", "count")), ErrorCode.NO_ROOM)
+    assert is_refused(stack.call(rq.ActivateBatch, ("double", "count")), ErrorCode.NO_ROOM)
     after = stack.adapters()
     for name in ("caesar", WITNESS):
-        stack.ask(rq.ReleaseAdapter, name)
+        stack.call(rq.ReleaseAdapter, name)
     del before["double"], after["double"]
     assert after == before
     unharmed("double", "caesar")
 
 
-def test_cancelling_nothing_finds_nothing(stack: Stack, unharmed: Any) -> None:
-    reply = stack.ask(rq.CancelGeneration, "nobody-1")
+def test_cancelling_an_unknown_request_finds_nothing(stack: Stack, unharmed: Any) -> None:
+    reply = stack.call(rq.CancelGeneration, "nobody-1")
     assert isinstance(reply, rq.CancelDone)
     assert not reply.found
 
 
 def test_an_answered_request_gets_its_first_answer_again(stack: Stack, unharmed: Any) -> None:
     client, done, refused = stack.client, stack.client.new_id(), stack.client.new_id()
-    first = client.ask(rq.DeactivateAdapter(done, "devowel"))
+    first = client.call(rq.DeactivateAdapter(done, "devowel"))
     assert isinstance(first, rq.AdapterDone)
-    assert is_refused(client.ask(rq.EvictAdapter(refused, "count")), ErrorCode.CONFLICT)
+    assert is_refused(client.call(rq.EvictAdapter(refused, "count")), ErrorCode.CONFLICT)
     for request_id in (done, refused):
-        answer = client.ask(rq.EvictAdapter(request_id, "count"))
+        answer = client.call(rq.EvictAdapter(request_id, "count"))
         for again in (
             rq.RemoveAdapter(request_id, "caesar", force=True),
             rq.Generate(request_id, None, "hello>"),
             rq.LoadAdapter(request_id, "fresh", "caesar"),
         ):
-            assert client.ask(again) == answer
-    assert client.ask(rq.DeactivateAdapter(done, "devowel")) == first
+            assert client.call(again) == answer
+    assert client.call(rq.DeactivateAdapter(done, "devowel")) == first
 
 
 def test_a_request_that_waits_is_answered_once(stack: Stack, unharmed: Any) -> None:
@@ -307,24 +307,24 @@ def test_a_request_that_waits_is_answered_once(stack: Stack, unharmed: Any) -> N
     os.kill(stack.engine_pid, signal.SIGSTOP)
     try:
         for path in ("reverse", "reverse", "spell"):
-            client.put(rq.LoadAdapter(request_id, "fresh", path))
+            client.send_request(rq.LoadAdapter(request_id, "fresh", path))
         assert client.replies_until(rq.ShowStatus(client.new_id())) == []
     finally:
         os.kill(stack.engine_pid, signal.SIGCONT)
-    assert client.answer(request_id).state == "cpu-cached"
-    assert stack.ask(rq.ShowAdapter, "fresh").adapter.path == "reverse"
-    assert stack.ask(rq.RemoveAdapter, "fresh").state == "unregistered"
+    assert client.final_reply(request_id).state == "cpu-cached"
+    assert stack.call(rq.ShowAdapter, "fresh").adapter.path == "reverse"
+    assert stack.call(rq.RemoveAdapter, "fresh").state == "unregistered"
     assert client.replies_until(rq.ShowStatus(client.new_id())) == []
 
 
-def _say_to_the_engine_socket(stack: Stack, stranger: Peer, frames: list[bytes]) -> None:
-    """Send, and wait until all was read: of garbage, every power of two is told."""
+def _send_to_the_engine_socket(stack: Stack, intruder: Peer, frames: list[bytes]) -> None:
+    """Send, and wait until all was read: malformed frames are logged at every power of two."""
     stack.garbage += sum(map(_is_garbage, frames))
-    told = 1 << stack.garbage.bit_length()
-    for frame in (*frames, *[b"garbage"] * (told - stack.garbage)):
-        stranger.send(frame)
-    stack.garbage = told
-    eventually(lambda: re.search(rf"count={told}\b", stack.process.output()), "the garbage")
+    logged = 1 << stack.garbage.bit_length()
+    for frame in (*frames, *[b"garbage"] * (logged - stack.garbage)):
+        intruder.send(frame)
+    stack.garbage = logged
+    eventually(lambda: re.search(rf"count={logged}\b", stack.process.output()), "the garbage")
 
 
 def _is_garbage(frame: bytes) -> bool:
@@ -335,38 +335,38 @@ def _is_garbage(frame: bytes) -> bool:
     return False
 
 
-def test_a_stranger_at_the_engine_socket_changes_nothing(stack: Stack, unharmed: Any) -> None:
+def test_an_intruder_at_the_engine_socket_changes_nothing(stack: Stack, unharmed: Any) -> None:
     before, events_seq = stack.client.status(), stack.client.list().events_seq
     spoof = rp.EngineInventory(before.engine_id, 1, "x", 1, 1)
     other = rp.EngineInventory("another", 1, "x", 1, 1)
     epoch, many = before.epoch, range(1, 40)
     frames = [b"", b"\0" * 20, REPORTS.prefix, REQUESTS.encode(rq.ShowStatus("x"))]
-    # Without having said who it is; of a life to come; beside the engine that lives.
+    # From an unknown peer; of a later epoch; of a second engine.
     frames += [REPORTS.encode(rp.WeightsLoaded(op), epoch, op) for op in many]
     frames += [REPORTS.encode(rp.TokensGenerated("x", 0, (1,), "x"), epoch, 1)]
     frames += [REPORTS.encode(report, epoch + 1, 1) for report in (spoof, other)]
     frames += [REPORTS.encode(rp.EngineBeat(before.engine_id, 1), epoch + 1, 1)]
     frames += [REPORTS.encode(report, 0, 1) for report in (other, rp.EngineBeat("another", 1))]
     frames += [REPORTS.encode(rp.OperationFailed(op, "L001", "x"), epoch, op) for op in many]
-    with Peer(stack.directory, "engine.sock") as stranger:
-        _say_to_the_engine_socket(stack, stranger, frames)
+    with Peer(stack.directory, "engine.sock") as intruder:
+        _send_to_the_engine_socket(stack, intruder, frames)
     after = stack.client.status()
     assert after.engine_id == before.engine_id
     assert after.tiers == before.tiers
     assert stack.client.list().events_seq == events_seq
 
 
-def test_a_stranger_at_the_engine_socket_can_not_answer(stack: Stack, unharmed: Any) -> None:
+def test_an_intruder_at_the_engine_socket_can_not_send_output(stack: Stack, unharmed: Any) -> None:
     client, request_id = stack.client, stack.client.new_id()
     os.kill(stack.engine_pid, signal.SIGSTOP)
     try:
-        client.put(rq.Generate(request_id, WITNESS, "hello>", rq.Sampling(3)))
+        client.send_request(rq.Generate(request_id, WITNESS, "hello>", rq.Sampling(3)))
         frames = [REPORTS.encode(rp.TokensGenerated(request_id, 0, (1,), "x"))]
         ended = [rp.GenerationEnded(op, "stop", 1, 0) for op in range(1, 2000)]
         frames += [REPORTS.encode(report, 0, report.op) for report in ended]
-        with Peer(stack.directory, "engine.sock") as stranger:
-            _say_to_the_engine_socket(stack, stranger, frames)
+        with Peer(stack.directory, "engine.sock") as intruder:
+            _send_to_the_engine_socket(stack, intruder, frames)
         assert client.replies_until(rq.ShowStatus(client.new_id())) == []
     finally:
         os.kill(stack.engine_pid, signal.SIGCONT)
-    assert client.answer(request_id).output_tokens == 3
+    assert client.final_reply(request_id).output_tokens == 3

@@ -1,8 +1,8 @@
-"""200 real SIGKILLs of a controller under load, with a real engine that lives on.
+"""200 real SIGKILLs of a controller under load, with a real engine that keeps running.
 
-Each request is counted by the adapter's `uses` exactly once, whenever the controller dies; so their
-sum over the adapters is the number of requests that were acknowledged: fewer would be a lost one,
-more one applied twice.
+Each request increments an adapter's `uses` exactly once, at any moment of a kill. Their sum over
+the adapters is the number of acknowledged requests: a smaller sum is a lost request, a larger one a
+request that was applied twice.
 """
 
 import asyncio
@@ -18,20 +18,20 @@ from controller.log.replay import replay
 from controller.log.segments import verify
 from messages.requests import StatusShown
 from tests.support.parallel.processes import ADAPTERS, ROOT, ControllerProcess, controller, engine
+from tests.support.waiting import HANG_S
 
 KILLS = int(os.environ.get("LORADOCK_KILLS", "200"))
 CLIENTS = 6
 SEED = int(os.environ.get("LORADOCK_SEED", "1"))
-TIMEOUT_S = 120.0
 
 
 def _client(directory: Path) -> AsyncClient:
-    # It asks again soon: most of this test's time is clients waiting for the next life.
-    return AsyncClient(directory, timeout_s=TIMEOUT_S, timing=Timing(0.1, 0.4))
+    # Short retries: most of this test's time is clients that wait for the next start.
+    return AsyncClient(directory, timeout_s=HANG_S, timing=Timing(0.1, 0.4))
 
 
 class Load:
-    """Clients that ask until told to stop, and remember what they were told."""
+    """Clients that send requests until `running` is False, and count the acknowledged ones."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -40,16 +40,16 @@ class Load:
         self.running = True
 
     async def run(self, number: int) -> None:
-        chance = random.Random(f"{SEED}-{number}")
-        # Each client has an adapter of its own to hold, and they all fight for the slots.
+        rng = random.Random(f"{SEED}-{number}")
+        # Each client loads an adapter of its own; all clients compete for the slots.
         own = ADAPTERS[number % len(ADAPTERS)]
         async with _client(self.directory) as client:
             while self.running:
-                await self._ask(client, chance, own)
+                await self._send_request(client, rng, own)
 
-    async def _ask(self, client: AsyncClient, chance: random.Random, own: str) -> None:
-        other = chance.choice(ADAPTERS)
-        match chance.randrange(4):
+    async def _send_request(self, client: AsyncClient, rng: random.Random, own: str) -> None:
+        other = rng.choice(ADAPTERS)
+        match rng.randrange(4):
             case 0:
                 await client.load(own)
                 self.uses += 1
@@ -68,18 +68,18 @@ class Load:
 
 async def _crash_under_load(directory: Path, process: ControllerProcess) -> tuple[Load, list[int]]:
     load = Load(directory)
-    chance = random.Random(SEED)
+    rng = random.Random(SEED)
     async with _client(directory) as client:
         await asyncio.gather(*(client.load(name) for name in ADAPTERS))
         load.uses += len(ADAPTERS)
         tasks = [asyncio.create_task(load.run(number)) for number in range(CLIENTS)]
         for _ in range(KILLS):
-            goal = load.acknowledged + chance.randrange(1, 12)
+            goal = load.acknowledged + rng.randrange(1, 12)
             while load.acknowledged < goal:
                 _raise_first(tasks)
                 await asyncio.sleep(0.001)
-            # Not between two acknowledgements only: anywhere in what follows one.
-            await asyncio.sleep(chance.random() * 0.01)
+            # The kill may come at any moment after an acknowledgement.
+            await asyncio.sleep(rng.random() * 0.01)
             process.kill()
             process.start()
         load.running = False
@@ -94,7 +94,7 @@ def _raise_first(tasks: list["asyncio.Task[None]"]) -> None:
             task.result()
 
 
-def test_two_hundred_kills_lose_nothing_and_repeat_nothing(tmp_path: Path) -> None:
+def test_kills_lose_no_request_and_repeat_none(tmp_path: Path) -> None:
     print(f"LORADOCK_SEED={SEED} LORADOCK_KILLS={KILLS}")
     directory = tmp_path / "d"
     directory.mkdir()
@@ -118,7 +118,7 @@ def _assert_replays_equal(directory: Path, status: StatusShown) -> None:
 
 
 def _replay_elsewhere(directory: Path, until: int) -> str:
-    """The digest that another process with another hash seed finds."""
+    """Return the digest that another process with another hash seed computes."""
     code = (
         "import sys; from pathlib import Path; from controller.log.replay import replay; "
         "print(replay(Path(sys.argv[1]), int(sys.argv[2])).digest)"

@@ -1,4 +1,4 @@
-"""A request that brings an image and names no adapter runs under the default, as if it named it."""
+"""A request with an image and without an adapter runs with the default, as if it named it."""
 
 import os
 import re
@@ -16,8 +16,8 @@ from messages import commands, records, reports
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.ids import NAME_PATTERN
-from tests.controller.shell.test_client_sessions import ENGINE, LIMITS, Counter
 from tests.support.parallel.processes import ControllerProcess, controller
+from tests.support.simulation.session_bench import ENGINE, LIMITS, SessionBench
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
 
 PATH = "tenants/vision"
@@ -32,20 +32,22 @@ def generate(request_id: str, prompt: Any = PICTURE, adapter: str | None = None)
 @pytest.mark.parametrize("prompt", ["text", (1, 2), PICTURE])
 @pytest.mark.parametrize("adapter", [None, "own"])
 @pytest.mark.parametrize("paths", [{}, {"image": PATH}])
-def test_the_rule(prompt: Any, adapter: str | None, paths: Any) -> None:
-    default = DefaultAdapters(paths).of(generate("r", prompt, adapter))
+def test_the_default_applies_to_images_without_an_adapter(
+    prompt: Any, adapter: str | None, paths: Any
+) -> None:
+    default = DefaultAdapters(paths).adapter_of(generate("r", prompt, adapter))
     applies = prompt is PICTURE and adapter is None and bool(paths)
     assert (default is not None) == applies
     for kind in (rq.Embed, rq.Classify):
-        assert DefaultAdapters(paths).of(kind("r", adapter, ("text",))) is None
+        assert DefaultAdapters(paths).adapter_of(kind("r", adapter, ("text",))) is None
 
 
-def test_a_path_has_one_name_and_another_path_another() -> None:
+def test_each_path_has_its_own_name() -> None:
     paths = ("a", "b", "a/b", "/a", "ä" * 2000, "..")
     names = [DefaultAdapters({"image": path}).by_modality["image"].name for path in paths]
     assert len(set(names)) == len(paths)
     assert all(re.match(NAME_PATTERN, name) for name in names)
-    assert names[0] == "default-image-ca234c55", "a log knows it by this name"
+    assert names[0] == "default-image-ca234c55", "logs have this name"
 
 
 def test_each_request_to_load_it_has_an_id_of_its_own() -> None:
@@ -58,122 +60,122 @@ def test_each_request_to_load_it_has_an_id_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "error"),
     [
         (["image"], "MODALITY=PATH"),
         (["image="], "MODALITY=PATH"),
         (["=a"], "MODALITY=PATH"),
-        (["audio=a"], "images are all"),
-        (["image=a", "image=b"], "have 'a' already"),
+        (["audio=a"], "image is the only modality"),
+        (["image=a", "image=b"], "has 'a' already"),
     ],
 )
-def test_options_that_say_nothing_of_use_are_told(options: list[str], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_malformed_options_are_refused(options: list[str], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
         default_paths(options)
 
 
-def test_options_say_paths() -> None:
+def test_options_are_parsed() -> None:
     assert default_paths([]) == {}
     assert default_paths(["image=a=b"]) == {"image": "a=b"}
 
 
-class Recorder(Counter):
-    """A desk with a default, and an engine that the test speaks for."""
+class DefaultBench(SessionBench):
+    """Client sessions with a default adapter, and an engine whose reports the test sends."""
 
     def __init__(self) -> None:
         super().__init__(PATH)
         self.ops = iter(range(1, 100))
 
-    def tell(self, report: type, *fields: Any) -> None:
-        """The report of the next operation; its answers go out."""
-        for action in self.controller.handle(report(next(self.ops), *fields), 1):
-            if isinstance(getattr(action, "message", None), rq.Reply):
-                self.desk.answer(action.message)
+    def report(self, report: type, *fields: Any) -> None:
+        """Handle a report of the next operation."""
+        self.handle(report(next(self.ops), *fields))
 
-    def bring_into_slot(self) -> None:
-        self.tell(reports.AdapterChecked, "print", 8, 1024, 512)
+    def load_into_slot(self) -> None:
+        self.report(reports.AdapterChecked, "print", 8, 1024, 512)
         for report in (reports.WeightsLoaded, reports.WeightsStaged, reports.SlotWritten):
-            self.tell(report)
+            self.report(report)
 
 
 @pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
+def bench() -> DefaultBench:
+    return DefaultBench()
 
 
-def test_the_first_request_brings_the_adapter_and_runs_under_it(recorder: Recorder) -> None:
-    assert recorder.receive(generate("r-1")) == records.GenerationRequested("r-1", NAME)
-    assert recorder.receive(generate("r-2")) == records.GenerationRequested("r-2", NAME)
-    view = recorder.controller.world.current(NAME)
+def test_the_first_request_loads_the_adapter_and_runs_with_it(bench: DefaultBench) -> None:
+    assert bench.receive(generate("r-1")) == records.GenerationRequested("r-1", NAME)
+    assert bench.receive(generate("r-2")) == records.GenerationRequested("r-2", NAME)
+    view = bench.controller.world.current(NAME)
     assert (view.path, len(view.waiters)) == (PATH, 3)
-    recorder.bring_into_slot()
+    bench.load_into_slot()
     for request_id in ("r-1", "r-2"):
-        recorder.tell(reports.GenerationEnded, "stop", 3, 1)
+        bench.report(reports.GenerationEnded, "stop", 3, 1)
         expected = rq.GenerationDone(request_id, NAME, "stop", 3, 1)
-        assert (b"c", expected) in recorder.take_sent()
+        assert (b"c", expected) in bench.take_sent()
 
 
-def test_nobody_else_runs_under_it(recorder: Recorder) -> None:
-    assert recorder.receive(generate("r-1", "text")).adapter is None
-    assert recorder.receive(generate("r-2", (1, 2))).adapter is None
-    assert recorder.receive(generate("r-3", PICTURE, "own")).adapter == "own"
-    assert recorder.controller.world.current(NAME) is None
-    [(_, refused)] = recorder.take_sent()
+def test_no_other_request_runs_with_it(bench: DefaultBench) -> None:
+    assert bench.receive(generate("r-1", "text")).adapter is None
+    assert bench.receive(generate("r-2", (1, 2))).adapter is None
+    assert bench.receive(generate("r-3", PICTURE, "own")).adapter == "own"
+    assert bench.controller.world.current(NAME) is None
+    [(_, refused)] = bench.take_sent()
     assert (refused.request_id, refused.code) == ("r-3", ErrorCode.UNKNOWN_ADAPTER)
 
 
-def test_one_that_does_not_load_refuses_with_its_own_error(recorder: Recorder) -> None:
+def test_a_default_that_does_not_load_refuses_with_the_error_of_its_load(
+    bench: DefaultBench,
+) -> None:
     for request_id in ("r-1", "r-2"):
-        recorder.receive(generate(request_id))
-        recorder.tell(reports.OperationFailed, ErrorCode.PATH_NOT_ALLOWED, "below no root")
-        # Who asked is told; the request to load it was nobody's.
+        bench.receive(generate(request_id))
+        bench.report(reports.OperationFailed, ErrorCode.PATH_NOT_ALLOWED, "below no root")
+        # The request of the client is refused; the load has no client.
         expected = rq.Refused(request_id, ErrorCode.PATH_NOT_ALLOWED, "below no root")
-        assert recorder.take_sent() == [(b"c", expected)]
-        assert recorder.controller.world.current(NAME) is None
-    # What was answered is not taken up anew, and loads nothing.
-    recorder.receive(generate("r-1"))
-    assert recorder.take_sent()[0][1].code == ErrorCode.PATH_NOT_ALLOWED
-    assert recorder.controller.world.current(NAME) is None
+        assert bench.take_sent() == [(b"c", expected)]
+        assert bench.controller.world.current(NAME) is None
+    # A repeated request gets its answer again, and loads nothing.
+    bench.receive(generate("r-1"))
+    assert bench.take_sent()[0][1].code == ErrorCode.PATH_NOT_ALLOWED
+    assert bench.controller.world.current(NAME) is None
 
 
-def test_after_its_removal_it_is_brought_again(recorder: Recorder) -> None:
-    recorder.receive(generate("r-1"))
-    recorder.tell(reports.OperationFailed, ErrorCode.NOT_FINITE, "x")
-    recorder.receive(generate("r-2"))
-    recorder.bring_into_slot()
-    recorder.tell(reports.GenerationEnded, "stop", 3, 1)
-    recorder.receive(rq.RemoveAdapter("r-3", NAME))
-    recorder.take_sent()
-    recorder.receive(generate("r-4"))
-    [(_, refused)] = recorder.take_sent()
-    assert refused.code == ErrorCode.CONFLICT, "it is on its way out"
-    recorder.tell(reports.SlotReset)
-    recorder.tell(reports.WeightsDropped)
-    assert recorder.controller.world.current(NAME) is None
-    recorder.receive(generate("r-5"))
-    recorder.bring_into_slot()
-    assert recorder.controller.world.current(NAME).leases == 1
+def test_after_its_removal_it_is_loaded_again(bench: DefaultBench) -> None:
+    bench.receive(generate("r-1"))
+    bench.report(reports.OperationFailed, ErrorCode.NOT_FINITE, "x")
+    bench.receive(generate("r-2"))
+    bench.load_into_slot()
+    bench.report(reports.GenerationEnded, "stop", 3, 1)
+    bench.receive(rq.RemoveAdapter("r-3", NAME))
+    bench.take_sent()
+    bench.receive(generate("r-4"))
+    [(_, refused)] = bench.take_sent()
+    assert refused.code == ErrorCode.CONFLICT, "it is being removed"
+    bench.report(reports.SlotReset)
+    bench.report(reports.WeightsDropped)
+    assert bench.controller.world.current(NAME) is None
+    bench.receive(generate("r-5"))
+    bench.load_into_slot()
+    assert bench.controller.world.current(NAME).leases == 1
 
 
-def test_what_is_logged_says_all_of_it(recorder: Recorder) -> None:
-    """The core has no option and no default: the same inputs alone make the same world."""
+def test_the_log_is_sufficient_for_a_replay(bench: DefaultBench) -> None:
+    """The core has no option and no default: the same inputs lead to the same state."""
     inputs: list[Any] = [records.ControllerStarted(1), ENGINE]
-    handle = recorder.controller.handle
-    recorder.controller.handle = lambda *a: inputs.append(a[0]) or handle(*a)  # type: ignore
-    recorder.receive(generate("r-1"))
-    recorder.bring_into_slot()
-    recorder.receive(generate("r-2"))
+    handle = bench.controller.handle
+    bench.controller.handle = lambda *a: inputs.append(a[0]) or handle(*a)  # type: ignore
+    bench.receive(generate("r-1"))
+    bench.load_into_slot()
+    bench.receive(generate("r-2"))
     again = Controller(LIMITS, checked=True)
     for message in inputs:
         again.handle(message, 1)
-    assert again.digest() == recorder.controller.digest()
+    assert again.digest() == bench.controller.digest()
     kinds = [type(message) for message in inputs]
     assert kinds.count(rq.LoadAdapter) == 1
     assert kinds.count(records.GenerationRequested) == 2
 
 
 def restarted(directory: Path, process: ControllerProcess, path: str) -> None:
-    """The controller's next life, with the default at this path, or with none."""
+    """Restart the controller with the default at this path, or with none."""
     assert process.stop() == 0, process.output()
     paths = {"image": path} if path else {}
     process._config = msgspec.structs.replace(process._config, default_mm_loras=paths)
@@ -188,8 +190,8 @@ def directory(tmp_path: Path) -> Iterator[Path]:
     assert replay(found / "log", checked=True).divergence is None
 
 
-def ran_under(client: RawClient, **fields: Any) -> str | None:
-    reply = client.ask(rq.Generate(client.new_id(), None, PICTURE, **fields))
+def adapter_of_a_run(client: RawClient, **fields: Any) -> str | None:
+    reply = client.call(rq.Generate(client.new_id(), None, PICTURE, **fields))
     assert isinstance(reply, rq.GenerationDone), reply
     return reply.adapter
 
@@ -200,39 +202,41 @@ def test_a_restart_keeps_it_and_another_path_is_another_adapter(directory: Path)
         StandInEngine(directory, "e", os.getpid()) as engine,
         RawClient(directory) as client,
     ):
-        assert ran_under(client) == NAME
+        assert adapter_of_a_run(client) == NAME
         restarted(directory, process, PATH)
-        assert ran_under(client) == NAME
-        [loaded] = engine.got(commands.LoadWeights)
+        assert adapter_of_a_run(client) == NAME
+        [loaded] = engine.commands_of(commands.LoadWeights)
         assert (loaded.adapter, loaded.path) == (NAME, PATH)
         restarted(directory, process, "other")
-        other = ran_under(client)
+        other = adapter_of_a_run(client)
         assert other == DefaultAdapters({"image": "other"}).by_modality["image"].name
-        assert [load.path for load in engine.got(commands.LoadWeights)] == [PATH, "other"]
+        assert [load.path for load in engine.commands_of(commands.LoadWeights)] == [PATH, "other"]
         restarted(directory, process, "")
-        assert ran_under(client) is None
+        assert adapter_of_a_run(client) is None
         assert {view.adapter for view in client.list().adapters} == {NAME, other}
-        prompts = [start.prompt for start in engine.got(commands.StartGeneration)]
+        prompts = [start.prompt for start in engine.commands_of(commands.StartGeneration)]
         assert prompts == [PICTURE] * 4
-    asked = [r for r in logged(directory) if isinstance(r, records.GenerationRequested)]
-    # A client that waits asks again, under the same id.
-    named = {request.request_id: request.adapter for request in asked}
+    logged_requests = [r for r in logged(directory) if isinstance(r, records.GenerationRequested)]
+    # A waiting client repeats its request, with the same id.
+    named = {request.request_id: request.adapter for request in logged_requests}
     assert list(named.values()) == [NAME, NAME, other, None]
 
 
-def test_a_request_that_waits_over_a_restart_stays_what_it_was(directory: Path) -> None:
-    """Its prompt dies with the first life; sent again, it is the request that was logged."""
+def test_a_request_that_waits_during_a_restart_keeps_its_adapter(directory: Path) -> None:
+    """Its prompt is lost with the first process; sent again, it is the request that was logged."""
     with (
         controller(directory, checked=True, default_mm_loras={"image": PATH}) as process,
         RawClient(directory) as client,
     ):
         request = generate(client.new_id())
-        client.put(request)
+        client.send_request(request)
         eventually(lambda: client.status().requests == 2, "the request and its adapter's")
         restarted(directory, process, "other")
-        client.put(request)
-        # Asked behind it, so that the prompt is there before an engine could want it.
+        client.send_request(request)
+        # A query after the request: its reply shows that the prompt has been received.
         client.status()
         with StandInEngine(directory, "e", os.getpid()) as engine:
-            assert client.answer(request.request_id).adapter == NAME
-            assert [start.prompt for start in engine.got(commands.StartGeneration)] == [PICTURE]
+            assert client.final_reply(request.request_id).adapter == NAME
+            assert [start.prompt for start in engine.commands_of(commands.StartGeneration)] == [
+                PICTURE
+            ]

@@ -1,10 +1,10 @@
-"""The life cycle that ARCHITECTURE.md shows is the one that the table says."""
+"""ARCHITECTURE.md shows the life cycle of the transition table."""
 
 import pytest
 
 from controller.shell.diagrams import BEGIN, END, with_diagram
 from controller.states.diagram import mermaid
-from controller.states.table import MOVES
+from controller.states.table import TRANSITIONS
 from tests.support.parallel.processes import ROOT
 
 
@@ -13,7 +13,7 @@ def test_the_diagram_is_up_to_date() -> None:
     assert with_diagram(text) == text, "run `make diagrams`"
 
 
-def test_a_stale_diagram_is_noticed_and_only_the_diagram_is_written() -> None:
+def test_a_stale_diagram_is_detected_and_only_the_diagram_is_written() -> None:
     stale = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     fresh = with_diagram(stale)
     assert fresh != stale
@@ -29,4 +29,4 @@ def test_a_file_without_marks_is_refused() -> None:
 
 def test_every_row_is_drawn_once_and_nothing_else() -> None:
     drawn = [line for line in mermaid().splitlines() if ": " in line]
-    assert len(drawn) == len(set(drawn)) == len(MOVES)
+    assert len(drawn) == len(set(drawn)) == len(TRANSITIONS)

@@ -1,4 +1,4 @@
-"""The link's laws, whatever is cut and whoever dies; then its rules, one by one."""
+"""The laws of the link under any failure of connections and processes; then single rules."""
 
 from typing import Any
 
@@ -6,45 +6,45 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.shell.engine_link import BEAT_INTERVAL_NS, GHOST_NS, SYNC_RETRY_NS, EngineLink
+from controller.shell.engine_link import BEAT_INTERVAL_NS, LATE_FRAMES_NS, SYNC_RETRY_NS, EngineLink
 from messages import commands, reports
-from messages.wire import COMMANDS, REPORTS, Frame
+from messages.wire import COMMANDS, REPORTS, DecodedFrame
 from tests.support.simulation.link_simulation import SECOND_NS, TIMEOUT_NS, Simulation
 
-WHAT = (
-    *(["go on"] * 6 + ["want"] * 2 + ["engine"] * 5 + ["controller"] * 5),
+ACTIONS = (
+    *(["run"] * 6 + ["add a task"] * 2 + ["engine"] * 5 + ["controller"] * 5),
     *("wait", "cut", "kill the controller", "start the controller", "kill the engine"),
 )
-LOGS = (*["ok"] * 5, "full", "crash before the log", "crash behind the log")
+LOGS = (*["ok"] * 5, "full", "crash before the log", "crash after the log")
 FEW = st.integers(0, 6)
 STEPS = st.tuples(
-    *(st.sampled_from(WHAT), FEW, FEW, st.booleans(), st.booleans(), st.sampled_from(LOGS))
+    *(st.sampled_from(ACTIONS), FEW, FEW, st.booleans(), st.booleans(), st.sampled_from(LOGS))
 )
 HISTORIES = st.lists(STEPS, min_size=25, max_size=50)
 
 
-def go_on(simulation: Simulation, rounds: int, wants: int) -> None:
-    """Nothing breaks; without this, few histories would come far."""
+def run_without_failures(simulation: Simulation, rounds: int, tasks: int) -> None:
+    """Make progress; without this, few histories would get past the synchronisation."""
     simulation.start_controller()
-    for _ in range(wants):
-        simulation.want()
+    for _ in range(tasks):
+        simulation.add_task()
     for _ in range(rounds):
-        simulation.engine_turn(False, 100, works=wants > 0, beat=True)
-        simulation.controller_turn(100)
+        simulation.run_engine(False, 100, works=tasks > 0, beat=True)
+        simulation.run_controller(100)
         simulation.now_ns += SECOND_NS // 10
 
 
-def take(simulation: Simulation, step: tuple[Any, ...]) -> None:
-    what, one, other, this, that, log = step
-    match what:
-        case "go on":
-            go_on(simulation, one, other)
-        case "want":
-            simulation.want()
+def perform(simulation: Simulation, step: tuple[Any, ...]) -> None:
+    action, one, other, this, that, log = step
+    match action:
+        case "run":
+            run_without_failures(simulation, one, other)
+        case "add a task":
+            simulation.add_task()
         case "engine":
-            simulation.engine_turn(newest_first=this, count=one, works=that, beat=other > 3)
+            simulation.run_engine(newest_first=this, count=one, works=that, beat=other > 3)
         case "controller":
-            simulation.controller_turn(one, log)
+            simulation.run_controller(one, log)
         case "wait":
             simulation.now_ns += (1, 2, 3, 5, 11, 30, 110)[one] * SECOND_NS // 10
         case "cut":
@@ -57,70 +57,70 @@ def take(simulation: Simulation, step: tuple[Any, ...]) -> None:
             simulation.kill_engine()
 
 
-def no_command_is_done_twice(simulation: Simulation) -> None:
+def no_command_is_executed_twice(simulation: Simulation) -> None:
     executed = [op for engine in simulation.engines for op in engine.executed]
     assert len(executed) == len(set(executed))
 
 
-def no_report_is_passed_over(simulation: Simulation) -> None:
+def no_report_is_skipped(simulation: Simulation) -> None:
     """The log has each engine's reports from the first one on, in order and without a gap."""
     for engine in simulation.engines:
-        ops = [op for name, _, op in simulation.books.inputs if name == engine.engine_id]
+        ops = [op for name, _, op in simulation.state.inputs if name == engine.engine_id]
         found = list(dict.fromkeys(ops))
-        assert found == engine.told[: len(found)]
+        assert found == engine.reported[: len(found)]
 
 
 def no_report_is_logged_twice(simulation: Simulation) -> None:
-    """While neither side is lost; afterwards, what was not acknowledged comes again."""
-    inputs = simulation.books.inputs
+    """Within an epoch and an attachment; later, unacknowledged reports are sent again."""
+    inputs = simulation.state.inputs
     assert len(inputs) == len(set(inputs))
 
 
 def no_report_is_dropped_before_it_is_logged(simulation: Simulation) -> None:
     engine = simulation.engine
-    kept = {REPORTS.decode(frame).message.op for frame in engine.link.unacknowledged()}
-    logged = {op for _, _, op in simulation.books.inputs}
-    assert set(engine.told) - {report.op for report in engine.outbox} <= logged | kept
+    kept = {REPORTS.decode(frame).message.op for frame in engine.link.unacknowledged_frames()}
+    logged = {op for _, _, op in simulation.state.inputs}
+    assert set(engine.reported) - {report.op for report in engine.outbox} <= logged | kept
 
 
-def what_an_inventory_lacks_is_never_done(simulation: Simulation) -> None:
-    """It took every command that was sent before it into account."""
+def what_an_inventory_lacks_is_never_executed(simulation: Simulation) -> None:
+    """An inventory covers every command that was sent before its request."""
     for engine in simulation.engines:
-        lost = simulation.books.lost.get(engine.engine_id, ())
+        lost = simulation.state.lost.get(engine.engine_id, ())
         assert not set(engine.executed) & set(lost)
 
 
-def nothing_is_sent_from_question_to_inventory(simulation: Simulation) -> None:
+def nothing_is_sent_between_a_request_and_its_inventory(simulation: Simulation) -> None:
     controller = simulation.controller
     assert controller is None or controller.overtaken == []
 
 
-def every_wish_is_in_one_place(simulation: Simulation) -> None:
-    books = simulation.books
-    wishes = [*books.open.values(), *books.unsent, *books.done]
-    assert sorted(wishes) == list(range(1, books.wishes + 1))
+def every_task_is_in_one_place(simulation: Simulation) -> None:
+    state = simulation.state
+    tasks = [*state.open.values(), *state.unsent, *state.done]
+    assert sorted(tasks) == list(range(1, state.tasks + 1))
 
 
 LAWS = (
-    no_command_is_done_twice,
-    no_report_is_passed_over,
+    no_command_is_executed_twice,
+    no_report_is_skipped,
     no_report_is_logged_twice,
     no_report_is_dropped_before_it_is_logged,
-    what_an_inventory_lacks_is_never_done,
-    nothing_is_sent_from_question_to_inventory,
-    every_wish_is_in_one_place,
+    what_an_inventory_lacks_is_never_executed,
+    nothing_is_sent_between_a_request_and_its_inventory,
+    every_task_is_in_one_place,
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(history=HISTORIES)
-def test_whatever_breaks_the_laws_hold_and_in_the_end_all_is_done(
+def test_the_laws_hold_under_failures_and_every_task_is_done_in_the_end(
     history: list[tuple[Any, ...]],
 ) -> None:
     simulation = Simulation()
-    go_on(simulation, rounds=4, wants=2)
+    run_without_failures(simulation, rounds=4, tasks=2)
     for step in history:
-        take(simulation, step)
+        perform(simulation, step)
         for law in LAWS:
             law(simulation)
     simulation.settle()
@@ -128,55 +128,55 @@ def test_whatever_breaks_the_laws_hold_and_in_the_end_all_is_done(
         law(simulation)
     assert simulation.controller.link.is_open
     assert simulation.controller.link.engine_id == simulation.engine.engine_id
-    assert sorted(simulation.books.done) == list(range(1, simulation.books.wishes + 1))
-    assert simulation.engine.link.unacknowledged() == []
+    assert sorted(simulation.state.done) == list(range(1, simulation.state.tasks + 1))
+    assert simulation.engine.link.unacknowledged_frames() == []
 
 
 EPOCH = 7
 DROP = commands.DropWeights(1, 1)
 
 
-class Talk:
-    """A link, and what it said to whom; time stands still unless it is told to go on."""
+class LinkBench:
+    """A link, and the frames that it sent; time changes only where a test sets `now_ns`."""
 
     def __init__(self, engine_id: str = "") -> None:
-        self.said: list[tuple[bytes, Frame[commands.Command]]] = []
-        self.link = EngineLink(self._hear, TIMEOUT_NS)
+        self.sent: list[tuple[bytes, DecodedFrame[commands.Command]]] = []
+        self.link = EngineLink(self._on_send, TIMEOUT_NS)
         self.now_ns = 100 * SECOND_NS
         self.link.start(EPOCH, engine_id, self.now_ns)
 
-    def _hear(self, peer: bytes, data: bytes) -> None:
-        self.said.append((peer, COMMANDS.decode(data)))
+    def _on_send(self, peer: bytes, data: bytes) -> None:
+        self.sent.append((peer, COMMANDS.decode(data)))
 
-    def hear(
-        self, *told: tuple[reports.Report, int], peer: bytes = b"a", epoch: int = EPOCH
+    def receive(
+        self, *numbered: tuple[reports.Report, int], peer: bytes = b"a", epoch: int = EPOCH
     ) -> list[reports.Report]:
-        """What the link hands out for the log, all of which is then logged."""
-        frames = [(peer, REPORTS.encode(report, epoch, seq)) for report, seq in told]
+        """Pass reports to the link; return its inputs for the log, which count as logged."""
+        frames = [(peer, REPORTS.encode(report, epoch, seq)) for report, seq in numbered]
         output = self.link.receive(frames, self.now_ns)
         self.link.note_logged()
         return output.inputs
 
-    def take_said(self) -> list[tuple[bytes, Frame[commands.Command]]]:
-        said, self.said = self.said, []
-        return said
+    def take_sent(self) -> list[tuple[bytes, DecodedFrame[commands.Command]]]:
+        sent, self.sent = self.sent, []
+        return sent
 
-    def question(self, peer: bytes = b"a") -> int:
-        """The number of the one question that was said since the last look."""
-        [(to, frame)] = [said for said in self.take_said() if _asks(said[1])]
+    def inventory_request(self, peer: bytes = b"a") -> int:
+        """Take the sent frames; return the number of the only inventory request of them."""
+        [(to, frame)] = [sent for sent in self.take_sent() if is_inventory_request(sent[1])]
         assert to == peer
         return frame.seq
 
-    def opened(self, seq: int = 0) -> "Talk":
-        """Engine `e` is there and has told `seq` reports."""
-        self.hear(beat("e", seq))
-        self.hear(inventory("e", self.question(), seq))
+    def opened(self, seq: int = 0) -> "LinkBench":
+        """Attach engine `e`, which has sent `seq` reports."""
+        self.receive(beat("e", seq))
+        self.receive(inventory("e", self.inventory_request(), seq))
         self.link.open()
         assert self.link.is_open
         return self
 
 
-def _asks(frame: Frame[commands.Command]) -> bool:
+def is_inventory_request(frame: DecodedFrame[commands.Command]) -> bool:
     return isinstance(frame.message, commands.RequestInventory)
 
 
@@ -197,186 +197,186 @@ def ops(inputs: list[reports.Report]) -> list[int]:
 
 
 def test_commands_are_numbered_and_beats_are_not() -> None:
-    talk = Talk().opened()
+    bench = LinkBench().opened()
     for _ in range(2):
-        talk.link.send(DROP, talk.now_ns)
-        talk.now_ns += BEAT_INTERVAL_NS
-        talk.link.tick(talk.now_ns)
-    said = talk.take_said()
-    assert [(peer, frame.epoch, frame.seq) for peer, frame in said] == [
+        bench.link.send(DROP, bench.now_ns)
+        bench.now_ns += BEAT_INTERVAL_NS
+        bench.link.tick(bench.now_ns)
+    sent = bench.take_sent()
+    assert [(peer, frame.epoch, frame.seq) for peer, frame in sent] == [
         (b"a", EPOCH, seq) for seq in (2, 2, 3, 3)
     ]
 
 
-def test_it_opens_only_for_the_answer_that_is_being_handled() -> None:
-    talk = Talk()
-    talk.hear(beat("e", 0))
-    asked = talk.question()
-    talk.link.open()
-    assert not talk.link.is_open
-    assert talk.hear(inventory("e", 0, 0)) == []
-    assert len(talk.hear(inventory("e", asked, 0))) == 1
-    talk.link.send(DROP, talk.now_ns)
-    assert talk.take_said() == []
-    talk.link.open()
-    talk.link.send(DROP, talk.now_ns)
-    assert len(talk.take_said()) == 1
+def test_the_link_opens_only_when_the_requested_inventory_is_handled() -> None:
+    bench = LinkBench()
+    bench.receive(beat("e", 0))
+    request = bench.inventory_request()
+    bench.link.open()
+    assert not bench.link.is_open
+    assert bench.receive(inventory("e", 0, 0)) == []
+    assert len(bench.receive(inventory("e", request, 0))) == 1
+    bench.link.send(DROP, bench.now_ns)
+    assert bench.take_sent() == []
+    bench.link.open()
+    bench.link.send(DROP, bench.now_ns)
+    assert len(bench.take_sent()) == 1
 
 
-def test_an_answer_to_a_former_life_is_no_answer() -> None:
-    talk = Talk("e")
-    talk.hear(beat("e", 0), epoch=EPOCH - 1)
-    asked = talk.question()
-    assert talk.hear(inventory("e", asked, 0), epoch=EPOCH - 1) == []
-    assert len(talk.hear(inventory("e", asked, 0))) == 1
+def test_an_answer_to_an_earlier_epoch_is_ignored() -> None:
+    bench = LinkBench("e")
+    bench.receive(beat("e", 0), epoch=EPOCH - 1)
+    request = bench.inventory_request()
+    assert bench.receive(inventory("e", request, 0), epoch=EPOCH - 1) == []
+    assert len(bench.receive(inventory("e", request, 0))) == 1
 
 
-@pytest.mark.parametrize("told", [inventory("e", 0, 3), inventory("e", 1, 3), beat("e", 4)])
-def test_a_gap_that_either_side_sees_closes_it(told: tuple[reports.Report, int]) -> None:
-    talk = Talk().opened(3)
-    assert talk.hear(told) == []
-    assert not talk.link.is_open
-    assert talk.hear(inventory("e", 1, 3)) == []
-    assert len(talk.hear(inventory("e", talk.question(), 3))) == 1
+@pytest.mark.parametrize("report", [inventory("e", 0, 3), inventory("e", 1, 3), beat("e", 4)])
+def test_a_gap_that_either_side_detects_closes_the_link(report: tuple[reports.Report, int]) -> None:
+    bench = LinkBench().opened(3)
+    assert bench.receive(report) == []
+    assert not bench.link.is_open
+    assert bench.receive(inventory("e", 1, 3)) == []
+    assert len(bench.receive(inventory("e", bench.inventory_request(), 3))) == 1
 
 
-def test_a_report_behind_a_gap_waits_for_those_before_it() -> None:
-    talk = Talk().opened(3)
-    assert ops(talk.hear(dropped(4), dropped(6))) == [4]
-    assert ops(talk.hear(dropped(7), dropped(5), dropped(6), dropped(7))) == []
-    assert ops(talk.hear(inventory("e", talk.question(), 7))) == [5, 6, 7]
-    assert ops(talk.hear(dropped(5), dropped(7), dropped(8))) == [8]
+def test_a_report_after_a_gap_waits_for_those_before_it() -> None:
+    bench = LinkBench().opened(3)
+    assert ops(bench.receive(dropped(4), dropped(6))) == [4]
+    assert ops(bench.receive(dropped(7), dropped(5), dropped(6), dropped(7))) == []
+    assert ops(bench.receive(inventory("e", bench.inventory_request(), 7))) == [5, 6, 7]
+    assert ops(bench.receive(dropped(5), dropped(7), dropped(8))) == [8]
 
 
-def test_another_inventory_behind_the_answer_asks_again() -> None:
-    talk = Talk()
-    talk.hear(beat("e", 0))
-    asked = talk.question()
-    assert len(talk.hear(inventory("e", asked, 0), inventory("e", 0, 0))) == 1
-    talk.link.open()
-    assert not talk.link.is_open
-    assert talk.question() > asked
+def test_another_inventory_after_the_answer_starts_a_new_round() -> None:
+    bench = LinkBench()
+    bench.receive(beat("e", 0))
+    request = bench.inventory_request()
+    assert len(bench.receive(inventory("e", request, 0), inventory("e", 0, 0))) == 1
+    bench.link.open()
+    assert not bench.link.is_open
+    assert bench.inventory_request() > request
 
 
-def test_what_is_acknowledged_is_in_the_log() -> None:
-    talk = Talk().opened(3)
-    told = (dropped(4), inventory("e", 0, 4))
-    frames = [(b"a", REPORTS.encode(report, EPOCH, seq)) for report, seq in told]
-    assert ops(talk.link.receive(frames, talk.now_ns).inputs) == [4]
-    [(_, question)] = talk.take_said()
-    assert question.message.acknowledged == 3
-    talk.link.forget_unlogged(talk.now_ns)
-    talk.now_ns += BEAT_INTERVAL_NS
-    talk.link.tick(talk.now_ns)
-    assert [frame.message.acknowledged for _, frame in talk.take_said()] == [3]
+def test_only_what_is_in_the_log_is_acknowledged() -> None:
+    bench = LinkBench().opened(3)
+    numbered = (dropped(4), inventory("e", 0, 4))
+    frames = [(b"a", REPORTS.encode(report, EPOCH, seq)) for report, seq in numbered]
+    assert ops(bench.link.receive(frames, bench.now_ns).inputs) == [4]
+    [(_, frame)] = bench.take_sent()
+    assert frame.message.acknowledged == 3
+    bench.link.forget_unlogged(bench.now_ns)
+    bench.now_ns += BEAT_INTERVAL_NS
+    bench.link.tick(bench.now_ns)
+    assert [frame.message.acknowledged for _, frame in bench.take_sent()] == [3]
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_what_could_not_be_logged_is_asked_for_again_after_a_while(count: int) -> None:
-    talk = Talk()
-    talk.hear(beat("e", 0))
-    told = [dropped(seq) for seq in range(1, count + 1)]
-    told.append(inventory("e", talk.question(), count))
-    frames = [(b"a", REPORTS.encode(report, EPOCH, seq)) for report, seq in told]
-    assert len(talk.link.receive(frames, talk.now_ns).inputs) == count + 1
-    talk.link.forget_unlogged(talk.now_ns)
-    talk.link.open()
-    assert not talk.link.is_open
-    talk.now_ns += SYNC_RETRY_NS
-    talk.hear(beat("e", count))
-    talk.link.tick(talk.now_ns)
-    told[-1] = inventory("e", talk.question(), count)
-    assert len(talk.hear(*told)) == count + 1
+def test_what_could_not_be_logged_is_requested_again_after_a_delay(count: int) -> None:
+    bench = LinkBench()
+    bench.receive(beat("e", 0))
+    numbered = [dropped(seq) for seq in range(1, count + 1)]
+    numbered.append(inventory("e", bench.inventory_request(), count))
+    frames = [(b"a", REPORTS.encode(report, EPOCH, seq)) for report, seq in numbered]
+    assert len(bench.link.receive(frames, bench.now_ns).inputs) == count + 1
+    bench.link.forget_unlogged(bench.now_ns)
+    bench.link.open()
+    assert not bench.link.is_open
+    bench.now_ns += SYNC_RETRY_NS
+    bench.receive(beat("e", count))
+    bench.link.tick(bench.now_ns)
+    numbered[-1] = inventory("e", bench.inventory_request(), count)
+    assert len(bench.receive(*numbered)) == count + 1
 
 
-def test_nothing_is_asked_again_of_an_engine_that_is_silent() -> None:
-    talk = Talk()
-    talk.hear(beat("e", 0))
-    talk.question()
-    talk.now_ns += 2 * SYNC_RETRY_NS
-    talk.link.tick(talk.now_ns)
-    assert not any(_asks(frame) for _, frame in talk.take_said())
-    talk.hear(beat("e", 0))
-    talk.link.tick(talk.now_ns)
-    assert talk.question()
+def test_no_request_is_repeated_to_a_silent_engine() -> None:
+    bench = LinkBench()
+    bench.receive(beat("e", 0))
+    bench.inventory_request()
+    bench.now_ns += 2 * SYNC_RETRY_NS
+    bench.link.tick(bench.now_ns)
+    assert not any(is_inventory_request(frame) for _, frame in bench.take_sent())
+    bench.receive(beat("e", 0))
+    bench.link.tick(bench.now_ns)
+    assert bench.inventory_request()
 
 
-def test_any_answer_of_a_round_will_do() -> None:
-    talk = Talk()
-    talk.hear(beat("e", 0))
-    first = talk.question()
-    talk.now_ns += SYNC_RETRY_NS
-    talk.hear(beat("e", 0))
-    talk.link.tick(talk.now_ns)
-    assert talk.question() > first
-    assert len(talk.hear(inventory("e", first, 0))) == 1
+def test_any_answer_of_a_round_is_valid() -> None:
+    bench = LinkBench()
+    bench.receive(beat("e", 0))
+    first = bench.inventory_request()
+    bench.now_ns += SYNC_RETRY_NS
+    bench.receive(beat("e", 0))
+    bench.link.tick(bench.now_ns)
+    assert bench.inventory_request() > first
+    assert len(bench.receive(inventory("e", first, 0))) == 1
 
 
 def test_a_second_engine_waits_for_the_first_ones_end() -> None:
-    talk = Talk().opened(3)
-    assert talk.hear(beat("f", 9), inventory("f", 1, 9), dropped(4), peer=b"b") == []
-    assert talk.take_said() == []
-    talk.link.lose(talk.now_ns, ended=True)
-    talk.hear(beat("f", 9), peer=b"b")
-    [(_, question)] = talk.take_said()
-    # The numbers of another life are another's.
-    assert question.message == commands.RequestInventory(0)
+    bench = LinkBench().opened(3)
+    assert bench.receive(beat("f", 9), inventory("f", 1, 9), dropped(4), peer=b"b") == []
+    assert bench.take_sent() == []
+    bench.link.detach(bench.now_ns, ended=True)
+    bench.receive(beat("f", 9), peer=b"b")
+    [(_, frame)] = bench.take_sent()
+    # The numbers of one engine mean nothing for another.
+    assert frame.message == commands.RequestInventory(0)
 
 
-def test_frames_of_a_dead_engine_do_not_bring_it_back() -> None:
-    talk = Talk().opened()
-    talk.link.lose(talk.now_ns, ended=True)
-    talk.now_ns += GHOST_NS - 1
-    assert talk.hear(dropped(1), beat("e", 1), inventory("e", 0, 1)) == []
-    assert talk.link.engine_id == ""
-    assert talk.take_said() == []
+def test_late_frames_of_an_ended_engine_do_not_attach_it() -> None:
+    bench = LinkBench().opened()
+    bench.link.detach(bench.now_ns, ended=True)
+    bench.now_ns += LATE_FRAMES_NS - 1
+    assert bench.receive(dropped(1), beat("e", 1), inventory("e", 0, 1)) == []
+    assert bench.link.engine_id == ""
+    assert bench.take_sent() == []
 
 
-def test_an_engine_that_was_only_silent_is_taken_again() -> None:
-    talk = Talk().opened()
-    talk.now_ns += TIMEOUT_NS + 1
-    assert talk.link.is_overdue(talk.now_ns)
-    talk.link.lose(talk.now_ns, ended=False)
-    assert not talk.link.is_overdue(talk.now_ns)
-    assert talk.hear(dropped(1)) == []
-    talk.hear(beat("e", 1))
-    assert ops(talk.hear(dropped(1), inventory("e", talk.question(), 1))) == [1]
+def test_an_engine_that_was_only_silent_is_attached_again() -> None:
+    bench = LinkBench().opened()
+    bench.now_ns += TIMEOUT_NS + 1
+    assert bench.link.is_overdue(bench.now_ns)
+    bench.link.detach(bench.now_ns, ended=False)
+    assert not bench.link.is_overdue(bench.now_ns)
+    assert bench.receive(dropped(1)) == []
+    bench.receive(beat("e", 1))
+    assert ops(bench.receive(dropped(1), inventory("e", bench.inventory_request(), 1))) == [1]
 
 
-def test_a_new_line_of_the_same_engine_goes_on_where_it_was() -> None:
-    talk = Talk().opened(3)
-    talk.link.send(DROP, talk.now_ns)
-    talk.hear(dropped(4))
-    talk.take_said()
-    assert talk.hear(dropped(5), peer=b"b") == []
-    assert talk.hear(beat("e", 5), peer=b"b") == []
-    [(peer, question)] = talk.take_said()
-    assert (peer, question.seq) == (b"b", 3)
-    assert question.message == commands.RequestInventory(4)
+def test_a_new_connection_of_the_same_engine_continues_its_numbers() -> None:
+    bench = LinkBench().opened(3)
+    bench.link.send(DROP, bench.now_ns)
+    bench.receive(dropped(4))
+    bench.take_sent()
+    assert bench.receive(dropped(5), peer=b"b") == []
+    assert bench.receive(beat("e", 5), peer=b"b") == []
+    [(peer, frame)] = bench.take_sent()
+    assert (peer, frame.seq) == (b"b", 3)
+    assert frame.message == commands.RequestInventory(4)
 
 
 @pytest.mark.parametrize("engine_id", ["", "f"])
-def test_who_is_expected_has_the_timeout_to_turn_up(engine_id: str) -> None:
-    talk = Talk("e")
-    assert not talk.link.is_overdue(talk.now_ns + TIMEOUT_NS)
-    talk.now_ns += TIMEOUT_NS + 1
-    talk.hear(beat(engine_id, 0))
-    assert talk.link.is_overdue(talk.now_ns)
+def test_an_expected_engine_has_the_timeout_to_connect(engine_id: str) -> None:
+    bench = LinkBench("e")
+    assert not bench.link.is_overdue(bench.now_ns + TIMEOUT_NS)
+    bench.now_ns += TIMEOUT_NS + 1
+    bench.receive(beat(engine_id, 0))
+    assert bench.link.is_overdue(bench.now_ns)
 
 
-def test_what_nobody_can_have_said_is_passed_over() -> None:
-    talk = Talk().opened(3)
-    assert talk.hear(dropped(4), peer=b"b") == []
-    assert talk.hear(dropped(4), epoch=EPOCH + 1) == []
-    assert talk.hear(inventory("e", 0, 3), epoch=EPOCH + 1, peer=b"b") == []
-    assert talk.link.receive([(b"a", b"garbage"), (b"a", b"")], talk.now_ns).inputs == []
-    assert talk.take_said() == []
-    assert talk.link.is_open
+def test_frames_without_a_valid_sender_are_ignored() -> None:
+    bench = LinkBench().opened(3)
+    assert bench.receive(dropped(4), peer=b"b") == []
+    assert bench.receive(dropped(4), epoch=EPOCH + 1) == []
+    assert bench.receive(inventory("e", 0, 3), epoch=EPOCH + 1, peer=b"b") == []
+    assert bench.link.receive([(b"a", b"garbage"), (b"a", b"")], bench.now_ns).inputs == []
+    assert bench.take_sent() == []
+    assert bench.link.is_open
 
 
-def test_tokens_pass_by_in_any_phase() -> None:
-    talk = Talk()
-    talk.hear(beat("e", 0))
+def test_tokens_are_forwarded_in_any_phase() -> None:
+    bench = LinkBench()
+    bench.receive(beat("e", 0))
     tokens = reports.TokensGenerated("r", 0, (1,), "x")
     frame = REPORTS.encode(tokens, EPOCH, 0)
-    assert talk.link.receive([(b"a", frame), (b"b", frame)], talk.now_ns).private == [tokens]
+    assert bench.link.receive([(b"a", frame), (b"b", frame)], bench.now_ns).private == [tokens]

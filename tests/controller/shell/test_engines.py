@@ -1,7 +1,6 @@
-"""A real controller's process, and engines that come, go, fall silent and say what can't be.
+"""A real controller process, with engines that start, end, fall silent and report nonsense.
 
-The engines are stand-ins, so that they can do all that at will; the process that the controller is
-told to watch is one of ours that sleeps.
+The engines are stand-ins; the process that the controller watches is one that sleeps.
 """
 
 import resource
@@ -32,10 +31,13 @@ from tests.support.simulation.shell_examples import (
     set_file_limit,
 )
 
-ASK = commands.RequestInventory
+LIVE_MS = 60_000
+"""The time after which a silent engine counts as lost: no stand-in is silent for so long."""
 
-TIMEOUT_MS = 3_000
-"""The time after which a silent engine counts as gone; a stand-in beats thirty times as often."""
+SILENT_MS = 3_000
+"""The same where a test load for it; a stand-in beats thirty times as often."""
+
+after_silence = pytest.mark.parametrize("process", [SILENT_MS], indirect=True)
 
 
 @contextmanager
@@ -56,8 +58,9 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def process(directory: Path) -> Iterator[ControllerProcess]:
-    options: dict[str, Any] = {"checked": True, "engine_timeout_ms": TIMEOUT_MS}
+def process(directory: Path, request: pytest.FixtureRequest) -> Iterator[ControllerProcess]:
+    timeout_ms = getattr(request, "param", LIVE_MS)
+    options: dict[str, Any] = {"checked": True, "engine_timeout_ms": timeout_ms}
     with controller(directory, **options) as found:
         yield found
         assert found.stop() == 0, found.output()
@@ -79,155 +82,157 @@ def losses(directory: Path) -> list[str]:
     return [m.engine_id for m in logged(directory) if isinstance(m, records.EngineLost)]
 
 
-def attached(client: RawClient, engine_id: str) -> None:
+def wait_until_attached(client: RawClient, engine_id: str) -> None:
     eventually(lambda: client.status().engine_id == engine_id, engine_id)
 
 
-def test_a_dead_engine_is_told_and_the_next_one_gets_its_goals(
+def test_a_dead_engine_is_detected_and_the_next_one_gets_its_goals(
     directory: Path, client: RawClient
 ) -> None:
     with sleeper() as first, StandInEngine(directory, "first", first.pid) as engine:
-        assert client.ask(rq.HoldAdapter(client.new_id(), "held")).state == GPU_SLOT
+        assert client.call(rq.HoldAdapter(client.new_id(), "held")).state == GPU_SLOT
         assert client.activate("used").state == GPU_SLOT
-        engine.keep = {commands.CheckAdapter, commands.StartGeneration}
-        waits = rq.LoadAdapter(client.new_id(), "waits")
-        talks = rq.Generate(client.new_id(), "used", "hello")
-        client.put(waits)
-        client.put(talks)
+        engine.delayed = {commands.CheckAdapter, commands.StartGeneration}
+        load = rq.LoadAdapter(client.new_id(), "waits")
+        generation = rq.Generate(client.new_id(), "used", "hello")
+        client.send_request(load)
+        client.send_request(generation)
         eventually(lambda: len(engine.running) == 2)
-        # It is deaf before it dies, as a process is; its beats do not end it here.
+        # An ended process receives nothing, so the stand-in stops first.
         engine.paused = True
         first.kill()
-        for request in (waits, talks):
-            assert client.answer(request.request_id).code == ErrorCode.ENGINE_GONE
+        for request in (load, generation):
+            assert client.final_reply(request.request_id).code == ErrorCode.ENGINE_GONE
         assert client.status().engine_id == ""
         assert states(client) == {"held": "evicted", "used": "evicted"}
     with sleeper() as second, StandInEngine(directory, "second", second.pid):
-        attached(client, "second")
+        wait_until_attached(client, "second")
         eventually(lambda: states(client)["held"] == GPU_SLOT, "the held adapter")
         assert client.activate("used").state == GPU_SLOT
     assert losses(directory)[0] == "first"
 
 
-def test_what_a_dead_engine_still_had_under_way_changes_nothing(
-    directory: Path, client: RawClient
-) -> None:
-    with sleeper() as body, StandInEngine(directory, "first", body.pid) as engine:
+def test_frames_of_a_dead_engine_change_nothing(directory: Path, client: RawClient) -> None:
+    with sleeper() as watched, StandInEngine(directory, "first", watched.pid) as engine:
         assert client.load("a").state == "cpu-cached"
-        body.kill()
+        watched.kill()
         eventually(lambda: client.status().engine_id == "", "the loss")
-        # It goes on beating for a moment, as frames that were on their way do.
+        # The stand-in still sends heartbeats, like frames that were in flight.
         with sleeper() as other, StandInEngine(directory, "second", other.pid):
-            attached(client, "second")
+            wait_until_attached(client, "second")
             assert client.load("a").state == "cpu-cached"
             assert engine.engine_id not in losses(directory)[1:]
 
 
-def test_a_silent_engine_is_lost_and_taken_back(directory: Path, client: RawClient) -> None:
-    with sleeper() as body, StandInEngine(directory, "e", body.pid) as engine:
+@after_silence
+def test_a_silent_engine_is_lost_and_attached_again(directory: Path, client: RawClient) -> None:
+    with sleeper() as watched, StandInEngine(directory, "e", watched.pid) as engine:
         for name in "ab":
             assert client.activate(name).state == GPU_SLOT
-        engine.keep = {commands.LoadWeights, commands.StartGeneration}
-        waits = rq.LoadAdapter(client.new_id(), "c")
-        talks = rq.Generate(client.new_id(), "a", "hello")
-        client.put(waits)
-        client.put(talks)
+        engine.delayed = {commands.LoadWeights, commands.StartGeneration}
+        load = rq.LoadAdapter(client.new_id(), "c")
+        generation = rq.Generate(client.new_id(), "a", "hello")
+        client.send_request(load)
+        client.send_request(generation)
         eventually(lambda: len(engine.running) == 2)
         engine.paused = True
-        for request in (waits, talks):
-            assert client.answer(request.request_id).code == ErrorCode.ENGINE_GONE
+        for request in (load, generation):
+            assert client.final_reply(request.request_id).code == ErrorCode.ENGINE_GONE
         assert set(states(client).values()) == {"evicted"}
-        # What it does meanwhile it tells when it can; nobody waits for that any more.
+        # It reports its work when it continues; no request load for those reports.
         engine.finish()
         engine.paused = False
-        attached(client, "e")
-        eventually(lambda: states(client).get("b") == GPU_SLOT, "what it still holds")
+        wait_until_attached(client, "e")
+        eventually(lambda: states(client).get("b") == GPU_SLOT, "the adapters that it still has")
         assert client.activate("c").state == GPU_SLOT
-        done = client.ask(rq.Generate(client.new_id(), "a", "hello"))
+        done = client.call(rq.Generate(client.new_id(), "a", "hello"))
         assert done.finish_reason == "length"
     assert losses(directory)[0] == "e"
 
 
-def test_a_restart_keeps_what_the_engine_holds(
+def test_a_restart_keeps_the_adapters_of_the_engine(
     directory: Path, process: ControllerProcess, client: RawClient
 ) -> None:
-    with sleeper() as body, StandInEngine(directory, "e", body.pid) as engine:
+    with sleeper() as watched, StandInEngine(directory, "e", watched.pid) as engine:
         for name in "abc":
             assert client.activate(name).state == GPU_SLOT
         before, done = client.list().adapters, len(engine.received)
         process.kill()
         process.start()
-        eventually(lambda: client.status().operations == 0 and engine.asked > 1)
+        eventually(lambda: client.status().operations == 0 and engine.inventory_requests > 1)
         assert client.list().adapters == before
         assert len(engine.received) == done
         assert losses(directory) == []
 
 
-def test_reports_that_nobody_could_hear_are_heard_in_the_next_life(
+def test_reports_that_were_lost_are_received_by_the_next_controller(
     directory: Path, process: ControllerProcess, client: RawClient
 ) -> None:
-    with sleeper() as body, StandInEngine(directory, "e", body.pid) as engine:
+    with sleeper() as watched, StandInEngine(directory, "e", watched.pid) as engine:
         assert client.activate("a").state == GPU_SLOT
-        engine.keep = {commands.LoadWeights, commands.StartGeneration}
-        waits = rq.LoadAdapter(client.new_id(), "b")
-        talks = rq.Generate(client.new_id(), "a", "hello")
-        client.put(waits)
-        client.put(talks)
+        engine.delayed = {commands.LoadWeights, commands.StartGeneration}
+        load = rq.LoadAdapter(client.new_id(), "b")
+        generation = rq.Generate(client.new_id(), "a", "hello")
+        client.send_request(load)
+        client.send_request(generation)
         eventually(lambda: len(engine.running) == 2)
         process.kill()
         engine.finish()
         eventually(lambda: not engine.running)
         process.start()
-        assert client.ask(waits).state == "cpu-cached"
-        assert client.ask(talks).output_tokens == 2
-        assert len(engine.got(commands.StartGeneration)) == 1
-        assert len(engine.got(commands.LoadWeights)) == 2
+        assert client.call(load).state == "cpu-cached"
+        assert client.call(generation).output_tokens == 2
+        assert len(engine.commands_of(commands.StartGeneration)) == 1
+        assert len(engine.commands_of(commands.LoadWeights)) == 2
         assert losses(directory) == []
 
 
-def test_a_generation_whose_prompt_died_is_asked_for_again(
+def test_a_generation_whose_prompt_was_lost_can_be_requested_again(
     directory: Path, process: ControllerProcess, client: RawClient
 ) -> None:
-    with sleeper() as body, StandInEngine(directory, "e", body.pid) as engine:
+    with sleeper() as watched, StandInEngine(directory, "e", watched.pid) as engine:
         assert client.load("a").state == "cpu-cached"
-        engine.keep = {commands.StageWeights}
-        talks = rq.Generate(client.new_id(), "a", "hello")
-        client.put(talks)
+        engine.delayed = {commands.StageWeights}
+        generation = rq.Generate(client.new_id(), "a", "hello")
+        client.send_request(generation)
         eventually(lambda: engine.running)
         process.kill()
         process.start()
         eventually(lambda: client.status().operations == 1)
         engine.finish()
-        eventually(lambda: client.status().requests == 0, "the end of what lost its prompt")
-        assert engine.got(commands.StartGeneration) == []
-        assert client.ask(talks).finish_reason == "length"
-        [started] = engine.got(commands.StartGeneration)
+        eventually(
+            lambda: client.status().requests == 0, "the end of the generation without a prompt"
+        )
+        assert engine.commands_of(commands.StartGeneration) == []
+        assert client.call(generation).finish_reason == "length"
+        [started] = engine.commands_of(commands.StartGeneration)
         assert started.prompt == "hello"
     assert any(isinstance(message, records.PayloadLost) for message in logged(directory))
 
 
-def test_an_engine_that_came_while_nobody_was_there(
+@after_silence
+def test_an_engine_that_starts_while_no_controller_runs(
     directory: Path, process: ControllerProcess, client: RawClient
 ) -> None:
-    with sleeper() as body, StandInEngine(directory, "first", body.pid):
+    with sleeper() as watched, StandInEngine(directory, "first", watched.pid):
         assert client.activate("a").state == GPU_SLOT
         process.kill()
     with sleeper() as other, StandInEngine(directory, "second", other.pid):
         process.start()
-        attached(client, "second")
+        wait_until_attached(client, "second")
         assert client.activate("a").state == GPU_SLOT
     assert losses(directory)[0] == "first"
 
 
-def test_the_disk_may_be_full_while_engines_go_and_come(
+def test_the_disk_may_be_full_while_engines_end_and_start(
     directory: Path, process: ControllerProcess, client: RawClient
 ) -> None:
-    with sleeper() as body, StandInEngine(directory, "first", body.pid) as engine:
+    with sleeper() as watched, StandInEngine(directory, "first", watched.pid) as engine:
         assert client.activate("a").state == GPU_SLOT
         size_bytes = next((directory / "log").glob("*.log")).stat().st_size
         set_file_limit(process, size_bytes + 10)
         engine.paused = True
-        body.kill()
+        watched.kill()
         eventually(lambda: "the log can't be written" in process.output())
     with sleeper() as other, StandInEngine(directory, "second", other.pid):
         for _ in range(3):
@@ -235,39 +240,41 @@ def test_the_disk_may_be_full_while_engines_go_and_come(
             time.sleep(0.5)
         assert client.status().engine_id == "first"
         set_file_limit(process, resource.RLIM_INFINITY)
-        attached(client, "second")
+        wait_until_attached(client, "second")
         assert client.activate("a").state == GPU_SLOT
         assert losses(directory) == ["first"]
 
 
-def test_an_inventory_that_can_not_be_true_is_asked_for_again(
+def test_an_inconsistent_inventory_is_requested_again(
     directory: Path, process: ControllerProcess, client: RawClient
 ) -> None:
-    with sleeper() as body, StandInEngine(directory, "e", body.pid) as engine:
+    with sleeper() as watched, StandInEngine(directory, "e", watched.pid) as engine:
         assert client.activate("a").state == GPU_SLOT
-        true = engine.held
+        true = engine.adapters
         [(adapter_id, entry)] = true.items()
-        engine.held = {adapter_id: msgspec.structs.replace(entry, slot=2, state="pinned")}
+        engine.adapters = {adapter_id: msgspec.structs.replace(entry, slot=2, state="pinned")}
         process.kill()
         process.start()
-        eventually(lambda: client.status().engine_id == "" and engine.asked > 2)
-        engine.held = true
-        attached(client, "e")
+        eventually(lambda: client.status().engine_id == "" and engine.inventory_requests > 2)
+        engine.adapters = true
+        wait_until_attached(client, "e")
         assert states(client) == {"a": GPU_SLOT}
-        refused = client.ask(rq.FetchEvents(client.new_id(), 1)).events
-        assert any(isinstance(told.event, events.ReportRefused) for told in refused)
+        published = client.call(rq.FetchEvents(client.new_id(), 1)).events
+        assert any(isinstance(one.event, events.ReportRefused) for one in published)
 
 
 def test_a_large_inventory_is_read(directory: Path, client: RawClient) -> None:
     path = "x" * 4000
     with Peer(directory, "engine.sock") as peer:
         peer.send(REPORTS.encode(reports.EngineBeat("large", 0)))
-        while not isinstance((asked := COMMANDS.decode(peer.receive())).message, ASK):
+        while not isinstance(
+            (request := COMMANDS.decode(peer.receive())).message, commands.RequestInventory
+        ):
             continue
         entry = ("a", path, "print", 8, "cpu-cached", -1, 0, 1024, 512)
         held = tuple(reports.InventoryAdapter(i, *entry) for i in range(1, 2500))
-        size = (3, 8 << 20, 0, (), held, asked.seq)
-        frame = REPORTS.encode(reports.EngineInventory("large", 0, "m", *size), asked.epoch)
+        size = (3, 8 << 20, 0, (), held, request.seq)
+        frame = REPORTS.encode(reports.EngineInventory("large", 0, "m", *size), request.epoch)
         assert len(frame) > 9 << 20
         peer.send(frame)
-        attached(client, "large")
+        wait_until_attached(client, "large")

@@ -1,6 +1,6 @@
-"""Images through a real controller's process: to the engine as they came, and again where lost.
+"""Images pass a real controller unchanged, and are sent again after a crash.
 
-The engine is a stand-in, so that it can come late; `test_illustrated_processes` has a real one.
+The engine is a stand-in, so that it can start late; `test_image_processes` has a real one.
 """
 
 import os
@@ -16,6 +16,7 @@ from messages import commands, records
 from messages import requests as rq
 from tests.support.parallel.processes import controller
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
+from tests.support.waiting import HANG_S
 
 SOON = Timing(0.1, 0.4)
 LONGEST = (bytes(rq.IMAGE_BYTES_MAX),) * (rq.IMAGES_BYTES_MAX // rq.IMAGE_BYTES_MAX)
@@ -33,11 +34,11 @@ def test_images_reach_the_engine_and_no_log(directory: Path, images: tuple[bytes
     with (
         controller(directory, checked=True),
         StandInEngine(directory, "e", os.getpid()) as engine,
-        Client(directory, timeout_s=60.0) as client,
+        Client(directory, timeout_s=HANG_S) as client,
     ):
         generation = client.generate("a text", images=images)
         assert [chunk.text for chunk in generation] == ["ab"]
-        [start] = engine.got(commands.StartGeneration)
+        [start] = engine.commands_of(commands.StartGeneration)
         assert start.prompt == rq.IllustratedPrompt("a text", images)
     assert verify(directory / "log").damage is None
     size = sum(file.stat().st_size for file in (directory / "log").glob("*.log"))
@@ -45,12 +46,12 @@ def test_images_reach_the_engine_and_no_log(directory: Path, images: tuple[bytes
     assert replay(directory / "log").divergence is None
 
 
-def test_images_that_died_with_a_controller_are_sent_again(directory: Path) -> None:
-    """The next life starts what the log has before the client, which waits in no call, can help."""
+def test_images_that_were_lost_with_a_controller_are_sent_again(directory: Path) -> None:
+    """The next process starts the logged request before its client sends the images again."""
     images = (bytes(3 << 20), b"\x89PNG")
     with (
         controller(directory, checked=True) as process,
-        Client(directory, timeout_s=60.0, timing=SOON) as client,
+        Client(directory, timeout_s=HANG_S, timing=SOON) as client,
     ):
         generation = client.generate("a text", images=images)
         with RawClient(directory) as other:
@@ -60,9 +61,9 @@ def test_images_that_died_with_a_controller_are_sent_again(directory: Path) -> N
         with StandInEngine(directory, "e", os.getpid()) as engine:
             lost = records.PayloadLost(generation.request_id)
             eventually(lambda: lost in logged(directory), "the loss")
-            assert not engine.got(commands.StartGeneration)
+            assert not engine.commands_of(commands.StartGeneration)
             assert generation.text() == "ab"
-            [start] = engine.got(commands.StartGeneration)
+            [start] = engine.commands_of(commands.StartGeneration)
             assert start.prompt == rq.IllustratedPrompt("a text", images)
             assert start.request_id == generation.request_id
         assert process.stop() == 0, process.output()

@@ -1,10 +1,9 @@
-"""`loradock serve`: children come back, signals end them all, and nothing outlives its parent."""
+"""`loradock serve` restarts its children, ends them on a signal, and they end with it."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from controller.cli.exit_codes import ExitCode
-from tests.support.engine.served import WAIT_S, serve, status_once, wait_for_end
+from tests.support.engine.serve_process import serve, status_once, wait_for_end
 from tests.support.parallel.processes import ROOT
+from tests.support.waiting import HANG_S, wait_until
 
 
-def test_both_children_come_back_and_a_signal_ends_all(tmp_path: Path) -> None:
+def test_both_children_are_restarted_and_a_signal_ends_all(tmp_path: Path) -> None:
     directory = tmp_path / "d"
     with serve(directory) as process:
         first = status_once(directory, lambda status: bool(status.engine_id))
@@ -28,11 +28,11 @@ def test_both_children_come_back_and_a_signal_ends_all(tmp_path: Path) -> None:
         os.kill(second.engine_pid, signal.SIGKILL)
         third = status_once(directory, lambda status: status.engine_id not in ("", first.engine_id))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(WAIT_S) == 0
+        assert process.wait(HANG_S) == 0
         wait_for_end(third.controller_pid, third.engine_pid)
 
 
-def test_children_see_their_parent_die(tmp_path: Path) -> None:
+def test_children_end_when_their_parent_dies(tmp_path: Path) -> None:
     directory = tmp_path / "d"
     with serve(directory) as process:
         status = status_once(directory, lambda status: bool(status.engine_id))
@@ -40,29 +40,29 @@ def test_children_see_their_parent_die(tmp_path: Path) -> None:
         wait_for_end(status.controller_pid, status.engine_pid)
 
 
-def test_a_damaged_log_ends_it_for_good(tmp_path: Path) -> None:
+def test_a_damaged_log_ends_the_supervisor(tmp_path: Path) -> None:
     directory = tmp_path / "d"
     with serve(directory, "--engine", "external") as process:
         status_once(directory, lambda status: status.seq > 0)
         process.terminate()
-        process.wait(WAIT_S)
+        process.wait(HANG_S)
     (segment,) = (directory / "log").iterdir()
     damaged = bytearray(segment.read_bytes())
     damaged[200] ^= 1
     segment.write_bytes(bytes(damaged))
     with serve(directory, "--engine", "external") as process:
-        assert process.wait(WAIT_S) == ExitCode.LOG
+        assert process.wait(HANG_S) == ExitCode.LOG
     assert str(segment) in directory.with_suffix(".log").read_text()
 
 
 @pytest.mark.parametrize("model", [Path("/nowhere"), ROOT / "tests"])
-def test_a_model_that_is_none_ends_it(tmp_path: Path, model: Path) -> None:
+def test_a_directory_without_a_model_ends_the_supervisor(tmp_path: Path, model: Path) -> None:
     with serve(tmp_path / "d", model=model) as process:
-        assert process.wait(WAIT_S) == ExitCode.USAGE
+        assert process.wait(HANG_S) == ExitCode.USAGE
     assert f"directory={model}" in (tmp_path / "d.log").read_text()
 
 
-FAMILY = """
+SUPERVISOR = """
 import os, sys
 from pathlib import Path
 from controller.shell import stderr_logging
@@ -78,9 +78,9 @@ sys.exit(Supervisor(children, os.pipe()[0]).run())
 
 
 @contextmanager
-def family(directory: Path, broken: str) -> Iterator[subprocess.Popen]:
-    """A supervisor of one child that sleeps and one that does what it is told."""
-    command = [sys.executable, "-c", FAMILY, str(directory), broken]
+def supervised(directory: Path, broken: str) -> Iterator[subprocess.Popen]:
+    """A supervisor of a child that sleeps and one that runs the code `broken`."""
+    command = [sys.executable, "-c", SUPERVISOR, str(directory), broken]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     try:
         yield process
@@ -89,7 +89,7 @@ def family(directory: Path, broken: str) -> Iterator[subprocess.Popen]:
         process.wait()
 
 
-def lives(directory: Path, child: str) -> list[int]:
+def pids(directory: Path, child: str) -> list[int]:
     path = directory / child
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
@@ -108,24 +108,25 @@ def lives(directory: Path, child: str) -> list[int]:
 def test_a_child_that_can_not_run_ends_them_all(
     tmp_path: Path, broken: str, starts: int, status: int
 ) -> None:
-    with family(tmp_path, broken) as process:
-        _, said = process.communicate(timeout=WAIT_S)
+    with supervised(tmp_path, broken) as process:
+        _, output = process.communicate(timeout=HANG_S)
         assert process.returncode == status
-    last = said.decode().splitlines()[-1]
+    last = output.decode().splitlines()[-1]
     assert "a child can't run" in last
     assert "broken" in last
-    assert len(lives(tmp_path, "broken")) == starts
-    wait_for_end(*lives(tmp_path, "steady"))
+    assert len(pids(tmp_path, "broken")) == starts
+    wait_for_end(*pids(tmp_path, "steady"))
 
 
 @pytest.mark.parametrize("broken", ["os.kill(os.getpid(), 9)", "sys.exit(0)"])
-def test_a_child_that_somebody_ends_always_comes_back(tmp_path: Path, broken: str) -> None:
-    with family(tmp_path, broken) as process:
-        deadline = time.monotonic() + WAIT_S
-        while len(lives(tmp_path, "broken")) < 5:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert len(lives(tmp_path, "steady")) == 1
+def test_a_child_that_is_ended_on_request_is_always_restarted(tmp_path: Path, broken: str) -> None:
+    with supervised(tmp_path, broken) as process:
+        wait_until(
+            lambda: len(pids(tmp_path, "broken")) >= 5,
+            lambda: pids(tmp_path, "broken"),
+            "5 starts",
+        )
+        assert len(pids(tmp_path, "steady")) == 1
         process.send_signal(signal.SIGINT)
-        assert process.wait(WAIT_S) == 0
-    wait_for_end(*lives(tmp_path, "steady"))
+        assert process.wait(HANG_S) == 0
+    wait_for_end(*pids(tmp_path, "steady"))

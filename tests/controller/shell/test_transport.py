@@ -1,4 +1,4 @@
-"""How much one turn takes from a socket, on the controller's side and on the engine's."""
+"""The bounds on one iteration's frames, in the controller and in the engine."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ LONG = b"x" * (24 << 20)
 
 
 class Queued:
-    """A socket in which frames wait already, each of a message of its own."""
+    """A socket in which frames are queued, one per message."""
 
     def __init__(self, *frames: bytes) -> None:
         self.frames = list(frames)
@@ -33,20 +33,20 @@ class Queued:
         return 0
 
 
-def controllers_turn(queued: Any) -> int:
+def read_by_controller(queued: Any) -> int:
     return len(list(transport._receive(queued)))
 
 
-def engines_turn(queued: Any) -> int:
+def read_by_engine(queued: Any) -> int:
     before = len(queued.frames)
-    # What waits here is no command: it is counted, and nobody else is asked.
+    # The frames are not commands: they are counted, and the engine gets none.
     worker.Worker(None, queued, worker.Wakeup(), ())._receive()  # type: ignore[arg-type]
     return before - len(queued.frames)
 
 
-@pytest.mark.parametrize("turn", [controllers_turn, engines_turn])
+@pytest.mark.parametrize("read", [read_by_controller, read_by_engine])
 @pytest.mark.parametrize(
-    ("frames", "turns"),
+    ("frames", "counts"),
     [
         ([], [0, 0]),
         ([b""] * 3, [3, 0]),
@@ -54,18 +54,18 @@ def engines_turn(queued: Any) -> int:
         ([LONG, b"", b"", LONG, LONG, b"", LONG], [5, 2, 0]),
     ],
 )
-def test_a_turn_takes_so_many_bytes_and_leaves_the_rest(
-    turn: Any, frames: list[bytes], turns: list[int]
+def test_an_iteration_reads_a_bounded_number_of_bytes(
+    read: Any, frames: list[bytes], counts: list[int]
 ) -> None:
-    assert transport.BYTES_PER_TURN == worker.BYTES_MAX == 64 << 20
+    assert transport.BYTES_PER_ITERATION == worker.BYTES_MAX == 64 << 20
     queued = Queued(*frames)
-    assert [turn(queued) for _ in turns] == turns
+    assert [read(queued) for _ in counts] == counts
 
 
 @pytest.mark.parametrize(
-    ("turn", "frames_max"),
-    [(controllers_turn, transport.FRAMES_PER_TURN), (engines_turn, worker.FRAMES_MAX)],
+    ("read", "frames_max"),
+    [(read_by_controller, transport.FRAMES_PER_ITERATION), (read_by_engine, worker.FRAMES_MAX)],
 )
-def test_a_turn_takes_so_many_frames(turn: Any, frames_max: int) -> None:
+def test_an_iteration_reads_a_bounded_number_of_frames(read: Any, frames_max: int) -> None:
     queued = Queued(*[b"x"] * (frames_max + 5))
-    assert [turn(queued), turn(queued), turn(queued)] == [frames_max, 5, 0]
+    assert [read(queued), read(queued), read(queued)] == [frames_max, 5, 0]

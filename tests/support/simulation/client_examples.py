@@ -1,6 +1,6 @@
-"""A session without sockets, requests to put into it and answers to give it."""
+"""A session without sockets, with functions that start its calls and deliver its answers."""
 
-from controller.client.calls import NEW, Timing
+from controller.client.calls import NO_ID, Timing
 from controller.client.session import Session, generate_request
 from messages import requests as rq
 from messages.wire import REPLIES, REQUESTS
@@ -21,7 +21,7 @@ def reply(message, epoch=1):
 
 
 def load(client, now=0.0, timeout_s=10.0):
-    return client.begin(rq.LoadAdapter(NEW, "upper"), now, timeout_s)
+    return client.begin(rq.LoadAdapter(NO_ID, "upper"), now, timeout_s)
 
 
 def done(call):
@@ -36,14 +36,14 @@ def generate(client, attempts=1, now=0.0):
 OUTPUT = [(1, "o"), (2, "n"), (3, "e")]
 
 
-def tokens_streamed(key, start, part):
-    tokens = tuple(token for token, _ in part)
-    return rq.TokensStreamed(key, start, tokens, "".join(text for _, text in part))
+def tokens_streamed(request_id, start, output):
+    tokens = tuple(token for token, _ in output)
+    return rq.TokensStreamed(request_id, start, tokens, "".join(text for _, text in output))
 
 
 def stream(client, call, now=0.0, start=0, end=3):
     client.receive(reply(tokens_streamed(call.request_id, start, OUTPUT[start:end])), now)
 
 
-def account(client, call, now=0.0, reason="length"):
+def finish(client, call, now=0.0, reason="length"):
     client.receive(reply(rq.GenerationDone(call.request_id, "upper", reason, 1, 3)), now)

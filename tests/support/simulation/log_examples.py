@@ -1,7 +1,6 @@
-"""Logs to write and disks to fail, for the tests of the log.
+"""Records and failing disks, for the tests of the log.
 
-What it is: data and doubles. What it is not: a test. One rule: a double only ever does less than
-the disk, never something else.
+A failing disk does less than the real one, never anything else.
 """
 
 import os
@@ -22,8 +21,8 @@ HEADER = Header(FORMAT, 1, "lru", {"slots_max": 4, "host_adapters_max": 16}, 0)
 TIME_NS = 1_700_000_000_000_000_000
 
 
-def run_of(count: int, first: int = 1) -> list[Record]:
-    """Records of every kind of input, no two alike; `first` numbers them on."""
+def make_records(count: int, first: int = 1) -> list[Record]:
+    """Make different records of all kinds of input, numbered from `first` on."""
     examples = input_examples()
     return [_varied(examples[i % len(examples)], i) for i in range(first, first + count)]
 
@@ -38,14 +37,14 @@ def _varied(example: Any, i: int) -> Record:
 
 
 def write(directory: Path, records: Sequence[Record], **options: Any) -> None:
-    """Append records in groups of three to the log in `directory`, in epoch 1."""
+    """Append records to the log in `directory`, in groups of three and in epoch 1."""
     with Log.open(directory, HEADER, **options) as log:
         for start in range(0, len(records), 3):
             log.append(records[start : start + 3], epoch=1)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:
-    """Turn one bit of a file round."""
+    """Flip one bit of a file."""
     data = bytearray(path.read_bytes())
     data[offset] ^= 1 << bit
     path.write_bytes(data)
@@ -56,7 +55,7 @@ class Crash(BaseException):
 
 
 class Disk:
-    """Stands for the module `os`, and keeps account of what was called."""
+    """Replaces the module `os`, and records the names of the functions called."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -66,13 +65,13 @@ class Disk:
         return partial(self.do, name, real) if callable(real) else real
 
     def do(self, name: str, real: Callable[..., Any], *args: Any) -> Any:
-        """Call it."""
+        """Call the function."""
         self.calls.append(name)
         return real(*args)
 
 
 class FailingDisk(Disk):
-    """Fails the functions that `errors` names, `write` after `room` bytes; mend by clearing."""
+    """Fails the functions in `errors`, `write` after `room` bytes, until `errors` is cleared."""
 
     def __init__(self, room: int = 0, **errors: int) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class FailingDisk(Disk):
         self.errors = errors
 
     def do(self, name: str, real: Callable[..., Any], *args: Any) -> Any:
-        """Call it, or fail."""
+        """Call the function, or raise its error."""
         self.calls.append(name)
         if name not in self.errors:
             return real(*args)
@@ -93,7 +92,7 @@ class FailingDisk(Disk):
 class CrashingDisk(Disk):
     """Ends the process at call number `at`: `before` it, `within` a write, or `after` it.
 
-    `cut_power` then takes away what no sync has made durable.
+    `cut_power` then removes bytes that no sync has made durable.
     """
 
     def __init__(self, at: int, when: str) -> None:
@@ -109,7 +108,7 @@ class CrashingDisk(Disk):
         return len(self.calls) >= self._at
 
     def do(self, name: str, real: Callable[..., Any], *args: Any) -> Any:
-        """Call it, or end."""
+        """Call the function, or end the process."""
         if name == "close":
             return real(*args)
         if self.is_dead:
@@ -134,11 +133,11 @@ class CrashingDisk(Disk):
             if stat.S_ISDIR(about.st_mode):
                 self._renamed.clear()
 
-    def cut_power(self, directory: Path, chance: Random) -> None:
-        """Of every file, some of what was not synced is gone; so are names that were not."""
+    def cut_power(self, directory: Path, rng: Random) -> None:
+        """Remove a random part of the unsynced bytes of every file, and unsynced names."""
         for draft, path in reversed(self._renamed):
             path.rename(draft)
         for path in directory.glob("*.log"):
             about = path.stat()
             durable = self._durable.get(about.st_ino, 0)
-            os.truncate(path, chance.randint(min(durable, about.st_size), about.st_size))
+            os.truncate(path, rng.randint(min(durable, about.st_size), about.st_size))

@@ -1,7 +1,6 @@
-"""Messages that are none, each of them to be answered L012.
+"""Malformed requests, each of which has to be answered with `L012`.
 
-What it is: one table of what a client may send by mistake or on purpose. What it is not: a test.
-One rule: each breaks the vocabulary in one place and would be a message without that.
+Each violates the format in one place and would be valid without that.
 """
 
 from messages import reports as rp

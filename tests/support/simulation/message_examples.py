@@ -1,7 +1,6 @@
 """One written-out example of every message, and Hypothesis strategies for all others.
 
-What it is: data for tests. What it is not: a test. One rule: an example gives every field a value
-that is not its default, so that a field which is lost on the way is seen.
+In an example every field has a value that is not its default, so that a lost field is detected.
 """
 
 from types import UnionType
@@ -184,7 +183,7 @@ VARIANTS: dict[str, Any] = {
         12, "r-18", 5, 3, 9, _ILLUSTRATED, _SAMPLING
     ),
 }
-"""Messages that have another form beside the one of `EXAMPLES`."""
+"""Messages with another form than in `EXAMPLES`."""
 
 _NAME_LETTERS = "ABCXYZabcxyz0189._-"
 
@@ -195,18 +194,18 @@ def members(union: UnionType) -> tuple[type, ...]:
 
 
 def example_of(member: type) -> Any:
-    """A message's example; the failure tells where to write one."""
+    """Return a message's example; a failure names the file to write one in."""
     assert member in EXAMPLES, f"write an example of {member.__name__} in message_examples.py"
     return EXAMPLES[member]
 
 
 def input_examples() -> list[Any]:
-    """One input of every kind."""
+    """Return one input of every kind."""
     return [example_of(member) for member in members(Input)]
 
 
 def strategy(kind: Any) -> st.SearchStrategy[Any]:
-    """Every value that `kind` (a Struct, or a union of them) allows, long ones cut short."""
+    """Values that `kind` (a Struct, or a union of them) allows; sequences are short."""
     return _strategy(msgspec.inspect.type_info(kind))
 
 

@@ -1,7 +1,6 @@
-"""Peers of a real controller: a client and an engine that can say anything.
+"""Peers of a real controller: a client and an engine that can send any frame.
 
-What it is: bare sockets with deadlines. What it is not: a client library or a model. One rule:
-nothing here waits for ever, and nothing asserts how long something took.
+They are plain sockets, and every wait has a generous deadline.
 """
 
 import resource
@@ -18,35 +17,29 @@ import zmq
 
 from controller.log.segments import read
 from controller.shell.transport import endpoint
-from engine.worker.controller_link import Link
+from engine.worker.controller_link import ControllerLink
 from messages import commands, reports, requests
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED
 from messages.wire import COMMANDS, EVENTS, REPLIES, REQUESTS
 from tests.support.parallel.processes import ControllerProcess
+from tests.support.waiting import HANG_S, wait_until
 
-PATIENCE_S = 60.0
 RETRY_S = 2.0
 BEAT_S = 0.1
 
 
-def eventually(probe: Callable[[], Any], what: str = "it") -> Any:
-    """The first true value of `probe`."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        found = probe()
-        if found:
-            return found
-        time.sleep(0.01)
-    raise AssertionError(f"{what} did not come: {probe}")
+def eventually(probe: Callable[[], Any], what: str = "") -> Any:
+    """Return the first true value of `probe`."""
+    return wait_until(probe, what=what)
 
 
 def logged(directory: Path) -> list[Any]:
-    """The inputs in a controller's log, as its files are now."""
+    """Return the inputs that a controller's log contains at the moment."""
     return [record.input for _, _, record in read(directory / "log")]
 
 
 def set_file_limit(process: ControllerProcess, size_bytes: int) -> None:
-    """Let no file of the process grow beyond this: what a full disk is to it."""
+    """Bound the size of files that the process writes: to it, the disk is full."""
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
 
 
@@ -64,7 +57,7 @@ class Peer:
     def send(self, *frames: bytes) -> None:
         self.socket.send_multipart(frames)
 
-    def receive(self, timeout_s: float = PATIENCE_S) -> bytes:
+    def receive(self, timeout_s: float = HANG_S) -> bytes:
         assert self.socket.poll(timeout_s * 1000), "nothing came"
         return self.socket.recv()
 
@@ -79,7 +72,7 @@ class Peer:
 
 
 class RawClient(Peer):
-    """A client whose every frame is the test's own."""
+    """A client that sends the frames of a test."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, "requests.sock")
@@ -89,24 +82,25 @@ class RawClient(Peer):
         self._count += 1
         return f"raw-{id(self)}-{self._count}"
 
-    def put(self, request: requests.Request) -> None:
+    def send_request(self, request: requests.Request) -> None:
         self.send(REQUESTS.encode(request))
 
     def reply(self) -> requests.Reply:
         return REPLIES.decode(self.receive()).message
 
-    def ask(self, request: requests.Request) -> requests.Reply:
-        """The last word on a request; whatever else comes meanwhile is passed over.
+    def call(self, request: requests.Request) -> requests.Reply:
+        """Send a request and return its final reply; other replies are dropped.
 
-        It is sent again after a silence, for a frame may meet a controller that just dies.
+        It is sent again after a silence, because a controller that ends loses frames.
         """
-        self.put(request)
-        deadline = time.monotonic() + PATIENCE_S
+        self.send_request(request)
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline and not self.socket.poll(RETRY_S * 1000):
-            self.put(request)
-        return self.answer(request.request_id)
+            self.send_request(request)
+        return self.final_reply(request.request_id)
 
-    def answer(self, request_id: str) -> requests.Reply:
+    def final_reply(self, request_id: str) -> requests.Reply:
+        """Return the final reply to a request; other replies are dropped."""
         while True:
             reply = self.reply()
             streams = isinstance(reply, requests.TokensStreamed | requests.VectorsStreamed)
@@ -114,28 +108,28 @@ class RawClient(Peer):
                 return reply
 
     def replies_until(self, sentinel: requests.Request) -> list[requests.Reply]:
-        """What came before the answer to `sentinel`, which is put last."""
-        self.put(sentinel)
+        """Send `sentinel`, and return the replies before its own."""
+        self.send_request(sentinel)
         found = []
         while (reply := self.reply()).request_id != sentinel.request_id:
             found.append(reply)
         return found
 
     def status(self) -> requests.StatusShown:
-        return self.ask(requests.ShowStatus(self.new_id()))
+        return self.call(requests.ShowStatus(self.new_id()))
 
     def list(self) -> requests.AdaptersListed:
-        return self.ask(requests.ListAdapters(self.new_id()))
+        return self.call(requests.ListAdapters(self.new_id()))
 
     def load(self, adapter: str, **fields: Any) -> requests.Reply:
-        return self.ask(requests.LoadAdapter(self.new_id(), adapter, **fields))
+        return self.call(requests.LoadAdapter(self.new_id(), adapter, **fields))
 
     def activate(self, adapter: str) -> requests.Reply:
-        return self.ask(requests.ActivateAdapter(self.new_id(), adapter))
+        return self.call(requests.ActivateAdapter(self.new_id(), adapter))
 
 
 class Subscriber(Peer):
-    """All that is published."""
+    """A subscriber of all events."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, "events.sock", zmq.SUB)
@@ -159,27 +153,27 @@ DONE: dict[type, Callable[[Any], reports.OperationReport]] = {
 
 
 class StandInEngine:
-    """An engine without a model: a thread that does what it is told, or keeps it for later.
+    """An engine without a model: a thread that reports each command's operation as done.
 
-    `keep` names the commands whose reports wait for `finish`. While `paused` it neither reads nor
-    beats, as a stopped process does. `asked` counts the questions for an inventory, `held` is what
-    it answers. `pid` is whoever the controller is to watch.
+    `delayed`: the commands whose reports wait for `finish`. While `paused` it neither reads nor
+    sends, as a stopped process. `inventory_requests` is their number so far, `adapters` is the
+    inventory. `pid`: the process that the controller watches.
     """
 
     def __init__(self, directory: Path, engine_id: str, pid: int, slots_max: int = 3) -> None:
         self.engine_id = engine_id
-        self.keep: set[type] = set()
+        self.delayed: set[type] = set()
         self.paused = False
         self.received: list[Any] = []
         self.running: dict[int, Any] = {}
         self.failure = ""
-        self.asked = 0
+        self.inventory_requests = 0
         self._pid, self._slots_max = pid, slots_max
-        self.held: dict[int, reports.InventoryAdapter] = {}
+        self.adapters: dict[int, reports.InventoryAdapter] = {}
         self._last_op = 0
         self._seen: set[int] = set()
         self._finish: list[int] = []
-        self._link = Link()
+        self._link = ControllerLink()
         self._peer = Peer(directory, "engine.sock")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -195,12 +189,12 @@ class StandInEngine:
         assert not self.failure, self.failure
 
     def finish(self) -> None:
-        """Report on all that was kept."""
-        self.keep = set()
+        """Report all delayed operations, and delay no others."""
+        self.delayed = set()
         self._finish += list(self.running)
 
-    def got(self, kind: type) -> list[Any]:
-        """The commands of this kind that came."""
+    def commands_of(self, kind: type) -> list[Any]:
+        """Return the commands of this kind that were received."""
         return [command for command in list(self.received) if isinstance(command, kind)]
 
     def _run(self) -> None:
@@ -211,18 +205,18 @@ class StandInEngine:
                     time.sleep(0.005)
                     continue
                 if self._peer.socket.poll(5):
-                    self._take(self._peer.socket.recv())
+                    self._receive(self._peer.socket.recv())
                 while self._finish:
                     self._report(self.running.pop(self._finish.pop(0)))
                 if self._link.needs_sync:
                     self._synchronise()
                 if time.monotonic() >= beat_at:
                     beat_at = time.monotonic() + BEAT_S
-                    self._say(reports.EngineBeat(self.engine_id, self._last_op))
+                    self._send(reports.EngineBeat(self.engine_id, self._last_op))
         except Exception:
             self.failure = traceback.format_exc()
 
-    def _take(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
         frame = COMMANDS.decode(data)
         command = frame.message
         if not self._link.accept(frame) or isinstance(
@@ -234,25 +228,25 @@ class StandInEngine:
             return
         self._seen.add(command.op)
         self.received.append(command)
-        if type(command) in self.keep:
+        if type(command) in self.delayed:
             self.running[command.op] = command
         else:
             self._report(command)
 
     def _report(self, command: Any) -> None:
-        self._hold(command)
+        self._apply(command)
         if isinstance(command, commands.StartGeneration):
-            self._say(reports.TokensGenerated(command.request_id, 0, (1, 2), "ab"))
+            self._send(reports.TokensGenerated(command.request_id, 0, (1, 2), "ab"))
         if isinstance(command, commands.StartPooling):
             vectors = tuple(struct.pack("<2f", place, 1) for place in range(len(command.inputs)))
-            self._say(reports.VectorsComputed(command.request_id, 0, vectors))
-        self._say(DONE[type(command)](command))
+            self._send(reports.VectorsComputed(command.request_id, 0, vectors))
+        self._send(DONE[type(command)](command))
 
-    def _hold(self, command: Any) -> None:
-        held = self.held
+    def _apply(self, command: Any) -> None:
+        adapters = self.adapters
         match command:
             case commands.LoadWeights(_, adapter_id, adapter, path, fingerprint):
-                held[adapter_id] = reports.InventoryAdapter(
+                adapters[adapter_id] = reports.InventoryAdapter(
                     *(adapter_id, adapter, path, fingerprint, 8, CPU_CACHED),
                     *(NO_SLOT, 0, 1024, 512),
                 )
@@ -262,13 +256,13 @@ class StandInEngine:
             case commands.WriteSlot(_, adapter_id, slot, generation):
                 self._change(adapter_id, state=GPU_SLOT, slot=slot, generation=generation)
             case commands.ResetSlot(_, slot):
-                [adapter_id] = [a for a, entry in held.items() if entry.slot == slot]
+                [adapter_id] = [a for a, entry in adapters.items() if entry.slot == slot]
                 self._change(adapter_id, state=PINNED, slot=NO_SLOT, generation=0)
             case commands.DropWeights():
-                del held[command.adapter_id]
+                del adapters[command.adapter_id]
 
     def _change(self, adapter_id: int, **changes: Any) -> None:
-        self.held[adapter_id] = msgspec.structs.replace(self.held[adapter_id], **changes)
+        self.adapters[adapter_id] = msgspec.structs.replace(self.adapters[adapter_id], **changes)
 
     def _synchronise(self) -> None:
         inventory = reports.EngineInventory(
@@ -279,18 +273,18 @@ class StandInEngine:
             device_bytes_max=8 << 20,
             last_op=self._last_op,
             running=tuple(self.running),
-            adapters=tuple(self.held.values()),
-            answers=self._link.asked,
+            adapters=tuple(self.adapters.values()),
+            answers=self._link.inventory_request_seq,
         )
-        self.asked += bool(self._link.asked)
-        for frame in self._link.unacknowledged():
+        self.inventory_requests += bool(self._link.inventory_request_seq)
+        for frame in self._link.unacknowledged_frames():
             self._peer.send(frame)
-        self._say(inventory)
-        self._link.synchronised()
+        self._send(inventory)
+        self._link.mark_synchronised()
 
-    def _say(self, report: reports.Report) -> None:
+    def _send(self, report: reports.Report) -> None:
         frame = self._link.encode(report)
-        # As the real one: a report that overtook a lost one would look as if that never was.
+        # As the real engine: after a lost report, later ones wait for the synchronisation.
         if not self._link.needs_sync or isinstance(
             report, reports.EngineInventory | reports.EngineBeat | reports.PrivateReport
         ):

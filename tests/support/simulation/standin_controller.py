@@ -1,8 +1,8 @@
 """A small controller without adapters or engine, for tests of its clients.
 
-It keeps the promises that a client relies on (first answers are kept, events are numbered for
-ever, a re-sent generation is streamed again from its first token) and can be told to break down:
-to lose replies, to lose chunks, to be silent, to restart.
+It has the guarantees that a client relies on: a repeated request gets its first answer, events are
+numbered without end, a repeated generation is streamed again from its first token. A test can make
+it lose replies, lose chunks, be silent, or restart.
 """
 
 import struct
@@ -16,6 +16,7 @@ from messages import events as ev
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.wire import EVENTS, REPLIES, REQUESTS
+from tests.support.waiting import HANG_S
 
 BEAT_S = 0.05
 
@@ -51,9 +52,8 @@ def view(name, state="gpu-slot", **changes):
 class StandIn:
     """Serves `directory` from a thread; `with` starts and stops it.
 
-    `lose` is how many final replies are thrown away before one is sent, `lose_chunks` the same for
-    chunks of tokens. `answers` replaces the answer of a request type: a function of the request
-    that gives a reply, or None for silence.
+    `lose`: final replies to drop before one is sent; `lose_chunks`: the same for chunks of tokens.
+    `answers`: request type -> a function of the request that returns the reply, None for silence.
     """
 
     def __init__(self, directory: Path, output=((1, "o"), (2, "n"), (3, "e"))):
@@ -87,14 +87,14 @@ class StandIn:
         bound = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(bound,))
         self._thread.start()
-        assert bound.wait(5)
+        assert bound.wait(HANG_S)
 
     def stop(self):
         self._stop.set()
         self._thread.join()
 
     def restart(self):
-        """A new life: answers and events are in the log, routes are forgotten."""
+        """Start a new epoch: answers and events are kept, routes are not."""
         self.stop()
         self.epoch += 1
         self.start()
@@ -162,7 +162,7 @@ class StandIn:
             self._stream(send, reply)
 
     def _stream(self, send, done):
-        # Each repetition comes in larger chunks than the one before.
+        # Each repetition is sent in larger chunks than the one before.
         size = self._streamed[done.request_id] = self._streamed.get(done.request_id, 0) + 1
         if isinstance(done, rq.PoolingDone):
             self._stream_vectors(send, done, size)

@@ -1,0 +1,286 @@
+"""The options of an engine process, defined once.
+
+`loradock serve` makes its engine options from `EngineOptions`, the supervisor writes an engine's
+command line from `EngineArguments`, and the engine makes its parser from the same Struct. Values
+are validated by the engine's configurations (`engine.config`), which have the same field names and
+defaults.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, NamedTuple, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+_NUMBER: Final = {"metavar": "NUMBER"}
+
+
+class EngineOptions(Struct, frozen=True):
+    """The options that `loradock serve` passes on to the engine unchanged."""
+
+    max_lora_rank: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Largest LoRA rank to accept: 1, 8, 16, 32, 64, 128, 256, 320 or 512. "
+            "Adapters with a higher rank are refused.",
+            extra={"metavar": "RANK"},
+        ),
+    ] = 16
+    lora_dtype: Annotated[
+        str,
+        Meta(
+            description="Data type of adapter weights: float16, bfloat16, float32, or auto for the "
+            "base model's.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = "auto"
+    target_modules: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Wrap only this module, a name suffix or a full name; repeat for several. "
+            "Default: every module that can be wrapped.",
+            extra={"metavar": "MODULE"},
+        ),
+    ] = ()
+    fully_sharded_loras: Annotated[
+        bool,
+        Meta(
+            description="With several ranks (--tensor-parallel-size above 1), split both LoRA "
+            "matrices over the ranks instead of only one."
+        ),
+    ] = False
+    default_mm_loras: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Adapter for requests that contain images and name no adapter: image=PATH.",
+            extra={"metavar": "MODALITY=PATH"},
+        ),
+    ] = ()
+    enable_tower_connector_lora: Annotated[
+        bool,
+        Meta(description="Apply adapters to a multimodal model's tower and connector too."),
+    ] = False
+    specialize_active_lora: Annotated[
+        bool,
+        Meta(
+            description="Launch kernels sized for the adapters in a batch instead of for all slots."
+        ),
+    ] = False
+    dual_stream: Annotated[
+        bool,
+        Meta(
+            description="Compute adapters concurrently with the base layer, on a second CUDA "
+            "stream. CUDA only; off with --fully-sharded-loras."
+        ),
+    ] = False
+    batch_invariant: Annotated[
+        bool,
+        Meta(description="Compute an adapter's output bit for bit the same in every batch."),
+    ] = False
+    enable_mixed_moe_lora_format: Annotated[
+        bool,
+        Meta(description="Serve expert adapters in the 2-D and the 3-D layout at the same time."),
+    ] = False
+    allow_pickled_weights: Annotated[
+        bool,
+        Meta(
+            description="Accept .bin and .pt weights of adapters without a safetensors file; only "
+            "tensors are unpickled."
+        ),
+    ] = False
+    device: Annotated[
+        str,
+        Meta(
+            description="A torch device, or auto for the first CUDA device if there is one, else "
+            "the CPU.",
+            extra={"metavar": "DEVICE"},
+        ),
+    ] = "auto"
+    pin_memory: Annotated[
+        bool | None,
+        Meta(description="Page-lock the memory of staged adapters. Default: only on CUDA."),
+    ] = None
+    file_threads: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Threads that read adapters, and the same number that read images.",
+            extra=_NUMBER,
+        ),
+    ] = 2
+    max_num_seqs: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Largest number of sequences processed together.",
+            extra=_NUMBER,
+        ),
+    ] = 64
+    queue_requests_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Largest number of requests that wait in the engine.",
+            extra=_NUMBER,
+        ),
+    ] = 1024
+    context_tokens_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Largest number of tokens of prompt and output together; 0 for the model's "
+            "own limit.",
+            extra=_NUMBER,
+        ),
+    ] = 0
+    task: Annotated[
+        str,
+        Meta(
+            description="Task of the model: generate, embed, classify, or auto for what its "
+            "config.json specifies.",
+            extra={"metavar": "TASK"},
+        ),
+    ] = "auto"
+    pooling: Annotated[
+        str,
+        Meta(
+            description="How the hidden states of an input become one vector: mean, cls, last, or "
+            "auto for what the model's files specify.",
+            extra={"metavar": "KIND"},
+        ),
+    ] = "auto"
+    normalize: Annotated[
+        bool | None,
+        Meta(
+            description="Scale embeddings to length 1. Default: what the model's files specify.",
+        ),
+    ] = None
+    expert_parallel: Annotated[
+        bool,
+        Meta(
+            description="With several ranks, keep some experts whole on each rank instead of some "
+            "columns of every expert."
+        ),
+    ] = False
+    capture_steps: Annotated[
+        bool,
+        Meta(
+            description="Capture decode steps as CUDA graphs and replay them, where the model "
+            "allows it. CUDA only."
+        ),
+    ] = False
+
+
+class EngineArguments(EngineOptions, frozen=True, kw_only=True):
+    """The command line of an engine process."""
+
+    connect: Annotated[
+        str,
+        Meta(
+            description="The controller's ipc:// socket for engines.", extra={"metavar": "ADDRESS"}
+        ),
+    ]
+    model: Annotated[
+        str, Meta(description="Directory of the base model.", extra={"metavar": "DIRECTORY"})
+    ]
+    adapter_roots: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Directory to load adapters from; repeat for several. Default: none, so "
+            "that no adapter can be loaded.",
+            extra={"metavar": "DIRECTORY"},
+        ),
+    ] = ()
+    max_loras: Annotated[
+        int,
+        Meta(
+            description="Device slots: the largest number of adapters in one batch.", extra=_NUMBER
+        ),
+    ] = 1
+    device_bytes_max: Annotated[
+        int, Meta(description="Device memory for adapters.", extra={"metavar": "BYTES"})
+    ] = 1 << 30
+    parent_pid: Annotated[
+        int | None,
+        Meta(
+            description="Process id of the supervisor: the engine ends when that process has.",
+            extra={"metavar": "PID"},
+        ),
+    ] = None
+    engine_id: Annotated[
+        str,
+        Meta(
+            description="Name of this engine process, unique for each start. Default: random.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = ""
+
+
+class Option(NamedTuple):
+    """One option of a command line; `kind` is the type of one value.
+
+    `is_repeated`: may be given several times. `is_optional`: the value is None if the option is not
+    given. `value_min` is None if there is no lower bound.
+    """
+
+    field: str
+    flag: str
+    kind: type[int] | type[str] | type[bool]
+    default: Any
+    help: str
+    metavar: str | None
+    value_min: int | None
+    is_repeated: bool
+    is_optional: bool
+
+    @property
+    def is_required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is msgspec.NODEFAULT
+
+
+def options_of(owner: type[EngineOptions]) -> Iterator[Option]:
+    """Yield the options of a Struct, in the order of its fields."""
+    for field in msgspec.structs.fields(owner):
+        hint, meta = get_args(field.type)
+        # Of `tuple[str, ...]` and `bool | None` the first is the type of a value.
+        kind, *others = get_args(hint) or (hint,)
+        yield Option(
+            field.name,
+            option_flag(field.name, Ellipsis in others),
+            kind,
+            field.default,
+            meta.description,
+            (meta.extra or {}).get("metavar"),
+            meta.ge,
+            is_repeated=Ellipsis in others,
+            is_optional=type(None) in others,
+        )
+
+
+def option_flag(field: str, is_repeated: bool) -> str:
+    """Return the option of a field; one that may be repeated is named in the singular."""
+    name = field.removesuffix("s") if is_repeated else field
+    return f"--{name.replace('_', '-')}"
+
+
+def command_line(options: EngineOptions) -> list[str]:
+    """Return the arguments for all values that differ from their defaults."""
+    arguments: list[str] = []
+    for option in options_of(type(options)):
+        value = getattr(options, option.field)
+        if value != option.default:
+            arguments += _arguments(option, value)
+    return arguments
+
+
+def _arguments(option: Option, value: object) -> list[str]:
+    match value:
+        case bool():
+            return [option.flag if value else option.flag.replace("--", "--no-", 1)]
+        case tuple():
+            # One argument each, so that a value may begin with a dash.
+            return [f"{option.flag}={one}" for one in value]
+        case _:
+            return [f"{option.flag}={value}"]

@@ -1,0 +1,13 @@
+"""The logs of tests: structlog's defaults, but with plain tracebacks.
+
+A default traceback shows the local variables of every frame, which takes seconds with a model.
+"""
+
+import structlog
+
+
+def reset_logs() -> None:
+    """Configure structlog as at the start of a test run."""
+    structlog.reset_defaults()
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    structlog.configure(processors=[structlog.processors.add_log_level, renderer])
