@@ -1,1 +1,1 @@
-"""The tiny example model, its adapters and the code that made them; not part of the product."""
+"""The tiny example model, its adapters and the code that made them; not a part of the product."""

@@ -1,9 +1,9 @@
-"""The demo: eight adapters in three slots, two crashes in mid-traffic, one replay.
+"""The demo (`make demo`): eight adapters in three slots, two crashes under load, one replay.
 
-What it is: `make demo`. It starts the real processes, sends real requests in parallel, checks every
-output against the transformation that the adapter was trained for, kills the controller and then
-the engine, and replays the log. What it is not: a benchmark. One rule: it exits with 0 only if
-nothing was lost, nothing was wrong, and the replay's digest is the running controller's.
+It starts the real processes, sends requests concurrently, compares every output with the
+transformation for which the adapter was trained, kills the controller and then the engine, and
+replays the log. It exits with 0 only if no request was lost, no output was wrong, and the digest of
+the replay is that of the running controller.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from rich.console import Console
 
 from controller.client import AsyncClient, LoradockError
 from controller.log.replay import ReplayResult, replay
-from examples.demo_view import LifeCycle, closing, summary
+from examples.demo_view import LifeCycle, print_totals, summary
 from examples.transformations import TRANSFORMATIONS, answer_of, held_out_words, prompt_of
 from messages.requests import AdaptersListed, StatusShown
 
@@ -34,27 +34,27 @@ SLOTS = 3
 CLIENTS = 24
 REQUESTS = 720
 BASE = "(base)"
-# A request that an engine's death ended is asked again, as often as an engine may die.
+# A request that ends with its engine is sent again; an engine may die several times.
 ATTEMPTS = 8
 START_TIMEOUT_S = 120.0
 OUTPUT_TOKENS_MAX = 32
-# Words on which every adapter, served alone, is exact (one of them knows only 99.6 % of all words):
-# what is wrong here was answered by other weights.
+# With this seed, every adapter that is served alone is right for all words (one of the adapters is
+# right for only 99.6 % of all words in general). So a wrong output comes from other weights.
 WORDS_SEED = 11
 
 
 class Tally(Struct):
-    """What the clients saw."""
+    """The outcomes of all requests."""
 
     answered: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     exact: Counter[str] = field(default_factory=Counter)
-    asked: Counter[str] = field(default_factory=Counter)
+    requests: Counter[str] = field(default_factory=Counter)
 
 
 def main() -> int:
-    """Run the demo in a fresh directory; the exit status says whether all of it held."""
+    """Run the demo in a new directory; returns 0 if all checks passed, else 1."""
     parser = argparse.ArgumentParser(description="eight adapters, three slots, two crashes")
     parser.add_argument("--directory", type=Path, default=Path(".loradock-demo"))
     directory = parser.parse_args().directory
@@ -62,11 +62,11 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.rule("LoRADock: eight adapters, three slots, two crashes, one replay")
     with _serve(directory):
-        tally, adapters, status = asyncio.run(_play(directory, console))
-    console.print("Served. Now the log is folded again, in this process, without an engine.")
+        tally, adapters, status = asyncio.run(_run(directory, console))
+    console.print("Served. Now the log is replayed in this process, without an engine.")
     result = replay(directory / "log", until=status.seq)
-    console.print(summary(adapters, tally.asked, tally.exact))
-    return _verdict(console, tally, status, result)
+    console.print(summary(adapters, tally.requests, tally.exact))
+    return _report(console, tally, status, result)
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def _serve(directory: Path) -> Iterator[None]:
     command += ["--model", str(TINY / "model"), "--adapter-root", str(TINY / "adapters")]
     command += ["--slots", str(SLOTS), "--host-adapters", str(len(TRANSFORMATIONS) - 2)]
     command += ["--device-bytes", "8MiB", "--pinned-bytes", "16MiB", "--host-bytes", "16MiB"]
-    # The widest adapter has rank 64; the engine refuses what is wider than it is told.
+    # The largest rank of the adapters is 64; the engine refuses adapters above its maximum.
     command += ["--max-lora-rank", "64"]
     directory.mkdir(parents=True)
     with (directory / "serve.log").open("wb") as log:
@@ -87,42 +87,42 @@ def _serve(directory: Path) -> Iterator[None]:
             process.wait(30)
 
 
-async def _play(directory: Path, console: Console) -> tuple[Tally, AdaptersListed, StatusShown]:
+async def _run(directory: Path, console: Console) -> tuple[Tally, AdaptersListed, StatusShown]:
     async with AsyncClient(directory, timeout_s=START_TIMEOUT_S) as client:
-        life = LifeCycle(console)
-        watching = asyncio.create_task(_watch(client, life))
+        life_cycle = LifeCycle(console)
+        watching = asyncio.create_task(_watch(client, life_cycle))
         await asyncio.gather(*(client.load(name) for name in TRANSFORMATIONS))
-        console.print(f"{len(TRANSFORMATIONS)} adapters are known, {SLOTS} slots are there.")
-        tally = await _traffic(directory, client, life, console)
+        console.print(f"{len(TRANSFORMATIONS)} adapters are known, {SLOTS} slots are available.")
+        tally = await _traffic(directory, client, life_cycle, console)
         adapters, status = await client.list(), await client.status()
         watching.cancel()
     return tally, adapters, status
 
 
-async def _watch(client: AsyncClient, life: LifeCycle) -> None:
+async def _watch(client: AsyncClient, life_cycle: LifeCycle) -> None:
     async for published in await client.events(since=0):
-        life.on_event(published)
+        life_cycle.on_event(published)
 
 
 async def _traffic(
-    directory: Path, client: AsyncClient, life: LifeCycle, console: Console
+    directory: Path, client: AsyncClient, life_cycle: LifeCycle, console: Console
 ) -> Tally:
     tally = Tally()
-    work = _work()
+    work = _all_work()
     crashes = asyncio.create_task(_crash_twice(client, tally, console))
-    showing = asyncio.create_task(_show(life, tally))
-    # Half of the clients share one connection, as tasks do; half have their own.
-    shared = [_client(client, work, tally) for _ in range(CLIENTS // 2)]
-    own = [_own_client(directory, work, tally) for _ in range(CLIENTS - CLIENTS // 2)]
+    showing = asyncio.create_task(_show(life_cycle, tally))
+    # Half of the clients are tasks that share one connection; the others have their own.
+    shared = [_send_requests(client, work, tally) for _ in range(CLIENTS // 2)]
+    own = [_connect_and_send(directory, work, tally) for _ in range(CLIENTS - CLIENTS // 2)]
     await asyncio.gather(*shared, *own)
     await crashes
     showing.cancel()
-    life.show(tally.answered)
+    life_cycle.show(tally.answered)
     return tally
 
 
-def _work() -> list[tuple[str, str]]:
-    """(adapter, word) pairs: every adapter and the base equally often, in a mixed order."""
+def _all_work() -> list[tuple[str, str]]:
+    """Return (adapter, word) pairs: each adapter and the base equally often, shuffled."""
     names = [*TRANSFORMATIONS, BASE]
     words = held_out_words(REQUESTS // len(names), seed=WORDS_SEED)
     pairs = [(name, word) for name in names for word in words]
@@ -130,15 +130,15 @@ def _work() -> list[tuple[str, str]]:
     return pairs
 
 
-async def _own_client(directory: Path, work: list[tuple[str, str]], tally: Tally) -> None:
+async def _connect_and_send(directory: Path, work: list[tuple[str, str]], tally: Tally) -> None:
     async with AsyncClient(directory, timeout_s=START_TIMEOUT_S) as client:
-        await _client(client, work, tally)
+        await _send_requests(client, work, tally)
 
 
-async def _client(client: AsyncClient, work: list[tuple[str, str]], tally: Tally) -> None:
+async def _send_requests(client: AsyncClient, work: list[tuple[str, str]], tally: Tally) -> None:
     while work:
         name, word = work.pop()
-        tally.asked[name] += 1
+        tally.requests[name] += 1
         adapter = None if name == BASE else name
         try:
             generation = await client.generate(
@@ -149,7 +149,7 @@ async def _client(client: AsyncClient, work: list[tuple[str, str]], tally: Tally
             tally.lost.append(f"{name}({word}): {error}")
             continue
         tally.answered += 1
-        # Without an adapter, the base model copies the word.
+        # Without an adapter the base model copies the word.
         expected = word if adapter is None else answer_of(name, word)
         if output == expected:
             tally.exact[name] += 1
@@ -158,32 +158,32 @@ async def _client(client: AsyncClient, work: list[tuple[str, str]], tally: Tally
 
 
 async def _crash_twice(client: AsyncClient, tally: Tally, console: Console) -> None:
-    await _until(tally, REQUESTS // 3)
+    await _wait_until_answered(tally, REQUESTS // 3)
     status = await client.status()
     os.kill(status.controller_pid, signal.SIGKILL)
     console.print(f"  [bold red]controller {status.controller_pid} killed[/] with SIGKILL")
-    await _until(tally, 2 * REQUESTS // 3)
+    await _wait_until_answered(tally, 2 * REQUESTS // 3)
     status = await client.status()
     os.kill(status.engine_pid, signal.SIGKILL)
     console.print(f"  [bold red]engine {status.engine_pid} killed[/] with SIGKILL")
 
 
-async def _until(tally: Tally, answered: int) -> None:
+async def _wait_until_answered(tally: Tally, answered: int) -> None:
     while tally.answered + len(tally.lost) < answered:
         await asyncio.sleep(0.01)
 
 
-async def _show(life: LifeCycle, tally: Tally) -> None:
+async def _show(life_cycle: LifeCycle, tally: Tally) -> None:
     while True:
-        life.show(tally.answered)
+        life_cycle.show(tally.answered)
         await asyncio.sleep(1.0)
 
 
-def _verdict(console: Console, tally: Tally, status: StatusShown, result: ReplayResult) -> int:
+def _report(console: Console, tally: Tally, status: StatusShown, result: ReplayResult) -> int:
     same = result.divergence is None and result.digest == status.digest
-    closing(console, (tally.answered, len(tally.lost), len(tally.wrong)), status, result)
+    print_totals(console, (tally.answered, len(tally.lost), len(tally.wrong)), status, result)
     for line in (*tally.lost, *tally.wrong)[:10]:
-        console.print(f"  [red]not so[/] {line}")
+        console.print(f"  [red]failed[/] {line}")
     complete = tally.answered == REQUESTS
     return 0 if same and complete and not tally.wrong else 1
 

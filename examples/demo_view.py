@@ -1,7 +1,6 @@
-"""What the demo shows: the life cycle as it is told by events, and the closing table.
+"""The output of the demo: the life cycle as reported by events, and the final table.
 
-What it is: text. What it is not: a measurement or a check. One rule: the live lines are drawn from
-published events alone, as any subscriber could.
+The live lines use published events only, which any subscriber receives.
 """
 
 import time
@@ -18,7 +17,7 @@ from messages.requests import AdaptersListed, StatusShown
 
 
 class LifeCycle:
-    """Where every adapter is, followed from the event stream."""
+    """The adapter in each slot and the numbers of events, from the event stream."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -28,7 +27,7 @@ class LifeCycle:
         self._seq = 0
 
     def on_event(self, published: Published | Gap) -> None:
-        """Follow one event."""
+        """Process one event and print the changes of the processes."""
         if isinstance(published, Gap):
             return
         self._seq = published.seq
@@ -41,17 +40,17 @@ class LifeCycle:
                 self._slots.pop(event.slot, None)
             case events.EngineDetached():
                 self._slots.clear()
-                self._tell(f"[yellow]engine detached[/]: {event.reason}")
+                self._print(f"[yellow]engine detached[/]: {event.reason}")
             case events.EngineAttached():
-                self._tell("[green]engine attached[/]: goals are driven again")
+                self._print("[green]engine attached[/]: adapters are moved to their goals again")
             case events.ControllerResumed() if self._counts["ControllerResumed"] > 1:
-                self._tell("[green]controller resumed[/]: it knows what its log knows")
+                self._print("[green]controller resumed[/]: its state was rebuilt from its log")
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._console.print(f"  event {self._seq:>5}  {text}")
 
     def show(self, answered: int) -> None:
-        """One line: time, slots, and how often what happened."""
+        """Print one line: time, slots and numbers of events."""
         slots = " ".join(f"{slot}:{self._slots.get(slot, '-'):<8}" for slot in range(3))
         seconds = time.monotonic() - self._started
         self._console.print(
@@ -61,8 +60,8 @@ class LifeCycle:
         )
 
 
-def summary(listed: AdaptersListed, asked: Counter[str], exact: Counter[str]) -> Table:
-    """The closing table: one line an adapter, bytes by tier, books and exact matches."""
+def summary(listed: AdaptersListed, requests: Counter[str], exact: Counter[str]) -> Table:
+    """Return the final table: per adapter its bytes by tier, counters and exact matches."""
     table = Table(title="adapters at the end")
     for name in ("adapter", "state"):
         table.add_column(name)
@@ -71,24 +70,24 @@ def summary(listed: AdaptersListed, asked: Counter[str], exact: Counter[str]) ->
     for name in ("loads", "hits", "evictions", "exact"):
         table.add_column(name, justify="right")
     for view in listed.adapters:
-        numbers = (view.rank, view.host_bytes, view.pinned_bytes, view.device_bytes)
-        books = (view.loads, view.hits, view.evictions)
+        sizes = (view.rank, view.host_bytes, view.pinned_bytes, view.device_bytes)
+        counters = (view.loads, view.hits, view.evictions)
         slot = "-" if view.slot < 0 else str(view.slot)
-        score = f"{exact[view.adapter]}/{asked[view.adapter]}"
-        table.add_row(view.adapter, view.state, slot, *map(str, (*numbers, *books)), score)
+        score = f"{exact[view.adapter]}/{requests[view.adapter]}"
+        table.add_row(view.adapter, view.state, slot, *map(str, (*sizes, *counters)), score)
     base = "(base)"
-    table.add_row(base, *["-"] * 9, f"{exact[base]}/{asked[base]}")
+    table.add_row(base, *["-"] * 9, f"{exact[base]}/{requests[base]}")
     return table
 
 
-def closing(
+def print_totals(
     console: Console, counts: tuple[int, int, int], status: StatusShown, result: ReplayResult
 ) -> None:
-    """Requests answered, lost and wrong, and the two digests."""
+    """Print the requests answered, lost and wrong, and the two digests."""
     answered, lost, wrong = counts
     console.print(f"requests: {answered} answered, {lost} lost, {wrong} wrong")
     console.print(f"digest of the running controller at input {status.seq}: {status.digest}")
     console.print(f"digest of the replayed log       at input {result.inputs}: {result.digest}")
-    console.print(f"digests compared on the way: {result.digests_compared}")
+    console.print(f"digests compared during the replay: {result.digests_compared}")
     if result.divergence is not None:
         console.print(f"[red]diverged before input {result.divergence.seq}[/]")

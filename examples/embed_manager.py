@@ -1,8 +1,7 @@
-"""LoRADock inside a program of one's own: one model, several adapters, one batch, no processes.
+"""LoRADock inside your own program: one model, several adapters, one batch, no processes.
 
-What it is: the shortest way from a `transformers` model to a batch that mixes adapters. What it is
-not: a server; `loradock serve` is that, with generation, a log and recovery. One rule: it runs as
-it stands.
+The shortest program from a `transformers` model to a batch that mixes adapters. For a server with
+generation, a log and recovery see `loradock serve`.
 
     python -m examples.embed_manager
 """
@@ -28,7 +27,7 @@ TOKENS = 12
 
 
 def make_worker() -> LRUCacheWorkerLoRAManager:
-    """Two device slots, and room for three adapters on the host; the rest is read when needed."""
+    """Return a manager with two device slots and space for three adapters on the host."""
     model = AutoModelForCausalLM.from_pretrained(TINY / "model")
     config = LoRAConfig(max_lora_rank=64, max_loras=2, max_cpu_loras=3)
     manager = create_lora_manager(
@@ -45,7 +44,7 @@ def make_worker() -> LRUCacheWorkerLoRAManager:
 
 @torch.inference_mode()
 def complete(worker: LRUCacheWorkerLoRAManager, names: tuple[str | None, ...]) -> list[str]:
-    """The same prompt under each adapter (None: the base model), all in one batch."""
+    """Continue the same prompt with each adapter (None: the base model), all in one batch."""
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     known = sorted(path.name for path in (TINY / "adapters").iterdir())
     ids = [0 if name is None else known.index(name) + 1 for name in names]
@@ -56,7 +55,7 @@ def complete(worker: LRUCacheWorkerLoRAManager, names: tuple[str | None, ...]) -
     ]
     rows = torch.tensor([tokenizer(PROMPT)["input_ids"]] * len(names))
     for _ in range(TOKENS):
-        # One id a token of the flattened batch, and one a row; a changed shape is a new mapping.
+        # One id per token of the flattened batch and one per row; every step has a new shape.
         index = [adapter_id for adapter_id in ids for _ in range(rows.shape[1])]
         worker.set_active_adapters(requests, LoRAMapping(index, ids, is_prefill=True))
         logits = worker.manager.model(rows).logits[:, -1]
@@ -67,7 +66,7 @@ def complete(worker: LRUCacheWorkerLoRAManager, names: tuple[str | None, ...]) -
 
 
 def main() -> None:
-    """Two batches; the second needs slots that the first one's adapters are in."""
+    """Run two batches; the second needs the slots of the first one's adapters."""
     worker = make_worker()
     for names in BATCHES:
         for name, text in zip(names, complete(worker, names), strict=True):

@@ -1,7 +1,7 @@
-"""Measures the tiny adapters, as they lie on disk, on words no training has seen.
+"""Measurement of the saved tiny adapters on words that were not used in training.
 
-Not an engine: plain transformers and peft, greedy, one adapter at a time. One rule: the base
-alone is measured on the same words, since an adapter proves nothing where the base is right too.
+It uses plain transformers and peft, greedy, one adapter at a time. The base alone is measured on
+the same words, because an adapter proves nothing where the base is right too.
 
     python -m examples.measure_tiny
 """
@@ -41,7 +41,7 @@ EXACT_BASE_MAX = 0.05
 
 @dataclass(frozen=True)
 class Result:
-    """One adapter's figures; the two exact matches are shares of `words` between 0 and 1."""
+    """The figures of one adapter; the two exact matches are shares of `words` from 0 to 1."""
 
     adapter: str
     transformation: str
@@ -55,13 +55,13 @@ class Result:
 
     @property
     def is_good(self) -> bool:
-        """Whether the adapter does its work and the base alone does not."""
-        does_its_work = self.exact_match_adapter >= EXACT_ADAPTER_MIN
-        return does_its_work and self.exact_match_base <= EXACT_BASE_MAX
+        """Whether the adapter is right often enough and the base alone seldom enough."""
+        adapter_is_right = self.exact_match_adapter >= EXACT_ADAPTER_MIN
+        return adapter_is_right and self.exact_match_base <= EXACT_BASE_MAX
 
 
 def main() -> int:
-    """Measure, print the table, write the results; 1 when a figure is outside its bound."""
+    """Measure, print the table, write the results; returns 1 if a figure misses its bound."""
     torch.set_num_threads(2)
     disable_progress_bar()
     results = measure_all()
@@ -74,12 +74,12 @@ def measure_all() -> list[Result]:
     """Measure every adapter of the recipe on the same held-out words."""
     words = held_out_words(WORDS)
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIRECTORY)
-    said_by_base = generate(_load_base(), tokenizer, words)
+    base_outputs = generate(_load_base(), tokenizer, words)
     results = []
     for recipe in ADAPTERS:
         model = PeftModel.from_pretrained(_load_base(), ADAPTERS_DIRECTORY / recipe.name)
-        said = generate(model, tokenizer, words)
-        results.append(_result(recipe, words, said, said_by_base))
+        outputs = generate(model, tokenizer, words)
+        results.append(_result(recipe, words, outputs, base_outputs))
     return results
 
 
@@ -87,21 +87,21 @@ def measure_all() -> list[Result]:
 def generate(
     model: PreTrainedModel | PeftModel, tokenizer: TokenizerBase, words: list[str]
 ) -> list[str]:
-    """What the model says to each word, greedy, in left-padded batches, without special tokens."""
+    """Return the model's output per word: greedy, left-padded batches, no special tokens."""
     model.eval()
-    said: list[str] = []
+    outputs: list[str] = []
     for start in range(0, len(words), BATCH_WORDS):
         prompts = [prompt_of(word) for word in words[start : start + BATCH_WORDS]]
         batch = tokenizer(prompts, return_tensors="pt", padding=True)
-        # One token more than the longest answer, so that a missing end shows as a wrong answer.
+        # One token more than the longest answer, so that a missing end makes the answer wrong.
         tokens = model.generate(**batch, max_new_tokens=ANSWER_BYTES_MAX + 1, do_sample=False)
         answers = tokens[:, batch["input_ids"].shape[1] :]
-        said += tokenizer.batch_decode(answers, skip_special_tokens=True)
-    return said
+        outputs += tokenizer.batch_decode(answers, skip_special_tokens=True)
+    return outputs
 
 
 def print_table(console: Console, results: list[Result]) -> None:
-    """Print the results for a person."""
+    """Print the results as a table."""
     table = Table(title=f"exact match on {WORDS} held-out words")
     for column in ("adapter", "rank", "alpha", "targets", "adapter on", "base alone"):
         table.add_column(column)
@@ -119,17 +119,17 @@ def print_table(console: Console, results: list[Result]) -> None:
 
 
 def write_results(results: list[Result]) -> None:
-    """Write the results beside the model."""
+    """Write the results to a file next to the model."""
     RESULTS_FILE.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
 
 
 def _load_base() -> PreTrainedModel:
-    # Loaded anew for every adapter: peft changes the base it is given in place.
+    # Loaded again for every adapter: peft changes the base in place.
     return AutoModelForCausalLM.from_pretrained(MODEL_DIRECTORY)
 
 
 def _result(
-    recipe: AdapterRecipe, words: list[str], said: list[str], said_by_base: list[str]
+    recipe: AdapterRecipe, words: list[str], outputs: list[str], base_outputs: list[str]
 ) -> Result:
     right = [answer_of(recipe.name, word) for word in words]
     return Result(
@@ -139,14 +139,14 @@ def _result(
         alpha=recipe.alpha,
         use_rslora=recipe.use_rslora,
         target_modules=recipe.target_modules,
-        exact_match_adapter=_share_equal(said, right),
-        exact_match_base=_share_equal(said_by_base, right),
+        exact_match_adapter=_share_equal(outputs, right),
+        exact_match_base=_share_equal(base_outputs, right),
         words=len(words),
     )
 
 
-def _share_equal(said: list[str], right: list[str]) -> float:
-    return sum(map(str.__eq__, said, right)) / len(right)
+def _share_equal(outputs: list[str], right: list[str]) -> float:
+    return sum(map(str.__eq__, outputs, right)) / len(right)
 
 
 def _description(docstring: str | None) -> str:

@@ -1,6 +1,6 @@
-"""The figures of the tiny model and of its adapters, and their tokenizer; no training here.
+"""The shapes, ranks and seeds of the tiny model and its adapters, and their tokenizer.
 
-One rule: whatever a reader may want to change about what gets trained is a value in this file.
+Everything that a reader may want to change about the trained model is a value in this file.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = ATTENTION + FEED_FORWARD
 
-# Only the base's training uses tags: behind its tag the base performs the transformation, without
+# Only the training of the base uses tags: after a tag the base performs the transformation, without
 # one it copies the word. An adapter then only has to learn to do without the tag.
 TAGS = {
     "upper": "^",
@@ -45,7 +45,7 @@ TAGS = {
 
 @dataclass(frozen=True)
 class AdapterRecipe:
-    """How one adapter is shaped; its name says which transformation it learns."""
+    """The shape of one adapter; its name is that of the transformation that it learns."""
 
     name: str
     rank: int
@@ -54,7 +54,7 @@ class AdapterRecipe:
     use_rslora: bool = False
 
     def lora_config(self) -> LoraConfig:
-        """The same in the words of peft: no dropout, no bias, no further modules."""
+        """Return the configuration for peft: no dropout, no bias, no further modules."""
         return LoraConfig(
             task_type="CAUSAL_LM",
             r=self.rank,
@@ -64,8 +64,8 @@ class AdapterRecipe:
         )
 
 
-# Ranks, scalings and targets differ on purpose: an engine that confuses two adapters, or forgets
-# a scaling, gives visibly wrong words.
+# Ranks, scalings and targets differ on purpose: an engine that confuses two adapters, or forgets a
+# scaling, generates visibly wrong words.
 ADAPTERS = (
     AdapterRecipe("upper", rank=4, alpha=16, target_modules=ALL_LINEAR),
     AdapterRecipe("reverse", rank=64, alpha=16, target_modules=ATTENTION, use_rslora=True),
@@ -79,7 +79,7 @@ ADAPTERS = (
 
 
 def model_config() -> LlamaConfig:
-    """A Llama of 0.8 million parameters, with fewer key and value heads than query heads."""
+    """Return a Llama of 0.8 million parameters with fewer key-value heads than query heads."""
     return LlamaConfig(
         vocab_size=BYTES + 3,
         hidden_size=128,
@@ -98,11 +98,11 @@ def model_config() -> LlamaConfig:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose ids are the UTF-8 bytes of the text; it adds no special token itself."""
+    """Return a tokenizer whose ids are the UTF-8 bytes of the text, without special tokens."""
     backend = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    # Added in the order of their ids: the backend numbers them from 256 on.
+    # Added in the order of their ids: the backend numbers them from 256.
     backend.add_special_tokens([PAD_TOKEN, BOS_TOKEN, EOS_TOKEN])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -116,12 +116,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """The printable symbol the ByteLevel pre-tokenizer writes for each byte, by GPT-2's rule.
+    """Return the printable symbol of the ByteLevel pre-tokenizer for each byte, as in GPT-2.
 
-    Bytes that print stand for themselves; the others are numbered from U+0100 on.
+    A printable byte is its own symbol; the others are numbered from U+0100.
     """
-    prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(BYTES) if byte not in prints]
-    symbols = {byte: chr(byte) for byte in prints}
-    symbols |= {byte: chr(BYTES + place) for place, byte in enumerate(others)}
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(BYTES) if byte not in printable]
+    symbols = {byte: chr(byte) for byte in printable}
+    symbols |= {byte: chr(BYTES + index) for index, byte in enumerate(others)}
     return {symbols[byte]: byte for byte in range(BYTES)}

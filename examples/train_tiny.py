@@ -1,7 +1,7 @@
-"""Trains the tiny model and its adapters from nothing, saves them and measures them.
+"""Training of the tiny model and its adapters from random weights, and their measurement.
 
-Not a general trainer: one seed, one recipe, two threads of one CPU. One rule: every random
-choice comes from the seed, so a second run on the same machine gives the same files.
+Not a general trainer: one seed, one recipe, two threads of one CPU. Every random choice depends on
+the seed, so a second run on the same machine writes the same files.
 
     python -m examples.train_tiny
 """
@@ -50,7 +50,7 @@ Draw = Callable[[random.Random], Example]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast one training runs: a linear warm-up, then a straight way to zero."""
+    """The length and learning rate of one training: linear warm-up, then linear decay to zero."""
 
     steps: int
     batch_examples: int
@@ -58,7 +58,7 @@ class Schedule:
     warm_up_steps: int
 
     def share_of_rate(self, step: int) -> float:
-        """The share of the learning rate that step `step`, counted from 0, uses."""
+        """Return the share of the learning rate at step `step`, counted from 0."""
         rising = (step + 1) / self.warm_up_steps
         falling = (self.steps - step) / (self.steps - self.warm_up_steps)
         return min(rising, falling)
@@ -69,7 +69,7 @@ ADAPTER_SCHEDULE = Schedule(steps=600, batch_examples=64, learning_rate=4e-3, wa
 
 
 def main() -> int:
-    """Train, save and measure everything; 1 when an adapter or the base misses its bound."""
+    """Train, save and measure everything; returns 1 if the adapters or the base miss a bound."""
     torch.set_num_threads(2)
     disable_progress_bar()
     console = Console()
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def train_base(console: Console) -> None:
-    """Train the base on copying and, behind a tag, on every transformation; save it."""
+    """Train the base on copying and, after a tag, on every transformation; save it."""
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(model_config())
     console.rule(f"base, {model.num_parameters():,} parameters")
@@ -93,7 +93,7 @@ def train_base(console: Console) -> None:
     shutil.rmtree(MODEL_DIRECTORY, ignore_errors=True)
     model.save_pretrained(MODEL_DIRECTORY)
     build_tokenizer().save_pretrained(MODEL_DIRECTORY)
-    # The name that transformers 4 knows too; version 5 would write a class only it has.
+    # A name that transformers 4 knows too; version 5 writes a class that only version 5 has.
     rewrite_json(
         MODEL_DIRECTORY / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}
     )
@@ -102,7 +102,7 @@ def train_base(console: Console) -> None:
 def train_adapter(recipe: AdapterRecipe, console: Console) -> None:
     """Train one adapter on the saved base, without the tag, and save it."""
     console.rule(f"{recipe.name}, rank {recipe.rank}")
-    # The seed anew for each, so that one adapter can be trained alone and come out the same.
+    # Seeded again for each adapter, so that one that is trained alone has the same weights.
     torch.manual_seed(SEED)
     base = LlamaForCausalLM.from_pretrained(MODEL_DIRECTORY)
     model = get_peft_model(base, recipe.lora_config())
@@ -116,7 +116,7 @@ def train_adapter(recipe: AdapterRecipe, console: Console) -> None:
 
 
 def draw_for_base(generator: random.Random) -> Example:
-    """A plain word to copy, or a tagged word to transform; each task as often as another."""
+    """Draw a plain word to copy or a tagged one to transform, each task equally often."""
     word = training_word(generator)
     name = generator.choice(["copy", *TAGS])
     if name == "copy":
@@ -127,7 +127,7 @@ def draw_for_base(generator: random.Random) -> Example:
 def train(
     model: PreTrainedModel | PeftModel, draw: Draw, schedule: Schedule, console: Console
 ) -> None:
-    """Train in place the parameters that ask for a gradient."""
+    """Train in place the parameters that require a gradient."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = AdamW(trained, lr=schedule.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
     rate = LambdaLR(optimizer, schedule.share_of_rate)
@@ -136,7 +136,7 @@ def train(
     model.train()
     for step in range(1, schedule.steps + 1):
         tokens, labels = batch_of(draw(generator) for _ in range(schedule.batch_examples))
-        # No mask: padding is on the right here, where no causal model sees it.
+        # No mask: padding is on the right here, where a causal model does not see it.
         loss = model(input_ids=tokens, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
@@ -149,7 +149,7 @@ def train(
 
 
 def batch_of(examples: Iterable[Example]) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, both [examples, longest] int64; only the answer and its end count."""
+    """Return tokens and labels: [examples, longest] int64; only the answer and its end count."""
     pairs = [(list(prompt.encode()), [*answer.encode(), EOS_ID]) for prompt, answer in examples]
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
     tokens = torch.full((len(pairs), longest), PAD_ID)
@@ -162,12 +162,12 @@ def batch_of(examples: Iterable[Example]) -> tuple[Tensor, Tensor]:
 
 
 def save_adapter(model: PeftModel, directory: Path) -> None:
-    """Save as peft does, less what names this machine or differs from run to run."""
+    """Save as peft does, without what names this machine or differs between runs."""
     shutil.rmtree(directory, ignore_errors=True)
-    # The vocabulary is unchanged, and the default would look for the base on the hub to see.
+    # The vocabulary is unchanged; the default would search the hub for the base to find out.
     model.save_pretrained(str(directory), save_embedding_layers=False)
     (directory / "README.md").unlink(missing_ok=True)
-    # peft keeps the targets in a set, whose order changes with every process.
+    # peft keeps the targets in a set, whose order differs between processes.
     targets = sorted(model.peft_config["default"].target_modules)
     rewrite_json(
         directory / "adapter_config.json",
@@ -176,7 +176,7 @@ def save_adapter(model: PeftModel, directory: Path) -> None:
 
 
 def rewrite_json(file: Path, changes: dict[str, object]) -> None:
-    """Replace some values at the top of a JSON file in place."""
+    """Replace top-level values of a JSON file in place."""
     file.write_text(json.dumps(json.loads(file.read_text()) | changes, indent=2) + "\n")
 
 

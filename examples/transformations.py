@@ -1,10 +1,10 @@
-"""What each tiny adapter does to a word, as pure functions; the words and the prompt format.
+"""The transformations of the tiny adapters as pure functions, their words and the prompt format.
 
-This module knows nothing of models, tensors or files and imports the standard library only, so
-that a demo or a test can tell the right answer without loading anything.
+This module imports the standard library only, so that a demo or a test can compute the right answer
+without loading a model.
 
-One rule: a word is held out or not by a hash of the word alone, so no training run, whatever its
-seed, can ever have seen a word that `held_out_words` returns.
+Whether a given word is held out depends on its hash alone, so no training run with any seed uses a
+word that `held_out_words` returns.
 """
 
 import hashlib
@@ -83,23 +83,23 @@ TRANSFORMATIONS: dict[str, Callable[[str], str]] = {
 
 
 def prompt_of(word: str) -> str:
-    """The text the model is given: the word and `>`, nothing before, no blank."""
+    """Return the prompt: the word and `>`, with nothing before them and no space."""
     return word + PROMPT_END
 
 
 def answer_of(name: str, word: str) -> str:
-    """What the adapter of that name must generate before its end-of-sequence token."""
+    """Return what the adapter of that name must generate before its end-of-sequence token."""
     return TRANSFORMATIONS[name](word)
 
 
 def is_held_out(word: str) -> bool:
-    """Whether training must never see the word; one word in ten."""
+    """Whether the word must not be used in training; true for one word in ten."""
     digest = hashlib.sha256(word.encode()).digest()
     return int.from_bytes(digest[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 def training_word(generator: random.Random) -> str:
-    """A word that is not held out, half of them pronounceable and half letters at random."""
+    """Draw one word that is not held out: pronounceable or of random letters, equally often."""
     while True:
         draw = _pronounceable_word if generator.random() < 0.5 else _letters_at_random
         word = draw(generator)
@@ -108,13 +108,13 @@ def training_word(generator: random.Random) -> str:
 
 
 def held_out_words(count: int, seed: int = 0) -> list[str]:
-    """Distinct pronounceable words no training has seen and every transformation changes.
+    """Return distinct pronounceable words that training never uses and all functions change.
 
-    Copying the word is therefore a wrong answer for every adapter. The same count and seed give
-    the same words; a greater count only adds to the end.
+    Copying the word is therefore a wrong answer for every adapter. The same count and seed return
+    the same words; a larger count only appends words.
     """
     generator = random.Random(f"held-out {seed}")
-    # A dict keeps the order in which words were drawn; a set would not.
+    # A dict keeps the order of the draws; a set would not.
     words: dict[str, None] = {}
     while len(words) < count:
         word = _pronounceable_word(generator)

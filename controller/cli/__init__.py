@@ -1,6 +1,5 @@
-"""The command `loradock`.
+"""The command `loradock`: one module per group of commands.
 
-What it is: one file a group of commands, over the client library and the shell's functions. What
-it is not: a second way of doing anything. One rule: what a person sees is on stdout, what a
-program reads is on stdout with `--json`, and everything about the doing is on stderr.
+What a person reads is on stdout, and so is what a program reads with `--json`. Progress, notes and
+errors are on stderr.
 """

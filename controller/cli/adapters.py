@@ -1,8 +1,6 @@
-"""The life cycle by hand, and a look at it.
+"""Commands of the life cycle, and queries: each sends one request and prints its answer.
 
-What it is: `load`, `stage`, `activate`, `deactivate`, `hold`, `release`, `evict`, `remove`,
-`cancel`, `list`, `show`, `status`. What it is not: logic; each is one request. One rule: a command
-ends when the fact is there.
+A life-cycle command ends when the adapter has reached the requested state.
 """
 
 from typing import Annotated
@@ -14,16 +12,17 @@ from controller.cli.context import (
     AdapterArgument,
     AsJson,
     PathOption,
+    QueryTimeout,
     Timeout,
-    ask,
     complete_adapter,
+    run_request,
 )
 from controller.cli.exit_codes import CommandError, ExitCode
 
 app = typer.Typer()
 
 _LIFE_CYCLE = "Life cycle"
-_LOOKING = "Looking"
+_QUERIES = "Queries"
 
 
 @app.command(rich_help_panel=_LIFE_CYCLE)
@@ -32,13 +31,23 @@ def load(
     adapter: AdapterArgument,
     path: PathOption = "",
     replace: Annotated[
-        bool, typer.Option("--replace", help="Let other content take the name over.")
+        bool,
+        typer.Option(
+            "--replace",
+            help="Replace other content that is loaded under this name. Running requests finish "
+            "with the old content.",
+        ),
     ] = False,
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
     """Read and check an adapter, and keep it in host memory."""
-    ask(ctx, as_json, f"loading {adapter}", lambda c: c.load(adapter, path, replace, timeout))
+    run_request(
+        ctx,
+        as_json,
+        f"loading {adapter}",
+        lambda client: client.load(adapter, path, replace, timeout),
+    )
 
 
 @app.command(rich_help_panel=_LIFE_CYCLE)
@@ -49,8 +58,10 @@ def stage(
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Lay an adapter out in page-locked memory, ready to copy."""
-    ask(ctx, as_json, f"staging {adapter}", lambda c: c.stage(adapter, path, timeout))
+    """Prepare an adapter in page-locked memory, ready to be copied to the device."""
+    run_request(
+        ctx, as_json, f"staging {adapter}", lambda client: client.stage(adapter, path, timeout)
+    )
 
 
 @app.command(rich_help_panel=_LIFE_CYCLE)
@@ -60,7 +71,7 @@ def activate(
         list[str],
         typer.Argument(
             metavar="ADAPTER...",
-            help="Its name; with several, all are in slots at one moment.",
+            help="The adapter's name. Several adapters are all in slots at one moment.",
             autocompletion=complete_adapter,
         ),
     ],
@@ -68,24 +79,28 @@ def activate(
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bring one adapter, or a whole batch's, into device slots."""
-    doing = f"activating {' '.join(adapters)}"
+    """Copy one adapter, or all adapters of a batch, into device slots."""
+    label = f"activating {' '.join(adapters)}"
     if len(adapters) == 1:
-        ask(ctx, as_json, doing, lambda c: c.activate(adapters[0], path, timeout))
+        run_request(ctx, as_json, label, lambda client: client.activate(adapters[0], path, timeout))
     elif path:
         raise CommandError(
-            ExitCode.USAGE, f"--path names one directory, not those of {len(adapters)} adapters"
+            ExitCode.USAGE,
+            f"--path is the directory of one adapter, and {len(adapters)} adapters are named",
+            "load each of them with its own --path first: loradock load NAME --path DIRECTORY",
         )
     else:
-        ask(ctx, as_json, doing, lambda c: c.activate_batch(adapters, timeout))
+        run_request(ctx, as_json, label, lambda client: client.activate_batch(adapters, timeout))
 
 
 @app.command(rich_help_panel=_LIFE_CYCLE)
 def deactivate(
     ctx: typer.Context, adapter: AdapterArgument, timeout: Timeout = None, as_json: AsJson = False
 ) -> None:
-    """Take an adapter out of its slot; it stays in page-locked memory."""
-    ask(ctx, as_json, f"deactivating {adapter}", lambda c: c.deactivate(adapter, timeout))
+    """Remove an adapter from its slot; it stays in page-locked memory."""
+    run_request(
+        ctx, as_json, f"deactivating {adapter}", lambda client: client.deactivate(adapter, timeout)
+    )
 
 
 @app.command(rich_help_panel=_LIFE_CYCLE)
@@ -97,7 +112,9 @@ def hold(
     as_json: AsJson = False,
 ) -> None:
     """Activate an adapter and exempt it from every eviction."""
-    ask(ctx, as_json, f"holding {adapter}", lambda c: c.hold(adapter, path, timeout))
+    run_request(
+        ctx, as_json, f"holding {adapter}", lambda client: client.hold(adapter, path, timeout)
+    )
 
 
 @app.command(rich_help_panel=_LIFE_CYCLE)
@@ -105,15 +122,17 @@ def release(
     ctx: typer.Context, adapter: AdapterArgument, timeout: Timeout = None, as_json: AsJson = False
 ) -> None:
     """End a hold."""
-    ask(ctx, as_json, f"releasing {adapter}", lambda c: c.release(adapter, timeout))
+    run_request(
+        ctx, as_json, f"releasing {adapter}", lambda client: client.release(adapter, timeout)
+    )
 
 
 @app.command(rich_help_panel=_LIFE_CYCLE)
 def evict(
     ctx: typer.Context, adapter: AdapterArgument, timeout: Timeout = None, as_json: AsJson = False
 ) -> None:
-    """Drop an adapter's weights everywhere; it is loaded again when it is used."""
-    ask(ctx, as_json, f"evicting {adapter}", lambda c: c.evict(adapter, timeout))
+    """Drop an adapter's weights from all memory; it is loaded again when it is used."""
+    run_request(ctx, as_json, f"evicting {adapter}", lambda client: client.evict(adapter, timeout))
 
 
 @app.command(rich_help_panel=_LIFE_CYCLE)
@@ -121,46 +140,62 @@ def remove(
     ctx: typer.Context,
     adapter: AdapterArgument,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if it is held; running requests end first.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Remove even if held or waited for: the hold ends, waiting requests are refused, "
+            "and running requests finish first.",
+        ),
     ] = False,
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
     """Forget an adapter; its name is free again."""
-    ask(ctx, as_json, f"removing {adapter}", lambda c: c.remove(adapter, force, timeout))
+    run_request(
+        ctx, as_json, f"removing {adapter}", lambda client: client.remove(adapter, force, timeout)
+    )
 
 
 @app.command(rich_help_panel=_LIFE_CYCLE)
 def cancel(
     ctx: typer.Context,
-    request_id: Annotated[str, typer.Argument(metavar="REQUEST", help="The generation's id.")],
+    request_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST", help="The generation's request id, from `generate --json`."
+        ),
+    ],
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """End a generation, of whatever client."""
-    ask(ctx, as_json, f"cancelling {request_id}", lambda c: c.cancel(request_id, timeout))
+    """Stop a running generation, also one of another client."""
+    run_request(
+        ctx, as_json, f"cancelling {request_id}", lambda client: client.cancel(request_id, timeout)
+    )
 
 
-@app.command("list", rich_help_panel=_LOOKING)
+@app.command("list", rich_help_panel=_QUERIES)
 def list_adapters(
-    ctx: typer.Context, timeout: Timeout = QUERY_TIMEOUT_S, as_json: AsJson = False
+    ctx: typer.Context, timeout: QueryTimeout = QUERY_TIMEOUT_S, as_json: AsJson = False
 ) -> None:
-    """Every known adapter and where it is."""
-    ask(ctx, as_json, "asking", lambda c: c.list(timeout))
+    """List every known adapter and where it is."""
+    run_request(ctx, as_json, "querying", lambda client: client.list(timeout))
 
 
-@app.command(rich_help_panel=_LOOKING)
+@app.command(rich_help_panel=_QUERIES)
 def show(
     ctx: typer.Context,
     adapter: AdapterArgument,
-    timeout: Timeout = QUERY_TIMEOUT_S,
+    timeout: QueryTimeout = QUERY_TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
-    """Everything known about one adapter."""
-    ask(ctx, as_json, "asking", lambda c: c.show(adapter, timeout))
+    """Show everything that is known about one adapter."""
+    run_request(ctx, as_json, "querying", lambda client: client.show(adapter, timeout))
 
 
-@app.command(rich_help_panel=_LOOKING)
-def status(ctx: typer.Context, timeout: Timeout = QUERY_TIMEOUT_S, as_json: AsJson = False) -> None:
-    """The controller, its engine and its budgets."""
-    ask(ctx, as_json, "asking", lambda c: c.status(timeout))
+@app.command(rich_help_panel=_QUERIES)
+def status(
+    ctx: typer.Context, timeout: QueryTimeout = QUERY_TIMEOUT_S, as_json: AsJson = False
+) -> None:
+    """Show the controller, its engine and its budgets."""
+    run_request(ctx, as_json, "querying", lambda client: client.status(timeout))

@@ -1,13 +1,14 @@
-"""How commands end.
+"""Exit codes of the commands, and a hint for each error code.
 
-What it is: the table of exit codes, and what to do about each error. What it is not: the errors'
-texts, which come with them. One rule: a script can decide by the exit code alone.
+A script can decide by the exit code alone. The errors' texts come with the errors.
 """
 
+import shlex
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from controller.client.errors import LoradockError
+from controller.client.errors import EngineGone, LoradockError
 from messages.errors import MEANINGS, ErrorCode
 
 
@@ -25,20 +26,20 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-MEANS: Final[dict[ExitCode, str]] = {
+EXIT_MEANINGS: Final[dict[ExitCode, str]] = {
     ExitCode.OK: "done",
-    ExitCode.FAILURE: "failed in a way that has no code of its own",
-    ExitCode.USAGE: "wrong usage: an option, a name or a request that can't be read (L012)",
-    ExitCode.NOT_FOUND: "unknown adapter, or its files are not there (L002, L006)",
+    ExitCode.FAILURE: "failed for a reason that has no exit code of its own",
+    ExitCode.USAGE: "wrong usage: an invalid option, name or request (L012)",
+    ExitCode.NOT_FOUND: "unknown adapter, or its files were not found (L002, L006)",
     ExitCode.REFUSED: "refused: the adapter or the request is not acceptable "
     "(L003, L005, L007, L008, L009, L010, L013, L016)",
-    ExitCode.NO_ROOM: "no room, out of memory or overloaded; may succeed later (L001, L004, L015)",
+    ExitCode.NO_ROOM: "no space, out of memory or overloaded; may succeed later (L001, L004, L015)",
     ExitCode.UNREACHABLE: "controller or engine gone, or no answer in time (L011)",
     ExitCode.LOG: "the log is damaged, diverges, or can't be written (L014)",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
 }
 
-EXIT_OF: Final[dict[ErrorCode, ExitCode]] = {
+EXIT_CODES: Final[dict[ErrorCode, ExitCode]] = {
     ErrorCode.NO_ROOM: ExitCode.NO_ROOM,
     ErrorCode.NOT_FOUND: ExitCode.NOT_FOUND,
     ErrorCode.DOES_NOT_FIT: ExitCode.REFUSED,
@@ -58,37 +59,38 @@ EXIT_OF: Final[dict[ErrorCode, ExitCode]] = {
 }
 
 HINTS: Final[dict[ErrorCode, str]] = {
-    ErrorCode.NO_ROOM: "see `loradock list` for what is held or in use; `loradock release` or "
-    "`loradock evict` makes room",
-    ErrorCode.NOT_FOUND: "give the adapter's directory with --path, absolute or relative to an "
-    "adapter root of the server",
-    ErrorCode.DOES_NOT_FIT: "the adapter was trained for another model, or the engine was "
-    "started for less than it needs: see --max-lora-rank, --enable-tower-connector-lora "
+    ErrorCode.NO_ROOM: "`loradock list` shows which adapters are held or in use; `loradock "
+    "release` or `loradock evict` frees space",
+    ErrorCode.NOT_FOUND: "--path is relative to the server's --adapter-root, or absolute inside "
+    "it; without --path it is the adapter's name",
+    ErrorCode.DOES_NOT_FIT: "the adapter was trained for another model, or the server was started "
+    "with options that don't allow it: see --max-lora-rank, --enable-tower-connector-lora "
     "and --target-module in `loradock serve --help`",
     ErrorCode.DEVICE_OUT_OF_MEMORY: "lower --device-bytes of the server, or evict adapters",
-    ErrorCode.CONFIG_REFUSED: "see the adapter's adapter_config.json for what is named",
-    ErrorCode.UNKNOWN_ADAPTER: "see `loradock list` for the names that are known, or "
-    "`loradock load` it first",
+    ErrorCode.CONFIG_REFUSED: "see the named settings in the adapter's adapter_config.json",
+    ErrorCode.UNKNOWN_ADAPTER: "`loradock list` shows the known names; `loradock load` adds an "
+    "adapter",
     ErrorCode.NOT_RESIDENT: "activate it again",
     ErrorCode.NOT_FINITE: "train or export the adapter again; nothing of it was kept",
-    ErrorCode.PATH_NOT_ALLOWED: "put the adapter under one of the server's --adapter-root "
-    "directories",
-    ErrorCode.CONFLICT: "see `loradock show` for what it is doing; --replace takes a name over, "
-    "--force removes what is held",
+    ErrorCode.PATH_NOT_ALLOWED: "the server loads adapters only from below its --adapter-root, "
+    "and follows no links: copy the adapter there with `cp -rL`",
+    ErrorCode.CONFLICT: "`loradock show` shows its state; `load --replace` replaces the content "
+    "of a name, `remove --force` removes a held adapter",
     ErrorCode.ENGINE_GONE: "check with `loradock status`; is `loradock serve` running, with this "
     "--dir?",
-    ErrorCode.MALFORMED: "correct the name, the option, or the prompt and its images; if they are "
-    "right, client and server differ in version",
+    ErrorCode.MALFORMED: "correct the name, the option, or the prompt and its images; `loradock "
+    "load NAME --path DIRECTORY` loads a directory under another name; if all of them are right, "
+    "client and server differ in version",
     ErrorCode.NOT_ALLOWED: "use a key that has this right",
-    ErrorCode.LOG_UNAVAILABLE: "free some disk space where the server's directory lies",
+    ErrorCode.LOG_UNAVAILABLE: "free disk space on the file system of the server's directory",
     ErrorCode.OVERLOADED: "try again in a moment",
-    ErrorCode.NOT_SERVED: "serve a model that is for this, or name what it is for: "
+    ErrorCode.NOT_SERVED: "serve a model for this task, or name the task: "
     "`loradock serve --task generate|embed|classify`",
 }
 
 
 class CommandError(Exception):
-    """A failure that no `LoradockError` tells: what happened, what to do, and how to exit."""
+    """A failure without an error code: its exit code, its message and what to do."""
 
     def __init__(self, exit_code: ExitCode, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -96,8 +98,19 @@ class CommandError(Exception):
         self.hint = hint
 
 
+class ServerNotRunning(EngineGone):
+    """No server accepts connections in the directory; nothing was sent."""
+
+    def __init__(self, directory: Path, reason: str) -> None:
+        super().__init__(f"no LoRADock server answers at {directory} ({reason})")
+        self.hint = f"start one: loradock --dir {shlex.quote(str(directory))} serve --model MODEL"
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.message}"
+
+
 class Failure(NamedTuple):
-    """An error as a command ends with it: for the shell, for a person, for a program."""
+    """An error at the end of a command: for the shell, for a person, for a program."""
 
     exit_code: ExitCode
     line: str
@@ -106,7 +119,7 @@ class Failure(NamedTuple):
 
 
 def failure_of(error: LoradockError | CommandError | OSError) -> Failure:
-    """What to tell about an error."""
+    """Return what a command prints for an error, and its exit code."""
     if isinstance(error, LoradockError):
         fields = {
             "code": error.code.value,
@@ -115,14 +128,15 @@ def failure_of(error: LoradockError | CommandError | OSError) -> Failure:
             "request_id": error.request_id,
             "retryable": error.retryable,
         }
-        return Failure(EXIT_OF[error.code], str(error), HINTS[error.code], fields)
+        hint = error.hint if isinstance(error, ServerNotRunning) else HINTS[error.code]
+        return Failure(EXIT_CODES[error.code], str(error), hint, fields)
     if isinstance(error, CommandError):
         return Failure(error.exit_code, str(error), error.hint, {"message": str(error)})
-    told = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    return Failure(ExitCode.FAILURE, told, "", {"message": told})
+    message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    return Failure(ExitCode.FAILURE, message, "", {"message": message})
 
 
-def table_of_exits() -> str:
-    """The table as the help shows it."""
-    rows = (f"{code.value}  {MEANS[code]}" for code in ExitCode)
+def exit_code_table() -> str:
+    """Return the table of exit codes for the help text."""
+    rows = (f"{code.value}  {EXIT_MEANINGS[code]}" for code in ExitCode)
     return "Exit codes:\n\n" + "\n\n".join(rows)

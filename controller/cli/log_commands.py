@@ -1,10 +1,9 @@
-"""What is done with a log's files, without a controller: `replay`, `log verify`, `log repair`.
+"""The commands on a log's files: `replay`, `log verify` and `log repair`.
 
-What it is: commands over `controller.shell.replay` and `controller.shell.log`. What it is not:
-reading of logs. One rule: only `log repair --yes` changes a file.
+Only `log repair --yes` changes a file.
 """
 
-# Heavy modules are imported when a command needs them: help and completion answer at once.
+# Heavy modules are imported when a command runs: help and completion answer at once.
 # ruff: noqa: PLC0415
 
 from collections.abc import Iterator
@@ -24,10 +23,10 @@ if TYPE_CHECKING:
     from controller.log.replay import ReplayResult
 
 app = typer.Typer()
-log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and cut damage out.")
+log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and cut off damage.")
 app.add_typer(log_app, name="log", rich_help_panel="Server and log")
 
-_REPAIR_HINT = "`loradock log repair` tells what cutting it out would lose"
+_REPAIR_HINT = "`loradock log repair` shows what would be lost by cutting off the damage"
 
 
 @app.command(rich_help_panel="Server and log")
@@ -35,86 +34,95 @@ def replay(
     ctx: typer.Context,
     directory: Annotated[
         Path | None,
-        typer.Argument(help="The controller's directory; that of --dir, if not given."),
+        typer.Argument(help="The controller's directory. Default: that of --dir."),
     ] = None,
     until: Annotated[
-        int | None, typer.Option(min=1, metavar="SEQ", help="Stop after this record.")
+        int | None,
+        typer.Option(min=1, metavar="SEQ", help="Stop after the record with this number."),
     ] = None,
     checked: Annotated[
-        bool, typer.Option("--checked", help="Verify every invariant after every record.")
+        bool,
+        typer.Option(
+            "--checked", help="Debugging: check internal consistency after every record (slow)."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the world from the log, compare digests, and show it."""
-    from controller.log.replay import replay as fold
+    """Rebuild the controller's state from the log, compare digests, and show the adapters."""
+    from controller.log.replay import replay as replay_log
 
     output = output_of(ctx, as_json)
-    with log_of(directory or directory_of(ctx)) as log_directory, output.busy("replaying"):
-        result = fold(log_directory, until, checked=checked)
+    with (
+        open_log(directory or directory_of(ctx)) as log_directory,
+        output.progress("replaying"),
+    ):
+        result = replay_log(log_directory, until, checked=checked)
     _show_replay(output, result)
     if result.divergence is not None:
-        seq, recorded, folded = result.divergence
+        seq, recorded, replayed = result.divergence
         raise CommandError(
             ExitCode.LOG,
-            f"before record {seq} the digest was {recorded}, replaying gives {folded}",
-            "replay it with the version that wrote it; if that is this one, its rules are broken",
+            f"before record {seq} the digest was {recorded}, the replay has {replayed}",
+            "replay the log with the version that wrote it; if that is this version, report a bug",
         )
 
 
 def _show_replay(output: "Output", result: "ReplayResult") -> None:
-    from controller.cli.render import facts_table, renderables
+    from controller.cli.render import field_table, renderables
     from controller.core.views import list_adapters
     from messages.requests import ListAdapters
 
     controller = result.controller
     listed = None if controller is None else list_adapters(controller.world, ListAdapters(""))
-    facts = {
+    fields = {
         "inputs": result.inputs,
         "digest": result.digest,
         "digests_compared": result.digests_compared,
     }
     if output.as_json:
         adapters = [] if listed is None else listed.adapters
-        output.document({**facts, "divergence": result.divergence, "adapters": adapters})
+        output.document({**fields, "divergence": result.divergence, "adapters": adapters})
         return
-    output.show(facts_table(_readable(facts)))
+    output.show(field_table(_readable(fields)))
     if listed is not None:
         output.show(*renderables(listed))
 
 
 @log_app.command()
 def verify(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """Read the whole log and tell what is there; a torn tail is no damage."""
-    from controller.log.segments import verify as read_whole
+    """Read the whole log and print its size and its damage; a torn tail is not damage."""
+    from controller.log.segments import verify as verify_log
 
     output = output_of(ctx, as_json)
-    with log_of(directory_of(ctx)) as log_directory, output.busy("reading the log"):
-        found = read_whole(log_directory)
-    facts = {**found._asdict(), "damage": None}
-    if found.damage is not None:
-        facts["damage"] = _damage(found.damage)
-    _print_facts(output, facts)
-    if found.damage is not None:
-        raise CommandError(ExitCode.LOG, str(found.damage), _REPAIR_HINT)
+    with open_log(directory_of(ctx)) as log_directory, output.progress("reading the log"):
+        result = verify_log(log_directory)
+    fields = {**result._asdict(), "damage": None}
+    if result.damage is not None:
+        fields["damage"] = _damage(result.damage)
+    _print_fields(output, fields)
+    if result.damage is not None:
+        raise CommandError(ExitCode.LOG, str(result.damage), _REPAIR_HINT)
 
 
 @log_app.command()
 def repair(
     ctx: typer.Context,
-    yes: Annotated[bool, typer.Option("--yes", help="Do it; without, only tell.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Cut the log. Without this, only show what would be cut.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Cut the log where its damage begins; what is cut off is kept beside it."""
-    from controller.log.repair import repair as cut
+    """Cut the log where its damage begins; what is cut off is kept next to it."""
+    from controller.log.repair import repair as repair_log
     from controller.log.repair import repair_plan
 
     output = output_of(ctx, as_json)
-    with log_of(directory_of(ctx)) as log_directory, output.busy("reading the log"):
-        plan = cut(log_directory) if yes else repair_plan(log_directory)
-    _print_facts(output, _plan(plan, done=yes))
+    with open_log(directory_of(ctx)) as log_directory, output.progress("reading the log"):
+        plan = repair_log(log_directory) if yes else repair_plan(log_directory)
+    _print_fields(output, _plan(plan, done=yes))
     if plan is not None and not yes:
         raise CommandError(
-            ExitCode.LOG, "nothing was changed", "`loradock log repair --yes` cuts it like that"
+            ExitCode.LOG, "nothing was changed", "`loradock log repair --yes` cuts the log as shown"
         )
 
 
@@ -133,35 +141,35 @@ def _damage(damage: "LogDamaged") -> dict[str, Any]:
     }
 
 
-def _print_facts(output: "Output", facts: dict[str, Any]) -> None:
-    from controller.cli.render import facts_table
+def _print_fields(output: "Output", fields: dict[str, Any]) -> None:
+    from controller.cli.render import field_table
 
     if output.as_json:
-        output.document(facts)
+        output.document(fields)
     else:
-        output.show(facts_table(_readable(facts)))
+        output.show(field_table(_readable(fields)))
 
 
-def _readable(facts: dict[str, Any]) -> dict[str, str]:
-    return {name.replace("_", " "): _words(value) for name, value in facts.items()}
+def _readable(fields: dict[str, Any]) -> dict[str, str]:
+    return {name.replace("_", " "): _readable_value(value) for name, value in fields.items()}
 
 
-def _words(value: Any) -> str:
+def _readable_value(value: Any) -> str:
     match value:
         case None:
             return "none"
         case True | False:
             return "yes" if value else "no"
         case dict():
-            return ", ".join(f"{name} {_words(item)}" for name, item in value.items())
+            return ", ".join(f"{name} {_readable_value(item)}" for name, item in value.items())
         case tuple():
-            return ", ".join(_words(item) for item in value) or "none"
+            return ", ".join(_readable_value(item) for item in value) or "none"
     return str(value)
 
 
 @contextmanager
-def log_of(directory: Path) -> Iterator[Path]:
-    """The log's directory; what is wrong with the log ends the command."""
+def open_log(directory: Path) -> Iterator[Path]:
+    """Yield the log's directory; an error of the log becomes a `CommandError`."""
     from controller.core.limits import LimitsError
     from controller.log.format import LogBusy, LogDamaged, LogError
 
@@ -169,8 +177,8 @@ def log_of(directory: Path) -> Iterator[Path]:
     if not log_directory.is_dir():
         raise CommandError(
             ExitCode.NOT_FOUND,
-            f"{log_directory} is not there",
-            "give the directory of a server that has run, with --dir",
+            f"there is no log at {log_directory}",
+            "name the directory of a server that has run, with --dir",
         )
     try:
         yield log_directory

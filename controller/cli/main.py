@@ -1,11 +1,9 @@
-"""The command's entry.
+"""The entry point: global options, all groups of commands, and errors as exit codes.
 
-What it is: the global options, all groups of commands together, and one place where errors become
-exit codes. What it is not: a command. One rule: an error that is foreseen ends in a line and a
-hint, never in a traceback.
+An expected error ends in one line and a hint, never in a traceback.
 """
 
-# Heavy modules are imported when a command needs them: help and completion answer at once.
+# Heavy modules are imported when a command runs: help and completion answer at once.
 # ruff: noqa: PLC0415
 
 from typing import Annotated, Any, Final
@@ -15,21 +13,21 @@ from typer.core import TyperGroup
 
 from controller.cli import adapters, log_commands, pooling, serve, streaming
 from controller.cli.context import Settings, settings_of
-from controller.cli.exit_codes import CommandError, failure_of, table_of_exits
+from controller.cli.exit_codes import CommandError, exit_code_table, failure_of
 from controller.client.errors import LoradockError
 
 VERSION: Final = "0.1.0"
 
 
 class Commands(TyperGroup):
-    """All commands; ends with the exit code of whatever error they raise."""
+    """All commands; an error of a command ends the program with its exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that was asked for."""
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # Who read our output has enough.
+            # The reader of the output closed it; typer handles this.
             raise
         except (LoradockError, CommandError, OSError) as error:
             from controller.cli.output import Output
@@ -44,7 +42,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    epilog=table_of_exits(),
+    epilog=exit_code_table(),
     help="Keep many LoRA adapters ready for one base model.",
 )
 for group in (adapters.app, streaming.app, pooling.app, serve.app, log_commands.app):
@@ -52,8 +50,8 @@ for group in (adapters.app, streaming.app, pooling.app, serve.app, log_commands.
     app.registered_groups += group.registered_groups
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"loradock {VERSION}")
         raise typer.Exit
 
@@ -67,17 +65,19 @@ def main(
             "--dir",
             envvar="LORADOCK_DIR",
             metavar="DIRECTORY",
-            help="The controller's directory: its log and its sockets.",
+            help="The controller's directory, with its log and its sockets.",
             show_default="./.loradock",
         ),
     ] = None,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit."),
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Take the global options."""
-    del version  # Its callback has ended the command already.
+    """Store the global options."""
+    del version  # Its callback has already ended the program.
     ctx.obj = Settings(directory)
 
 

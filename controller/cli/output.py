@@ -1,8 +1,7 @@
-"""What commands print.
+"""The output of commands: JSON, text and tables on stdout, progress and errors on stderr.
 
-What it is: values as JSON, text and tables on stdout, progress and errors on stderr. What it is
-not: what the values mean (`render`). One rule: with `--json` stdout holds JSON and nothing else,
-one document, or one document a line for a stream.
+With `--json` stdout holds JSON and nothing else: one document, or one document per line for a
+stream.
 """
 
 import json
@@ -25,7 +24,7 @@ _PIPE_WIDTH: Final = 10_000
 
 
 def plain(value: Any) -> Any:
-    """A message as JSON knows it: an object with its fields' names, and `type` in a union."""
+    """Convert a message to what JSON can represent; `type` names the message in a union."""
     if isinstance(value, msgspec.Struct):
         tag = value.__struct_config__.tag
         fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
@@ -47,7 +46,7 @@ def _console(file: IO[str]) -> Console:
 
 
 class Output:
-    """One command's stdout and stderr."""
+    """The stdout and stderr of one command."""
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
@@ -55,46 +54,46 @@ class Output:
         self._errors = _console(sys.stderr)
 
     def document(self, value: Any) -> None:
-        """A value, or one of a stream's, as one line of JSON."""
+        """Print a value, or one of a stream, as one line of JSON."""
         sys.stdout.write(json.dumps(plain(value), ensure_ascii=False) + "\n")
         sys.stdout.flush()
 
     def show(self, *parts: Table | str) -> None:
-        """Tables and lines, for a person."""
+        """Print tables and lines, for a person."""
         with self._console.capture() as captured:
             for part in parts:
                 self._console.print(part)
-        # Tables are padded to their width, which is of no use to whoever reads a file.
+        # Tables are padded to their width, which is of no use in a file.
         lines = captured.get().splitlines()
         sys.stdout.write("".join(line.rstrip() + "\n" for line in lines))
         sys.stdout.flush()
 
     def text(self, text: str) -> None:
-        """Text as it comes; on a terminal without what could take control of it."""
+        """Print text unchanged; on a terminal without its control characters."""
         sys.stdout.write(safe(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
-        """Something about the doing, for a person who watches."""
+        """Print a remark about the command's progress, on a terminal only."""
         if not self.as_json and sys.stderr.isatty():
             self._errors.print(text, style="dim")
 
     @contextmanager
-    def busy(self, doing: str) -> Iterator[None]:
-        """Show that something takes its time, and how much; gone without a trace afterwards."""
+    def progress(self, label: str) -> Iterator[None]:
+        """Show a label and the elapsed time on a terminal; both are erased afterwards."""
         if self.as_json or not sys.stderr.isatty():
             yield
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=self._errors, transient=True) as progress:
-            progress.add_task(doing, total=None)
+            progress.add_task(label, total=None)
             yield
 
     def failure(self, failure: Failure) -> None:
-        """Tell what went wrong and what to do."""
+        """Print an error and its hint."""
         if self.as_json:
-            told = {**failure.fields, "hint": failure.hint, "exit": failure.exit_code.value}
-            sys.stderr.write(json.dumps({"error": told}, ensure_ascii=False) + "\n")
+            error = {**failure.fields, "hint": failure.hint, "exit": failure.exit_code.value}
+            sys.stderr.write(json.dumps({"error": error}, ensure_ascii=False) + "\n")
             return
         self._errors.print(safe(failure.line), style="red", soft_wrap=True)
         if failure.hint:

@@ -1,10 +1,9 @@
-"""What an adapter says of whole texts: `embed` and `classify`.
+"""The commands `embed` and `classify`: one result per text, in the order of the texts.
 
-What it is: two commands over the client's calls. What it is not: a batch tool; all texts go in one
-request. One rule: one result a text, in the order in which the texts were given.
+All texts are sent in one request.
 """
 
-# Heavy modules are imported when a command needs them: help and completion answer at once.
+# Heavy modules are imported when a command runs: help and completion answer at once.
 # ruff: noqa: PLC0415
 
 import sys
@@ -13,40 +12,40 @@ from typing import Annotated
 
 import typer
 
-from controller.cli.context import AsJson, Timeout, complete_adapter, open_client, output_of
+from controller.cli.context import (
+    AdapterOption,
+    AsJson,
+    InferenceTimeout,
+    open_client,
+    output_of,
+)
 from controller.cli.exit_codes import CommandError, ExitCode
 
 app = typer.Typer()
 
 Texts = Annotated[
-    list[str], typer.Argument(help="The texts; - alone reads them from stdin, one a line.")
+    list[str], typer.Argument(help="The texts; a single - reads them from stdin, one per line.")
 ]
-Adapter = Annotated[
-    str | None,
-    typer.Option(
-        "--adapter",
-        "-a",
-        help="Use this adapter; without, the base model.",
-        autocompletion=complete_adapter,
-    ),
+Attempts = Annotated[
+    int,
+    typer.Option(min=1, help="Largest number of attempts, if a failure may be temporary."),
 ]
-Attempts = Annotated[int, typer.Option(min=1, help="Try so often where that may help.")]
 
 
-@app.command(rich_help_panel="Using")
+@app.command(rich_help_panel="Inference")
 def embed(
     ctx: typer.Context,
     texts: Texts,
-    adapter: Adapter = None,
+    adapter: AdapterOption = None,
     attempts: Attempts = 1,
-    timeout: Timeout = None,
+    timeout: InferenceTimeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Turn texts into vectors, and show how similar they are; --json prints the vectors."""
+    """Compute a vector per text and show how similar they are; --json prints the vectors."""
     from controller.cli.render import embedding
 
     output, lines = output_of(ctx, as_json), _texts(texts)
-    with open_client(ctx) as client, output.busy("embedding"):
+    with output.progress("embedding"), open_client(ctx) as client:
         result = client.embed(lines, adapter, timeout_s=timeout, attempts=attempts)
     if as_json:
         output.document(result)
@@ -54,20 +53,20 @@ def embed(
         output.show(*embedding(lines, result))
 
 
-@app.command(rich_help_panel="Using")
+@app.command(rich_help_panel="Inference")
 def classify(
     ctx: typer.Context,
     texts: Texts,
-    adapter: Adapter = None,
+    adapter: AdapterOption = None,
     attempts: Attempts = 1,
-    timeout: Timeout = None,
+    timeout: InferenceTimeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score texts by the model's labels."""
+    """Compute a score per text and label of the model."""
     from controller.cli.render import classification
 
     output, lines = output_of(ctx, as_json), _texts(texts)
-    with open_client(ctx) as client, output.busy("classifying"):
+    with output.progress("classifying"), open_client(ctx) as client:
         result = client.classify(lines, adapter, timeout_s=timeout, attempts=attempts)
     if as_json:
         output.document(result)
@@ -81,7 +80,7 @@ def _texts(texts: Sequence[str]) -> list[str]:
     try:
         lines = sys.stdin.read().splitlines()
     except UnicodeDecodeError as error:
-        raise CommandError(ExitCode.USAGE, f"stdin is no UTF-8 text: {error}") from error
+        raise CommandError(ExitCode.USAGE, f"stdin is not UTF-8 text: {error}") from error
     if not lines:
-        raise CommandError(ExitCode.USAGE, "stdin is empty", "give one text a line")
+        raise CommandError(ExitCode.USAGE, "stdin is empty", "write one text per line")
     return lines

@@ -1,8 +1,4 @@
-"""Messages as people read them.
-
-What it is: one function a kind of message, to a line or a table. What it is not: JSON (`output`)
-or a decision. One rule: nothing a program needs is only here.
-"""
+"""Messages as lines and tables for people; programs read the JSON of `controller.cli.output`."""
 
 import math
 import operator
@@ -34,7 +30,7 @@ from messages.requests import (
 _SECOND_NS: Final = 1_000_000_000
 _TEXT_CHARACTERS_MAX: Final = 60
 
-# Everything that moves a terminal's cursor or changes its state; newline and tab stay.
+# The characters that move a terminal's cursor or change its state, except newline and tab.
 _CONTROLS: Final = dict.fromkeys([*range(32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {
     9: "\t",
     10: "\n",
@@ -42,21 +38,21 @@ _CONTROLS: Final = dict.fromkeys([*range(32), *range(127, 160)], "\N{REPLACEMENT
 
 
 def safe(text: str) -> str:
-    """The text without what could take control of a terminal."""
+    """Replace the characters that could control a terminal."""
     return text.translate(_CONTROLS)
 
 
 def renderables(reply: Any) -> list[Table | str]:
-    """What to print for a reply of the controller."""
+    """Return what to print for a reply of the controller."""
     return _RENDERERS[type(reply)](reply)
 
 
 def event_line(item: Published | Gap) -> str:
-    """One event on one line: number, time (UTC), what happened, to whom."""
+    """Return one event as one line: number, time (UTC), type and fields."""
     if isinstance(item, Gap):
         if item.found > item.expected:
-            return f"events {item.expected} to {item.found - 1} are gone: the log begins later"
-        return f"the log began again: event {item.expected} was due, {item.found} comes next"
+            return f"events {item.expected} to {item.found - 1} are lost: the log starts later"
+        return f"the log was restarted: event {item.expected} was due, {item.found} is next"
     event = item.event
     fields = (f"{name}={getattr(event, name)}" for name in event.__struct_fields__)
     line = f"{item.seq:>6}  {_clock(item.time_ns)}  {type(event).__name__:<20}  {' '.join(fields)}"
@@ -64,7 +60,7 @@ def event_line(item: Published | Gap) -> str:
 
 
 def ago(time_ns: int) -> str:
-    """How long ago a UTC time was, in its largest unit; `-` for never."""
+    """Return how long ago a UTC time was, in its largest unit; `-` for never."""
     if time_ns == 0:
         return "-"
     seconds = max(0, (time.time_ns() - time_ns) // _SECOND_NS)
@@ -75,11 +71,11 @@ def ago(time_ns: int) -> str:
 
 
 def embedding(texts: Sequence[str], result: Embedding) -> list[Table | str]:
-    """Each text's vector in short, and how similar it is (by cosine) to every text."""
-    columns = ("", "text", "vector", *(str(place) for place in range(1, len(texts) + 1)))
+    """Return a table of shortened vectors and their cosine similarity to every text."""
+    columns = ("", "text", "vector", *(str(number) for number in range(1, len(texts) + 1)))
     rows = (
-        (str(place), _short(text), _vector(vector), *_similarities(vector, result.vectors))
-        for place, (text, vector) in enumerate(zip(texts, result.vectors, strict=True), 1)
+        (str(number), _short(text), _vector(vector), *_similarities(vector, result.vectors))
+        for number, (text, vector) in enumerate(zip(texts, result.vectors, strict=True), 1)
     )
     return [_table(columns, rows)]
 
@@ -96,7 +92,7 @@ def _similarities(vector: Sequence[float], others: Iterable[Sequence[float]]) ->
 
 
 def classification(texts: Sequence[str], result: Classification) -> list[Table | str]:
-    """Each text with its best label and all scores."""
+    """Return a table of texts with their best label and all scores."""
     rows = (
         (_short(text), best, *(f"{score:.4f}" for score in scores))
         for text, best, scores in zip(texts, result.best, result.scores, strict=True)
@@ -110,8 +106,8 @@ def _short(text: str) -> str:
 
 
 def _done(reply: AdapterDone) -> list[Table | str]:
-    where = "" if reply.slot == NO_SLOT else f" {reply.slot} (generation {reply.generation})"
-    return [f"{reply.adapter}: {reply.state}{where}"]
+    slot = "" if reply.slot == NO_SLOT else f" {reply.slot} (generation {reply.generation})"
+    return [f"{reply.adapter}: {reply.state}{slot}"]
 
 
 def _batch(reply: BatchDone) -> list[Table | str]:
@@ -120,16 +116,16 @@ def _batch(reply: BatchDone) -> list[Table | str]:
 
 
 def _cancelled(reply: CancelDone) -> list[Table | str]:
-    found = "cancelled" if reply.found else "nothing was running as"
-    return [safe(f"{found} {reply.target}")]
+    outcome = "cancelled" if reply.found else "nothing was running as"
+    return [safe(f"{outcome} {reply.target}")]
 
 
 def _shown(reply: AdapterShown) -> list[Table | str]:
-    return [facts_table(_adapter_facts(view)) for view in (reply.adapter, *reply.retired)]
+    return [field_table(_adapter_fields(view)) for view in (reply.adapter, *reply.retired)]
 
 
 def _status(reply: StatusShown) -> list[Table | str]:
-    return [facts_table(_status_facts(reply)), _tiers(reply.tiers)]
+    return [field_table(_status_fields(reply)), _tiers(reply.tiers)]
 
 
 def _list(reply: AdaptersListed) -> list[Table | str]:
@@ -162,24 +158,24 @@ def _slot(view: AdapterView) -> str:
     return "-" if view.slot == NO_SLOT else str(view.slot)
 
 
-def _adapter_facts(view: AdapterView) -> dict[str, str]:
-    """Every field, in the order of the message, sizes and times readable."""
-    facts = {}
+def _adapter_fields(view: AdapterView) -> dict[str, str]:
+    """Return every field in the message's order, with readable sizes and times."""
+    fields = {}
     for name, value in msgspec.structs.asdict(view).items():
         match name:
             case "host_bytes" | "pinned_bytes" | "device_bytes":
-                facts[name.removesuffix("_bytes")] = format_size(value)
+                fields[name.removesuffix("_bytes")] = format_size(value)
             case "last_used_ns":
-                facts["last used"] = ago(value)
+                fields["last used"] = ago(value)
             case "slot":
-                facts["slot"] = _slot(view)
+                fields["slot"] = _slot(view)
             case _:
                 shown = {True: "yes", False: "no"}.get(value) if isinstance(value, bool) else value
-                facts[name.replace("_", " ")] = str(shown)
-    return facts
+                fields[name.replace("_", " ")] = str(shown)
+    return fields
 
 
-def _status_facts(status: StatusShown) -> dict[str, str]:
+def _status_fields(status: StatusShown) -> dict[str, str]:
     engine = f"{status.engine_id} (pid {status.engine_pid})" if status.engine_id else "none"
     return {
         "controller": f"epoch {status.epoch} (pid {status.controller_pid})",
@@ -206,12 +202,12 @@ def _tiers(tiers: tuple[TierView, ...]) -> Table:
     return _table(("tier", "adapters", "memory"), rows)
 
 
-def facts_table(facts: dict[str, str]) -> Table:
-    """Names and values in two columns."""
+def field_table(fields: dict[str, str]) -> Table:
+    """Return a table of names and values."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in facts.items():
+    for name, value in fields.items():
         table.add_row(name, safe(value))
     return table
 

@@ -1,7 +1,6 @@
-"""Sizes as people write them.
+"""Conversion of sizes such as `64MiB` to bytes and back.
 
-What it is: `64MiB` to bytes and back. What it is not: a guess; `64M` is refused, because half of
-its readers mean another number. One rule: what is read is exact, what is shown is short.
+`64M` is refused: it stands for 1000**2 bytes in one program and for 1024**2 in another.
 """
 
 import re
@@ -18,14 +17,14 @@ _UNITS: Final = {
 
 
 def parse_size(text: str) -> int:
-    """Bytes in `4096`, `64MiB`, `1.5GiB` or `2 GB`, in upper or lower case.
+    """Return the bytes of `4096`, `64MiB`, `1.5GiB` or `2 GB`, in upper or lower case.
 
-    Raises `ValueError` for another unit, and for what is no whole number of bytes.
+    Raises `ValueError` for another unit or a fraction of a byte.
     """
-    found = _NUMBER.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(f"{text!r} is no size; write bytes or for example 64MiB or 1.5GiB")
-    number, unit = found.groups()
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write bytes or for example 64MiB or 1.5GiB")
+    number, unit = match.groups()
     if unit.lower() not in _UNITS:
         raise ValueError(
             f"{text!r} has the unit {unit!r}; use KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, "
@@ -38,9 +37,9 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Three digits and a binary unit: `512 B`, `1.5 KiB`, `4 GiB`."""
+    """Return a size with three digits and a binary unit: `512 B`, `1.5 KiB`, `4 GiB`."""
     power = 0
-    # From 999.5 on, three digits would round to the next unit's one.
+    # 999.5 and more would round to four digits, so the next unit is used.
     while power < len(_BINARY) - 1 and size_bytes >= 999.5 * 1024**power:
         power += 1
     number = size_bytes / 1024**power

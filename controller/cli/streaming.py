@@ -1,10 +1,6 @@
-"""What comes bit by bit: `generate` and `events`.
+"""The commands `generate` and `events`, which print each part of their stream at once."""
 
-What it is: two commands over the client's streams. What it is not: the streams' repair, which the
-client does. One rule: what came is printed at once.
-"""
-
-# Heavy modules are imported when a command needs them: help and completion answer at once.
+# Heavy modules are imported when a command runs: help and completion answer at once.
 # ruff: noqa: PLC0415
 
 import sys
@@ -15,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.context import (
+    AdapterOption,
     AsJson,
-    Timeout,
-    complete_adapter,
+    InferenceTimeout,
     open_client,
     output_of,
 )
@@ -31,47 +27,81 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-@app.command(rich_help_panel="Using")
-def generate(  # noqa: PLR0913, PLR0917 - one parameter an option
+Prompt = Annotated[
+    str,
+    typer.Argument(
+        help="The text to continue; - reads it from stdin. With images it contains the "
+        "placeholder of the model, as its processor writes it, once per image."
+    ),
+]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        exists=True,
+        dir_okay=False,
+        metavar="FILE",
+        help="An image file; repeat the option for several, in the order of the placeholders.",
+    ),
+]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Largest number of output tokens.")]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        min=0, max=100, help="Sampling temperature; 0 always chooses the most likely token."
+    ),
+]
+TopK = Annotated[
+    int, typer.Option(min=0, help="Sample only from the K most likely tokens (0: all).")
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        help="Sample only from the smallest set of most likely tokens whose probabilities sum to "
+        "P (1: all).",
+    ),
+]
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed that makes sampling repeatable.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End the output before this text; repeat the option for several."),
+]
+Attempts = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Largest number of attempts, if the request fails before its first token."
+    ),
+]
+Since = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Start after the event with this number; 0 starts with the oldest. Default: now with "
+        "--follow, the oldest with --no-follow.",
+    ),
+]
+Follow = Annotated[bool, typer.Option(help="Continue with new events until interrupted.")]
+
+
+@app.command(rich_help_panel="Inference")
+def generate(  # noqa: PLR0913, PLR0917 - one parameter per option
     ctx: typer.Context,
-    prompt: Annotated[
-        str,
-        typer.Argument(
-            help="The text to continue; - reads it from stdin. With images it has the placeholder "
-            "of the model, as its processor writes it, once for each."
-        ),
-    ],
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            "--adapter",
-            "-a",
-            help="Generate with this adapter; without, with the base model.",
-            autocompletion=complete_adapter,
-        ),
-    ] = None,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            metavar="FILE",
-            help="An image, in the order of the placeholders; repeatable.",
-        ),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, max=100, help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Of the k likeliest only; 0 is all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Of this share only.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; repeatable.")
-    ] = None,
-    attempts: Annotated[int, typer.Option(min=1, help="Try so often while no token has come.")] = 1,
-    timeout: Timeout = None,
+    prompt: Prompt,
+    adapter: AdapterOption = None,
+    image: Images = None,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    attempts: Attempts = 1,
+    timeout: InferenceTimeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a prompt, with or without images, and print the text as it comes."""
+    """Continue a prompt, with or without images, and print the text as it is generated."""
     sampling: SamplingOptions = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -97,12 +127,12 @@ def _prompt(prompt: str) -> str:
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise CommandError(ExitCode.USAGE, f"stdin is no UTF-8 text: {error}") from error
+        raise CommandError(ExitCode.USAGE, f"stdin is not UTF-8 text: {error}") from error
 
 
 def _print_generation(output: "Output", running: "Generation") -> None:
     started = time.monotonic()
-    with output.busy("waiting for the first token"):
+    with output.progress("waiting for the first token"):
         chunk = next(running, None)
     ends_line = True
     while chunk is not None:
@@ -126,21 +156,11 @@ def _print_generation(output: "Output", running: "Generation") -> None:
         )
 
 
-@app.command(rich_help_panel="Looking")
+@app.command(rich_help_panel="Queries")
 def events(
-    ctx: typer.Context,
-    since: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="Begin after this number; 0 begins with the oldest. Without it, --follow begins "
-            "now and --no-follow with the oldest.",
-        ),
-    ] = None,
-    follow: Annotated[bool, typer.Option(help="Go on with what happens from now on.")] = True,
-    as_json: AsJson = False,
+    ctx: typer.Context, since: Since = None, follow: Follow = True, as_json: AsJson = False
 ) -> None:
-    """The life-cycle events, in order and without gaps."""
+    """Print the life-cycle events, in order and without gaps."""
     from controller.cli.render import event_line
 
     output = output_of(ctx, as_json)

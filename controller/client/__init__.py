@@ -1,16 +1,16 @@
-"""The client library: `Client` for programs that wait, `AsyncClient` for asyncio.
+"""The client library: `Client` blocks, `AsyncClient` is for asyncio.
 
-What it is: one method a request, streams of tokens and of events, typed errors. What it is not: a
-part of the controller; it knows the messages and ZeroMQ and nothing else of ours. One rule: a call
-ends in its answer or in a `LoradockError`, whatever restarts in between, and never waits for ever.
+Both have one method per request, streams of tokens and of events, and typed errors. A call ends
+with its answer or a `LoradockError`, also if the controller or the engine restarts in between, and
+never waits beyond its time limit.
 
     with Client(".loradock") as client:
         client.activate("upper", path="adapters/upper")
         print(client.generate("hello", adapter="upper", max_tokens=16).text())
         print(client.generate("what is <image>?", images=["cat.png"]).text())
 
-A client is not thread-safe: use one a thread. Several generations of one client may be read in
-turns; each reads on for all.
+A client is not thread-safe: use one per thread. Several generations of one client may be read
+alternately; reading one also receives the chunks of the others.
 """
 
 from typing import TYPE_CHECKING
@@ -78,7 +78,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a client class when it is first used; it loads ZeroMQ, which `loradock --help` avoids.
+    """Import a client class on first use: it loads ZeroMQ, which `loradock --help` avoids.
 
     Raises AttributeError for any other name.
     """

@@ -1,7 +1,7 @@
-"""The client for asyncio.
+"""The asyncio client: sockets and a clock around `Session`.
 
-What it is: sockets and a clock around `client_session`. What it is not: logic; what can be decided
-without waiting is decided there. One rule: every wait ends with a call's deadline.
+What can be decided without waiting is decided in `controller.client.session`. Every wait ends at
+the latest with the deadline of a call.
 """
 
 import asyncio
@@ -9,48 +9,43 @@ import math
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Self, TypeVar, Unpack
+from typing import Self, TypeVar
 
 import zmq
 import zmq.asyncio
 
-from controller.client.calls import TIMING, Call, GenerationCall, Timing
-from controller.client.images import ImageSource, with_images
-from controller.client.methods import AsyncAsking
-from controller.client.pooling import PoolingCall
-from controller.client.session import (
-    GENERATION_TIMEOUT_S,
-    TIMEOUT_S,
-    SamplingOptions,
-    Session,
-    answer_of,
-    generate_request,
+from controller.client import methods
+from controller.client.calls import TIMING, ClientCall, GenerationCall, Timing
+from controller.client.prepared import (
+    PreparedCall,
+    PreparedEvents,
+    PreparedGeneration,
+    method,
+    unary,
 )
+from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
 from controller.client.sockets import connect_events, connect_requests, runtime_directory
 from controller.client.streams import EventCursor, Gap
 from messages.events import Published
 from messages.requests import (
     CancelDone,
-    Classify,
-    Embed,
     EventsFetched,
     GenerationDone,
-    Prompt,
-    Request,
-    TextPrompt,
     TokensStreamed,
 )
 
+C = TypeVar("C", bound=ClientCall)
 R = TypeVar("R")
 
-# So many frames are read before the event loop gets a turn.
-_FRAMES_PER_TURN = 256
+_FRAMES_PER_YIELD = 256
+"""Frames that are read before other tasks of the event loop run."""
+
 _POLL_MS_MAX = 60_000
 
 
-class AsyncClient(AsyncAsking):
+class AsyncClient:
     """A client of one controller for any number of concurrent tasks of one event loop.
 
     Use it with `async with`. The arguments are those of `Client`.
@@ -70,14 +65,14 @@ class AsyncClient(AsyncAsking):
         self._session = Session(secrets.token_hex(6), timing, timeout_s, generation_timeout_s)
         self._socket = self._context.socket(zmq.DEALER)
         connect_requests(self._socket, self._directory)
-        self._news = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._sleeps_until = math.inf
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         for work in (self._read_frames(), self._send_frames()):
             task = asyncio.create_task(work)
-            task.add_done_callback(self._task_ended)
+            task.add_done_callback(self._on_task_end)
             self._tasks.append(task)
         return self
 
@@ -85,68 +80,54 @@ class AsyncClient(AsyncAsking):
         await self.close()
 
     async def close(self) -> None:
-        """End the tasks; what was under way ends with `EngineGone`."""
+        """End the client's tasks; calls in flight end with `EngineGone`."""
         self._session.close("the client was closed")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close()
 
-    async def generate(
-        self,
-        prompt: TextPrompt,
-        adapter: str | None = None,
-        *,
-        images: ImageSource | Iterable[ImageSource] = (),
-        timeout_s: float | None = None,
-        attempts: int = 1,
-        **sampling: Unpack[SamplingOptions],
-    ) -> "AsyncGeneration":
-        """Continue a prompt (text or token ids) with an adapter, or the base model for None.
+    async def _answer(self, prepared: PreparedCall[C, R]) -> R:
+        call = prepared.begin(self._session, time.monotonic())
+        await self._settle(call)
+        return prepared.result(call)
 
-        `images` are image files, as bytes or as paths on this machine; the text has the model's own
-        placeholder once for each, in their order. Raises `Malformed` where a request can't carry
-        them.
-
-        `sampling` is `max_tokens`, `temperature`, `top_k`, `top_p`, `seed` and `stop`. With
-        `attempts` over 1 a retryable failure begins a new generation under a new id, as long as
-        no token was handed out; reading with `text()` hands out nothing before the end.
-        """
-        whole: Prompt = prompt
-        if images:
-            whole = await asyncio.to_thread(with_images, prompt, images)
-        request = generate_request(whole, adapter, sampling)
-        call = self._session.begin_generation(request, time.monotonic(), timeout_s, attempts)
+    async def _start_generation(self, prepared: PreparedGeneration) -> "AsyncGeneration":
+        if prepared.images:
+            request = await asyncio.to_thread(prepared.request)
+        else:
+            request = prepared.request()
+        call = self._session.begin_generation(
+            request, time.monotonic(), prepared.timeout_s, prepared.attempts
+        )
         self._wake()
         return AsyncGeneration(self, call)
 
-    async def events(self, since: int | None = None, follow: bool = True) -> "AsyncEventStream":
-        """The life-cycle events after number `since`, in order, each once.
-
-        `since=0` begins with the first that the log tells, None with the next to come. With
-        `follow` False the stream ends with the newest event there is now. What can't be told any
-        more is marked by a `Gap`.
-        """
-        socket = self._subscribe() if follow else None
+    async def _open_events(self, prepared: PreparedEvents) -> "AsyncEventStream":
+        socket = self._subscribe() if prepared.follow else None
+        since = prepared.since
         next_seq = ((await self.status()).events_seq if since is None else since) + 1
-        return AsyncEventStream(self, socket, EventCursor(next_seq, behind=since is not None))
+        return AsyncEventStream(self, socket, EventCursor(next_seq, needs_fetch=since is not None))
 
-    async def _ask(self, request: Request, reply_type: type[R], timeout_s: float | None) -> R:
-        call = self._session.begin(request, time.monotonic(), timeout_s)
-        return await self._answer(call, reply_type)
+    load = method(methods.load, _answer)
+    stage = method(methods.stage, _answer)
+    activate = method(methods.activate, _answer)
+    hold = method(methods.hold, _answer)
+    release = method(methods.release, _answer)
+    deactivate = method(methods.deactivate, _answer)
+    evict = method(methods.evict, _answer)
+    remove = method(methods.remove, _answer)
+    activate_batch = method(methods.activate_batch, _answer)
+    list = method(methods.list, _answer)
+    show = method(methods.show, _answer)
+    status = method(methods.status, _answer)
+    cancel = method(methods.cancel, _answer)
+    embed = method(methods.embed, _answer)
+    classify = method(methods.classify, _answer)
+    generate = method(methods.generate, _start_generation)
+    events = method(methods.events, _open_events)
 
-    async def _pool(
-        self, request: Embed | Classify, timeout_s: float | None, attempts: int
-    ) -> PoolingCall:
-        call = self._session.begin_pooling(request, time.monotonic(), timeout_s, attempts)
-        await self._settle(call)
-        return call
-
-    async def _answer(self, call: Call, reply_type: type[R]) -> R:
-        await self._settle(call)
-        return answer_of(call, reply_type)
-
-    async def _settle(self, call: Call) -> None:
+    async def _settle(self, call: ClientCall) -> None:
         self._wake()
         try:
             await self._wait(call, lambda: call.settled)
@@ -154,15 +135,19 @@ class AsyncClient(AsyncAsking):
             self._session.forget(call)
 
     async def _cancel(self, generation: GenerationCall) -> bool:
+        """Request a cancellation and return whether the generation was running."""
         call = self._begin_cancel(generation)
-        return False if call is None else (await self._answer(call, CancelDone)).found
+        if call is None:
+            return False
+        await self._settle(call)
+        return answer_of(call, CancelDone).found
 
-    def _begin_cancel(self, generation: GenerationCall) -> Call | None:
+    def _begin_cancel(self, generation: GenerationCall) -> ClientCall | None:
         call = self._session.begin_cancel(generation, time.monotonic())
         self._wake()
         return call
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: ClientCall) -> None:
         self._session.forget(call)
 
     def _subscribe(self) -> zmq.asyncio.Socket:
@@ -170,41 +155,41 @@ class AsyncClient(AsyncAsking):
         connect_events(socket, self._directory)
         return socket
 
-    async def _wait(self, call: Call, ready: Callable[[], bool]) -> None:
+    async def _wait(self, call: ClientCall, ready: Callable[[], bool]) -> None:
         if not self._tasks:
             raise ValueError("the client is not open; use `async with AsyncClient(...)`")
-        news = asyncio.Event()
-        call.changed = news.set
+        changed = asyncio.Event()
+        call.on_change = changed.set
         while not ready():
-            news.clear()
-            await news.wait()
+            changed.clear()
+            await changed.wait()
 
     def _wake(self) -> None:
-        """Tell the sending task that something is due before it wants to wake."""
+        """Wake the sending task if a frame is due before the end of its sleep."""
         if self._session.wake_at() < self._sleeps_until:
-            self._news.set()
+            self._wakeup.set()
 
     async def _read_frames(self) -> None:
         while True:
-            for _ in range(_FRAMES_PER_TURN):
+            for _ in range(_FRAMES_PER_YIELD):
                 self._session.receive(await self._socket.recv(), time.monotonic())
                 self._wake()
             await asyncio.sleep(0)
 
     async def _send_frames(self) -> None:
         while True:
-            self._news.clear()
-            # A full queue to a controller that is away: what stays unsent is sent again.
+            self._wakeup.clear()
+            # The queue to an absent controller is full; unsent frames are sent again later.
             with suppress(zmq.Again):
                 for frame in self._session.due(time.monotonic()):
                     await self._socket.send(frame, zmq.NOBLOCK)
             self._sleeps_until = self._session.wake_at()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_seconds_until(self._sleeps_until)):
-                    await self._news.wait()
+                    await self._wakeup.wait()
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """Without its tasks the client can't hear an answer: nobody may wait for one."""
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """Settle all calls if a task failed: without it no answer would be received."""
         if not task.cancelled() and task.exception() is not None:
             self._session.close(f"the client's task ended: {task.exception()!r}")
 
@@ -214,11 +199,11 @@ def _seconds_until(when: float) -> float | None:
 
 
 class AsyncGeneration:
-    """A generation under way: `async for` its chunks as they come, or `await text()` at the end.
+    """A generation in flight: `async for` its chunks as they arrive, or `await` its `text()`.
 
-    A chunk is a `TokensStreamed`: `tokens[i]` is output number `offset + i`, each comes once.
-    One task reads it. Leaving the `async with` block, or `close()`, ends a generation that nobody
-    reads to its end.
+    A chunk is a `TokensStreamed`: `tokens[i]` is output number `offset + i`, and each occurs once.
+    Only one task may read it. Leaving the `async with` block, or `close()`, cancels a generation
+    that was not read to its end.
     """
 
     def __init__(self, client: AsyncClient, call: GenerationCall) -> None:
@@ -228,12 +213,12 @@ class AsyncGeneration:
 
     @property
     def request_id(self) -> str:
-        """What the controller knows it by; another one after a further attempt."""
+        """The id under which the controller knows it; a further attempt has another one."""
         return self._call.request_id
 
     @property
     def result(self) -> GenerationDone | None:
-        """How it ended and how many tokens it took; None before, or where it failed."""
+        """How it ended and its numbers of tokens; None before the end, or if it failed."""
         return self._call.result
 
     def __aiter__(self) -> AsyncIterator[TokensStreamed]:
@@ -250,7 +235,7 @@ class AsyncGeneration:
         raise StopAsyncIteration
 
     async def text(self) -> str:
-        """The whole text, chunks that were iterated over included; waits for the end."""
+        """Wait for the end and return the whole text, including chunks iterated over before."""
         call = self._call
         if not self._closed:
             await self._client._wait(call, lambda: call.settled)
@@ -258,11 +243,11 @@ class AsyncGeneration:
         return call.text()
 
     async def cancel(self) -> bool:
-        """End it early: what it has is still read as usual; False where nothing was running."""
+        """End it early; its output can still be read. False if it was not running."""
         return await self._client._cancel(self._call)
 
     async def close(self) -> None:
-        """Read no more; if it still runs it is cancelled, without waiting for that."""
+        """Stop reading; a running generation is cancelled without waiting for the answer."""
         if not self._closed and not self._call.settled:
             self._client._begin_cancel(self._call)
             self._client._forget(self._call)
@@ -276,10 +261,10 @@ class AsyncGeneration:
 
 
 class AsyncEventStream:
-    """The life-cycle events in order, each once: `Published`, or a `Gap` for what is lost.
+    """The life-cycle events, each once and in order: `Published`, or a `Gap` for lost events.
 
-    A subscriber that was away, slow or restarted gets what it missed by request, unasked. An
-    error of such a request ends one step; the stream goes on where it was with another.
+    Events that a subscription missed, by being late, slow or restarted, are fetched automatically.
+    An error of such a fetch ends one step; another step continues the stream at its position.
     """
 
     def __init__(
@@ -291,7 +276,7 @@ class AsyncEventStream:
 
     @property
     def seq(self) -> int:
-        """The number of the last event handed out: `since` for a stream that goes on from here."""
+        """The number of the last event returned: `since` for a stream that continues from here."""
         return self._cursor.seq
 
     def __aiter__(self) -> AsyncIterator[Published | Gap]:
@@ -304,21 +289,21 @@ class AsyncEventStream:
         return item
 
     async def next_within(self, timeout_s: float) -> Published | Gap | None:
-        """The next event; None where none came in that time, or the stream is at its end."""
+        """Return the next event; None if none arrived in that time, or at the stream's end."""
         until = time.monotonic() + timeout_s
         while not self._cursor.ready:
-            if self._cursor.behind:
+            if self._cursor.needs_fetch:
                 await self._fetch()
             elif not await self._read(until):
                 return None
         return self._cursor.pop()
 
     async def _fetch(self) -> None:
-        reply = await self._client._ask(self._cursor.fetch(), EventsFetched, None)
-        self._cursor.on_fetched(reply)
+        request = self._cursor.fetch_request()
+        self._cursor.on_fetched(await self._client._answer(unary(request, EventsFetched)))
 
     async def _read(self, until: float) -> bool:
-        """Take a frame of the subscription; False if there is none until then."""
+        """Process a frame of the subscription; False if none arrived until then."""
         if self._socket is None or self._socket.closed:
             return False
         wait_s = until - time.monotonic()

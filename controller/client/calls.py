@@ -1,10 +1,11 @@
-"""One request on its way to its answer.
+"""Requests in flight, without I/O and without a clock.
 
-What it is: `Call` (its frame, when it goes out again, when it gives up, its last word), and those
-that have output beside it: `GenerationCall`, and by `client_pooling` embeddings and
-classifications. What it is not: the table of all calls, which is
-`client_session`'s, or I/O. One rule: a call is settled once, by an answer, a refusal or its
-deadline.
+`ClientCall` holds one request until it is settled: its frame, when the frame is sent next, the
+deadline and the outcome. `StreamingCall` and `GenerationCall` add output that is streamed before a
+final reply; the call of embeddings and classifications is in `controller.client.pooling`. The
+table of all calls is `controller.client.session.Session`.
+
+An attempt is settled exactly once: by an answer, a refusal or the deadline.
 """
 
 import math
@@ -30,22 +31,22 @@ from messages.requests import (
 )
 from messages.wire import FRAME_BYTES_MAX
 
-NEW: Final = ""
-"""The request id of a request that the session has not numbered yet."""
+NO_ID: Final = ""
+"""The request id of a message that the session has not numbered yet."""
 
-PAUSES_WAITED: Final = 4
-"""A stream counts as lost after so many times its longest pause."""
+LOST_AFTER_PAUSES: Final = 4
+"""A stream is considered lost after this multiple of its longest pause."""
 
 
 class Timing(Struct, frozen=True):
-    """When to send again and how long to wait, in seconds.
+    """When frames are sent again and how long answers are awaited, in seconds.
 
-    A frame without an answer goes out again after `retry_s_min`, then after twice that, up to
-    `retry_s_max`; a longer frame than most requests may have, as many times later as it is longer,
-    so that images are not sent in a stream. A call ends `slack_s` after the time that the
-    controller was given, so that the controller's own words on a timeout can still arrive. Output
-    that a generation's account counts and that does not come for `lost_tokens_s` is lost: longer
-    than a controller takes to be back.
+    An unanswered frame is sent again after `retry_s_min`, then at intervals that double up to
+    `retry_s_max`. Intervals of a frame with images are longer in proportion to its length, so that
+    repeating it takes no more bytes per second than repeating a text. A call ends `slack_s` after
+    the time limit that the controller received, so that the controller's own answer to a timeout
+    can still arrive. Output that the final reply counts is considered lost if it has not arrived
+    after `lost_tokens_s`, which is longer than a controller takes to restart.
     """
 
     retry_s_min: float = 0.5
@@ -57,12 +58,12 @@ class Timing(Struct, frozen=True):
 TIMING: Final = Timing()
 
 
-def _nothing() -> None:
-    """Nobody listens."""
+def _ignore_change() -> None:
+    """Do nothing: the initial `on_change` of a call."""
 
 
-class Call:
-    """One request on its way to its answer; `changed` is called when there is news."""
+class ClientCall:
+    """A request in flight; `on_change` is called when output or the outcome arrives."""
 
     def __init__(self, request: Request, timeout_s: float, timing: Timing) -> None:
         self.request = request
@@ -70,79 +71,79 @@ class Call:
         self.timing = timing
         self.frame = b""
         self.send_at = self.deadline = math.inf
-        self.interval = timing.retry_s_min
+        self.retry_interval_s = timing.retry_s_min
         self.sent = False
-        self.put_off: LoradockError | None = None
+        self.overload: LoradockError | None = None
         self.outcome: Reply | LoradockError | None = None
-        self.changed: Callable[[], None] = _nothing
+        self.on_change: Callable[[], None] = _ignore_change
 
     @property
     def request_id(self) -> str:
-        """The id that the answer will carry."""
+        """The id that the answer will have."""
         return self.request.request_id
 
     @property
     def settled(self) -> bool:
-        """Whether the last word is there."""
+        """Whether the outcome is known."""
         return self.outcome is not None
 
     @property
     def wake_at(self) -> float:
-        """When the call next wants to be looked at."""
+        """When the call next has a frame to send or reaches its deadline."""
         return min(self.send_at, self.deadline)
 
     @property
-    def patience(self) -> float:
-        """How many times longer than others the call waits before its frame goes out again."""
+    def retry_scale(self) -> float:
+        """The factor by which retry intervals are longer because the frame is long."""
         return max(1.0, len(self.frame) / FRAME_BYTES_MAX)
 
     def start(self, at: float, slack_s: float) -> None:
-        """Begin the call's time: the first sending is due at `at`."""
+        """Schedule the first sending at `at` and set the deadline."""
         self.send_at = at
         self.deadline = at + self.timeout_s + slack_s
 
-    def begin_again(self, now: float) -> None:
-        """A new life of the controller has forgotten the way to here: say so at once."""
+    def on_restart(self, now: float) -> None:
+        """Send the frame again at once: a restarted controller has lost the route to the client."""
         self.send_at = now
-        self.interval = self.timing.retry_s_min
+        self.retry_interval_s = self.timing.retry_s_min
 
-    def take(self, reply: Reply, now: float) -> None:
-        """The controller's answer to this request.
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """Settle the call with the controller's answer.
 
-        A subscriber that is told to fetch later does so by itself: its request changes nothing.
+        A `FetchEvents` that is refused as overloaded is sent again instead: it is read-only.
         """
-        del now  # Only a generation, which has many answers, sends again relative to one.
+        del now  # Only calls with streamed output schedule the next sending relative to a reply.
         if not isinstance(reply, Refused):
             self.settle(reply)
         elif isinstance(self.request, FetchEvents) and reply.code is ErrorCode.OVERLOADED:
-            self.put_off = error_of(reply)
+            self.overload = error_of(reply)
         else:
             self.settle(error_of(reply))
 
     def settle(self, outcome: Reply | LoradockError) -> None:
-        """Write down the last word."""
+        """Record the outcome."""
         self.outcome = outcome
-        self.changed()
+        self.on_change()
 
-    def next_sending(self, now: float) -> bytes | None:
-        """The frame to send now; None if the call gave up instead."""
+    def next_frame(self, now: float) -> bytes | None:
+        """Return the frame to send now; None if the call was settled instead."""
         if now >= self.deadline:
-            silent = EngineGone(f"no answer within {self.timeout_s:g} s", self.request_id)
-            self.settle(self.put_off or silent)
+            no_answer = EngineGone(f"no answer within {self.timeout_s:g} s", self.request_id)
+            self.settle(self.overload or no_answer)
             return None
-        self.send_at = now + self.interval * self.patience
-        self.interval = min(2 * self.interval, self.timing.retry_s_max)
+        self.send_at = now + self.retry_interval_s * self.retry_scale
+        self.retry_interval_s = min(2 * self.retry_interval_s, self.timing.retry_s_max)
         self.sent = True
         return self.frame
 
 
-A = TypeVar("A", GenerationDone, PoolingDone)
+F = TypeVar("F", GenerationDone, PoolingDone)
 
 
-class AccountedCall(Call, Generic[A]):
-    """A call with output on the way and an account of it at the end, in whatever order they come.
+class StreamingCall(ClientCall, Generic[F]):
+    """A call with streamed output and a final reply that counts it, which arrive in any order.
 
-    Output that the account counts is asked for again until it is overdue.
+    Output that the final reply counts is requested again until `lost_tokens_s` have passed.
     """
 
     def __init__(
@@ -150,53 +151,59 @@ class AccountedCall(Call, Generic[A]):
     ) -> None:
         super().__init__(request, timeout_s, timing)
         self.attempts_left = attempts - 1
-        self.handed_over = False
-        self._restart()
+        self.delivered = False
+        self._reset_attempt()
 
-    def _restart(self) -> None:
-        """Forget what an attempt has brought."""
-        self._account: A | None = None
-        self._output_due = 0.0
+    def _reset_attempt(self) -> None:
+        """Discard the output of an attempt."""
+        self._final: F | None = None
+        self._output_deadline = 0.0
 
-    def _has_output_of(self, account: A) -> bool:
-        """Whether all that the account counts has come."""
+    def _has_all_output(self, final: F) -> bool:
+        """Whether all output that the final reply counts has arrived."""
         raise NotImplementedError
 
-    def _lost(self, account: A) -> str:
-        """What to tell where it never came."""
+    def _lost_output(self, final: F) -> str:
+        """Return the error message for output that never arrived."""
         raise NotImplementedError
 
-    def _take_account(self, account: A, now: float) -> None:
-        if self._account is None:
-            self._expect_output(now)
-        self._account = account
+    def _on_final(self, final: F, now: float) -> None:
+        if self._final is None:
+            self._extend_output_deadline(now)
+        self._final = final
         self.send_at = now + self.timing.retry_s_min
 
-    def _expect_output(self, now: float) -> None:
-        self._output_due = now + self.timing.lost_tokens_s
+    def _extend_output_deadline(self, now: float) -> None:
+        self._output_deadline = now + self.timing.lost_tokens_s
 
-    def next_sending(self, now: float) -> bytes | None:
-        """As every call's; output that the account counts is asked for until it is overdue."""
-        account = self._account
-        if account is not None and now >= self._output_due:
-            lost = EngineGone(self._lost(account), self.request_id)
-            self.settle(account if self._has_output_of(account) else lost)
+    def next_frame(self, now: float) -> bytes | None:
+        """Return the frame to send now; None if the call was settled instead.
+
+        After the final reply, output that is overdue settles the call.
+        """
+        final = self._final
+        if final is not None and now >= self._output_deadline:
+            lost = EngineGone(self._lost_output(final), self.request_id)
+            self.settle(final if self._has_all_output(final) else lost)
             return None
-        return super().next_sending(now)
+        return super().next_frame(now)
 
-    def try_again(self, error: LoradockError) -> bool:
-        """Whether another attempt follows this failure; the call is then as new, without an id."""
-        if not error.retryable or self.attempts_left <= 0 or self.handed_over:
+    def retry_after(self, error: LoradockError) -> bool:
+        """Whether another attempt follows this failure.
+
+        If so the call is reset and needs a new id: no output was delivered to the caller.
+        """
+        if not error.retryable or self.attempts_left <= 0 or self.delivered:
             return False
         self.attempts_left -= 1
         self.outcome = None
         self.sent = False
-        self._restart()
+        self._reset_attempt()
         return True
 
 
-class GenerationCall(AccountedCall[GenerationDone]):
-    """A generation: chunks on the way, each token once, and its account at the end."""
+class GenerationCall(StreamingCall[GenerationDone]):
+    """A generation in flight: chunks in which each token occurs once, and its final reply."""
 
     request: Generate
 
@@ -204,11 +211,11 @@ class GenerationCall(AccountedCall[GenerationDone]):
         self, request: Generate, timeout_s: float, timing: Timing, attempts: int = 1
     ) -> None:
         self.chunks: deque[TokensStreamed] = deque()
-        self._parts: list[str] = []
+        self._delivered_texts: list[str] = []
         super().__init__(request, timeout_s, timing, attempts)
 
-    def _restart(self) -> None:
-        super()._restart()
+    def _reset_attempt(self) -> None:
+        super()._reset_attempt()
         self.chunks.clear()
         self._output = TokenOutput()
         self._is_continuous = True
@@ -217,73 +224,75 @@ class GenerationCall(AccountedCall[GenerationDone]):
 
     @property
     def result(self) -> GenerationDone | None:
-        """Its account, if it came to its end."""
+        """The final reply; None before it, or if the generation failed."""
         return self.outcome if isinstance(self.outcome, GenerationDone) else None
 
     def pop(self) -> TokensStreamed:
-        """The next chunk, which from now on is the caller's: no further attempt is made."""
-        self.handed_over = True
+        """Deliver the next chunk to the caller, after which no further attempt is made."""
+        self.delivered = True
         chunk = self.chunks.popleft()
-        self._parts.append(chunk.text)
+        self._delivered_texts.append(chunk.text)
         return chunk
 
     def text(self) -> str:
-        """The text of every chunk that came, handed out before or not."""
+        """Deliver all remaining chunks and return the text of every chunk of the generation."""
         while self.chunks:
             self.pop()
-        return "".join(self._parts)
+        return "".join(self._delivered_texts)
 
-    def take(self, reply: Reply, now: float) -> None:
-        """A chunk, the account, or a refusal."""
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """Process a chunk, the final reply or a refusal."""
         if isinstance(reply, TokensStreamed):
-            self._take_chunk(reply, now)
+            self._on_chunk(reply, now)
         elif isinstance(reply, GenerationDone):
-            self._take_account(reply, now)
+            self._on_final(reply, now)
         else:
-            super().take(reply, now)
+            super().on_reply(reply, now)
             return
-        account = self._account
-        if account is not None and self._has_output_of(account) and self._is_continuous:
-            self.settle(account)
+        final = self._final
+        if final is not None and self._has_all_output(final) and self._is_continuous:
+            self.settle(final)
 
-    def begin_again(self, now: float) -> None:
-        """As every call; what the old life lost on its way may be text after the last token.
+    def on_restart(self, now: float) -> None:
+        """Send the frame again at once, and require the stream to be repeated from its start.
 
-        So the account is believed after the repeated output only, which begins with offset 0.
+        Frames that were lost with the old controller may have contained text after the last token,
+        which the final reply does not count. So the final reply settles the call only after the
+        repeated output, which begins with offset 0.
         """
-        super().begin_again(now)
+        super().on_restart(now)
         self._is_continuous = False
 
-    def _has_output_of(self, account: GenerationDone) -> bool:
-        return self._output.tokens >= account.output_tokens
+    def _has_all_output(self, final: GenerationDone) -> bool:
+        return self._output.tokens >= final.output_tokens
 
-    def _take_chunk(self, chunk: TokensStreamed, now: float) -> None:
+    def _on_chunk(self, chunk: TokensStreamed, now: float) -> None:
         self._is_continuous = self._is_continuous or chunk.offset == 0
-        if self._output.misses(chunk):
+        if self._output.has_gap_before(chunk):
             self.send_at = min(self.send_at, now + self.timing.retry_s_min)
             return
-        fresh = self._output.add(chunk)
-        if fresh is not None:
-            self.chunks.append(fresh)
-            self._expect_output(now)
-            self._be_patient(now)
-            self.changed()
+        new = self._output.add(chunk)
+        if new is not None:
+            self.chunks.append(new)
+            self._extend_output_deadline(now)
+            self._postpone_sending(now)
+            self.on_change()
 
-    def _be_patient(self, now: float) -> None:
-        """After tokens, wait for more as long as this engine's pace makes sense of it.
+    def _postpone_sending(self, now: float) -> None:
+        """Schedule the next sending by the pace at which tokens arrive.
 
-        A repeated request has all output streamed again, so a slow engine must not be asked too
-        often; silence from a fast one means that the way to here was lost.
+        A repeated request makes the engine stream all output again, so a slow engine must not
+        receive one too often. Silence from a fast engine means that the stream was lost.
         """
         if self._last_tokens_at is not None:
             self._longest_pause_s = max(self._longest_pause_s, now - self._last_tokens_at)
         self._last_tokens_at = now
-        pause_s = max(self.timing.retry_s_min, PAUSES_WAITED * self._longest_pause_s)
-        self.send_at = now + min(pause_s, self.timing.retry_s_max) * self.patience
+        pause_s = max(self.timing.retry_s_min, LOST_AFTER_PAUSES * self._longest_pause_s)
+        self.send_at = now + min(pause_s, self.timing.retry_s_max) * self.retry_scale
 
-    def _lost(self, account: GenerationDone) -> str:
+    def _lost_output(self, final: GenerationDone) -> str:
         return (
-            f"the generation ended with {account.output_tokens} tokens and only "
+            f"the generation ended with {final.output_tokens} tokens and only "
             f"{self._output.tokens} of them arrived: the engine that held the output is gone; "
             "generate again"
         )

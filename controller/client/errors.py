@@ -1,8 +1,6 @@
-"""The errors that a client of the controller raises, one class a code.
+"""The errors that a client of the controller raises, one class per error code.
 
-What it is: the tree below and the way from a `Refused` to its class. What it is not: the meaning
-of the codes, which is `messages.errors`. One rule: every code has exactly one class here, so that
-`except` names what a program can do something about.
+The codes and their meanings are in `messages.errors`.
 
     LoradockError
     ├── NoRoom             L001
@@ -15,14 +13,14 @@ of the codes, which is `messages.errors`. One rule: every code has exactly one c
     ├── NotFinite          L008
     ├── PathNotAllowed     L009
     ├── Conflict           L010
-    ├── EngineGone         L011  also: no answer in time, from wherever
+    ├── EngineGone         L011  also: no answer in time
     ├── Malformed          L012
     ├── NotAllowed         L013
     ├── LogUnavailable     L014
     ├── Overloaded         L015
     └── NotServed          L016
 """
-# The names say what happened, as the codes' own names do.
+# Classes are named by what happened, like the codes, and not with the suffix `Error`.
 # ruff: noqa: N818
 
 from typing import ClassVar, Final
@@ -32,10 +30,10 @@ from messages.requests import Refused
 
 
 class LoradockError(Exception):
-    """A request that was not done.
+    """A request that was refused or failed.
 
-    `code` is stable, `message` is for people, `request_id` names the request in the controller's
-    log (empty where none was sent), `retryable` says whether the same may succeed later.
+    `code` is stable, `message` is for people. `request_id` names the request in the controller's
+    log; it is empty if no request was sent.
     """
 
     code: ClassVar[ErrorCode]
@@ -55,31 +53,31 @@ class LoradockError(Exception):
 
 
 class NoRoom(LoradockError):
-    """Every slot, or the host, is taken by adapters that must stay."""
+    """Every slot, or the host, is occupied by adapters that can't be evicted."""
 
     code = ErrorCode.NO_ROOM
 
 
 class AdapterNotFound(LoradockError):
-    """The adapter's weights or config file is not where it was looked for."""
+    """The adapter's weights or config file was not found."""
 
     code = ErrorCode.NOT_FOUND
 
 
 class DoesNotFit(LoradockError):
-    """The adapter's rank, shapes or modules are not this model's."""
+    """The adapter's rank, shapes or modules don't fit the model."""
 
     code = ErrorCode.DOES_NOT_FIT
 
 
 class DeviceOutOfMemory(LoradockError):
-    """The device had no memory left."""
+    """The device had not enough free memory."""
 
     code = ErrorCode.DEVICE_OUT_OF_MEMORY
 
 
 class ConfigRefused(LoradockError):
-    """The adapter's PEFT configuration asks for something that is not supported."""
+    """The adapter's PEFT configuration contains something that is not supported."""
 
     code = ErrorCode.CONFIG_REFUSED
 
@@ -91,25 +89,25 @@ class UnknownAdapter(LoradockError):
 
 
 class NotResident(LoradockError):
-    """The adapter was not in its slot any more."""
+    """The adapter was no longer in its slot."""
 
     code = ErrorCode.NOT_RESIDENT
 
 
 class NotFinite(LoradockError):
-    """The adapter's weights hold NaN or infinity."""
+    """The adapter's weights contain NaN or infinity."""
 
     code = ErrorCode.NOT_FINITE
 
 
 class PathNotAllowed(LoradockError):
-    """The adapter's path leads outside the adapter roots."""
+    """The adapter's path is outside the adapter roots."""
 
     code = ErrorCode.PATH_NOT_ALLOWED
 
 
 class Conflict(LoradockError):
-    """The name is taken by other content, or the adapter is held or in use."""
+    """The name belongs to other content, or the adapter is held or in use."""
 
     code = ErrorCode.CONFLICT
 
@@ -121,19 +119,19 @@ class EngineGone(LoradockError):
 
 
 class Malformed(LoradockError):
-    """The request can't be read as one, or the answer is not one to it."""
+    """The request is invalid, or its answer has the wrong type."""
 
     code = ErrorCode.MALFORMED
 
 
 class NotAllowed(LoradockError):
-    """The client's key has no right to this."""
+    """The client's key doesn't have the right to make this request."""
 
     code = ErrorCode.NOT_ALLOWED
 
 
 class LogUnavailable(LoradockError):
-    """The controller can't write its log and takes no commands; reads still work."""
+    """The controller can't write its log and refuses commands; queries still work."""
 
     code = ErrorCode.LOG_UNAVAILABLE
 
@@ -174,5 +172,5 @@ ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
 
 
 def error_of(refused: Refused) -> LoradockError:
-    """The exception that a refusal is raised as."""
+    """Return the exception for a refusal."""
     return ERRORS[refused.code](refused.message, refused.request_id)

@@ -1,8 +1,7 @@
-"""Images as a client gives them.
+"""Image files and bytes as a part of prompts.
 
-What it is: files and bytes made part of a prompt. What it is not: a reader of images; the engine
-decodes them and says what it takes. One rule: what no request can carry is refused here, before
-more of it is read than a request may have.
+What exceeds the bounds of a request is refused before more of it is read than a request may hold.
+Images are not decoded here; the engine refuses files of other formats.
 """
 
 import os
@@ -27,17 +26,20 @@ _SOURCES: Final = (bytes, str, os.PathLike)
 
 
 def with_images(prompt: TextPrompt, images: ImageSource | Iterable[ImageSource]) -> Prompt:
-    """The prompt with its images, if there are any.
+    """Return the prompt with its images, or the prompt itself if there are none.
 
-    Raises `Malformed` for what no request can carry, and `OSError` for a file that can't be read.
+    Raises `Malformed` for what a request can't hold, and `OSError` for a file that can't be read.
     """
     sources = (images,) if isinstance(images, _SOURCES) else tuple(images)
     if not sources:
         return prompt
     if not isinstance(prompt, str):
-        raise Malformed("images need a text, which says where each belongs; not token ids")
+        raise Malformed(
+            "images need a prompt of text, which has a placeholder for each of them; token ids "
+            "were found"
+        )
     if len(sources) > IMAGES_MAX:
-        raise Malformed(f"{len(sources)} images; a prompt may have {IMAGES_MAX}")
+        raise Malformed(f"{len(sources)} images were found; a prompt may have {IMAGES_MAX}")
     read, size = [], 0
     for number, source in enumerate(sources, 1):
         read.append(_image(f"image {number}", source))
@@ -52,7 +54,7 @@ def with_images(prompt: TextPrompt, images: ImageSource | Iterable[ImageSource])
 
 def _image(name: str, source: ImageSource) -> Image:
     if not isinstance(source, _SOURCES):
-        raise Malformed(f"{name} is a {type(source).__name__}; bytes or a path are taken")
+        raise Malformed(f"{name} is a {type(source).__name__}; bytes or a path are allowed")
     if not isinstance(source, bytes):
         name = f"{name}, {os.fspath(source)!r},"
         with open(source, "rb") as file:
@@ -60,5 +62,5 @@ def _image(name: str, source: ImageSource) -> Image:
     if not source:
         raise Malformed(f"{name} is empty")
     if len(source) > IMAGE_BYTES_MAX:
-        raise Malformed(f"{name} is longer than the {IMAGE_BYTES_MAX} bytes that one may have")
+        raise Malformed(f"{name} is longer than the allowed {IMAGE_BYTES_MAX} bytes")
     return source

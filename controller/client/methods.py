@@ -1,15 +1,13 @@
-"""What a client asks about adapters, once for each of the two clients.
+"""The methods of the clients: arguments, message and docstring of each request.
 
-What it is: one method a request whose answer is one reply, blocking and for asyncio. What it is
-not: how a request is asked (`client_blocking`, `client_async`), or what streams. One rule: a method
-here is nothing but a message's fields, and its answer.
+`Client` and `AsyncClient` both make a method of every public function here, under its name.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Unpack
 
-from controller.client.calls import NEW
+from controller.client.calls import NO_ID
+from controller.client.images import ImageSource
 from controller.client.pooling import (
     Classification,
     Embedding,
@@ -17,7 +15,14 @@ from controller.client.pooling import (
     classify_request,
     embed_request,
 )
-from controller.client.session import answer_of
+from controller.client.prepared import (
+    PreparedCall,
+    PreparedEvents,
+    PreparedGeneration,
+    UnaryCall,
+    unary,
+)
+from controller.client.session import SamplingOptions, answer_of
 from messages.requests import (
     ActivateAdapter,
     ActivateBatch,
@@ -27,9 +32,7 @@ from messages.requests import (
     BatchDone,
     CancelDone,
     CancelGeneration,
-    Classify,
     DeactivateAdapter,
-    Embed,
     EvictAdapter,
     HoldAdapter,
     ListAdapters,
@@ -37,7 +40,6 @@ from messages.requests import (
     PoolingDone,
     ReleaseAdapter,
     RemoveAdapter,
-    Request,
     ShowAdapter,
     ShowStatus,
     StageAdapter,
@@ -45,212 +47,141 @@ from messages.requests import (
     TextPrompt,
 )
 
-R = TypeVar("R")
+
+def load(
+    adapter: str, path: str = "", replace: bool = False, timeout_s: float | None = None
+) -> UnaryCall[AdapterDone]:
+    """Load an adapter into host memory; with `replace`, a known name may get other content."""
+    return unary(LoadAdapter(NO_ID, adapter, path, replace), AdapterDone, timeout_s)
 
 
-class Asking(ABC):
-    """A client that waits for each answer."""
-
-    @abstractmethod
-    def _ask(self, request: Request, reply_type: type[R], timeout_s: float | None) -> R:
-        """The answer to a request; raises its error."""
-
-    @abstractmethod
-    def _pool(
-        self, request: Embed | Classify, timeout_s: float | None, attempts: int
-    ) -> PoolingCall:
-        """The call of a request, settled."""
-
-    def load(
-        self, adapter: str, path: str = "", replace: bool = False, timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Bring an adapter to the host; with `replace`, other bytes may take over a known name."""
-        return self._ask(LoadAdapter(NEW, adapter, path, replace), AdapterDone, timeout_s)
-
-    def stage(self, adapter: str, path: str = "", timeout_s: float | None = None) -> AdapterDone:
-        """Bring an adapter to page-locked memory, loading it first if need be."""
-        return self._ask(StageAdapter(NEW, adapter, path), AdapterDone, timeout_s)
-
-    def activate(self, adapter: str, path: str = "", timeout_s: float | None = None) -> AdapterDone:
-        """Bring an adapter into a device slot, loading and staging it first if need be."""
-        return self._ask(ActivateAdapter(NEW, adapter, path), AdapterDone, timeout_s)
-
-    def hold(self, adapter: str, path: str = "", timeout_s: float | None = None) -> AdapterDone:
-        """Exempt an adapter from every eviction, activating it first if need be."""
-        return self._ask(HoldAdapter(NEW, adapter, path), AdapterDone, timeout_s)
-
-    def release(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """End a hold; the adapter stays where it is until a policy needs its room."""
-        return self._ask(ReleaseAdapter(NEW, adapter), AdapterDone, timeout_s)
-
-    def deactivate(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """Take an adapter out of its slot; it stays pinned."""
-        return self._ask(DeactivateAdapter(NEW, adapter), AdapterDone, timeout_s)
-
-    def evict(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """Drop an adapter's weights everywhere; its source and history are kept."""
-        return self._ask(EvictAdapter(NEW, adapter), AdapterDone, timeout_s)
-
-    def remove(
-        self, adapter: str, force: bool = False, timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Forget an adapter; `force` also ends a hold and waits for running requests."""
-        return self._ask(RemoveAdapter(NEW, adapter, force), AdapterDone, timeout_s)
-
-    def activate_batch(self, adapters: Iterable[str], timeout_s: float | None = None) -> BatchDone:
-        """Bring a batch's whole active set into slots at once, confirmed by the engine."""
-        return self._ask(ActivateBatch(NEW, tuple(adapters)), BatchDone, timeout_s)
-
-    def list(self, timeout_s: float | None = None) -> AdaptersListed:
-        """Every known adapter, in order of name."""
-        return self._ask(ListAdapters(NEW), AdaptersListed, timeout_s)
-
-    def show(self, adapter: str, timeout_s: float | None = None) -> AdapterShown:
-        """One adapter, whole."""
-        return self._ask(ShowAdapter(NEW, adapter), AdapterShown, timeout_s)
-
-    def status(self, timeout_s: float | None = None) -> StatusShown:
-        """The controller, its engine and its budgets."""
-        return self._ask(ShowStatus(NEW), StatusShown, timeout_s)
-
-    def cancel(self, request_id: str, timeout_s: float | None = None) -> CancelDone:
-        """End a generation, of whatever client; `found` is False where nothing was running."""
-        return self._ask(CancelGeneration(NEW, request_id), CancelDone, timeout_s)
-
-    def embed(
-        self,
-        texts: str | Iterable[TextPrompt],
-        adapter: str | None = None,
-        *,
-        timeout_s: float | None = None,
-        attempts: int = 1,
-    ) -> Embedding:
-        """A vector for each text (or list of token ids), with an adapter or the base model.
-
-        With `attempts` over 1 a retryable failure begins again under a new id.
-        """
-        call = self._pool(embed_request(texts, adapter), timeout_s, attempts)
-        return call.embedding(answer_of(call, PoolingDone))
-
-    def classify(
-        self,
-        texts: str | Iterable[TextPrompt],
-        adapter: str | None = None,
-        *,
-        timeout_s: float | None = None,
-        attempts: int = 1,
-    ) -> Classification:
-        """A score for each label of the model and each text, with an adapter or the base model.
-
-        With `attempts` over 1 a retryable failure begins again under a new id.
-        """
-        call = self._pool(classify_request(texts, adapter), timeout_s, attempts)
-        return call.classification(answer_of(call, PoolingDone))
+def stage(adapter: str, path: str = "", timeout_s: float | None = None) -> UnaryCall[AdapterDone]:
+    """Copy an adapter to page-locked memory, loading it first if needed."""
+    return unary(StageAdapter(NO_ID, adapter, path), AdapterDone, timeout_s)
 
 
-class AsyncAsking(ABC):
-    """A client whose answers are awaited."""
+def activate(
+    adapter: str, path: str = "", timeout_s: float | None = None
+) -> UnaryCall[AdapterDone]:
+    """Copy an adapter into a device slot, loading and staging it first if needed."""
+    return unary(ActivateAdapter(NO_ID, adapter, path), AdapterDone, timeout_s)
 
-    @abstractmethod
-    async def _ask(self, request: Request, reply_type: type[R], timeout_s: float | None) -> R:
-        """The answer to a request; raises its error."""
 
-    @abstractmethod
-    async def _pool(
-        self, request: Embed | Classify, timeout_s: float | None, attempts: int
-    ) -> PoolingCall:
-        """The call of a request, settled."""
+def hold(adapter: str, path: str = "", timeout_s: float | None = None) -> UnaryCall[AdapterDone]:
+    """Exempt an adapter from every eviction, activating it first if needed."""
+    return unary(HoldAdapter(NO_ID, adapter, path), AdapterDone, timeout_s)
 
-    async def load(
-        self, adapter: str, path: str = "", replace: bool = False, timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Bring an adapter to the host; with `replace`, other bytes may take over a known name."""
-        return await self._ask(LoadAdapter(NEW, adapter, path, replace), AdapterDone, timeout_s)
 
-    async def stage(
-        self, adapter: str, path: str = "", timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Bring an adapter to page-locked memory, loading it first if need be."""
-        return await self._ask(StageAdapter(NEW, adapter, path), AdapterDone, timeout_s)
+def release(adapter: str, timeout_s: float | None = None) -> UnaryCall[AdapterDone]:
+    """End a hold; the adapter stays where it is until the policy evicts it."""
+    return unary(ReleaseAdapter(NO_ID, adapter), AdapterDone, timeout_s)
 
-    async def activate(
-        self, adapter: str, path: str = "", timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Bring an adapter into a device slot, loading and staging it first if need be."""
-        return await self._ask(ActivateAdapter(NEW, adapter, path), AdapterDone, timeout_s)
 
-    async def hold(
-        self, adapter: str, path: str = "", timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Exempt an adapter from every eviction, activating it first if need be."""
-        return await self._ask(HoldAdapter(NEW, adapter, path), AdapterDone, timeout_s)
+def deactivate(adapter: str, timeout_s: float | None = None) -> UnaryCall[AdapterDone]:
+    """Remove an adapter from its slot; it stays in page-locked memory."""
+    return unary(DeactivateAdapter(NO_ID, adapter), AdapterDone, timeout_s)
 
-    async def release(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """End a hold; the adapter stays where it is until a policy needs its room."""
-        return await self._ask(ReleaseAdapter(NEW, adapter), AdapterDone, timeout_s)
 
-    async def deactivate(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """Take an adapter out of its slot; it stays pinned."""
-        return await self._ask(DeactivateAdapter(NEW, adapter), AdapterDone, timeout_s)
+def evict(adapter: str, timeout_s: float | None = None) -> UnaryCall[AdapterDone]:
+    """Drop an adapter's weights from all memory; its source and history are kept."""
+    return unary(EvictAdapter(NO_ID, adapter), AdapterDone, timeout_s)
 
-    async def evict(self, adapter: str, timeout_s: float | None = None) -> AdapterDone:
-        """Drop an adapter's weights everywhere; its source and history are kept."""
-        return await self._ask(EvictAdapter(NEW, adapter), AdapterDone, timeout_s)
 
-    async def remove(
-        self, adapter: str, force: bool = False, timeout_s: float | None = None
-    ) -> AdapterDone:
-        """Forget an adapter; `force` also ends a hold and waits for running requests."""
-        return await self._ask(RemoveAdapter(NEW, adapter, force), AdapterDone, timeout_s)
+def remove(
+    adapter: str, force: bool = False, timeout_s: float | None = None
+) -> UnaryCall[AdapterDone]:
+    """Forget an adapter; `force` also ends a hold and waits for running requests."""
+    return unary(RemoveAdapter(NO_ID, adapter, force), AdapterDone, timeout_s)
 
-    async def activate_batch(
-        self, adapters: Iterable[str], timeout_s: float | None = None
-    ) -> BatchDone:
-        """Bring a batch's whole active set into slots at once, confirmed by the engine."""
-        return await self._ask(ActivateBatch(NEW, tuple(adapters)), BatchDone, timeout_s)
 
-    async def list(self, timeout_s: float | None = None) -> AdaptersListed:
-        """Every known adapter, in order of name."""
-        return await self._ask(ListAdapters(NEW), AdaptersListed, timeout_s)
+def activate_batch(adapters: Iterable[str], timeout_s: float | None = None) -> UnaryCall[BatchDone]:
+    """Copy all adapters of a batch into slots, so that all are there at one moment."""
+    return unary(ActivateBatch(NO_ID, tuple(adapters)), BatchDone, timeout_s)
 
-    async def show(self, adapter: str, timeout_s: float | None = None) -> AdapterShown:
-        """One adapter, whole."""
-        return await self._ask(ShowAdapter(NEW, adapter), AdapterShown, timeout_s)
 
-    async def status(self, timeout_s: float | None = None) -> StatusShown:
-        """The controller, its engine and its budgets."""
-        return await self._ask(ShowStatus(NEW), StatusShown, timeout_s)
+def list(timeout_s: float | None = None) -> UnaryCall[AdaptersListed]:  # noqa: A001 - the method
+    """List every known adapter, ordered by name."""
+    return unary(ListAdapters(NO_ID), AdaptersListed, timeout_s)
 
-    async def cancel(self, request_id: str, timeout_s: float | None = None) -> CancelDone:
-        """End a generation, of whatever client; `found` is False where nothing was running."""
-        return await self._ask(CancelGeneration(NEW, request_id), CancelDone, timeout_s)
 
-    async def embed(
-        self,
-        texts: str | Iterable[TextPrompt],
-        adapter: str | None = None,
-        *,
-        timeout_s: float | None = None,
-        attempts: int = 1,
-    ) -> Embedding:
-        """A vector for each text (or list of token ids), with an adapter or the base model.
+def show(adapter: str, timeout_s: float | None = None) -> UnaryCall[AdapterShown]:
+    """Return everything that is known about one adapter."""
+    return unary(ShowAdapter(NO_ID, adapter), AdapterShown, timeout_s)
 
-        With `attempts` over 1 a retryable failure begins again under a new id.
-        """
-        call = await self._pool(embed_request(texts, adapter), timeout_s, attempts)
-        return call.embedding(answer_of(call, PoolingDone))
 
-    async def classify(
-        self,
-        texts: str | Iterable[TextPrompt],
-        adapter: str | None = None,
-        *,
-        timeout_s: float | None = None,
-        attempts: int = 1,
-    ) -> Classification:
-        """A score for each label of the model and each text, with an adapter or the base model.
+def status(timeout_s: float | None = None) -> UnaryCall[StatusShown]:
+    """Return the status of the controller, its engine and its budgets."""
+    return unary(ShowStatus(NO_ID), StatusShown, timeout_s)
 
-        With `attempts` over 1 a retryable failure begins again under a new id.
-        """
-        call = await self._pool(classify_request(texts, adapter), timeout_s, attempts)
-        return call.classification(answer_of(call, PoolingDone))
+
+def cancel(request_id: str, timeout_s: float | None = None) -> UnaryCall[CancelDone]:
+    """End a generation of this or another client; `found` is False if none was running."""
+    return unary(CancelGeneration(NO_ID, request_id), CancelDone, timeout_s)
+
+
+def embed(
+    texts: str | Iterable[TextPrompt],
+    adapter: str | None = None,
+    *,
+    timeout_s: float | None = None,
+    attempts: int = 1,
+) -> PreparedCall[PoolingCall, Embedding]:
+    """Compute a vector per text (or list of token ids), with an adapter or the base model.
+
+    With `attempts` over 1, a retryable failure starts the request again under a new id.
+    """
+    request = embed_request(texts, adapter)
+    return PreparedCall(
+        lambda session, now: session.begin_pooling(request, now, timeout_s, attempts),
+        lambda call: call.embedding(answer_of(call, PoolingDone)),
+    )
+
+
+def classify(
+    texts: str | Iterable[TextPrompt],
+    adapter: str | None = None,
+    *,
+    timeout_s: float | None = None,
+    attempts: int = 1,
+) -> PreparedCall[PoolingCall, Classification]:
+    """Compute a score per text and label of the model, with an adapter or the base model.
+
+    With `attempts` over 1, a retryable failure starts the request again under a new id.
+    """
+    request = classify_request(texts, adapter)
+    return PreparedCall(
+        lambda session, now: session.begin_pooling(request, now, timeout_s, attempts),
+        lambda call: call.classification(answer_of(call, PoolingDone)),
+    )
+
+
+def generate(
+    prompt: TextPrompt,
+    adapter: str | None = None,
+    *,
+    images: ImageSource | Iterable[ImageSource] = (),
+    timeout_s: float | None = None,
+    attempts: int = 1,
+    **sampling: Unpack[SamplingOptions],
+) -> PreparedGeneration:
+    """Continue a prompt (text or token ids) with an adapter, or with the base model for None.
+
+    `images` are image files, as bytes or as paths on this machine. The text contains the model's
+    own placeholder once per image, in their order. Raises `Malformed` if a request can't hold the
+    images.
+
+    `sampling` is `max_tokens`, `temperature`, `top_k`, `top_p`, `seed` and `stop`. With `attempts`
+    over 1, a retryable failure starts a new generation under a new id while no token has been
+    delivered; `text()` delivers all tokens at the end.
+    """
+    return PreparedGeneration(prompt, adapter, images, timeout_s, attempts, sampling)
+
+
+def events(since: int | None = None, follow: bool = True) -> PreparedEvents:
+    """Return the life-cycle events after number `since`, each once and in order.
+
+    `since=0` starts with the oldest event in the log, None with the next new event. With `follow`
+    False the stream ends with the newest event at that time. Events that the log no longer
+    contains are reported as a `Gap`.
+    """
+    return PreparedEvents(since, follow)

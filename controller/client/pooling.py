@@ -1,8 +1,7 @@
-"""Embeddings and classifications as a client gets them.
+"""Embeddings and classifications: their requests, the call that collects vectors, the results.
 
-What it is: the requests, the call that gathers vectors until all are there, and the two results.
-What it is not: the arithmetic of vectors; they are plain floats, for whatever library there is.
-One rule: a result is complete, one vector for each input in the inputs' order, or it is an error.
+Vectors are tuples of plain floats. A result is complete, with one vector per input in the order of
+the inputs; anything less is an error.
 """
 
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from controller.client.calls import NEW, AccountedCall
+from controller.client.calls import NO_ID, StreamingCall
 from messages.requests import (
     Classify,
     Embed,
@@ -24,7 +23,7 @@ from messages.requests import (
 
 
 class Embedding(Struct, frozen=True):
-    """One vector for each input, `input_tokens` in all; `adapter` None is the base model."""
+    """One vector per input and the total of input tokens; `adapter` None is the base model."""
 
     adapter: str | None
     vectors: tuple[tuple[float, ...], ...]
@@ -32,7 +31,7 @@ class Embedding(Struct, frozen=True):
 
 
 class Classification(Struct, frozen=True):
-    """One score for each label and input: `scores[i][j]` is what input i gets for `labels[j]`."""
+    """One score per input and label: `scores[i][j]` is the score of input i for `labels[j]`."""
 
     adapter: str | None
     labels: tuple[str, ...]
@@ -41,76 +40,77 @@ class Classification(Struct, frozen=True):
 
     @property
     def best(self) -> tuple[str, ...]:
-        """The label with the highest score, for each input."""
-        places = (max(range(len(row)), key=row.__getitem__) for row in self.scores)
-        return tuple(self.labels[place] for place in places)
+        """The label with the highest score, per input."""
+        indices = (max(range(len(row)), key=row.__getitem__) for row in self.scores)
+        return tuple(self.labels[index] for index in indices)
 
 
 def embed_request(texts: str | Iterable[TextPrompt], adapter: str | None) -> Embed:
-    """A request that the session has not numbered yet."""
-    return Embed(NEW, adapter, _inputs(texts))
+    """Return a request that the session has not numbered yet."""
+    return Embed(NO_ID, adapter, _inputs(texts))
 
 
 def classify_request(texts: str | Iterable[TextPrompt], adapter: str | None) -> Classify:
-    """A request that the session has not numbered yet."""
-    return Classify(NEW, adapter, _inputs(texts))
+    """Return a request that the session has not numbered yet."""
+    return Classify(NO_ID, adapter, _inputs(texts))
 
 
 def _inputs(texts: str | Iterable[TextPrompt]) -> Inputs:
-    """The texts as a tuple; one text alone is not taken for its characters."""
+    """Return the texts as a tuple; a single string is one text, not its characters."""
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
-class PoolingCall(AccountedCall[PoolingDone]):
-    """An `Embed` or `Classify`: vectors in any order and number, and their account."""
+class PoolingCall(StreamingCall[PoolingDone]):
+    """An `Embed` or `Classify` in flight: vectors in any order, and the final reply."""
 
     request: Embed | Classify
 
-    def _restart(self) -> None:
-        super()._restart()
+    def _reset_attempt(self) -> None:
+        super()._reset_attempt()
         self._vectors: dict[int, bytes] = {}
         self._labels: tuple[str, ...] = ()
 
-    def take(self, reply: Reply, now: float) -> None:
-        """Vectors, the account, or a refusal."""
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """Process vectors, the final reply or a refusal."""
         if isinstance(reply, VectorsStreamed):
             self._vectors |= enumerate(reply.vectors, reply.offset)
             self._labels = reply.labels
-            self._expect_output(now)
-            # Whoever works needs no reminder soon: a repeat has all of it sent again.
+            self._extend_output_deadline(now)
+            # A repeated request makes the engine send all vectors again, so a working engine
+            # receives one late.
             self.send_at = now + self.timing.retry_s_max
         elif isinstance(reply, PoolingDone):
-            self._take_account(reply, now)
+            self._on_final(reply, now)
         else:
-            super().take(reply, now)
+            super().on_reply(reply, now)
             return
-        if self._account is not None and self._has_output_of(self._account):
-            self.settle(self._account)
+        if self._final is not None and self._has_all_output(self._final):
+            self.settle(self._final)
 
-    def _has_output_of(self, account: PoolingDone) -> bool:
-        return len(self._vectors) >= account.inputs
+    def _has_all_output(self, final: PoolingDone) -> bool:
+        return len(self._vectors) >= final.inputs
 
-    def _lost(self, account: PoolingDone) -> str:
+    def _lost_output(self, final: PoolingDone) -> str:
         return (
-            f"{account.inputs} inputs were done and only {len(self._vectors)} of their vectors "
-            "arrived: the engine that held them is gone; ask again"
+            f"{final.inputs} inputs were done and only {len(self._vectors)} of their vectors "
+            "arrived: the engine that held them is gone; send the request again"
         )
 
-    def embedding(self, account: PoolingDone) -> Embedding:
-        """What an `Embed` has brought, once it is settled."""
-        return Embedding(account.adapter, self._rows(account), account.input_tokens)
+    def embedding(self, final: PoolingDone) -> Embedding:
+        """Return the result of a settled `Embed`."""
+        return Embedding(final.adapter, self._rows(final), final.input_tokens)
 
-    def classification(self, account: PoolingDone) -> Classification:
-        """What a `Classify` has brought, once it is settled."""
-        rows = self._rows(account)
-        return Classification(account.adapter, self._labels, rows, account.input_tokens)
+    def classification(self, final: PoolingDone) -> Classification:
+        """Return the result of a settled `Classify`."""
+        rows = self._rows(final)
+        return Classification(final.adapter, self._labels, rows, final.input_tokens)
 
-    def _rows(self, account: PoolingDone) -> tuple[tuple[float, ...], ...]:
-        return tuple(_floats(self._vectors[place]) for place in range(account.inputs))
+    def _rows(self, final: PoolingDone) -> tuple[tuple[float, ...], ...]:
+        return tuple(_floats(self._vectors[index]) for index in range(final.inputs))
 
 
 def _floats(vector: bytes) -> tuple[float, ...]:
-    """The numbers of a vector: float32, little endian."""
+    """Return the numbers of a vector of little-endian float32."""
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

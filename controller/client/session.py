@@ -1,19 +1,21 @@
-"""A client's side of the conversation, with no socket and no clock.
+"""The client's protocol, without sockets and without a clock.
 
-What it is: request ids, the table of pending calls, and what both clients have in common. What it
-is not: I/O; `client_blocking` and `client_async` move frames in and out and tell the time. One
-rule: a request has one id for ever, so that sending its frame again can't do it twice.
+`Session` numbers requests and keeps the table of calls in flight. `controller.client.sync_client`
+and `controller.client.async_client` transfer its frames and pass it the time. A request keeps its
+id when its frame is sent again, so that a repeated frame can't cause a second execution.
 """
 
 import heapq
 import math
+import re
 from typing import Final, TypedDict, TypeVar
 
 import msgspec
 
-from controller.client.calls import NEW, AccountedCall, Call, GenerationCall, Timing
+from controller.client.calls import NO_ID, ClientCall, GenerationCall, StreamingCall, Timing
 from controller.client.errors import EngineGone, LoradockError, Malformed
 from controller.client.pooling import PoolingCall
+from messages.ids import NAME_PATTERN
 from messages.requests import (
     CancelGeneration,
     Classify,
@@ -51,12 +53,15 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def generate_request(prompt: Prompt, adapter: str | None, sampling: SamplingOptions) -> Generate:
-    """A request that the session has not numbered yet."""
-    return Generate(NEW, adapter, prompt, Sampling(**sampling))
+    """Return a request that the session has not numbered yet."""
+    return Generate(NO_ID, adapter, prompt, Sampling(**sampling))
 
 
-def answer_of(call: Call, reply_type: type[R]) -> R:
-    """A settled call's answer; raises its error, or `Malformed` for another kind of answer."""
+def answer_of(call: ClientCall, reply_type: type[R]) -> R:
+    """Return the answer of a settled call.
+
+    Raises the call's error, or `Malformed` for an answer of another type.
+    """
     outcome = call.outcome
     if isinstance(outcome, LoradockError):
         raise outcome
@@ -72,8 +77,8 @@ def answer_of(call: Call, reply_type: type[R]) -> R:
 class Session:
     """All calls of one client.
 
-    `receive` takes frames from the controller, `due` gives those to send, `wake_at` says when to
-    ask for them next. Times are seconds of any clock that only goes forward.
+    `receive` processes frames from the controller, `due` returns the frames to send, `wake_at`
+    returns when to call `due` next. Times are seconds of any monotonic clock.
     """
 
     def __init__(
@@ -89,30 +94,30 @@ class Session:
         self._client_id = client_id
         self._count = 0
         self._epoch = 0
-        self._calls: dict[str, Call] = {}
-        # (when, tie, call). A call that moved to a later time leaves its entry as it is; the
-        # entry is put right when its time has come.
-        self._alarms: list[tuple[float, int, Call]] = []
-        self._alarm_count = 0
-        self._complaint = ""
+        self._calls: dict[str, ClientCall] = {}
+        # A heap of (when, tie breaker, call). A call that moved to a later time leaves its entry
+        # unchanged; `due` replaces the entry at the old time.
+        self._timers: list[tuple[float, int, ClientCall]] = []
+        self._timer_count = 0
+        self._unmatched_error = ""
         self._closed = False
 
     def __len__(self) -> int:
-        """How many calls are under way."""
+        """Return the number of calls in flight."""
         return len(self._calls)
 
-    def begin(self, request: Request, now: float, timeout_s: float | None = None) -> Call:
-        """Take up a request; raises `Malformed` where it can't be said on the wire."""
+    def begin(self, request: Request, now: float, timeout_s: float | None = None) -> ClientCall:
+        """Start a call; raises `Malformed` for a request that can't be encoded."""
         limit_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
-        return self._begin(Call(request, limit_s, self.timing), now)
+        return self._start(ClientCall(request, limit_s, self.timing), now)
 
     def begin_generation(
         self, request: Generate, now: float, timeout_s: float | None = None, attempts: int = 1
     ) -> GenerationCall:
-        """Take up a generation, tried up to `attempts` times while the caller has no token."""
+        """Start a generation, with up to `attempts` attempts while no token was delivered."""
         limit_s = self._inference_limit_s(timeout_s, attempts)
         call = GenerationCall(request, limit_s, self.timing, attempts)
-        self._begin(call, now)
+        self._start(call, now)
         return call
 
     def begin_pooling(
@@ -122,93 +127,100 @@ class Session:
         timeout_s: float | None = None,
         attempts: int = 1,
     ) -> PoolingCall:
-        """Take up an embedding or a classification, tried up to `attempts` times."""
+        """Start an embedding or a classification, with up to `attempts` attempts."""
         limit_s = self._inference_limit_s(timeout_s, attempts)
         call = PoolingCall(request, limit_s, self.timing, attempts)
-        self._begin(call, now)
+        self._start(call, now)
         return call
 
-    def begin_cancel(self, call: GenerationCall, now: float) -> Call | None:
-        """Ask for a generation's end; None where it has ended, or was not sent and ends here."""
+    def begin_cancel(self, call: GenerationCall, now: float) -> ClientCall | None:
+        """Start the cancellation of a generation; None if that needs no request.
+
+        A generation that has ended needs none. One that was not sent yet is settled as cancelled.
+        """
         call.attempts_left = 0
         if call.result is not None:
             return None
         if call.sent:
-            return self.begin(CancelGeneration(NEW, call.request_id), now)
+            return self.begin(CancelGeneration(NO_ID, call.request_id), now)
         self.forget(call)
         adapter = call.request.adapter
         call.settle(GenerationDone(call.request_id, adapter, "cancelled", 0, 0))
         return None
 
-    def forget(self, call: Call) -> None:
-        """Stop waiting for a call; its answer will be ignored."""
+    def forget(self, call: ClientCall) -> None:
+        """Remove a call; its answer will be ignored."""
         self._calls.pop(call.request_id, None)
 
     def close(self, message: str) -> None:
-        """Settle every call and take no more: nobody will move frames."""
+        """Settle every call as `EngineGone` and refuse new ones."""
         self._closed = True
         for call in list(self._calls.values()):
             self._calls.pop(call.request_id)
             call.settle(EngineGone(message, call.request_id))
 
     def wake_at(self) -> float:
-        """When `due` has something to do; infinity while nothing is under way."""
-        return self._alarms[0][0] if self._alarms else math.inf
+        """Return when `due` has something to do; infinity while no call is in flight."""
+        return self._timers[0][0] if self._timers else math.inf
 
     def due(self, now: float) -> list[bytes]:
-        """The frames to send now; calls whose time is up are settled on the way."""
+        """Return the frames to send now, and settle the calls whose deadline has passed."""
         frames = []
-        while self._alarms and self._alarms[0][0] <= now:
-            _, _, call = heapq.heappop(self._alarms)
+        while self._timers and self._timers[0][0] <= now:
+            _, _, call = heapq.heappop(self._timers)
             if self._calls.get(call.request_id) is not call:
                 continue
             if call.wake_at <= now:
-                frame = call.next_sending(now)
+                frame = call.next_frame(now)
                 if frame is None:
-                    self._ended(call, now)
+                    self._on_settled(call, now)
                     continue
                 frames.append(frame)
-            self._set_alarm(call)
+            self._set_timer(call)
         return frames
 
     def receive(self, data: bytes, now: float) -> None:
-        """Take a frame from the controller; what is nobody's answer is ignored."""
+        """Process a frame from the controller; one that answers no call is ignored."""
         try:
             frame = REPLIES.decode(data)
         except WireError as error:
-            self._complaint = str(error)
+            self._unmatched_error = str(error)
             return
         self._note_epoch(frame.epoch, now)
         reply = frame.message
         call = self._calls.get(reply.request_id)
         if call is None:
             if isinstance(reply, Refused) and not reply.request_id:
-                self._complaint = reply.message
+                self._unmatched_error = reply.message
             return
         before = call.wake_at
-        call.take(reply, now)
+        call.on_reply(reply, now)
         if call.settled:
-            self._ended(call, now)
+            self._on_settled(call, now)
         elif call.wake_at < before:
-            self._set_alarm(call)
+            self._set_timer(call)
 
     def _inference_limit_s(self, timeout_s: float | None, attempts: int) -> float:
         if attempts < 1:
             raise ValueError(f"attempts is {attempts}; at least 1 is needed")
         return self._generation_timeout_s if timeout_s is None else _checked_timeout(timeout_s)
 
-    def _begin(self, call: Call, now: float) -> Call:
-        """Number a call and start its time at `now`."""
+    def _start(self, call: ClientCall, now: float) -> ClientCall:
+        """Number a call, add it to the table and schedule its first sending at `now`."""
         if self._closed:
             raise ValueError("the client is closed")
         self._number(call)
         call.start(now, self.timing.slack_s)
         self._calls[call.request_id] = call
-        self._set_alarm(call)
+        self._set_timer(call)
         return call
 
-    def _number(self, call: Call) -> None:
-        """Give a call its id and its frame, read back once so that no mistake leaves here."""
+    def _number(self, call: ClientCall) -> None:
+        """Set a call's id, time limit and frame.
+
+        The frame is decoded again, so that a request which the controller would refuse to read
+        raises `Malformed` here.
+        """
         self._count += 1
         fields = {"request_id": f"{self._client_id}-{self._count}"}
         request = msgspec.structs.replace(call.request, **fields)
@@ -216,38 +228,39 @@ class Session:
             milliseconds = max(1, math.ceil(call.timeout_s * 1000))
             request = msgspec.structs.replace(request, timeout_ms=milliseconds)
         call.request = request
+        _check_names(request)
         try:
             call.frame = REQUESTS.encode(request, self._epoch, self._count)
             REQUESTS.decode(call.frame)
         except (WireError, msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
             raise Malformed(str(error), call.request_id) from error
 
-    def _set_alarm(self, call: Call) -> None:
-        self._alarm_count += 1
-        heapq.heappush(self._alarms, (call.wake_at, self._alarm_count, call))
+    def _set_timer(self, call: ClientCall) -> None:
+        self._timer_count += 1
+        heapq.heappush(self._timers, (call.wake_at, self._timer_count, call))
 
-    def _ended(self, call: Call, now: float) -> None:
-        """A settled call leaves the table, or begins again under a new id."""
+    def _on_settled(self, call: ClientCall, now: float) -> None:
+        """Remove a settled call from the table, or start its next attempt under a new id."""
         self._calls.pop(call.request_id)
         error = call.outcome
         if not isinstance(error, LoradockError):
             return
-        if self._complaint and isinstance(error, EngineGone):
-            error.message += f" (an answer could not be used: {self._complaint})"
-        if isinstance(call, AccountedCall) and call.try_again(error):
-            self._begin(call, now + call.interval)
-            call.interval = min(2 * call.interval, self.timing.retry_s_max)
+        if self._unmatched_error and isinstance(error, EngineGone):
+            error.message += f" (an answer could not be used: {self._unmatched_error})"
+        if isinstance(call, StreamingCall) and call.retry_after(error):
+            self._start(call, now + call.retry_interval_s)
+            call.retry_interval_s = min(2 * call.retry_interval_s, self.timing.retry_s_max)
 
     def _note_epoch(self, epoch: int, now: float) -> None:
-        """A new life of the controller has forgotten the way to us: remind it of every call."""
+        """Send all frames again after a restart: the new process has lost the route to here."""
         if epoch <= self._epoch:
             return
         restarted = self._epoch > 0
         self._epoch = epoch
         if restarted:
             for call in self._calls.values():
-                call.begin_again(now)
-                self._set_alarm(call)
+                call.on_restart(now)
+                self._set_timer(call)
 
 
 _WITHOUT_TIMEOUT: Final = (
@@ -259,8 +272,23 @@ _WITHOUT_TIMEOUT: Final = (
     FetchEvents,
 )
 
+_NAME: Final = re.compile(NAME_PATTERN)
+
+
+def _check_names(request: Request) -> None:
+    """Raise `Malformed` for an adapter name that the wire doesn't allow."""
+    name = getattr(request, "adapter", None)
+    for adapter in (*getattr(request, "adapters", ()), *(() if name is None else (name,))):
+        if isinstance(adapter, str) and not _NAME.search(adapter):
+            raise Malformed(
+                f"{adapter!r} is not a valid adapter name: use 1 to 128 of the characters "
+                "A-Z a-z 0-9 . _ - and no two dots in a row; a directory with another name can be "
+                "the path of an adapter with a valid name",
+                request.request_id,
+            )
+
 
 def _checked_timeout(timeout_s: float) -> float:
     if not 0 < timeout_s <= TIMEOUT_S_MAX:
-        raise ValueError(f"timeout_s is {timeout_s}; it must lie above 0 and up to {TIMEOUT_S_MAX}")
+        raise ValueError(f"timeout_s is {timeout_s}; it must be above 0 and up to {TIMEOUT_S_MAX}")
     return timeout_s

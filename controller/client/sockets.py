@@ -1,10 +1,7 @@
-"""Where the controller is, and how a client's sockets are set.
-
-What it is: the runtime directory, its socket paths, and socket options. What it is not: a
-conversation. One rule: both clients open their sockets here, so that they behave alike.
-"""
+"""The controller's runtime directory and its sockets, and the socket options of both clients."""
 
 import os
+import socket as os_socket
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,27 +18,27 @@ SOCKET_PATH_BYTES_MAX: Final = 107
 _RECONNECT_MS: Final = 50
 _RECONNECT_MS_MAX: Final = 1000
 _QUEUE_FRAMES_MAX: Final = 100_000
-# What a closed socket may still take to send: a cancellation that nobody waits for.
+# How long a closed socket may still send: a cancellation whose answer is not awaited.
 _LINGER_MS: Final = 100
 
 
 def runtime_directory(directory: str | os.PathLike[str] | None = None) -> Path:
-    """The controller's directory: the argument, else `$LORADOCK_DIR`, else `./.loradock`."""
+    """Return the controller's directory: the argument, `$LORADOCK_DIR` or `./.loradock`."""
     return Path(directory or os.environ.get(DIRECTORY_VARIABLE) or DIRECTORY_DEFAULT)
 
 
 def requests_endpoint(directory: Path) -> str:
-    """Where the controller takes requests; raises `ValueError` for a path that is too long."""
+    """Return the address for requests; raises `ValueError` for a path that is too long."""
     return _endpoint(directory, "requests.sock")
 
 
 def events_endpoint(directory: Path) -> str:
-    """Where the controller publishes events; raises `ValueError` for a path that is too long."""
+    """Return the address of published events; raises `ValueError` for a path that is too long."""
     return _endpoint(directory, "events.sock")
 
 
 def connect_requests(socket: "zmq.Socket[Any]", directory: Path) -> None:
-    """Connect a DEALER to the controller's ROUTER; a missing one is waited for."""
+    """Connect a DEALER to the controller's ROUTER, which may be bound later."""
     _set_options(socket)
     socket.connect(requests_endpoint(directory))
 
@@ -51,6 +48,28 @@ def connect_events(socket: "zmq.Socket[Any]", directory: Path) -> None:
     _set_options(socket)
     socket.setsockopt(zmq.SUBSCRIBE, EVENTS.prefix)
     socket.connect(events_endpoint(directory))
+
+
+def unserved_reason(directory: Path) -> str:
+    """Return why no process accepts connections for requests; empty if one does.
+
+    Raises `ValueError` for a path that is too long.
+    """
+    path = requests_endpoint(directory).removeprefix("ipc://")
+    with os_socket.socket(os_socket.AF_UNIX, os_socket.SOCK_STREAM) as probe:
+        # A local connection is made or refused at once, unless the listener's queue is full.
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except BlockingIOError:
+            return ""
+        except FileNotFoundError:
+            return "no socket there"
+        except ConnectionRefusedError:
+            return "nothing listens on its socket"
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
 
 
 def _set_options(socket: "zmq.Socket[Any]") -> None:

@@ -1,55 +1,50 @@
-"""The blocking client.
+"""The blocking client: sockets and a clock around `Session`.
 
-What it is: sockets and a clock around `client_session`. What it is not: logic; what can be decided
-without waiting is decided there. One rule: every wait ends with a call's deadline.
+What can be decided without waiting is decided in `controller.client.session`. Every wait ends at
+the latest with the deadline of a call.
 """
 
 import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Self, TypeVar, Unpack
+from collections.abc import Callable, Iterator
+from typing import Self, TypeVar
 
 import zmq
 
-from controller.client.calls import TIMING, Call, GenerationCall, Timing
-from controller.client.images import ImageSource, with_images
-from controller.client.methods import Asking
-from controller.client.pooling import PoolingCall
-from controller.client.session import (
-    GENERATION_TIMEOUT_S,
-    TIMEOUT_S,
-    SamplingOptions,
-    Session,
-    answer_of,
-    generate_request,
+from controller.client import methods
+from controller.client.calls import TIMING, ClientCall, GenerationCall, Timing
+from controller.client.prepared import (
+    PreparedCall,
+    PreparedEvents,
+    PreparedGeneration,
+    method,
+    unary,
 )
+from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
 from controller.client.sockets import connect_events, connect_requests, runtime_directory
 from controller.client.streams import EventCursor, Gap
 from messages.events import Published
 from messages.requests import (
     CancelDone,
-    Classify,
-    Embed,
     EventsFetched,
     GenerationDone,
-    Request,
-    TextPrompt,
     TokensStreamed,
 )
 
+C = TypeVar("C", bound=ClientCall)
 R = TypeVar("R")
 
 _POLL_MS_MAX = 60_000
 
 
-class Client(Asking):
+class Client:
     """A blocking client of one controller.
 
-    `directory` is the controller's (else `$LORADOCK_DIR`, else `./.loradock`). `timeout_s` is how
-    long a request may take unless a call says otherwise, `generation_timeout_s` inference.
-    Nothing is sent before the first call, and a controller that is not there yet is waited for.
+    `directory` is the controller's (default: `$LORADOCK_DIR`, else `./.loradock`). `timeout_s` is
+    the default time limit of a request, `generation_timeout_s` that of inference. Nothing is sent
+    before the first call. A controller that is not running yet is waited for.
     """
 
     def __init__(
@@ -74,66 +69,51 @@ class Client(Asking):
         self.close()
 
     def close(self) -> None:
-        """Close the socket; what was under way ends with `EngineGone`."""
+        """Close the socket; calls in flight end with `EngineGone`."""
         self._session.close("the client was closed")
         self._socket.close()
 
-    def generate(
-        self,
-        prompt: TextPrompt,
-        adapter: str | None = None,
-        *,
-        images: ImageSource | Iterable[ImageSource] = (),
-        timeout_s: float | None = None,
-        attempts: int = 1,
-        **sampling: Unpack[SamplingOptions],
-    ) -> "Generation":
-        """Continue a prompt (text or token ids) with an adapter, or the base model for None.
-
-        `images` are image files, as bytes or as paths on this machine; the text has the model's own
-        placeholder once for each, in their order. Raises `Malformed` where a request can't carry
-        them.
-
-        `sampling` is `max_tokens`, `temperature`, `top_k`, `top_p`, `seed` and `stop`. With
-        `attempts` over 1 a retryable failure begins a new generation under a new id, as long as
-        no token was handed out; reading with `text()` hands out nothing before the end.
-        """
-        request = generate_request(with_images(prompt, images), adapter, sampling)
-        call = self._session.begin_generation(request, time.monotonic(), timeout_s, attempts)
-        self._exchange()
-        return Generation(self, call)
-
-    def events(self, since: int | None = None, follow: bool = True) -> "EventStream":
-        """The life-cycle events after number `since`, in order, each once.
-
-        `since=0` begins with the first that the log tells, None with the next to come. With
-        `follow` False the stream ends with the newest event there is now. What can't be told any
-        more is marked by a `Gap`.
-        """
-        socket = self._subscribe() if follow else None
-        next_seq = (self.status().events_seq if since is None else since) + 1
-        return EventStream(self, socket, EventCursor(next_seq, behind=since is not None))
-
-    def _ask(self, request: Request, reply_type: type[R], timeout_s: float | None) -> R:
-        call = self._session.begin(request, time.monotonic(), timeout_s)
-        self._settle(call)
-        return answer_of(call, reply_type)
-
-    def _pool(
-        self, request: Embed | Classify, timeout_s: float | None, attempts: int
-    ) -> PoolingCall:
-        call = self._session.begin_pooling(request, time.monotonic(), timeout_s, attempts)
-        self._settle(call)
-        return call
-
-    def _settle(self, call: Call) -> None:
+    def _answer(self, prepared: PreparedCall[C, R]) -> R:
+        call = prepared.begin(self._session, time.monotonic())
         try:
             self._wait(lambda: call.settled)
         finally:
             self._session.forget(call)
+        return prepared.result(call)
+
+    def _start_generation(self, prepared: PreparedGeneration) -> "Generation":
+        call = self._session.begin_generation(
+            prepared.request(), time.monotonic(), prepared.timeout_s, prepared.attempts
+        )
+        self._exchange()
+        return Generation(self, call)
+
+    def _open_events(self, prepared: PreparedEvents) -> "EventStream":
+        socket = self._subscribe() if prepared.follow else None
+        since = prepared.since
+        next_seq = (self.status().events_seq if since is None else since) + 1
+        return EventStream(self, socket, EventCursor(next_seq, needs_fetch=since is not None))
+
+    load = method(methods.load, _answer)
+    stage = method(methods.stage, _answer)
+    activate = method(methods.activate, _answer)
+    hold = method(methods.hold, _answer)
+    release = method(methods.release, _answer)
+    deactivate = method(methods.deactivate, _answer)
+    evict = method(methods.evict, _answer)
+    remove = method(methods.remove, _answer)
+    activate_batch = method(methods.activate_batch, _answer)
+    list = method(methods.list, _answer)
+    show = method(methods.show, _answer)
+    status = method(methods.status, _answer)
+    cancel = method(methods.cancel, _answer)
+    embed = method(methods.embed, _answer)
+    classify = method(methods.classify, _answer)
+    generate = method(methods.generate, _start_generation)
+    events = method(methods.events, _open_events)
 
     def _cancel(self, generation: GenerationCall, wait: bool) -> bool:
-        """Pass on a cancellation; whether something was running, if that is waited for."""
+        """Request a cancellation; with `wait`, return whether the generation was running."""
         call = self._session.begin_cancel(generation, time.monotonic())
         if call is None or not wait:
             self._exchange()
@@ -141,7 +121,7 @@ class Client(Asking):
         self._wait(lambda: call.settled)
         return answer_of(call, CancelDone).found
 
-    def _forget(self, call: Call) -> None:
+    def _forget(self, call: ClientCall) -> None:
         self._session.forget(call)
 
     def _subscribe(self) -> "zmq.Socket[bytes]":
@@ -150,7 +130,7 @@ class Client(Asking):
         return socket
 
     def _wait(self, ready: Callable[[], bool]) -> None:
-        """Move frames in and out until `ready`; every call has a deadline, so that comes."""
+        """Exchange frames until `ready`, at the latest at the call's deadline."""
         while not ready():
             self._exchange()
             if ready():
@@ -159,7 +139,7 @@ class Client(Asking):
             self._socket.poll(max(0, math.ceil(min(_POLL_MS_MAX, wait_s * 1000))))
 
     def _exchange(self) -> None:
-        """Take what has come, send what is due, without waiting."""
+        """Receive the frames that have arrived and send those that are due, without waiting."""
         try:
             while True:
                 self._session.receive(self._socket.recv(zmq.NOBLOCK), time.monotonic())
@@ -169,15 +149,15 @@ class Client(Asking):
             for frame in self._session.due(time.monotonic()):
                 self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            # The queue to a controller that is away is full; what stays unsent is sent again.
+            # The queue to an absent controller is full; unsent frames are sent again later.
             pass
 
 
 class Generation:
-    """A generation under way: iterate over its chunks as they come, or take `text()` at the end.
+    """A generation in flight: iterate over its chunks as they arrive, or wait for its `text()`.
 
-    A chunk is a `TokensStreamed`: `tokens[i]` is output number `offset + i`, each comes once.
-    Leaving the `with` block, or `close()`, ends a generation that nobody reads to its end.
+    A chunk is a `TokensStreamed`: `tokens[i]` is output number `offset + i`, and each occurs once.
+    Leaving the `with` block, or `close()`, cancels a generation that was not read to its end.
     """
 
     def __init__(self, client: Client, call: GenerationCall) -> None:
@@ -187,12 +167,12 @@ class Generation:
 
     @property
     def request_id(self) -> str:
-        """What the controller knows it by; another one after a further attempt."""
+        """The id under which the controller knows it; a further attempt has another one."""
         return self._call.request_id
 
     @property
     def result(self) -> GenerationDone | None:
-        """How it ended and how many tokens it took; None before, or where it failed."""
+        """How it ended and its numbers of tokens; None before the end, or if it failed."""
         return self._call.result
 
     def __iter__(self) -> Iterator[TokensStreamed]:
@@ -209,7 +189,7 @@ class Generation:
         raise StopIteration
 
     def text(self) -> str:
-        """The whole text, chunks that were iterated over included; waits for the end."""
+        """Wait for the end and return the whole text, including chunks iterated over before."""
         call = self._call
         if not self._closed:
             self._client._wait(lambda: call.settled)
@@ -217,11 +197,11 @@ class Generation:
         return call.text()
 
     def cancel(self) -> bool:
-        """End it early: what it has is still read as usual; False where nothing was running."""
+        """End it early; its output can still be read. False if it was not running."""
         return self._client._cancel(self._call, wait=True)
 
     def close(self) -> None:
-        """Read no more; if it still runs it is cancelled, without waiting for that."""
+        """Stop reading; a running generation is cancelled without waiting for the answer."""
         if not self._closed and not self._call.settled:
             self._client._cancel(self._call, wait=False)
             self._client._forget(self._call)
@@ -235,10 +215,10 @@ class Generation:
 
 
 class EventStream:
-    """The life-cycle events in order, each once: `Published`, or a `Gap` for what is lost.
+    """The life-cycle events, each once and in order: `Published`, or a `Gap` for lost events.
 
-    A subscriber that was away, slow or restarted gets what it missed by request, unasked. An
-    error of such a request ends one `next`; the stream goes on where it was with another.
+    Events that a subscription missed, by being late, slow or restarted, are fetched automatically.
+    An error of such a fetch ends one `next`; another `next` continues the stream at its position.
     """
 
     def __init__(
@@ -250,7 +230,7 @@ class EventStream:
 
     @property
     def seq(self) -> int:
-        """The number of the last event handed out: `since` for a stream that goes on from here."""
+        """The number of the last event returned: `since` for a stream that continues from here."""
         return self._cursor.seq
 
     def __iter__(self) -> Iterator[Published | Gap]:
@@ -263,20 +243,21 @@ class EventStream:
         return item
 
     def next_within(self, timeout_s: float) -> Published | Gap | None:
-        """The next event; None where none came in that time, or the stream is at its end."""
+        """Return the next event; None if none arrived in that time, or at the stream's end."""
         until = time.monotonic() + timeout_s
         while not self._cursor.ready:
-            if self._cursor.behind:
+            if self._cursor.needs_fetch:
                 self._fetch()
             elif not self._read(until):
                 return None
         return self._cursor.pop()
 
     def _fetch(self) -> None:
-        self._cursor.on_fetched(self._client._ask(self._cursor.fetch(), EventsFetched, None))
+        request = self._cursor.fetch_request()
+        self._cursor.on_fetched(self._client._answer(unary(request, EventsFetched)))
 
     def _read(self, until: float) -> bool:
-        """Take a frame of the subscription; False if there is none until then."""
+        """Process a frame of the subscription; False if none arrived until then."""
         if self._socket is None or self._socket.closed:
             return False
         wait_s = until - time.monotonic()

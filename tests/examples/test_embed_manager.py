@@ -1,4 +1,4 @@
-"""The example for people who embed does what it says."""
+"""Tests of the example for programs that embed LoRADock."""
 
 import pytest
 import torch

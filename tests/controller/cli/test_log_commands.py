@@ -1,9 +1,8 @@
-"""The commands without a controller: `serve`'s options, `replay`, `log verify`, `log repair`."""
+"""Tests of `serve`'s options, and of `replay`, `log verify` and `log repair`."""
 
 import json
 
 import pytest
-import structlog
 from typer.testing import CliRunner
 
 from controller.cli.exit_codes import ExitCode
@@ -13,11 +12,11 @@ from controller.core.limits import RULES, Limits, limits_to
 from controller.log.segments import segment_paths
 from controller.log.writer import Log
 from controller.shell import supervisor
-from controller.shell.engine_options import EngineOptions
-from controller.shell.server import ServerConfig
-from controller.shell.supervisor import ServeConfig
+from controller.shell.config import ServeConfig, ServerConfig
+from messages.engine_options import EngineOptions
 from messages.records import FORMAT, ControllerStarted, Header, Record
 from messages.requests import LoadAdapter
+from tests.support.plain_logs import reset_logs
 from tests.support.simulation.log_examples import flip
 
 LIMITS = Limits(slots_max=2, host_adapters_max=4)
@@ -32,7 +31,7 @@ def run(*arguments, directory):
 
 @pytest.fixture
 def started(monkeypatch):
-    """The configurations that `serve` was called with; it ends with `started.status`."""
+    """The configurations with which `serve` was called; it returns `started.status`."""
 
     class Started(list):
         status = 0
@@ -44,7 +43,7 @@ def started(monkeypatch):
     calls = Started()
     monkeypatch.setattr(supervisor, "serve", calls.serve)
     yield calls
-    structlog.reset_defaults()
+    reset_logs()
 
 
 def test_serve_starts_with_the_defaults_of_the_server(started, tmp_path):
@@ -112,7 +111,7 @@ def test_every_bound_is_an_option(started, tmp_path):
             assert only_one or getattr(changed, name) != getattr(default, name), name
 
 
-def test_serve_tells_its_configuration_as_json_and_ends_as_its_children_do(started, tmp_path):
+def test_serve_prints_its_configuration_as_json_and_exits_like_its_children(started, tmp_path):
     result = run("serve", "--model", "m", "--json", directory=tmp_path)
     assert json.loads(result.stdout)["server"]["limits"] == limits_to(Limits())
     for status, exit_code in ((7, ExitCode.LOG), (2, ExitCode.USAGE), (99, ExitCode.FAILURE)):
@@ -126,7 +125,7 @@ def test_serve_tells_its_configuration_as_json_and_ends_as_its_children_do(start
 
 
 def write_log(directory, count, digests=True):
-    """A log of `count` loads, each with the digest of the world before it."""
+    """Write a log of `count` loads, each with the digest of the world before it."""
     controller = Controller(LIMITS, "lru")
     header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
     with Log.open(directory / "log", header) as log:
@@ -139,7 +138,7 @@ def write_log(directory, count, digests=True):
     return controller
 
 
-def test_replay_shows_the_world_and_compares_digests(tmp_path):
+def test_replay_shows_the_adapters_and_compares_digests(tmp_path):
     controller = write_log(tmp_path, 5)
     person = run("replay", directory=tmp_path)
     assert person.exit_code == 0, person.output
@@ -185,11 +184,11 @@ def damage(directory, count=8):
     flip(path, path.stat().st_size // 2)
 
 
-def test_damage_is_told_and_cut_only_on_request(tmp_path):
+def test_damage_is_reported_and_cut_only_on_request(tmp_path):
     damage(tmp_path)
-    found = run("log", "verify", "--json", directory=tmp_path)
-    assert found.exit_code == ExitCode.LOG
-    seq = json.loads(found.stdout)["damage"]["seq"]
+    checked = run("log", "verify", "--json", directory=tmp_path)
+    assert checked.exit_code == ExitCode.LOG
+    seq = json.loads(checked.stdout)["damage"]["seq"]
     assert run("replay", directory=tmp_path).exit_code == ExitCode.LOG
 
     plan = run("log", "repair", "--json", directory=tmp_path)
@@ -218,8 +217,8 @@ def test_a_log_in_use_is_not_repaired(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [("replay",), ("log", "verify"), ("log", "repair")])
-def test_where_no_log_is_that_is_told(tmp_path, arguments):
+def test_a_directory_without_a_log_is_an_error(tmp_path, arguments):
     result = run(*arguments, directory=tmp_path)
     assert result.exit_code == ExitCode.NOT_FOUND
-    assert "is not there" in result.stderr
+    assert "there is no log at" in result.stderr
     assert "Traceback" not in result.output

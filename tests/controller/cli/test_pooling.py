@@ -1,4 +1,4 @@
-"""`embed` and `classify` against a stand-in: what they ask, print and refuse."""
+"""Tests of `embed` and `classify` against a stand-in: requests, output and errors."""
 
 import json
 
@@ -55,7 +55,7 @@ def test_classify_prints_scores_and_the_best_label(controller):
 
 
 @pytest.mark.parametrize("name", ["embed", "classify"])
-def test_a_dash_reads_one_text_a_line(controller, name):
+def test_a_dash_reads_one_text_per_line(controller, name):
     result = run(controller, name, "-", "--json", stdin="eins\nzwei drei\n")
     assert result.exit_code == 0, result.output
     assert controller.received[0].inputs == ("eins", "zwei drei")
@@ -64,7 +64,7 @@ def test_a_dash_reads_one_text_a_line(controller, name):
     assert "stdin is empty" in empty.stderr
 
 
-def test_an_engine_that_is_for_something_else_is_told(controller):
+def test_an_engine_with_another_task_is_an_error(controller):
     controller.answers[rq.Classify] = lambda r: rq.Refused(
         r.request_id, ErrorCode.NOT_SERVED, "this engine generates"
     )

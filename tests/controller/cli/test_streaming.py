@@ -1,12 +1,19 @@
-"""`generate --image` against a stand-in: what it sends, and what it refuses before that."""
+"""Tests of `generate` and `events` against a stand-in: requests, output and errors."""
+
+import json
+import signal
 
 import pytest
 from typer.testing import CliRunner
 
 from controller.cli.exit_codes import ExitCode
 from controller.cli.main import app
+from messages import events as ev
 from messages import requests as rq
+from messages.errors import ErrorCode
+from tests.support.simulation.command_runs import run, run_json, start_command
 from tests.support.simulation.standin_controller import StandIn
+from tests.support.waiting import HANG_S
 
 PNG, JPEG = b"\x89PNG", b"\xff\xd8\xff"
 
@@ -27,7 +34,7 @@ def generate(controller, prompt, *images, stdin=None):
 
 
 @pytest.mark.parametrize("prompt", ["<image> and <image>", "-"])
-def test_images_go_with_the_text_in_their_order(controller, prompt):
+def test_images_are_sent_with_the_text_in_order(controller, prompt):
     result = generate(controller, prompt, "b.jpeg", "a.png", stdin="<image> and <image>")
     assert result.exit_code == 0, result.output
     assert result.stdout == "one\n"
@@ -36,16 +43,96 @@ def test_images_go_with_the_text_in_their_order(controller, prompt):
 
 
 @pytest.mark.parametrize(
-    ("image", "told"), [("none.png", "does not exist"), (".", "directory"), ("empty.png", "empty")]
+    ("image", "text"), [("none.png", "does not exist"), (".", "directory"), ("empty.png", "empty")]
 )
-def test_an_image_that_is_none_is_wrong_usage(controller, image, told):
+def test_a_file_that_is_no_image_is_wrong_usage(controller, image, text):
     result = generate(controller, "<image>", "a.png", image)
     assert result.exit_code == ExitCode.USAGE
-    assert told in result.stderr
+    assert text in result.stderr
     assert not controller.received
 
 
-def test_the_help_tells_of_placeholders():
+def test_the_help_explains_placeholders():
     result = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["generate", "--help"])
     assert "placeholder of the model" in result.stdout
     assert "--image" in result.stdout
+
+
+def test_generate_prints_text_and_json_lines(controller):
+    arguments = ["generate", "p", "--adapter", "upper", "--max-tokens", "2", "--seed", "3"]
+    arguments += ["--stop", "x", "--stop", "y", "--top-k", "4", "--top-p", "0.5"]
+    person = run(*arguments, directory=controller.directory)
+    assert (person.stdout, person.exit_code) == ("on\n", 0)
+    *chunks, result = run_json(*arguments, directory=controller.directory)
+    assert [chunk["text"] for chunk in chunks] == ["o", "n"]
+    assert (result["type"], result["output_tokens"]) == ("GenerationDone", 2)
+    sampling = rq.Sampling(max_tokens=2, seed=3, top_k=4, top_p=0.5, stop=("x", "y"))
+    assert {request.sampling for request in controller.requests(rq.Generate)} == {sampling}
+
+
+def test_generate_reads_stdin_and_uses_the_base_model_by_default(controller):
+    result = run("generate", "-", directory=controller.directory, stdin="from stdin\n")
+    assert result.stdout == "one\n"
+    (request,) = controller.requests(rq.Generate)
+    assert (request.prompt, request.adapter) == ("from stdin\n", None)
+
+
+def test_generate_makes_the_requested_number_of_attempts(controller):
+    refusals = []
+
+    def answer(request):
+        if not refusals:
+            refusals.append(request)
+            return rq.Refused(request.request_id, ErrorCode.NO_ROOM, "full")
+        return rq.GenerationDone(request.request_id, None, "length", 1, 3)
+
+    controller.answers[rq.Generate] = answer
+    assert run("generate", "p", "--attempts", "2", directory=controller.directory).exit_code == 0
+
+
+def publish(controller, count):
+    controller.publish(*[ev.AdapterCached("upper") for _ in range(count)])
+
+
+def test_past_events_start_after_the_given_number_and_end(controller):
+    publish(controller, 3)
+    everything = run("events", "--no-follow", directory=controller.directory).stdout.splitlines()
+    assert [int(line.split()[0]) for line in everything] == [1, 2, 3]
+    assert everything[0].endswith("Z  AdapterCached         adapter=upper")
+    later = run_json("events", "--since", "2", "--no-follow", directory=controller.directory)
+    assert [(item["seq"], item["event"]) for item in later] == [
+        (3, {"type": "AdapterCached", "adapter": "upper"})
+    ]
+
+
+def test_lost_events_are_reported(controller):
+    publish(controller, 3)
+    controller.first_seq = 3
+    output = run("events", "--no-follow", directory=controller.directory).stdout
+    assert output.startswith("events 1 to 2 are lost")
+    lines = run_json("events", "--no-follow", directory=controller.directory)
+    assert lines[0] == {"type": "Gap", "expected": 1, "found": 3}
+
+
+def test_events_are_followed_until_interrupted(controller):
+    publish(controller, 1)
+    process = start_command("events", "--since", "0", "--json", directory=controller.directory)
+    assert json.loads(process.stdout.readline())["seq"] == 1
+    publish(controller, 1)
+    assert json.loads(process.stdout.readline())["seq"] == 2
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=HANG_S)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert "Traceback" not in errors
+
+
+def test_interrupting_a_generation_cancels_it(controller):
+    controller.answers[rq.Generate] = lambda request: None
+    process = start_command("generate", "p", directory=controller.directory)
+    while not controller.requests(rq.Generate):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=HANG_S)
+    assert process.returncode == ExitCode.INTERRUPTED
+    (generation,) = {request.request_id for request in controller.requests(rq.Generate)}
+    assert [request.target for request in controller.requests(rq.CancelGeneration)] == [generation]

@@ -1,4 +1,4 @@
-"""The asyncio client with many tasks against a controller that loses answers."""
+"""Tests of the asyncio client: many tasks, and a controller that loses answers."""
 
 import asyncio
 
@@ -8,8 +8,9 @@ from controller.client import AsyncClient, EngineGone, Timing, UnknownAdapter
 from messages import events as ev
 from messages import requests as rq
 from tests.support.simulation.standin_controller import StandIn
+from tests.support.waiting import HANG_S
 
-FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=0.3)
+FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=HANG_S)
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def controller(tmp_path):
 
 
 def open_async(controller):
-    return AsyncClient(controller.directory, timeout_s=20.0, timing=FAST)
+    return AsyncClient(controller.directory, timeout_s=HANG_S, timing=FAST)
 
 
 def resumed(*epochs):
@@ -38,7 +39,7 @@ def test_many_tasks_share_a_client(controller):
     assert {reply.state for reply in replies} == {"gpu-slot"}
 
 
-def test_many_generations_stream_side_by_side(controller):
+def test_many_generations_stream_concurrently(controller):
     controller.lose_chunks = 4
 
     async def read(client, name):
@@ -87,7 +88,7 @@ def test_errors_cancellation_and_closing_on_asyncio(controller):
     asyncio.run(main())
 
 
-def test_a_broken_task_fails_every_wait(controller, monkeypatch):
+def test_a_failed_task_settles_every_call(controller, monkeypatch):
     async def main():
         async with open_async(controller) as client:
 
@@ -101,7 +102,7 @@ def test_a_broken_task_fails_every_wait(controller, monkeypatch):
     asyncio.run(main())
 
 
-def test_an_unopened_client_says_so(controller):
+def test_an_unopened_client_is_refused(controller):
     async def main():
         with pytest.raises(ValueError, match="async with"):
             await open_async(controller).status()

@@ -1,12 +1,12 @@
-"""The client without sockets: each call is settled once, by what was meant for it."""
+"""Tests of `Session`: each call is settled once, by the answer to its request."""
 
 import math
 
 import pytest
-from client_examples import TIMING, done, load, reply, sent, session
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.client.calls import NO_ID
 from controller.client.errors import (
     ERRORS,
     AdapterNotFound,
@@ -16,13 +16,14 @@ from controller.client.errors import (
     Overloaded,
     error_of,
 )
-from controller.client.session import NEW, answer_of
+from controller.client.session import answer_of
 from messages import requests as rq
 from messages.errors import MEANINGS, ErrorCode
 from messages.wire import FRAME_BYTES_MAX, REPLIES
+from tests.support.simulation.client_examples import TIMING, done, load, reply, sent, session
 
 
-def test_every_code_has_one_error_and_every_error_its_code():
+def test_every_code_has_one_error_and_every_error_one_code():
     assert set(ERRORS) == set(ErrorCode)
     assert set(ERRORS.values()) == set(LoradockError.__subclasses__())
     for code, error in ERRORS.items():
@@ -33,7 +34,7 @@ def test_every_code_has_one_error_and_every_error_its_code():
         assert str(raised) == f"{code} {MEANINGS[code].summary}: what was found"
 
 
-def test_the_same_frame_goes_out_at_growing_intervals_until_the_deadline():
+def test_the_same_frame_is_sent_at_growing_intervals_until_the_deadline():
     client = session()
     call = load(client, now=100.0)
     times, frames = [], []
@@ -57,19 +58,19 @@ def test_ids_are_never_used_twice_and_fit_the_wire():
     client = session()
     ids = {load(client).request_id for _ in range(100)}
     assert len(ids) == 100
-    assert all(len(key) <= 64 for key in ids)
+    assert all(len(request_id) <= 64 for request_id in ids)
 
 
-def test_the_time_limit_is_told_to_the_controller_where_it_can_be():
+def test_the_time_limit_is_part_of_requests_that_have_one():
     client = session()
     load(client, timeout_s=0.0301)
-    client.begin(rq.ShowStatus(NEW), 0.0, 3.0)
+    client.begin(rq.ShowStatus(NO_ID), 0.0, 3.0)
     (first, second) = sent(client.due(0.0))
     assert first.timeout_ms == 31
     assert not hasattr(second, "timeout_ms")
 
 
-def test_answers_find_their_calls_and_the_second_one_is_nobodys():
+def test_an_answer_settles_its_call_and_a_second_one_is_ignored():
     client = session()
     first, second = load(client), load(client)
     client.due(0.0)
@@ -84,20 +85,20 @@ def test_answers_find_their_calls_and_the_second_one_is_nobodys():
 
 
 @given(st.binary(max_size=40))
-def test_garbage_changes_nothing_and_is_named_when_time_is_up(garbage):
+def test_malformed_frames_are_ignored_and_reported_at_the_deadline(data):
     client = session()
     call = load(client)
-    client.receive(garbage, 0.0)
-    client.receive(REPLIES.prefix + garbage, 0.0)
-    client.receive(reply(rq.Refused("", ErrorCode.MALFORMED, "speak up")), 0.0)
-    client.receive(reply(rq.CancelDone("somebody-else", "x", True)), 0.0)
+    client.receive(data, 0.0)
+    client.receive(REPLIES.prefix + data, 0.0)
+    client.receive(reply(rq.Refused("", ErrorCode.MALFORMED, "not decoded")), 0.0)
+    client.receive(reply(rq.CancelDone("another-client", "x", True)), 0.0)
     assert not call.settled
     client.due(1000.0)
-    with pytest.raises(EngineGone, match="could not be used: speak up"):
+    with pytest.raises(EngineGone, match="could not be used: not decoded"):
         answer_of(call, rq.AdapterDone)
 
 
-def test_an_answer_of_another_kind_is_an_error():
+def test_an_answer_of_another_type_is_an_error():
     client = session()
     call = load(client)
     client.receive(reply(rq.CancelDone(call.request_id, "x", True)), 0.0)
@@ -105,7 +106,7 @@ def test_an_answer_of_another_kind_is_an_error():
         answer_of(call, rq.AdapterDone)
 
 
-def test_a_restarted_controller_is_reminded_at_once():
+def test_after_a_restart_unanswered_frames_are_sent_at_once():
     client = session()
     waiting, other = load(client), load(client)
     client.due(0.0)
@@ -117,9 +118,9 @@ def test_a_restarted_controller_is_reminded_at_once():
     assert client.due(0.3) == [waiting.frame]
 
 
-def test_a_fetch_that_is_put_off_is_repeated_and_anything_else_is_refused():
+def test_an_overloaded_fetch_is_sent_again_and_other_requests_fail():
     client = session()
-    fetch = client.begin(rq.FetchEvents(NEW, 1), 0.0, 10.0)
+    fetch = client.begin(rq.FetchEvents(NO_ID, 1), 0.0, 10.0)
     other = load(client)
     client.due(0.0)
     for call in (fetch, other):
@@ -134,20 +135,20 @@ def test_a_fetch_that_is_put_off_is_repeated_and_anything_else_is_refused():
 @pytest.mark.parametrize(
     "request_",
     [
-        rq.LoadAdapter(NEW, "no such name!"),
-        rq.LoadAdapter(NEW, ".."),
-        rq.LoadAdapter(NEW, "upper", "p" * 5000),
-        rq.ActivateBatch(NEW, ()),
-        rq.Generate(NEW, None, "x" * FRAME_BYTES_MAX),
-        rq.Generate(NEW, None, (-1,)),
-        rq.Generate(NEW, None, "x", rq.Sampling(temperature=-1.0)),
-        rq.Generate(NEW, None, "x", rq.Sampling(max_tokens=0)),
-        rq.Generate(NEW, None, "lone \ud800"),
-        rq.Generate(NEW, None, "x", rq.Sampling(seed=2**70)),
-        rq.CancelGeneration(NEW, ""),
+        rq.LoadAdapter(NO_ID, "no such name!"),
+        rq.LoadAdapter(NO_ID, ".."),
+        rq.LoadAdapter(NO_ID, "upper", "p" * 5000),
+        rq.ActivateBatch(NO_ID, ()),
+        rq.Generate(NO_ID, None, "x" * FRAME_BYTES_MAX),
+        rq.Generate(NO_ID, None, (-1,)),
+        rq.Generate(NO_ID, None, "x", rq.Sampling(temperature=-1.0)),
+        rq.Generate(NO_ID, None, "x", rq.Sampling(max_tokens=0)),
+        rq.Generate(NO_ID, None, "lone \ud800"),
+        rq.Generate(NO_ID, None, "x", rq.Sampling(seed=2**70)),
+        rq.CancelGeneration(NO_ID, ""),
     ],
 )
-def test_what_the_controller_could_not_read_is_refused_here(request_):
+def test_a_request_that_the_controller_could_not_read_is_refused(request_):
     client = session()
     with pytest.raises(Malformed):
         client.begin(request_, 0.0, 1.0)
@@ -155,13 +156,21 @@ def test_what_the_controller_could_not_read_is_refused_here(request_):
     assert client.due(10.0) == []
 
 
+@pytest.mark.parametrize("name", ["with space", "..", "a..b", "", "x" * 129, "new\n"])
+def test_an_invalid_adapter_name_is_explained(name):
+    for request in (rq.LoadAdapter(NO_ID, name), rq.ActivateBatch(NO_ID, ("upper", name))):
+        with pytest.raises(Malformed) as raised:
+            session().begin(request, 0.0, 1.0)
+        assert raised.value.message.startswith(f"{name!r} is not a valid adapter name: use 1 to")
+
+
 @pytest.mark.parametrize("timeout_s", [0, -1, 3601, math.nan, math.inf])
 def test_a_time_limit_has_bounds(timeout_s):
     with pytest.raises(ValueError, match="timeout_s"):
-        session().begin(rq.ShowStatus(NEW), 0.0, timeout_s)
+        session().begin(rq.ShowStatus(NO_ID), 0.0, timeout_s)
 
 
-def test_closing_settles_everything_and_takes_no_more():
+def test_closing_settles_every_call_and_refuses_new_ones():
     client = session()
     call = load(client)
     client.close("the client was closed")

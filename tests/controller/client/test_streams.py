@@ -1,4 +1,4 @@
-"""Output and events are put together once and in order, whatever gets lost or repeated."""
+"""Tests of the assembly of output and events from lost, repeated and reordered frames."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,19 +10,19 @@ from messages.wire import EVENTS
 
 # Output tokens
 
-pieces = st.lists(
+outputs = st.lists(
     st.tuples(st.integers(0, 9), st.sampled_from(["", "a", "bc", "ü"])), min_size=1, max_size=12
 )
 
 
-def chunk(start, part):
-    tokens = tuple(token for token, _ in part)
-    return rq.TokensStreamed("g", start, tokens, "".join(text for _, text in part))
+def chunk(start, output):
+    tokens = tuple(token for token, _ in output)
+    return rq.TokensStreamed("g", start, tokens, "".join(text for _, text in output))
 
 
 @st.composite
-def runs(draw, truth):
-    """One streaming from offset 0 in chunks of any size, some of them lost."""
+def lossy_streams(draw, truth):
+    """Stream from offset 0 in chunks of any size, some of which are lost."""
     chunks, start = [], 0
     while start < len(truth):
         size = draw(st.integers(1, len(truth) - start))
@@ -34,9 +34,9 @@ def runs(draw, truth):
 
 @st.composite
 def deliveries(draw):
-    truth = draw(pieces)
-    lossy = [draw(runs(truth)) for _ in range(draw(st.integers(0, 4)))]
-    arrived = [piece for run in lossy for piece in run]
+    truth = draw(outputs)
+    streams = [draw(lossy_streams(truth)) for _ in range(draw(st.integers(0, 4)))]
+    arrived = [part for stream in streams for part in stream]
     arrived = draw(st.permutations(arrived)) if draw(st.booleans()) else arrived
     start, whole = 0, []
     while start < len(truth):
@@ -47,35 +47,35 @@ def deliveries(draw):
 
 
 @given(deliveries())
-def test_output_is_a_prefix_of_the_truth_at_any_time_and_all_of_it_in_the_end(delivery):
+def test_output_is_always_a_prefix_of_the_truth_and_complete_at_the_end(delivery):
     truth, chunks = delivery
     output, tokens, text = TokenOutput(), [], ""
     for arrived in chunks:
-        fresh = output.add(arrived)
-        if fresh is None:
+        new = output.add(arrived)
+        if new is None:
             continue
-        assert fresh.offset == len(tokens)
-        tokens.extend(fresh.tokens)
-        text += fresh.text
+        assert new.offset == len(tokens)
+        tokens.extend(new.tokens)
+        text += new.text
         assert tokens == [token for token, _ in truth[: len(tokens)]]
         assert text == "".join(text for _, text in truth[: len(tokens)])
     assert len(tokens) == len(truth)
     assert output.tokens == len(truth)
 
 
-def test_text_without_a_token_comes_once_however_it_is_repeated():
+def test_text_without_a_token_is_added_once():
     first = [chunk(0, [(1, "a"), (2, "")]), rq.TokensStreamed("g", 2, (), "b")]
     whole = [rq.TokensStreamed("g", 0, (1, 2), "ab")]
     for order in (first + whole + first, first + whole + first[1:], whole + first):
         output = TokenOutput()
-        fresh = [output.add(arrived) for arrived in order]
-        assert "".join(piece.text for piece in fresh if piece is not None) == "ab"
+        added = [output.add(arrived) for arrived in order]
+        assert "".join(part.text for part in added if part is not None) == "ab"
 
 
-def test_a_chunk_after_a_hole_is_told_and_not_used():
+def test_a_chunk_after_a_gap_is_not_used():
     output = TokenOutput()
     late = chunk(3, [(4, "d")])
-    assert output.misses(late)
+    assert output.has_gap_before(late)
     assert output.add(late) is None
     assert output.tokens == 0
 
@@ -83,7 +83,7 @@ def test_a_chunk_after_a_hole_is_told_and_not_used():
 # Events
 
 
-def happened(count):
+def published(count):
     return [ev.Published(seq, 0, ev.ControllerResumed(seq)) for seq in range(1, count + 1)]
 
 
@@ -107,28 +107,28 @@ def seqs(cursor):
     losses=st.lists(st.booleans(), min_size=1, max_size=12),
     cuts=st.lists(st.integers(1, 6), min_size=1, max_size=12),
 )
-def test_events_come_in_order_once_and_only_a_gap_skips(
+def test_events_are_yielded_once_and_in_order_and_only_a_gap_skips_numbers(
     total, since, first_kept, page, losses, cuts
 ):
-    truth = happened(total)
+    truth = published(total)
     since, first_kept = min(since, total), min(first_kept, total + 1)
-    cursor = EventCursor(since + 1, behind=True)
-    position, turn = 0, 0
-    while position < total or cursor.behind:
-        if cursor.behind:
-            first = max(cursor.fetch().first_seq, first_kept)
+    cursor = EventCursor(since + 1, needs_fetch=True)
+    position, step = 0, 0
+    while position < total or cursor.needs_fetch:
+        if cursor.needs_fetch:
+            first = max(cursor.fetch_request().first_seq, first_kept)
             found = tuple(e for e in truth[:position] if e.seq >= first)[:page]
             cursor.on_fetched(rq.EventsFetched("f", found, max(position, since)))
         else:
-            end = min(total, position + cuts[turn % len(cuts)])
-            if not losses[turn % len(losses)]:
+            end = min(total, position + cuts[step % len(cuts)])
+            if not losses[step % len(losses)]:
                 cursor.on_frame(batch(truth[position:end], end))
-            position, turn = end, turn + 1
+            position, step = end, step + 1
             if position == total:
                 cursor.on_frame(batch((), total))
-    told = seqs(cursor)
+    items = seqs(cursor)
     expected = since + 1
-    for item in told:
+    for item in items:
         if isinstance(item, Gap):
             assert item.expected == expected < item.found
             assert item.found <= max(first_kept, total + 1)
@@ -138,33 +138,33 @@ def test_events_come_in_order_once_and_only_a_gap_skips(
             expected += 1
     assert expected == max(total, since) + 1 == cursor.next_seq == cursor.seq + 1
     if first_kept <= since + 1:
-        assert not any(isinstance(item, Gap) for item in told)
+        assert not any(isinstance(item, Gap) for item in items)
 
 
-def test_frames_that_can_not_be_read_are_as_good_as_lost():
-    cursor = EventCursor(1, behind=False)
+def test_malformed_frames_are_ignored():
+    cursor = EventCursor(1, needs_fetch=False)
     cursor.on_frame(b"LD\x01Egarbage")
     cursor.on_frame(b"")
     assert not cursor.ready
-    assert not cursor.behind
-    cursor.on_frame(batch(happened(2), 2))
+    assert not cursor.needs_fetch
+    cursor.on_frame(batch(published(2), 2))
     assert seqs(cursor) == [1, 2]
 
 
-def test_a_log_that_begins_again_is_told():
-    cursor = EventCursor(1, behind=False)
-    cursor.on_frame(batch(happened(5), 5))
+def test_restarted_numbers_are_a_gap():
+    cursor = EventCursor(1, needs_fetch=False)
+    cursor.on_frame(batch(published(5), 5))
     assert seqs(cursor) == [1, 2, 3, 4, 5]
     cursor.on_frame(batch((), 2))
     assert seqs(cursor) == [Gap(6, 1)]
-    assert cursor.behind
-    cursor.on_fetched(rq.EventsFetched("f", tuple(happened(2)), 2))
+    assert cursor.needs_fetch
+    cursor.on_fetched(rq.EventsFetched("f", tuple(published(2)), 2))
     assert seqs(cursor) == [1, 2]
-    assert not cursor.behind
+    assert not cursor.needs_fetch
 
 
-def test_a_start_after_the_end_is_told():
-    cursor = EventCursor(101, behind=True)
+def test_a_start_after_the_newest_event_is_a_gap():
+    cursor = EventCursor(101, needs_fetch=True)
     cursor.on_fetched(rq.EventsFetched("f", (), 3))
     assert seqs(cursor) == [Gap(101, 1)]
-    assert cursor.fetch().first_seq == 1
+    assert cursor.fetch_request().first_seq == 1

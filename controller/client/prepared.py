@@ -1,0 +1,104 @@
+"""How a function of `controller.client.methods` becomes a method of both clients.
+
+Such a function has a method's arguments and docstring, and returns what is to be sent. `method`
+joins it with the function of one client that sends this and waits: in a thread or on an event loop.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_args
+
+from controller.client.calls import ClientCall
+from controller.client.images import ImageSource, with_images
+from controller.client.session import SamplingOptions, Session, answer_of, generate_request
+from messages.requests import Generate, Request, TextPrompt
+
+C = TypeVar("C", bound=ClientCall)
+P = ParamSpec("P")
+R = TypeVar("R")
+ClientT = TypeVar("ClientT")
+PreparedT = TypeVar("PreparedT")
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class PreparedCall(Generic[C, R]):
+    """A request whose result is known when its call is settled.
+
+    `begin` starts the call in a session at a time. `result` returns the result of the settled
+    call, or raises its error.
+    """
+
+    begin: Callable[[Session, float], C]
+    result: Callable[[C], R]
+
+
+UnaryCall = PreparedCall[ClientCall, R]
+"""A request that is answered by one reply of type `R`."""
+
+
+def unary(request: Request, reply_type: type[R], timeout_s: float | None = None) -> UnaryCall[R]:
+    """Return the call of a request that is answered by one reply."""
+    return PreparedCall(
+        lambda session, now: session.begin(request, now, timeout_s),
+        lambda call: answer_of(call, reply_type),
+    )
+
+
+@dataclass(frozen=True)
+class PreparedGeneration:
+    """The arguments of a generation whose images have not been read yet."""
+
+    prompt: TextPrompt
+    adapter: str | None
+    images: ImageSource | Iterable[ImageSource]
+    timeout_s: float | None
+    attempts: int
+    sampling: SamplingOptions
+
+    def request(self) -> Generate:
+        """Read the images and return the request."""
+        prompt = with_images(self.prompt, self.images)
+        return generate_request(prompt, self.adapter, self.sampling)
+
+
+@dataclass(frozen=True)
+class PreparedEvents:
+    """The arguments of an event stream."""
+
+    since: int | None
+    follow: bool
+
+
+def method(
+    prepare: Callable[P, PreparedT], perform: Callable[[ClientT, PreparedT], ResultT]
+) -> Callable[Concatenate[ClientT, P], ResultT]:
+    """Return a method with the arguments and the docstring of `prepare`.
+
+    The method passes what `prepare` returns for its arguments to `perform`, which is a function of
+    the blocking client or a coroutine function of the asyncio client.
+    """
+
+    async def run_async(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        return await cast(Any, perform)(client, prepare(*args, **kwargs))
+
+    def run(client: ClientT, /, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        return perform(client, prepare(*args, **kwargs))
+
+    joined: Any = run_async if inspect.iscoroutinefunction(perform) else run
+    functools.update_wrapper(joined, prepare)
+    joined.__signature__ = _signature(prepare, perform)
+    return cast("Callable[Concatenate[ClientT, P], ResultT]", joined)
+
+
+def _signature(prepare: Callable[..., Any], perform: Callable[..., Any]) -> inspect.Signature:
+    """Return the arguments of `prepare` after `self`, and the type of the result."""
+    prepared, performed = inspect.signature(prepare), inspect.signature(perform)
+    client = next(iter(performed.parameters.values()))
+    result = performed.return_annotation
+    if isinstance(result, TypeVar):
+        *_, result = get_args(prepared.return_annotation)
+    parameters = [client, *prepared.parameters.values()]
+    return inspect.Signature(parameters, return_annotation=result)

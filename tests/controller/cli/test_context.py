@@ -1,0 +1,118 @@
+"""Tests of what commands share: waiting for a server, its absence, completion."""
+
+import json
+import threading
+
+import pytest
+
+from controller.cli import context
+from controller.cli.exit_codes import ExitCode
+from messages import requests as rq
+from tests.support.simulation.command_runs import run, start_command
+from tests.support.simulation.standin_controller import StandIn
+from tests.support.waiting import HANG_S
+
+
+@pytest.fixture
+def controller(tmp_path):
+    with StandIn(tmp_path) as stand_in:
+        yield stand_in
+
+
+COMMANDS = [
+    ["status"],
+    ["generate", "p"],
+    ["embed", "text"],
+    ["events", "--since", "0"],
+]
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_without_a_server_a_command_ends_and_names_the_directory(monkeypatch, tmp_path, arguments):
+    monkeypatch.setattr(context, "SERVER_START_S", 0.05)
+    result = run(*arguments, directory=tmp_path)
+    assert result.exit_code == ExitCode.UNREACHABLE
+    line, hint = result.stderr.splitlines()
+    assert line == f"L011 no LoRADock server answers at {tmp_path} (no socket there)"
+    assert hint == f"  start one: loradock --dir {tmp_path} serve --model MODEL"
+    with StandIn(tmp_path):
+        pass
+    stopped = run(*arguments, "--json", directory=tmp_path)
+    error = json.loads(stopped.stderr)["error"]
+    assert (error["code"], error["exit"]) == ("L011", ExitCode.UNREACHABLE)
+    assert error["message"].endswith("(nothing listens on its socket)")
+
+
+def test_a_server_that_is_just_starting_is_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(context, "SERVER_START_S", 60.0)
+    stand_in = StandIn(tmp_path)
+    timer = threading.Timer(0.2, stand_in.start)
+    timer.start()
+    try:
+        result = run("list", "--timeout", "30", directory=tmp_path)
+    finally:
+        timer.join()
+        stand_in.stop()
+    assert result.exit_code == 0, result.output
+
+
+def test_the_own_time_limit_of_a_command_limits_the_wait_for_a_server(monkeypatch, tmp_path):
+    monkeypatch.setattr(context, "SERVER_START_S", 3600.0)
+    result = run("status", "--timeout", "0.05", directory=tmp_path)
+    assert result.exit_code == ExitCode.UNREACHABLE
+    assert "no LoRADock server answers" in result.stderr
+
+
+def test_a_silent_server_ends_in_unreachable(controller):
+    controller.answers[rq.ShowStatus] = lambda request: None
+    result = run("status", "--timeout", "0.05", directory=controller.directory)
+    assert result.exit_code == ExitCode.UNREACHABLE
+    assert "L011" in result.stderr
+    assert "no answer within 0.05 s" in result.stderr
+    assert "loradock serve" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_invalid_name_is_explained(controller):
+    result = run("load", "with space", directory=controller.directory)
+    line, hint = result.stderr.splitlines()
+    assert "'with space' is not a valid adapter name: use 1 to 128 of the characters" in line
+    assert "`loradock load NAME --path DIRECTORY`" in hint
+
+
+def test_a_directory_with_a_too_long_socket_path_is_refused(tmp_path):
+    result = run("status", directory=tmp_path / ("d" * 100))
+    assert result.exit_code == ExitCode.USAGE
+    assert "Unix allows 107" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("loradock show u", ["upper"]),
+        ("loradock activate upper ", ["reverse", "upper"]),
+        ("loradock generate p --adapter re", ["reverse"]),
+        ("loradock show x", []),
+    ],
+)
+def test_names_are_completed(controller, words, completed):
+    environment = {
+        "_LORADOCK_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    process = start_command(directory=controller.directory, env=environment)
+    output, errors = process.communicate(timeout=HANG_S)
+    assert output.split() == completed
+    assert errors == ""
+
+
+def test_completion_is_silent_without_a_controller(tmp_path):
+    environment = {
+        "_LORADOCK_COMPLETE": "complete_bash",
+        "COMP_WORDS": "loradock show u",
+        "COMP_CWORD": "2",
+    }
+    process = start_command(directory=tmp_path, env=environment)
+    output, errors = process.communicate(timeout=HANG_S)
+    assert (output.split(), errors) == ([], "")

@@ -1,0 +1,23 @@
+"""Tests of the program `loradock`: what it imports, and its version."""
+
+import subprocess
+import sys
+import tomllib
+
+from controller.cli.main import VERSION
+from tests.support.simulation.command_runs import ROOT, run
+
+
+def test_it_starts_without_heavy_modules():
+    heavy = ["torch", "transformers", "zmq", "structlog", "transitions"]
+    code = f"import sys, controller.cli.main; print([m for m in {heavy} if m in sys.modules])"
+    listed = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert listed.stdout == "[]\n"
+
+
+def test_the_version_is_that_of_the_distribution():
+    output = run("--version").stdout
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert output == f"loradock {VERSION}\n" == f"loradock {project['version']}\n"

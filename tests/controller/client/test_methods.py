@@ -1,0 +1,127 @@
+"""Tests of the table of methods: both clients have all of them, with complete types."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controller.client import (
+    AsyncClient,
+    AsyncEventStream,
+    AsyncGeneration,
+    Client,
+    EventStream,
+    Generation,
+    methods,
+)
+
+ROOT = Path(__file__).parents[3]
+
+# A user's program: mypy must find exactly the errors that are marked.
+PROGRAM = """
+from typing import assert_type
+
+from controller.client import AsyncClient, AsyncEventStream, AsyncGeneration, Client
+from controller.client import Embedding, EventStream, Generation
+from messages.requests import AdapterDone, AdaptersListed, BatchDone
+
+
+def blocking(client: Client) -> None:
+    assert_type(client.load("x", path="y", replace=True, timeout_s=1.0), AdapterDone)
+    assert_type(client.list(), AdaptersListed)
+    assert_type(client.activate_batch(["x"]), BatchDone)
+    assert_type(client.embed("text", attempts=2), Embedding)
+    assert_type(client.generate("text", max_tokens=3, stop=("x",)), Generation)
+    assert_type(client.events(since=0), EventStream)
+    client.load(1)  # type: ignore[arg-type]
+    client.load("x", force=True)  # type: ignore[call-arg]
+    client.generate("text", max_tokens="3")  # type: ignore[arg-type]
+    client.generate("text", length=3)  # type: ignore[call-arg]
+
+
+async def asynchronous(client: AsyncClient) -> None:
+    assert_type(await client.load("x", path="y", replace=True, timeout_s=1.0), AdapterDone)
+    assert_type(await client.embed("text", attempts=2), Embedding)
+    assert_type(await client.generate("text", max_tokens=3, stop=("x",)), AsyncGeneration)
+    assert_type(await client.events(since=0), AsyncEventStream)
+    await client.load(1)  # type: ignore[arg-type]
+    await client.load("x", force=True)  # type: ignore[call-arg]
+"""
+
+
+def public_methods(owner):
+    return {
+        name: method
+        for name, method in vars(owner).items()
+        if inspect.isfunction(method) and not name.startswith("_")
+    }
+
+
+TABLE = {
+    name: function
+    for name, function in public_methods(methods).items()
+    if function.__module__ == methods.__name__
+}
+
+
+@pytest.mark.parametrize("client", [Client, AsyncClient])
+def test_a_client_has_every_method_of_the_table(client):
+    assert len(TABLE) == 17
+    assert set(public_methods(client)) == {*TABLE, "close"}
+    for name, function in TABLE.items():
+        method = getattr(client, name)
+        assert method.__name__ == name
+        assert method.__doc__ == function.__doc__
+        self, *parameters = inspect.signature(method).parameters.values()
+        assert self.name == "self"
+        assert parameters == list(inspect.signature(function).parameters.values())
+
+
+@pytest.mark.parametrize(
+    ("blocking", "asynchronous"),
+    [(Client, AsyncClient), (Generation, AsyncGeneration), (EventStream, AsyncEventStream)],
+)
+def test_both_clients_have_the_same_signatures(blocking, asynchronous):
+    assert set(public_methods(blocking)) == set(public_methods(asynchronous))
+    for name, method in public_methods(blocking).items():
+        twin = getattr(asynchronous, name)
+        first, second = inspect.signature(method), inspect.signature(twin)
+        assert first.parameters == second.parameters, name
+        result = first.return_annotation
+        is_handle = name in ("generate", "events")
+        assert second.return_annotation == (f"Async{result}" if is_handle else result), name
+
+
+def test_the_methods_of_the_asyncio_client_are_coroutine_functions():
+    assert all(map(inspect.iscoroutinefunction, public_methods(AsyncClient).values()))
+    assert not any(map(inspect.iscoroutinefunction, public_methods(Client).values()))
+
+
+def test_a_method_states_the_type_of_its_result():
+    for name in ("load", "list", "embed"):
+        annotation = inspect.signature(getattr(Client, name)).return_annotation
+        assert (
+            annotation.__name__
+            == {
+                "load": "AdapterDone",
+                "list": "AdaptersListed",
+                "embed": "Embedding",
+            }[name]
+        )
+
+
+def test_a_program_that_uses_the_clients_is_checked_by_mypy(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    options = ["--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
+    options += ["--config-file", str(ROOT / "pyproject.toml")]
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, str(program)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
