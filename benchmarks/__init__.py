@@ -1,6 +1,6 @@
-"""Figures, each measured beside a yardstick in the same run.
+"""Benchmarks: figures that are measured against a yardstick in the same run.
 
-What it is: one module a group, and `run`, which prints the table and writes `results.json`. What it
-is not: tests; a figure never fails a build. One rule: what is compared is measured in turns, so
-that a noisy machine is noisy to both.
+There is one module per group; `benchmarks.run` prints the table and writes `results.json`.
+Measurements that are compared are interleaved, so that noise of the machine affects both. A figure
+never fails a build.
 """

@@ -1,8 +1,7 @@
-"""Reading adapters: what checking everything costs beside only reading the bytes.
+"""The figures `adapters.*`: reading and checking an adapter, against reading only its bytes.
 
-What it is: the figures named `adapters.*`. What it is not: a measurement of a disk; the files lie
-in the page cache. One rule: the yardstick ends with the same bytes in memory of its own, because a
-file that is only mapped was not read, and both find the memory that they take unused.
+The files are in the page cache, so no disk is measured. The yardstick also ends with the bytes in
+new memory, because a file that is only mapped was not read; both start without reusable memory.
 """
 
 import ctypes
@@ -16,9 +15,9 @@ from typing import Final
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.figures import Figure, in_turns
+from benchmarks.figures import Figure, interleave
 from engine.adapters import read_adapter
-from engine.adapters.compatibility import ModelSide
+from engine.adapters.compatibility import AdapterTarget
 from engine.config import LoRAConfig
 from engine.layout import ModuleShape
 
@@ -38,11 +37,11 @@ ROUNDS: Final = 11
 RATIO_MAX: Final = 2.0
 
 Clock = Callable[[], float]
-"""This process's own time for one thread, which waits for nothing; wall time for several."""
+"""Process time on one thread; wall time on several."""
 
 
 def run() -> Iterator[Figure]:
-    """Every figure of the group."""
+    """Measure every figure of the group."""
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         modules = _write(Path(name) / "adapter")
         threads = torch.get_num_threads()
@@ -53,7 +52,7 @@ def run() -> Iterator[Figure]:
 
 
 def _write(directory: Path) -> dict[str, ModuleShape]:
-    """An adapter of every linear layer, bfloat16; answers with the modules that it touches."""
+    """Write a bfloat16 adapter of every linear layer, and return the modules that it adapts."""
     modules, tensors = {}, {}
     generator = torch.Generator().manual_seed(0)
     for layer in range(LAYERS):
@@ -75,12 +74,12 @@ def _read(root: Path, modules: dict[str, ModuleShape], name: str, clock: Clock) 
     weights = root / "adapter" / "adapter_model.safetensors"
 
     def ours() -> object:
-        return read_adapter("adapter", [root], ModelSide(modules, lora_config))
+        return read_adapter("adapter", [root], AdapterTarget(modules, lora_config))
 
     def bare() -> object:
         return {name: tensor.clone() for name, tensor in load_file(weights).items()}
 
-    seconds, yardstick = in_turns(_timed(ours, clock), _timed(bare, clock), ROUNDS)
+    seconds, yardstick = interleave(_timed(ours, clock), _timed(bare, clock), ROUNDS)
     ratio = seconds / yardstick
     size = weights.stat().st_size / 1e6
     return Figure(
@@ -95,10 +94,11 @@ def _read(root: Path, modules: dict[str, ModuleShape], name: str, clock: Clock) 
 
 
 def _timed(work: Callable[[], object], clock: Clock) -> Callable[[], float]:
-    """The time of a run, without that of letting go of what it made."""
+    """Return a measurement of the work's time, without freeing its result."""
 
     def seconds() -> float:
-        # What an earlier run let go of goes back to the system, or the next would find it there.
+        # Memory that an earlier run freed is returned to the system, so that the next run does not
+        # reuse it.
         ctypes.CDLL(None).malloc_trim(0)
         started = clock()
         made = work()

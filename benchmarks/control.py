@@ -1,8 +1,7 @@
-"""The control plane: requests, log, replay, events, and what a known adapter costs.
+"""The figures `control.*`: requests, log, replay, events, and the cost of a known adapter.
 
-What it is: the figures named `control.*`. What it is not: the engine's speed; where an engine has
-to be there, it is the real one on the tiny model. One rule: everything end to end goes through the
-real processes and sockets.
+End-to-end figures use the real processes and sockets, with the engine on the tiny model. The speed
+of the engine is not measured.
 """
 
 import gc
@@ -20,8 +19,8 @@ import msgspec
 import zmq
 from transitions import Machine
 
-from benchmarks.feed import Feed, serve_traffic
-from benchmarks.figures import Figure, best_seconds, in_turns
+from benchmarks.feed import CoreFeed, serve_traffic
+from benchmarks.figures import Figure, best_seconds, interleave
 from benchmarks.publisher import EVENTS_COUNT
 from controller.client import Client
 from controller.client.streams import EventCursor
@@ -29,11 +28,9 @@ from controller.core.limits import RULES, Limits, limits_to
 from controller.log.replay import replay
 from controller.log.segments import read
 from controller.log.writer import Log
-from controller.shell.server import ServerConfig
-from controller.shell.supervisor import ServeConfig
+from controller.shell.config import ServeConfig, ServerConfig
 from controller.shell.transport import endpoint
-from controller.states.machine import build
-from controller.states.table import move
+from controller.states.machine import build, next_state
 from messages.ids import CPU_CACHED, PINNED
 from messages.records import FORMAT, Header, Record
 from messages.requests import HoldAdapter, LoadAdapter, ReleaseAdapter
@@ -47,7 +44,7 @@ ROUNDS = 5
 
 
 def run() -> Iterator[Figure]:
-    """Every figure of the group."""
+    """Measure every figure of the group."""
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         directory = Path(name)
         with _controller(directory), _echo(directory, synced=True) as synced:
@@ -69,7 +66,8 @@ def _controller(directory: Path) -> Iterator[None]:
         adapter_roots=(str(TINY / "adapters"),),
     )
     code = (
-        "import sys, msgspec; from controller.shell.supervisor import ServeConfig, serve; "
+        "import sys, msgspec; from controller.shell.config import ServeConfig; "
+        "from controller.shell.supervisor import serve; "
         "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)))"
     )
     argument = msgspec.json.encode(config).decode()
@@ -99,8 +97,8 @@ def _process(command: list[str], errors: Path) -> Iterator[None]:
             process.wait(30)
 
 
-class _Asker:
-    """A client as bare as the echo: frames are encoded as they are sent, replies only counted."""
+class _BareClient:
+    """A client as bare as the echo: it encodes frames as it sends them, and only counts replies."""
 
     _number = 0
 
@@ -109,12 +107,12 @@ class _Asker:
         self._socket.connect(address)
 
     def _send(self) -> None:
-        _Asker._number += 1
-        kind = HoldAdapter if _Asker._number % 2 else ReleaseAdapter
-        self._socket.send(REQUESTS.encode(kind(f"asker-{_Asker._number}", "upper")))
+        _BareClient._number += 1
+        kind = HoldAdapter if _BareClient._number % 2 else ReleaseAdapter
+        self._socket.send(REQUESTS.encode(kind(f"client-{_BareClient._number}", "upper")))
 
     def rate(self) -> float:
-        """Requests a second with many outstanding."""
+        """Return requests per second with `OUTSTANDING` requests in flight."""
         started = time.perf_counter()
         for _ in range(OUTSTANDING):
             self._send()
@@ -126,7 +124,7 @@ class _Asker:
         return REQUESTS_PER_ROUND / (time.perf_counter() - started)
 
     def median_us(self) -> float:
-        """The median round trip of one request alone, in microseconds."""
+        """Return the median round trip of a single request, in microseconds."""
         times = []
         for _ in range(2000):
             started = time.perf_counter()
@@ -137,7 +135,7 @@ class _Asker:
 
 
 def _durable(address: str, echo: str) -> Figure:
-    ours, bare = in_turns(_Asker(address).rate, _Asker(echo).rate, ROUNDS)
+    ours, bare = interleave(_BareClient(address).rate, _BareClient(echo).rate, ROUNDS)
     return Figure(
         "control.durable_64",
         ours,
@@ -151,7 +149,7 @@ def _durable(address: str, echo: str) -> Figure:
 
 def _single(directory: Path, echo: str) -> Figure:
     address = endpoint(directory, "requests.sock")
-    ours, bare = in_turns(_Asker(address).median_us, _Asker(echo).median_us, ROUNDS)
+    ours, bare = interleave(_BareClient(address).median_us, _BareClient(echo).median_us, ROUNDS)
     sync = _sync_us(directory)
     return Figure(
         "control.single_p50",
@@ -194,9 +192,9 @@ def _replay() -> Figure:
 
 
 def _write_log(directory: Path) -> tuple[int, str]:
-    """A log of generations over twice as many adapters as slots; its inputs and last digest."""
+    """Write a log of generations over more adapters than slots; return its inputs and digest."""
     limits = Limits(slots_max=32, host_adapters_max=64)
-    feed = Feed(limits, remember=True)
+    feed = CoreFeed(limits, record=True)
     serve_traffic(feed, 50_000, 64)
     header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
     records = [Record(seq, *entry) for seq, entry in enumerate(feed.inputs)]
@@ -208,7 +206,7 @@ def _write_log(directory: Path) -> tuple[int, str]:
 
 def _fold(directory: Path, digest: str) -> None:
     if replay(directory).digest != digest:
-        raise RuntimeError("the replay's digest is not the controller's")
+        raise RuntimeError("the digest of the replay differs from the controller's")
 
 
 def _read(directory: Path) -> None:
@@ -222,8 +220,8 @@ def _state_step() -> Figure:
     def ours() -> None:
         state = PINNED
         for _ in range(steps // 2):
-            state = move("a", state, "WeightsUnstaged")
-            state = move("a", state, "WeightsStaged")
+            state = next_state("a", state, "WeightsUnstaged")
+            state = next_state("a", state, "WeightsStaged")
 
     model = type("Model", (), {})()
     machine: Machine = build(model)
@@ -248,7 +246,7 @@ def _state_step() -> Figure:
 
 
 def _events() -> Figure:
-    ours, bare = in_turns(lambda: _subscribed(_iterate), lambda: _subscribed(_count), 3)
+    ours, bare = interleave(lambda: _subscribed(_iterate), lambda: _subscribed(_count), 3)
     return Figure(
         "control.events",
         ours,
@@ -269,8 +267,8 @@ def _subscribed(receive: Callable[[Path], float]) -> float:
 
 
 def _iterate(directory: Path) -> float:
-    """Events a second that a client's cursor hands out, in order and without a gap."""
-    cursor = EventCursor(1, behind=False)
+    """Return the events per second that a client's cursor returns, in order and without a gap."""
+    cursor = EventCursor(1, needs_fetch=False)
     seen, started = 0, 0.0
     with _subscription(directory) as socket:
         while seen < EVENTS_COUNT:
@@ -280,7 +278,9 @@ def _iterate(directory: Path) -> float:
                 seen += 1
             started = started or (time.perf_counter() if seen else 0.0)
     if cursor.seq != EVENTS_COUNT:
-        raise RuntimeError(f"the cursor stands at {cursor.seq}: events were lost")
+        raise RuntimeError(
+            f"the cursor is at event {cursor.seq} of {EVENTS_COUNT}: events were lost"
+        )
     return EVENTS_COUNT / (time.perf_counter() - started)
 
 
@@ -308,33 +308,33 @@ def _known_adapters() -> Iterator[Figure]:
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
     large = _known(100_000)
-    each = (tracemalloc.get_traced_memory()[0] - before) / 100_000
+    bytes_each = (tracemalloc.get_traced_memory()[0] - before) / 100_000
     tracemalloc.stop()
     small = _known(1_000)
-    few, many = in_turns(lambda: _activations_us(small), lambda: _activations_us(large), ROUNDS)
+    few, many = interleave(lambda: _activations_us(small), lambda: _activations_us(large), ROUNDS)
     yield Figure(
         "control.known_adapters",
-        each,
+        bytes_each,
         "bytes each",
-        f"2,048 bytes; a turn takes {many:.1f} us among 100,000, {few:.1f} us among 1,000",
+        f"2,048 bytes; an activation takes {many:.1f} us among 100,000, {few:.1f} us among 1,000",
         many / few,
         "<= 2,048 bytes and ratio <= 1.5",
-        each <= 2048 and many / few <= 1.5,
+        bytes_each <= 2048 and many / few <= 1.5,
     )
 
 
-def _known(count: int) -> Feed:
-    feed = Feed(Limits(slots_max=8, host_adapters_max=64, answers_max=1000))
+def _known(count: int) -> CoreFeed:
+    feed = CoreFeed(Limits(slots_max=8, host_adapters_max=64, answers_max=1000))
     for number in range(count):
-        feed.give(LoadAdapter(feed.request_id(), f"adapter-{number}"))
+        feed.handle(LoadAdapter(feed.request_id(), f"adapter-{number}"))
     feed.controller.digest()
     return feed
 
 
-def _activations_us(feed: Feed) -> float:
-    """One generation with its activation and somebody's eviction, digests included."""
-    turns = 1000
+def _activations_us(feed: CoreFeed) -> float:
+    """Return the microseconds of a generation with its activation and an eviction, with digests."""
+    generations = 1000
     started = time.perf_counter()
-    serve_traffic(feed, turns, 1000)
+    serve_traffic(feed, generations, 1000)
     feed.controller.digest()
-    return (time.perf_counter() - started) / turns * 1e6
+    return (time.perf_counter() - started) / generations * 1e6

@@ -1,8 +1,7 @@
-"""The yardstick of the control plane: a bare ZeroMQ and msgspec echo with the same habits.
+"""The yardstick of the control plane: a bare ZeroMQ and msgspec echo.
 
-What it is: a ROUTER that decodes each request, writes what one poll brought with one write and one
-sync (where asked to), and replies. What it is not: ours; it decides nothing. One rule: it batches,
-encodes and syncs exactly as the controller does.
+It batches, encodes and syncs exactly as the controller does: a ROUTER that decodes each request,
+writes the requests of one poll with one write and one sync (if a log is given), and replies.
 """
 
 import os
@@ -14,11 +13,11 @@ from messages.records import Record
 from messages.requests import AdapterDone
 from messages.wire import REPLIES, REQUESTS
 
-FRAMES_PER_TURN = 512
+FRAMES_PER_GROUP = 512
 
 
 def main() -> None:
-    """`python -m benchmarks.echo ADDRESS LOG_FILE|-`: serve until killed."""
+    """Run `python -m benchmarks.echo ADDRESS LOG_FILE|-`: serve until killed."""
     import msgspec  # noqa: PLC0415 - the module is one command
 
     address, file = sys.argv[1:]
@@ -29,7 +28,7 @@ def main() -> None:
     while True:
         socket.poll()
         group = []
-        for _ in range(FRAMES_PER_TURN):
+        for _ in range(FRAMES_PER_GROUP):
             try:
                 client, frame = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

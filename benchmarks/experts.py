@@ -1,8 +1,8 @@
-"""The figures of mixtures of experts: a mixed batch against its base, a loop, and more adapters.
+"""The figures `experts.*`: a decode step over adapters of a mixture of experts.
 
-What it is: one small model whose experts, attention and routers are adapted, one decode step of 16
-sequences. What it is not: a measurement of reading or activating. One rule: all sides compute the
-same rows of the same prepared model, each batch with its mapping.
+The model is small; its experts, attention and routers are adapted. A mixed batch is compared with
+the base, with one forward per adapter, and with more resident adapters. All variants compute the
+same rows of the same prepared model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +12,13 @@ from typing import Final
 import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from benchmarks.figures import Figure, best_seconds, in_turns
+from benchmarks.figures import Figure, best_seconds, interleave
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
 from engine.layout import blob_bytes
-from engine.models.causal_model import PreparedModel
-from engine.models.kv_cache import RowCache
+from engine.models.causal_model import CausalModel
+from engine.models.kv_cache import BatchKVCache
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import stage
@@ -34,7 +34,7 @@ VS_LOOP_MIN: Final = 3.0
 
 
 class Bench:
-    """A model with 64 experts, 8 of them active, and as many resident adapters as are asked for."""
+    """A model with 64 experts, 8 of them active, and `adapters` resident adapters."""
 
     def __init__(self, adapters: int) -> None:
         torch.manual_seed(1)
@@ -51,7 +51,7 @@ class Bench:
         )
         targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "experts")
         lora_config = LoRAConfig(max_lora_rank=RANK, max_loras=adapters, target_modules=targets)
-        self.model = PreparedModel(OlmoeForCausalLM(config), lora_config)
+        self.model = CausalModel(OlmoeForCausalLM(config), lora_config)
         shapes = self.model.shapes
         each = blob_bytes(dict.fromkeys([s.name for s in shapes], RANK), shapes, torch.float32)
         self.arena = Arena(adapters, shapes, each * adapters, torch.float32, "cpu")
@@ -64,7 +64,7 @@ class Bench:
             self.arena.finish_write(slot)
 
     def _adapter(self, id_: int) -> LoRAModel:
-        """Random weights for every wrapped module."""
+        """Return random weights for every wrapped module."""
         loras = {}
         for shape in self.model.shapes:
             a = torch.randn(shape.a_shape(RANK)) / shape.in_features**0.5
@@ -73,15 +73,15 @@ class Bench:
         return LoRAModel(id_, RANK, loras)
 
     def step(self, rows: Sequence[int]) -> None:
-        """One step in which row `i` uses the adapter `rows[i]`, 0 for the base."""
+        """Run one step in which row `i` uses the adapter `rows[i]`, 0 for the base."""
         ids = torch.tensor(rows)
         self.punica.update_metadata(LoRAMapping(ids, ids), self.ids)
         tokens = torch.arange(len(rows))[:, None] * 37 % self.model.vocab_size
-        self.model.forward(tokens, RowCache([1] * len(rows)))
+        self.model.forward(tokens, BatchKVCache([1] * len(rows)))
 
 
 def run() -> Iterator[Figure]:
-    """All figures of the group, on one thread."""
+    """Measure every figure of the group, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -96,9 +96,9 @@ def _figures() -> Iterator[Figure]:
 
     def loop() -> None:
         for id_ in range(1, ADAPTERS + 1):
-            bench.step([own for own in mixed if own == id_])
+            bench.step([adapter for adapter in mixed if adapter == id_])
 
-    together, base = _in_turns(lambda: bench.step(mixed), lambda: bench.step([0] * SEQUENCES))
+    together, base = _interleave(lambda: bench.step(mixed), lambda: bench.step([0] * SEQUENCES))
     yield Figure(
         name="experts.vs_base",
         value=together * 1e3,
@@ -108,7 +108,7 @@ def _figures() -> Iterator[Figure]:
         reach=f"ratio <= {VS_BASE_MAX:g}",
         reached=together / base <= VS_BASE_MAX,
     )
-    together, looped = _in_turns(lambda: bench.step(mixed), loop)
+    together, looped = _interleave(lambda: bench.step(mixed), loop)
     yield Figure(
         name="experts.vs_loop",
         value=together * 1e3,
@@ -122,13 +122,13 @@ def _figures() -> Iterator[Figure]:
 
 
 def _as_adapters_grow() -> Figure:
-    """The same batch with 1, 8 and 64 resident adapters, of which 16 rows use 16 at most."""
+    """Return the figure of a batch with 1, 8 and 64 resident adapters; 16 rows use at most 16."""
     bench = Bench(COUNTS[-1])
     costs = [
-        _in_turns(partial(bench.step, _rows(n)), partial(bench.step, [0] * SEQUENCES))
+        _interleave(partial(bench.step, _rows(n)), partial(bench.step, [0] * SEQUENCES))
         for n in COUNTS
     ]
-    told = ", ".join(
+    times = ", ".join(
         f"{n} adapters {together * 1e3:.1f} ms"
         for n, (together, _) in zip(COUNTS, costs, strict=True)
     )
@@ -137,20 +137,20 @@ def _as_adapters_grow() -> Figure:
         name="experts.adapters_1_8_64",
         value=together * 1e3,
         unit=f"ms a step with {COUNTS[-1]}",
-        yardstick=f"base {base * 1e3:.1f} ms; {told}",
+        yardstick=f"base {base * 1e3:.1f} ms; {times}",
         ratio=together / costs[0][0],
-        reach="stated",
+        reach="reported, no target",
         reached=True,
     )
 
 
 def _rows(adapters: int) -> list[int]:
-    """The adapter of each sequence, spread over all that are resident."""
+    """Return the adapter of each sequence, spread over all resident ones."""
     return [1 + row * adapters // SEQUENCES % adapters for row in range(SEQUENCES)]
 
 
-def _in_turns(first: Callable[[], None], second: Callable[[], None]) -> list[float]:
-    """Both in turns, after a first run of each that is not counted."""
+def _interleave(first: Callable[[], None], second: Callable[[], None]) -> list[float]:
+    """Time both alternately, after an untimed run of each."""
     first()
     second()
-    return in_turns(lambda: best_seconds(first, 3), lambda: best_seconds(second, 3), ROUNDS)
+    return interleave(lambda: best_seconds(first, 3), lambda: best_seconds(second, 3), ROUNDS)

@@ -1,20 +1,19 @@
-"""Inputs for the core without an engine's work: every command succeeds at once.
+"""Input for the controller's core without an engine: every command succeeds at once.
 
-What it is: the report that ends a command. What it is not: the oracle of the tests. One rule: used
-only where the controller alone is measured.
+For measurements of the controller alone.
 """
 
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from controller.core.actions import Action, Command
+from controller.core.actions import Action, SendCommand
 from controller.core.controller import Controller
 from controller.core.limits import Limits
 from messages import commands, records, reports, requests
 from messages.records import Input
 
-# How unequal the adapters are: with 64 of them, one request in twenty wants one of the rarer half.
 SKEW = 13.5
+"""The skew of requests over adapters: one in twenty is for the rarer half of 64 adapters."""
 FINGERPRINT = "0123456789abcdef0123456789abcdef"
 
 
@@ -29,29 +28,29 @@ _SUCCESS: Final[dict[type, Callable[[int], reports.OperationReport]]] = {
     commands.SetMapping: reports.MappingSet,
     commands.StartGeneration: lambda op: reports.GenerationEnded(op, "stop", 16, 64),
 }
-"""The report of success on each operation."""
+"""Command type -> its report of success, from the operation's number."""
 
 
-class Feed:
-    """A controller that is fed requests and the reports that follow.
+class CoreFeed:
+    """A controller core that handles requests and the reports that follow.
 
-    `inputs` are those that it remembers, as a log's record has them: input, client, digest.
+    `inputs`: those recorded, in the form of log records: input, client, digest.
     """
 
-    def __init__(self, limits: Limits, *, remember: bool = False) -> None:
+    def __init__(self, limits: Limits, *, record: bool = False) -> None:
         self.controller = Controller(limits)
         self.inputs: list[tuple[Input, bytes, str]] = []
-        self._remember = remember
+        self._records_inputs = record
         self._number = 0
-        self.give(records.ControllerStarted(1))
-        self.give(reports.EngineInventory("engine", 1, "model", limits.slots_max, 1 << 40))
+        self.handle(records.ControllerStarted(1))
+        self.handle(reports.EngineInventory("engine", 1, "model", limits.slots_max, 1 << 40))
 
-    def give(self, message: Input) -> None:
+    def handle(self, message: Input) -> None:
         """Handle an input and every report that its commands lead to."""
         pending: list[Input] = [message]
         while pending:
             current = pending.pop(0)
-            if self._remember:
+            if self._records_inputs:
                 self.inputs.append((current, b"", self._digest()))
             actions = self.controller.handle(current, self.controller.world.seq)
             pending += _reports(actions)
@@ -61,28 +60,28 @@ class Feed:
         return self.controller.digest() if due else ""
 
     def request_id(self) -> str:
-        """A fresh one."""
+        """Return a new request id."""
         self._number += 1
         return f"bench-{self._number}"
 
 
 def _reports(actions: list[Action]) -> Iterator[Input]:
     for action in actions:
-        if isinstance(action, Command):
+        if isinstance(action, SendCommand):
             command = action.message
             if isinstance(command, commands.Operation):
                 yield _SUCCESS[type(command)](command.op)
 
 
-def serve_traffic(feed: Feed, requests_count: int, adapters: int) -> None:
-    """Generations over `adapters` names, some far more wanted than others, with some holds."""
-    for number in range(requests_count):
-        # A low-discrepancy sequence, skewed: most requests want few of the adapters.
+def serve_traffic(feed: CoreFeed, generations: int, adapters: int) -> None:
+    """Request generations from `adapters` names with skewed frequencies, and some holds."""
+    for number in range(generations):
+        # A low-discrepancy sequence, skewed so that most requests are for few of the adapters.
         share = (number * 0.618033988749895) % 1.0
         name = f"adapter-{int(share**SKEW * adapters)}"
         if number % 50 == 0:
-            feed.give(requests.HoldAdapter(feed.request_id(), name))
-            feed.give(requests.ReleaseAdapter(feed.request_id(), name))
+            feed.handle(requests.HoldAdapter(feed.request_id(), name))
+            feed.handle(requests.ReleaseAdapter(feed.request_id(), name))
         if feed.controller.world.current(name) is None:
-            feed.give(requests.LoadAdapter(feed.request_id(), name))
-        feed.give(records.GenerationRequested(feed.request_id(), name))
+            feed.handle(requests.LoadAdapter(feed.request_id(), name))
+        feed.handle(records.GenerationRequested(feed.request_id(), name))

@@ -1,8 +1,4 @@
-"""What a figure is, and how things are timed.
-
-What it is: the record that `results.json` keeps, and two clocks. What it is not: a measurement. One
-rule: the best of several rounds is taken, for noise only ever adds.
-"""
+"""The record of a figure, and timing by process time."""
 
 import time
 from collections.abc import Callable
@@ -11,10 +7,10 @@ from msgspec import Struct
 
 
 class Figure(Struct, frozen=True):
-    """One measured number beside its yardstick, from the same run.
+    """One measured number and its yardstick, from the same run.
 
-    `ratio` is value over yardstick. `reach` says what the project aims at, and `reached` whether
-    this run got there; the last two are not part of the published list.
+    `ratio` is the value divided by the yardstick, or the other way round where larger is better.
+    `reach` is the project's target, and `reached` whether this run met it.
     """
 
     name: str
@@ -27,9 +23,10 @@ class Figure(Struct, frozen=True):
 
 
 def best_seconds(work: Callable[[], None], rounds: int = 5) -> float:
-    """The shortest of `rounds` runs, in seconds of this process's own time.
+    """Return the shortest of `rounds` runs, in seconds of process time.
 
-    For work of one thread that waits for nothing: neighbours on the machine count less.
+    For single-threaded work that does not wait: process time excludes other processes, and noise
+    only adds, so the shortest run is the most exact.
     """
     return min(_seconds(work) for _ in range(rounds))
 
@@ -40,7 +37,7 @@ def _seconds(work: Callable[[], None]) -> float:
     return time.process_time() - started
 
 
-def in_turns(first: Callable[[], float], second: Callable[[], float], rounds: int) -> list[float]:
-    """The median of each of two measurements that alternate."""
+def interleave(first: Callable[[], float], second: Callable[[], float], rounds: int) -> list[float]:
+    """Run two measurements alternately, and return the median of each."""
     pairs = [(first(), second()) for _ in range(rounds)]
     return [sorted(column)[rounds // 2] for column in zip(*pairs, strict=True)]

@@ -1,8 +1,8 @@
-"""`make gpu`: what only a CUDA device can show.
+"""`make gpu`: the tests and benchmarks that need a CUDA device.
 
-What it is: the tests marked `gpu`, the shared kernel tests compiled, some of both again under
-compute-sanitizer where that is installed, then the kernels' figures. What it is not: part of CI.
-One rule: without a device it says so and succeeds, for nothing was found wrong.
+These are the tests marked `gpu`, the shared kernel tests with compiled kernels, some of both under
+compute-sanitizer if it is installed, and the kernels' figures. Without a device it prints a message
+and succeeds.
 """
 
 import os
@@ -21,34 +21,34 @@ OPERATIONS: Final = (
 )
 SHARED: Final = tuple(f"tests/engine/kernels/test_{name}.py" for name in OPERATIONS)
 SANITIZED: Final = (
-    *("same_bits", "runs_of_rows", "lie_apart", "alternate", "may_be_others", "dealt_out"),
-    "two_halves_with",
+    *("same_bits", "runs_of_rows", "may_be_strided", "alternate", "may_differ", "striped_ranks"),
+    "with_an_exchange",
 )
 """Parts of the names of the tests that run under a sanitizer: every kernel, in few batches."""
 TOOLS: Final = ("memcheck", "racecheck")
 TOOLKIT: Final = "/usr/local/cuda/bin"
-"""Where CUDA's tools are when no PATH says so."""
+"""The directory of CUDA's tools, where PATH lacks it."""
 COMPILED: Final = {"LORADOCK_TEST_COMPILED": "1"}
 
-Part = tuple[list[str], dict[str, str]]
-"""A command, and what its environment has beside this process's."""
+Command = tuple[list[str], dict[str, str]]
+"""A command, and additions to its environment."""
 
 
 def main() -> int:
-    """Run all of it, whatever fails; the exit status is that of the first part that failed."""
+    """Run every command, also after a failure; the exit status is that of the first that failed."""
     if not torch.cuda.is_available():
-        print("no CUDA device is here: the tests and benchmarks that need one are skipped")
-        print("without one, `pytest tests/engine/kernels/test_compiled.py` shows what the compiler")
-        print("makes of each kernel, and tests/engine/kernels/test_triton.py counts what it reads")
+        print("no CUDA device: the tests and benchmarks that need one are skipped")
+        print("without a device, tests/engine/kernels/test_compiled.py compiles every kernel, and")
+        print("tests/engine/kernels/test_triton.py runs the kernels in Triton's interpreter")
         return 0
     print(f"on {torch.cuda.get_device_name()}")
-    parts: list[Part] = [
+    commands: list[Command] = [
         ([*PYTEST, "-m", "gpu", "--continue-on-collection-errors"], {}),
         ([*PYTEST, "-p", "no:xdist", *SHARED], COMPILED),
-        *_sanitizers(),
+        *_sanitizer_commands(),
         ([sys.executable, "-m", "benchmarks.gpu_kernels"], {}),
     ]
-    statuses = [_run(*part) for part in parts]
+    statuses = [_run(*command) for command in commands]
     return next(filter(None, statuses), 0)
 
 
@@ -59,8 +59,8 @@ def _run(command: list[str], settings: dict[str, str]) -> int:
     return status
 
 
-def _sanitizers() -> list[Part]:
-    """One run a tool; PyTorch's allocator is off so that each tensor has bounds of its own."""
+def _sanitizer_commands() -> list[Command]:
+    """Return one command per tool; without PyTorch's allocator each tensor has its own bounds."""
     path = shutil.which("compute-sanitizer", path=os.pathsep.join([*os.get_exec_path(), TOOLKIT]))
     if path is None:
         print("compute-sanitizer is not installed: memcheck and racecheck are skipped")

@@ -1,11 +1,8 @@
-"""`python -m benchmarks.gpu_kernels`: the linear operation's cost on this device, cell by cell.
+"""`python -m benchmarks.gpu_kernels`: the cost of the linear operation, cell by cell.
 
-What it is: microseconds, share of the measured copy bandwidth, and ratio to the layer's own GEMM,
-beside the aims, written to `gpu-<device>.md` and `.json` beside this file. What it is not: a test,
-although a cell is only timed after its result was compared. One rule: no figure is printed of a
-wrong result.
-
-Of the project's requirements it needs PyTorch and Triton alone.
+Writes microseconds, the share of the measured copy bandwidth, and the ratio to the base layer's
+GEMM, with the targets, to `gpu-<device>.md` and `.json` in this directory. A cell is timed only
+after its result was compared with the reference. Only PyTorch and Triton are required.
 """
 
 import json
@@ -22,11 +19,11 @@ from benchmarks.device_layers import (
     DTYPE,
     FLUSH_BYTES,
     Cell,
+    check_close,
     copy_bytes_per_second,
     groups_of,
     layer_of,
     microseconds,
-    same,
 )
 from engine.kernels import choose_kernels
 
@@ -36,18 +33,18 @@ RANKS: Final = {"8": (8,), "16": (16,), "64": (64,), "8-128": (8, 128, 16, 64, 3
 HIDDEN: Final = (4096, 8192)
 RANK_8_AMONG_8: Final = Cell(64, 64, (8,), 4096, idle=(8,) * 8)
 RANK_8_AMONG_256: Final = Cell(64, 64, (8,), 4096, idle=(256,) * 8)
-"""The same batch; what other slots hold is of rank 256, and so is the room in all scratch."""
+"""The same batch, where other slots have rank 256, and so scratch memory is sized for it."""
 
 MICROSECONDS_MAX: Final = 10.0
 """For 64 distinct adapters of rank 16 at hidden 4096, on an H200."""
-SHARE_MIN: Final = 0.5
+BANDWIDTH_SHARE_MIN: Final = 0.5
 LARGE_BYTES: Final = 32 << 20
-"""Where weights exceed so many bytes, the share of the copy's bandwidth is aimed at."""
-AMONG_MAX: Final = 1.1
+"""The target for the share of the copy bandwidth applies to cells with more bytes of weights."""
+PADDING_RATIO_MAX: Final = 1.1
 
 
-class Measured(NamedTuple):
-    """One cell; `share` is of the copy bandwidth, `vs_gemm` of the layer's own product."""
+class CellFigures(NamedTuple):
+    """One cell; `share` is of the copy bandwidth, `vs_gemm` the ratio to the base layer."""
 
     hidden: int
     ranks: str
@@ -60,15 +57,15 @@ class Measured(NamedTuple):
     vs_gemm: float
 
     @property
-    def is_the_aims(self) -> bool:
-        """Whether this is the cell that the aim in microseconds is for."""
+    def is_the_target(self) -> bool:
+        """Whether the target in microseconds applies to this cell."""
         return (self.hidden, self.ranks, self.adapters, self.tokens) == (4096, "16", 64, 64)
 
 
 def main() -> int:
     """Measure every cell and write both files."""
     if not torch.cuda.is_available():
-        print("no CUDA device is here: nothing is measured")
+        print("no CUDA device: nothing is measured")
         return 0
     bandwidth = copy_bytes_per_second()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
@@ -84,14 +81,14 @@ def main() -> int:
 
 
 def cells() -> Iterator[tuple[str, Cell]]:
-    """Every cell in which each adapter has a row, with its ranks' name."""
+    """Yield every cell in which each adapter has a row, with the name of its ranks."""
     for hidden, name, adapters, tokens in product(HIDDEN, RANKS, ADAPTERS, TOKENS):
         if adapters <= tokens:
             yield name, Cell(tokens, adapters, RANKS[name], hidden)
 
 
-def measure(name: str, cell: Cell, flush: torch.Tensor, bandwidth: float) -> Measured:
-    """One cell, after its result was compared."""
+def measure(name: str, cell: Cell, flush: torch.Tensor, bandwidth: float) -> CellFigures:
+    """Measure one cell, after its result was compared."""
     device = flush.device
     layer, groups = layer_of(cell, device), groups_of(cell, device)
     kernels = choose_kernels("cuda", "triton")
@@ -102,23 +99,23 @@ def measure(name: str, cell: Cell, flush: torch.Tensor, bandwidth: float) -> Mea
     weight = torch.randn(cell.hidden, cell.hidden, device=device, dtype=DTYPE)
     gemm = microseconds(lambda: torch.mm(x, weight.T, out=y), flush)
     share = cell.bytes_moved / (time * 1e-6) / bandwidth
-    return Measured(
-        *(cell.hidden, name, cell.adapters, cell.tokens, cell.weight_bytes, cell.bytes_moved),
-        *(round(time, 2), share, time / gemm),
-    )
+    return CellFigures(
+        cell.hidden, name, cell.adapters, cell.tokens, cell.weight_bytes, cell.bytes_moved,
+        round(time, 2), share, time / gemm,
+    )  # fmt: skip
 
 
 def check(cell: Cell, linear, operands) -> None:
-    """Raise AssertionError unless the operation gives what the reference gives in float32."""
+    """Raise AssertionError unless the operation's result is that of the reference in float32."""
     x, layer, groups = operands
     found, expected = torch.zeros_like(x), torch.zeros_like(x, dtype=torch.float32)
     linear(found, x, layer, groups, 1.0)
     choose_kernels("cuda", "reference").linear(expected, x.float(), layer, groups, 1.0)
-    same(cell, found, expected)
+    check_close(cell, found, expected)
 
 
-def write(measured: list[Measured], bandwidth: float, among: list[float]) -> None:
-    """Both files, named after the device."""
+def write(measured: list[CellFigures], bandwidth: float, among: list[float]) -> None:
+    """Write both files, named after the device."""
     device = torch.cuda.get_device_name()
     place = Path(__file__).parent / f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower())}"
     encoded = json.dumps([one._asdict() for one in measured], indent=2)
@@ -126,8 +123,8 @@ def write(measured: list[Measured], bandwidth: float, among: list[float]) -> Non
     place.with_suffix(".md").write_text(document(device, measured, bandwidth, among))
 
 
-def document(device: str, measured: list[Measured], bandwidth: float, among: list[float]) -> str:
-    """The aims and the table as Markdown."""
+def document(device: str, measured: list[CellFigures], bandwidth: float, among: list[float]) -> str:
+    """Return the targets and the table as Markdown."""
     lines = [
         f"# The linear operation on {device}",
         "",
@@ -147,30 +144,30 @@ def document(device: str, measured: list[Measured], bandwidth: float, among: lis
     return "\n".join([*lines, *rows]) + "\n"
 
 
-def aims(measured: list[Measured], bandwidth: float, among: list[float]) -> list[str]:
-    """Each aim in a line: what was measured, what is aimed at, whether it was reached."""
+def aims(measured: list[CellFigures], bandwidth: float, among: list[float]) -> list[str]:
+    """Return a line per target: the measurement, the target, and whether it was reached."""
     lines = []
-    for one in filter(lambda one: one.is_the_aims, measured):
+    for one in filter(lambda one: one.is_the_target, measured):
         bare = 1e6 * one.bytes_moved / bandwidth
         lines.append(
-            f"64 adapters of rank 16, a row each, hidden 4096: {one.microseconds:.1f} us; the "
-            f"bytes alone take {bare:.1f}. Aim on an H200: <= {MICROSECONDS_MAX:.0f} us, "
+            f"64 adapters of rank 16, one row each, hidden 4096: {one.microseconds:.1f} us; the "
+            f"bytes alone take {bare:.1f}. Target on an H200: <= {MICROSECONDS_MAX:.0f} us, "
             f"{_reached(one.microseconds <= MICROSECONDS_MAX)}."
         )
     large = [one for one in measured if one.weight_bytes > LARGE_BYTES]
     if large:
         worst = min(large, key=lambda one: one.share)
         lines.append(
-            f"{len(large)} cells with weights of more than {LARGE_BYTES >> 20} MiB: the least "
-            f"share of the copy's bandwidth is {worst.share:.0%} (hidden {worst.hidden}, ranks "
+            f"{len(large)} cells with weights of more than {LARGE_BYTES >> 20} MiB: the smallest "
+            f"share of the copy bandwidth is {worst.share:.0%} (hidden {worst.hidden}, ranks "
             f"{worst.ranks}, {worst.adapters} adapters, {worst.tokens} tokens). "
-            f"Aim: >= {SHARE_MIN:.0%}, {_reached(worst.share >= SHARE_MIN)}."
+            f"Target: >= {BANDWIDTH_SHARE_MIN:.0%}, {_reached(worst.share >= BANDWIDTH_SHARE_MIN)}."
         )
     ratio = among[1] / among[0]
     lines.append(
-        f"Rank 8, 64 adapters, a row each, hidden 4096: {among[0]:.1f} us among slots of 8, "
-        f"{among[1]:.1f} us among slots of 256. Aim: at most {AMONG_MAX} times as long, "
-        f"{_reached(ratio <= AMONG_MAX)}."
+        f"Rank 8, 64 adapters, one row each, hidden 4096: {among[0]:.1f} us among slots of 8, "
+        f"{among[1]:.1f} us among slots of 256. Target: at most {PADDING_RATIO_MAX} times as long, "
+        f"{_reached(ratio <= PADDING_RATIO_MAX)}."
     )
     return lines
 

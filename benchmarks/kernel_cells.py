@@ -1,10 +1,8 @@
-"""One linear layer and one batch on a CPU, and the ways to make its delta.
+"""The cells of the group `kernels`: one linear layer and batch on a CPU, and the timed works.
 
-What it is: the cells of the group `kernels`, and the works that are timed in them. What it is not:
-a clock or a figure. One rule: all works of a cell read the same weights and the same rows.
-
-A cell's batch is a prefill from 128 tokens on, where an adapter's rows lie side by side, and below
-that a decode, whose rows change adapter from each to the next.
+All works of a cell read the same weights and rows. A batch of 128 tokens and more is a prefill, in
+which an adapter's rows are contiguous. Below that it is a decode step, in which the adapter changes
+with every row.
 """
 
 from itertools import product
@@ -15,15 +13,15 @@ from torch import Tensor
 
 from benchmarks.rounds import Work
 from engine.kernels import choose_kernels
-from engine.kernels.cpu.blocks import short_blocks
-from engine.kernels.cpu.costs import Choice
+from engine.kernels.cpu.blocks import blocks_of_short_groups
+from engine.kernels.cpu.costs import StrategyChoice
 from engine.kernels.cpu.dense import Dense
 from engine.kernels.cpu.gathered import Gathered
 from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer_block import computation_dtypes, layer_block
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.directory import SlotDirectory
-from engine.kernels.operands import Directory, Groups, LoRASlices
+from engine.kernels.operands import Groups, LoRASlices
 from engine.layout import aligned_elements
 from engine.punica import LoRAMapping, PunicaWrapper
 
@@ -34,8 +32,8 @@ ADAPTERS: Final = (1, 8, 32)
 DTYPES: Final = (torch.float32, torch.bfloat16)
 PREFILL_TOKENS: Final = 128
 
-WAYS: Final = ("grouped", "grouped float32", "dense", "gathered")
-"""The strategies by the names that tables give them; the second is bfloat16's alone."""
+STRATEGIES: Final = ("grouped", "grouped float32", "dense", "gathered")
+"""The strategies by their names in tables; the second is for bfloat16 only."""
 
 
 class Cell(NamedTuple):
@@ -49,7 +47,7 @@ class Cell(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What a figure says of where it was found."""
+        """The description of the cell in a figure."""
         dtype = str(self.dtype).removeprefix("torch.")
         return (
             f"{self.tokens} tokens, {self.adapters} adapters of rank {self.rank}, "
@@ -58,28 +56,28 @@ class Cell(NamedTuple):
 
     @property
     def is_prefill(self) -> bool:
-        """Whether each adapter's rows lie side by side."""
+        """Whether each adapter's rows are contiguous."""
         return self.tokens >= PREFILL_TOKENS
 
     @property
     def is_for_delta(self) -> bool:
-        """Whether the aim against the layer's own product is for this cell."""
+        """Whether the target against the base layer's product applies to this cell."""
         return (self.hidden, self.rank, self.adapters) == (4096, 16, 8)
 
     @property
     def is_for_invariant(self) -> bool:
-        """Whether it is told here what batch_invariant costs."""
+        """Whether the cost of `batch_invariant` is measured in this cell."""
         return (self.rank, self.adapters) == (16, 8)
 
 
 def cells() -> list[Cell]:
-    """Every cell in which each adapter has a row."""
-    found = map(Cell._make, product(DTYPES, HIDDEN, RANKS, TOKENS, ADAPTERS))
-    return [cell for cell in found if cell.adapters <= cell.tokens]
+    """Return every cell in which each adapter has a row."""
+    all_cells = map(Cell._make, product(DTYPES, HIDDEN, RANKS, TOKENS, ADAPTERS))
+    return [cell for cell in all_cells if cell.adapters <= cell.tokens]
 
 
 class Bench:
-    """A cell's operands, in memory of their own; all works but `gemm` add the delta to `y`."""
+    """A cell's operands in new memory; all works except `gemm` add the delta to `y`."""
 
     def __init__(self, cell: Cell) -> None:
         torch.manual_seed(0)
@@ -92,17 +90,17 @@ class Bench:
         self._groups = _groups(self._slots, cell.adapters)
 
     def gemm(self) -> Tensor:
-        """The layer's own product."""
+        """Compute the base layer's own product."""
         return torch.nn.functional.linear(self._x, self._base)
 
     def chosen(self, batch_invariant: bool = False) -> Work:
-        """The delta as the engine adds it."""
+        """Return the work that adds the delta as the engine does."""
         y, x, layer, groups = self.y, self._x, self._layer, self._groups
         linear = choose_kernels("cpu", "cpu", batch_invariant).linear
         return lambda: linear(y, x, layer, groups, 1.0)
 
-    def ways(self) -> dict[str, Work]:
-        """Every strategy in every dtype that it could be chosen in, for the whole batch."""
+    def strategies(self) -> dict[str, Work]:
+        """Return every strategy in every dtype for which it can be chosen, over the whole batch."""
         dtypes = computation_dtypes(self._x.dtype, self._layer.directory.data.dtype)
         choices = {
             "grouped": (Grouped, dtypes[0]),
@@ -111,18 +109,19 @@ class Bench:
         }
         if len(dtypes) > 1:
             choices["grouped float32"] = (Grouped, dtypes[1])
-        return {name: self._way(choice) for name, choice in choices.items()}
+        return {name: self._strategy_work(choice) for name, choice in choices.items()}
 
     def copies(self) -> None:
-        """The yardstick: each token's own copy of its adapter's A and B, and batched products.
+        """Add the delta with a copy of A and B per token, and batched products: the yardstick.
 
-        It is what `einsum("bi,bri->br", x, a[slots])` becomes, the published form, and faster than
-        with tokens as column vectors. The copies are new memory in each call, as indexing makes it.
+        This is what `einsum("bi,bri->br", x, a[slots])`, the published form, becomes, and is faster
+        than with tokens as column vectors. The copies are new memory in each call, as indexing
+        allocates it.
         """
         self._add(self._a[self._slots], self._b[self._slots])
 
     def copies_kept(self) -> Work:
-        """The same into memory that is kept, which spares it the pages' first touch."""
+        """Return the same work with reused memory, which avoids the first access of new pages."""
         sizes = (self._a[:1], self._b[:1])
         a, b = (one.new_empty(self._cell.tokens, *one.shape[1:]) for one in sizes)
 
@@ -134,14 +133,14 @@ class Bench:
         return work
 
     def _add(self, a: Tensor, b: Tensor) -> None:
-        """Add each token's delta by its own A and B: [tokens, rank, in], [tokens, out, rank]."""
+        """Add each token's delta by its own A [tokens, rank, in] and B [tokens, out, rank]."""
         self.y += torch.bmm(torch.bmm(self._x[:, None], a.mT), b.mT)[:, 0]
 
     def bare(self) -> dict[str, Work]:
-        """The fewest calls of PyTorch that make a prefill's delta, with nothing around them.
+        """Return the fewest PyTorch calls that compute a prefill's delta, without anything else.
 
-        No checks, no look-up, results into memory that is there. Groups are equal and lie side by
-        side, so rows and outputs are used where they are.
+        There are no checks and no look-ups, and results are written to existing memory. Groups are
+        equal and contiguous, so rows and outputs are used in place.
         """
         a, b = list(self._a), list(self._b)
         shape = (self._cell.adapters, -1, self._cell.hidden)
@@ -149,35 +148,36 @@ class Bench:
         stacked_a, stacked_b = torch.empty_like(self._a), torch.empty_like(self._b)
         shrunk = x.new_empty(*x.shape[:2], self._cell.rank)
         groups = [*zip(x, a, b, shrunk, y, strict=True)]
-        turned = [(rows, a.T, b.T, mid, out) for rows, a, b, mid, out in groups]
+        transposed = [(rows, a.T, b.T, mid, out) for rows, a, b, mid, out in groups]
 
         def batched() -> None:
             torch.bmm(x, torch.stack(a, out=stacked_a).mT, out=shrunk)
             y.baddbmm_(shrunk, torch.stack(b, out=stacked_b).mT)
 
         def looped() -> None:
-            for rows, a_turned, b_turned, mid, out in turned:
-                out.addmm_(torch.mm(rows, a_turned, out=mid), b_turned)
+            for rows, a_t, b_t, mid, out in transposed:
+                out.addmm_(torch.mm(rows, a_t, out=mid), b_t)
 
         return {"bare batched": batched, "bare looped": looped}
 
-    def _way(self, choice: Choice) -> Work:
+    def _strategy_work(self, choice: StrategyChoice) -> Work:
         strategy, dtype = choice
         y, x, groups = self.y, self._x, self._groups
-        found = (
-            layer_block(self._layer, block, x.dtype) for block in short_blocks(groups, groups.spans)
+        layers = (
+            layer_block(self._layer, block, x.dtype)
+            for block in blocks_of_short_groups(groups, groups.spans)
         )
-        plans = [strategy(layer, dtype, Scratch()) for layer in found if layer is not None]
+        prepared = [strategy(layer, dtype, Scratch()) for layer in layers if layer is not None]
 
         def work() -> None:
-            for plan in plans:
-                plan.run(y, x, 1.0)
+            for one_block in prepared:
+                one_block.run(y, x, 1.0)
 
         return work
 
 
 def _slots(cell: Cell) -> Tensor:
-    """Each row's slot."""
+    """Return each row's slot."""
     rows = torch.arange(cell.tokens)
     return rows * cell.adapters // cell.tokens if cell.is_prefill else rows % cell.adapters
 
@@ -190,7 +190,7 @@ def _groups(slots: Tensor, adapters: int) -> Groups:
 
 
 def _lay_out(cell: Cell) -> tuple[Tensor, Tensor, LoRASlices]:
-    """The same weights stacked, and in an arena."""
+    """Return the same weights stacked, and in an arena."""
     shape = (cell.adapters, cell.rank, cell.hidden)
     a = torch.randn(shape).to(cell.dtype)
     b = torch.randn(cell.adapters, cell.hidden, cell.rank).to(cell.dtype)
@@ -198,13 +198,9 @@ def _lay_out(cell: Cell) -> tuple[Tensor, Tensor, LoRASlices]:
     data = torch.empty(2 * size * cell.adapters, dtype=cell.dtype)
     data.view(cell.adapters, 2, size)[:, 0] = a.flatten(1)
     data.view(cell.adapters, 2, size)[:, 1] = b.flatten(1)
-    table = SlotDirectory(cell.adapters, 1, torch.device("cpu"))
+    directory = SlotDirectory(data, cell.adapters, 1)
     for slot in range(cell.adapters):
         offset = torch.tensor([2 * size * slot])
         rank = torch.tensor([cell.rank], dtype=torch.int32)
-        table.write(slot, torch.tensor([0]), offset, rank)
-    directory = Directory(
-        *(data, table.offsets, table.ranks),
-        *(table.host_offsets, table.host_ranks, table.edition),
-    )
+        directory.write(slot, torch.tensor([0]), offset, rank)
     return a, b, LoRASlices(directory, (0,), cell.hidden, (cell.hidden,))

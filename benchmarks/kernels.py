@@ -1,8 +1,7 @@
-"""The LoRA arithmetic on a CPU: beside the layer's own product, and beside other ways to do it.
+"""The figures `kernels.*`: LoRA arithmetic on a CPU, against the base layer and other methods.
 
-What it is: the figures named `kernels.*`, the worst cell of each, and the whole table on the
-screen. What it is not: a model's forward; that is `layers`. One rule: a cell over an aim is
-measured once more, longer and in fresh memory, and then that measurement counts, whatever it says.
+A figure is the worst cell; the whole table is printed. A cell that misses a target is measured
+again, longer and in new memory, and the second result counts in any case.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,153 +12,157 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.figures import Figure
-from benchmarks.kernel_cells import WAYS, Bench, Cell, cells
-from benchmarks.rounds import Rounds, in_turns
+from benchmarks.kernel_cells import STRATEGIES, Bench, Cell, cells
+from benchmarks.rounds import Rounds, interleave
 
 DELTA_MAX, BEST_MAX, GATHER_MAX = 0.35, 1.3, 0.1
 SECONDS: Final = 0.6
-"""About how long a cell's works take turns."""
-SECONDS_AGAIN: Final = 3.0
-"""The same for a cell that is over an aim."""
+"""The approximate duration of a cell's measurement."""
+REPEATED_SECONDS: Final = 3.0
+"""The duration for a cell that missed a target."""
 NOTE: Final = """\
-One thread. Microseconds are medians of process time, a ratio is the median over the rounds. 'best
-of': the chosen way over each other way, the worst of these; 'wall': that one by the clock on the
-wall. 'copies': over a weight copy per token; 'kept': the same where the copies' memory is kept from
-call to call; 'bare': the fewest calls of PyTorch that make the delta, over 'copies'. A star: over
-an aim at first, so measured again for {times} times as long and in new memory, and that counts."""
+One thread. Microseconds are medians of process time; a ratio is the median over the rounds. 'best
+of': the chosen strategy over each other strategy, the worst of these; 'wall': the same in wall
+time. 'copies': over a weight copy per token; 'kept': over the same with the copies' memory reused;
+'bare': the fewest PyTorch calls that compute the delta, over 'copies'. '*': missed a target at
+first, so measured again for {times} times as long and in new memory; the second result counts."""
 
 
-class Compared(NamedTuple):
-    """What was measured in one cell; `copies` is None below `kernel_cells.PREFILL_TOKENS`."""
+class CellComparison(NamedTuple):
+    """The measurements of one cell; `copies` is None below `kernel_cells.PREFILL_TOKENS`."""
 
     cell: Cell
-    ways: Rounds
+    strategies: Rounds
     gemm: Rounds
     copies: Rounds | None
-    is_second: bool
+    is_repeated: bool
 
     @property
     def best(self) -> str:
-        """The way beside which the chosen one is the slowest."""
-        return max(self._ways, key=lambda way: self.ways.ratio("chosen", way))
+        """The strategy against which the chosen one is the slowest."""
+        return max(self._strategies, key=lambda strategy: self.strategies.ratio("chosen", strategy))
 
     @property
-    def of_best(self) -> float:
-        """How many times as long as that way the chosen one takes."""
-        return self.ways.ratio("chosen", self.best)
+    def vs_best(self) -> float:
+        """The ratio of the chosen strategy's time to that strategy's."""
+        return self.strategies.ratio("chosen", self.best)
 
     @property
-    def of_best_by_wall(self) -> float:
-        """The same by the clock on the wall."""
-        return self.ways.wall_ratio("chosen", self.best)
+    def vs_best_by_wall(self) -> float:
+        """The same ratio in wall time."""
+        return self.strategies.wall_ratio("chosen", self.best)
 
     @property
-    def of_gemm(self) -> float:
-        """The chosen way over the layer's own product."""
+    def vs_gemm(self) -> float:
+        """The ratio of the chosen strategy's time to the base layer's own product."""
         return self.gemm.ratio("chosen", "gemm")
 
     @property
-    def of_copies(self) -> float | None:
-        """The chosen way over a weight copy per token."""
+    def vs_copies(self) -> float | None:
+        """The ratio of the chosen strategy's time to a weight copy per token."""
         return self.copies.ratio("chosen", "copies") if self.copies else None
 
     @property
-    def of_kept(self) -> float | None:
-        """The same where the copies' memory is kept."""
+    def vs_kept(self) -> float | None:
+        """The same ratio where the copies' memory is reused."""
         return self.copies.ratio("chosen", "kept") if self.copies else None
 
     @property
-    def bare_of_copies(self) -> float | None:
-        """The fastest of the bare calls over a weight copy per token."""
+    def bare_vs_copies(self) -> float | None:
+        """The ratio of the fastest bare PyTorch calls' time to a weight copy per token."""
         if self.copies is None:
             return None
         bare = [name for name in self.copies.names if name.startswith("bare")]
         return min(self.copies.ratio(name, "copies") for name in bare)
 
     @property
-    def is_over(self) -> bool:
-        """Whether any aim is missed here."""
-        is_slow = self.cell.is_for_delta and self.of_gemm > DELTA_MAX
-        return is_slow or self.of_best > BEST_MAX or (self.of_copies or 0.0) > GATHER_MAX
+    def misses_target(self) -> bool:
+        """Whether the cell misses any target."""
+        is_slow = self.cell.is_for_delta and self.vs_gemm > DELTA_MAX
+        return is_slow or self.vs_best > BEST_MAX or (self.vs_copies or 0.0) > GATHER_MAX
+
+    def time_of(self, name: str) -> float | None:
+        """Return a work's microseconds; None if it was not measured in this cell."""
+        return self.strategies.microseconds(name) if name in self.strategies else None
 
     @property
-    def _ways(self) -> list[str]:
-        return [name for name in self.ways.names if name in WAYS]
+    def _strategies(self) -> list[str]:
+        return [name for name in self.strategies.names if name in STRATEGIES]
 
 
 def run() -> Iterator[Figure]:
-    """Every figure of the group."""
+    """Measure every figure of the group."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
-            found = [measured(cell, _compare) for cell in cells()]
+            comparisons = [measure_cell(cell, _compare) for cell in cells()]
     finally:
         torch.set_num_threads(threads)
     console = Console(width=190)
-    console.print(_table(found))
-    console.print(NOTE.format(times=round(SECONDS_AGAIN / SECONDS)))
-    yield _delta_vs_gemm(found)
-    yield _best_of(found)
-    yield _vs_gather(found)
-    yield _batch_invariant(found)
+    console.print(_table(comparisons))
+    console.print(NOTE.format(times=round(REPEATED_SECONDS / SECONDS)))
+    yield _delta_vs_gemm(comparisons)
+    yield _best_of(comparisons)
+    yield _vs_gather(comparisons)
+    yield _batch_invariant(comparisons)
 
 
-def measured(cell: Cell, compare: Callable[..., Compared]) -> Compared:
-    """What counts of a cell: the first comparison, or where that misses an aim the second."""
-    found = compare(cell, SECONDS, is_second=False)
-    return compare(cell, SECONDS_AGAIN, is_second=True) if found.is_over else found
+def measure_cell(cell: Cell, compare: Callable[..., CellComparison]) -> CellComparison:
+    """Return the comparison of a cell that counts: the first, or the second after a miss."""
+    first = compare(cell, SECONDS, is_repeated=False)
+    return compare(cell, REPEATED_SECONDS, is_repeated=True) if first.misses_target else first
 
 
-def _compare(cell: Cell, seconds: float, *, is_second: bool) -> Compared:
+def _compare(cell: Cell, seconds: float, *, is_repeated: bool) -> CellComparison:
     bench = Bench(cell)
     chosen = bench.chosen()
-    works = {"chosen": chosen, **bench.ways()}
+    works = {"chosen": chosen, **bench.strategies()}
     if cell.is_for_invariant:
         works["invariant"] = bench.chosen(batch_invariant=True)
-    ways = in_turns(works, seconds)
-    # Apart, because the layer's own weights push all others out of the caches.
-    gemm = in_turns({"chosen": chosen, "gemm": bench.gemm}, seconds / 4)
+    strategies = interleave(works, seconds)
+    # Measured separately, because the base layer's weights evict all others from the caches.
+    gemm = interleave({"chosen": chosen, "gemm": bench.gemm}, seconds / 4)
     copies = None
     if cell.is_prefill:
-        beside = {"copies": bench.copies, "kept": bench.copies_kept(), "chosen": chosen}
-        copies = in_turns({**beside, **bench.bare()}, seconds)
-    return Compared(cell, ways, gemm, copies, is_second)
+        works = {"copies": bench.copies, "kept": bench.copies_kept(), "chosen": chosen}
+        copies = interleave({**works, **bench.bare()}, seconds)
+    return CellComparison(cell, strategies, gemm, copies, is_repeated)
 
 
-def _delta_vs_gemm(found: list[Compared]) -> Figure:
-    worst = max((c for c in found if c.cell.is_for_delta), key=lambda c: c.of_gemm)
+def _delta_vs_gemm(comparisons: list[CellComparison]) -> Figure:
+    worst = max((c for c in comparisons if c.cell.is_for_delta), key=lambda c: c.vs_gemm)
     text = f"own GEMM: {worst.gemm.microseconds('gemm'):,.0f} us ({worst.cell.text})"
-    return _figure("kernels.delta_vs_gemm", worst.gemm, text, worst.of_gemm, DELTA_MAX)
+    return _figure("kernels.delta_vs_gemm", worst.gemm, text, worst.vs_gemm, DELTA_MAX)
 
 
-def _best_of(found: list[Compared]) -> Figure:
-    worst = max(found, key=lambda c: c.of_best)
+def _best_of(comparisons: list[CellComparison]) -> Figure:
+    worst = max(comparisons, key=lambda c: c.vs_best)
     best = worst.best
     text = (
-        f"the best, {best}: {worst.ways.microseconds(best):,.0f} us ({worst.cell.text}); "
-        f"by the clock on the wall {worst.of_best_by_wall:.2f}"
+        f"the best strategy, {best}: {worst.strategies.microseconds(best):,.0f} us "
+        f"({worst.cell.text}); wall time {worst.vs_best_by_wall:.2f}"
     )
-    return _figure("kernels.best_of", worst.ways, text, worst.of_best, BEST_MAX)
+    return _figure("kernels.best_of", worst.strategies, text, worst.vs_best, BEST_MAX)
 
 
-def _vs_gather(found: list[Compared]) -> Figure:
-    worst = max(found, key=lambda c: c.of_copies or 0.0)
+def _vs_gather(comparisons: list[CellComparison]) -> Figure:
+    worst = max(comparisons, key=lambda c: c.vs_copies or 0.0)
     assert worst.copies is not None
     text = (
         f"a weight copy per token: {worst.copies.microseconds('copies'):,.0f} us "
-        f"({worst.cell.text}); PyTorch's bare calls alone: {worst.bare_of_copies:.3f}; "
-        f"beside copies in kept memory: {worst.of_kept:.3f}"
+        f"({worst.cell.text}); PyTorch's bare calls alone: {worst.bare_vs_copies:.3f}; "
+        f"over copies in reused memory: {worst.vs_kept:.3f}"
     )
-    return _figure("kernels.vs_gather", worst.copies, text, worst.of_copies or 0.0, GATHER_MAX)
+    return _figure("kernels.vs_gather", worst.copies, text, worst.vs_copies or 0.0, GATHER_MAX)
 
 
-def _batch_invariant(found: list[Compared]) -> Figure:
-    some = [c for c in found if c.cell.is_for_invariant]
-    worst = max(some, key=lambda c: c.ways.ratio("invariant", "chosen"))
-    times = worst.ways
+def _batch_invariant(comparisons: list[CellComparison]) -> Figure:
+    measured = [c for c in comparisons if c.cell.is_for_invariant]
+    worst = max(measured, key=lambda c: c.strategies.ratio("invariant", "chosen"))
+    times = worst.strategies
     text = f"without batch_invariant: {times.microseconds('chosen'):,.0f} us ({worst.cell.text})"
-    ratio, aim = times.ratio("invariant", "chosen"), "what it costs, no aim"
+    ratio, aim = times.ratio("invariant", "chosen"), "reported, no target"
     value = times.microseconds("invariant")
     return Figure("kernels.batch_invariant", value, "us", text, ratio, aim, True)
 
@@ -169,7 +172,7 @@ def _figure(name: str, rounds: Rounds, text: str, ratio: float, ratio_max: float
     return Figure(name, value, "us", text, ratio, f"ratio <= {ratio_max}", ratio <= ratio_max)
 
 
-def _table(found: list[Compared]) -> Table:
+def _table(comparisons: list[CellComparison]) -> Table:
     table = Table(title="one linear layer's delta")
     for name in ("dtype", "hidden", "rank", "tokens", "adapters", "own GEMM", "chosen"):
         table.add_column(name, justify="right")
@@ -177,17 +180,19 @@ def _table(found: list[Compared]) -> Table:
         table.add_column(name, justify="right")
     for name in ("best of", "wall", "of copies", "kept", "bare"):
         table.add_column(name, justify="right")
-    for one in found:
+    for one in comparisons:
         copies = one.copies.microseconds("copies") if one.copies else None
-        times = [one.ways.microseconds(way) if way in one.ways else None for way in WAYS]
-        invariant = one.ways.microseconds("invariant") if "invariant" in one.ways else None
-        all_times = (one.gemm.microseconds("gemm"), one.ways.microseconds("chosen"), *times)
-        beside = (one.of_copies, one.of_kept, one.bare_of_copies)
+        of_base = (one.gemm.microseconds("gemm"), one.strategies.microseconds("chosen"))
+        times = (*of_base, *(one.time_of(name) for name in STRATEGIES), copies)
+        ratios = (one.vs_copies, one.vs_kept, one.bare_vs_copies)
         table.add_row(
             *(str(part).removeprefix("torch.") for part in one.cell),
-            *("" if time is None else f"{time:,.0f}" for time in (*all_times, copies, invariant)),
-            f"{one.of_best:.2f}{'*' if one.is_second else ''}",
-            f"{one.of_best_by_wall:.2f}",
-            *("" if ratio is None else f"{ratio:.3f}" for ratio in beside),
+            *(
+                "" if time is None else f"{time:,.0f}"
+                for time in (*times, one.time_of("invariant"))
+            ),
+            f"{one.vs_best:.2f}{'*' if one.is_repeated else ''}",
+            f"{one.vs_best_by_wall:.2f}",
+            *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios),
         )
     return table

@@ -1,8 +1,7 @@
-"""Wrapped layers: what a batch over eight adapters costs, against the base model and against peft.
+"""The figures `layers.*`: a batch over eight adapters, against the base model and against peft.
 
-What it is: the figures named `layers.*`. What it is not: the kernels alone, or a service; one model
-runs one prefill and one decode step. One rule: nothing is timed before all sides gave the same
-logits.
+One model runs a prefill and a decode step. Nothing is timed before all variants with adapters
+returned the same logits.
 """
 
 import statistics
@@ -21,7 +20,7 @@ from benchmarks.figures import Figure
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
-from engine.models.causal_model import PreparedModel
+from engine.models.causal_model import CausalModel
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import stage
@@ -43,24 +42,24 @@ SHAPE: Final = {
 }
 
 Seconds = dict[str, list[float]]
-"""Side -> what one step took, round by round."""
+"""Variant -> the seconds of one step, by round."""
 
 
-class Side:
-    """One way to run the model: a call that takes tokens and a cache."""
+class Variant:
+    """A way to run the model: a call with tokens and a cache."""
 
     def __init__(self, call: Callable[..., Any], before: Callable[[bool], None]) -> None:
         self._call = call
         self._before = before
 
     def prefill(self) -> tuple[Tensor, DynamicCache]:
-        """The logits after all prompts, and their cache."""
+        """Return the logits after all prompts, and their cache."""
         cache = DynamicCache()
         self._before(True)
         return self._step(torch.arange(SEQUENCES * PROMPT_TOKENS).view(SEQUENCES, -1), cache), cache
 
     def decode(self, cache: DynamicCache) -> Tensor:
-        """The logits after one more token of each sequence; the cache is as it was afterwards."""
+        """Return the logits after one more token per sequence; the cache is restored."""
         self._before(False)
         logits = self._step(torch.arange(SEQUENCES)[:, None], cache)
         cache.crop(-1)
@@ -74,16 +73,16 @@ class Side:
 
 
 def run() -> Iterator[Figure]:
-    """Every figure of the group."""
-    sides = _sides()
+    """Measure every figure of the group."""
+    variants = _variants()
     with torch.inference_mode():
-        _check(sides)
+        _check(variants)
         threads = sorted({1, torch.get_num_threads()})
         prefill, decode = {}, {}
         for count in threads:
             with _threads(count):
-                prefill[count] = _prefill_seconds(sides)
-                decode[count] = _decode_seconds(sides)
+                prefill[count] = _prefill_seconds(variants)
+                decode[count] = _decode_seconds(variants)
     yield _slower("layers.prefill_vs_base", prefill, "base", 1.35)
     yield _slower("layers.decode_vs_base", decode, "base", 1.6)
     yield _faster("layers.prefill_vs_peft", prefill, 3)
@@ -93,8 +92,8 @@ def run() -> Iterator[Figure]:
     yield _slower("layers.packed", steps, "separate", 1.02)
 
 
-def _sides() -> dict[str, Side]:
-    """The base alone, ours, ours without packing, and peft's mixed batch; the same weights."""
+def _variants() -> dict[str, Variant]:
+    """Return the base, ours, ours without packing, and peft's mixed batch; equal weights."""
     adapted = _peft_model()
     adapters = [_adapter(adapted, number) for number in range(ADAPTERS)]
     names = [f"a{row % ADAPTERS}" for row in range(SEQUENCES)]
@@ -103,10 +102,10 @@ def _sides() -> dict[str, Side]:
         return adapted(adapter_names=names, **arguments)
 
     return {
-        "base": Side(_model(), lambda _: None),
+        "base": Variant(_model(), lambda _: None),
         "ours": _ours(_model(), adapters),
-        "separate": _ours(_unpackable(_model()), adapters),
-        "peft": Side(peft, lambda _: None),
+        "separate": _ours(_with_unpackable_layers(_model()), adapters),
+        "peft": Variant(peft, lambda _: None),
     }
 
 
@@ -125,7 +124,7 @@ def _peft_model() -> nn.Module:
 
 
 def _adapter(adapted: nn.Module, number: int) -> LoRAModel:
-    """One of peft's adapters as the engine keeps it."""
+    """Return one of peft's adapters in the engine's form."""
     parameters: Mapping[str, Tensor] = dict(adapted.named_parameters())
     suffix = f".lora_A.a{number}.weight"
     loras = {}
@@ -137,22 +136,22 @@ def _adapter(adapted: nn.Module, number: int) -> LoRAModel:
     return LoRAModel(number + 1, RANK, loras)
 
 
-class _Unpackable(nn.Linear):
-    """A linear layer that is not packed, because it could have a forward of its own."""
+class _NotPackable(nn.Linear):
+    """A linear layer that is not packed, because a subclass may have its own forward."""
 
 
-def _unpackable(model: PreTrainedModel) -> PreTrainedModel:
+def _with_unpackable_layers(model: PreTrainedModel) -> PreTrainedModel:
     head = model.get_output_embeddings()
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and layer is not head:
-            twin = _Unpackable(layer.in_features, layer.out_features, bias=False, device="meta")
-            twin.weight = layer.weight
-            model.set_submodule(name, twin)
+            copy = _NotPackable(layer.in_features, layer.out_features, bias=False, device="meta")
+            copy.weight = layer.weight
+            model.set_submodule(name, copy)
     return model
 
 
-def _ours(model: PreTrainedModel, adapters: list[LoRAModel]) -> Side:
-    prepared = PreparedModel(model, LoRAConfig(max_lora_rank=RANK, max_loras=ADAPTERS))
+def _ours(model: PreTrainedModel, adapters: list[LoRAModel]) -> Variant:
+    prepared = CausalModel(model, LoRAConfig(max_lora_rank=RANK, max_loras=ADAPTERS))
     blobs = [stage(one, prepared.shapes, torch.float32, pin=False) for one in adapters]
     size_bytes = sum(blob.size_bytes for blob in blobs)
     arena = Arena(ADAPTERS, prepared.shapes, size_bytes, torch.float32, "cpu")
@@ -168,21 +167,21 @@ def _ours(model: PreTrainedModel, adapters: list[LoRAModel]) -> Side:
         tokens = ids.repeat_interleave(PROMPT_TOKENS) if is_prefill else ids
         punica.update_metadata(LoRAMapping(tokens, ids, is_prefill), layout)
 
-    return Side(prepared.model, before)
+    return Variant(prepared.model, before)
 
 
-def _check(sides: Mapping[str, Side]) -> None:
-    """Raise unless all sides with adapters agree, and the base does not."""
+def _check(variants: Mapping[str, Variant]) -> None:
+    """Raise unless all variants with adapters agree, and the base differs."""
     logits = {}
-    for name, side in sides.items():
-        first, cache = side.prefill()
-        logits[name] = torch.cat([first, side.decode(cache)]).double()
+    for name, variant in variants.items():
+        first, cache = variant.prefill()
+        logits[name] = torch.cat([first, variant.decode(cache)]).double()
     errors = {
         name: float((found - logits["peft"]).norm() / logits["peft"].norm())
         for name, found in logits.items()
     }
     if max(errors["ours"], errors["separate"]) > 1e-5 or errors["base"] < 1e-2:
-        raise RuntimeError(f"the sides do not answer as peft does: {errors}")
+        raise RuntimeError(f"the results differ from peft's: {errors}")
 
 
 @contextmanager
@@ -195,21 +194,21 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _prefill_seconds(sides: Mapping[str, Side]) -> Seconds:
-    return _in_turns({name: side.prefill for name, side in sides.items()}, repeats=1)
+def _prefill_seconds(variants: Mapping[str, Variant]) -> Seconds:
+    return _interleave({name: variant.prefill for name, variant in variants.items()}, repeats=1)
 
 
-def _decode_seconds(sides: Mapping[str, Side]) -> Seconds:
-    caches = {name: side.prefill()[1] for name, side in sides.items()}
+def _decode_seconds(variants: Mapping[str, Variant]) -> Seconds:
+    caches = {name: variant.prefill()[1] for name, variant in variants.items()}
 
     def step(name: str) -> Callable[[], object]:
-        return lambda: sides[name].decode(caches[name])
+        return lambda: variants[name].decode(caches[name])
 
-    return _in_turns({name: step(name) for name in sides}, repeats=4)
+    return _interleave({name: step(name) for name in variants}, repeats=4)
 
 
-def _in_turns(works: Mapping[str, Callable[[], object]], repeats: int) -> Seconds:
-    """The time of each, measured in turns; the process's own time where one thread works."""
+def _interleave(works: Mapping[str, Callable[[], object]], repeats: int) -> Seconds:
+    """Time the works alternately: in process time on one thread, else in wall time."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     taken: Seconds = {name: [] for name in works}
     for _ in range(ROUNDS):
@@ -222,28 +221,30 @@ def _in_turns(works: Mapping[str, Callable[[], object]], repeats: int) -> Second
 
 
 def _ratio(own: Seconds, above: str, below: str) -> float:
-    """The median over the rounds of one side's time by another's."""
+    """Return the median over the rounds of the ratio of two variants' times."""
     return statistics.median(map(truediv, own[above], own[below]))
 
 
 def _slower(name: str, runs: Mapping[Any, Seconds], other: str, limit: float) -> Figure:
-    """How many times the other side's time ours takes, in the worst of the runs."""
+    """Return the ratio of our time to the other variant's, in the worst of the runs."""
     ratio = max(_ratio(own, "ours", other) for own in runs.values())
-    told = _told(runs, "ours", other)
-    return Figure(name, ratio, "times as long", told, ratio, f"<= {limit} in each", ratio <= limit)
+    times, reach = _describe(runs, "ours", other), f"<= {limit} in each"
+    return Figure(name, ratio, "times as long", times, ratio, reach, ratio <= limit)
 
 
 def _faster(name: str, runs: Mapping[Any, Seconds], limit: float) -> Figure:
-    """How many times as fast as peft ours is, in the worst of the runs."""
+    """Return the ratio of peft's time to ours, in the worst of the runs."""
     ratio = min(_ratio(own, "peft", "ours") for own in runs.values())
-    told = _told(runs, "ours", "peft", "base")
-    return Figure(name, ratio, "times as fast", told, ratio, f">= {limit} in each", ratio >= limit)
+    times, reach = _describe(runs, "ours", "peft", "base"), f">= {limit} in each"
+    return Figure(name, ratio, "times as fast", times, ratio, reach, ratio >= limit)
 
 
-def _told(runs: Mapping[Any, Seconds], *sides: str) -> str:
-    """The median times of some sides in every run, in milliseconds."""
+def _describe(runs: Mapping[Any, Seconds], *variants: str) -> str:
+    """Format the median times of some variants in every run, in milliseconds."""
     return "; ".join(
         f"{run} thread{'' if str(run).endswith('1') else 's'}: "
-        + ", ".join(f"{side} {statistics.median(own[side]) * 1e3:.1f} ms" for side in sides)
+        + ", ".join(
+            f"{variant} {statistics.median(own[variant]) * 1e3:.1f} ms" for variant in variants
+        )
         for run, own in runs.items()
     )

@@ -1,7 +1,6 @@
-"""Publishes events as the controller does, as fast as it can: one half of `control.events`.
+"""A process that publishes events as a busy controller does, for `control.events`.
 
-What it is: the real transport and event stream in a process of their own. What it is not: a source
-of true events. One rule: it batches as a busy controller would, one frame for each group.
+Each frame contains one group of events.
 """
 
 import sys
@@ -18,7 +17,7 @@ EVENTS_COUNT = 400_000
 
 
 def main() -> None:
-    """`python -m benchmarks.publisher DIRECTORY`: wait for a subscriber, publish, stay."""
+    """Run `python -m benchmarks.publisher DIRECTORY`: wait for a subscriber, publish, wait."""
     directory = Path(sys.argv[1])
     with Transport(directory) as transport:
         stream = EventStream(directory / "log")

@@ -1,7 +1,6 @@
-"""`make bench`: measure, print the table, write `benchmarks/results.json` and the documents.
+"""`make bench`: measure, print the table, and write `results.json` and the documents' tables.
 
-What it is: the list of groups and the output. What it is not: a measurement. One rule: a group that
-was not run keeps the figures that the file has of it.
+Groups that were not measured keep their figures in the file.
 """
 
 import argparse
@@ -23,7 +22,7 @@ DOCUMENTS: Final = (
     Path(__file__).parent.parent / "README.md",
     Path(__file__).parent / "README.md",
 )
-"""Where the tables are quoted."""
+"""The documents that contain the tables."""
 
 GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "adapters": adapters.run,
@@ -33,26 +32,28 @@ GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "layers": layers.run,
 }
 
-TOGETHER: Final[dict[str, tuple[str, ...]]] = {"layers": ("adapters",)}
-"""Who asks for one group is shown these too."""
+ALSO_SHOWN: Final[dict[str, tuple[str, ...]]] = {"layers": ("adapters",)}
+"""Groups that are measured together with a selected group."""
 
 
 def main() -> None:
-    """Run the groups that were asked for."""
-    parser = argparse.ArgumentParser(description="measure side by side")
-    parser.add_argument("--only", choices=sorted(GROUPS), help="run one group")
+    """Measure and print the selected groups, and store their figures."""
+    parser = argparse.ArgumentParser(
+        description="Measure the groups of figures, each against its yardstick."
+    )
+    parser.add_argument("--only", choices=sorted(GROUPS), help="measure this group only")
     only = parser.parse_args().only
     console = Console(width=150)
-    for group in (only, *TOGETHER.get(only, ())) if only else sorted(GROUPS):
+    for group in (only, *ALSO_SHOWN.get(only, ())) if only else sorted(GROUPS):
         with console.status(f"measuring {group}"):
-            measured = list(GROUPS[group]())
-        console.print(_table(group, measured))
-        _keep(group, measured)
+            figures = list(GROUPS[group]())
+        console.print(_table(group, figures))
+        _store(group, figures)
 
 
-def _keep(group: str, measured: list[Figure]) -> None:
-    """Put a group's figures in the place of its old ones, as the file has them by now."""
-    known = [f for f in _read() if not f.name.startswith(f"{group}.")] + measured
+def _store(group: str, figures: list[Figure]) -> None:
+    """Replace a group's figures in the file, and write the documents' tables."""
+    known = [f for f in _read() if not f.name.startswith(f"{group}.")] + figures
     RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=2) + b"\n")
     for document in DOCUMENTS:
         write_tables(document, known)
@@ -71,9 +72,9 @@ def _table(group: str, figures: list[Figure]) -> Table:
     for figure in figures:
         reached = "yes" if figure.reached else "no"
         table.add_row(
-            *(figure.name, rounded(figure.value), figure.unit, figure.yardstick),
-            *(f"{figure.ratio:.3f}", figure.reach, reached),
-        )
+            figure.name, rounded(figure.value), figure.unit, figure.yardstick,
+            f"{figure.ratio:.3f}", figure.reach, reached,
+        )  # fmt: skip
     return table
 
 

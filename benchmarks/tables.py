@@ -1,8 +1,4 @@
-"""The measured figures as tables in the documents that quote them.
-
-What it is: the text between two marks in a Markdown file. What it is not: a measurement. One rule:
-no figure is copied by hand, so what a document says is what the last run wrote.
-"""
+"""Tables of the measured figures in Markdown documents, between two marks."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +14,7 @@ _HEAD = (
 
 
 def write_tables(document: Path, figures: Sequence[Figure]) -> None:
-    """Put each group's table between `<!-- figures: GROUP -->` and `<!-- end of figures -->`."""
+    """Write each group's table between `<!-- figures: GROUP -->` and `<!-- end of figures -->`."""
 
     def table(mark: re.Match[str]) -> str:
         group = [figure for figure in figures if figure.name.startswith(f"{mark[2]}.")]
@@ -28,7 +24,7 @@ def write_tables(document: Path, figures: Sequence[Figure]) -> None:
 
 
 def rounded(value: float) -> str:
-    """A figure's value with the digits that mean something."""
+    """Format a value with its significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,9 +1,8 @@
-"""`python -m benchmarks.tune_kernels`: measure tile sizes on this device and write its tables.
+"""`python -m benchmarks.tune_kernels`: measure tile sizes on this device and rewrite its tables.
 
-What it is: for each regime, the candidates timed over batches of that regime, and the best by the
-geometric mean of their times; the tables go into `engine/kernels/gpu/tile_configs.py`. What it is
-not: run while serving, or able to change which regimes there are. One rule: a candidate that does
-not compile, or gives a wrong result, is no candidate.
+For each regime the candidates are timed over batches of that regime, and the best by the geometric
+mean of their times is written to `engine/kernels/gpu/tile_configs.py`. The regimes themselves are
+fixed. A candidate that does not compile, or whose result is wrong, is rejected.
 """
 
 import re
@@ -22,33 +21,33 @@ from benchmarks.device_layers import (
     FLUSH_BYTES,
     Cell,
     ExpertsCell,
+    check_close,
     experts_groups_of,
     experts_layer_of,
     groups_of,
     layer_of,
     microseconds,
-    same,
 )
 from benchmarks.gpu_kernels import check
 from engine.kernels import choose_kernels
 from engine.kernels.gpu.operations import TritonOperations
 from engine.kernels.gpu.tile_configs import (
-    EXPERTS,
+    EXPERTS_CONFIGS,
     EXPERTS_REGIMES,
+    LINEAR_CONFIGS,
     LONG,
-    PLANS,
     REGIMES,
     SHORT,
     SOURCE,
-    ExpandPlan,
-    ExpertsPlan,
-    FusedPlan,
-    Plan,
-    Plans,
-    ShrinkPlan,
+    ExpandConfig,
+    ExpertsConfig,
+    FusedConfig,
+    LinearConfig,
+    ShrinkConfig,
+    TileConfigs,
 )
 
-TABLE_FILE: Final = Path(__file__).parent.parent / "engine" / "kernels" / "gpu" / "plans.py"
+TABLE_FILE: Final = Path(__file__).parent.parent / "engine" / "kernels" / "gpu" / "tile_configs.py"
 
 CELLS: Final[dict[str, tuple[Cell, ...]]] = {
     "few": (Cell(1, 1, (16,), 4096), Cell(4, 4, (16,), 4096)),
@@ -58,7 +57,7 @@ CELLS: Final[dict[str, tuple[Cell, ...]]] = {
     "alone": (Cell(256, 1, (16,), 4096), Cell(2048, 1, (64,), 4096)),
     "invariant": (Cell(8, 8, (16,), 4096), Cell(64, 64, (16,), 4096), Cell(2048, 8, (16,), 4096)),
 }
-"""What each regime is tuned on."""
+"""The cells on which each regime is tuned."""
 
 EXPERTS_CELLS: Final[dict[str, tuple[ExpertsCell, ...]]] = {
     "decode": (ExpertsCell(16, 8, 8, 64, 8, 2048, 1024), ExpertsCell(64, 32, 16, 8, 2, 4096, 2048)),
@@ -73,63 +72,65 @@ EXPERTS_CELLS: Final[dict[str, tuple[ExpertsCell, ...]]] = {
 }
 """The same for experts: many narrow ones, and few wide ones."""
 
-Launch = ShrinkPlan | ExpandPlan | FusedPlan
-AnyPlan = TypeVar("AnyPlan", Plan, ExpertsPlan)
+Launch = ShrinkConfig | ExpandConfig | FusedConfig
+AnyConfig = TypeVar("AnyConfig", LinearConfig, ExpertsConfig)
 
 
 def main() -> int:
-    """Tune every regime and write this architecture's rows."""
+    """Tune every regime and write this architecture's tables."""
     if not torch.cuda.is_available():
-        print("no CUDA device is here: the tables keep their values")
+        print("no CUDA device: the tables are unchanged")
         return 0
     major, minor = torch.cuda.get_device_capability()
-    architecture = max((a for a in PLANS if a <= 10 * major + minor), default=min(PLANS))
+    architecture = max(
+        (a for a in LINEAR_CONFIGS if a <= 10 * major + minor), default=min(LINEAR_CONFIGS)
+    )
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    tuned = {regime: tuned_plan(regime, architecture, flush) for regime in REGIMES}
+    tuned = {regime: tuned_linear(regime, architecture, flush) for regime in REGIMES}
     experts = {regime: tuned_experts(regime, architecture, flush) for regime in EXPERTS_REGIMES}
     source = f"measured on {torch.cuda.get_device_name()}"
     text = with_tables(
         TABLE_FILE.read_text(),
-        PLANS | {architecture: tuned},
-        EXPERTS | {architecture: experts},
+        LINEAR_CONFIGS | {architecture: tuned},
+        EXPERTS_CONFIGS | {architecture: experts},
         SOURCE | {architecture: source},
     )
     TABLE_FILE.write_text(text)
     return 0
 
 
-def tuned_plan(regime: str, architecture: int, flush: torch.Tensor) -> Plan:
-    """The fastest launches of a regime."""
+def tuned_linear(regime: str, architecture: int, flush: torch.Tensor) -> LinearConfig:
+    """Return the fastest launches of a regime."""
 
-    def time(plan: Plan) -> float:
-        operations = TritonOperations(regime == "invariant", Plans({regime: plan}, {}))
+    def time(config: LinearConfig) -> float:
+        operations = TritonOperations(regime == "invariant", TileConfigs({regime: config}, {}))
         works = (_linear_time(cell, operations, flush) for cell in CELLS[regime])
-        return mean_of(f"{regime}: {plan}", works)
+        return mean_of(f"{regime}: {config}", works)
 
-    fields = {field: candidates(regime, field) for field in Plan._fields}
-    return best_of(regime, PLANS[architecture][regime], fields, time)
+    fields = {field: candidates(regime, field) for field in LinearConfig._fields}
+    return best_of(regime, LINEAR_CONFIGS[architecture][regime], fields, time)
 
 
-def tuned_experts(regime: str, architecture: int, flush: torch.Tensor) -> ExpertsPlan:
-    """The fastest launches of a regime of experts."""
+def tuned_experts(regime: str, architecture: int, flush: torch.Tensor) -> ExpertsConfig:
+    """Return the fastest launches of a regime of experts."""
 
-    def time(plan: ExpertsPlan) -> float:
-        operations = TritonOperations(regime == "invariant", Plans({}, {regime: plan}))
+    def time(config: ExpertsConfig) -> float:
+        operations = TritonOperations(regime == "invariant", TileConfigs({}, {regime: config}))
         works = (_experts_time(cell, operations, flush) for cell in EXPERTS_CELLS[regime])
-        return mean_of(f"experts, {regime}: {plan}", works)
+        return mean_of(f"experts, {regime}: {config}", works)
 
-    fields = {field: candidates(regime, field) for field in ExpertsPlan._fields}
-    return best_of(f"experts, {regime}", EXPERTS[architecture][regime], fields, time)
+    fields = {field: candidates(regime, field) for field in ExpertsConfig._fields}
+    return best_of(f"experts, {regime}", EXPERTS_CONFIGS[architecture][regime], fields, time)
 
 
 def best_of(
     name: str,
-    plan: AnyPlan,
+    config: AnyConfig,
     fields: Mapping[str, Iterable[Launch]],
-    time: Callable[[AnyPlan], float],
-) -> AnyPlan:
-    """The fastest plan; launches are varied in turn, each beside the best others."""
-    best, best_time = plan, time(plan)
+    time: Callable[[AnyConfig], float],
+) -> AnyConfig:
+    """Return the fastest configuration; launches are varied in turn, with the best others."""
+    best, best_time = config, time(config)
     for field, launches in fields.items():
         for launch in launches:
             other = best._replace(**{field: launch})
@@ -141,25 +142,25 @@ def best_of(
 
 
 def candidates(regime: str, field: str) -> Iterator[Launch]:
-    """What is tried for one launch of a regime."""
-    height = LONG if regime in ("prefill", "alone") else SHORT
+    """Yield the candidates for one launch of a regime."""
+    block_m = LONG if regime in ("prefill", "alone") else SHORT
     if field == "shrink":
         for values in product((16, 32, 64), (64, 128, 256), (1, 2, 4, 8, 16), (4, 8), (2, 3, 4)):
-            yield ShrinkPlan(height, *values)
+            yield ShrinkConfig(block_m, *values)
     elif field == "expand":
         for values in product((64, 128, 256), (16, 32, 64), (4, 8), (1, 2, 3)):
-            yield ExpandPlan(height, *values)
+            yield ExpandConfig(block_m, *values)
     elif regime == "few":
         for values in product((64, 128, 256), (16, 32), (64, 128, 256), (4, 8), (2, 3, 4)):
-            yield FusedPlan(height, *values)
+            yield FusedConfig(block_m, *values)
 
 
 def mean_of(name: str, works: Iterable[float]) -> float:
-    """The geometric mean of microseconds; infinite where one of the works can't run or is wrong."""
+    """Return the geometric mean of microseconds; infinite if a work can't run or is wrong."""
     try:
         times = list(works)
     except (TritonError, AssertionError) as error:
-        print(f"{name} is out: {error}", flush=True)
+        print(f"{name} is rejected: {error}", flush=True)
         return float("inf")
     return exp(sum(map(log, times)) / len(times))
 
@@ -182,57 +183,63 @@ def _experts_time(cell: ExpertsCell, operations: TritonOperations, flush: torch.
 
 
 def check_experts(cell: ExpertsCell, experts, operands) -> None:
-    """Raise AssertionError unless the operation gives what the reference gives in float32."""
+    """Raise AssertionError unless the operation's result is that of the reference in float32."""
     x, layer, groups = operands
     found = torch.zeros(2, len(x), cell.width, device=x.device, dtype=DTYPE)
     expected = torch.zeros_like(found, dtype=torch.float32)
     experts([*found], x, layer, groups)
     reference = choose_kernels(x.device.type, "reference")
     reference.experts([*expected], x.float(), layer, groups)
-    same(cell, found, expected)
+    check_close(cell, found, expected)
 
 
 def with_tables(
     text: str,
-    plans: Mapping[int, Mapping[str, Plan]],
-    experts: Mapping[int, Mapping[str, ExpertsPlan]],
+    configs: Mapping[int, Mapping[str, LinearConfig]],
+    experts: Mapping[int, Mapping[str, ExpertsConfig]],
     sources: Mapping[int, str],
 ) -> str:
-    """The text of `plans.py` with these tables in the place of its own."""
-    rows = "".join(f'    {architecture}: "{words}",\n' for architecture, words in sources.items())
+    """Return the text of `tile_configs.py` with these tables."""
+    rows = "".join(f'    {architecture}: "{source}",\n' for architecture, source in sources.items())
     text = _replaced(text, "SOURCE: Final[dict[int, str]]", rows)
-    text = _replaced(text, "PLANS: Final[dict[int, dict[str, Plan]]]", _table(plans))
-    return _replaced(text, "EXPERTS: Final[dict[int, dict[str, ExpertsPlan]]]", _table(experts))
+    text = _replaced(
+        text, "LINEAR_CONFIGS: Final[dict[int, dict[str, LinearConfig]]]", _table(configs)
+    )
+    return _replaced(
+        text, "EXPERTS_CONFIGS: Final[dict[int, dict[str, ExpertsConfig]]]", _table(experts)
+    )
 
 
-def _table(plans: Mapping[int, Mapping[str, AnyPlan]]) -> str:
-    """The lines of all architectures."""
+def _table(configs: Mapping[int, Mapping[str, AnyConfig]]) -> str:
+    """Return the lines of all architectures."""
     return "".join(
         f"    {architecture}: {{\n{''.join(_regime(*item) for item in table.items())}    }},\n"
-        for architecture, table in plans.items()
+        for architecture, table in configs.items()
     )
 
 
-def _regime(name: str, plan: Plan | ExpertsPlan) -> str:
-    """One row; the comma at its end keeps the formatter from joining the lines."""
+def _regime(name: str, config: LinearConfig | ExpertsConfig) -> str:
+    """Return one row; the trailing comma keeps the formatter from joining the lines."""
     launches = "".join(
-        f"            {type(launch).__name__}{_in_words(tuple(launch))},\n"
-        for launch in plan
+        f"            {type(launch).__name__}{_arguments(tuple(launch))},\n"
+        for launch in config
         if launch is not None
     )
-    return f'        "{name}": {type(plan).__name__}(\n{launches}        ),\n'
+    return f'        "{name}": {type(config).__name__}(\n{launches}        ),\n'
 
 
-def _in_words(values: tuple[int, ...]) -> str:
-    heights = {SHORT: "SHORT", LONG: "LONG"}
-    return f"({', '.join([heights[values[0]], *map(str, values[1:])])})"
+def _arguments(values: tuple[int, ...]) -> str:
+    names = {SHORT: "SHORT", LONG: "LONG"}
+    return f"({', '.join([names[values[0]], *map(str, values[1:])])})"
 
 
 def _replaced(text: str, name: str, rows: str) -> str:
     pattern = re.compile(rf"({re.escape(name)} = \{{\n).*?(^\}}\n)", re.DOTALL | re.MULTILINE)
     found, count = pattern.subn(lambda match: match[1] + rows + match[2], text)
     if count != 1:
-        raise ValueError(f"{TABLE_FILE.name} has {count} tables called {name}; one is needed")
+        raise ValueError(
+            f"{TABLE_FILE.name} has {count} tables named {name}; exactly one is needed"
+        )
     return found
 
 

@@ -1,8 +1,6 @@
-"""The arithmetic of LoRA, one operation a file, and the one table that chooses implementations.
+"""LoRA arithmetic: the table of implementations, and the choice for a device.
 
-What it is: kernels over (arena, offsets, ranks) and a batch's groups. What it is not: a place
-that knows adapters, requests or messages. One rule: every implementation of an operation has the
-reference's signature and passes the reference's tests.
+Every implementation of an operation has the reference's signature and passes its tests.
 """
 
 from collections.abc import Callable
@@ -16,7 +14,7 @@ __all__ = ["DEFAULTS", "IMPLEMENTATIONS", "Kernels", "choose_kernels"]
 
 
 def triton_kernels(batch_invariant: bool) -> Kernels:
-    """The Triton kernels; Triton itself is imported here, for where it may be missing."""
+    """Create the Triton kernels; Triton is imported here because it may not be installed."""
     from engine.kernels.gpu.operations import triton_kernels as make  # noqa: PLC0415
 
     return make(batch_invariant)
@@ -27,23 +25,23 @@ IMPLEMENTATIONS: Final[dict[str, Callable[[bool], Kernels]]] = {
     "cpu": cpu_kernels,
     "triton": triton_kernels,
 }
-"""Name -> a maker of kernels; its argument is `batch_invariant`."""
+"""Implementation name -> function that creates its kernels from `batch_invariant`."""
 
 DEFAULTS: Final[dict[str, str]] = {"cpu": "cpu", "cuda": "triton"}
-"""The implementation for each type of device."""
+"""Device type -> default implementation."""
 
 
 def choose_kernels(device_type: str, name: str = "auto", batch_invariant: bool = False) -> Kernels:
-    """New kernels of the implementation called `name`; "auto" takes the device's own.
+    """Create kernels of the implementation `name`; "auto" selects the device's default.
 
-    With `batch_invariant` a row gets the same bits whatever else is in its batch. Scratch memory is
-    the returned tuple's own, so each thread that runs forward passes needs one for itself. Raises
-    ValueError for a name or a device that is not in the tables.
+    With `batch_invariant` the bits of a row's result do not depend on the other rows of its batch.
+    The returned kernels own their scratch memory, so each thread that runs forward passes needs its
+    own. Raises ValueError for an unknown implementation or device type.
     """
     chosen = DEFAULTS.get(device_type) if name == "auto" else name
     if chosen not in IMPLEMENTATIONS:
         raise ValueError(
-            f"kernels {name!r} on device type {device_type!r}; there are "
-            f"{', '.join(IMPLEMENTATIONS)}, and defaults for {', '.join(DEFAULTS)}"
+            f"no kernels {name!r} for device type {device_type!r}; implementations are "
+            f"{', '.join(IMPLEMENTATIONS)}, and {', '.join(DEFAULTS)} have a default"
         )
     return IMPLEMENTATIONS[chosen](batch_invariant)

@@ -1,10 +1,7 @@
-"""What a launcher makes sure of before it touches memory.
+"""Checks of a launch's operands, made before any memory is touched.
 
-What it is: shapes, dtypes, strides and devices against what an operation's reference says. What it
-is not: arithmetic. One rule: a message names the operation, what was found and what is needed.
-
-`signature` is what these checks depend on beside the layer and the groups: who has checked one may
-skip equal ones.
+A check compares shapes, dtypes, strides and devices with the operation's specification, which is
+its reference. Messages name the operation, what was found and what is needed.
 """
 
 from collections.abc import Sequence
@@ -16,117 +13,113 @@ from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import Groups, LoRASlices, accumulator_dtype
 from engine.layout import ModuleKind
 
-Signature = tuple[object, ...]
 
-
-def signature(y: Tensor, x: Tensor) -> Signature:
-    """What is checked of two tensors."""
-    return (y.shape, y.stride(), y.dtype, y.device, x.shape, x.stride(), x.dtype, x.device)
-
-
-def check_linear(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> None:
+def check_linear(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:
     """Raise ValueError unless `linear_reference` is defined for these."""
-    _check_kind("linear", weights, ModuleKind.LINEAR)
-    _check_groups("linear", weights, groups.rows, _last_slot(groups))
+    _check_kind("linear", slices, ModuleKind.LINEAR)
+    _check_groups("linear", slices, groups.rows, _last_slot(groups))
     _check_floating("linear", "x", x)
-    _check("linear", "x", x, (groups.tokens, weights.in_features), weights)
-    _check("linear", "y", y, (groups.tokens, sum(weights.out_features)), weights)
+    _check("linear", "x", x, (groups.tokens, slices.in_features), slices)
+    _check("linear", "y", y, (groups.tokens, sum(slices.out_features)), slices)
     _check_dtype("linear", "y", y, x.dtype)
 
 
-def check_shrink(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> None:
+def check_shrink(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups) -> None:
     """Raise ValueError unless `shrink_reference` is defined for these."""
-    _check_kind("shrink", weights, ModuleKind.LINEAR)
-    _check_groups("shrink", weights, groups.rows, _last_slot(groups))
+    _check_kind("shrink", slices, ModuleKind.LINEAR)
+    _check_groups("shrink", slices, groups.rows, _last_slot(groups))
     _check_floating("shrink", "x", x)
-    _check("shrink", "x", x, (groups.tokens, weights.in_features), weights)
-    _check("shrink", "y", y, (len(weights.columns), groups.tokens, _rank_max(weights)), weights)
+    _check("shrink", "x", x, (groups.tokens, slices.in_features), slices)
+    _check("shrink", "y", y, (len(slices.columns), groups.tokens, _rank_max(slices)), slices)
     _check_dtype("shrink", "y", y, accumulator_dtype(x.dtype))
 
 
-def check_expand(y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, offset: int) -> None:
+def check_expand(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, offset: int) -> None:
     """Raise ValueError unless `expand_reference` is defined for these."""
-    _check_kind("expand", weights, ModuleKind.LINEAR)
-    _check_groups("expand", weights, groups.rows, _last_slot(groups))
+    _check_kind("expand", slices, ModuleKind.LINEAR)
+    _check_groups("expand", slices, groups.rows, _last_slot(groups))
     _check_floating("expand", "y", y)
-    _check("expand", "x", x, (len(weights.columns), groups.tokens, _rank_max(weights)), weights)
-    width = offset + sum(weights.out_features)
-    _check("expand", "y", y, (groups.tokens, width), weights, wider=True)
+    _check("expand", "x", x, (len(slices.columns), groups.tokens, _rank_max(slices)), slices)
+    columns = offset + sum(slices.out_features)
+    _check("expand", "y", y, (groups.tokens, columns), slices, may_be_wider=True)
     _check_dtype("expand", "x", x, accumulator_dtype(y.dtype))
     if offset < 0:
         raise ValueError(f"expand: offset is {offset}; at least 0 is needed")
 
 
-def check_embedding(y: Tensor, token_ids: Tensor, weights: LoRASlices, groups: Groups) -> None:
-    """Raise ValueError unless `embedding_reference` is defined for these, the ids' values apart."""
-    _check_kind("embedding", weights, ModuleKind.EMBEDDING)
-    _check_groups("embedding", weights, groups.rows, _last_slot(groups))
+def check_embedding(y: Tensor, token_ids: Tensor, slices: LoRASlices, groups: Groups) -> None:
+    """Raise ValueError unless `embedding_reference` is defined for these.
+
+    The values of the ids are not checked.
+    """
+    _check_kind("embedding", slices, ModuleKind.EMBEDDING)
+    _check_groups("embedding", slices, groups.rows, _last_slot(groups))
     _check_floating("embedding", "y", y)
-    _check("embedding", "token_ids", token_ids, (groups.tokens,), weights)
-    _check("embedding", "y", y, (groups.tokens, *weights.out_features), weights)
+    _check("embedding", "token_ids", token_ids, (groups.tokens,), slices)
+    _check("embedding", "y", y, (groups.tokens, *slices.out_features), slices)
     _check_dtype("embedding", "token_ids", token_ids, torch.int64)
 
 
 def check_experts(
-    ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
+    ys: Sequence[Tensor], x: Tensor, slices: LoRASlices, groups: ExpertGroups
 ) -> None:
     """Raise ValueError unless `experts_reference` is defined for these."""
-    _check_experts("experts", weights, groups)
+    _check_experts("experts", slices, groups)
     _check_floating("experts", "x", x)
-    _check("experts", "x", x, (len(groups.pairs), weights.in_features), weights)
-    _check_outputs("experts", ys, weights, groups)
+    _check("experts", "x", x, (len(groups.pairs), slices.in_features), slices)
+    _check_outputs("experts", ys, slices, groups)
     _check_dtype("experts", "y", ys[0], x.dtype)
 
 
-def check_experts_shrink(y: Tensor, x: Tensor, weights: LoRASlices, groups: ExpertGroups) -> None:
+def check_experts_shrink(y: Tensor, x: Tensor, slices: LoRASlices, groups: ExpertGroups) -> None:
     """Raise ValueError unless `experts_shrink_reference` is defined for these."""
     operation, pairs = "experts_shrink", len(groups.pairs)
-    _check_experts(operation, weights, groups)
+    _check_experts(operation, slices, groups)
     _check_floating(operation, "x", x)
-    _check(operation, "x", x, (pairs, weights.in_features), weights)
-    _check(operation, "y", y, (len(weights.columns), pairs, _rank_max(weights)), weights)
+    _check(operation, "x", x, (pairs, slices.in_features), slices)
+    _check(operation, "y", y, (len(slices.columns), pairs, _rank_max(slices)), slices)
     _check_dtype(operation, "y", y, accumulator_dtype(x.dtype))
 
 
 def check_experts_expand(
-    ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
+    ys: Sequence[Tensor], x: Tensor, slices: LoRASlices, groups: ExpertGroups
 ) -> None:
     """Raise ValueError unless `experts_expand_reference` is defined for these."""
     operation, pairs = "experts_expand", len(groups.pairs)
-    _check_experts(operation, weights, groups)
-    _check(operation, "x", x, (len(weights.columns), pairs, _rank_max(weights)), weights)
-    _check_outputs(operation, ys, weights, groups)
+    _check_experts(operation, slices, groups)
+    _check(operation, "x", x, (len(slices.columns), pairs, _rank_max(slices)), slices)
+    _check_outputs(operation, ys, slices, groups)
     _check_floating(operation, "y", ys[0])
     _check_dtype(operation, "x", x, accumulator_dtype(ys[0].dtype))
 
 
-def _check_experts(operation: str, weights: LoRASlices, groups: ExpertGroups) -> None:
-    _check_kind(operation, weights, ModuleKind.EXPERTS)
-    _check_groups(operation, weights, groups.pairs, max(groups.slots, default=-1))
-    if groups.experts != weights.experts:
+def _check_experts(operation: str, slices: LoRASlices, groups: ExpertGroups) -> None:
+    _check_kind(operation, slices, ModuleKind.EXPERTS)
+    _check_groups(operation, slices, groups.pairs, max(groups.slots, default=-1))
+    if groups.experts != slices.experts:
         raise ValueError(
             f"{operation}: the groups are of {groups.experts} experts; the layer has "
-            f"{weights.experts}"
+            f"{slices.experts}"
         )
 
 
 def _check_outputs(
-    operation: str, ys: Sequence[Tensor], weights: LoRASlices, groups: ExpertGroups
+    operation: str, ys: Sequence[Tensor], slices: LoRASlices, groups: ExpertGroups
 ) -> None:
-    """One output a slice, of any strides and all of one dtype."""
-    if len(ys) != len(weights.columns):
+    """Check one output per slice; strides are free, the dtype is equal for all."""
+    if len(ys) != len(slices.columns):
         raise ValueError(
-            f"{operation}: {len(ys)} outputs; the layer has {len(weights.columns)} slices"
+            f"{operation}: {len(ys)} outputs; the layer has {len(slices.columns)} slices"
         )
-    for y, width in zip(ys, weights.out_features, strict=True):
-        _check_shape(operation, "y", y, (len(groups.pairs), width))
-        _check_device(operation, "y", y, weights)
+    for y, out_features in zip(ys, slices.out_features, strict=True):
+        _check_shape(operation, "y", y, (len(groups.pairs), out_features))
+        _check_device(operation, "y", y, slices)
         _check_dtype(operation, "y", y, ys[0].dtype)
 
 
-def _rank_max(weights: LoRASlices) -> int:
-    """The widest rank that any slot has in the layer's columns."""
-    return int(weights.directory.host_ranks[:, list(weights.columns)].max())
+def _rank_max(slices: LoRASlices) -> int:
+    """Return the highest rank of any slot in the layer's columns."""
+    return int(slices.directory.host_ranks[:, list(slices.columns)].max())
 
 
 def _check(
@@ -134,22 +127,27 @@ def _check(
     name: str,
     found: Tensor,
     needed: tuple[int, ...],
-    weights: LoRASlices,
+    slices: LoRASlices,
     *,
-    wider: bool = False,
+    may_be_wider: bool = False,
 ) -> None:
-    """Shape, strides and device; `wider` (and a buffer's last size) may exceed what is needed."""
-    _check_shape(operation, name, found, needed, may_be_wider=wider or len(needed) == 3)
+    """Check shape, strides and device; `may_be_wider`, and buffers, allow a larger last size."""
+    _check_shape(operation, name, found, needed, may_be_wider=may_be_wider or len(needed) == 3)
     if found.shape and found.shape[-1] > 1 and found.stride(-1) != 1:
         raise ValueError(
-            f"{operation}: {name} has strides {found.stride()}; its last has to be 1, so that a "
-            "row's numbers lie side by side"
+            f"{operation}: {name} has strides {found.stride()}; the last one must be 1, so that "
+            "the numbers of a row are contiguous"
         )
-    _check_device(operation, name, found, weights)
+    _check_device(operation, name, found, slices)
 
 
 def _check_shape(
-    operation: str, name: str, found: Tensor, needed: tuple[int, ...], *, may_be_wider: bool = False
+    operation: str,
+    name: str,
+    found: Tensor,
+    needed: tuple[int, ...],
+    *,
+    may_be_wider: bool = False,
 ) -> None:
     shape = tuple(found.shape)
     fits = len(shape) == len(needed) and shape[:-1] == needed[:-1]
@@ -160,8 +158,8 @@ def _check_shape(
         )
 
 
-def _check_device(operation: str, name: str, found: Tensor, weights: LoRASlices) -> None:
-    device = weights.directory.data.device
+def _check_device(operation: str, name: str, found: Tensor, slices: LoRASlices) -> None:
+    device = slices.directory.data.device
     if found.device != device:
         raise ValueError(f"{operation}: {name} is on {found.device}; the weights are on {device}")
 
@@ -177,18 +175,18 @@ def _check_floating(operation: str, name: str, found: Tensor) -> None:
 
 
 def _last_slot(groups: Groups) -> int:
-    """The highest slot, for groups are sorted by it; -1 where there is no group."""
+    """Return the highest slot, which is the last because groups are sorted; -1 without groups."""
     return groups.spans[-1].slot if groups.spans else -1
 
 
-def _check_groups(operation: str, weights: LoRASlices, rows: Tensor, highest: int) -> None:
-    """The device of the groups' tables, and that their highest slot is one of the directory's."""
-    _check_device(operation, "the groups' table of rows", rows, weights)
-    slots = len(weights.directory.host_ranks)
+def _check_groups(operation: str, slices: LoRASlices, rows: Tensor, highest: int) -> None:
+    """Check the device of the groups' tables, and that the highest slot is in the directory."""
+    _check_device(operation, "the groups' table of rows", rows, slices)
+    slots = len(slices.directory.host_ranks)
     if highest >= slots:
         raise ValueError(f"{operation}: a group is of slot {highest}; the directory has {slots}")
 
 
-def _check_kind(operation: str, weights: LoRASlices, needed: ModuleKind) -> None:
-    if weights.kind is not needed:
-        raise ValueError(f"{operation}: the layer's kind is {weights.kind}; {needed} is needed")
+def _check_kind(operation: str, slices: LoRASlices, needed: ModuleKind) -> None:
+    if slices.kind is not needed:
+        raise ValueError(f"{operation}: the layer's kind is {slices.kind}; {needed} is needed")

@@ -1,10 +1,10 @@
-"""Which rows of an experts layer belong to which slot and expert.
+"""Grouping of an experts layer's rows by slot and expert.
 
-What it is: the grouping that expert kernels read, made anew for every layer and batch, because each
-layer routes for itself. What it is not: a decision who is routed where. One rule: tensor operations
-alone; nothing waits for the device, and nothing loops over tokens, experts or pairs.
+The groups are built for every layer and batch, because each layer routes for itself. They are built
+by tensor operations alone: nothing waits for the device, and no Python loop runs over tokens,
+experts or pairs.
 
-A *pair* is a token and one of the experts that it was routed to: `t * top_k + k` for token `t`.
+A *pair* is a token and one of the experts that it is routed to: `t * top_k + k` for token `t`.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from torch import Tensor
 from engine.kernels.operands import GroupBounds, Groups
 
 NO_GROUP: Final = 1 << 62
-"""The key of pairs that no adapter of this rank touches: of base rows, and of others' experts."""
+"""The key of pairs without an adapter on this rank: base rows, and experts of other ranks."""
 
 
 class ExpertSpan(NamedTuple):
-    """The pairs of one slot, `groups.pairs[start:end]`: `sizes[i]` of them go to `experts[i]`."""
+    """The pairs `groups.pairs[start:end]` of one slot; `sizes[i]` of them go to `experts[i]`."""
 
     slot: int
     start: int
@@ -35,14 +35,15 @@ class ExpertSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """A batch's pairs sorted by slot, then stably by expert; those in no group behind them.
+    """A batch's pairs sorted by slot, then stably by expert, followed by those in no group.
 
-    pairs: [tokens * top_k] int64. keys: beside them int64, `slot * experts + expert` or `NO_GROUP`,
-    ascending. bounds: the most pairs, the most groups and the highest rank that a batch of this
-    shape can have. slots: those with weights in this layer, on the host: what a loop may visit;
-    kernels on a device ask the directory instead, because a captured graph meets other slots.
+    pairs: [tokens * top_k] int64. keys: [tokens * top_k] int64, ascending, each pair's
+    `slot * experts + expert` or `NO_GROUP`. bounds: the most pairs, the most groups and the highest
+    rank of any batch of this shape. slots: those with weights in this layer, on the host, for loops
+    on the host. Kernels on a device read the directory instead, because a captured graph is
+    replayed with other slots.
 
-    What is made of the keys is made once, for all products of a layer.
+    What is derived from the keys is computed once for all products of a layer.
     """
 
     pairs: Tensor
@@ -51,13 +52,13 @@ class ExpertGroups:
     bounds: GroupBounds
     slots: tuple[int, ...]
 
-    def at(self, places: Tensor) -> "ExpertGroups":
-        """The same groups where pair `p` is row `places[p]` of a kernel's operands."""
-        return replace(self, pairs=places[self.pairs])
+    def with_rows(self, row_of_pair: Tensor) -> "ExpertGroups":
+        """Return the same groups where pair `p` is row `row_of_pair[p]` of a kernel's operands."""
+        return replace(self, pairs=row_of_pair[self.pairs])
 
     @cached_property
     def spans(self) -> tuple[ExpertSpan, ...]:
-        """The pairs of each of `slots`, on the host; it waits for the device."""
+        """The pairs of each of `slots`, on the host; waits for the device."""
         keys, counts = torch.unique_consecutive(self.keys, return_counts=True)
         groups = [
             (*divmod(key, self.experts), size)
@@ -71,36 +72,36 @@ class ExpertGroups:
             start = end
         return tuple(span for span in spans if span.slot in self.slots)
 
-    def tiles(self, height: int) -> Tensor:
-        """Where each tile starts in `pairs`, or their number behind the last: [bound] int64.
+    def tile_starts(self, block_m: int) -> Tensor:
+        """Return the index into `pairs` at which each tile starts: [bound] int64.
 
-        A tile is at most `height` pairs of one group; its rows are those whose key is its first
-        one's. The table's length follows from the bounds.
+        A tile is at most `block_m` pairs of one group: those whose key equals the key of its first
+        pair. The length follows from the bounds; entries after the last tile are `len(pairs)`.
         """
-        if height not in self._tiles:
-            self._tiles[height] = self._cut(height)
-        return self._tiles[height]
+        if block_m not in self._tile_starts:
+            self._tile_starts[block_m] = self._find_tile_starts(block_m)
+        return self._tile_starts[block_m]
 
     @cached_property
-    def _tiles(self) -> dict[int, Tensor]:
+    def _tile_starts(self) -> dict[int, Tensor]:
         return {}
 
-    def _cut(self, height: int) -> Tensor:
-        places = torch.arange(len(self.keys), device=self.keys.device)
-        within = places - torch.searchsorted(self.keys, self.keys)
-        starts = (within % height == 0) & (self.keys != NO_GROUP)
-        numbers = torch.arange(1, self.bounds.tiles(height) + 1, device=places.device)
-        return torch.searchsorted(starts.cumsum(0), numbers)
+    def _find_tile_starts(self, block_m: int) -> Tensor:
+        positions = torch.arange(len(self.keys), device=self.keys.device)
+        within_group = positions - torch.searchsorted(self.keys, self.keys)
+        is_start = (within_group % block_m == 0) & (self.keys != NO_GROUP)
+        numbers = torch.arange(1, self.bounds.max_tiles(block_m) + 1, device=positions.device)
+        return torch.searchsorted(is_start.cumsum(0), numbers)
 
 
 def group_experts(
     groups: Groups, has_weights: Callable[[int], bool], top_k_index: Tensor, experts: int
 ) -> ExpertGroups | None:
-    """The groups of one layer's pairs; None where no row's slot `has_weights` there.
+    """Return the groups of one layer's pairs; None where no row's slot `has_weights` in it.
 
-    top_k_index: [tokens, top_k], each an expert below `experts`, or `experts` for one that is not
-    this rank's. On a CUDA device it is never None: a graph that was captured with slots without
-    weights may be replayed with others.
+    top_k_index: [tokens, top_k], each an expert below `experts`, or `experts` for an expert of
+    another rank. On a CUDA device the result is never None: a graph that was captured with slots
+    without weights may be replayed with others.
     """
     slots = tuple(span.slot for span in groups.spans if has_weights(span.slot))
     if not slots and top_k_index.device.type != "cuda":
@@ -108,31 +109,30 @@ def group_experts(
     keys = groups.token_slots[:, None] * experts + top_k_index
     is_grouped = (groups.token_slots >= 0)[:, None] & (top_k_index < experts)
     keys, pairs = torch.where(is_grouped, keys, NO_GROUP).flatten().sort(stable=True)
-    most = min(len(pairs), groups.bounds.groups * experts)
-    bounds = GroupBounds(len(pairs), most, groups.bounds.rank)
+    groups_max = min(len(pairs), groups.bounds.groups * experts)
+    bounds = GroupBounds(len(pairs), groups_max, groups.bounds.rank)
     return ExpertGroups(pairs, keys, experts, bounds, slots)
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
-    """All pairs of a batch, sorted stably by expert: the order of the base model's products.
+class RoutedPairs:
+    """All pairs of a batch, sorted stably by expert: the row order of the base model's products.
 
-    tokens, experts: [pairs], of each row. places: [pairs], the row where each pair lies. ends:
-    [experts] int32, where each expert's rows end; behind the last are rows of other ranks' experts.
+    tokens, experts: [pairs], of each row. row_of_pair: [pairs], each pair's row. ends: [experts]
+    int32, the end of each expert's rows; rows after the last end are for experts of other ranks.
     """
 
     tokens: Tensor
     experts: Tensor
-    places: Tensor
+    row_of_pair: Tensor
     ends: Tensor
 
 
-def sort_by_expert(top_k_index: Tensor, experts: int) -> Routed:
-    """Sort a batch's pairs; top_k_index as in `group_experts`."""
+def sort_by_expert(top_k_index: Tensor, experts: int) -> RoutedPairs:
+    """Sort a batch's pairs by expert; top_k_index as in `group_experts`."""
     sorted_experts, order = top_k_index.reshape(-1).sort(stable=True)
-    places = torch.empty_like(order)
-    numbers = torch.arange(len(order), device=order.device)
-    places[order] = numbers
-    each = torch.arange(experts, device=order.device, dtype=sorted_experts.dtype)
-    ends = torch.searchsorted(sorted_experts, each, right=True, out_int32=True)
-    return Routed(order // top_k_index.shape[1], sorted_experts, places, ends)
+    row_of_pair = torch.empty_like(order)
+    row_of_pair[order] = torch.arange(len(order), device=order.device)
+    numbers = torch.arange(experts, device=order.device, dtype=sorted_experts.dtype)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True, out_int32=True)
+    return RoutedPairs(order // top_k_index.shape[1], sorted_experts, row_of_pair, ends)

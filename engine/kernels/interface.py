@@ -1,7 +1,6 @@
-"""The operations that an implementation has to bring, and their signatures.
+"""Operations of an implementation and their signatures.
 
-What it is: one tuple of callables. What it is not: an implementation. One rule: an operation's
-contract is told once, by its reference; all others keep it.
+The reference implementation specifies each operation; every other implementation must match it.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,22 +12,22 @@ from engine.kernels.expert_groups import ExpertGroups
 from engine.kernels.operands import Groups, LoRASlices
 
 ShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
-"""(y, x, weights, groups, scale)."""
+"""(y, x, slices, groups, scale)."""
 ExpandKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, int, bool], None]
-"""(y, x, weights, groups, offset, add_inputs)."""
+"""(y, x, slices, groups, offset, add_inputs)."""
 LinearKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
-"""(y, x, weights, groups, scale)."""
+"""(y, x, slices, groups, scale)."""
 EmbeddingKernel = Callable[[Tensor, Tensor, LoRASlices, Groups, float], None]
-"""(y, token_ids, weights, groups, scale)."""
+"""(y, token_ids, slices, groups, scale)."""
 
 ExpertsKernel = Callable[[Sequence[Tensor], Tensor, LoRASlices, ExpertGroups], None]
-"""(ys, x, weights, groups); also of the expand alone."""
+"""(ys, x, slices, groups); also the signature of `experts_expand`."""
 ExpertsShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, ExpertGroups], None]
-"""(y, x, weights, groups)."""
+"""(y, x, slices, groups)."""
 
 
 class Kernels(NamedTuple):
-    """One implementation of every operation; what they share (scratch) belongs to this tuple."""
+    """One implementation of every operation; scratch memory is shared within the tuple only."""
 
     shrink: ShrinkKernel
     expand: ExpandKernel

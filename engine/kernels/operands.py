@@ -1,8 +1,7 @@
-"""What every LoRA kernel reads: where the weights lie, and which rows belong to which slot.
+"""Operands of every LoRA kernel: a layer's weights in the arena, and a batch's rows by slot.
 
-What it is: the operands that all implementations share. What it is not: an owner of memory; the
-arena and the Punica wrapper own what these point at. One rule: rows of the base model (slot -1) are
-in no group, so no kernel ever indexes a table with -1.
+The arena and the Punica wrapper own the memory that these objects refer to. Rows of the base model
+(slot -1) are in no group, so no kernel indexes a table with -1.
 """
 
 import math
@@ -12,29 +11,12 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.directory import Edition
+from engine.kernels.directory import SlotDirectory
 from engine.layout import ModuleKind, ModuleShape, aligned_elements
 
 
-class Directory(NamedTuple):
-    """The arena and the tables that say what lies where in it.
-
-    data: [elements]. offsets: [slots, columns] int64, in elements, -1 where a slot has nothing.
-    ranks: [slots, columns] int32. host_offsets, host_ranks: the same on the host, never a copy of
-    a moment: their contents follow every slot that is written or reset, and then `edition.number`
-    grows.
-    """
-
-    data: Tensor
-    offsets: Tensor
-    ranks: Tensor
-    host_offsets: Tensor
-    host_ranks: Tensor
-    edition: Edition
-
-
-class Pair(NamedTuple):
-    """One slot's matrices for one slice, as views of the arena, in the shapes of `ModuleKind`."""
+class LoRAPair(NamedTuple):
+    """A and B of one slot and one slice, as views of the arena in the shapes of `ModuleKind`."""
 
     a: Tensor
     b: Tensor
@@ -43,17 +25,17 @@ class Pair(NamedTuple):
 class LoRASlices:
     """One wrapped layer's columns of the slot directory.
 
-    Slice `s` of the layer is column `columns[s]`; there A lies at the offset, and B behind it, at
-    the next multiple of 128 bytes. `kind` decides their shapes: for LINEAR A is [rank,
-    in_features] and B [out_features[s], rank], for EMBEDDING A is [in_features, rank], for EXPERTS
-    both have `experts` in front.
+    Slice `s` is column `columns[s]` of `directory`: A starts at the
+    column's offset, and B after A at the next multiple of 128 bytes. `kind` determines their
+    shapes: for LINEAR A is [rank, in_features] and B is [out_features[s], rank]; for EMBEDDING A is
+    [in_features, rank]; for EXPERTS both have a leading dimension `experts`.
 
-    Views are made once for each edition of the directory: what an older one said is forgotten.
+    Views of the weights are cached for one version of the directory.
     """
 
     def __init__(
         self,
-        directory: Directory,
+        directory: SlotDirectory,
         columns: tuple[int, ...],
         in_features: int,
         out_features: tuple[int, ...],
@@ -66,14 +48,14 @@ class LoRASlices:
         self.out_features = out_features
         self.kind = kind
         self.experts = experts
-        self._edition = -1
-        self._pairs: dict[int, tuple[Pair | None, ...]] = {}
+        self._version = -1
+        self._pairs: dict[int, tuple[LoRAPair | None, ...]] = {}
 
-    def pairs(self, slot: int) -> tuple[Pair | None, ...]:
-        """A and B of each slice; None for a slice where the slot has nothing."""
-        if self._edition != self.directory.edition.number:
+    def pairs(self, slot: int) -> tuple[LoRAPair | None, ...]:
+        """Return A and B of each slice; None for a slice that is absent from the slot."""
+        if self._version != self.directory.version:
             self._pairs.clear()
-            self._edition = self.directory.edition.number
+            self._version = self.directory.version
         if slot not in self._pairs:
             self._pairs[slot] = tuple(map(self._pair, self._entries(slot), self.out_features))
         return self._pairs[slot]
@@ -83,24 +65,24 @@ class LoRASlices:
         offsets = self.directory.host_offsets[slot, columns].tolist()
         return list(zip(offsets, self.directory.host_ranks[slot, columns].tolist(), strict=True))
 
-    def _pair(self, entry: tuple[int, int], out_features: int) -> Pair | None:
+    def _pair(self, entry: tuple[int, int], out_features: int) -> LoRAPair | None:
         offset, rank = entry
         if offset < 0:
             return None
         shape = ModuleShape("", self.in_features, out_features, 0, False, self.kind, self.experts)
         a_shape = shape.a_shape(rank)
-        behind_a = offset + aligned_elements(math.prod(a_shape), self.directory.data.dtype)
-        return Pair(
+        b_offset = offset + aligned_elements(math.prod(a_shape), self.directory.data.dtype)
+        return LoRAPair(
             self._matrix(offset, a_shape),
-            self._matrix(behind_a, shape.b_shape(rank)),
+            self._matrix(b_offset, shape.b_shape(rank)),
         )
 
     def _matrix(self, offset: int, shape: tuple[int, ...]) -> Tensor:
         return self.directory.data[offset : offset + math.prod(shape)].view(shape)
 
 
-class Span(NamedTuple):
-    """One group: the rows `groups.rows[start:end]` use `slot`."""
+class SlotSpan(NamedTuple):
+    """One group: `groups.rows[start:end]` are the rows that use `slot`."""
 
     slot: int
     start: int
@@ -108,52 +90,52 @@ class Span(NamedTuple):
 
 
 TILE_ROWS: Final = (16, 64)
-"""The heights that groups are cut to for kernels: few rows each, and long segments."""
+"""The tile sizes (block_m) that groups are divided into: for few rows each, and for long groups."""
 
 
 class GroupBounds(NamedTuple):
-    """The most rows, the most active groups and the highest rank that a launch has to reach.
+    """Upper bounds of a batch: its rows, its active groups and the highest rank.
 
-    They are what a batch's shape is rounded up to, and all that a launch's grid may depend on.
+    They are the batch's shape rounded up, and the only input of a launch's grid.
     """
 
     tokens: int
     groups: int
     rank: int
 
-    def tiles(self, height: int) -> int:
-        """The most tiles of `height` rows that any batch within these bounds has."""
-        return min(self.tokens, (self.tokens + self.groups * (height - 1)) // height)
+    def max_tiles(self, block_m: int) -> int:
+        """Return the most tiles of `block_m` rows in any batch within these bounds."""
+        return min(self.tokens, (self.tokens + self.groups * (block_m - 1)) // block_m)
 
 
 class Tiles(NamedTuple):
-    """The groups, each cut into blocks of at most `height` rows.
+    """The groups divided into tiles of at most `block_m` rows.
 
-    table: [bound, 3] int64 on the device: slot, first place in `Groups.rows`, rows; zero rows
-    behind the last tile.
+    table: [bound, 3] int64 on the device: slot, first index into `Groups.rows`, rows. Entries after
+    the last tile have zero rows.
     """
 
-    height: int
+    block_m: int
     table: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """A batch's rows that have an adapter, sorted stably by slot.
+    """A batch's rows that use an adapter, sorted stably by slot.
 
-    rows: [n] int64. slots, counts, starts: [active] int64, beside `rows` on the device. spans: the
-    same three on the host. tokens: how many rows the whole batch has. token_slots: [tokens] int64,
-    each one's slot, -1 for the base model. active: [1] int64 on the device, the number of groups.
-    tiles: one table for each height of `TILE_ROWS`. bounds: what grids are sized by. The device's
-    tables have the room of the bounds, so a kernel may read them from the first entry of `rows` up
-    to `bounds.tokens`, whatever their views' lengths say.
+    rows: [n] int64. slots, counts, starts: [active] int64, on the same device as `rows`. spans: the
+    same three on the host. tokens: rows of the whole batch. token_slots: [tokens] int64, each row's
+    slot, -1 for the base model. active: [1] int64 on the device, the number of groups. tiles: one
+    table for each size of `TILE_ROWS`. bounds: the size of launch grids. The device's tables have
+    the capacity of the bounds, so a kernel may read up to `bounds.tokens` entries from the start of
+    `rows` even where the view is shorter.
     """
 
     rows: Tensor
     slots: Tensor
     counts: Tensor
     starts: Tensor
-    spans: tuple[Span, ...]
+    spans: tuple[SlotSpan, ...]
     tokens: int
     token_slots: Tensor
     active: Tensor
@@ -167,5 +149,5 @@ class Groups:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, and float64 for float64: what partial sums of `dtype` are kept in."""
+    """Return the dtype of partial sums of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

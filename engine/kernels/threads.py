@@ -1,9 +1,6 @@
-"""How many threads a product gets.
+"""The number of threads for a matrix product, chosen by its rows.
 
-What it is: one number of rows, and a way to stay on one thread. What it is not: a pool. One rule:
-the number of threads is what it was when the products are done, whatever happens in between.
-
-Waking a second thread costs more than it saves where a product has few rows: on two cores, a decode
+Waking a second thread costs more than it saves for products of few rows: on two cores, a decode
 step of 16 rows over 8 adapters took 165 ms on two threads and 84 ms with its deltas on one.
 """
 
@@ -13,14 +10,15 @@ from typing import Final
 import torch
 
 THREADED_ROWS: Final = 256
-"""From so many rows in one product on, more than one thread is worth its waking."""
+"""The least rows of a product that is computed on more than one thread."""
 
 
 class threads_for:  # noqa: N801  # it is used as a function is, and a generator's takes 2 us
-    """One thread for products of at most `rows` rows, unless that is many; then as many as are set.
+    """Context manager that limits products of fewer than `THREADED_ROWS` rows to one thread.
 
-    What other threads of this process compute meanwhile may get one thread too, never a wrong
-    result.
+    The previous number of threads is restored on exit, also after an error. PyTorch's setting is
+    process-wide: concurrent work of other threads may get one thread too, which affects its speed
+    only.
     """
 
     __slots__ = ("_before", "_rows")

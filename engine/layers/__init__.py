@@ -1,8 +1,7 @@
-"""Wrapped layers, one family a file, and the one table from base layer to wrapper.
+"""Wrapped layers, and the table from base layer to wrapper.
 
-What it is: the base model's layers with adapters added. What it is not: preparation of a whole
-model, which is `engine.preparation`'s. One rule: a layer is chosen by its role, its type and the
-wrapper's own `can_replace_layer`, never by a class's name.
+A wrapper is chosen by the layer's role, its type and the wrapper's own `can_replace_layer`, never
+by a class name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,15 +83,15 @@ __all__ = [
 
 
 class Role(Enum):
-    """What a layer is to its model, where its type does not say it."""
+    """The function of a layer in its model, where the type does not determine it."""
 
     BODY = "body"
     HEAD = "language-model head"
     CLASSIFIER = "classification head"
 
 
-class Row(NamedTuple):
-    """Layers of this role and type are wrapped by `wrapper`, if it agrees."""
+class WrapperRule(NamedTuple):
+    """Layers of this role and type are wrapped by `wrapper` if its `can_replace_layer` agrees."""
 
     role: Role
     base_type: type[nn.Module]
@@ -100,25 +99,27 @@ class Row(NamedTuple):
 
 
 WRAPPERS: Final = (
-    Row(Role.BODY, QKVParallelLinear, MergedQKVParallelLinearWithLoRA),
-    Row(Role.BODY, QKVParallelLinear, QKVParallelLinearWithLoRA),
-    Row(Role.BODY, MergedColumnParallelLinear, MergedColumnParallelLinearWithLoRA),
-    Row(Role.BODY, MergedColumnParallelLinear, MergedColumnParallelLinearVariableSliceWithLoRA),
-    Row(Role.BODY, ColumnParallelLinear, ColumnParallelLinearWithLoRA),
-    Row(Role.BODY, RowParallelLinear, RowParallelLinearWithLoRA),
-    Row(Role.BODY, nn.Linear, ReplicatedLinearWithLoRA),
-    Row(Role.BODY, Conv1D, ReplicatedLinearWithLoRA),
-    Row(Role.BODY, nn.Embedding, VocabParallelEmbeddingWithLoRA),
-    Row(Role.HEAD, nn.Linear, LogitsProcessorWithLoRA),
-    Row(Role.CLASSIFIER, nn.Linear, ClassificationHeadWithLoRA),
-    Row(Role.BODY, nn.Module, FusedMoE3DWithLoRA),
-    Row(Role.BODY, nn.Module, FusedMoEWithLoRA),
-    Row(Role.BODY, nn.Module, RouterWithLoRA),
+    WrapperRule(Role.BODY, QKVParallelLinear, MergedQKVParallelLinearWithLoRA),
+    WrapperRule(Role.BODY, QKVParallelLinear, QKVParallelLinearWithLoRA),
+    WrapperRule(Role.BODY, MergedColumnParallelLinear, MergedColumnParallelLinearWithLoRA),
+    WrapperRule(
+        Role.BODY, MergedColumnParallelLinear, MergedColumnParallelLinearVariableSliceWithLoRA
+    ),
+    WrapperRule(Role.BODY, ColumnParallelLinear, ColumnParallelLinearWithLoRA),
+    WrapperRule(Role.BODY, RowParallelLinear, RowParallelLinearWithLoRA),
+    WrapperRule(Role.BODY, nn.Linear, ReplicatedLinearWithLoRA),
+    WrapperRule(Role.BODY, Conv1D, ReplicatedLinearWithLoRA),
+    WrapperRule(Role.BODY, nn.Embedding, VocabParallelEmbeddingWithLoRA),
+    WrapperRule(Role.HEAD, nn.Linear, LogitsProcessorWithLoRA),
+    WrapperRule(Role.CLASSIFIER, nn.Linear, ClassificationHeadWithLoRA),
+    WrapperRule(Role.BODY, nn.Module, FusedMoE3DWithLoRA),
+    WrapperRule(Role.BODY, nn.Module, FusedMoEWithLoRA),
+    WrapperRule(Role.BODY, nn.Module, RouterWithLoRA),
 )
-"""In order of preference: the first row that fits a layer wraps it."""
+"""In order of preference: the first rule that matches a layer determines its wrapper."""
 
-MIXED_WRAPPERS: Final = tuple(row for row in WRAPPERS if row.wrapper is not FusedMoE3DWithLoRA)
-"""The table for both formats of expert adapters side by side: the 3-D ones are split at load."""
+MIXED_WRAPPERS: Final = tuple(rule for rule in WRAPPERS if rule.wrapper is not FusedMoE3DWithLoRA)
+"""The table for mixed formats of expert adapters: 3-D adapters are split when they are loaded."""
 
 FULLY_SHARDED: Final[Mapping[type[BaseLayerWithLoRA], type[BaseLayerWithLoRA]]] = {
     ColumnParallelLinearWithLoRA: ColumnParallelLinearWithShardedLoRA,
@@ -129,23 +130,25 @@ FULLY_SHARDED: Final[Mapping[type[BaseLayerWithLoRA], type[BaseLayerWithLoRA]]] 
     FusedMoEWithLoRA: FusedMoEWithShardedLoRA,
     FusedMoE3DWithLoRA: FusedMoE3DWithShardedLoRA,
 }
-"""What wraps in their place with fully sharded adapters; every other class is the same there."""
+"""Replacements of wrappers for fully sharded adapters; other wrappers are the same there."""
 
 
-def wrappers_for(mixed_experts: bool, fully_sharded: bool) -> tuple[Row, ...]:
-    """The table for these two fields of `LoRAConfig`."""
+def wrappers_for(mixed_experts: bool, fully_sharded: bool) -> tuple[WrapperRule, ...]:
+    """Return the table for these two fields of `LoRAConfig`."""
     table = MIXED_WRAPPERS if mixed_experts else WRAPPERS
     if not fully_sharded:
         return table
-    return tuple(row._replace(wrapper=FULLY_SHARDED.get(row.wrapper, row.wrapper)) for row in table)
+    return tuple(
+        rule._replace(wrapper=FULLY_SHARDED.get(rule.wrapper, rule.wrapper)) for rule in table
+    )
 
 
 def wrapper_of(
-    layer: nn.Module, role: Role = Role.BODY, table: Sequence[Row] = WRAPPERS
+    layer: nn.Module, role: Role = Role.BODY, table: Sequence[WrapperRule] = WRAPPERS
 ) -> type[BaseLayerWithLoRA] | None:
-    """The class that wraps `layer`; None where it stays as it is."""
-    for row in table:
-        fits = row.role is role and isinstance(layer, row.base_type)
-        if fits and row.wrapper.can_replace_layer(layer):
-            return row.wrapper
+    """Return the class that wraps `layer`; None for a layer that is not wrapped."""
+    for rule in table:
+        fits = rule.role is role and isinstance(layer, rule.base_type)
+        if fits and rule.wrapper.can_replace_layer(layer):
+            return rule.wrapper
     return None

@@ -1,8 +1,7 @@
-"""What every wrapped layer does: keep the base layer, and reach the adapters' weights in the arena.
+"""Base class of wrapped layers.
 
-What it is: the base class and its contract. What it is not: a layer of its own; a method that a
-family has to define raises until it does. One rule: a wrapper holds no adapter weights, only the
-numbers of its columns in the slot directory.
+A wrapper stores no adapter weights, only its columns of the slot directory. A method that every
+wrapper must implement raises NotImplementedError here.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,22 +9,22 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from engine.kernels.operands import Directory, LoRASlices
+from engine.kernels.operands import LoRASlices
 from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, directory_columns
 from engine.parallel import SINGLE, ParallelGroup
 from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
 
-Parts = Sequence[Tensor | None]
-"""One tensor a slice; None for a slice that an adapter does not touch."""
+SliceTensors = Sequence[Tensor | None]
+"""One tensor per slice; None for a slice that an adapter lacks."""
 
 
 class SliceShape(NamedTuple):
-    """One slice of a layer: its widths, and how its weights lie.
+    """Shape and layout of one slice of a layer.
 
-    A is [rank, in_features] and B [out_features, rank], whole. `name`: what the slice is called
-    beside its siblings, where the model knows it by a name of its own; empty for a layer of one
-    slice. The rest is as in `ModuleShape`.
+    The whole A is [rank, in_features] and the whole B [out_features, rank]. `name`: the slice's
+    last name component, where the model names slices separately; empty for a layer of one slice.
+    The other fields are as in `ModuleShape`.
     """
 
     in_features: int
@@ -38,9 +37,10 @@ class SliceShape(NamedTuple):
 
 
 class BaseLayerWithLoRA(nn.Module):
-    """A layer of the base model to whose output the batch's adapters add.
+    """A layer of the base model with the deltas of the batch's adapters added to its output.
 
-    Until both `create_lora_weights` and `set_mapping` were called it computes the base layer.
+    Before both `create_lora_weights` and `set_mapping` were called, it computes the base layer
+    only.
     """
 
     def __init__(self, base_layer: nn.Module) -> None:
@@ -53,30 +53,30 @@ class BaseLayerWithLoRA(nn.Module):
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
-        """Whether this wrapper's arithmetic is right for `layer`."""
-        raise NotImplementedError(f"{cls.__name__} does not say which layers it can replace")
+        """Whether this wrapper computes correctly for `layer`."""
+        raise NotImplementedError(f"{cls.__name__} must implement can_replace_layer")
 
     @property
     def group(self) -> ParallelGroup:
-        """The ranks among which the layer is split; one that every rank holds whole is alone."""
+        """The ranks over which the layer is split; a group of one for a replicated layer."""
         return SINGLE
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
-        """The widths of each slice, and this rank's part of it."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how wide its slices are")
+        """The shape of each slice, and this rank's shard of it."""
+        raise NotImplementedError(f"{type(self).__name__} must implement slice_shapes")
 
-    def module_shapes(self, name: str, first: int) -> list[ModuleShape]:
-        """The layer's slices as the directory has them, from column `first` on."""
-        before_last = name[: len(name) - len(name.rpartition(".")[2])]
+    def module_shapes(self, name: str, first_column: int) -> list[ModuleShape]:
+        """Return the layer's slices as entries of the directory, from column `first_column` on."""
+        parent = name[: len(name) - len(name.rpartition(".")[2])]
         shapes: list[ModuleShape] = []
         for shape in self.slice_shapes:
             shapes.append(
                 ModuleShape(
-                    name=before_last + shape.name if shape.name else name,
+                    name=parent + shape.name if shape.name else name,
                     in_features=shape.in_features,
                     out_features=shape.out_features,
-                    index=first + directory_columns(shapes),
+                    index=first_column + directory_columns(shapes),
                     transposed=shape.transposed,
                     kind=shape.kind,
                     experts=shape.experts,
@@ -85,58 +85,58 @@ class BaseLayerWithLoRA(nn.Module):
             )
         return shapes
 
-    def slice_lora_a(self, lora_a: Parts) -> Parts:
-        """This rank's part of each slice's A, from whole ones [rank, in_features].
+    def slice_lora_a(self, lora_a: SliceTensors) -> SliceTensors:
+        """Return this rank's shard of each slice's A, from whole ones [rank, in_features].
 
-        Raises ValueError for a rank that the group can't share.
+        Raises ValueError for a rank that the group can't divide.
         """
         pairs = zip(lora_a, self.slice_shapes, strict=True)
-        return [None if a is None else shape.shard.cut_a(a) for a, shape in pairs]
+        return [None if a is None else shape.shard.select_a(a) for a, shape in pairs]
 
-    def slice_lora_b(self, lora_b: Parts) -> Parts:
-        """This rank's part of each slice's B, from whole ones [out_features, rank]."""
+    def slice_lora_b(self, lora_b: SliceTensors) -> SliceTensors:
+        """Return this rank's shard of each slice's B, from whole ones [out_features, rank]."""
         pairs = zip(lora_b, self.slice_shapes, strict=True)
-        return [None if b is None else shape.shard.cut_b(b) for b, shape in pairs]
+        return [None if b is None else shape.shard.select_b(b) for b, shape in pairs]
 
     def create_lora_weights(self, arena: Arena, columns: Sequence[int]) -> None:
-        """Bind the layer to each slice's first column of the arena's directory; allocates nothing.
+        """Bind the layer to the first directory column of each slice; allocates nothing.
 
-        Raises ValueError where there are more or fewer columns than slices.
+        Raises ValueError unless there is one column per slice.
         """
         shapes = self.slice_shapes
         if len(columns) != len(shapes):
             raise ValueError(f"{len(columns)} columns for a layer of {len(shapes)} slices")
         self._arena, self._columns = arena, tuple(columns)
-        tables = (arena.data, arena.offsets, arena.ranks, arena.host_offsets, arena.host_ranks)
-        self._bind(Directory(*tables, arena.edition))
+        self._bind(arena)
 
-    def _bind(self, directory: Directory) -> None:
-        """Find what the layer's products read; who has more than one of them overrides this."""
-        self._slices = slices_of(directory, self.slice_shapes, self._columns)
+    def _bind(self, arena: Arena) -> None:
+        """Create the operands of the layer's products; overridden by layers with several."""
+        self._slices = slices_of(arena, self.slice_shapes, self._columns)
 
     def set_mapping(self, punica: PunicaWrapper) -> None:
-        """Read every batch's mapping from `punica` from now on."""
+        """Use the mapping of `punica` for every batch from now on."""
         self._punica = punica
 
-    def set_lora(self, slot: int, lora_a: Tensor | Parts, lora_b: Tensor | Parts) -> None:
-        """Put one adapter's part of this layer into `slot`; the scaling is already in B.
+    def set_lora(
+        self, slot: int, lora_a: Tensor | SliceTensors, lora_b: Tensor | SliceTensors
+    ) -> None:
+        """Write one adapter's weights for this layer to `slot`; B includes the scaling.
 
-        A packed layer takes one A and one B a slice, None for both where the adapter has nothing.
-        Each slice gets an extent of its own; a whole adapter is better written with
-        `Arena.begin_write`, which copies once. Raises ValueError for another number of slices, an
-        A without its B, or other shapes, before anything changes; and what `Arena.write_slice`
-        raises.
+        A packed layer expects one A and one B per slice, None for both where the adapter lacks the
+        slice. Each slice is stored in a separate extent; for a whole adapter `Arena.begin_write` is
+        better, which copies once. Raises ValueError for another number of slices, an A without B,
+        or wrong shapes, before anything changes; also raises what `Arena.write_slice` raises.
         """
         arena = self._bound()
         pairs = zip(
             self._columns,
-            self.slice_lora_a(_parts(lora_a)),
-            self.slice_lora_b(_parts(lora_b)),
+            self.slice_lora_a(_slice_tensors(lora_a)),
+            self.slice_lora_b(_slice_tensors(lora_b)),
             strict=True,
         )
         whole = [(column, a, b) for column, a, b in pairs if (a is None) == (b is None)]
         if len(whole) != len(self._columns):
-            raise ValueError("A without its B, or B without its A; give both, or None for both")
+            raise ValueError("A without B, or B without A; pass both, or None for both")
         for column, a, b in whole:
             if a is not None and b is not None:
                 arena.shape_at(column).check_fit(a, b)
@@ -146,15 +146,15 @@ class BaseLayerWithLoRA(nn.Module):
                 arena.write_slice(slot, column, a, b)
 
     def reset_lora(self, slot: int) -> None:
-        """Clear this layer's columns in `slot`; rows that use it get the base output here."""
+        """Clear this layer's columns in `slot`; rows that use it get the base output."""
         arena = self._bound()
         for column in self._columns:
             arena.reset_slice(slot, column)
 
     def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """`base(x)`, [..., out], with the batch's deltas; the two may be made side by side.
+        """Return `base(x)`, [..., out], with the batch's deltas; both may be computed concurrently.
 
-        A family that adds its deltas in another way overrides this and `add_lora` together.
+        A subclass that adds its deltas differently overrides this and `add_lora` together.
         """
         if self._punica is None or self._slices is None:
             return base(x)
@@ -174,18 +174,16 @@ class BaseLayerWithLoRA(nn.Module):
         return self._arena
 
 
-def slices_of(
-    directory: Directory, shapes: Sequence[SliceShape], columns: Sequence[int]
-) -> LoRASlices:
-    """This rank's part of slices that read the same input, as one product has them."""
+def slices_of(arena: Arena, shapes: Sequence[SliceShape], columns: Sequence[int]) -> LoRASlices:
+    """Return the operands of one product over slices that read the same input, on this rank."""
     first = shapes[0]
     return LoRASlices(
-        *(directory, tuple(columns), first.shard.a_width(first.in_features)),
+        *(arena.directory, tuple(columns), first.shard.a_width(first.in_features)),
         tuple(shape.shard.b_height(shape.out_features) for shape in shapes),
         first.kind,
         first.experts if first.shard.experts is None else len(first.shard.experts),
     )
 
 
-def _parts(weights: Tensor | Parts) -> Parts:
+def _slice_tensors(weights: Tensor | SliceTensors) -> SliceTensors:
     return [weights] if isinstance(weights, Tensor) else weights

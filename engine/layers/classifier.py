@@ -1,8 +1,7 @@
-"""A classification head, which an adapter brings whole (`modules_to_save`).
+"""The wrapper of classification heads, which an adapter replaces whole (`modules_to_save`).
 
-What it is: the base head, and in its place the saved one for the rows whose adapter has one. What
-it is not: a low-rank delta. One rule: a saved head is multiplied as the base head would be, so its
-scores are those of a model that was fine-tuned in place, to the last rounding.
+A saved head is multiplied exactly as the base head is, so its scores equal those of a model that
+was fine-tuned in place, bit by bit.
 """
 
 from torch import Tensor, nn
@@ -14,9 +13,9 @@ from engine.layout import ModuleKind
 
 
 class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
-    """A linear head with one slice of kind HEAD: a weight `[labels, hidden]`, a bias `[labels, 1]`.
+    """A linear head with one slice of kind HEAD: a weight [labels, hidden], a bias [labels, 1].
 
-    A saved head has no rank; its column of the directory says 1. Where the layer has no bias the
+    A saved head has no rank; the directory stores rank 1 for it. Where the layer has no bias, the
     saved one is zeros.
     """
 
@@ -33,14 +32,14 @@ class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
         base = self.base_layer
         return (SliceShape(base.in_features, base.out_features, kind=ModuleKind.HEAD),)
 
-    def own_weights(self) -> tuple[Tensor, Tensor]:
-        """The base head's weight and bias, in the shapes of a saved one's."""
+    def base_weights(self) -> tuple[Tensor, Tensor]:
+        """Return the base head's weight and bias, in the shapes of a saved head's."""
         weight, bias = self.base_layer.weight, self.base_layer.bias
         column = weight.new_zeros(len(weight), 1) if bias is None else bias[:, None]
         return weight.detach(), column.detach()
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scores; x: [..., hidden], a row a sequence or a row a token of the mapping."""
+        """Return the scores; x: [..., hidden], one row per sequence or per token of the mapping."""
         y: Tensor = self.base_layer(x)
         if self._punica is not None and self._slices is not None:
             rows = x.reshape(-1, x.shape[-1])
@@ -48,7 +47,7 @@ class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
         return y
 
     def _replace(self, y: Tensor, x: Tensor) -> None:
-        """Write the scores of the rows whose adapter has a head of its own."""
+        """Write the scores of the rows whose adapter has a head."""
         arena = self._bound()
         groups = None if self._punica is None else self._punica.groups_of(len(x))
         for slot, start, end in () if groups is None else groups.spans:

@@ -1,8 +1,6 @@
-"""A linear layer whose outputs are split over the ranks.
+"""Wrappers of linear layers whose outputs are split over the ranks.
 
-What it is: the wrappers of `ColumnParallelLinear`. What it is not: several projections in one
-layer; those are `merged` and `qkv`. One rule: B is cut as the base layer's weight is, so the delta
-belongs to the same columns as the output it is added to.
+B is split as the base layer's weight is, so a delta belongs to the columns that it is added to.
 """
 
 from torch import Tensor, nn
@@ -15,9 +13,10 @@ from engine.parallel import ParallelGroup
 
 
 class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
-    """One slice: A whole, B's rows as the base layer has them.
+    """One slice: A whole, B's rows as the base layer's.
 
-    They may be several ranges, as of a pair of projections that a checkpoint stores as one.
+    They may be several ranges, for example for a pair of projections that a checkpoint stores as
+    one.
     """
 
     base_layer: ColumnParallelLinear
@@ -29,7 +28,7 @@ class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
 
     @property
     def group(self) -> ParallelGroup:
-        """The ranks that share the layer."""
+        """The ranks over which the outputs are split."""
         return self.base_layer.group
 
     @property
@@ -40,10 +39,10 @@ class ColumnParallelLinearWithLoRA(BaseLayerWithLoRA):
         return (SliceShape(base.in_features, base.whole_out_features, shard=shard),)
 
     def forward(self, x: Tensor) -> Tensor:
-        """This rank's columns of `x @ W.T + bias + delta`, or all where the layer gathers."""
+        """Return this rank's columns of `x @ W.T + bias + delta`, or all if the layer gathers."""
         base = self.base_layer
-        return base.complete(self.with_lora(base.partial, x))
+        return base.combine_ranks(self.with_lora(base.multiply_shard, x))
 
 
 class ColumnParallelLinearWithShardedLoRA(ColumnShardedLoRA, ColumnParallelLinearWithLoRA):
-    """The same with A's rows dealt out."""
+    """The same with A's rows split over the ranks."""

@@ -1,22 +1,21 @@
-"""The token embedding: A is looked up by token, B expanded.
+"""The wrapper of the token embedding: A is looked up by token and multiplied by B.
 
-What it is: the wrapper of `nn.Embedding`. What it is not: sharded; every rank holds A and B for all
-of the vocabulary, also where the base layer has a part of it. One rule: only embeddings whose
-result is the looked-up row, times a constant at most, are wrapped, so that the delta is looked up
-and scaled the same way.
+Every rank holds A and B of the whole vocabulary, even where the base layer holds a part of it. Only
+embeddings that return the looked-up row, at most times a constant, are wrapped, so that the delta
+is looked up and scaled in the same way.
 """
 
 from torch import Tensor, nn
 
-from engine.layers.base import BaseLayerWithLoRA, Parts, SliceShape
+from engine.layers.base import BaseLayerWithLoRA, SliceShape, SliceTensors
 from engine.layers.tensor_parallel import VocabParallelEmbedding
 from engine.layout import ModuleKind
 
 
 class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
-    """`nn.Embedding` with one slice: A `[rank, vocabulary]`, B `[hidden, rank]`, both whole.
+    """`nn.Embedding` with one slice: A [rank, vocabulary], B [hidden, rank], both whole.
 
-    In a file A is called `lora_embedding_A`; in the arena it lies transposed, a row for each token.
+    Files call A `lora_embedding_A`; the arena stores it transposed, one row per token.
     """
 
     base_layer: nn.Embedding
@@ -27,7 +26,7 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
-        """Plain lookups, and those that scale what they find (Gemma); none that changes weights."""
+        """Plain lookups, and those that scale their result (Gemma), unless they change weights."""
         return (
             isinstance(layer, nn.Embedding)
             and layer.max_norm is None
@@ -36,12 +35,12 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
-        """One slice, looked up in `num_embeddings` rows."""
+        """One slice of `num_embeddings` rows."""
         base = self.base_layer
         return (SliceShape(base.num_embeddings, base.embedding_dim, kind=ModuleKind.EMBEDDING),)
 
-    def slice_lora_a(self, lora_a: Parts) -> Parts:
-        """A whole, a row for each token."""
+    def slice_lora_a(self, lora_a: SliceTensors) -> SliceTensors:
+        """Return A whole and transposed, one row per token."""
         return [None if a is None else a.T for a in lora_a]
 
     @property
@@ -50,7 +49,7 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         return self.base_layer.weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """The tokens' rows, deltas included, [..., hidden]; token_ids: [...] int64."""
+        """Return the tokens' rows with deltas, [..., hidden]; token_ids: [...] int64."""
         y: Tensor = self.base_layer(token_ids)
         if self._punica is not None and self._slices is not None:
             rows = y.view(-1, y.shape[-1])
@@ -60,12 +59,12 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
 
 
 def _is_plain(layer: nn.Embedding) -> bool:
-    """Whether the layer gives what it finds, be it here or on another rank."""
+    """Whether the layer returns the looked-up row, from this rank or another."""
     is_split = isinstance(layer, VocabParallelEmbedding)
     return is_split or type(layer).forward is nn.Embedding.forward
 
 
 def _scale_of(layer: nn.Embedding) -> float:
-    """What the layer multiplies its rows by, rounded as it rounds it."""
+    """Return the factor by which the layer multiplies its rows, in the layer's precision."""
     scale = getattr(layer, "embed_scale", 1.0)
     return float(scale.to(layer.weight.dtype) if isinstance(scale, Tensor) else scale)

@@ -1,12 +1,9 @@
-"""How an experts module of `transformers` lies: read from its own parameters and attributes.
+"""Layout of the experts modules of `transformers`, read from their parameters and attributes.
 
-What it is: the one place that knows layouts, and the module's own two products and activation over
-rows sorted by expert. What it is not: a list of model names. One rule: a module whose parameters
-or call are not understood completely has no layout, and stays as it is.
-
-`transformers` marks a module whose experts any implementation may compute with five attributes
-(`has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, and later `has_post_expert_norm`) and
-gives a gated one the method `_apply_gate`. These are what is read here.
+`transformers` marks a module whose experts any implementation may compute by five attributes
+(`has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, and later `has_post_expert_norm`), and
+a gated one has a method `_apply_gate`. Model names are not used. A module whose parameters or call
+are not fully recognised has no layout and is not wrapped.
 """
 
 import inspect
@@ -16,20 +13,20 @@ from typing import Final, NamedTuple
 
 from torch import Tensor, nn
 
-from engine.kernels.expert_groups import Routed, sort_by_expert
-from engine.kernels.grouped_matmul import grouped_product
+from engine.kernels.expert_groups import RoutedPairs, sort_by_expert
+from engine.kernels.grouped_matmul import grouped_matmul
 
 FLAGS: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""What every experts module that is understood says of itself."""
+"""The attributes of every supported experts module."""
 
 _CALL_ARGUMENTS: Final = 3
 
 
-class Call(NamedTuple):
-    """What an experts module is called with.
+class ExpertsInput(NamedTuple):
+    """The arguments of an experts module's call.
 
     hidden_states: [tokens, in_features]. top_k_index, top_k_weights: [tokens, top_k]. `is_partial`:
-    an index may be `experts`, for one that the module does not have.
+    an index may be `experts`, for an expert that the module lacks.
     """
 
     hidden_states: Tensor
@@ -38,17 +35,17 @@ class Call(NamedTuple):
     is_partial: bool = False
 
 
-Adder = Callable[[Tensor, Tensor], object]
-"""(y, x): add to y [pairs, out] what x [pairs, in] gives, both in the order of `route`."""
+AddDelta = Callable[[Tensor, Tensor], object]
+"""(y, x): adds to y [pairs, out] the delta of x [pairs, in], both in the order of `route`."""
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The shapes of one experts module, and how its rows are computed.
+    """The shapes of one experts module, and the computation of its rows.
 
-    `up_name`: the parameter before the activation, `gate_up_proj` or `up_proj`. `experts`: how many
-    there are. `inter_features`: the width behind the activation. `is_interleaved`: gate and up
-    alternate column by column instead of standing side by side.
+    `up_name`: the parameter before the activation, `gate_up_proj` or `up_proj`. `experts`: the
+    number of experts. `inter_features`: the columns after the activation. `is_interleaved`: columns
+    of gate and up alternate instead of being contiguous.
     """
 
     up_name: str
@@ -63,81 +60,81 @@ class ExpertLayout:
 
     @property
     def up_features(self) -> int:
-        """The width before the activation: gate and up together."""
+        """The columns before the activation: gate and up together."""
         return self.inter_features * (2 if self.is_gated else 1)
 
     def gate_and_up(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The columns of gate and of up as views; rows: [..., up_features]."""
-        own = self.gate_and_up_rows()
-        return tuple(rows[..., part.start : part.stop : part.step] for part in own)
+        """Return the columns of gate and of up as views; rows: [..., up_features]."""
+        ranges = self.gate_and_up_rows()
+        return tuple(rows[..., part.start : part.stop : part.step] for part in ranges)
 
     def gate_and_up_rows(self) -> tuple[range, ...]:
-        """Which outputs of the parameter are gate's and which are up's; all where is no gate."""
-        width, inter = self.up_features, self.inter_features
+        """Return the parameter's outputs for gate and those for up; all outputs without a gate."""
+        up, inter = self.up_features, self.inter_features
         if not self.is_gated:
-            return (range(width),)
+            return (range(up),)
         if self.is_interleaved:
-            return range(0, width, 2), range(1, width, 2)
-        return range(inter), range(inter, width)
+            return range(0, up, 2), range(1, up, 2)
+        return range(inter), range(inter, up)
 
     def up_rows(self, inter: range) -> tuple[range, ...]:
-        """The outputs of the parameter that give these columns behind the activation."""
+        """Return the outputs of the parameter that these columns after the activation depend on."""
         if self.is_interleaved:
             return (range(2 * inter.start, 2 * inter.stop),)
-        return tuple(own[inter.start : inter.stop] for own in self.gate_and_up_rows())
+        return tuple(part[inter.start : inter.stop] for part in self.gate_and_up_rows())
 
-    def route(self, call: Call) -> Routed:
-        """The call's pairs in the order in which they are computed."""
+    def route(self, call: ExpertsInput) -> RoutedPairs:
+        """Return the call's pairs in the order in which they are computed."""
         return sort_by_expert(call.top_k_index, self.experts)
 
     def forward(
         self,
         module: nn.Module,
-        call: Call,
-        routed: Routed,
-        add_up: Adder | None = None,
-        add_down: Adder | None = None,
+        call: ExpertsInput,
+        routed: RoutedPairs,
+        add_up_delta: AddDelta | None = None,
+        add_down_delta: AddDelta | None = None,
     ) -> Tensor:
-        """The weighted sum of each token's experts, [tokens, out_features]; `routed` as `route`.
+        """Return the weighted sum of each token's experts, [tokens, out_features]; see `route`.
 
-        `add_up` and `add_down` may add to what enters the activation, and to the experts' outputs.
-        An expert that `module` does not have counts as zeros.
+        `add_up_delta` and `add_down_delta` may add to the activation's input and to the experts'
+        outputs. An expert that `module` lacks counts as zeros.
         """
         x = call.hidden_states[routed.tokens]
         inner = self.up(module, x, routed.experts, routed.ends)
-        if add_up is not None:
-            add_up(inner, x)
+        if add_up_delta is not None:
+            add_up_delta(inner, x)
         activated = self.activate(module, inner)
         outer = self.down(module, activated, routed.experts, routed.ends)
-        if add_down is not None:
-            add_down(outer, activated)
+        if add_down_delta is not None:
+            add_down_delta(outer, activated)
         outer = self.finish(module, outer)
         if call.is_partial:
-            # Nothing was computed in these rows, so they may hold anything.
+            # These rows were not computed, so their contents are undefined.
             outer = outer.masked_fill((routed.experts == self.experts)[:, None], 0)
-        pairs = outer[routed.places].view(*call.top_k_index.shape, -1)
+        pairs = outer[routed.row_of_pair].view(*call.top_k_index.shape, -1)
         weighted = pairs * call.top_k_weights[..., None]
         return weighted.sum(dim=1).to(call.hidden_states.dtype)
 
     def up(self, module: nn.Module, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
-        """What enters the activation, [rows, up_features]; x: [rows, in_features].
+        """Return the activation's input, [rows, up_features]; x: [rows, in_features].
 
-        experts: [rows] each row's expert, ascending. ends: [experts] int32, where each one's rows
-        end; rows behind the last end are not written.
+        experts: [rows] each row's expert, ascending. ends: [experts] int32, the end of each
+        expert's rows; rows after the last end are undefined.
         """
         return self._product(module, self.up_name, x, experts, ends)
 
     def down(self, module: nn.Module, x: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
-        """Each row's output, [rows, out_features]; the other arguments as in `up`."""
+        """Return each row's output, [rows, out_features]; the other arguments as in `up`."""
         return self._product(module, "down_proj", x, experts, ends)
 
     def activate(self, module: nn.Module, rows: Tensor) -> Tensor:
-        """The module's own activation, [rows, inter_features]; rows: [rows, up_features]."""
+        """Apply the module's activation: [rows, inter_features]; rows: [rows, up_features]."""
         activate: Callable[[Tensor], Tensor] = getattr(module, _activation_name(self.is_gated))
         return activate(rows)
 
     def finish(self, module: nn.Module, rows: Tensor) -> Tensor:
-        """What the module does to an expert's output before the weighted sum."""
+        """Apply what the module does to an expert's output before the weighted sum."""
         if not getattr(module, "has_post_expert_norm", False):
             return rows
         normed: Tensor = module.get_submodule("post_expert_norm")(rows)
@@ -148,7 +145,7 @@ class ExpertLayout:
     ) -> Tensor:
         weights: Tensor = getattr(module, name)
         matrices = weights.transpose(1, 2) if self.is_transposed else weights
-        product = grouped_product(x.to(weights.dtype), matrices, ends)
+        product = grouped_matmul(x.to(weights.dtype), matrices, ends)
         if self.is_biased:
             bias: Tensor = getattr(module, f"{name}_bias")
             product += bias[experts.clamp(max=self.experts - 1)]
@@ -156,9 +153,9 @@ class ExpertLayout:
 
 
 def layout_of(module: nn.Module) -> ExpertLayout | None:
-    """The layout of an experts module; None for any other, and for one that is not understood."""
+    """Return the layout of an experts module; None for any module that is not supported."""
     flags = [getattr(module, name, None) for name in FLAGS]
-    if not all(isinstance(flag, bool) for flag in flags) or not _takes_routing(module):
+    if not all(isinstance(flag, bool) for flag in flags) or not _accepts_routing(module):
         return None
     is_gated, is_biased, is_transposed, is_concatenated = flags
     up_name = "gate_up_proj" if is_gated else "up_proj"
@@ -188,10 +185,10 @@ def layout_of(module: nn.Module) -> ExpertLayout | None:
 
 
 def _activation_name(is_gated: bool) -> str:
-    """What a module's activation is called: with a gate it takes gate and up as they lie."""
+    """Return the activation's attribute; with a gate it is called with gate and up as stored."""
     return "_apply_gate" if is_gated else "act_fn"
 
 
-def _takes_routing(module: nn.Module) -> bool:
+def _accepts_routing(module: nn.Module) -> bool:
     """Whether it is called with rows, each row's experts, and their weights."""
     return len(inspect.signature(module.forward).parameters) == _CALL_ARGUMENTS

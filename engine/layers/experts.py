@@ -1,8 +1,7 @@
-"""Mixtures of experts: deltas inside each expert, before its activation and before the sum.
+"""Wrappers of mixtures of experts: deltas inside each expert, on both sides of its activation.
 
-What it is: the wrappers of the experts modules that `expert_layout` understands. What it is not: a
-router, a shared expert or an attention layer; those are layers of their own. One rule: a batch
-without groups, as `group_experts` makes them, runs the module's own forward.
+A batch for which `group_experts` returns no groups runs the module's own forward. Routers, shared
+experts and attention layers are separate layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,72 +10,73 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from engine.kernels.expert_groups import ExpertGroups, Routed
-from engine.kernels.operands import Directory, LoRASlices
+from engine.kernels.expert_groups import ExpertGroups, RoutedPairs
+from engine.kernels.operands import LoRASlices
 from engine.layers.base import BaseLayerWithLoRA, SliceShape, slices_of
-from engine.layers.expert_layout import Adder, Call, ExpertLayout, layout_of
+from engine.layers.expert_layout import AddDelta, ExpertLayout, ExpertsInput, layout_of
 from engine.layers.parallel_experts import ParallelExperts
-from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, Within
+from engine.layout import WHOLE, ModuleKind, ModuleShape, ParameterRows, Shard
 from engine.parallel import SINGLE, ParallelGroup
-from engine.punica.wrapper import Halves, PunicaWrapper
+from engine.punica.wrapper import PunicaWrapper, ShrinkExpand
+from engine.residency.arena import Arena
 
 
-class Delta:
-    """What adapters add on one side of the activation."""
+class ExpertsDelta:
+    """The adapters' deltas on one side of the activation."""
 
     def __init__(self, slices: LoRASlices) -> None:
         self._slices = slices
 
-    def touches(self, slot: int) -> bool:
+    def has_weights(self, slot: int) -> bool:
         """Whether the adapter in `slot` has weights here."""
         return any(pair is not None for pair in self._slices.pairs(slot))
 
     def add(
         self, punica: PunicaWrapper, ys: Sequence[Tensor], x: Tensor, groups: ExpertGroups
     ) -> None:
-        """Add to each slice's `ys` [pairs, out] what `x` [pairs, in] gives, in place."""
+        """Add the delta of `x` [pairs, in] to each slice's `ys` [pairs, out], in place."""
         punica.add_lora_fused_moe(ys, x, self._slices, groups)
 
 
-class ExchangedDelta(Delta):
-    """The same where ranks exchange what was shrunk; every rank adds for the same groups."""
+class ExchangedExpertsDelta(ExpertsDelta):
+    """The same with an exchange of shrunk activations; every rank adds for the same groups."""
 
-    def __init__(self, halves: Halves, exchange: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(halves.shrink)
-        self._halves, self._exchange = halves, exchange
+    def __init__(self, slices: ShrinkExpand, exchange: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(slices.shrink)
+        self._shrink_expand, self._exchange = slices, exchange
 
     def add(
         self, punica: PunicaWrapper, ys: Sequence[Tensor], x: Tensor, groups: ExpertGroups
     ) -> None:
-        """As the base class, in two halves."""
-        punica.add_lora_fused_moe_halves(ys, x, self._halves, groups, self._exchange)
+        """As the base class, with the exchange between shrink and expand."""
+        punica.add_lora_fused_moe_shrink_expand(ys, x, self._shrink_expand, groups, self._exchange)
 
 
-class Deltas(NamedTuple):
-    """Of w1 and w3, before the activation, and of w2, behind it."""
+class ExpertsDeltas(NamedTuple):
+    """The deltas of w1 and w3, before the activation, and of w2, after it."""
 
-    up: Delta
-    down: Delta
+    up: ExpertsDelta
+    down: ExpertsDelta
 
 
 class ExpertsWithLoRA(BaseLayerWithLoRA):
-    """What both formats share: routing, the two products, and where the deltas go in.
+    """Base class for both formats: routing, the two products, and the addition of deltas.
 
-    The last slice is w2; all before it lie before the activation.
+    The last slice is w2; all before it are applied before the activation.
     """
 
-    _deltas: Deltas | None = None
+    _deltas: ExpertsDeltas | None = None
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__(base_layer)
         layout = layout_of(base_layer)
         if layout is None:
-            raise TypeError(f"{type(base_layer).__name__} is no experts module that is understood")
+            raise TypeError(f"{type(base_layer).__name__} is not a supported experts module")
         self.layout: ExpertLayout = layout
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
-        """Every experts module whose layout is understood."""
+        """Every experts module whose layout is supported."""
         return layout_of(layer) is not None
 
     @property
@@ -86,95 +86,97 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         return base.group if isinstance(base, ParallelExperts) else SINGLE
 
     def up_views(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The columns of each slice before the activation; rows: [pairs, up_features]."""
-        raise NotImplementedError(f"{type(self).__name__} does not say where its slices go")
+        """Return the columns of each slice before the activation; rows: [pairs, up_features]."""
+        raise NotImplementedError(f"{type(self).__name__} must implement up_views")
 
     def down_views(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The columns that this rank writes behind it; rows: [pairs, out_features]."""
+        """Return this rank's columns after the activation; rows: [pairs, out_features]."""
         return (rows,)
 
-    def module_shapes(self, name: str, first: int) -> list[ModuleShape]:
-        """The layer's slices, called as the projections of the module at `name` are."""
-        return super().module_shapes(f"{name}.", first)
+    def module_shapes(self, name: str, first_column: int) -> list[ModuleShape]:
+        """Return the layer's slices, named as the projections of the module `name`."""
+        return super().module_shapes(f"{name}.", first_column)
 
-    def _bind(self, directory: Directory) -> None:
+    def _bind(self, arena: Arena) -> None:
         shapes, columns = self.slice_shapes, self._columns
-        up = slices_of(directory, shapes[:-1], columns[:-1])
-        down = slices_of(directory, shapes[-1:], columns[-1:])
+        up = slices_of(arena, shapes[:-1], columns[:-1])
+        down = slices_of(arena, shapes[-1:], columns[-1:])
         self._deltas = self._deltas_of(up, down)
 
-    def _deltas_of(self, up: LoRASlices, down: LoRASlices) -> Deltas:
-        return Deltas(Delta(up), Delta(down))
+    def _deltas_of(self, up: LoRASlices, down: LoRASlices) -> ExpertsDeltas:
+        return ExpertsDeltas(ExpertsDelta(up), ExpertsDelta(down))
 
     def adapter_enabled(self, slot: int) -> bool:
-        """Whether the adapter in `slot` touches these experts."""
-        return any(delta.touches(slot) for delta in self._deltas or ())
+        """Whether the adapter in `slot` has weights for these experts."""
+        return any(delta.has_weights(slot) for delta in self._deltas or ())
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted sum of each token's experts, deltas included, [tokens, out_features].
+        """Return the weighted sum of each token's experts with deltas, [tokens, out_features].
 
-        hidden_states: [tokens, in_features], one row a token of the mapping. top_k_index,
+        hidden_states: [tokens, in_features], one row per token of the mapping. top_k_index,
         top_k_weights: [tokens, top_k], the router's choice.
         """
         base = self.base_layer
-        call = Call(hidden_states, top_k_index, top_k_weights)
-        own = base.localized(call) if isinstance(base, ParallelExperts) else call
-        work = self._work(own)
-        if work is None:
+        call = ExpertsInput(hidden_states, top_k_index, top_k_weights)
+        local = base.localized(call) if isinstance(base, ParallelExperts) else call
+        routed_deltas = self._route_with_deltas(local)
+        if routed_deltas is None:
             result: Tensor = base(hidden_states, top_k_index, top_k_weights)
             return result
-        return self.group.all_reduce(self.layout.forward(base, own, *work))
+        return self.group.all_reduce(self.layout.forward(base, local, *routed_deltas))
 
-    def _work(self, call: Call) -> tuple[Routed, Adder, Adder] | None:
-        """The call's pairs, and what adds to them on both sides; None where nothing is added."""
+    def _route_with_deltas(
+        self, call: ExpertsInput
+    ) -> tuple[RoutedPairs, AddDelta, AddDelta] | None:
+        """Return the call's pairs and the functions that add deltas; None without any delta."""
         punica, deltas = self._punica, self._deltas
         if punica is None or deltas is None:
             return None
         tokens, experts = len(call.hidden_states), self.layout.experts
-        found = punica.group_experts(tokens, self.adapter_enabled, call.top_k_index, experts)
-        if found is None:
+        pair_groups = punica.group_experts(tokens, self.adapter_enabled, call.top_k_index, experts)
+        if pair_groups is None:
             return None
         routed = self.layout.route(call)
-        groups = found.at(routed.places)
+        groups = pair_groups.with_rows(routed.row_of_pair)
 
-        def add_up(y: Tensor, x: Tensor) -> None:
+        def add_up_delta(y: Tensor, x: Tensor) -> None:
             deltas.up.add(punica, self.up_views(y), x, groups)
 
-        def add_down(y: Tensor, x: Tensor) -> None:
+        def add_down_delta(y: Tensor, x: Tensor) -> None:
             deltas.down.add(punica, self.down_views(y), x, groups)
 
-        return routed, add_up, add_down
+        return routed, add_up_delta, add_down_delta
 
     @property
     def whole(self) -> ExpertLayout:
-        """The layout of the module as one rank alone has it, which is what adapters are for."""
+        """The layout of the module before it was split over ranks; adapters are made for it."""
         base = self.base_layer
         return base.whole if isinstance(base, ParallelExperts) else self.layout
 
     def _slice(self, in_features: int, out_features: int, name: str, shard: Shard) -> SliceShape:
         base, experts = self.base_layer, self.whole.experts
-        if isinstance(base, ParallelExperts) and base.kept is not None:
-            shard = Shard(experts=base.kept)
+        if isinstance(base, ParallelExperts) and base.expert_range is not None:
+            shard = Shard(experts=base.expert_range)
         return SliceShape(
             in_features, out_features, name, kind=ModuleKind.EXPERTS, experts=experts, shard=shard
         )
 
     def _down_slice(self) -> SliceShape:
-        whole, inter = self.whole, self._inter
-        shard = WHOLE if inter is None else Shard(a_columns=inter)
+        whole, inter_range = self.whole, self._inter_range
+        shard = WHOLE if inter_range is None else Shard(a_columns=inter_range)
         return self._slice(whole.inter_features, whole.out_features, "down_proj", shard)
 
     @property
-    def _inter(self) -> range | None:
-        """This rank's columns behind the activation; None for all."""
+    def _inter_range(self) -> range | None:
+        """This rank's columns after the activation; None for all."""
         base = self.base_layer
-        return base.inter if isinstance(base, ParallelExperts) else None
+        return base.inter_range if isinstance(base, ParallelExperts) else None
 
 
 class FusedMoEWithLoRA(ExpertsWithLoRA):
     """Experts with an A and a B for each projection: w1 (gate), w3 (up) and w2 (down).
 
-    Experts without a gate have w1, their `up_proj`, and w2.
+    Experts without a gate have w1, which is their `up_proj`, and w2.
     """
 
     @property
@@ -182,21 +184,25 @@ class FusedMoEWithLoRA(ExpertsWithLoRA):
         """`gate_proj` and `up_proj`, then `down_proj`."""
         whole = self.whole
         names = ("gate_proj", "up_proj") if whole.is_gated else ("up_proj",)
-        shard = WHOLE if self._inter is None else Shard(b_rows=(self._inter,))
-        ups = [self._slice(whole.in_features, whole.inter_features, name, shard) for name in names]
-        return (*ups, self._down_slice())
+        shard = WHOLE if self._inter_range is None else Shard(b_rows=(self._inter_range,))
+        up_slices = [
+            self._slice(whole.in_features, whole.inter_features, name, shard) for name in names
+        ]
+        return (*up_slices, self._down_slice())
 
-    def module_shapes(self, name: str, first: int) -> list[ModuleShape]:
-        """As the base class; gate and up are known as parts of the module's one parameter."""
-        shapes = super().module_shapes(name, first)
+    def module_shapes(self, name: str, first_column: int) -> list[ModuleShape]:
+        """As the base class; gate and up are parts of the module's one parameter."""
+        shapes = super().module_shapes(name, first_column)
         if not self.whole.is_gated:
             return shapes
         parameter = f"{name}.{self.whole.up_name}"
-        parts = [*(Within(parameter, rows) for rows in self.whole.gate_and_up_rows()), None]
-        return [replace(shape, within=part) for shape, part in zip(shapes, parts, strict=True)]
+        parts = [*(ParameterRows(parameter, rows) for rows in self.whole.gate_and_up_rows()), None]
+        return [
+            replace(shape, parameter_rows=part) for shape, part in zip(shapes, parts, strict=True)
+        ]
 
     def up_views(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Gate's and up's own columns."""
+        """Return the columns of gate and of up."""
         return self.layout.gate_and_up(rows)
 
 
@@ -213,10 +219,12 @@ class FusedMoE3DWithLoRA(ExpertsWithLoRA):
     def slice_shapes(self) -> tuple[SliceShape, ...]:
         """`gate_up_proj`, in the order of the module's own columns, then `down_proj`."""
         whole = self.whole
-        shard = WHOLE if self._inter is None else Shard(b_rows=whole.up_rows(self._inter))
+        shard = (
+            WHOLE if self._inter_range is None else Shard(b_rows=whole.up_rows(self._inter_range))
+        )
         up = self._slice(whole.in_features, whole.up_features, whole.up_name, shard)
         return (up, self._down_slice())
 
     def up_views(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """All columns."""
+        """Return all columns."""
         return (rows,)

@@ -1,8 +1,7 @@
-"""The language-model head, over the sampled rows.
+"""The wrapper of the language-model head.
 
-What it is: the wrapper of the layer that makes logits. What it is not: a sampler. One rule: a row
-has the adapter of its prompt where the model asks for the last token's logits only, and of its
-token where it asks for all.
+A row uses the adapter of its prompt where the model computes the logits of last tokens only, and of
+its token where it computes all.
 """
 
 from typing import Final
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from engine.layers.replicated import ReplicatedLinearWithLoRA
 
 VOCABULARY_MAX: Final = 258_048
-"""Heads over more tokens are not wrapped; adapters that touch them are refused."""
+"""The largest vocabulary whose head is wrapped; adapters of larger heads are refused."""
 
 
 class LogitsProcessorWithLoRA(ReplicatedLinearWithLoRA):
@@ -22,11 +21,11 @@ class LogitsProcessorWithLoRA(ReplicatedLinearWithLoRA):
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
-        """Linear heads whose vocabulary is not over the limit."""
+        """Linear heads whose vocabulary is within the limit."""
         return isinstance(layer, nn.Linear) and layer.out_features <= VOCABULARY_MAX
 
     def forward(self, x: Tensor) -> Tensor:
-        """The logits, deltas included; x: [..., hidden], a row a prompt or a row a token."""
+        """Return the logits with deltas; x: [..., hidden], one row per prompt or per token."""
         # Each prompt's last token is a strided view; with frozen weights PyTorch would multiply it
         # prompt by prompt, in bfloat16 on a CPU a hundred times slower than in one product.
         x = x.contiguous()

@@ -1,9 +1,7 @@
-"""Several linear layers that read the same input, as one: the base layer, and its children.
+"""Linear layers that read the same input, packed into one, and the modules that replace them.
 
-What it is: the fused weight, the small modules that stand where the children stood, and the one
-call that they share. What it is not: a wrapper; adapters are added by the families that wrap it.
-One rule: a part is handed out only to the input it was computed from, which is the very same
-tensor object; anything else is computed anew.
+The modules share one call. A part of its output is returned only for the very tensor object that it
+was computed from; anything else is computed again.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,8 +15,8 @@ from engine.layout import Shard
 from engine.parallel import SINGLE
 
 
-class Share(NamedTuple):
-    """How wide a part of a packed layer is as a whole, and which rows this rank keeps.
+class ChildShare(NamedTuple):
+    """The size of a part of a packed layer as a whole, and the rows of it on this rank.
 
     `rows` None: all of them.
     """
@@ -28,25 +26,25 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, layer: nn.Linear) -> Self:
-        """What this rank has of a linear layer."""
+        """Return the share of a linear layer on this rank."""
         if isinstance(layer, ColumnParallelLinear):
             return cls(layer.whole_out_features, layer.rows)
         return cls(layer.out_features)
 
     @property
     def shard(self) -> Shard:
-        """What this rank keeps of an adapter's A and B."""
+        """This rank's shard of an adapter's A and B."""
         return Shard(b_rows=self.rows)
 
 
 class PackedLinear(nn.Linear):
-    """Linear layers side by side in one weight and one output, each part behind those before it.
+    """Linear layers whose weights and outputs are concatenated.
 
-    One GEMM makes them all, but on a CPU, where one a part is faster (`forward`).
+    One GEMM computes all parts, except on a CPU where one per part is faster (`forward`).
 
-    `widths`: the columns of each part. `child_names`: what the parts are called where the model
-    knows them one by one; empty where it knows one layer, as a checkpoint that stores them fused.
-    `shares`: where the outputs are split over `group`, what each part is of its whole.
+    `widths`: the columns of each part. `child_names`: the names of the parts in the model; empty
+    where the model names them as one layer, as with a checkpoint that stores them fused. `shares`:
+    where the outputs are split over `group`, the share of each part.
     """
 
     def __init__(
@@ -55,11 +53,11 @@ class PackedLinear(nn.Linear):
         bias: Tensor | None,
         widths: Sequence[int],
         child_names: Sequence[str] = (),
-        unbiased: Collection[int] = (),
+        without_bias: Collection[int] = (),
     ) -> None:
-        """`weight` [sum of widths, in_features] and `bias` [sum of widths] are taken, not copied.
+        """`weight` [sum of widths, in_features] and `bias` [sum of widths] are used without a copy.
 
-        `unbiased`: the places of the children that have no bias of their own.
+        `without_bias`: indices of the children that have no bias.
         """
         out_features, in_features = weight.shape
         super().__init__(in_features, out_features, bias is not None, device="meta")
@@ -68,50 +66,50 @@ class PackedLinear(nn.Linear):
             self.bias = nn.Parameter(bias.detach(), requires_grad=False)
         self.widths = list(widths)
         self.child_names = tuple(child_names)
-        self._unbiased = frozenset(unbiased)
+        self._without_bias = frozenset(without_bias)
         self.group = SINGLE
-        self.shares = [Share(width) for width in self.widths]
+        self.shares = [ChildShare(width) for width in self.widths]
 
     @classmethod
     def of_children(cls, children: Mapping[str, nn.Linear]) -> Self:
-        """The children packed, by name; see `of_layers`."""
+        """Pack the children by name; see `of_layers`."""
         return cls.of_layers(list(children.values()), list(children))
 
     @classmethod
     def of_layers(cls, layers: Sequence[nn.Linear], names: Sequence[str] = ()) -> Self:
-        """The layers packed, their weights copied; their inputs must be equally wide.
+        """Pack copies of the layers' weights; their inputs must be equally wide.
 
-        Layers whose outputs are split over ranks make a packed layer that is split alike. Where
-        only some have a bias the others get one of zeros, which changes no result.
+        Layers whose outputs are split over ranks make a packed layer that is split equally. Where
+        only some have a bias the others get zeros, which change no result.
         """
-        unbiased = [place for place, layer in enumerate(layers) if layer.bias is None]
-        has_bias = len(unbiased) < len(layers)
+        without_bias = [index for index, layer in enumerate(layers) if layer.bias is None]
+        has_bias = len(without_bias) < len(layers)
         packed = cls(
             torch.cat([layer.weight.detach() for layer in layers]),
             torch.cat([_bias_or_zeros(layer) for layer in layers]) if has_bias else None,
             [layer.out_features for layer in layers],
             names,
-            unbiased,
+            without_bias,
         )
-        packed.shares = [Share.of(layer) for layer in layers]
+        packed.shares = [ChildShare.of(layer) for layer in layers]
         packed.group = next(
             (layer.group for layer in layers if isinstance(layer, ColumnParallelLinear)), SINGLE
         )
         return packed
 
-    def weight_of(self, place: int) -> Tensor:
-        """A child's weight, [widths[place], in_features], as a view."""
-        return torch.split(self.weight, self.widths)[place]
+    def part_weight(self, index: int) -> Tensor:
+        """Return a child's weight, [widths[index], in_features], as a view."""
+        return torch.split(self.weight, self.widths)[index]
 
-    def bias_of(self, place: int) -> Tensor | None:
-        """A child's bias as a view; None where it has none of its own."""
-        return None if place in self._unbiased else torch.split(self.bias, self.widths)[place]
+    def part_bias(self, index: int) -> Tensor | None:
+        """Return a child's bias as a view; None if it has none."""
+        return None if index in self._without_bias else torch.split(self.bias, self.widths)[index]
 
     def forward(self, x: Tensor) -> Tensor:
-        """All parts' outputs side by side, [..., sum of widths]; x: [..., in_features]."""
+        """Return the concatenated outputs, [..., sum of widths]; x: [..., in_features]."""
         rows = x.numel() // self.in_features
-        # On a CPU a float32 GEMM of more than one row takes longer over a wide weight than over its
-        # parts one by one: 10 to 20 % up to 128 rows, a few percent beyond (measured with MKL).
+        # On a CPU, one float32 GEMM of several rows takes longer than one per part:
+        # 10 to 20 % up to 128 rows, a few percent beyond (measured with MKL).
         if x.device.type != "cpu" or x.dtype != torch.float32 or rows <= 1:
             return super().forward(x)
         y = x.new_empty((*x.shape[:-1], self.out_features))
@@ -119,13 +117,13 @@ class PackedLinear(nn.Linear):
         return y
 
     def _multiply_parts(self, x: Tensor, y: Tensor) -> None:
-        """One GEMM a part, each straight into its columns of `y`."""
-        weights, ends = torch.split(self.weight, self.widths), torch.split(y, self.widths, dim=1)
-        for place, (weight, columns) in enumerate(zip(weights, ends, strict=True)):
+        """Compute one GEMM per part, directly into its columns of `y`."""
+        weights, outputs = torch.split(self.weight, self.widths), torch.split(y, self.widths, dim=1)
+        for index, (weight, columns) in enumerate(zip(weights, outputs, strict=True)):
             if self.bias is None:
                 torch.mm(x, weight.t(), out=columns)
             else:
-                bias = torch.split(self.bias, self.widths)[place]
+                bias = torch.split(self.bias, self.widths)[index]
                 torch.addmm(bias, x, weight.t(), out=columns)
 
 
@@ -138,59 +136,60 @@ class QKVParallelLinear(PackedLinear):
 
 
 class SharedCall:
-    """One call of a packed layer, whose parts its children take one after the other.
+    """One call of a packed layer that its children share.
 
-    The first child that sees an input computes all parts; the others take theirs when they are
-    called with that very tensor object, which is kept until the last part is taken.
+    The first child that is called with an input computes all parts. The others return theirs if
+    they are called with the same tensor object, unchanged. The input is kept until the last part is
+    returned.
     """
 
     def __init__(self, layer: nn.Module, base_layer: PackedLinear) -> None:
-        """`layer` is what is called: `base_layer` itself, or its wrapper."""
+        """`layer`: the module to call, which is `base_layer` or its wrapper."""
         self.layer = layer
         self.base_layer = base_layer
         self._input: Tensor | None = None
         self._version = 0
-        self._parts: dict[int, Tensor] = {}
+        self._slice_tensors: dict[int, Tensor] = {}
 
-    def part(self, place: int, x: Tensor) -> Tensor:
-        """A child's columns of the packed layer's output for `x`, as a view."""
-        if x is not self._input or place not in self._parts or _version(x) != self._version:
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """Return a child's columns of the packed layer's output for `x`, as a view."""
+        if x is not self._input or index not in self._slice_tensors or _version(x) != self._version:
             parts = self.layer(x).split(self.base_layer.widths, dim=-1)
             self._input, self._version = x, _version(x)
-            self._parts = dict(enumerate(parts))
-        part = self._parts.pop(place)
-        if not self._parts:
+            self._slice_tensors = dict(enumerate(parts))
+        part = self._slice_tensors.pop(index)
+        if not self._slice_tensors:
             self._input = None
         return part
 
 
 class PackedSlice(nn.Module):
-    """What stands in the model where one child of a packed layer stood; it has no weights."""
+    """The module that replaces a child of a packed layer in the model; it has no parameters."""
 
-    def __init__(self, call: SharedCall, place: int) -> None:
+    def __init__(self, call: SharedCall, index: int) -> None:
         super().__init__()
         self._call = call
-        self._place = place
+        self._place = index
         self.in_features = call.base_layer.in_features
-        self.out_features = call.base_layer.widths[place]
+        self.out_features = call.base_layer.widths[index]
 
     @property
     def weight(self) -> Tensor:
         """The child's weight, a view of the packed one."""
-        return self._call.base_layer.weight_of(self._place)
+        return self._call.base_layer.part_weight(self._place)
 
     @property
     def bias(self) -> Tensor | None:
         """The child's bias, a view of the packed one."""
-        return self._call.base_layer.bias_of(self._place)
+        return self._call.base_layer.part_bias(self._place)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The child's output, [..., out_features]; x: [..., in_features]."""
+        """Return the child's output, [..., out_features]; x: [..., in_features]."""
         return self._call.part(self._place, x)
 
 
 def _version(x: Tensor) -> int:
-    """How often `x` was written in place; tensors of inference mode do not count that."""
+    """Return the number of in-place writes to `x`, which inference-mode tensors do not count."""
     return 0 if x.is_inference() else x._version
 
 

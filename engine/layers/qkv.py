@@ -1,9 +1,8 @@
-"""The query, key and value projections of an attention layer, in one layer.
+"""Wrappers of the query, key and value projections of an attention layer, packed in one layer.
 
-What it is: the wrappers of `QKVParallelLinear`. What it is not: a wrapper of projections that a
-checkpoint stores fused; on one rank those are plain linear layers with one slice. Key and value
-heads that are fewer than ranks are replicated: then several ranks have the same rows of k and v.
-One rule: a slice a projection where the adapter has three pairs, one slice where it has one.
+There is one slice per projection where an adapter has three pairs, and one slice where it has one.
+Projections that a checkpoint stores fused are plain linear layers with one slice on one rank. Where
+there are fewer key and value heads than ranks, several ranks have the same rows of k and v.
 """
 
 from itertools import accumulate
@@ -22,12 +21,12 @@ class MergedQKVParallelLinearWithLoRA(PackedLinearWithLoRA):
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
-        """Three projections that the model knows one by one."""
+        """Three projections that the model names separately."""
         return isinstance(layer, QKVParallelLinear) and len(layer.child_names) == len(layer.widths)
 
 
 class QKVParallelLinearWithLoRA(PackedLinearWithLoRA):
-    """q, k and v that the model knows as one layer: one A and one B over all three."""
+    """q, k and v that the model names as one layer: one A and one B over all three."""
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
@@ -36,10 +35,10 @@ class QKVParallelLinearWithLoRA(PackedLinearWithLoRA):
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
-        """One slice over all of q, k and v; each is split over the ranks by itself."""
+        """One slice over all of q, k and v, each of which is split over the ranks separately."""
         base = self.base_layer
         widths = [share.whole_width for share in base.shares]
-        if base.group.is_single:
+        if base.group.is_trivial:
             return (SliceShape(base.in_features, sum(widths)),)
         firsts = accumulate(widths, initial=0)
         rows = tuple(
@@ -51,8 +50,8 @@ class QKVParallelLinearWithLoRA(PackedLinearWithLoRA):
 
 
 class MergedQKVParallelLinearWithShardedLoRA(ColumnShardedLoRA, MergedQKVParallelLinearWithLoRA):
-    """Three slices, with A's rows dealt out."""
+    """Three slices, with A's rows split over the ranks."""
 
 
 class QKVParallelLinearWithShardedLoRA(ColumnShardedLoRA, QKVParallelLinearWithLoRA):
-    """One slice, with A's rows dealt out."""
+    """One slice, with A's rows split over the ranks."""

@@ -1,9 +1,7 @@
-"""A linear layer that every rank holds whole.
+"""The wrapper of linear layers that every rank holds whole: `nn.Linear` and `Conv1D`.
 
-What it is: the wrapper of `nn.Linear`, and of `Conv1D`, which is one with its weight the other way
-round. What it is not: sharded; the parallel kinds have files of their own. One rule: the base
-layer's own forward makes the base output, so whatever that layer is (quantised, say), only the
-delta is ours.
+The base layer's own forward computes the base output, so the layer may be of any kind, for example
+quantised; only the delta is computed here.
 """
 
 from torch import Tensor, nn
@@ -20,19 +18,19 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
-        """Every linear layer whose forward is called; attention modules read this one's weight."""
+        """Linear layers whose forward is called; attention reads the excluded kind's weight."""
         return not isinstance(layer, NonDynamicallyQuantizableLinear)
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
-        """One slice, as wide as the layer; `Conv1D` keeps its weight as [in, out]."""
+        """One slice over the whole layer; `Conv1D` stores its weight as [in, out]."""
         if isinstance(self.base_layer, Conv1D):
             return (SliceShape(self.base_layer.nx, self.base_layer.nf, transposed=True),)
         return (SliceShape(self.base_layer.in_features, self.base_layer.out_features),)
 
     @property
     def weight(self) -> Tensor:
-        """The base layer's weight, for models that ask for its dtype or device."""
+        """The base layer's weight, for models that read its dtype or device."""
         return self.base_layer.weight
 
     @property
@@ -41,5 +39,5 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
         return self.base_layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x @ W.T + bias + delta`; x: [..., in_features], one row a token of the mapping."""
+        """Return `x @ W.T + bias + delta`; x: [..., in_features], one row per mapped token."""
         return self.with_lora(self.base_layer, x)

@@ -1,7 +1,6 @@
-"""A linear layer whose inputs are split over the ranks.
+"""Wrappers of linear layers whose inputs are split over the ranks.
 
-What it is: the wrappers of `RowParallelLinear`. What it is not: a second sum; the deltas take part
-in the base layer's own. One rule: each rank adds what its own inputs give, and nothing twice.
+Each rank adds the delta of its own inputs, and the base layer's sum over the ranks includes it.
 """
 
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ class RowParallelLinearWithLoRA(BaseLayerWithLoRA):
 
     @property
     def group(self) -> ParallelGroup:
-        """The ranks that share the layer."""
+        """The ranks over which the inputs are split."""
         return self.base_layer.group
 
     @property
@@ -36,11 +35,11 @@ class RowParallelLinearWithLoRA(BaseLayerWithLoRA):
         return (SliceShape(base.whole_in_features, base.out_features, shard=shard),)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum over the ranks of `x @ W.T + delta`, and the bias once."""
+        """Return the sum over the ranks of `x @ W.T + delta`, with the bias added once."""
         base = self.base_layer
-        x = base.enter(x)
-        return base.complete(self.with_lora(base.partial, x))
+        x = base.shard_input(x)
+        return base.combine_ranks(self.with_lora(base.multiply_shard, x))
 
 
 class RowParallelLinearWithShardedLoRA(RowShardedLoRA, RowParallelLinearWithLoRA):
-    """The same with B's rows split too."""
+    """The same with B's rows split over the ranks."""

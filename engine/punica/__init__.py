@@ -1,4 +1,4 @@
-"""One batch's mapping to slots and groups, and the way to the kernels."""
+"""Mapping of a batch's rows to adapter slots and groups, and the calls of the kernels."""
 
 from engine.punica.mapping import LoRAMapping, MappingType
 from engine.punica.wrapper import PunicaWrapper

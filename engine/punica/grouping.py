@@ -1,9 +1,8 @@
-"""A batch's slots in the form that kernels read, and its one way to the device.
+"""Grouping of a batch's rows by slot, and the copy of the groups to the device.
 
-What it is: rows sorted by slot, and the groups cut into tiles; built by vectorised host code and
-brought to the device by one asynchronous copy. What it is not: a reader of adapter ids. One rule:
-where a table lies and how large a launch over it is follow from `GroupBounds` alone, so a captured
-graph that has those bounds can be replayed with every batch that has them too.
+The tables are built by vectorised host code and copied to the device by one asynchronous copy. The
+address of a table and the size of a launch over it follow from `GroupBounds` alone, so a captured
+graph can be replayed for every batch with the same bounds.
 """
 
 from collections.abc import Sequence
@@ -12,11 +11,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import TILE_ROWS, GroupBounds, Groups, Span, Tiles
-from engine.layout import power_of_two
+from engine.kernels.operands import TILE_ROWS, GroupBounds, Groups, SlotSpan, Tiles
+from engine.layout import next_power_of_two
 
-TOKENS_MAX: Final = 8192
-"""How many rows the device's tables take before they first have to grow."""
+INITIAL_TOKENS: Final = 8192
+"""The rows for which the device's tables have capacity before they first grow."""
 
 
 class Batch(NamedTuple):
@@ -27,12 +26,12 @@ class Batch(NamedTuple):
 
 
 class Grouper:
-    """Builds a batch's groups on `device`; one for each Punica wrapper.
+    """Builds a batch's groups on `device`; one per Punica wrapper.
 
-    On CUDA the tables lie in one buffer that is written again for each batch: what an earlier call
-    returned then says what the latest one does. The copy is ordered behind the kernels that read
-    the batch before it, and its source is one of two page-locked buffers, so the host fills one
-    while the other may still be on its way. On a CPU every call returns tensors of its own.
+    On CUDA the tables are stored in one buffer that each batch overwrites, so the groups that an
+    earlier call returned then have the contents of the latest batch. The copy is ordered after the
+    kernels that read the previous batch. Its source is one of two page-locked buffers, so the host
+    fills one while the other's copy may be in flight. On a CPU every call returns new tensors.
     """
 
     def __init__(
@@ -40,49 +39,51 @@ class Grouper:
     ) -> None:
         self._rank_max = rank_max
         self._specialize_active = specialize_active
-        self._link = _Link(device) if device.type == "cuda" else None
+        self._buffer = _DeviceBuffer(device) if device.type == "cuda" else None
 
     @property
-    def place(self) -> object:
-        """What stands for the device's tables: it is another object once they lie elsewhere."""
-        return None if self._link is None else self._link.place
+    def buffer_identity(self) -> object:
+        """An object that identifies the device's tables; replaced when they are reallocated."""
+        return None if self._buffer is None else self._buffer.identity
 
     def group(self, token_slots: Tensor, prompt_slots: Tensor, slots_max: int) -> Batch:
-        """Both mappings' groups; slots: [rows] int64 on the host, -1 for the base model."""
-        first = self._draft(token_slots, slots_max)
-        # Where every row is sampled both mappings are one.
-        is_one = torch.equal(token_slots, prompt_slots)
-        drafts = [first, first if is_one else self._draft(prompt_slots, slots_max)]
-        rooms = [draft.words for draft in drafts]
-        words = sum(rooms)
+        """Return both mappings' groups; slots: [rows] int64 on the host, -1 for the base model."""
+        of_tokens = self._sort(token_slots, slots_max)
+        # If every row is sampled, both mappings are equal.
+        are_equal = torch.equal(token_slots, prompt_slots)
+        tables = [of_tokens, of_tokens if are_equal else self._sort(prompt_slots, slots_max)]
+        sizes = [table.words for table in tables]
+        words = sum(sizes)
         host = (
-            torch.zeros(words, dtype=torch.int64) if self._link is None else self._link.open(words)
+            torch.zeros(words, dtype=torch.int64)
+            if self._buffer is None
+            else self._buffer.next_host_buffer(words)
         )
-        for draft, part in zip(drafts, torch.split(host, rooms), strict=True):
-            draft.write(part)
-        device = host if self._link is None else self._link.send(words)
+        for table, part in zip(tables, torch.split(host, sizes), strict=True):
+            table.write(part)
+        device = host if self._buffer is None else self._buffer.send(words)
         tokens, prompts = (
-            draft.read(part) for draft, part in zip(drafts, torch.split(device, rooms), strict=True)
+            table.read(part) for table, part in zip(tables, torch.split(device, sizes), strict=True)
         )
         return Batch(tokens, prompts)
 
-    def _draft(self, slots: Tensor, slots_max: int) -> "_Draft":
+    def _sort(self, slots: Tensor, slots_max: int) -> "_BatchTables":
         """Sort the rows with an adapter stably by slot."""
         sorted_slots, order = torch.sort(slots, stable=True)
         base_rows = int((slots < 0).sum())
         active, counts = torch.unique_consecutive(sorted_slots[base_rows:], return_counts=True)
-        groups = power_of_two(len(active)) if self._specialize_active else slots_max
-        tokens = power_of_two(len(slots))
+        groups = next_power_of_two(len(active)) if self._specialize_active else slots_max
+        tokens = next_power_of_two(len(slots))
         bounds = GroupBounds(tokens, min(groups, tokens, slots_max), self._rank_max)
-        return _Draft(slots, order[base_rows:], active, counts, bounds)
+        return _BatchTables(slots, order[base_rows:], active, counts, bounds)
 
 
-class _Draft:
-    """One mapping's tables on the host, and their order in a buffer.
+class _BatchTables:
+    """One mapping's tables on the host, and their layout in a buffer.
 
-    The order: the number of active groups; for each group slot, count, start; the tiles of each
-    height; the rows; each token's slot. Every table has the room that the bounds ask for, and zeros
-    behind its end.
+    The order: the number of active groups; slot, count and start of each group; the tiles of each
+    size; the rows; each token's slot. Every table has the capacity of the bounds, with zeros after
+    its end.
     """
 
     def __init__(
@@ -92,20 +93,20 @@ class _Draft:
         self._rows, self._slots, self._counts = rows, slots, counts
         self._starts = torch.cumsum(counts, 0) - counts
         groups = (slots, counts, self._starts)
-        tiles = [_tiles(*groups, height).flatten() for height in TILE_ROWS]
+        tiles = [_divide_groups(*groups, block_m).flatten() for block_m in TILE_ROWS]
         self._tables = (torch.tensor([len(slots)]), *groups, *tiles, rows, token_slots)
-        tile_rooms = [3 * bounds.tiles(height) for height in TILE_ROWS]
-        self._rooms = [1, *[bounds.groups] * 3, *tile_rooms, bounds.tokens, bounds.tokens]
-        self.words = sum(self._rooms)
+        tile_sizes = [3 * bounds.max_tiles(block_m) for block_m in TILE_ROWS]
+        self._sizes = [1, *[bounds.groups] * 3, *tile_sizes, bounds.tokens, bounds.tokens]
+        self.words = sum(self._sizes)
 
     def write(self, buffer: Tensor) -> None:
         """Fill `buffer` [words] int64, which is all zeros."""
-        for room, table in zip(torch.split(buffer, self._rooms), self._tables, strict=True):
-            room[: len(table)] = table
+        for part, table in zip(torch.split(buffer, self._sizes), self._tables, strict=True):
+            part[: len(table)] = table
 
     def read(self, buffer: Tensor) -> Groups:
-        """The tables in `buffer`, which is what `write` filled or a copy of it."""
-        active, slots, counts, starts, *tiles, rows, token_slots = torch.split(buffer, self._rooms)
+        """Return views of the tables in `buffer`, which `write` filled, or a copy of it."""
+        active, slots, counts, starts, *tiles, rows, token_slots = torch.split(buffer, self._sizes)
         count, tokens = len(self._slots), len(self._token_slots)
         return Groups(
             rows=rows[: len(self._rows)],
@@ -117,41 +118,41 @@ class _Draft:
             token_slots=token_slots[:tokens],
             active=active,
             tiles=tuple(
-                Tiles(height, table.view(-1, 3))
-                for height, table in zip(TILE_ROWS, tiles, strict=True)
+                Tiles(block_m, table.view(-1, 3))
+                for block_m, table in zip(TILE_ROWS, tiles, strict=True)
             ),
             bounds=self._bounds,
         )
 
 
-class _Link:
-    """One buffer on the device, and two page-locked ones that are copied to it in turn."""
+class _DeviceBuffer:
+    """One buffer on the device, and two page-locked ones that are copied to it alternately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._turn = 0
-        self._allocate(6 * TOKENS_MAX)
+        self._current = 0
+        self._allocate(6 * INITIAL_TOKENS)
 
-    def open(self, words: int) -> Tensor:
-        """The next page-locked buffer, all zeros; waits where its last copy is still on its way."""
+    def next_host_buffer(self, words: int) -> Tensor:
+        """Return the next page-locked buffer, zeroed; waits while its last copy is in flight."""
         if words > len(self._on_device):
-            # The copies into the old buffer have to end before its memory is another's.
+            # Copies into the old buffer must end before its memory is reused.
             torch.cuda.current_stream(self._device).synchronize()
-            self._allocate(power_of_two(words))
-        self._turn = 1 - self._turn
-        self._copied[self._turn].synchronize()
-        return self._on_host[self._turn][:words].zero_()
+            self._allocate(next_power_of_two(words))
+        self._current = 1 - self._current
+        self._copied[self._current].synchronize()
+        return self._on_host[self._current][:words].zero_()
 
     def send(self, words: int) -> Tensor:
-        """Start the copy of what `open` gave; its place on the device."""
-        place = self._on_device[:words]
-        place.copy_(self._on_host[self._turn][:words], non_blocking=True)
-        self._copied[self._turn].record(torch.cuda.current_stream(self._device))
-        return place
+        """Start the copy of the current host buffer, and return its target on the device."""
+        target = self._on_device[:words]
+        target.copy_(self._on_host[self._current][:words], non_blocking=True)
+        self._copied[self._current].record(torch.cuda.current_stream(self._device))
+        return target
 
     def _allocate(self, words: int) -> None:
-        self.place = object()
-        # Tensors made in inference mode could not be written outside of it.
+        self.identity = object()
+        # Tensors created in inference mode can't be written outside of it.
         with torch.inference_mode(False):
             self._on_device = torch.zeros(words, dtype=torch.int64, device=self._device)
             self._on_host = [
@@ -160,16 +161,16 @@ class _Link:
         self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
 
-def _tiles(slots: Tensor, counts: Tensor, starts: Tensor, height: int) -> Tensor:
-    """Every group cut into blocks of at most `height` rows: [tiles, 3], slot, first, count."""
-    per_group = (counts + height - 1) // height
+def _divide_groups(slots: Tensor, counts: Tensor, starts: Tensor, block_m: int) -> Tensor:
+    """Divide every group into tiles of at most `block_m` rows: [tiles, 3], slot, first, count."""
+    per_group = (counts + block_m - 1) // block_m
     group = torch.repeat_interleave(torch.arange(len(slots)), per_group)
     before = (torch.cumsum(per_group, 0) - per_group)[group]
-    skipped = (torch.arange(len(group)) - before) * height
-    rest = (counts[group] - skipped).clamp(max=height)
-    return torch.stack([slots[group], starts[group] + skipped, rest], dim=1)
+    skipped = (torch.arange(len(group)) - before) * block_m
+    rows = (counts[group] - skipped).clamp(max=block_m)
+    return torch.stack([slots[group], starts[group] + skipped, rows], dim=1)
 
 
-def _spans(slots: Tensor, counts: Tensor, starts: Tensor) -> tuple[Span, ...]:
+def _spans(slots: Tensor, counts: Tensor, starts: Tensor) -> tuple[SlotSpan, ...]:
     columns: Sequence[list[int]] = (slots.tolist(), starts.tolist(), (starts + counts).tolist())
-    return tuple(map(Span, *columns))
+    return tuple(map(SlotSpan, *columns))

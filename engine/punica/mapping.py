@@ -1,4 +1,4 @@
-"""Which adapter each row of a batch uses."""
+"""The adapter of each row of a batch."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -11,7 +11,7 @@ BASE = 0
 
 
 class MappingType(Enum):
-    """Which part of a model a mapping is for."""
+    """The part of a model that a mapping is for."""
 
     LANGUAGE = "language"
     TOWER = "tower"
@@ -19,13 +19,14 @@ class MappingType(Enum):
 
 
 class LoRAMapping:
-    """Which adapter each row of a batch uses; 0 is the base model.
+    """The adapter of each row of a batch; 0 is the base model.
 
     index_mapping: [tokens], an adapter id per token, in the order of the flattened batch.
     prompt_mapping: [rows], an adapter id per sampled row.
 
-    Both are copied, so a caller may refill the buffer that it passed: a mapping that shared it
-    would change with it, compare equal to the new one, and leave rows with the old adapters.
+    Both are copied, so a caller may refill the buffer that it passed. A mapping that shared the
+    buffer would change with it and compare equal to the new mapping, and rows would keep the old
+    adapters.
     """
 
     def __init__(
@@ -54,5 +55,5 @@ class LoRAMapping:
 
 
 def _copy_of(ids: Sequence[int] | Tensor) -> Tensor:
-    """The ids as an int64 tensor on the host that shares no memory with its source."""
+    """Return the ids as an int64 tensor on the host that shares no memory with its source."""
     return torch.as_tensor(ids, dtype=torch.int64, device="cpu").clone()

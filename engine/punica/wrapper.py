@@ -1,8 +1,7 @@
-"""One batch's LoRA arithmetic: which row uses which slot, and the products over the groups.
+"""The Punica wrapper: one batch's mapping of rows to slots, and the products over its groups.
 
-What it is: the metadata of a batch and a thin way to the kernels. What it is not: a cache of
-weights or a judge of generations (the engine checks those before it builds a mapping). One rule:
-an adapter id without a slot is an error, never the base model.
+An adapter id without a slot is an error; it never falls back to the base model. Generations are
+checked by the engine before it builds a mapping.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,18 +11,19 @@ import torch
 from torch import Tensor
 
 from engine.errors import NotResident
-from engine.kernels import Kernels
 from engine.kernels.expert_groups import ExpertGroups, group_experts
+from engine.kernels.interface import Kernels
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices, accumulator_dtype
 from engine.punica.grouping import Grouper
 from engine.punica.mapping import BASE, LoRAMapping
-from engine.punica.side_stream import Beside
+from engine.punica.side_stream import Concurrent
 
 
-class Halves(NamedTuple):
-    """A layer's product in two halves, for ranks that exchange what lies between them.
+class ShrinkExpand(NamedTuple):
+    """The slices of a product whose intermediate is exchanged between ranks.
 
-    `shrink` and `expand` give A and B. This process shrinks to one `rank_parts`-th of each rank.
+    `shrink` provides A and `expand` provides B. This process shrinks to one `rank_parts`-th of each
+    adapter's rank.
     """
 
     shrink: LoRASlices
@@ -32,25 +32,26 @@ class Halves(NamedTuple):
 
 
 class LaunchKey(NamedTuple):
-    """What the launches over a mapping depend on; None where nothing is launched.
+    """Everything that the launches over a mapping depend on; None where nothing is launched.
 
-    `place` stands for the tables on the device that they read.
+    `buffers`: identifies the tables on the device that the launches read.
     """
 
     tokens: GroupBounds | None
     prompts: GroupBounds | None
-    place: object
+    buffers: object
 
 
 class PunicaWrapper:
     """The current batch's metadata, shared by all wrapped layers of a model.
 
     `token_slots` [tokens] and `prompt_slots` [sampled rows] are int64 on the host, -1 for the base
-    model; `groups` and `prompt_groups` are what kernels read of the two. `rank_max`: the widest
-    rank that a slot may hold, and so the width of a buffer for `add_shrink`. Before the first
-    mapping every row is the base model's. `specialize_active`: grids follow the number of active
-    adapters, rounded up to a power of two, instead of the number of slots. `beside`: where a linear
-    layer's delta is made while its base output is; None makes it after.
+    model; `groups` and `prompt_groups` are the groups of the two for kernels. `rank_max`: the
+    highest rank that a slot may hold, and so the columns of a buffer for `add_shrink`. Before the
+    first mapping every row uses the base model. `specialize_active`: the size of launch grids
+    follows the number of active adapters, rounded up to a power of two, instead of the number of
+    slots. `concurrent`: computes a linear layer's delta concurrently with its base output; without
+    it the delta is computed after.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class PunicaWrapper:
         kernels: Kernels,
         *,
         specialize_active: bool = False,
-        beside: Beside | None = None,
+        concurrent: Concurrent | None = None,
     ) -> None:
         self.rank_max = rank_max
         self.grouper = Grouper(device, rank_max, specialize_active)
         self._kernels = kernels
-        self._beside = beside
+        self._concurrent = concurrent
         self._mapping: LoRAMapping | None = None
         self._layout: tuple[int | None, ...] = ()
         self.token_slots: Tensor | None = None
@@ -74,11 +75,11 @@ class PunicaWrapper:
         self.prompt_groups: Groups | None = None
 
     def update_metadata(self, mapping: LoRAMapping, lora_index_to_id: Sequence[int | None]) -> bool:
-        """Turn adapter ids into slots and groups; False where nothing has changed.
+        """Replace adapter ids by slots and groups; return False if nothing has changed.
 
-        `lora_index_to_id[slot]` is the adapter in that slot, None where it is empty. Raises
-        `NotResident` (L007) for an id without a slot, and ValueError for a mapping with as many
-        sampled rows as tokens that are not the same; then the metadata stays what it was.
+        `lora_index_to_id[slot]` is the adapter in that slot, None for an empty slot. Raises
+        `NotResident` (L007) for an id without a slot, and ValueError if there are equally many
+        sampled rows and tokens but their ids differ; then the metadata is unchanged.
         """
         layout = tuple(lora_index_to_id)
         if self._mapping is not None and layout == self._layout and mapping == self._mapping:
@@ -88,10 +89,10 @@ class PunicaWrapper:
         token_slots = _slots_of(mapping.index_mapping, slot_of_id)
         prompt_slots = _slots_of(mapping.prompt_mapping, slot_of_id)
         if len(token_slots) == len(prompt_slots) and not torch.equal(token_slots, prompt_slots):
-            # A layer's input would be either, and each row has one adapter.
+            # A layer's input could be either of them, so each row must have one adapter.
             raise ValueError(
                 f"index_mapping and prompt_mapping both have {len(token_slots)} rows and differ; "
-                "a batch of one token a prompt has one adapter a row"
+                "a batch with one token per prompt must have one adapter per row"
             )
         self._group(token_slots, prompt_slots, len(layout))
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
@@ -103,125 +104,120 @@ class PunicaWrapper:
 
     @property
     def launch_key(self) -> LaunchKey:
-        """What the launches over the current mapping depend on."""
+        """Everything that the launches over the current mapping depend on."""
         tokens, prompts = (
             groups.bounds if groups is not None and groups.spans else None
             for groups in (self.groups, self.prompt_groups)
         )
-        return LaunchKey(tokens, prompts, self.grouper.place)
+        return LaunchKey(tokens, prompts, self.grouper.buffer_identity)
 
-    def add_shrink(self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0) -> None:
-        """`y[s, t] = scale * x[t] @ A[s][slot(t)].T`; see `kernels.shrink` for what stays."""
+    def add_shrink(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
+        """Compute `y[s, t] = scale * x[t] @ A[s][slot(t)].T`; see `shrink_reference`."""
         groups = self.groups_of(len(x))
         if groups is not None:
-            self._kernels.shrink(y, x, weights, groups, scale)
+            self._kernels.shrink(y, x, slices, groups, scale)
 
     def add_expand(
         self,
         y: Tensor,
         x: Tensor,
-        weights: LoRASlices,
+        slices: LoRASlices,
         offset: int = 0,
         add_inputs: bool = True,
     ) -> None:
-        """`y[t, offset + o_s :][:out_s] += x[s, t] @ B[s][slot(t)].T`; see `kernels.expand`."""
+        """Add `x[s, t] @ B[s][slot(t)].T` to y's columns; see `expand_reference`."""
         groups = self.groups_of(x.shape[1])
         if groups is not None:
-            self._kernels.expand(y, x, weights, groups, offset, add_inputs)
+            self._kernels.expand(y, x, slices, groups, offset, add_inputs)
 
-    def add_lora_linear(
-        self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0
-    ) -> None:
-        """Add every row's delta to a linear layer's output, in place; scale 1 is no scaling.
+    def add_lora_linear(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
+        """Add every row's delta to a linear layer's output, in place; scale 1 means no scaling.
 
-        y: [rows, sum of out_features]. x: [rows, in_features]; for rows as `groups_of` says. A
+        y: [rows, sum of out_features]. x: [rows, in_features]; `groups_of` specifies which rows. A
         batch without adapters costs nothing.
         """
         groups = self.groups_of(len(x))
         if groups is not None:
-            self._kernels.linear(y, x, weights, groups, scale)
+            self._kernels.linear(y, x, slices, groups, scale)
 
-    def with_lora_linear(
-        self, base: Callable[[], Tensor], x: Tensor, weights: LoRASlices
-    ) -> Tensor:
-        """`base()`, which a linear layer makes of `x`, with every row's delta added.
+    def with_lora_linear(self, base: Callable[[], Tensor], x: Tensor, slices: LoRASlices) -> Tensor:
+        """Return `base()`, a linear layer's output for `x`, with every row's delta added.
 
-        base: gives [..., sum of out_features], contiguous. x: [rows, in_features]; for rows as
-        `groups_of` says. With `beside` the delta is made in float32 while `base` runs, and their
-        sum is rounded once, as without.
+        base: returns [..., sum of out_features], contiguous. x: [rows, in_features]; `groups_of`
+        specifies which rows. With `concurrent` the delta is computed in float32 while `base` runs,
+        and their sum is rounded once, as it is without.
         """
-        groups = None if self._beside is None else self.groups_of(len(x))
-        if self._beside is None or groups is None:
+        groups = None if self._concurrent is None else self.groups_of(len(x))
+        if self._concurrent is None or groups is None:
             y = base()
-            self.add_lora_linear(y.view(-1, y.shape[-1]), x, weights)
+            self.add_lora_linear(y.view(-1, y.shape[-1]), x, slices)
             return y
-        y, delta = self._beside.run(base, lambda: self._delta(x, weights, groups))
+        y, delta = self._concurrent.run(base, lambda: self._delta(x, slices, groups))
         y.view(delta.shape).add_(delta)
         return y
 
-    def _delta(self, x: Tensor, weights: LoRASlices, groups: Groups) -> Tensor:
-        """Every row's delta, 0 for the base model: [rows, sum of out_features]."""
+    def _delta(self, x: Tensor, slices: LoRASlices, groups: Groups) -> Tensor:
+        """Return every row's delta, 0 for the base model: [rows, sum of out_features]."""
         dtype = accumulator_dtype(x.dtype)
-        shrunk = x.new_empty((len(weights.columns), len(x), self.rank_max), dtype=dtype)
-        delta = x.new_zeros((len(x), sum(weights.out_features)), dtype=dtype)
-        self._kernels.shrink(shrunk, x, weights, groups, 1.0)
-        self._kernels.expand(delta, shrunk, weights, groups, 0, False)
+        shrunk = x.new_empty((len(slices.columns), len(x), self.rank_max), dtype=dtype)
+        delta = x.new_zeros((len(x), sum(slices.out_features)), dtype=dtype)
+        self._kernels.shrink(shrunk, x, slices, groups, 1.0)
+        self._kernels.expand(delta, shrunk, slices, groups, 0, False)
         return delta
 
-    def add_lora_halves(
-        self, y: Tensor, x: Tensor, halves: Halves, exchange: Callable[[Tensor], Tensor]
+    def add_lora_shrink_expand(
+        self, y: Tensor, x: Tensor, slices: ShrinkExpand, exchange: Callable[[Tensor], Tensor]
     ) -> None:
         """As `add_lora_linear`, with `exchange` between shrink and expand, in place.
 
-        y: [rows, sum of out_features], this process's own columns: a view where there are others.
-        `exchange` takes [slices, tokens, rank_max / rank_parts], in the accumulator's dtype and 0
-        where nothing was shrunk, and gives [slices, tokens, rank_max].
+        y: [rows, sum of out_features], this process's columns, possibly a view of more columns.
+        `exchange` maps [slices, tokens, rank_max / rank_parts], in the accumulator's dtype and 0
+        where nothing was shrunk, to [slices, tokens, rank_max].
         """
         if self.groups_of(len(x)) is not None:
-            shrunk = self._between(x, halves)
-            self.add_shrink(shrunk, x, halves.shrink)
-            self.add_expand(y, exchange(shrunk), halves.expand)
+            shrunk = self._shrink_buffer(x, slices)
+            self.add_shrink(shrunk, x, slices.shrink)
+            self.add_expand(y, exchange(shrunk), slices.expand)
 
-    def _between(self, x: Tensor, halves: Halves) -> Tensor:
-        """What `halves.shrink` of `x` goes into: zeros, because ranks may sum it."""
-        shape = (len(halves.shrink.columns), len(x), self.rank_max // halves.rank_parts)
+    def _shrink_buffer(self, x: Tensor, slices: ShrinkExpand) -> Tensor:
+        """Return the buffer for `slices.shrink` of `x`: zeros, because ranks may sum it."""
+        shape = (len(slices.shrink.columns), len(x), self.rank_max // slices.rank_parts)
         return x.new_zeros(shape, dtype=accumulator_dtype(x.dtype))
 
     def add_lora_embedding(
-        self, y: Tensor, token_ids: Tensor, weights: LoRASlices, scale: float = 1.0
+        self, y: Tensor, token_ids: Tensor, slices: LoRASlices, scale: float = 1.0
     ) -> None:
         """Add every row's delta to a token embedding's output, in place.
 
-        y: [tokens, hidden]. token_ids: [tokens] int64. Raises ValueError as `add_lora_linear`.
+        y: [tokens, hidden]. token_ids: [tokens] int64. Raises ValueError as `groups_of` does.
         """
         groups = self.groups_of(len(token_ids))
         if groups is not None:
-            self._kernels.embedding(y, token_ids, weights, groups, scale)
+            self._kernels.embedding(y, token_ids, slices, groups, scale)
 
-    def add_lora_logits(
-        self, y: Tensor, x: Tensor, weights: LoRASlices, scale: float = 1.0
-    ) -> None:
-        """Add every row's delta to the logits, in place; for rows as `groups_of` says.
+    def add_lora_logits(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
+        """Add every row's delta to the logits, in place; `groups_of` specifies which rows.
 
         y: [rows, vocabulary]. x: [rows, hidden].
         """
         groups = self.groups_of(len(x))
         if groups is not None:
-            self._kernels.linear(y, x, weights, groups, scale)
+            self._kernels.linear(y, x, slices, groups, scale)
 
     def groups_of(self, rows: int) -> Groups | None:
-        """The groups of a layer's input: the sampled rows' if it has as many, else the tokens'.
+        """Return the groups of a layer's input: of the sampled rows or of the tokens, by its rows.
 
-        Where both are as many they are the same, as `update_metadata` makes sure. None where no row
-        has an adapter. Raises ValueError where the mapping is another batch's.
+        They are those of the sampled rows if there are `rows` of them. If there are `rows` of both,
+        the two mappings are equal, which `update_metadata` ensures. None if no row has an adapter.
+        Raises ValueError if the mapping is for another number of rows.
         """
-        sampled = self.prompt_groups is not None and self.prompt_groups.tokens == rows
-        groups = self.prompt_groups if sampled else self.groups
+        is_sampled = self.prompt_groups is not None and self.prompt_groups.tokens == rows
+        groups = self.prompt_groups if is_sampled else self.groups
         if groups is None or not groups.spans:
             return None
         if rows != groups.tokens:
             raise ValueError(
-                f"a batch of {rows} rows meets a mapping of {groups.tokens}; "
+                f"a batch of {rows} rows, but the mapping has {groups.tokens}; "
                 "update the mapping before every forward"
             )
         return groups
@@ -233,10 +229,10 @@ class PunicaWrapper:
         top_k_index: Tensor,
         experts: int,
     ) -> ExpertGroups | None:
-        """What `add_lora_fused_moe` needs of one layer's routing; None where it has nothing to do.
+        """Return the groups of one layer's routing for `add_lora_fused_moe`; None without any work.
 
-        `adapter_enabled(slot)` says whether a slot has weights in this layer; the other arguments
-        are as in `kernels.expert_groups`. Raises ValueError as `add_lora_linear`.
+        `adapter_enabled(slot)`: whether a slot has weights in this layer; the other arguments are
+        as in `engine.kernels.expert_groups.group_experts`. Raises ValueError as `groups_of` does.
         """
         groups = self.groups_of(tokens)
         if groups is None:
@@ -244,42 +240,42 @@ class PunicaWrapper:
         return group_experts(groups, adapter_enabled, top_k_index, experts)
 
     def add_lora_fused_moe(
-        self, ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
+        self, ys: Sequence[Tensor], x: Tensor, slices: LoRASlices, groups: ExpertGroups
     ) -> None:
-        """Add every pair's delta to its slices' outputs, in place: before the activation w1 and w3
-        (or both in one), before the weighted sum w2.
+        """Add every pair's delta to its slices' outputs, in place.
 
-        ys: one [pairs, out_features[s]] a slice, any strides. x: [pairs, in_features]. `groups`
-        are places in both.
+        These are w1 and w3 (or both in one) before the activation, and w2 before the weighted sum.
+        ys: one [pairs, out_features[s]] per slice, any strides. x: [pairs, in_features]. The pairs
+        of `groups` are rows of both.
         """
-        self._kernels.experts(ys, x, weights, groups)
+        self._kernels.experts(ys, x, slices, groups)
 
-    def add_lora_fused_moe_halves(
+    def add_lora_fused_moe_shrink_expand(
         self,
         ys: Sequence[Tensor],
         x: Tensor,
-        halves: Halves,
+        slices: ShrinkExpand,
         groups: ExpertGroups,
         exchange: Callable[[Tensor], Tensor],
     ) -> None:
         """As `add_lora_fused_moe`, with `exchange` between shrink and expand, in place.
 
-        `ys` are this process's own columns, and `exchange` is as in `add_lora_halves`, over the
+        `ys` are this process's columns. `exchange` is as in `add_lora_shrink_expand`, over the
         pairs in the groups' order instead of tokens.
         """
-        shrunk = self._between(x, halves)
-        self._kernels.experts_shrink(shrunk, x, halves.shrink, groups)
-        self._kernels.experts_expand(ys, exchange(shrunk), halves.expand, groups)
+        shrunk = self._shrink_buffer(x, slices)
+        self._kernels.experts_shrink(shrunk, x, slices.shrink, groups)
+        self._kernels.experts_expand(ys, exchange(shrunk), slices.expand, groups)
 
 
 def _slots_of(ids: Tensor, slot_of_id: dict[int, int]) -> Tensor:
-    """The slot of every id; a Python loop over distinct ids only."""
-    distinct, places = torch.unique(ids, return_inverse=True)
-    wanted = distinct.tolist()
-    unknown = [id_ for id_ in wanted if id_ not in slot_of_id]
+    """Return the slot of every id; the Python loop runs over distinct ids only."""
+    distinct, indices = torch.unique(ids, return_inverse=True)
+    adapter_ids = distinct.tolist()
+    unknown = [id_ for id_ in adapter_ids if id_ not in slot_of_id]
     if unknown:
         raise NotResident(
-            f"the mapping names adapters {unknown} that are in no slot; "
-            f"in slots are {sorted(slot_of_id.keys() - {BASE})}; activate them first"
+            f"the mapping names adapters {unknown}, which are not in a slot; "
+            f"slots hold {sorted(slot_of_id.keys() - {BASE})}; activate them first"
         )
-    return torch.tensor([slot_of_id[id_] for id_ in wanted], dtype=torch.int64)[places]
+    return torch.tensor([slot_of_id[id_] for id_ in adapter_ids], dtype=torch.int64)[indices]

@@ -1,4 +1,4 @@
-"""What the device's benchmarks rest on, as far as it needs no device."""
+"""The parts of the GPU benchmarks that need no device."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ from benchmarks.gpu import SANITIZED, SHARED
 from benchmarks.gpu_kernels import (
     RANK_8_AMONG_8,
     RANK_8_AMONG_256,
-    Measured,
+    CellFigures,
     aims,
     cells,
     check,
@@ -41,15 +41,15 @@ from benchmarks.tune_kernels import (
 )
 from engine.kernels import choose_kernels
 from engine.kernels.gpu.tile_configs import (
-    EXPERTS,
+    EXPERTS_CONFIGS,
     EXPERTS_REGIMES,
+    LINEAR_CONFIGS,
     LONG,
-    PLANS,
     REGIMES,
     SHORT,
     SOURCE,
-    ExpandPlan,
-    ExpertsPlan,
+    ExpandConfig,
+    ExpertsConfig,
     experts_regime_of,
     regime_of,
 )
@@ -57,7 +57,7 @@ from engine.kernels.gpu.tile_configs import (
 CPU = torch.device("cpu")
 
 
-def test_a_cell_is_a_layer_that_the_kernels_take() -> None:
+def test_a_cell_is_a_layer_that_the_kernels_support() -> None:
     cell = Cell(7, 3, (8, 1, 16), 64, idle=(32,))
     layer, groups = layer_of(cell, CPU), groups_of(cell, CPU)
     assert [len(layer.pairs(slot)[0].a) for slot in range(4)] == [8, 1, 16, 32]
@@ -66,27 +66,27 @@ def test_a_cell_is_a_layer_that_the_kernels_take() -> None:
     x = torch.randn(7, 64, dtype=torch.bfloat16)
     linear = choose_kernels("cpu", "cpu").linear
     check(cell, linear, (x, layer, groups))
-    with pytest.raises(AssertionError, match="an error of"):
+    with pytest.raises(AssertionError, match="the relative error is"):
         check(cell, lambda *_: None, (x, layer, groups))
 
 
-def test_a_cell_of_experts_is_a_layer_that_the_kernels_take() -> None:
+def test_a_cell_of_experts_is_a_layer_that_the_kernels_support() -> None:
     cell = ExpertsCell(6, 2, 4, 5, 2, 32, 24)
     operands = torch.randn(12, 32, dtype=torch.bfloat16), experts_layer_of(cell, CPU)
     operands += (experts_groups_of(cell, CPU),)
     check_experts(cell, choose_kernels("cpu", "cpu").experts, operands)
-    with pytest.raises(AssertionError, match="an error of"):
+    with pytest.raises(AssertionError, match="the relative error is"):
         check_experts(cell, lambda *_: None, operands)
 
 
-def test_bytes_follow_the_true_ranks() -> None:
+def test_bytes_depend_on_the_actual_ranks() -> None:
     assert Cell(1, 1, (8,), 100).bytes_moved == 2 * (8 * 200 + 300)
     assert Cell(2, 2, (8, 128), 100).bytes_moved == 2 * (136 * 200 + 600)
     assert Cell(2, 2, (8, 128), 100).weight_bytes == 2 * 136 * 200
 
 
 @pytest.mark.parametrize("cell", [Cell(9, 3, (8, 1, 16), 72, (64,)), Cell(2, 2, (5,), 33)])
-def test_a_cells_bytes_are_those_of_the_matrices_that_its_rows_need(cell: Cell) -> None:
+def test_the_bytes_of_a_cell_are_those_of_its_rows_matrices(cell: Cell) -> None:
     layer, groups = layer_of(cell, CPU), groups_of(cell, CPU)
     pairs = [pair for span in groups.spans for pair in layer.pairs(span.slot) if pair]
     matrices = [matrix for pair in pairs for matrix in pair]
@@ -95,14 +95,14 @@ def test_a_cells_bytes_are_those_of_the_matrices_that_its_rows_need(cell: Cell) 
     assert cell.bytes_moved == cell.weight_bytes + rows.nbytes
 
 
-def test_every_cell_of_the_issue_is_measured_and_its_adapters_have_rows() -> None:
+def test_every_specified_cell_is_measured_and_its_adapters_have_rows() -> None:
     found = list(cells())
     assert len(found) == 2 * 4 * (6 + 5 + 3)
     for _, cell in found:
         assert len(groups_of(cell, CPU).spans) == cell.adapters
 
 
-def test_the_rank_8_cells_differ_in_what_lies_beside_them_alone() -> None:
+def test_the_rank_8_cells_differ_only_in_their_idle_slots() -> None:
     small, large = RANK_8_AMONG_8, RANK_8_AMONG_256
     assert large._replace(idle=small.idle) == small
     assert small.bytes_moved == large.bytes_moved
@@ -111,81 +111,83 @@ def test_the_rank_8_cells_differ_in_what_lies_beside_them_alone() -> None:
     assert bounds[1] == bounds[0]._replace(rank=256)
 
 
-def test_each_regime_is_tuned_on_batches_that_meet_it() -> None:
+def test_each_regime_is_tuned_on_its_own_batches() -> None:
     assert tuple(CELLS) == REGIMES
     for regime, tuned_on in CELLS.items():
         for cell in tuned_on:
             assert regime_of(groups_of(cell, CPU).bounds, regime == "invariant") == regime, cell
-        heights = {launch.height for launch in candidates(regime, "expand")}
-        assert heights <= {SHORT, LONG}
+        block_ms = {launch.block_m for launch in candidates(regime, "expand")}
+        assert block_ms <= {SHORT, LONG}
 
 
-def test_each_regime_of_experts_is_tuned_on_batches_that_meet_it() -> None:
+def test_each_regime_of_experts_is_tuned_on_its_own_batches() -> None:
     assert tuple(EXPERTS_CELLS) == EXPERTS_REGIMES
     for regime, tuned_on in EXPERTS_CELLS.items():
         for cell in tuned_on:
             bounds = experts_groups_of(cell, CPU).bounds
             assert experts_regime_of(bounds, regime == "invariant") == regime, cell
-        for field in ExpertsPlan._fields:
-            present = getattr(EXPERTS[90][regime], field)
+        for field in ExpertsConfig._fields:
+            present = getattr(EXPERTS_CONFIGS[90][regime], field)
             tried = list(candidates(regime, field))
             assert {type(launch) for launch in tried} == {type(present)}
-            assert {launch.height for launch in tried} == {present.height}
+            assert {launch.block_m for launch in tried} == {present.block_m}
 
 
-def test_the_fastest_launches_are_found_one_beside_the_other() -> None:
-    def time(plan: ExpertsPlan) -> float:
-        if plan.expand.block_n == 64 and plan.shrink.warps == 8:
+def test_the_fastest_launches_are_found_in_turn() -> None:
+    def time(config: ExpertsConfig) -> float:
+        if config.expand.block_n == 64 and config.shrink.warps == 8:
             return inf
-        return plan.shrink.splits + plan.expand.block_n + plan.shrink.warps / 100
+        return config.shrink.splits + config.expand.block_n + config.shrink.warps / 100
 
-    fields = {field: candidates("decode", field) for field in ExpertsPlan._fields}
-    best = best_of("a test", EXPERTS[90]["decode"], fields, time)
+    fields = {field: candidates("decode", field) for field in ExpertsConfig._fields}
+    best = best_of("a test", EXPERTS_CONFIGS[90]["decode"], fields, time)
     assert (best.shrink.splits, best.shrink.warps, best.expand.block_n) == (1, 4, 64)
 
 
-def test_a_wrong_result_is_no_candidate() -> None:
+def test_a_wrong_result_is_rejected() -> None:
     def works(failure: Exception | None):
         yield 2.0
         if failure is not None:
             raise failure
         yield 8.0
 
-    assert mean_of("a plan", works(None)) == pytest.approx(4.0)
+    assert mean_of("a config", works(None)) == pytest.approx(4.0)
     for failure in (AssertionError("an error of 1.0"), OutOfResources(9, 8, "shared"), PTXASError):
-        assert mean_of("a plan", works(failure)) == inf
+        assert mean_of("a config", works(failure)) == inf
 
 
 def test_writing_the_present_tables_changes_nothing() -> None:
     text = TABLE_FILE.read_text()
-    assert with_tables(text, PLANS, EXPERTS, SOURCE) == text
-    plan = EXPERTS[90]["decode"]._replace(expand=ExpandPlan(SHORT, 64, 32, 8, 3))
-    experts = EXPERTS | {90: EXPERTS[90] | {"decode": plan}}
+    assert with_tables(text, LINEAR_CONFIGS, EXPERTS_CONFIGS, SOURCE) == text
+    config = EXPERTS_CONFIGS[90]["decode"]._replace(expand=ExpandConfig(SHORT, 64, 32, 8, 3))
+    experts = EXPERTS_CONFIGS | {90: EXPERTS_CONFIGS[90] | {"decode": config}}
     source = SOURCE | {90: "measured on a test"}
-    other = with_tables(text, PLANS | {90: PLANS[80]}, experts, source)
+    other = with_tables(text, LINEAR_CONFIGS | {90: LINEAR_CONFIGS[80]}, experts, source)
     assert '90: "measured on a test",' in other
     written: dict[str, object] = {}
-    exec(compile(other, "plans.py", "exec"), written)
-    assert written["EXPERTS"] == experts
-    assert written["PLANS"] == PLANS | {90: PLANS[80]}
+    exec(compile(other, "tile_configs.py", "exec"), written)
+    assert written["EXPERTS_CONFIGS"] == experts
+    assert written["LINEAR_CONFIGS"] == LINEAR_CONFIGS | {90: LINEAR_CONFIGS[80]}
 
 
-def measured(microseconds: float, share: float, hidden: int = 4096, rank: int = 16) -> Measured:
+def measured(microseconds: float, share: float, hidden: int = 4096, rank: int = 16) -> CellFigures:
     cell = Cell(64, 64, (rank,), hidden)
     sizes = (cell.weight_bytes, cell.bytes_moved)
-    return Measured(hidden, str(rank), 64, 64, *sizes, microseconds, share, 0.3)
+    return CellFigures(hidden, str(rank), 64, 64, *sizes, microseconds, share, 0.3)
 
 
-def test_the_document_has_a_line_a_cell() -> None:
-    told = document("a device", [measured(9.5, 0.51, rank=8)], 4e12, [9.0, 9.5])
-    assert "| 4096 | 8 | 64 | 64 | 8.4 | 9.5 | 51% | 0.30 |" in told
-    assert "A copy moves 4.00 TB/s" in told
+def test_the_document_has_one_line_per_cell() -> None:
+    text = document("a device", [measured(9.5, 0.51, rank=8)], 4e12, [9.0, 9.5])
+    assert "| 4096 | 8 | 64 | 64 | 8.4 | 9.5 | 51% | 0.30 |" in text
+    assert "A copy moves 4.00 TB/s" in text
 
 
-def test_each_aim_is_told_with_what_was_measured() -> None:
+def test_each_target_is_printed_with_the_measurement() -> None:
     good = aims([measured(9.5, 0.4), measured(30.0, 0.6, 8192, 64)], 4.9e12, [9.0, 9.5])
-    assert good[0].startswith("64 adapters of rank 16, a row each, hidden 4096: 9.5 us; the bytes")
-    # The bytes of the issue: 3.7 us on an H200.
+    assert good[0].startswith(
+        "64 adapters of rank 16, one row each, hidden 4096: 9.5 us; the bytes"
+    )
+    # The bytes of this cell take 3.7 us on an H200.
     assert "alone take 3.7." in good[0]
     assert "1 cells with weights of more than 32 MiB" in good[1]
     assert all(line.endswith(", reached.") for line in good)
@@ -195,8 +197,8 @@ def test_each_aim_is_told_with_what_was_measured() -> None:
 
 
 def test_every_operation_is_tested_compiled_and_some_of_its_tests_sanitized() -> None:
-    told = {path.removeprefix("tests/engine/kernels/test_").removesuffix(".py") for path in SHARED}
-    assert told >= {*choose_kernels("cpu", "cpu")._fields} - {"experts_shrink", "experts_expand"}
+    text = {path.removeprefix("tests/engine/kernels/test_").removesuffix(".py") for path in SHARED}
+    assert text >= {*choose_kernels("cpu", "cpu")._fields} - {"experts_shrink", "experts_expand"}
     texts = [(Path(__file__).parents[2] / path).read_text() for path in SHARED]
     for part in SANITIZED:
         assert any(re.search(rf"def test_\w*{part}", text) for text in texts), part
@@ -207,15 +209,15 @@ def test_every_operation_is_tested_compiled_and_some_of_its_tests_sanitized() ->
 
 
 @pytest.mark.parametrize("failing", [set(), {4}, {0, 4}])
-def test_every_part_runs_whatever_fails_before_it(
+def test_every_command_runs_even_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failing: set[int]
 ) -> None:
     ran: list[list[str]] = []
 
     def run(command: list[str], **_options: object) -> subprocess.CompletedProcess[bytes]:
         ran.append(command)
-        place = len(ran) - 1
-        return subprocess.CompletedProcess(command, 7 + place if place in failing else 0)
+        index = len(ran) - 1
+        return subprocess.CompletedProcess(command, 7 + index if index in failing else 0)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
@@ -228,7 +230,7 @@ def test_every_part_runs_whatever_fails_before_it(
     assert capsys.readouterr().out.count("status ") == len(failing)
 
 
-def test_the_figures_need_torch_and_triton_alone() -> None:
+def test_the_figures_need_only_torch_and_triton() -> None:
     script = (
         "import sys\n"
         "for name in ('msgspec', 'structlog', 'zmq', 'transitions', 'transformers', 'peft'):\n"

@@ -1,11 +1,11 @@
-"""What the CPU kernels' figures rest on: works that compute the same, and ratios of one round."""
+"""The CPU kernels' figures: works that compute the same, and ratios within a round."""
 
 import pytest
 import torch
 
-from benchmarks.kernel_cells import WAYS, Bench, Cell, cells
-from benchmarks.kernels import BEST_MAX, SECONDS, SECONDS_AGAIN, Compared, measured
-from benchmarks.rounds import Rounds, Sample, in_turns
+from benchmarks.kernel_cells import STRATEGIES, Bench, Cell, cells
+from benchmarks.kernels import BEST_MAX, REPEATED_SECONDS, SECONDS, CellComparison, measure_cell
+from benchmarks.rounds import Rounds, Sample, interleave
 
 CELLS = [
     Cell(dtype, 48, 8, tokens, 4)
@@ -15,9 +15,16 @@ CELLS = [
 
 
 def works_of(cell: Cell) -> dict[str, tuple[Bench, object]]:
-    """Each work with a bench of its own, because all of them write."""
+    """Return each work with its own bench, because all of them write."""
     found = {}
-    for name in ("chosen", "invariant", *Bench(cell).ways(), "copies", "kept", *Bench(cell).bare()):
+    for name in (
+        "chosen",
+        "invariant",
+        *Bench(cell).strategies(),
+        "copies",
+        "kept",
+        *Bench(cell).bare(),
+    ):
         bench = Bench(cell)
         known = {
             "chosen": bench.chosen,
@@ -25,14 +32,14 @@ def works_of(cell: Cell) -> dict[str, tuple[Bench, object]]:
             "copies": lambda bench=bench: bench.copies,
             "kept": bench.copies_kept,
         }
-        of_cell = {**bench.ways(), **(bench.bare() if cell.is_prefill else {})}
+        of_cell = {**bench.strategies(), **(bench.bare() if cell.is_prefill else {})}
         if name in known or name in of_cell:
             found[name] = (bench, known[name]() if name in known else of_cell[name])
     return found
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.text)
-def test_all_that_is_compared_makes_the_same_delta(cell: Cell) -> None:
+def test_all_compared_works_compute_the_same_delta(cell: Cell) -> None:
     before = Bench(cell).y.double()
     deltas = {}
     for name, (bench, work) in works_of(cell).items():
@@ -42,17 +49,17 @@ def test_all_that_is_compared_makes_the_same_delta(cell: Cell) -> None:
     for name, delta in deltas.items():
         error = (delta - deltas["copies"]).norm() / deltas["copies"].norm()
         assert error < bound, name
-    assert set(deltas) > {*WAYS[2:], "chosen", "invariant", "kept"}
+    assert set(deltas) > {*STRATEGIES[2:], "chosen", "invariant", "kept"}
     assert ("bare batched" in deltas) == cell.is_prefill
 
 
-def test_every_cell_of_the_issue_is_measured() -> None:
+def test_every_specified_cell_is_measured() -> None:
     assert len(cells()) == 72
     assert all(cell.adapters <= cell.tokens for cell in cells())
 
 
 def rounds(**own: list[float]) -> Rounds:
-    """The same by both clocks."""
+    """Return rounds whose process times and wall times are equal."""
     return Rounds({name: [Sample(s, s) for s in seconds] for name, seconds in own.items()})
 
 
@@ -63,16 +70,16 @@ def test_a_ratio_is_of_times_from_the_same_round() -> None:
     assert found.microseconds("theirs") == 1e6
 
 
-def test_a_ratio_is_of_the_process_time_and_the_walls_stands_beside_it() -> None:
+def test_a_ratio_is_of_process_time_and_has_a_counterpart_in_wall_time() -> None:
     samples = {"ours": [Sample(1.0, 6.0)], "theirs": [Sample(2.0, 2.0)]}
     assert Rounds(samples).ratio("ours", "theirs") == 0.5
     assert Rounds(samples).wall_ratio("ours", "theirs") == 3.0
 
 
-def test_the_best_way_is_the_one_that_the_chosen_one_is_slowest_beside() -> None:
-    ways = rounds(chosen=[3.0], grouped=[2.5], dense=[9.0], gathered=[2.0], invariant=[1.0])
+def test_the_best_strategy_is_the_one_with_the_worst_ratio() -> None:
+    strategies = rounds(chosen=[3.0], grouped=[2.5], dense=[9.0], gathered=[2.0], invariant=[1.0])
     gemm = rounds(chosen=[3.0], gemm=[100.0])
-    beside = Rounds(
+    copies = Rounds(
         {
             name: [Sample(seconds, seconds)]
             for name, seconds in [
@@ -81,16 +88,16 @@ def test_the_best_way_is_the_one_that_the_chosen_one_is_slowest_beside() -> None
             ]
         }
     )
-    one = Compared(CELLS[1], ways, gemm, beside, is_second=False)
-    assert (one.best, one.of_best) == ("gathered", 1.5)
-    assert (one.of_copies, one.of_kept, one.bare_of_copies) == (0.075, 0.15, 0.05)
-    assert one.of_best > BEST_MAX
-    assert one.is_over
+    one = CellComparison(CELLS[1], strategies, gemm, copies, is_repeated=False)
+    assert (one.best, one.vs_best) == ("gathered", 1.5)
+    assert (one.vs_copies, one.vs_kept, one.bare_vs_copies) == (0.075, 0.15, 0.05)
+    assert one.vs_best > BEST_MAX
+    assert one.misses_target
 
 
-def test_works_take_turns_and_each_runs_untimed_first() -> None:
+def test_works_are_interleaved_and_each_runs_untimed_first() -> None:
     calls: list[str] = []
-    found = in_turns({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.01)
+    found = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, 0.01)
     assert set(found.names) == {"a", "b"}
     assert {"a", "b"} <= set(calls)
     assert "c" not in found
@@ -99,15 +106,15 @@ def test_works_take_turns_and_each_runs_untimed_first() -> None:
 @pytest.mark.parametrize(
     ("ratios", "counted"), [([1.2], 1.2), ([1.5, 1.1], 1.1), ([1.5, 1.6], 1.6), ([1.4, 1.4], 1.4)]
 )
-def test_a_cell_over_an_aim_is_measured_again_and_then_that_counts(
-    ratios: list[float], counted: float
-) -> None:
+def test_a_cell_that_misses_a_target_is_measured_again(ratios: list[float], counted: float) -> None:
     left = list(ratios)
 
-    def compare(cell: Cell, seconds: float, *, is_second: bool) -> Compared:
-        assert seconds == (SECONDS_AGAIN if is_second else SECONDS)
-        ways = rounds(chosen=[left.pop(0)], grouped=[1.0])
-        return Compared(cell, ways, rounds(chosen=[1.0], gemm=[10.0]), None, is_second)
+    def compare(cell: Cell, seconds: float, *, is_repeated: bool) -> CellComparison:
+        assert seconds == (REPEATED_SECONDS if is_repeated else SECONDS)
+        strategies = rounds(chosen=[left.pop(0)], grouped=[1.0])
+        return CellComparison(
+            cell, strategies, rounds(chosen=[1.0], gemm=[10.0]), None, is_repeated
+        )
 
-    found = measured(CELLS[0], compare)
-    assert (found.of_best, found.is_second, left) == (counted, len(ratios) == 2, [])
+    found = measure_cell(CELLS[0], compare)
+    assert (found.vs_best, found.is_repeated, left) == (counted, len(ratios) == 2, [])

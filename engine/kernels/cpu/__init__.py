@@ -1,38 +1,37 @@
-"""The operations made fast on a CPU.
+"""The CPU implementation of every operation.
 
-What it is: three strategies for the fused pair and a table of costs that chooses among them. What
-it is not: a cache of weights; what is copied or converted lives in scratch, for one product. One
-rule: there is a Python loop over groups, never over rows.
+Weights are never cached: copies and conversions are stored in scratch memory for one product.
+Python loops run over groups, never over rows.
 """
 
-from engine.kernels.cpu.blocks import Cutter
+from engine.kernels.cpu.blocks import BatchTiler
+from engine.kernels.cpu.embedding import CpuEmbedding
 from engine.kernels.cpu.experts import experts_cpu, experts_expand_cpu, experts_shrink_cpu
 from engine.kernels.cpu.linear import CpuLinear
 from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.cpu.shrink_expand import CpuHalves
+from engine.kernels.cpu.shrink_expand import CpuShrinkExpand
 from engine.kernels.interface import Kernels
 from engine.kernels.reference import reference_kernels
 
 
 def cpu_kernels(batch_invariant: bool) -> Kernels:
-    """New kernels with scratch of their own."""
-    cutter, scratch = Cutter(batch_invariant), Scratch()
-    halves = CpuHalves(cutter, scratch)
-    linear = CpuLinear(cutter, scratch)
-    whole = Kernels(
-        shrink=halves.shrink,
-        expand=halves.expand,
-        linear=linear,
-        embedding=halves.embedding,
+    """Create kernels with their own scratch memory."""
+    tiler, scratch = BatchTiler(batch_invariant), Scratch()
+    shrink_expand = CpuShrinkExpand(tiler, scratch)
+    kernels = Kernels(
+        shrink=shrink_expand.shrink,
+        expand=shrink_expand.expand,
+        linear=CpuLinear(tiler, scratch),
+        embedding=CpuEmbedding(tiler, scratch),
         experts=experts_cpu,
         experts_shrink=experts_shrink_cpu,
         experts_expand=experts_expand_cpu,
     )
     if not batch_invariant:
-        return whole
-    # Few of an expert's rows are in any batch, so there is no number of them to settle on.
+        return kernels
+    # An expert has few rows in any batch, so padding to a fixed number of rows would not pay.
     exact = reference_kernels(batch_invariant)
-    return whole._replace(
+    return kernels._replace(
         experts=exact.experts,
         experts_shrink=exact.experts_shrink,
         experts_expand=exact.experts_expand,

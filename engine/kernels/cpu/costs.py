@@ -1,12 +1,9 @@
-"""What each strategy costs on a CPU, in microseconds, and which one is the cheapest.
+"""Cost model of the CPU strategies, in microseconds, and the choice of the cheapest.
 
-What it is: a table of constants, measured once and checked in, and three sums. What it is not: a
-measurement while serving. One rule: only the order of the estimates matters, so what all strategies
-share is left out.
-
-Measured with torch 2.13 on one thread of an AVX-512 machine with bfloat16 instructions; a product
-of `n` rows with `m` weights takes `call + m * weight + n * m * row`. `make bench ONLY=kernels`
-prints how far the choice is from the best.
+The constants were measured once, with torch 2.13 on one thread of an AVX-512 machine with bfloat16
+instructions; nothing is measured while serving. A product of `n` rows with `m` weights takes `call
++ m * weight + n * m * row`. Only the order of the estimates matters, so costs that all strategies
+share are left out. `make bench ONLY=kernels` prints how far the choice is from the best.
 """
 
 from operator import mul
@@ -20,55 +17,55 @@ from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer_block import LayerBlock, SliceWeights, computation_dtypes
 
 
-class Product(NamedTuple):
-    """A matrix product in microseconds: a call, reading a weight, and one multiply-add."""
+class ProductCost(NamedTuple):
+    """A matrix product in microseconds: the call, reading a weight, and one multiply-add."""
 
     call: float
     weight: float
     row: float
 
 
-class Machine(NamedTuple):
-    """What one dtype's steps cost: products two by two (shrink, expand), and moves by element."""
+class DtypeCosts(NamedTuple):
+    """Costs of one dtype: products as (shrink, expand), and copies per element."""
 
-    grouped: tuple[Product, Product]
-    dense: tuple[Product, Product]
-    batched: tuple[Product, Product]
+    grouped: tuple[ProductCost, ProductCost]
+    dense: tuple[ProductCost, ProductCost]
+    batched: tuple[ProductCost, ProductCost]
     stack: float
-    side_by_side: float
+    concatenate: float
 
 
-MACHINES: Final = {
-    torch.float32: Machine(
-        grouped=(Product(2.2, 5e-5, 3.0e-5), Product(2.2, 1.0e-4, 2.6e-5)),
-        dense=(Product(3.0, 5e-5, 2.5e-5), Product(3.0, 5e-5, 2.5e-5)),
-        batched=(Product(5.0, 6e-5, 5.0e-5), Product(5.0, 1.5e-4, 2.8e-5)),
+COSTS: Final = {
+    torch.float32: DtypeCosts(
+        grouped=(ProductCost(2.2, 5e-5, 3.0e-5), ProductCost(2.2, 1.0e-4, 2.6e-5)),
+        dense=(ProductCost(3.0, 5e-5, 2.5e-5), ProductCost(3.0, 5e-5, 2.5e-5)),
+        batched=(ProductCost(5.0, 6e-5, 5.0e-5), ProductCost(5.0, 1.5e-4, 2.8e-5)),
         stack=1.0e-4,
-        side_by_side=1.5e-4,
+        concatenate=1.5e-4,
     ),
-    torch.bfloat16: Machine(
-        grouped=(Product(16.0, 6e-5, 2.2e-5), Product(19.0, 6e-5, 1.4e-5)),
-        dense=(Product(17.0, 5e-5, 1.1e-5), Product(17.0, 5e-5, 1.1e-5)),
-        batched=(Product(17.0, 1.1e-4, 1.0e-5), Product(17.0, 2.0e-4, 1.0e-5)),
+    torch.bfloat16: DtypeCosts(
+        grouped=(ProductCost(16.0, 6e-5, 2.2e-5), ProductCost(19.0, 6e-5, 1.4e-5)),
+        dense=(ProductCost(17.0, 5e-5, 1.1e-5), ProductCost(17.0, 5e-5, 1.1e-5)),
+        batched=(ProductCost(17.0, 1.1e-4, 1.0e-5), ProductCost(17.0, 2.0e-4, 1.0e-5)),
         stack=5.5e-5,
-        side_by_side=1.3e-4,
+        concatenate=1.3e-4,
     ),
 }
-"""By the dtype of the computation; float64 is taken to cost like float32."""
+"""Costs by the dtype of the computation; float64 is assumed to cost as much as float32."""
 
 CONVERT_CALL: Final = 1.2
 CONVERT_ELEMENT: Final = 8e-5
-"""Rows or weights into the computation's dtype, or deltas out of it."""
+"""Converting rows or weights to the computation's dtype, or deltas from it."""
 
-Plan = Grouped | Dense | Gathered
-Choice = tuple[type[Plan], torch.dtype]
+Strategy = Grouped | Dense | Gathered
+StrategyChoice = tuple[type[Strategy], torch.dtype]
 """A strategy, and the dtype to compute in."""
 
 
-def cheapest(layer: LayerBlock) -> Choice:
-    """The strategy for a layer and a block, and the dtype to compute in."""
-    dtypes = computation_dtypes(layer.activations, layer.weights)
-    choices: list[Choice] = [(Grouped, dtype) for dtype in dtypes]
+def cheapest_strategy(layer: LayerBlock) -> StrategyChoice:
+    """Return the cheapest strategy for a layer and a block, and the dtype to compute in."""
+    dtypes = computation_dtypes(layer.activation_dtype, layer.weight_dtype)
+    choices: list[StrategyChoice] = [(Grouped, dtype) for dtype in dtypes]
     if len(layer.block.parts) > 1:
         choices.append((Dense, dtypes[0]))
         if Gathered.can_run(layer):
@@ -78,50 +75,55 @@ def cheapest(layer: LayerBlock) -> Choice:
     return min(choices, key=lambda choice: estimate(choice[0], layer, choice[1]))
 
 
-def estimate(strategy: type[Plan], layer: LayerBlock, dtype: torch.dtype) -> float:
-    """The microseconds that one run takes, without what all strategies share."""
-    machine = MACHINES.get(dtype, MACHINES[torch.float32])
-    estimate_slice = _ESTIMATES[strategy]
-    total = sum(estimate_slice(layer, one, machine, dtype) for one in layer.slices)
-    if layer.activations != dtype:
-        width = layer.in_features + sum(one.out_features for one in layer.slices)
+def estimate(strategy: type[Strategy], layer: LayerBlock, dtype: torch.dtype) -> float:
+    """Estimate the microseconds of one run, without the costs that all strategies share."""
+    costs = COSTS.get(dtype, COSTS[torch.float32])
+    slice_cost = _SLICE_COSTS[strategy]
+    total = sum(slice_cost(layer, weights, costs, dtype) for weights in layer.slices)
+    if layer.activation_dtype != dtype:
+        width = layer.in_features + sum(weights.out_features for weights in layer.slices)
         total += (1 + len(layer.slices)) * CONVERT_CALL
         total += CONVERT_ELEMENT * layer.block.size * width
     return total
 
 
-def _grouped(layer: LayerBlock, one: SliceWeights, machine: Machine, dtype: torch.dtype) -> float:
-    ranks = one.ranks
+def _grouped_cost(
+    layer: LayerBlock, slice_weights: SliceWeights, costs: DtypeCosts, dtype: torch.dtype
+) -> float:
+    ranks = slice_weights.ranks
     calls = len(ranks) - ranks.count(0)
     rows = sum(map(mul, ranks, layer.block.sizes))
     total = 0.0
-    for product, width in zip(machine.grouped, (one.in_features, one.out_features), strict=True):
+    for product, width in zip(costs.grouped, slice_weights.features, strict=True):
         total += calls * product.call + width * (sum(ranks) * product.weight + rows * product.row)
-        if layer.weights != dtype:
+        if layer.weight_dtype != dtype:
             total += calls * CONVERT_CALL + width * sum(ranks) * CONVERT_ELEMENT
     return total
 
 
-def _dense(layer: LayerBlock, one: SliceWeights, machine: Machine, dtype: torch.dtype) -> float:
-    ranks, rows = sum(one.ranks), layer.block.size
-    moves = (machine.stack, machine.side_by_side)
-    widths = (one.in_features, one.out_features)
+def _dense_cost(
+    layer: LayerBlock, slice_weights: SliceWeights, costs: DtypeCosts, dtype: torch.dtype
+) -> float:
+    ranks, rows = sum(slice_weights.ranks), layer.block.size
+    moves = (costs.stack, costs.concatenate)
     total = 1.0 + 3e-3 * rows
-    for product, move, width in zip(machine.dense, moves, widths, strict=True):
+    for product, move, width in zip(costs.dense, moves, slice_weights.features, strict=True):
         weights = ranks * width
         total += product.call + weights * (product.weight + move + rows * product.row)
-        total += weights * CONVERT_ELEMENT if layer.weights != dtype else 0.0
+        total += weights * CONVERT_ELEMENT if layer.weight_dtype != dtype else 0.0
     return total
 
 
-def _gathered(layer: LayerBlock, one: SliceWeights, machine: Machine, dtype: torch.dtype) -> float:
-    ranks, rows = sum(one.ranks), max(layer.block.sizes)
+def _gathered_cost(
+    layer: LayerBlock, slice_weights: SliceWeights, costs: DtypeCosts, dtype: torch.dtype
+) -> float:
+    ranks, rows = sum(slice_weights.ranks), max(layer.block.sizes)
     total = 0.0
-    for product, width in zip(machine.batched, (one.in_features, one.out_features), strict=True):
+    for product, width in zip(costs.batched, slice_weights.features, strict=True):
         weights = ranks * width
-        total += product.call + weights * (product.weight + machine.stack + rows * product.row)
-        total += weights * CONVERT_ELEMENT if layer.weights != dtype else 0.0
+        total += product.call + weights * (product.weight + costs.stack + rows * product.row)
+        total += weights * CONVERT_ELEMENT if layer.weight_dtype != dtype else 0.0
     return total
 
 
-_ESTIMATES: Final = {Grouped: _grouped, Dense: _dense, Gathered: _gathered}
+_SLICE_COSTS: Final = {Grouped: _grouped_cost, Dense: _dense_cost, Gathered: _gathered_cost}

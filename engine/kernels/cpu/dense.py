@@ -1,11 +1,8 @@
-"""Strategy: one product over all of a block's adapters at once, masked in between.
+"""Strategy: one product with the concatenated A of all adapters, masked, then one with all B.
 
-What it is: a plan of a layer and a block, made once, run at every forward. What it is not: a
-choice. One rule: weights are put side by side for each run and not kept, so that no memory is
-taken that nobody has counted.
-
-A row's products with the others' A are computed and then set to zero; that pays where calls cost
-more than numbers: many adapters with few rows each.
+Products of a row with other adapters' A are computed and then set to zero. That pays where calls
+cost more than arithmetic: for many adapters with few rows each. Weights are concatenated for each
+run and not cached, so no memory is used that is not accounted for.
 """
 
 from typing import NamedTuple
@@ -13,19 +10,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.gather import Inlet, add_rows
+from engine.kernels.cpu.gather import RowGatherer, add_rows
 from engine.kernels.cpu.layer_block import LayerBlock, SliceWeights
 from engine.kernels.cpu.scratch import Scratch
 
 
-class _Slice(NamedTuple):
-    """One slice: all A `[ranks, in]`, all B `[out, ranks]`; others: `[rows, ranks]` bool."""
+class _SlicePlan(NamedTuple):
+    """One slice: all A [ranks, in], all B [out, ranks]; other_parts: [rows, ranks] bool."""
 
     columns: slice
     sources: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
     a: Tensor
     b: Tensor
-    others: Tensor
+    other_parts: Tensor
     shrunk: Tensor
     delta: Tensor
 
@@ -37,38 +34,38 @@ class Dense:
         self._layer = layer
         self._dtype = dtype
         self._scratch = scratch
-        self._inlet = Inlet(layer.block, layer.in_features, dtype, scratch)
-        self._slices = [self._plan(one) for one in layer.slices]
+        self._gatherer = RowGatherer(layer.block, layer.in_features, dtype, scratch)
+        self._slices = [self._plan(weights) for weights in layer.slices]
 
-    def _plan(self, one: SliceWeights) -> _Slice:
+    def _plan(self, weights: SliceWeights) -> _SlicePlan:
         take, dtype, rows = self._scratch.take, self._dtype, self._layer.block.size
-        ranks = sum(one.ranks)
-        present = [pair for pair in one.pairs if pair is not None]
-        return _Slice(
-            one.columns,
+        ranks = sum(weights.ranks)
+        present = [pair for pair in weights.pairs if pair is not None]
+        return _SlicePlan(
+            weights.columns,
             (tuple(pair.a for pair in present), tuple(pair.b for pair in present)),
-            take("a", (ranks, one.in_features), dtype),
-            take("b", (one.out_features, ranks), dtype),
-            _others(self._layer.block.sizes, one.ranks),
+            take("a", (ranks, weights.in_features), dtype),
+            take("b", (weights.out_features, ranks), dtype),
+            _other_parts(self._layer.block.sizes, weights.ranks),
             take("shrunk", (rows, ranks), dtype),
-            take("delta", (rows, one.out_features), dtype),
+            take("delta", (rows, weights.out_features), dtype),
         )
 
     def run(self, y: Tensor, x: Tensor, scale: float) -> None:
-        """Add the block's deltas to y: [tokens, width]; x: [tokens, in_features]."""
-        rows = self._inlet.load(x)
-        for one in self._slices:
-            torch.cat(one.sources[0], 0, out=one.a)
-            torch.mm(rows, one.a.T, out=one.shrunk).masked_fill_(one.others, 0.0)
+        """Add the block's deltas to y: [tokens, out_features]; x: [tokens, in_features]."""
+        rows = self._gatherer.load(x)
+        for plan in self._slices:
+            torch.cat(plan.sources[0], 0, out=plan.a)
+            torch.mm(rows, plan.a.T, out=plan.shrunk).masked_fill_(plan.other_parts, 0.0)
             if scale != 1.0:
-                one.shrunk.mul_(scale)
-            torch.cat(one.sources[1], 1, out=one.b)
-            torch.mm(one.shrunk, one.b.T, out=one.delta)
-            add_rows(y[:, one.columns], one.delta, self._layer.block)
+                plan.shrunk.mul_(scale)
+            torch.cat(plan.sources[1], 1, out=plan.b)
+            torch.mm(plan.shrunk, plan.b.T, out=plan.delta)
+            add_rows(y[:, plan.columns], plan.delta, self._layer.block)
 
 
-def _others(counts: list[int], ranks: list[int]) -> Tensor:
-    """[rows, ranks] bool: whether a column of the first product belongs to another part."""
+def _other_parts(counts: list[int], ranks: list[int]) -> Tensor:
+    """Return [rows, ranks] bool: whether a column of the first product belongs to another part."""
     parts = torch.arange(len(counts))
     of_row = parts.repeat_interleave(torch.tensor(counts))
     of_column = parts.repeat_interleave(torch.tensor(ranks))

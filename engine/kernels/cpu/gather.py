@@ -1,7 +1,6 @@
-"""A block's rows on their way into scratch and back.
+"""Gathering of a block's rows into scratch memory, and the addition of deltas to them.
 
-What it is: loads, with a conversion where the computation has another dtype, and the addition of
-deltas. What it is not: a product. One rule: a row of the base model is neither read nor written.
+Rows of the base model are neither read nor written.
 """
 
 import torch
@@ -11,8 +10,8 @@ from engine.kernels.cpu.blocks import Block
 from engine.kernels.cpu.scratch import Scratch
 
 
-class Inlet:
-    """Where a block's rows of `x` are found: in `x` itself, or in scratch of dtype `dtype`."""
+class RowGatherer:
+    """A block's rows of `x` in `dtype`: a view of `x` if possible, else a scratch copy."""
 
     def __init__(self, block: Block, width: int, dtype: torch.dtype, scratch: Scratch) -> None:
         self._block = block
@@ -23,7 +22,7 @@ class Inlet:
         self._parts = self._staged.split_with_sizes(self._sizes)
 
     def load(self, x: Tensor) -> Tensor:
-        """The block's rows of x: [tokens, width], in one tensor."""
+        """Return the block's rows of x [tokens, in_features] in one tensor."""
         block = self._block
         if block.rows is None:
             rows = x[block.first : self._end]
@@ -33,18 +32,18 @@ class Inlet:
         return self._staged.copy_(torch.index_select(x, 0, block.rows))
 
     def load_parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The same, part by part."""
+        """Return the same rows, one tensor per part."""
         rows = self.load(x)
         return self._parts if rows is self._staged else rows.split_with_sizes(self._sizes)
 
 
 def add_rows(y: Tensor, delta: Tensor, block: Block) -> None:
-    """`y[rows of the block] += delta`; y: [tokens, width], delta: [block's size, width]."""
-    if block.keep is not None:
-        delta = torch.index_select(delta, 0, block.keep)
+    """Compute `y[block's rows] += delta`; y: [tokens, columns], delta: [block rows, columns]."""
+    if block.real_indices is not None:
+        delta = torch.index_select(delta, 0, block.real_indices)
     if delta.dtype != y.dtype:
         delta = delta.to(y.dtype)
     if block.rows is None:
         y[block.first : block.first + block.size] += delta
     else:
-        y.index_add_(0, block.rows if block.targets is None else block.targets, delta)
+        y.index_add_(0, block.rows if block.real_rows is None else block.real_rows, delta)

@@ -1,91 +1,78 @@
-"""The fused pair on a CPU: plans by layer, made when the mapping or the directory changes.
+"""The `linear` operation on a CPU: both products of a layer's delta, by the cheapest strategy.
 
-What it is: a memory of plans, and the way to them. What it is not: arithmetic; the strategies have
-files of their own. One rule: a plan is used for exactly the mapping and the edition of the
-directory that it was made for.
+A layer's plan is used only for the mapping and the directory version that it was made for.
 """
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.kernels.checks import Signature, check_linear, signature
-from engine.kernels.cpu.blocks import Cutter, long_rows_of
-from engine.kernels.cpu.costs import Choice, Plan, cheapest
+from engine.kernels.checks import check_linear
+from engine.kernels.cpu.blocks import BatchTiler, min_long_rows
+from engine.kernels.cpu.costs import Strategy, StrategyChoice, cheapest_strategy
 from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer_block import LayerBlock, computation_dtypes, layer_block, wide_dtype
-from engine.kernels.cpu.long_groups import LongRuns
+from engine.kernels.cpu.long_groups import LongGroups
 from engine.kernels.cpu.scratch import Scratch
+from engine.kernels.operand_memo import OperandMemo
 from engine.kernels.operands import Groups, LoRASlices
 from engine.kernels.threads import threads_for
 
 
 class _LayerPlan(NamedTuple):
-    """What a layer does, and for what that was found; `groups` is compared by identity.
+    """The strategies that compute a layer's delta; `rows`: the most rows of one group's product."""
 
-    `rows`: the most that one group's product has.
-    """
-
-    groups: Groups
-    edition: int
-    signature: Signature
     rows: int
-    plans: tuple[Plan | LongRuns, ...]
+    strategies: tuple[Strategy | LongGroups, ...]
 
 
 class CpuLinear:
     """`linear` for one engine; called by one thread at a time."""
 
-    def __init__(self, cutter: Cutter, scratch: Scratch) -> None:
-        self._cutter = cutter
+    def __init__(self, tiler: BatchTiler, scratch: Scratch) -> None:
+        self._tiler = tiler
         self._scratch = scratch
-        self._plans: dict[LoRASlices, _LayerPlan] = {}
-        self._choices: dict[tuple[object, ...], Choice] = {}
+        self._plans: OperandMemo[_LayerPlan] = OperandMemo()
+        self._choices: dict[tuple[object, ...], StrategyChoice] = {}
         self._chosen_for: Groups | None = None
 
     def __call__(
-        self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, scale: float
+        self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
     ) -> None:
-        """As `linear_reference`."""
-        plan = self._plans.get(weights)
-        if (
-            plan is None
-            or plan.groups is not groups
-            or plan.edition != weights.directory.edition.number
-            or plan.signature != signature(y, x)
-        ):
-            check_linear(y, x, weights, groups)
-            plan = self._plans[weights] = self._plan(y, x, weights, groups)
+        """Compute as `linear_reference` does."""
+        plan = self._plans.get(y, x, slices, groups)
+        if plan is None:
+            check_linear(y, x, slices, groups)
+            plan = self._plan(x, slices, groups)
+            self._plans.set(y, x, slices, groups, plan)
         with threads_for(plan.rows):
-            for part in plan.plans:
-                part.run(y, x, scale)
+            for strategy in plan.strategies:
+                strategy.run(y, x, scale)
 
-    def _plan(self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups) -> _LayerPlan:
-        plans: list[Plan | LongRuns] = []
-        computed = computation_dtypes(x.dtype, weights.directory.data.dtype)[0]
-        runs, blocks = self._cutter(groups, long_rows_of(computed))
+    def _plan(self, x: Tensor, slices: LoRASlices, groups: Groups) -> _LayerPlan:
+        strategies: list[Strategy | LongGroups] = []
+        dtype = computation_dtypes(x.dtype, slices.directory.data.dtype)[0]
+        runs, blocks = self._tiler(groups, min_long_rows(dtype))
         if runs:
-            plans.append(LongRuns(runs, weights, x.dtype, self._scratch))
+            strategies.append(LongGroups(runs, slices, x.dtype, self._scratch))
         for block in blocks:
-            layer = layer_block(weights, block, x.dtype)
+            layer = layer_block(slices, block, x.dtype)
             if layer is not None:
                 strategy, dtype = self._choose(layer, groups)
-                plans.append(strategy(layer, dtype, self._scratch))
-        edition = weights.directory.edition.number
-        rows = self._cutter.product_rows(groups)
-        return _LayerPlan(groups, edition, signature(y, x), rows, tuple(plans))
+                strategies.append(strategy(layer, dtype, self._scratch))
+        return _LayerPlan(self._tiler.product_rows(groups), tuple(strategies))
 
-    def _choose(self, layer: LayerBlock, groups: Groups) -> Choice:
-        """The cheapest strategy, found once for layers that are alike.
+    def _choose(self, layer: LayerBlock, groups: Groups) -> StrategyChoice:
+        """Return the cheapest strategy, computed once for layers with equal signatures.
 
-        With batch_invariant there is one way only, whatever else would be cheaper.
+        With `batch_invariant` only one strategy is used, even where another is cheaper.
         """
-        if self._cutter.batch_invariant:
-            return Grouped, wide_dtype(layer.activations, layer.weights)
+        if self._tiler.batch_invariant:
+            return Grouped, wide_dtype(layer.activation_dtype, layer.weight_dtype)
         if self._chosen_for is not groups:
             self._chosen_for = groups
             self._choices.clear()
         key = layer.signature
         if key not in self._choices:
-            self._choices[key] = cheapest(layer)
+            self._choices[key] = cheapest_strategy(layer)
         return self._choices[key]

@@ -1,8 +1,7 @@
-"""Long runs: two products for each, read and written where they are.
+"""Strategy for long groups: two products per run, whose rows are read and written in place.
 
-What it is: the way of groups for which a product's time is that of its numbers. What it is not: a
-plan; nothing is made ready, for with such a batch a layer's mapping is seldom met twice. One rule:
-no more than one block of rows is gathered or converted at once.
+Nothing is prepared, because a mapping with long groups (a prefill) rarely occurs twice. At most one
+block of rows is gathered or converted at once.
 """
 
 from itertools import accumulate
@@ -10,47 +9,49 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.blocks import BLOCK_ROWS, Run
-from engine.kernels.cpu.layer_block import computation_dtypes, is_turned
+from engine.kernels.cpu.blocks import BLOCK_ROWS, RowRun
+from engine.kernels.cpu.layer_block import computation_dtypes, computes_transposed
 from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.operands import LoRASlices, Pair
+from engine.kernels.operands import LoRAPair, LoRASlices
 
 
-class LongRuns:
-    """`y += scale * x @ A.T @ B.T`, run by run and slice by slice."""
+class LongGroups:
+    """`y += scale * x @ A.T @ B.T`, by run and slice."""
 
     def __init__(
         self,
-        runs: tuple[Run, ...],
-        weights: LoRASlices,
-        activations: torch.dtype,
+        runs: tuple[RowRun, ...],
+        slices: LoRASlices,
+        activation_dtype: torch.dtype,
         scratch: Scratch,
     ) -> None:
-        self._weights = weights
+        self._slices = slices
         self._scratch = scratch
-        stored = weights.directory.data.dtype
-        self._dtype = computation_dtypes(activations, stored)[0]
-        self._in_place = activations == stored == self._dtype
-        bounded = runs if self._in_place else [part for run in runs for part in _bounded(run)]
+        stored = slices.directory.data.dtype
+        self._dtype = computation_dtypes(activation_dtype, stored)[0]
+        self._in_place = activation_dtype == stored == self._dtype
+        bounded = (
+            runs if self._in_place else [part for run in runs for part in _split_by_block(run)]
+        )
         self._runs = tuple(bounded)
-        firsts = accumulate(weights.out_features, initial=0)
+        offsets = accumulate(slices.out_features, initial=0)
         self._columns = [
-            slice(first, first + width)
-            for first, width in zip(firsts, weights.out_features, strict=False)
+            slice(offset, offset + out_features)
+            for offset, out_features in zip(offsets, slices.out_features, strict=False)
         ]
 
     def run(self, y: Tensor, x: Tensor, scale: float) -> None:
-        """Add the runs' deltas to y: [tokens, width]; x: [tokens, in_features]."""
-        slices = [y[:, columns] for columns in self._columns]
+        """Add the runs' deltas to y: [tokens, out_features]; x: [tokens, in_features]."""
+        targets = [y[:, columns] for columns in self._columns]
         for run in self._runs:
             x_rows = x[run.first : run.end] if run.rows is None else x.index_select(0, run.rows)
             if not self._in_place:
                 x_rows = x_rows.to(self._dtype)
-            for target, pair in zip(slices, self._weights.pairs(run.slot), strict=True):
+            for target, pair in zip(targets, self._slices.pairs(run.slot), strict=True):
                 if pair is not None:
                     self._add(target, x_rows, run, pair, scale)
 
-    def _add(self, y: Tensor, x_rows: Tensor, run: Run, pair: Pair, scale: float) -> None:
+    def _add(self, y: Tensor, x_rows: Tensor, run: RowRun, pair: LoRAPair, scale: float) -> None:
         """Add a run's delta to one slice: y [tokens, out_features], x_rows [rows, in_features]."""
         a, b = pair if self._in_place else (pair.a.to(self._dtype), pair.b.to(self._dtype))
         shrunk = self._shrunk(x_rows, a)
@@ -64,9 +65,9 @@ class LongRuns:
             target.copy_(target.to(self._dtype).addmm_(shrunk, b.T, alpha=scale))
 
     def _shrunk(self, x_rows: Tensor, a: Tensor) -> Tensor:
-        """`x_rows @ a.T`: [rows, rank]."""
+        """Return `x_rows @ a.T`: [rows, rank]."""
         rows, rank = len(x_rows), len(a)
-        if is_turned(self._dtype, rank, rows):
+        if computes_transposed(self._dtype, rank, rows):
             return torch.mm(a, x_rows.T, out=self._take((rank, rows))).T
         return torch.mm(x_rows, a.T, out=self._take((rows, rank)))
 
@@ -74,8 +75,8 @@ class LongRuns:
         return self._scratch.take("shrunk", shape, self._dtype)
 
 
-def _bounded(run: Run) -> list[Run]:
-    """The same rows in runs of one block at most; those that lie apart are so already."""
+def _split_by_block(run: RowRun) -> list[RowRun]:
+    """Return the same rows in runs of at most one block; gathered rows are so already."""
     if run.rows is not None:
         return [run]
     starts = range(run.first, run.end, BLOCK_ROWS)

@@ -1,7 +1,6 @@
-"""Memory that is written and read within one call, kept for the next.
+"""Scratch memory: buffers that are written and read within one call and reused by the next.
 
-What it is: one growing buffer for each use. What it is not: a place for results. One rule: what a
-buffer held before is never read, so buffers are handed out unfilled.
+Buffers are returned unfilled; what a buffer held before must not be read.
 """
 
 import math
@@ -11,13 +10,13 @@ import torch
 from torch import Tensor
 
 _VIEWS_MAX: Final = 4096
-"""How many shapes are remembered; a shape that comes again costs one look-up."""
+"""The most shapes whose views are cached; a cached shape costs one look-up."""
 
 
 class Scratch:
-    """Buffers by the name of their use; a buffer that has to grow leaves older views as they are.
+    """One buffer per use and dtype. It grows on demand; older views keep the buffer they show.
 
-    Not for two threads at once.
+    For one thread at a time.
     """
 
     def __init__(self) -> None:
@@ -25,7 +24,7 @@ class Scratch:
         self._views: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An unfilled contiguous tensor; the next one of the same use lies over it."""
+        """Return an unfilled contiguous tensor, valid until the next call with the same use."""
         view = self._views.get((use, shape, dtype))
         if view is None:
             size = math.prod(shape)
@@ -35,12 +34,18 @@ class Scratch:
             self._views[use, shape, dtype] = view
         return view
 
+    def transposed(self, use: str, matrix: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the transpose in `dtype`; a conversion is valid until the next of the same use."""
+        if matrix.dtype == dtype:
+            return matrix.T
+        return self.take(use, tuple(matrix.shape), dtype).copy_(matrix).T
+
     def _buffer(self, use: str, size: int, dtype: torch.dtype) -> Tensor:
         buffer = self._buffers.get((use, dtype))
         if buffer is None or buffer.numel() < size:
-            # Tensors made in inference mode could not be written outside of it.
+            # Tensors created in inference mode can't be written outside of it.
             with torch.inference_mode(False):
                 buffer = self._buffers[use, dtype] = torch.empty(size, dtype=dtype)
-            # Views keep the memory that they show; what was outgrown is given back.
+            # Views keep their memory alive; without them the outgrown buffer is freed.
             self._views.clear()
         return buffer

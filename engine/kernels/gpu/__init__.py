@@ -1,6 +1,5 @@
-"""The LoRA operations on a GPU, in Triton: one operation a file, as beside the references.
+"""The Triton implementation of every operation; imported only when it is chosen.
 
-What it is: kernels, their launchers and the table of tile sizes. What it is not: a place that is
-imported where Triton may be missing; `engine.kernels` imports it when it is chosen. One rule: a
-launch depends on the batch's bounds alone, and everything about the batch is read on the device.
+A launch's grid depends on the batch's bounds alone. Everything else about the batch is read on the
+device, so that a captured graph can be replayed for other batches.
 """

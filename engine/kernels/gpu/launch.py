@@ -1,8 +1,4 @@
-"""What launchers share: a layer's tables on the device, scratch memory, and the checks of operands.
-
-What it is: host code around the kernels. What it is not: a choice of tile sizes; that is `plans`.
-One rule: a launcher that returns has been given what its kernel can read.
-"""
+"""Host code shared by all launchers: a layer's tables, scratch memory, constants and checks."""
 
 import math
 from dataclasses import dataclass
@@ -13,146 +9,141 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from engine.kernels.gpu.tile_configs import ExpandPlan, ShrinkPlan
+from engine.kernels.gpu.tile_configs import ExpandConfig, ShrinkConfig
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices
-from engine.layout import ALIGNMENT_BYTES, power_of_two
+from engine.layout import ALIGNMENT_BYTES, next_power_of_two
 
 DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
-"""What activations and weights may be."""
+"""The supported dtypes of activations and weights."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerOperands:
     """One wrapped layer as kernels read it.
 
-    operands: data, offsets, ranks, and the layer's own [slices, 3] int64 table of column, first
-    output and outputs. unit: the elements in 128 bytes of the arena.
+    tables: data, offsets and ranks of the directory, and the layer's [slices, 3] int64 table of
+    column, first output and number of outputs. unit: the elements in 128 bytes of the arena.
     """
 
-    operands: tuple[Tensor, Tensor, Tensor, Tensor]
+    tables: tuple[Tensor, Tensor, Tensor, Tensor]
     directory_stride: int
     in_features: int
     out_features: tuple[int, ...]
     unit: int
 
     @property
-    def slices(self) -> int:
-        """How many slices the layer has."""
+    def slice_count(self) -> int:
+        """The number of slices."""
         return len(self.out_features)
 
-    @property
-    def width(self) -> int:
-        """All slices' outputs."""
-        return sum(self.out_features)
-
     def blocks(self, block_n: int) -> int:
-        """The blocks of `block_n` outputs, each slice cut for itself."""
-        return sum(-(-width // block_n) for width in self.out_features)
+        """Return the number of blocks of `block_n` outputs; every slice starts a new block."""
+        return sum(-(-n // block_n) for n in self.out_features)
 
     def out_unit(self, offset: int) -> int:
-        """The largest power of two up to 16 that divides where every slice begins and ends."""
+        """Return the largest power of two up to 16 that divides every slice's bounds."""
         return math.gcd(16, offset, *self.out_features)
 
 
-class Layers:
-    """Each layer's `Layer`, made when it is first seen and kept as long as the layer."""
+class LayerOperandCache:
+    """The `LayerOperands` of every layer, created on first use and kept as long as the layer."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[LoRASlices, Layer] = WeakKeyDictionary()
+        self._operands: WeakKeyDictionary[LoRASlices, LayerOperands] = WeakKeyDictionary()
         self._ranks: WeakKeyDictionary[LoRASlices, tuple[int, int]] = WeakKeyDictionary()
 
-    def of(self, weights: LoRASlices) -> Layer:
-        """What kernels read of `weights`."""
-        layer = self._known.get(weights)
-        if layer is None:
-            layer = self._known[weights] = _layer(weights)
-        return layer
+    def operands_of(self, slices: LoRASlices) -> LayerOperands:
+        """Return what kernels read of `slices`."""
+        operands = self._operands.get(slices)
+        if operands is None:
+            operands = self._operands[slices] = _operands_of(slices)
+        return operands
 
-    def rank_of(self, weights: LoRASlices) -> int:
-        """The highest rank that any slot has in this layer now."""
-        directory = weights.directory
-        edition, rank = self._ranks.get(weights, (-1, 0))
-        if edition != directory.edition.number:
-            rank = int(directory.host_ranks[:, list(weights.columns)].amax())
-            self._ranks[weights] = (directory.edition.number, rank)
+    def max_rank(self, slices: LoRASlices) -> int:
+        """Return the highest rank of any slot in this layer, by the directory's current version."""
+        directory = slices.directory
+        version, rank = self._ranks.get(slices, (-1, 0))
+        if version != directory.version:
+            rank = int(directory.host_ranks[:, list(slices.columns)].amax())
+            self._ranks[slices] = (directory.version, rank)
         return rank
 
 
 class Workspace:
-    """Float32 memory for what lies between two launches, kept for the next call.
+    """Float32 scratch memory between two launches, reused by the next call.
 
-    A buffer that has become too small is kept too, because a captured graph may write there; each
-    is at least twice the one before, so all together take at most twice the last.
+    Outgrown buffers are kept, because a captured graph may write to them. Each is at least twice as
+    large as the one before, so together they use at most twice the memory of the last.
     """
 
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
     def take(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """An unfilled contiguous tensor of this shape; the next one lies over it."""
+        """Return an unfilled contiguous tensor, valid until the next call."""
         size = math.prod(shape)
         if not self._buffers or len(self._buffers[-1]) < size:
-            room = power_of_two(max(size, 1 << 16))
-            # Tensors made in inference mode could not be written outside of it.
+            room = next_power_of_two(max(size, 1 << 16))
+            # Tensors created in inference mode can't be written outside of it.
             with torch.inference_mode(False):
                 self._buffers.append(torch.empty(room, dtype=torch.float32, device=device))
         return self._buffers[-1][:size].view(shape)
 
 
-def tiles_of(groups: Groups, height: int) -> Tensor:
-    """The batch's table of tiles of that height: [bound, 3] int64."""
+def tile_table(groups: Groups, block_m: int) -> Tensor:
+    """Return the batch's table of tiles of `block_m` rows: [bound, 3] int64."""
     for tiles in groups.tiles:
-        if tiles.height == height:
+        if tiles.block_m == block_m:
             return tiles.table
-    known = [tiles.height for tiles in groups.tiles]
-    raise ValueError(f"a plan has tiles of {height} rows; groups are cut to {known}")
+    known = [tiles.block_m for tiles in groups.tiles]
+    raise ValueError(f"no tiles of {block_m} rows; groups are divided into tiles of {known}")
 
 
-def block_k_of(block_k: int, x: Tensor, layer: Layer) -> int:
-    """A plan's block of inputs for these dtypes: half of it where either has four bytes."""
-    widest = max(x.element_size(), layer.operands[0].element_size())
+def block_k_of(block_k: int, x: Tensor, operands: LayerOperands) -> int:
+    """Return `block_k` for these dtypes: half of it if either has four bytes."""
+    widest = max(x.element_size(), operands.tables[0].element_size())
     return block_k if widest == 2 else block_k // 2
 
 
-def shrink_constants(plan: ShrinkPlan, x: Tensor, layer: Layer) -> dict[str, int]:
-    """What a shrink's kernel is compiled for."""
+def shrink_constants(config: ShrinkConfig, x: Tensor, operands: LayerOperands) -> dict[str, int]:
+    """Return the compile-time constants of a shrink kernel."""
     return {
-        **sum_constants(plan, layer),
-        "BLOCK_K": block_k_of(plan.block_k, x, layer),
-        "num_stages": plan.stages,
+        **sum_constants(config, operands),
+        "BLOCK_K": block_k_of(config.block_k, x, operands),
+        "num_stages": config.stages,
     }
 
 
-def sum_constants(plan: ShrinkPlan, layer: Layer) -> dict[str, int]:
-    """What the kernel that sums a shrink's parts is compiled for."""
+def sum_constants(config: ShrinkConfig, operands: LayerOperands) -> dict[str, int]:
+    """Return the compile-time constants of the kernels that sum a shrink's splits."""
     return {
-        "UNIT": layer.unit,
-        "SPLITS": plan.splits,
-        "BLOCK_M": plan.height,
-        "BLOCK_R": plan.block_r,
-        "num_warps": plan.warps,
+        "UNIT": operands.unit,
+        "SPLITS": config.splits,
+        "BLOCK_M": config.block_m,
+        "BLOCK_R": config.block_r,
+        "num_warps": config.warps,
     }
 
 
 def expand_constants(
-    plan: ExpandPlan, parts: Tensor, layer: Layer, offset: int = 0
+    config: ExpandConfig, parts: Tensor, operands: LayerOperands, offset: int = 0
 ) -> dict[str, int]:
-    """What an expand's kernel is compiled for; parts: [splits, ...]."""
+    """Return the compile-time constants of an expand kernel; parts: [splits, ...]."""
     return {
-        "UNIT": layer.unit,
+        "UNIT": operands.unit,
         "SPLITS": len(parts),
-        "OUT_UNIT": layer.out_unit(offset),
-        "BLOCK_M": plan.height,
-        "BLOCK_N": plan.block_n,
-        "BLOCK_R": plan.block_r,
-        "num_warps": plan.warps,
-        "num_stages": plan.stages,
+        "OUT_UNIT": operands.out_unit(offset),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_R": config.block_r,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
     }
 
 
-def check_operands(layer: Layer, rows: Tensor, rank: int, bounds: GroupBounds) -> None:
-    """Raise ValueError for dtypes that kernels don't read, and for ranks above the scratch's."""
-    for name, tensor in (("activations", rows), ("weights", layer.operands[0])):
+def check_operands(operands: LayerOperands, rows: Tensor, rank: int, bounds: GroupBounds) -> None:
+    """Raise ValueError for unsupported dtypes, and for ranks above the batch's bound."""
+    for name, tensor in (("activations", rows), ("weights", operands.tables[0])):
         if tensor.dtype not in DTYPES:
             known = ", ".join(map(str, DTYPES))
             raise ValueError(f"{name} are {tensor.dtype}; Triton kernels read {known}")
@@ -162,16 +153,16 @@ def check_operands(layer: Layer, rows: Tensor, rank: int, bounds: GroupBounds) -
         )
 
 
-def _layer(weights: LoRASlices) -> Layer:
-    directory = weights.directory
-    firsts = accumulate(weights.out_features, initial=0)
-    table = list(zip(weights.columns, firsts, weights.out_features, strict=False))
+def _operands_of(slices: LoRASlices) -> LayerOperands:
+    directory = slices.directory
+    offsets = accumulate(slices.out_features, initial=0)
+    table = list(zip(slices.columns, offsets, slices.out_features, strict=False))
     with torch.inference_mode(False):
         on_device = torch.tensor(table, dtype=torch.int64, device=directory.data.device)
-    return Layer(
-        operands=(directory.data, directory.offsets, directory.ranks, on_device),
+    return LayerOperands(
+        tables=(directory.data, directory.offsets, directory.ranks, on_device),
         directory_stride=directory.offsets.stride(0),
-        in_features=weights.in_features,
-        out_features=weights.out_features,
+        in_features=slices.in_features,
+        out_features=slices.out_features,
         unit=ALIGNMENT_BYTES // directory.data.dtype.itemsize,
     )

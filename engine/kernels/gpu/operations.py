@@ -1,11 +1,12 @@
-"""The Triton implementation of every operation, put together.
+"""The Triton implementation: every operation as launches that the batch's bounds determine.
 
-What it is: the operations' contracts over launches that a batch's bounds choose. What it is not: a
-kernel. One rule: nothing here reads the device or, once every layer and size was seen, allocates.
+Operations never wait for the device. They allocate memory only for layers and sizes that are new,
+so that they can be captured in a graph.
 """
 
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,31 +21,31 @@ from engine.kernels.checks import (
     check_shrink,
 )
 from engine.kernels.expert_groups import ExpertGroups
-from engine.kernels.gpu.expand import launch_expand
+from engine.kernels.gpu.embedding import launch_lookup
 from engine.kernels.gpu.experts import (
     launch_experts_expand,
     launch_experts_shrink,
     launch_experts_sum,
 )
-from engine.kernels.gpu.fused import launch_fused
-from engine.kernels.gpu.launch import Layer, Layers, Workspace, check_operands
-from engine.kernels.gpu.lookup import launch_lookup
-from engine.kernels.gpu.shrink import launch_shrink, launch_sum_splits
+from engine.kernels.gpu.launch import LayerOperandCache, LayerOperands, Workspace, check_operands
+from engine.kernels.gpu.linear import launch_fused
+from engine.kernels.gpu.shrink_expand import launch_expand, launch_shrink, launch_sum_splits
 from engine.kernels.gpu.tile_configs import (
     LOOKUP,
-    ExpertsPlan,
-    Plan,
-    Plans,
+    ExpertsConfig,
+    LinearConfig,
+    TileConfigs,
+    configs_for,
     experts_regime_of,
-    plans_for,
     regime_of,
 )
 from engine.kernels.interface import Kernels
+from engine.kernels.operand_memo import OperandMemo
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
 
 def triton_kernels(batch_invariant: bool) -> Kernels:
-    """The Triton kernels with scratch memory of their own."""
+    """Create the Triton kernels with their own scratch memory."""
     operations = TritonOperations(batch_invariant)
     return Kernels(
         shrink=operations.shrink,
@@ -57,139 +58,163 @@ def triton_kernels(batch_invariant: bool) -> Kernels:
     )
 
 
-class TritonOperations:
-    """Every operation; each raises ValueError for operands that it can't take."""
+class _LinearLaunch(NamedTuple):
+    """The operands and tile configuration of a linear operation for one layer and batch."""
 
-    def __init__(self, batch_invariant: bool, plans: Plans | None = None) -> None:
-        """`plans` None takes the device's own."""
+    operands: LayerOperands
+    config: LinearConfig
+
+
+class TritonOperations:
+    """Every operation; each raises ValueError for operands that it does not support."""
+
+    def __init__(self, batch_invariant: bool, configs: TileConfigs | None = None) -> None:
+        """`configs`: None for those of the device."""
         self._batch_invariant = batch_invariant
-        self._plans = plans
-        self._layers = Layers()
+        self._configs = configs
+        self._cache = LayerOperandCache()
+        self._launches: OperandMemo[_LinearLaunch] = OperandMemo()
         self._workspace = Workspace()
 
     def shrink(
-        self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, scale: float
+        self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
     ) -> None:
-        """See `engine.kernels.reference.shrink`; y: float32."""
-        check_shrink(y, x, weights, groups)
-        layer = self._layer(x, weights, groups.bounds)
-        plan = self._plan(x, groups).shrink
+        """Compute as `shrink_reference` does; y: float32."""
+        check_shrink(y, x, slices, groups)
+        operands = self._operands_of(x, slices, groups.bounds)
+        config = self._linear_config(x, groups).shrink
         if not groups.tokens:
             return
-        if plan.splits == 1:
-            launch_shrink(y[None], x, layer, groups, scale, plan)
+        if config.splits == 1:
+            launch_shrink(y[None], x, operands, groups, scale, config)
             return
-        parts = self._workspace.take((plan.splits, *y.shape), y.device)
-        launch_shrink(parts, x, layer, groups, scale, plan)
-        launch_sum_splits(y, parts, layer, groups, plan)
+        parts = self._workspace.take((config.splits, *y.shape), y.device)
+        launch_shrink(parts, x, operands, groups, scale, config)
+        launch_sum_splits(y, parts, operands, groups, config)
 
-    # The contract has six; `self` is the seventh.
     def expand(
         self,
         y: Tensor,
         x: Tensor,
-        weights: LoRASlices,
+        slices: LoRASlices,
         groups: Groups,
         offset: int,
         add_inputs: bool,
     ) -> None:
-        """See `engine.kernels.reference.expand`; x: float32."""
-        check_expand(y, x, weights, groups, offset)
-        layer = self._layer(y, weights, groups.bounds)
-        plan = self._plan(y, groups).expand
+        """Compute as `expand_reference` does; x: float32."""
+        check_expand(y, x, slices, groups, offset)
+        operands = self._operands_of(y, slices, groups.bounds)
+        config = self._linear_config(y, groups).expand
         if groups.tokens:
-            launch_expand(y, x[None], layer, groups, plan, offset=offset, add_inputs=add_inputs)
+            launch_expand(
+                y, x[None], operands, groups, config, offset=offset, add_inputs=add_inputs
+            )
 
     def linear(
-        self, y: Tensor, x: Tensor, weights: LoRASlices, groups: Groups, scale: float
+        self, y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float
     ) -> None:
-        """See `engine.kernels.reference.linear`."""
-        check_linear(y, x, weights, groups)
-        layer = self._layer(x, weights, groups.bounds)
-        plan = self._plan(x, groups)
-        if not groups.tokens:
+        """Compute as `linear_reference` does."""
+        launch = self._launches.get(y, x, slices, groups)
+        if launch is None:
+            check_linear(y, x, slices, groups)
+            operands = self._operands_of(x, slices, groups.bounds)
+            launch = _LinearLaunch(operands, self._linear_config(x, groups))
+            self._launches.set(y, x, slices, groups, launch)
+        if groups.tokens:
+            self._launch_linear(y, x, groups, scale, launch)
+
+    def _launch_linear(
+        self, y: Tensor, x: Tensor, groups: Groups, scale: float, launch: _LinearLaunch
+    ) -> None:
+        operands, config = launch
+        if config.fused is not None:
+            launch_fused(y, x, operands, groups, scale, config.fused)
             return
-        if plan.fused is not None:
-            launch_fused(y, x, layer, groups, scale, plan.fused)
-            return
-        shape = (plan.shrink.splits, layer.slices, groups.tokens, _rank_room(groups.bounds))
-        parts = self._workspace.take(shape, x.device)
-        launch_shrink(parts, x, layer, groups, scale, plan.shrink)
-        launch_expand(y, parts, layer, groups, plan.expand)
+        parts = self._take_parts(config.shrink.splits, operands, groups.tokens, groups.bounds)
+        launch_shrink(parts, x, operands, groups, scale, config.shrink)
+        launch_expand(y, parts, operands, groups, config.expand)
 
     def embedding(
-        self, y: Tensor, token_ids: Tensor, weights: LoRASlices, groups: Groups, scale: float
+        self, y: Tensor, token_ids: Tensor, slices: LoRASlices, groups: Groups, scale: float
     ) -> None:
-        """See `engine.kernels.reference.embedding`."""
-        check_embedding(y, token_ids, weights, groups)
-        layer = self._layer(y, weights, groups.bounds)
-        plan = self._plan(y, groups)
+        """Compute as `embedding_reference` does."""
+        check_embedding(y, token_ids, slices, groups)
+        operands = self._operands_of(y, slices, groups.bounds)
+        config = self._linear_config(y, groups)
         if not groups.tokens:
             return
         shrunk = self._workspace.take((1, 1, groups.tokens, _rank_room(groups.bounds)), y.device)
-        launch_lookup(shrunk[0, 0], token_ids, layer, groups, scale, LOOKUP)
-        launch_expand(y, shrunk, layer, groups, plan.expand)
+        launch_lookup(shrunk[0, 0], token_ids, operands, groups, scale, LOOKUP)
+        launch_expand(y, shrunk, operands, groups, config.expand)
 
     def experts(
-        self, ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
+        self, ys: Sequence[Tensor], x: Tensor, slices: LoRASlices, groups: ExpertGroups
     ) -> None:
-        """See `engine.kernels.experts`."""
-        check_experts(ys, x, weights, groups)
-        layer = self._layer(x, weights, groups.bounds)
-        plan = self._experts_plan(x, groups)
+        """Compute as `experts_reference` does."""
+        check_experts(ys, x, slices, groups)
+        operands = self._operands_of(x, slices, groups.bounds)
+        config = self._experts_config(x, groups)
         if not len(groups.pairs):
             return
-        shape = (plan.shrink.splits, layer.slices, len(groups.pairs), _rank_room(groups.bounds))
-        parts = self._workspace.take(shape, x.device)
-        launch_experts_shrink(parts, x, layer, groups, plan.shrink)
-        launch_experts_expand(ys, parts, layer, groups, plan.expand)
+        parts = self._take_parts(config.shrink.splits, operands, len(groups.pairs), groups.bounds)
+        launch_experts_shrink(parts, x, operands, groups, config.shrink)
+        launch_experts_expand(ys, parts, operands, groups, config.expand)
 
     def experts_shrink(
-        self, y: Tensor, x: Tensor, weights: LoRASlices, groups: ExpertGroups
+        self, y: Tensor, x: Tensor, slices: LoRASlices, groups: ExpertGroups
     ) -> None:
-        """See `engine.kernels.experts_shrink`; y: float32."""
-        check_experts_shrink(y, x, weights, groups)
-        layer = self._layer(x, weights, groups.bounds)
-        plan = self._experts_plan(x, groups).shrink
+        """Compute as `experts_shrink_reference` does; y: float32."""
+        check_experts_shrink(y, x, slices, groups)
+        operands = self._operands_of(x, slices, groups.bounds)
+        config = self._experts_config(x, groups).shrink
         if not len(groups.pairs):
             return
-        if plan.splits == 1:
-            launch_experts_shrink(y[None], x, layer, groups, plan)
+        if config.splits == 1:
+            launch_experts_shrink(y[None], x, operands, groups, config)
             return
-        parts = self._workspace.take((plan.splits, *y.shape), y.device)
-        launch_experts_shrink(parts, x, layer, groups, plan)
-        launch_experts_sum(y, parts, layer, groups, plan)
+        parts = self._workspace.take((config.splits, *y.shape), y.device)
+        launch_experts_shrink(parts, x, operands, groups, config)
+        launch_experts_sum(y, parts, operands, groups, config)
 
     def experts_expand(
-        self, ys: Sequence[Tensor], x: Tensor, weights: LoRASlices, groups: ExpertGroups
+        self, ys: Sequence[Tensor], x: Tensor, slices: LoRASlices, groups: ExpertGroups
     ) -> None:
-        """See `engine.kernels.experts_expand`; x: float32."""
-        check_experts_expand(ys, x, weights, groups)
-        layer = self._layer(ys[0], weights, groups.bounds)
-        plan = self._experts_plan(x, groups).expand
+        """Compute as `experts_expand_reference` does; x: float32."""
+        check_experts_expand(ys, x, slices, groups)
+        operands = self._operands_of(ys[0], slices, groups.bounds)
+        config = self._experts_config(x, groups).expand
         if len(groups.pairs):
-            launch_experts_expand(ys, x[None], layer, groups, plan)
+            launch_experts_expand(ys, x[None], operands, groups, config)
 
-    def _layer(self, rows: Tensor, weights: LoRASlices, bounds: GroupBounds) -> Layer:
-        layer = self._layers.of(weights)
-        check_operands(layer, rows, self._layers.rank_of(weights), bounds)
-        return layer
+    def _take_parts(
+        self, splits: int, operands: LayerOperands, rows: int, bounds: GroupBounds
+    ) -> Tensor:
+        """Return scratch memory for a shrink: [splits, slices, rows, at least bounds.rank]."""
+        shape = (splits, operands.slice_count, rows, _rank_room(bounds))
+        return self._workspace.take(shape, operands.tables[0].device)
 
-    def _plan(self, rows: Tensor, groups: Groups) -> Plan:
-        plans = self._plans or _device_plans(rows.device)
-        return plans.linear[regime_of(groups.bounds, self._batch_invariant)]
+    def _operands_of(self, rows: Tensor, slices: LoRASlices, bounds: GroupBounds) -> LayerOperands:
+        operands = self._cache.operands_of(slices)
+        check_operands(operands, rows, self._cache.max_rank(slices), bounds)
+        return operands
 
-    def _experts_plan(self, rows: Tensor, groups: ExpertGroups) -> ExpertsPlan:
-        plans = self._plans or _device_plans(rows.device)
-        return plans.experts[experts_regime_of(groups.bounds, self._batch_invariant)]
+    def _linear_config(self, rows: Tensor, groups: Groups) -> LinearConfig:
+        configs = self._configs or _device_configs(rows.device)
+        return configs.linear[regime_of(groups.bounds, self._batch_invariant)]
+
+    def _experts_config(self, rows: Tensor, groups: ExpertGroups) -> ExpertsConfig:
+        configs = self._configs or _device_configs(rows.device)
+        return configs.experts[experts_regime_of(groups.bounds, self._batch_invariant)]
 
 
 @cache
-def _device_plans(device: torch.device) -> Plans:
-    """A device's tables; Triton's interpreter, which runs on the CPU, takes those of one."""
-    return plans_for(torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0))
+def _device_configs(device: torch.device) -> TileConfigs:
+    """Return a device's tables; Triton's interpreter, which runs on the CPU, uses sm_90's."""
+    return configs_for(
+        torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    )
 
 
 def _rank_room(bounds: GroupBounds) -> int:
-    """The width of scratch rows, so that each starts at a multiple of 64 bytes."""
+    """Return the columns of scratch rows, such that each row starts at a multiple of 64 bytes."""
     return -(-bounds.rank // 16) * 16

@@ -1,16 +1,16 @@
-"""Which launches and which tile sizes a batch gets, by its shape: one table a GPU architecture.
+"""Tile sizes of every launch, by the shape of a batch: one table per GPU architecture.
 
-What it is: literal tables, and the rules that pick a row. What it is not: a search; `python -m
-benchmarks.tune_kernels` measures on a device and writes the tables anew. One rule: a row is picked
-by a batch's bounds alone, which a captured graph shares with every batch it is replayed for.
+`python -m benchmarks.tune_kernels` measures on a device and rewrites the tables; nothing is tuned
+while serving. A regime is chosen by a batch's bounds alone, which a captured graph shares with
+every batch that it is replayed for.
 
 The regimes:
-  few        so few rows that launches are the cost: one fused launch
+  few        so few rows that launches dominate: one fused launch
   decode     adapters with few rows each: memory-bound on the weights
-  many       the same with so many adapters that these alone fill the device
-  prefill    long segments: tensor cores pay, A and B are read once for 64 rows
+  many       the same with enough adapters to fill the device
+  prefill    long groups: tensor cores pay, A and B are read once for 64 rows
   alone      one adapter has all rows, and there are many
-  invariant  one row for all batches, so that a row's sums have the same order in each
+  invariant  the same for all batches, so that a row's sums always have the same order
 """
 
 from typing import Final, NamedTuple
@@ -20,13 +20,13 @@ from engine.kernels.operands import TILE_ROWS, GroupBounds
 SHORT, LONG = TILE_ROWS
 
 
-class ShrinkPlan(NamedTuple):
-    """Tiles of `height` rows against blocks of A; the input is cut into `splits` parts.
+class ShrinkConfig(NamedTuple):
+    """Tiles of `block_m` rows by `block_r` rows of A; the input is divided into `splits` parts.
 
-    `block_k`, here and below, counts inputs of two bytes; of float32 it is half as many.
+    `block_k`, here and below, counts inputs of two bytes; for float32 half of it is used.
     """
 
-    height: int
+    block_m: int
     block_r: int
     block_k: int
     splits: int
@@ -34,20 +34,20 @@ class ShrinkPlan(NamedTuple):
     stages: int
 
 
-class ExpandPlan(NamedTuple):
-    """Tiles of `height` rows against blocks of `block_n` outputs and `block_r` ranks."""
+class ExpandConfig(NamedTuple):
+    """Tiles of `block_m` rows by `block_n` outputs, `block_r` ranks at a time."""
 
-    height: int
+    block_m: int
     block_n: int
     block_r: int
     warps: int
     stages: int
 
 
-class FusedPlan(NamedTuple):
-    """Both products in one program for each block of `block_n` outputs."""
+class FusedConfig(NamedTuple):
+    """Both products in one program per block of `block_n` outputs."""
 
-    height: int
+    block_m: int
     block_n: int
     block_r: int
     block_k: int
@@ -55,223 +55,223 @@ class FusedPlan(NamedTuple):
     stages: int
 
 
-class LookupPlan(NamedTuple):
+class LookupConfig(NamedTuple):
     """Rows of an embedding's A, copied `block_r` ranks at a time."""
 
-    height: int
+    block_m: int
     block_r: int
     warps: int
 
 
-class Plan(NamedTuple):
-    """A regime's launches; `fused` None makes a linear layer's delta in two."""
+class LinearConfig(NamedTuple):
+    """A regime's launches; without `fused` a linear layer's delta takes two."""
 
-    shrink: ShrinkPlan
-    expand: ExpandPlan
-    fused: FusedPlan | None = None
-
-
-class ExpertsPlan(NamedTuple):
-    """The launches over pairs of tokens and experts."""
-
-    shrink: ShrinkPlan
-    expand: ExpandPlan
+    shrink: ShrinkConfig
+    expand: ExpandConfig
+    fused: FusedConfig | None = None
 
 
-class Plans(NamedTuple):
-    """One architecture's rows, by regime: of all operations, and of those over experts."""
+class ExpertsConfig(NamedTuple):
+    """A regime's launches over pairs of tokens and experts."""
 
-    linear: dict[str, Plan]
-    experts: dict[str, ExpertsPlan]
+    shrink: ShrinkConfig
+    expand: ExpandConfig
+
+
+class TileConfigs(NamedTuple):
+    """One architecture's tables, by regime: for operations on rows, and on experts."""
+
+    linear: dict[str, LinearConfig]
+    experts: dict[str, ExpertsConfig]
 
 
 REGIMES: Final = ("few", "decode", "many", "prefill", "alone", "invariant")
 EXPERTS_REGIMES: Final = ("decode", "prefill", "invariant")
 
-LOOKUP: Final = LookupPlan(SHORT, 32, 2)
-"""An embedding's lookup, which is too small to be worth a choice."""
+LOOKUP: Final = LookupConfig(SHORT, 32, 2)
+"""The lookup of an embedding, whose cost is too small for a choice."""
 
-FEW_TOKENS: Final = 4
-MANY_GROUPS: Final = 48
-LONG_SEGMENT: Final = 32
-"""From how many rows a group, on the average of the bounds, tiles of 64 rows pay."""
+FEW_TOKENS_MAX: Final = 4
+MANY_GROUPS_MIN: Final = 48
+LONG_GROUP_ROWS: Final = 32
+"""The least rows per group, on average over the bounds, for which tiles of 64 rows pay."""
 
 SOURCE: Final[dict[int, str]] = {
     80: "reasoned, not measured",
     90: "reasoned, not measured",
     100: "reasoned, not measured",
 }
-"""Where each architecture's rows come from."""
+"""The source of each architecture's tables."""
 
-# The reasons, until a device is measured. Memory-bound rows keep about 32 KiB of loads in flight
-# on each multiprocessor and cut the input until some 500 programs are there; where adapters alone
-# make so many, fewer parts spare the second launch its reading. Long segments take blocks of A that
-# are as high as the usual ranks together, and three stages, which also fit float32 on the smallest
+# The reasoning, until a device is measured. Memory-bound configurations keep about 32 KiB of loads
+# in flight per multiprocessor and split the input until about 500 programs run; where adapters
+# alone make that many programs, fewer splits save reads of the second launch. Long groups use
+# blocks of A as high as the usual ranks, and three stages, which also fit float32 on the smallest
 # of these chips.
-PLANS: Final[dict[int, dict[str, Plan]]] = {
+LINEAR_CONFIGS: Final[dict[int, dict[str, LinearConfig]]] = {
     80: {
-        "few": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
-            FusedPlan(SHORT, 64, 16, 128, 4, 3),
+        "few": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
+            FusedConfig(SHORT, 64, 16, 128, 4, 3),
         ),
-        "decode": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "decode": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
-        "many": Plan(
-            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
-            ExpandPlan(SHORT, 256, 16, 4, 2),
+        "many": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
+            ExpandConfig(SHORT, 256, 16, 4, 2),
         ),
-        "prefill": Plan(
-            ShrinkPlan(LONG, 32, 64, 4, 4, 3),
-            ExpandPlan(LONG, 128, 16, 8, 2),
+        "prefill": LinearConfig(
+            ShrinkConfig(LONG, 32, 64, 4, 4, 3),
+            ExpandConfig(LONG, 128, 16, 8, 2),
         ),
-        "alone": Plan(
-            ShrinkPlan(LONG, 64, 64, 4, 4, 3),
-            ExpandPlan(LONG, 128, 16, 8, 2),
+        "alone": LinearConfig(
+            ShrinkConfig(LONG, 64, 64, 4, 4, 3),
+            ExpandConfig(LONG, 128, 16, 8, 2),
         ),
-        "invariant": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "invariant": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
     },
     90: {
-        "few": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
-            FusedPlan(SHORT, 128, 16, 128, 8, 4),
+        "few": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
+            FusedConfig(SHORT, 128, 16, 128, 8, 4),
         ),
-        "decode": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "decode": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
-        "many": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 256, 16, 4, 2),
+        "many": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 256, 16, 4, 2),
         ),
-        "prefill": Plan(
-            ShrinkPlan(LONG, 32, 64, 4, 4, 4),
-            ExpandPlan(LONG, 128, 32, 8, 2),
+        "prefill": LinearConfig(
+            ShrinkConfig(LONG, 32, 64, 4, 4, 4),
+            ExpandConfig(LONG, 128, 32, 8, 2),
         ),
-        "alone": Plan(
-            ShrinkPlan(LONG, 64, 64, 4, 4, 4),
-            ExpandPlan(LONG, 128, 32, 8, 2),
+        "alone": LinearConfig(
+            ShrinkConfig(LONG, 64, 64, 4, 4, 4),
+            ExpandConfig(LONG, 128, 32, 8, 2),
         ),
-        "invariant": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "invariant": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
     },
     100: {
-        "few": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
-            FusedPlan(SHORT, 128, 16, 128, 8, 4),
+        "few": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
+            FusedConfig(SHORT, 128, 16, 128, 8, 4),
         ),
-        "decode": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "decode": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
-        "many": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 256, 16, 4, 2),
+        "many": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 256, 16, 4, 2),
         ),
-        "prefill": Plan(
-            ShrinkPlan(LONG, 32, 64, 4, 4, 4),
-            ExpandPlan(LONG, 128, 32, 8, 2),
+        "prefill": LinearConfig(
+            ShrinkConfig(LONG, 32, 64, 4, 4, 4),
+            ExpandConfig(LONG, 128, 32, 8, 2),
         ),
-        "alone": Plan(
-            ShrinkPlan(LONG, 64, 64, 4, 4, 4),
-            ExpandPlan(LONG, 128, 32, 8, 2),
+        "alone": LinearConfig(
+            ShrinkConfig(LONG, 64, 64, 4, 4, 4),
+            ExpandConfig(LONG, 128, 32, 8, 2),
         ),
-        "invariant": Plan(
-            ShrinkPlan(SHORT, 16, 128, 8, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "invariant": LinearConfig(
+            ShrinkConfig(SHORT, 16, 128, 8, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
     },
 }
 
 
-# A slot and an expert rarely share many pairs, so these are rows of few: short tiles, and the input
-# cut in four because expert matrices are narrow. Long segments alone fill the device, and their
-# scratch is the largest, so nothing is cut.
-EXPERTS: Final[dict[int, dict[str, ExpertsPlan]]] = {
+# A slot and an expert rarely share many pairs, so tiles are short, and the input is split in four
+# because expert matrices are narrow. Long groups fill the device by themselves, and their scratch
+# memory is the largest, so their input is not split.
+EXPERTS_CONFIGS: Final[dict[int, dict[str, ExpertsConfig]]] = {
     80: {
-        "decode": ExpertsPlan(
-            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "decode": ExpertsConfig(
+            ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
-        "prefill": ExpertsPlan(
-            ShrinkPlan(LONG, 16, 64, 1, 4, 3),
-            ExpandPlan(LONG, 128, 16, 8, 2),
+        "prefill": ExpertsConfig(
+            ShrinkConfig(LONG, 16, 64, 1, 4, 3),
+            ExpandConfig(LONG, 128, 16, 8, 2),
         ),
-        "invariant": ExpertsPlan(
-            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "invariant": ExpertsConfig(
+            ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
     },
     90: {
-        "decode": ExpertsPlan(
-            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "decode": ExpertsConfig(
+            ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
-        "prefill": ExpertsPlan(
-            ShrinkPlan(LONG, 16, 64, 1, 4, 3),
-            ExpandPlan(LONG, 128, 16, 8, 2),
+        "prefill": ExpertsConfig(
+            ShrinkConfig(LONG, 16, 64, 1, 4, 3),
+            ExpandConfig(LONG, 128, 16, 8, 2),
         ),
-        "invariant": ExpertsPlan(
-            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "invariant": ExpertsConfig(
+            ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
     },
     100: {
-        "decode": ExpertsPlan(
-            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "decode": ExpertsConfig(
+            ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
-        "prefill": ExpertsPlan(
-            ShrinkPlan(LONG, 16, 64, 1, 4, 3),
-            ExpandPlan(LONG, 128, 16, 8, 2),
+        "prefill": ExpertsConfig(
+            ShrinkConfig(LONG, 16, 64, 1, 4, 3),
+            ExpandConfig(LONG, 128, 16, 8, 2),
         ),
-        "invariant": ExpertsPlan(
-            ShrinkPlan(SHORT, 16, 128, 4, 4, 4),
-            ExpandPlan(SHORT, 128, 16, 4, 2),
+        "invariant": ExpertsConfig(
+            ShrinkConfig(SHORT, 16, 128, 4, 4, 4),
+            ExpandConfig(SHORT, 128, 16, 4, 2),
         ),
     },
 }
 
 
 def regime_of(bounds: GroupBounds, batch_invariant: bool = False) -> str:
-    """The row that a batch of these bounds takes."""
+    """Return the regime of a batch with these bounds."""
     if batch_invariant:
         return "invariant"
-    if bounds.tokens <= FEW_TOKENS:
+    if bounds.tokens <= FEW_TOKENS_MAX:
         return "few"
     if bounds.groups == 1 and bounds.tokens >= LONG:
         return "alone"
-    if bounds.tokens >= LONG_SEGMENT * bounds.groups:
+    if bounds.tokens >= LONG_GROUP_ROWS * bounds.groups:
         return "prefill"
-    return "many" if bounds.groups >= MANY_GROUPS else "decode"
+    return "many" if bounds.groups >= MANY_GROUPS_MIN else "decode"
 
 
 def experts_regime_of(bounds: GroupBounds, batch_invariant: bool = False) -> str:
-    """The row that a batch of pairs takes; bounds: those of its groups by slot and expert."""
+    """Return the regime of a batch of pairs; bounds: of its groups by slot and expert."""
     if batch_invariant:
         return "invariant"
-    return "prefill" if bounds.tokens >= LONG_SEGMENT * bounds.groups else "decode"
+    return "prefill" if bounds.tokens >= LONG_GROUP_ROWS * bounds.groups else "decode"
 
 
-def plans_for(capability: tuple[int, int]) -> Plans:
-    """The tables of the newest architecture that is not above a device's `capability`.
+def configs_for(capability: tuple[int, int]) -> TileConfigs:
+    """Return the tables of the newest architecture that is not above a device's `capability`.
 
     Raises ValueError for a device that is older than all of them.
     """
-    wanted = 10 * capability[0] + capability[1]
-    known = [architecture for architecture in PLANS if architecture <= wanted]
-    if not known:
+    device = 10 * capability[0] + capability[1]
+    supported = [architecture for architecture in LINEAR_CONFIGS if architecture <= device]
+    if not supported:
         raise ValueError(
-            f"a device of compute capability {capability[0]}.{capability[1]}; "
-            f"kernels are planned from {min(PLANS) / 10:.1f} on"
+            f"compute capability {capability[0]}.{capability[1]} is not supported; "
+            f"the Triton kernels need at least {min(LINEAR_CONFIGS) / 10:.1f}"
         )
-    return Plans(PLANS[max(known)], EXPERTS[max(known)])
+    return TileConfigs(LINEAR_CONFIGS[max(supported)], EXPERTS_CONFIGS[max(supported)])

@@ -1,31 +1,28 @@
-"""The plain PyTorch implementation of every operation, put together.
-
-What it is: a set of kernels from the references that lie beside each operation. What it is not:
-arithmetic. One rule: with `batch_invariant` only the product changes, so both sets say the same.
-"""
+"""The plain PyTorch implementation: the specification of every operation, and the tests' oracle."""
 
 from functools import partial
 
 from engine.kernels.interface import Kernels
 from engine.kernels.reference.embedding import embedding_reference
-from engine.kernels.reference.expand import expand_reference
-from engine.kernels.reference.experts import experts_reference
-from engine.kernels.reference.experts_expand import experts_expand_reference
-from engine.kernels.reference.experts_shrink import experts_shrink_reference
+from engine.kernels.reference.experts import (
+    experts_expand_reference,
+    experts_reference,
+    experts_shrink_reference,
+)
 from engine.kernels.reference.linear import linear_reference
-from engine.kernels.reference.matmul import matrix_product, ordered_product
-from engine.kernels.reference.shrink import shrink_reference
+from engine.kernels.reference.matmul import blas_matmul, ordered_matmul
+from engine.kernels.reference.shrink_expand import expand_reference, shrink_reference
 
 
 def reference_kernels(batch_invariant: bool) -> Kernels:
-    """The references; with `batch_invariant` a row's bits don't depend on the rest of a batch."""
-    product = ordered_product if batch_invariant else matrix_product
+    """Create the references; `batch_invariant` chooses the product whose order is fixed."""
+    matmul = ordered_matmul if batch_invariant else blas_matmul
     return Kernels(
-        shrink=partial(shrink_reference, product=product),
-        expand=partial(expand_reference, product=product),
-        linear=partial(linear_reference, product=product),
-        embedding=partial(embedding_reference, product=product),
-        experts=partial(experts_reference, product=product),
-        experts_shrink=partial(experts_shrink_reference, product=product),
-        experts_expand=partial(experts_expand_reference, product=product),
+        shrink=partial(shrink_reference, matmul=matmul),
+        expand=partial(expand_reference, matmul=matmul),
+        linear=partial(linear_reference, matmul=matmul),
+        embedding=partial(embedding_reference, matmul=matmul),
+        experts=partial(experts_reference, matmul=matmul),
+        experts_shrink=partial(experts_shrink_reference, matmul=matmul),
+        experts_expand=partial(experts_expand_reference, matmul=matmul),
     )

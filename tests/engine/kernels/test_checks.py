@@ -1,4 +1,4 @@
-"""What a launcher refuses, and that it says what it got."""
+"""Operands that an operation refuses, and its messages."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def attempt(kernels: Kernels, operation: str, y: torch.Tensor, x: torch.Tensor) 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad[3])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_an_operation_is_not_defined_for_is_refused(name: str, bad: Attempt) -> None:
+def test_operands_that_do_not_fit_are_refused(name: str, bad: Attempt) -> None:
     operation, y, x, words = bad
     kernels = kernels_of(name)
     good = {
@@ -116,7 +116,7 @@ BAD_EXPERTS: list[tuple[list[torch.Tensor], torch.Tensor, dict[str, object], str
 
 @pytest.mark.parametrize("bad", BAD_EXPERTS, ids=lambda bad: bad[3])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_experts_are_not_defined_for_is_refused(name: str, bad) -> None:
+def test_operands_of_experts_that_do_not_fit_are_refused(name: str, bad) -> None:
     ys, x, changed, words = bad
     assert ROUTED is not None
     with pytest.raises(ValueError, match=words):

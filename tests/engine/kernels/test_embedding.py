@@ -1,4 +1,4 @@
-"""The embedding's delta in every implementation, against the sum written out."""
+"""The embedding's delta in every implementation, against an explicit sum."""
 
 from random import Random
 
@@ -26,7 +26,7 @@ from tests.support.kernels.kernel_cases import (
 
 @pytest.mark.parametrize("batch", EMBEDDING_BATCHES, ids=batch_name)
 @pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
-def test_the_delta_is_the_sum_written_out(name: str, dtype: torch.dtype, batch: Batch) -> None:
+def test_the_delta_equals_the_explicit_sum(name: str, dtype: torch.dtype, batch: Batch) -> None:
     case = batch.case(dtype)
     found = case.y.clone()
     kernels_of(name).embedding(found, case.x, case.slices, case.groups, 0.5)
@@ -35,7 +35,7 @@ def test_the_delta_is_the_sum_written_out(name: str, dtype: torch.dtype, batch: 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_that_was_not_written_is_read(name: str) -> None:
+def test_unwritten_memory_is_not_read(name: str) -> None:
     shape = Shape(50, (37,), 3, (3, 8, 16), 0.2, ModuleKind.EMBEDDING)
     case = make_case(shape, mixed_rows(Random(8), 14, 3), torch.float32, seed=3)
     assert case.weights

@@ -1,4 +1,4 @@
-"""Expand in every implementation: at its offset, added or replaced, and nothing else written."""
+"""Expand in every implementation: it adds or replaces at its offset, and writes nothing else."""
 
 import pytest
 import torch
@@ -22,10 +22,10 @@ def expected_rows(case: Case, x: torch.Tensor, y: torch.Tensor, add_inputs: bool
     result = y.double().clone()
     for row, slot in enumerate(case.rows):
         first = OFFSET
-        for place, width in enumerate(case.slices.out_features):
-            if (slot, place) in case.weights:
-                b = case.weights[slot, place][1].double()
-                delta = b @ x[place, row, : b.shape[1]].double()
+        for index, width in enumerate(case.slices.out_features):
+            if (slot, index) in case.weights:
+                b = case.weights[slot, index][1].double()
+                delta = b @ x[index, row, : b.shape[1]].double()
                 columns = slice(first, first + width)
                 result[row, columns] = delta + (result[row, columns] if add_inputs else 0)
             first += width
@@ -35,19 +35,19 @@ def expected_rows(case: Case, x: torch.Tensor, y: torch.Tensor, add_inputs: bool
 @pytest.mark.parametrize("add_inputs", [True, False], ids=["adds", "replaces"])
 @pytest.mark.parametrize("batch", BATCHES, ids=batch_name)
 @pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
-def test_every_slice_reaches_its_columns(
+def test_every_slice_is_added_to_its_columns(
     name: str, dtype: torch.dtype, batch: Batch, add_inputs: bool
 ) -> None:
     case = batch.case(dtype)
     generator = torch.Generator().manual_seed(5)
     shape = (len(case.slices.columns), batch.tokens, max(batch.shape.ranks))
-    # What lies behind a row's own rank, and in rows of the base model, must not be read.
+    # Columns after a row's own rank, and rows of the base model, must not be read.
     x = torch.full(shape, torch.nan, dtype=accumulator_dtype(dtype))
     for row, slot in enumerate(case.rows):
-        for place in range(shape[0]):
-            if (slot, place) in case.weights:
-                rank = case.weights[slot, place][1].shape[1]
-                x[place, row, :rank] = torch.randn(rank, generator=generator).to(x.dtype)
+        for index in range(shape[0]):
+            if (slot, index) in case.weights:
+                rank = case.weights[slot, index][1].shape[1]
+                x[index, row, :rank] = torch.randn(rank, generator=generator).to(x.dtype)
     y = torch.randn(batch.tokens, case.y.shape[1] + 9, generator=generator).to(dtype)
     found = y.clone()
     kernels_of(name).expand(found, x, case.slices, case.groups, OFFSET, add_inputs)

@@ -1,4 +1,4 @@
-"""The experts' deltas in every implementation, against the sum written out pair by pair."""
+"""The experts' deltas in every implementation, against an explicit sum over pairs."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels import Kernels
 from engine.kernels.expert_groups import NO_GROUP, group_experts, sort_by_expert
-from engine.kernels.grouped_matmul import grouped_product
+from engine.kernels.grouped_matmul import grouped_matmul
 from engine.kernels.operands import TILE_ROWS, GroupBounds
 from engine.layout import ModuleKind
 from tests.support.kernels.expert_cases import (
@@ -110,7 +110,7 @@ def added(kernels: Kernels, case: Case, routing: Routing, rows: list[int]) -> Te
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_that_was_not_written_is_read(name: str) -> None:
+def test_unwritten_memory_is_not_read(name: str) -> None:
     random = Random(8)
     rows = mixed_rows(random, 7, 3)
     with nan_in_new_memory():
@@ -118,23 +118,23 @@ def test_nothing_that_was_not_written_is_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_may_be_others_than_the_pairs(name: str) -> None:
+def test_rows_may_differ_from_the_pairs(name: str) -> None:
     random = Random(9)
     rows, routing = [0, -1, 1], routed(3, 5, "elsewhere", random)
     case = make_case(SHAPES[1]._replace(absent=0.0), [-1] * 9, torch.float32, seed=9)
     groups = groups_for(case, routing, rows)
     assert groups is not None
-    places = sort_by_expert(routing.top_k_index, 5).places
+    row_of_pair = sort_by_expert(routing.top_k_index, 5).row_of_pair
     x, y = torch.full_like(case.x, torch.nan), torch.full_like(case.y, torch.nan)
-    x[places], y[places] = case.x, case.y
+    x[row_of_pair], y[row_of_pair] = case.x, case.y
     views = y.split(case.slices.out_features, dim=1)
-    kernels_of(name).experts(views, x, case.slices, groups.at(places))
+    kernels_of(name).experts(views, x, case.slices, groups.with_rows(row_of_pair))
     wanted = expected(case, routing, rows, case.y, case.x)
-    assert error_of(y[places], wanted) < ERRORS_MAX[torch.float32]
+    assert error_of(y[row_of_pair], wanted) < ERRORS_MAX[torch.float32]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_batch_gives_the_same_bits(name: str) -> None:
+def test_the_same_batch_has_the_same_bits(name: str) -> None:
     random = Random(10)
     rows, routing = mixed_rows(random, 20, 2), routed(20, 3, "spread", random)
     case = make_case(SHAPES[3], [-1] * 60, torch.float32, seed=10)
@@ -173,36 +173,39 @@ def test_groups_are_pairs_sorted_by_slot_and_expert() -> None:
         assert dict(zip(experts, sizes, strict=True)) == Counter(key % 7 for key in own)
 
 
-@pytest.mark.parametrize("height", TILE_ROWS)
+@pytest.mark.parametrize("block_m", TILE_ROWS)
 @pytest.mark.parametrize("how", ["spread", "one", "elsewhere"])
-def test_tiles_hold_every_grouped_pair_once(how: str, height: int) -> None:
+def test_tiles_hold_every_grouped_pair_once(how: str, block_m: int) -> None:
     random = Random(13)
     rows, routing = mixed_rows(random, 90, 4), routed(90, 5, how, random)
     groups = group_experts(groups_of(rows), lambda _: True, routing.top_k_index, 5)
     assert groups is not None
-    firsts, keys = groups.tiles(height), groups.keys.tolist()
-    assert len(firsts) == groups.bounds.tiles(height)
+    firsts, keys = groups.tile_starts(block_m), groups.keys.tolist()
+    assert len(firsts) == groups.bounds.max_tiles(block_m)
     real = [first for first in firsts.tolist() if first < len(keys)]
     assert firsts.tolist() == real + [len(keys)] * (len(firsts) - len(real))
     held = [
-        place
+        index
         for first in real
-        for place in range(first, min(first + height, len(keys)))
-        if keys[place] == keys[first]
+        for index in range(first, min(first + block_m, len(keys)))
+        if keys[index] == keys[first]
     ]
-    assert held == [place for place, key in enumerate(keys) if key != NO_GROUP]
+    assert held == [index for index, key in enumerate(keys) if key != NO_GROUP]
 
 
-def test_pairs_are_grouped_and_cut_into_tiles_without_a_look_at_the_device() -> None:
+def test_pairs_are_grouped_and_tiled_without_reading_the_device() -> None:
     groups = groups_of([0, -1, 2, 1])
     there = replace(groups, token_slots=groups.token_slots.to("meta"))
     found = group_experts(there, lambda _: True, torch.zeros(4, 2, dtype=int, device="meta"), 5)
     assert found is not None
     assert found.bounds == GroupBounds(8, 8, groups.bounds.rank)
     # A value on the meta device can't be read, so a launch's size can't depend on one.
-    assert [len(found.at(found.pairs).tiles(height)) for height in TILE_ROWS] == [8, 8]
+    assert [len(found.with_rows(found.pairs).tile_starts(block_m)) for block_m in TILE_ROWS] == [
+        8,
+        8,
+    ]
     with pytest.raises((NotImplementedError, RuntimeError)):
-        found.spans  # noqa: B018 - made when it is first asked for
+        found.spans  # noqa: B018 - made on first access
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -231,20 +234,20 @@ def test_a_batch_without_weights_here_has_no_groups() -> None:
     assert group_experts(groups_of([0, 1, 1, -1]), lambda _: False, routing.top_k_index, 5) is None
 
 
-def test_all_pairs_are_sorted_by_expert_and_find_back() -> None:
+def test_pairs_sorted_by_expert_can_be_restored() -> None:
     routing = routed(20, 6, "elsewhere", Random(2))
     order = sort_by_expert(routing.top_k_index, 6)
     flat = routing.top_k_index.flatten()
     assert torch.equal(order.experts, flat.sort(stable=True).values)
-    assert torch.equal(order.experts[order.places], flat)
-    assert torch.equal(order.tokens[order.places], torch.arange(60) // TOP_K)
+    assert torch.equal(order.experts[order.row_of_pair], flat)
+    assert torch.equal(order.tokens[order.row_of_pair], torch.arange(60) // TOP_K)
     assert order.ends.tolist() == [int((flat <= expert).sum()) for expert in range(6)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "outer"), [(16, 8), (5, 16), (16, 3), (1, 1)])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_a_grouped_product_is_each_groups_own(
+def test_a_grouped_matmul_uses_each_groups_matrix(
     dtype: torch.dtype, inner: int, outer: int, is_transposed: bool
 ) -> None:
     torch.manual_seed(inner)
@@ -253,7 +256,7 @@ def test_a_grouped_product_is_each_groups_own(
         matrices = matrices.transpose(1, 2).contiguous().transpose(1, 2)
     x = torch.randn(9, inner).to(dtype)
     x[7:] = torch.nan
-    found = grouped_product(x, matrices, torch.tensor([3, 3, 4, 7], dtype=torch.int32))
+    found = grouped_matmul(x, matrices, torch.tensor([3, 3, 4, 7], dtype=torch.int32))
     parts = [(0, 0, 3), (2, 3, 4), (3, 4, 7)]
     wanted = torch.cat([x[a:b].double() @ matrices[g].double().T for g, a, b in parts])
     assert error_of(found[:7], wanted) < ERRORS_MAX[dtype]

@@ -1,6 +1,6 @@
-"""The experts' deltas in two halves, in every implementation, with an exchange between them.
+"""Shrink and expand of experts in every implementation, with an exchange between them.
 
-What lies between the halves is NaN wherever nothing was shrunk, so that a read of it shows.
+The intermediate is NaN wherever nothing was shrunk, so that reading it is detected.
 """
 
 from random import Random
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.kernels import Kernels
 from engine.kernels.expert_groups import ExpertGroups, group_experts
-from engine.kernels.operands import Directory, LoRASlices, accumulator_dtype
+from engine.kernels.operands import LoRASlices, accumulator_dtype
 from engine.layout import ModuleKind, ModuleShape, Shard
 from engine.residency.arena import Arena
 from tests.support.kernels.expert_cases import (
@@ -38,11 +38,11 @@ from tests.support.kernels.kernel_cases import (
 )
 
 RANK_ROOM = 48
-"""A buffer is wider than any rank here."""
+"""The columns of the intermediate, more than any rank here."""
 
 
 def shrunk(kernels: Kernels, case: Case, groups: ExpertGroups) -> Tensor:
-    """What the first half leaves: [slices, pairs, RANK_ROOM]."""
+    """Return the result of shrink: [slices, pairs, RANK_ROOM]."""
     shape = (len(case.slices.columns), len(groups.pairs), RANK_ROOM)
     buffer = torch.full(shape, torch.nan, dtype=accumulator_dtype(case.x.dtype))
     kernels.experts_shrink(buffer, case.x, case.slices, groups)
@@ -62,7 +62,7 @@ def added(kernels: Kernels, case: Case, routing: Routing, rows: list[int]) -> Te
 @pytest.mark.parametrize("tokens", TOKENS[-1:] if IS_INTERPRETED else TOKENS)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.slots} slots")
 @pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
-def test_two_halves_are_the_whole(name, dtype, shape, tokens, how) -> None:
+def test_shrink_and_expand_make_the_whole_product(name, dtype, shape, tokens, how) -> None:
     random = Random(tokens + shape.slots)
     rows = mixed_rows(random, tokens, shape.slots)
     routing = routed(tokens, shape.experts, how, random)
@@ -77,7 +77,7 @@ def test_two_halves_are_the_whole(name, dtype, shape, tokens, how) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_shrunk_lies_in_the_groups_order_at_each_rank(name: str) -> None:
+def test_shrunk_activations_are_in_the_groups_order_at_each_rank(name: str) -> None:
     shape = SHAPES[1]._replace(absent=0.4)
     random = Random(4)
     rows, routing = mixed_rows(random, 9, 3), routed(9, 5, "elsewhere", random)
@@ -86,12 +86,12 @@ def test_what_is_shrunk_lies_in_the_groups_order_at_each_rank(name: str) -> None
     assert groups is not None
     wanted = torch.full((2, 27, RANK_ROOM), torch.nan, dtype=torch.float64)
     experts = routing.top_k_index.flatten().tolist()
-    for place, pair in enumerate(groups.pairs.tolist()):
+    for index, pair in enumerate(groups.pairs.tolist()):
         for part in range(2):
             key = (rows[pair // TOP_K], part)
             if key in case.weights and experts[pair] < 5:
                 a = case.weights[key][0][experts[pair]].double()
-                wanted[part, place, : len(a)] = a @ case.x[pair].double()
+                wanted[part, index, : len(a)] = a @ case.x[pair].double()
     found = shrunk(kernels_of(name), case, groups)
     assert torch.equal(found.isnan(), wanted.isnan())
     assert error_of(found.nan_to_num(), wanted.nan_to_num()) < ERRORS_MAX[torch.float32]
@@ -101,15 +101,14 @@ PARTS, EXPERTS, IN, OUT, RANKS = 2, 3, 40, 24, (4, 8)
 
 
 def columns_of(arena: Arena, first: int) -> tuple[LoRASlices, LoRASlices]:
-    """One rank's A without outputs, and its B without inputs."""
-    tables = (arena.data, arena.offsets, arena.ranks, arena.host_offsets, arena.host_ranks)
-    directory, kind = Directory(*tables, arena.edition), (ModuleKind.EXPERTS, EXPERTS)
-    a = LoRASlices(directory, (first,), IN, (0,), *kind)
-    return a, LoRASlices(directory, (first + 1,), 0, (OUT // PARTS,), *kind)
+    """Return one rank's A without outputs, and its B without inputs."""
+    kind = (ModuleKind.EXPERTS, EXPERTS)
+    a = LoRASlices(arena.directory, (first,), IN, (0,), *kind)
+    return a, LoRASlices(arena.directory, (first + 1,), 0, (OUT // PARTS,), *kind)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_of_dealt_out_ranks_make_the_whole_product(name: str) -> None:
+def test_shards_of_striped_ranks_make_the_whole_product(name: str) -> None:
     share = OUT // PARTS
     shapes = [
         ModuleShape(
@@ -126,19 +125,19 @@ def test_parts_of_dealt_out_ranks_make_the_whole_product(name: str) -> None:
     pairs = [(torch.randn(EXPERTS, r, IN), torch.randn(EXPERTS, OUT, r)) for r in RANKS]
     for slot, (a, b) in enumerate(pairs):
         for shape in shapes:
-            parts = (shape.shard.cut_a(a).clone(), shape.shard.cut_b(b).clone())
+            parts = (shape.shard.select_a(a).clone(), shape.shard.select_b(b).clone())
             arena.write_slice(slot, shape.index, *parts)
     rows, top_k_index = [1, 0, -1, 1], torch.tensor([[0, 2], [2, 1], [1, 0], [0, 1]])
     groups = group_experts(groups_of(rows), lambda _: True, top_k_index, EXPERTS)
     assert groups is not None
     x, base = torch.randn(8, IN), torch.randn(8, OUT)
-    kernels, halves = kernels_of(name), [columns_of(arena, shape.index) for shape in shapes]
-    own = [torch.zeros(1, 8, max(RANKS) // PARTS) for _ in halves]
-    for buffer, (a, _) in zip(own, halves, strict=True):
+    kernels, pair = kernels_of(name), [columns_of(arena, shape.index) for shape in shapes]
+    own = [torch.zeros(1, 8, max(RANKS) // PARTS) for _ in pair]
+    for buffer, (a, _) in zip(own, pair, strict=True):
         kernels.experts_shrink(buffer, x, a, groups)
     whole = torch.stack(own, -1).flatten(-2)
     found = base.clone()
-    for view, (_, b) in zip(found.split(share, dim=1), halves, strict=True):
+    for view, (_, b) in zip(found.split(share, dim=1), pair, strict=True):
         kernels.experts_expand((view,), whole, b, groups)
     wanted = base.double()
     for pair, expert in enumerate(top_k_index.flatten().tolist()):

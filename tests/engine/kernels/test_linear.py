@@ -1,4 +1,4 @@
-"""The fused pair in every implementation, against the sum written out; logits are this too."""
+"""The linear operation in every implementation, against an explicit sum; logits use it too."""
 
 from random import Random
 
@@ -36,7 +36,7 @@ def run(name: str, case: Case, scale: float = 1.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("batch", BATCHES, ids=batch_name)
 @pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
-def test_the_delta_is_the_sum_written_out(name: str, dtype: torch.dtype, batch: Batch) -> None:
+def test_the_delta_equals_the_explicit_sum(name: str, dtype: torch.dtype, batch: Batch) -> None:
     case = batch.case(dtype)
     found = run(name, case, 0.5)
     assert error_of(found, expected_output(case, 0.5)) <= ERRORS_MAX[dtype]
@@ -45,7 +45,7 @@ def test_the_delta_is_the_sum_written_out(name: str, dtype: torch.dtype, batch: 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=2 * REPEATS, deadline=None)
+@settings(max_examples=2 * REPEATS)
 def test_any_small_layer_and_batch(name: str, seed: int) -> None:
     random = Random(seed)
     widths = tuple(random.choice((1, 7, 32, 72)) for _ in range(random.randint(1, 3)))
@@ -61,7 +61,7 @@ def test_any_small_layer_and_batch(name: str, seed: int) -> None:
 
 
 def any_rows(random: Random, slots: int) -> list[int]:
-    """Slots in any order, in order, or in runs of which some are long."""
+    """Return slots in random order, in order, or in runs, some of them long."""
     tokens = random.randint(1, 20) if IS_INTERPRETED else random.choice((1, 3, 20, 150, 300))
     rows = mixed_rows(random, tokens, slots)
     if random.random() < 0.5:
@@ -90,7 +90,7 @@ def test_weights_of_another_dtype_than_the_activations(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_may_lie_apart(name: str) -> None:
+def test_rows_may_be_strided(name: str) -> None:
     case = make_case(SHAPE_OF_TWO, [0, 1, -1, 1, 0, 0], torch.float32, seed=2)
     wide_x, wide_y = torch.full((6, 50), torch.nan), torch.full((6, 90), torch.nan)
     wide_x[:, 5:45], wide_y[:, 3:43] = case.x, case.y
@@ -105,7 +105,7 @@ SHAPE_OF_TWO = Shape(40, (24, 16), 2, (8, 5), 0.0)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_slot_holds_now_is_read_and_not_what_it_held(name: str) -> None:
+def test_replaced_weights_of_a_slot_are_read(name: str) -> None:
     kernels = kernels_of(name)
     rows = [0, 1, 1, -1]
     old = make_case(SHAPE_OF_TWO, rows, torch.float32, seed=3)
@@ -116,7 +116,7 @@ def test_what_a_slot_holds_now_is_read_and_not_what_it_held(name: str) -> None:
     directory.data[: len(later.data)] = later.data
     directory.offsets.copy_(later.offsets)
     directory.ranks.copy_(later.ranks)
-    directory.edition.number += 1
+    directory.version += 1
     found = new.y.clone()
     kernels.linear(found, new.x, old.slices, groups, 1.0)
     assert error_of(found, expected_output(new)) <= ERRORS_MAX[torch.float32]
@@ -124,7 +124,7 @@ def test_what_a_slot_holds_now_is_read_and_not_what_it_held(name: str) -> None:
 
 @pytest.mark.parametrize("tokens", [3, 14])
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_that_was_not_written_is_read(name: str, tokens: int) -> None:
+def test_unwritten_memory_is_not_read(name: str, tokens: int) -> None:
     shape = Shape(40, (24, 9), 3, (1, 8, 13), 0.2)
     case = make_case(shape, mixed_rows(Random(8), tokens, 3), torch.float32, seed=0)
     assert case.weights
@@ -133,16 +133,18 @@ def test_nothing_that_was_not_written_is_read(name: str, tokens: int) -> None:
     assert error_of(found, expected_output(case)) <= ERRORS_MAX[torch.float32]
 
 
-@pytest.mark.parametrize("spoiled", [torch.nan, torch.inf, 1e38])
+@pytest.mark.parametrize("bad_value", [torch.nan, torch.inf, 1e38])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_row_that_is_not_finite_or_overflows_spoils_no_other(name: str, spoiled: float) -> None:
+def test_a_row_that_is_not_finite_or_overflows_changes_no_other(
+    name: str, bad_value: float
+) -> None:
     random = Random(5)
     for slots, tokens in ((2, 5),) if IS_INTERPRETED else ((2, 5), (9, 20), (3, 130)):
         rows = mixed_rows(random, tokens, slots)
         for dtype in (torch.float32,) if IS_INTERPRETED else (torch.float32, dtypes(name)[-1]):
             case = make_case(Shape(70, (40,), slots, (8,), 0.0), rows, dtype, seed=tokens)
             x = case.x.clone()
-            x[tokens // 2] = spoiled
+            x[tokens // 2] = bad_value
             found = run(name, case._replace(x=x))
             others = [row for row in range(tokens) if row != tokens // 2]
             expected = expected_output(case)
@@ -150,7 +152,7 @@ def test_a_row_that_is_not_finite_or_overflows_spoils_no_other(name: str, spoile
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_batch_gives_the_same_bits(name: str) -> None:
+def test_the_same_batch_has_the_same_bits(name: str) -> None:
     case = BATCHES[-2].case(torch.float32)
     kernels, groups = kernels_of(name), case.groups
     results = []

@@ -1,6 +1,6 @@
-"""Weights and rows that lie more than 2**31 elements into their memory, in every implementation.
+"""Weights and rows more than 2**31 elements after the start of their memory.
 
-The memory is a sparse file, of which only what is touched takes room.
+The memory is a sparse file, which uses disk space only for accessed pages.
 """
 
 from pathlib import Path
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.kernels.directory import SlotDirectory
 from engine.kernels.expert_groups import group_experts
 from engine.kernels.operands import LoRASlices
 from engine.layout import ModuleKind
@@ -23,7 +24,7 @@ from tests.support.kernels.kernel_cases import (
 )
 
 FAR = 2**31 + 1024
-"""In elements; a multiple of an arena's unit."""
+"""In elements; a multiple of an arena's alignment."""
 DTYPE = torch.float16
 ROWS = [1, -1, 0, 1]
 
@@ -35,12 +36,13 @@ def memory(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
 
 
 def far_away(case: Case, memory: torch.Tensor) -> Case:
-    """The same case; its weights lie behind the first 2**31 elements of `memory`."""
+    """Return the same case with weights after the first 2**31 elements of `memory`."""
     layer = case.slices
     near = layer.directory
     memory[FAR : FAR + len(near.data)] = near.data
-    offsets = torch.where(near.offsets < 0, near.offsets, near.offsets + FAR)
-    far = near._replace(data=memory, offsets=offsets, host_offsets=offsets)
+    far = SlotDirectory(memory, *near.offsets.shape)
+    far.offsets.copy_(torch.where(near.offsets < 0, near.offsets, near.offsets + FAR))
+    far.ranks.copy_(near.ranks)
     slices = LoRASlices(
         *(far, layer.columns, layer.in_features, layer.out_features, layer.kind, layer.experts)
     )
@@ -48,7 +50,7 @@ def far_away(case: Case, memory: torch.Tensor) -> Case:
 
 
 def spread(tensor: torch.Tensor, memory: torch.Tensor, first: int) -> torch.Tensor:
-    """A copy whose last row starts behind 2**31 elements."""
+    """Return a copy whose last row starts after 2**31 elements."""
     view = memory[first:].as_strided(tensor.shape, (FAR // (len(tensor) - 1) + 64, 1))
     assert view.stride(0) * (len(tensor) - 1) > 2**31
     return view.copy_(tensor)
@@ -90,9 +92,9 @@ def test_experts_far_into_the_arena(name: str, memory: torch.Tensor) -> None:
     expected = case.y.double()
     for row, slot in enumerate(ROWS):
         first, expert = 0, int(top_k_index[row, 0])
-        for place, width in enumerate(shape.widths):
+        for index, width in enumerate(shape.widths):
             if slot >= 0:
-                a, b = (matrix[expert].double() for matrix in case.weights[slot, place])
+                a, b = (matrix[expert].double() for matrix in case.weights[slot, index])
                 expected[row, first : first + width] += b @ (a @ case.x[row].double())
             first += width
     x, y = spread(case.x, memory, 0), spread(case.y, memory, 128)

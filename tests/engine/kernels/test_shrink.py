@@ -1,4 +1,4 @@
-"""Shrink in every implementation: what it writes, and that it writes nothing else."""
+"""Shrink in every implementation: it writes its results and nothing else."""
 
 import pytest
 import torch
@@ -21,15 +21,15 @@ def test_adapter_rows_get_their_own_rank_and_nothing_else_is_written(
     name: str, dtype: torch.dtype, batch: Batch
 ) -> None:
     case = batch.case(dtype)
-    places, rank_max = len(case.slices.columns), max(batch.shape.ranks)
+    slices, rank_max = len(case.slices.columns), max(batch.shape.ranks)
     accumulator = accumulator_dtype(dtype)
-    found = torch.full((places, batch.tokens, rank_max), torch.nan, dtype=accumulator)
+    found = torch.full((slices, batch.tokens, rank_max), torch.nan, dtype=accumulator)
     kernels_of(name).shrink(found, case.x, case.slices, case.groups, 2.0)
     expected = torch.full(found.shape, torch.nan, dtype=torch.float64)
     for row, slot in enumerate(case.rows):
-        for place in range(places):
-            if (slot, place) in case.weights:
-                a = case.weights[slot, place][0].double()
-                expected[place, row, : len(a)] = 2 * (a @ case.x[row].double())
+        for index in range(slices):
+            if (slot, index) in case.weights:
+                a = case.weights[slot, index][0].double()
+                expected[index, row, : len(a)] = 2 * (a @ case.x[row].double())
     assert torch.equal(found.isnan(), expected.isnan())
     assert error_of(found.nan_to_num(), expected.nan_to_num()) <= ERRORS_MAX[dtype]

@@ -1,4 +1,4 @@
-"""Small products stay on one thread, and the number of threads is put back."""
+"""Small products use one thread, and the number of threads is restored."""
 
 from collections.abc import Iterator
 
@@ -23,20 +23,20 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("rows", "threads"), [(0, 1), (1, 1), (THREADED_ROWS - 1, 1), (THREADED_ROWS, 2)]
 )
-def test_only_products_of_many_rows_are_shared_out(rows: int, threads: int) -> None:
+def test_only_products_of_many_rows_use_more_threads(rows: int, threads: int) -> None:
     with threads_for(rows):
         assert torch.get_num_threads() == threads
     assert torch.get_num_threads() == 2
 
 
-def test_the_number_is_put_back_after_an_error() -> None:
+def test_the_number_of_threads_is_restored_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), threads_for(1):
         raise ZeroDivisionError
     assert torch.get_num_threads() == 2
 
 
 class ThreadsOfProducts(TorchDispatchMode):
-    """How many threads each matrix product may use."""
+    """Records the number of threads of each matrix product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ OPERATIONS = ("linear", "shrink", "expand", "embedding", "experts")
 
 @pytest.mark.parametrize(("rows", "threads"), [(THREADED_ROWS - 1, 1), (THREADED_ROWS, 2)])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_every_operation_asks_before_it_shares_a_product_out(
+def test_every_operation_limits_the_threads_of_small_products(
     operation: str, rows: int, threads: int
 ) -> None:
     kinds = {"embedding": ModuleKind.EMBEDDING, "experts": ModuleKind.EXPERTS}

@@ -1,7 +1,6 @@
-"""The weights that a launch reads, counted address by address under Triton's interpreter.
+"""The weights that a launch reads, counted by address in Triton's interpreter.
 
-It runs where TRITON_INTERPRET is set, which `tests/engine/kernels/test_triton` does in a process of its
-own.
+It needs TRITON_INTERPRET, which `test_triton.py` sets for a separate process.
 """
 
 import numpy as np
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPR
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
-    """The addresses of all elements that kernels load, load by load."""
+    """Record the addresses of all elements that kernels load, per load."""
     seen: list[np.ndarray] = []
     original = interpreter.load
 
@@ -31,7 +30,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
 
 
 def weight_elements_read(loads: list[np.ndarray], case, add) -> int:
-    """How many elements of the arena one call loads, an element twice where it is loaded twice."""
+    """Return the number of arena elements that one call loads, counting repeated loads."""
     data = case.slices.directory.data
     loads.clear()
     add(case.y.clone(), case.x, case.slices, case.groups, 1.0)
@@ -53,20 +52,20 @@ def test_a_batch_reads_each_weight_of_its_adapters_once_at_their_own_rank(loads,
     assert weight_elements_read(loads, case, kernels_of("triton").linear) == elements(case)
 
 
-def test_rank_8_costs_the_same_beside_slots_of_rank_256(loads) -> None:
+def test_rank_8_costs_the_same_next_to_slots_of_rank_256(loads) -> None:
     shape = Shape(64, (48,), 3, (8,), 0.0)
     small = make_case(shape, [0, 0, 1, 1, -1], torch.float16, seed=4)
     large = make_case(shape._replace(slots=4), [0, 0, 1, 1, -1], torch.float16, seed=4)
     directory = large.slices.directory
-    # A neighbour that no row uses; its rank is what a padded kernel would read for every slot.
+    # No row uses this slot; a kernel that pads would read every slot at its rank.
     directory.ranks[3, 1] = 256
-    directory.edition.number += 1
+    directory.version += 1
     add = kernels_of("triton").linear
     assert weight_elements_read(loads, small, add) == weight_elements_read(loads, large, add)
     assert weight_elements_read(loads, small, add) == 2 * 8 * (64 + 48)
 
 
-def test_an_embedding_reads_the_rows_that_its_tokens_name(loads) -> None:
+def test_an_embedding_reads_the_rows_of_its_tokens(loads) -> None:
     shape = Shape(301, (40,), 2, (8,), 0.0, ModuleKind.EMBEDDING)
     case = make_case(shape, [0, 1, 1, -1, 0], torch.float16, seed=5)
     read = weight_elements_read(loads, case, kernels_of("triton").embedding)
@@ -79,8 +78,8 @@ def test_experts_without_pairs_are_not_read(loads) -> None:
     groups = group_experts(case.groups, lambda _: True, torch.tensor([[1], [5], [3], [1]]), 6)
     assert groups is not None
 
-    def add(y, x, weights, *_) -> None:
-        kernels_of("triton").experts(y.split(shape.widths, dim=1), x, weights, groups)
+    def add(y, x, slices, *_) -> None:
+        kernels_of("triton").experts(y.split(shape.widths, dim=1), x, slices, groups)
 
     # Slot 0's expert 1 and slot 2's expert 5, each with both slices.
     wanted = 2 * 13 * (2 * 64 + 24 + 40)

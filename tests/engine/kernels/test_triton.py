@@ -1,7 +1,7 @@
-"""Triton's kernels in the tests of all implementations, under Triton's interpreter.
+"""The tests of all implementations with Triton's kernels, in Triton's interpreter.
 
-The interpreter has to be chosen before Triton is imported, so these tests run in a process of their
-own; `make gpu` runs the same files compiled, on a device.
+The interpreter must be chosen before Triton is imported, so these tests run in a separate process;
+`make gpu` runs the same files with compiled kernels on a device.
 """
 
 import os
@@ -18,8 +18,8 @@ from engine.kernels.gpu.tile_configs import (
     REGIMES,
     SOURCE,
     FusedConfig,
-    experts_regime_of,
     configs_for,
+    experts_regime_of,
     regime_of,
 )
 from engine.kernels.operands import TILE_ROWS, GroupBounds
@@ -30,7 +30,7 @@ TESTS = Path(__file__).parent
 INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
 
 
-def test_the_interpreted_kernels_keep_the_contract() -> None:
+def test_the_interpreted_kernels_pass_the_shared_tests() -> None:
     operations = (
         *("linear", "shrink", "expand", "shrink_expand", "embedding", "checks", "traffic"),
         *("experts", "experts_shrink_expand", "offsets"),
@@ -43,7 +43,7 @@ def test_the_interpreted_kernels_keep_the_contract() -> None:
     assert " skipped" not in done.stdout
 
 
-def test_without_triton_the_other_kernels_are_there() -> None:
+def test_the_other_kernels_do_not_need_triton() -> None:
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "from engine.kernels import choose_kernels\n"
@@ -61,7 +61,7 @@ def run(settings: dict[str, str], command: list[str]) -> subprocess.CompletedPro
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_every_architecture_has_a_plan_for_every_regime_that_groups_are_cut_for() -> None:
+def test_every_architecture_has_configs_for_every_regime() -> None:
     assert LINEAR_CONFIGS.keys() == SOURCE.keys()
     for configs in LINEAR_CONFIGS.values():
         assert tuple(configs) == REGIMES
@@ -75,7 +75,7 @@ def test_every_architecture_has_a_plan_for_every_regime_that_groups_are_cut_for(
         assert {launch.block_m for config in experts.values() for launch in config} <= {*TILE_ROWS}
 
 
-def test_experts_take_long_tiles_where_groups_have_many_pairs() -> None:
+def test_experts_use_long_tiles_for_groups_of_many_pairs() -> None:
     assert experts_regime_of(GroupBounds(64, 2, 16)) == "prefill"
     assert experts_regime_of(GroupBounds(63, 2, 16)) == "decode"
     assert experts_regime_of(GroupBounds(64, 2, 16), batch_invariant=True) == "invariant"
@@ -96,7 +96,7 @@ def test_experts_take_long_tiles_where_groups_have_many_pairs() -> None:
         (128, 8, "decode"),
     ],
 )
-def test_the_bounds_pick_the_regime(tokens: int, groups: int, regime: str) -> None:
+def test_the_bounds_determine_the_regime(tokens: int, groups: int, regime: str) -> None:
     assert regime_of(GroupBounds(tokens, groups, 16)) == regime
     assert regime_of(GroupBounds(tokens, groups, 16), batch_invariant=True) == "invariant"
 

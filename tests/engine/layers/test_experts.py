@@ -1,4 +1,4 @@
-"""Experts' wrappers against the module itself with the adapters in its weights."""
+"""Wrappers of experts, against the module itself with the adapters merged into its weights."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ class Bench:
         self.deltas: dict[int, dict[str, Delta]] = {slot: {} for slot in range(SLOTS)}
 
     def write(self, slot: int, rank: int, *only: str) -> None:
-        """Random weights for all slices, or those that are named."""
+        """Write random weights for all slices, or for those in `only`."""
         parts: list[Delta | None] = []
         for shape in self.shapes:
             name = shape.name.rpartition(".")[2]
@@ -73,7 +73,7 @@ class Bench:
 
 
 class CountedKernels:
-    """Kernels that count the experts' calls."""
+    """Kernels that count the calls of `experts`."""
 
     def __init__(self, name: str) -> None:
         self.calls = 0
@@ -104,7 +104,7 @@ def test_slots_and_base_rows_mix_in_one_batch(
 
 
 @pytest.mark.parametrize(("name", "wrapper"), WRAPPED)
-def test_an_adapter_may_touch_one_side_only(name: str, wrapper: type[ExpertsWithLoRA]) -> None:
+def test_an_adapter_may_adapt_one_side_only(name: str, wrapper: type[ExpertsWithLoRA]) -> None:
     bench = Bench(name, wrapper)
     names = [shape.name.rpartition(".")[2] for shape in bench.shapes]
     bench.write(0, 4, names[0])
@@ -114,7 +114,7 @@ def test_an_adapter_may_touch_one_side_only(name: str, wrapper: type[ExpertsWith
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("expert", [0, EXPERTS - 1])
-def test_an_expert_may_get_no_row_or_a_choice_of_every_row(name: str, expert: int) -> None:
+def test_an_expert_may_be_chosen_by_no_row_or_every_row(name: str, expert: int) -> None:
     bench = Bench(name, FusedMoEWithLoRA)
     bench.write(0, 4)
     bench.write(1, 2)
@@ -124,10 +124,10 @@ def test_an_expert_may_get_no_row_or_a_choice_of_every_row(name: str, expert: in
     bench.check(slots, torch.tensor([others[:TOP_K]] * len(slots)))
 
 
-def test_a_batch_without_weights_here_does_no_work() -> None:
+def test_a_batch_without_expert_weights_calls_no_kernel() -> None:
     bench = Bench("mixtral", FusedMoE3DWithLoRA)
     bench.write(0, 4)
-    # Slot 1 is another adapter's, which has nothing in these experts.
+    # Slot 1 holds an adapter without weights for these experts.
     bench.check([-1, 1, 1], routes(3))
     assert bench.kernels.calls == 0
     bench.check([-1, 0, 1], routes(3))
@@ -138,11 +138,11 @@ def test_a_batch_without_weights_here_does_no_work() -> None:
     assert bench.kernels.calls == 2
 
 
-def test_a_batch_of_other_rows_than_the_mapping_is_loud() -> None:
+def test_a_batch_with_other_rows_than_the_mapping_raises() -> None:
     bench = Bench("mixtral", FusedMoE3DWithLoRA)
     bench.write(0, 4)
     bench.punica.update_metadata(LoRAMapping([11, 11], [11]), IDS)
-    with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
+    with pytest.raises(ValueError, match="3 rows, but the mapping has 2"):
         bench.layer(torch.randn(3, 32), routes(3), torch.rand(3, TOP_K))
 
 
@@ -154,7 +154,7 @@ def test_a_batch_of_other_rows_than_the_mapping_is_loud() -> None:
         ("nemotron_h", FusedMoEWithLoRA, ["up_proj", "down_proj"]),
     ],
 )
-def test_columns_are_called_as_the_projections(
+def test_columns_are_named_as_the_projections(
     name: str, wrapper: type[ExpertsWithLoRA], columns: list[str]
 ) -> None:
     shapes = Bench(name, wrapper).shapes
@@ -169,7 +169,7 @@ def test_experts_without_a_gate_have_one_format() -> None:
 
 
 class Scaled(nn.Module):
-    """Looks like an experts module, and has a parameter that nobody explained."""
+    """Resembles an experts module, and has an unknown parameter."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Scaled(nn.Module):
         return hidden_states
 
 
-def test_what_is_not_understood_is_left_alone() -> None:
+def test_unsupported_modules_are_not_wrapped() -> None:
     experts = make_experts("mixtral")
     assert layout_of(Scaled(experts)) is None
     assert layout_of(nn.Linear(2, 2)) is None
@@ -192,5 +192,5 @@ def test_what_is_not_understood_is_left_alone() -> None:
     assert layout_of(odd) is None
     del odd.has_gate
     assert wrapper_of(odd) is None
-    with pytest.raises(TypeError, match="no experts module"):
+    with pytest.raises(TypeError, match="not a supported experts module"):
         FusedMoEWithLoRA(odd)

@@ -1,4 +1,4 @@
-"""Wrapped layers: who is wrapped by whom, and one layer's weights by themselves."""
+"""The choice of wrappers, and one layer's weights by themselves."""
 
 from collections.abc import Callable
 
@@ -34,12 +34,12 @@ from engine.residency.staging import ModuleShape
 SLOTS = 3
 
 
-class OwnLinear(nn.Linear):
-    """What quantised bases are: a linear layer with a forward of its own."""
+class LinearSubclass(nn.Linear):
+    """A linear layer with its own forward, as quantised base layers are."""
 
 
 class PackedPair(ReplicatedLinearWithLoRA):
-    """Two slices, to test what the base class does for packed layers."""
+    """Two slices, for what the base class does for packed layers."""
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
@@ -47,12 +47,12 @@ class PackedPair(ReplicatedLinearWithLoRA):
 
 
 def packed(kind: type[PackedLinear], *widths: int, named: bool = True) -> PackedLinear:
-    names = [f"c{place}" for place in range(len(widths))] if named else ()
+    names = [f"c{index}" for index in range(len(widths))] if named else ()
     return kind(torch.ones(sum(widths), 4), None, widths, names)
 
 
 class ScaledEmbedding(nn.Embedding):
-    """An embedding as Gemma has it."""
+    """An embedding that scales its result, as Gemma's does."""
 
     embed_scale = 3.0
 
@@ -61,7 +61,7 @@ class ScaledEmbedding(nn.Embedding):
 
 
 class OtherEmbedding(nn.Embedding):
-    """Not a lookup of what it is called with."""
+    """An embedding that looks up something other than its input."""
 
     def forward(self, mask: Tensor) -> Tensor:
         return super().forward(mask.cumsum(-1))
@@ -75,7 +75,7 @@ HUGE = nn.Linear(1, VOCABULARY_MAX + 1, device="meta")
     ("layer", "role", "wrapper"),
     [
         (Linear(2, 3), Role.BODY, ReplicatedLinearWithLoRA),
-        (OwnLinear(2, 3), Role.BODY, ReplicatedLinearWithLoRA),
+        (LinearSubclass(2, 3), Role.BODY, ReplicatedLinearWithLoRA),
         (Conv1D(3, 2), Role.BODY, ReplicatedLinearWithLoRA),
         (NonDynamicallyQuantizableLinear(2, 3), Role.BODY, None),
         (nn.Embedding(2, 3), Role.BODY, VocabParallelEmbeddingWithLoRA),
@@ -120,7 +120,7 @@ def test_the_table_chooses_the_wrapper(layer: nn.Module, role: Role, wrapper: ty
         lambda layer: layer(torch.ones(1)),
     ],
 )
-def test_an_override_that_is_missing_is_loud(use: Callable[[BaseLayerWithLoRA], object]) -> None:
+def test_a_missing_override_raises(use: Callable[[BaseLayerWithLoRA], object]) -> None:
     with pytest.raises(NotImplementedError):
         use(BaseLayerWithLoRA(nn.Linear(1, 1)))
 
@@ -132,7 +132,7 @@ def test_an_override_that_is_missing_is_loud(use: Callable[[BaseLayerWithLoRA], 
         lambda layer: layer.reset_lora(0),
     ],
 )
-def test_weights_before_create_lora_weights_are_loud(
+def test_weights_before_create_lora_weights_raise(
     use: Callable[[BaseLayerWithLoRA], object],
 ) -> None:
     with pytest.raises(RuntimeError, match="create_lora_weights"):
@@ -184,7 +184,7 @@ def test_set_and_reset_change_one_layer_and_one_slot(punica: PunicaWrapper) -> N
 
 
 @torch.no_grad()
-def test_a_second_set_takes_the_place_of_the_first(punica: PunicaWrapper) -> None:
+def test_a_second_set_replaces_the_first(punica: PunicaWrapper) -> None:
     torch.manual_seed(2)
     arena = arena_for((4, 3))
     layer = bound(ReplicatedLinearWithLoRA(nn.Linear(4, 3)), arena, [0], punica)
@@ -210,7 +210,7 @@ def test_a_packed_layer_may_lack_a_slice(punica: PunicaWrapper) -> None:
     expected = layer.base_layer(x)
     expected[:, 2:] += x @ a.T @ b.T
     assert torch.allclose(layer(x), expected, atol=1e-5)
-    # What the next adapter does not touch must not be left from this one.
+    # A slice that the next adapter lacks must not keep this adapter's weights.
     layer.set_lora(1, [a[:1], None], [b[:2, :1], None])
     expected = layer.base_layer(x)
     expected[:, :2] += x @ a[:1].T @ b[:2, :1].T
@@ -231,7 +231,7 @@ def test_a_packed_layer_may_lack_a_slice(punica: PunicaWrapper) -> None:
         ([torch.ones(1, 4), torch.ones(0, 4)], [torch.ones(2, 1), torch.ones(5, 0)]),
     ],
 )
-def test_halves_other_numbers_and_other_shapes_are_refused_before_anything_moves(
+def test_unpaired_or_unfitting_tensors_are_refused_before_any_change(
     lora_a: object, lora_b: object, punica: PunicaWrapper
 ) -> None:
     arena = arena_for((4, 2), (4, 5))
@@ -246,7 +246,7 @@ def test_halves_other_numbers_and_other_shapes_are_refused_before_anything_moves
     assert arena.weights(0, 1) is None
 
 
-def test_columns_are_as_many_as_slices() -> None:
+def test_every_slice_needs_one_column() -> None:
     with pytest.raises(ValueError, match="2 columns for a layer of 1"):
         ReplicatedLinearWithLoRA(nn.Linear(4, 3)).create_lora_weights(arena_for((4, 3)), [0, 1])
 
@@ -274,7 +274,7 @@ def test_one_pair_may_cover_several_slices(punica: PunicaWrapper) -> None:
     for wrong in ([2, 4], [5], [3, 1, 1, 1], [3, 1]):
         with pytest.raises(ValueError):
             layer.set_lora(0, [torch.ones(1, 4)] * len(wrong), [torch.ones(w, 1) for w in wrong])
-    with pytest.raises(ValueError, match="give A and B"):
+    with pytest.raises(ValueError, match="pass both"):
         layer.set_lora(0, [None], [torch.ones(6, 1)])
     assert torch.equal(layer(x), before)
 
@@ -301,12 +301,12 @@ def arena_of(layer: BaseLayerWithLoRA, dtype: torch.dtype = torch.float32) -> Ar
 
 @pytest.mark.parametrize("kind", [nn.Embedding, ScaledEmbedding])
 @torch.no_grad()
-def test_an_embedding_looks_its_a_up(kind: type[nn.Embedding], punica: PunicaWrapper) -> None:
+def test_an_embedding_looks_up_its_a(kind: type[nn.Embedding], punica: PunicaWrapper) -> None:
     torch.manual_seed(6)
     base = kind(11, 6)
     layer = VocabParallelEmbeddingWithLoRA(base)
     bound(layer, arena_of(layer), [0], punica)
-    # As PEFT has them: A [rank, vocabulary], B [hidden, rank].
+    # As in PEFT: A [rank, vocabulary], B [hidden, rank].
     a, b = torch.randn(5, 11), torch.randn(6, 5)
     layer.set_lora(1, a, b)
     tokens = torch.tensor([[3, 10, 0], [3, 3, 7]])
@@ -322,10 +322,10 @@ def test_an_embedding_looks_its_a_up(kind: type[nn.Embedding], punica: PunicaWra
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_a_saved_head_takes_the_place_of_the_base_head(
+def test_a_saved_head_replaces_the_base_head(
     bias: bool, dtype: torch.dtype, punica: PunicaWrapper
 ) -> None:
-    """To the last bit, for the rows of its adapter, whatever the number of labels."""
+    """Results are equal bit by bit, for the rows of its adapter and any number of labels."""
     torch.manual_seed(7)
     base, saved = (nn.Linear(16, 37, bias=bias, dtype=dtype) for _ in range(2))
     layer = ClassificationHeadWithLoRA(base)

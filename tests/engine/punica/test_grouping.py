@@ -1,4 +1,4 @@
-"""The grouped form of a batch: each row with an adapter once, in places that bounds decide."""
+"""The groups of a batch: each row with an adapter once, at offsets that the bounds determine."""
 
 import torch
 from hypothesis import given
@@ -20,11 +20,11 @@ def group(rows: list[int], prompts: list[int], specialize_active: bool = False):
 
 
 def rows_by_tile(groups: Groups, table: torch.Tensor) -> list[tuple[int, int]]:
-    """(slot, row) of every place that a table's tiles name, in order."""
+    """Return (slot, row) of every row in a table's tiles, in order."""
     return [
-        (slot, int(groups.rows[place]))
+        (slot, int(groups.rows[index]))
         for slot, first, count in table.tolist()
-        for place in range(first, first + count)
+        for index in range(first, first + count)
     ]
 
 
@@ -33,18 +33,18 @@ def test_tiles_hold_every_row_with_an_adapter_once_and_no_base_row(rows, prompts
     for groups, slots in zip(group(rows, prompts), (rows, prompts), strict=True):
         own = sorted((slot, row) for row, slot in enumerate(slots) if slot >= 0)
         assert int(groups.active) == len({slot for slot, _ in own})
-        assert [tiles.height for tiles in groups.tiles] == list(TILE_ROWS)
+        assert [tiles.block_m for tiles in groups.tiles] == list(TILE_ROWS)
         for tiles in groups.tiles:
-            assert len(tiles.table) == groups.bounds.tiles(tiles.height)
+            assert len(tiles.table) == groups.bounds.max_tiles(tiles.block_m)
             assert rows_by_tile(groups, tiles.table) == own
             counts = tiles.table[:, 2]
-            assert (counts <= tiles.height).all()
-            # A launch that meets no rows ends, so nothing may come behind the first such tile.
+            assert (counts <= tiles.block_m).all()
+            # A program without rows ends its launch's work, so all tiles with rows must come first.
             assert sorted(counts.bool().tolist(), reverse=True) == counts.bool().tolist()
 
 
 @given(rows=slots_of_rows)
-def test_bounds_follow_the_batch_shape_and_the_slots_alone(rows) -> None:
+def test_bounds_depend_on_the_batch_shape_and_the_slots_alone(rows) -> None:
     bounds = group(rows, []).tokens.bounds
     assert bounds == group([-1] * len(rows), []).tokens.bounds
     assert bounds.tokens >= len(rows)
@@ -53,7 +53,7 @@ def test_bounds_follow_the_batch_shape_and_the_slots_alone(rows) -> None:
 
 
 @given(rows=slots_of_rows)
-def test_specialised_bounds_follow_the_active_adapters_at_powers_of_two(rows) -> None:
+def test_specialized_bounds_are_powers_of_two_of_the_active_adapters(rows) -> None:
     bounds = group(rows, [], specialize_active=True).tokens.bounds
     active = len(set(rows) - {-1})
     assert max(1, active) <= bounds.groups <= max(1, 2 * active - 1)
@@ -61,7 +61,7 @@ def test_specialised_bounds_follow_the_active_adapters_at_powers_of_two(rows) ->
 
 
 @given(rows=st.lists(st.integers(-1, SLOTS - 1), min_size=60, max_size=60), other=slots_of_rows)
-def test_batches_of_equal_bounds_have_their_tables_at_equal_places(rows, other) -> None:
+def test_batches_with_equal_bounds_have_tables_at_equal_offsets(rows, other) -> None:
     first, second = group(rows, other), group(rows[::-1], other[::-1])
     for one, two in zip(first, second, strict=True):
         assert one.bounds == two.bounds
@@ -74,12 +74,12 @@ def tables(groups: Groups) -> list[torch.Tensor]:
     return [*views, *[tiles.table for tiles in groups.tiles]]
 
 
-def test_a_bound_on_tiles_is_reached_and_never_passed() -> None:
+def test_the_bound_on_tiles_is_tight() -> None:
     for counts in ([17, 1, 1], [16, 16], [1], [33, 1, 64, 64], [1] * SLOTS):
         rows = [slot for slot, count in enumerate(counts) for _ in range(count)]
-        for height in TILE_ROWS:
-            needed = sum(-(-count // height) for count in counts)
-            assert needed <= GroupBounds(len(rows), len(counts), 16).tiles(height)
-    assert GroupBounds(8, 8, 16).tiles(16) == 8
-    assert GroupBounds(64, 1, 16).tiles(64) == 1
-    assert GroupBounds(18, 2, 16).tiles(16) == 3
+        for block_m in TILE_ROWS:
+            needed = sum(-(-count // block_m) for count in counts)
+            assert needed <= GroupBounds(len(rows), len(counts), 16).max_tiles(block_m)
+    assert GroupBounds(8, 8, 16).max_tiles(16) == 8
+    assert GroupBounds(64, 1, 16).max_tiles(64) == 1
+    assert GroupBounds(18, 2, 16).max_tiles(16) == 3

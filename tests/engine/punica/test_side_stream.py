@@ -1,4 +1,4 @@
-"""The delta made beside the base output: the same sum, whatever runs beside what."""
+"""A delta computed concurrently with the base output: the sum does not depend on the order."""
 
 from random import Random
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.kernels import choose_kernels
 from engine.punica import LoRAMapping, PunicaWrapper
-from engine.punica.side_stream import SecondStream
+from engine.punica.side_stream import SideStream
 from tests.support.kernels.kernel_cases import (
     ERRORS_MAX,
     Shape,
@@ -21,8 +21,8 @@ from tests.support.kernels.kernel_cases import (
 CPU = torch.device("cpu")
 
 
-class InTurn:
-    """Runs the product first, so that a sum that it should wait for would be seen missing."""
+class Sequential:
+    """Runs the product first, so that a sum that does not wait for it would be wrong."""
 
     def __init__(self) -> None:
         self.runs = 0
@@ -33,8 +33,8 @@ class InTurn:
         return base(), delta
 
 
-def wrapper(beside: InTurn | None) -> PunicaWrapper:
-    return PunicaWrapper(CPU, 16, choose_kernels("cpu", "reference"), beside=beside)
+def wrapper(concurrent: Sequential | None) -> PunicaWrapper:
+    return PunicaWrapper(CPU, 16, choose_kernels("cpu", "reference"), concurrent=concurrent)
 
 
 def mapping(rows: list[int]) -> LoRAMapping:
@@ -42,38 +42,38 @@ def mapping(rows: list[int]) -> LoRAMapping:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_delta_made_beside_gives_what_one_made_after_gives(dtype: torch.dtype) -> None:
+def test_a_concurrent_delta_equals_a_sequential_one(dtype: torch.dtype) -> None:
     rows = mixed_rows(Random(4), 30, 3)
     case = make_case(Shape(20, (12, 7), 3, (1, 5, 16)), rows, dtype, seed=4)
-    beside = InTurn()
-    punica = wrapper(beside)
+    concurrent = Sequential()
+    punica = wrapper(concurrent)
     punica.update_metadata(mapping(rows), [1, 2, 3])
     found = punica.with_lora_linear(lambda: case.y.clone().view(5, 6, -1), case.x, case.slices)
-    assert beside.runs == 1
+    assert concurrent.runs == 1
     found = found.view(30, -1)
     assert error_of(found, expected_output(case)) <= ERRORS_MAX[dtype]
     assert torch.equal(found[case.base_rows], case.y[case.base_rows])
 
 
-def test_the_sampled_rows_have_their_deltas_made_beside_too() -> None:
+def test_deltas_of_sampled_rows_are_concurrent_too() -> None:
     case = make_case(Shape(20, (12,), 2, (5,)), [1, -1, 0], torch.float32, seed=2)
-    beside = InTurn()
-    punica = wrapper(beside)
+    concurrent = Sequential()
+    punica = wrapper(concurrent)
     punica.update_metadata(LoRAMapping([2, 2, 0, 0, 1], [2, 0, 1]), [1, 2])
     found = punica.with_lora_linear(case.y.clone, case.x, case.slices)
-    assert beside.runs == 1
+    assert concurrent.runs == 1
     assert error_of(found, expected_output(case)) <= ERRORS_MAX[torch.float32]
 
 
-def test_nothing_runs_beside_a_batch_without_adapters() -> None:
+def test_a_batch_without_adapters_runs_nothing_concurrently() -> None:
     case = make_case(Shape(20, (12,), 2, (5,)), [-1, -1], torch.float32, seed=1)
-    beside = InTurn()
-    punica = wrapper(beside)
+    concurrent = Sequential()
+    punica = wrapper(concurrent)
     punica.update_metadata(mapping(case.rows), [1, 2])
     assert punica.with_lora_linear(lambda: case.y, case.x, case.slices) is case.y
-    assert beside.runs == 0
+    assert concurrent.runs == 0
 
 
-def test_a_second_stream_is_refused_where_there_are_none() -> None:
-    with pytest.raises(ValueError, match="streams are CUDA's"):
-        SecondStream(CPU)
+def test_a_side_stream_needs_a_cuda_device() -> None:
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        SideStream(CPU)

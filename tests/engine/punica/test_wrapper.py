@@ -1,4 +1,4 @@
-"""The batch's metadata, and that each operation of the wrapper reaches its kernel."""
+"""The batch's metadata, and the kernel that each operation of the wrapper calls."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def wrapper(kernels: Kernels | None = None) -> PunicaWrapper:
     return PunicaWrapper(torch.device("cpu"), 16, kernels or choose_kernels("cpu"))
 
 
-def test_the_table_of_kernels_knows_its_names_and_devices() -> None:
+def test_kernels_are_chosen_by_name_or_device() -> None:
     for name in IMPLEMENTATIONS:
         assert isinstance(choose_kernels("cpu", name), Kernels)
     for arguments in [("cpu", "magic"), ("abacus",)]:
@@ -88,15 +88,15 @@ def test_a_batch_without_adapters_calls_no_kernel(mapping: LoRAMapping | None) -
 def test_a_batch_of_other_rows_than_the_mapping_is_refused() -> None:
     punica, operands = wrapper(), two_ranks()[1]
     punica.update_metadata(LoRAMapping([7, 7], [7]), [7, 8])
-    with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
+    with pytest.raises(ValueError, match="3 rows, but the mapping has 2"):
         punica.add_lora_linear(torch.ones(3, 4), torch.ones(3, 5), operands)
-    with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
+    with pytest.raises(ValueError, match="3 rows, but the mapping has 2"):
         punica.add_lora_embedding(torch.ones(3, 4), torch.ones(3, dtype=torch.int64), operands)
-    with pytest.raises(ValueError, match="3 rows meets a mapping of 2"):
+    with pytest.raises(ValueError, match="3 rows, but the mapping has 2"):
         punica.add_lora_logits(torch.ones(3, 4), torch.ones(3, 5), operands)
 
 
-def test_a_head_sees_the_sampled_rows_or_every_token() -> None:
+def test_a_head_uses_the_sampled_rows_or_every_token() -> None:
     punica = wrapper()
     assert punica.groups_of(3) is None
     punica.update_metadata(LoRAMapping([0, 7, 7], [0, 7]), [7])
@@ -108,7 +108,7 @@ def test_a_head_sees_the_sampled_rows_or_every_token() -> None:
     assert punica.groups_of(3) is None
 
 
-def test_logits_follow_the_sampled_rows_and_all_else_the_tokens() -> None:
+def test_logits_use_the_sampled_rows_and_other_layers_the_tokens() -> None:
     rows, sampled = [0, 0, -1, 1, 1], [1, -1, 0]
     punica = wrapper()
     punica.update_metadata(
@@ -148,14 +148,14 @@ def test_metadata_follows_the_layout(layout: list[int | None], draws: list[int])
     assert groups.slots.tolist() == active
     counts = [slots.count(slot) for slot in active]
     assert groups.counts.tolist() == counts
-    starts = [sum(counts[:place]) for place in range(len(counts))]
+    starts = [sum(counts[:index]) for index in range(len(counts))]
     assert groups.starts.tolist() == starts
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     assert list(groups.spans) == list(zip(active, starts, ends, strict=True))
 
 
 @pytest.mark.parametrize("buffer", [torch.tensor([1, 0]), np.array([1, 0])], ids=type)
-def test_a_buffer_that_is_refilled_after_each_step_is_seen_as_a_change(buffer: Any) -> None:
+def test_a_buffer_that_is_refilled_after_each_step_counts_as_a_change(buffer: Any) -> None:
     punica = wrapper()
     assert punica.update_metadata(LoRAMapping(buffer, buffer), [1, 2])
     buffer[0] = 2
@@ -177,7 +177,7 @@ def test_mappings_are_equal_by_value() -> None:
         hash(mapping)
 
 
-def test_only_a_change_of_mapping_or_of_layout_is_worked_on() -> None:
+def test_only_a_changed_mapping_or_layout_is_processed() -> None:
     punica = wrapper()
     assert punica.update_metadata(LoRAMapping([1, 0], [1, 0]), [1, 2])
     assert not punica.update_metadata(LoRAMapping((1, 0), torch.tensor([1, 0])), (1, 2))

@@ -1,8 +1,7 @@
-"""The Triton kernels compiled ahead of time, and what the compiler made of them.
+"""Ahead-of-time compilation of the Triton kernels, with the resources of the result.
 
-What it is: every launch of the checked-in plans as a job for Triton's compiler, and its result read
-with the tools that Triton brings. What it is not: a run; no device is needed. One rule: a kernel's
-constants are those of its launcher, and a job that names others fails.
+Every launch of the checked-in configurations is a job for Triton's compiler; no device is needed. A
+job's constants must be those of the kernel's launcher, else it fails.
 """
 
 import re
@@ -16,33 +15,44 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.kernels.gpu.expand import expand_kernel
+from engine.kernels.gpu.embedding import lookup_kernel
 from engine.kernels.gpu.experts import (
     experts_expand_kernel,
     experts_shrink_kernel,
     experts_sum_kernel,
 )
-from engine.kernels.gpu.fused import fused_kernel
-from engine.kernels.gpu.lookup import lookup_kernel
-from engine.kernels.gpu.shrink import shrink_kernel, sum_splits_kernel
-from engine.kernels.gpu.tile_configs import EXPERTS, LOOKUP, PLANS, ExpandPlan, ExpertsPlan
+from engine.kernels.gpu.linear import fused_kernel
+from engine.kernels.gpu.shrink_expand import expand_kernel, shrink_kernel, sum_splits_kernel
+from engine.kernels.gpu.tile_configs import (
+    EXPERTS_CONFIGS,
+    LINEAR_CONFIGS,
+    LOOKUP,
+    ExpandConfig,
+    ExpertsConfig,
+)
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 SHARED_BYTES_MAX = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
-"""The shared memory that one block can have."""
+"""The shared memory that is available to one block, by architecture."""
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 SLICES = 3
 
-TABLES = {"offsets": "*i64", "ranks": "*i32", "layer": "*i64", "tiles": "*i64", "rows": "*i64"}
-PAIRS = {"firsts": "*i64", "keys": "*i64", "pairs": "*i64"}
+TABLES = {
+    "offsets": "*i64",
+    "ranks": "*i32",
+    "slice_table": "*i64",
+    "tiles": "*i64",
+    "rows": "*i64",
+}
+PAIRS = {"tile_starts": "*i64", "keys": "*i64", "pairs": "*i64"}
 NOT_ALIGNED = {"directory_stride", "y_offset", "experts", "pair_count"}
-"""Numbers of which nothing is promised; strides and widths are multiples of 16 in every model."""
+"""Arguments without a promised alignment; others are multiples of 16 in every model."""
 
 
 class Job(NamedTuple):
-    """One kernel with one set of constants; `pointers` are its other arguments' types."""
+    """One kernel with one set of constants; `pointers` are the types of its other arguments."""
 
     kernel: Any
     pointers: dict[str, str]
@@ -56,7 +66,7 @@ class Job(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What a job became: its resources, and how often each instruction occurs."""
+    """The result of a job: its resources, and the number of occurrences of each instruction."""
 
     registers: int
     spilled_bytes: int
@@ -68,7 +78,7 @@ class Compiled(NamedTuple):
 
 
 def jobs(architecture: int, dtype: str) -> list[Job]:
-    """Every launch of an architecture's plans once, for activations and weights of one dtype."""
+    """Return every distinct launch of an architecture, for activations and weights of one dtype."""
     found = {job.name: job for job in _jobs(architecture, dtype)}
     return list(found.values())
 
@@ -77,8 +87,8 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
     unit, halved = 128 // ITEM_BYTES[dtype], ITEM_BYTES[dtype] // 2
     own, floats = f"*{dtype}", "*fp32"
     weights = {**TABLES, "data": own}
-    for shrink, expand, fused in PLANS[architecture].values():
-        blocks = {"BLOCK_M": shrink.height, "BLOCK_R": shrink.block_r}
+    for shrink, expand, fused in LINEAR_CONFIGS[architecture].values():
+        blocks = {"BLOCK_M": shrink.block_m, "BLOCK_R": shrink.block_r}
         split = {"UNIT": unit, "SPLITS": shrink.splits}
         yield Job(
             shrink_kernel,
@@ -101,7 +111,7 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
                     "UNIT": unit,
                     "SLICES": SLICES,
                     "OUT_UNIT": 16,
-                    "BLOCK_M": fused.height,
+                    "BLOCK_M": fused.block_m,
                     "BLOCK_N": fused.block_n,
                     "BLOCK_R": fused.block_r,
                     "BLOCK_K": fused.block_k // halved,
@@ -111,15 +121,15 @@ def _jobs(architecture: int, dtype: str) -> Iterator[Job]:
     yield Job(
         lookup_kernel,
         {**weights, "y": floats, "token_ids": "*i64", "scale": "fp32"},
-        {"UNIT": unit, "BLOCK_M": LOOKUP.height, "BLOCK_R": LOOKUP.block_r},
+        {"UNIT": unit, "BLOCK_M": LOOKUP.block_m, "BLOCK_R": LOOKUP.block_r},
         *(LOOKUP.warps, 3),
     )
-    for plan in EXPERTS[architecture].values():
-        yield from _experts_jobs(plan, dtype)
+    for config in EXPERTS_CONFIGS[architecture].values():
+        yield from _experts_jobs(config, dtype)
 
 
-def _expand_jobs(splits: int, plan: ExpandPlan, dtype: str) -> Iterator[Job]:
-    """Behind a shrink in parts; behind one that is summed; and into a delta of its own."""
+def _expand_jobs(splits: int, config: ExpandConfig, dtype: str) -> Iterator[Job]:
+    """Yield the expand after a shrink with splits, after one without, and into a separate delta."""
     own = f"*{dtype}"
     for parts, adds, out in ((splits, True, own), (1, True, own), (1, False, "*fp32")):
         yield Job(
@@ -131,18 +141,18 @@ def _expand_jobs(splits: int, plan: ExpandPlan, dtype: str) -> Iterator[Job]:
                 "SLICES": SLICES,
                 "ADD": adds,
                 "OUT_UNIT": 16,
-                "BLOCK_M": plan.height,
-                "BLOCK_N": plan.block_n,
-                "BLOCK_R": plan.block_r,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "BLOCK_R": config.block_r,
             },
-            *(plan.warps, plan.stages),
+            *(config.warps, config.stages),
         )
 
 
-def _experts_jobs(plan: ExpertsPlan, dtype: str) -> Iterator[Job]:
-    own, shrink, expand = f"*{dtype}", plan.shrink, plan.expand
+def _experts_jobs(config: ExpertsConfig, dtype: str) -> Iterator[Job]:
+    own, shrink, expand = f"*{dtype}", config.shrink, config.expand
     split = {"UNIT": 128 // ITEM_BYTES[dtype], "SPLITS": shrink.splits}
-    blocks = {"BLOCK_M": shrink.height, "BLOCK_R": shrink.block_r}
+    blocks = {"BLOCK_M": shrink.block_m, "BLOCK_R": shrink.block_r}
     tables = {**TABLES, **PAIRS, "data": own, "parts": "*fp32"}
     yield Job(
         experts_shrink_kernel,
@@ -160,7 +170,7 @@ def _experts_jobs(plan: ExpertsPlan, dtype: str) -> Iterator[Job]:
                 "SPLITS": splits,
                 "COLUMN_STEP": 1,
                 "OUT_UNIT": 16,
-                "BLOCK_M": expand.height,
+                "BLOCK_M": expand.block_m,
                 "BLOCK_N": expand.block_n,
                 "BLOCK_R": expand.block_r,
             },
@@ -169,29 +179,29 @@ def _experts_jobs(plan: ExpertsPlan, dtype: str) -> Iterator[Job]:
 
 
 def build(job: Job, architecture: int, folder: Path) -> Compiled:
-    """Compile a job, and read resources and instructions out of its machine code."""
+    """Compile a job, and read resources and instructions from its machine code."""
     signature, hints = {}, {}
-    for place, name in enumerate(job.kernel.arg_names):
+    for index, name in enumerate(job.kernel.arg_names):
         signature[name] = "constexpr" if name in job.constants else job.pointers.get(name, "i32")
         if signature[name][0] in "*i" and name not in NOT_ALIGNED:
-            hints[(place,)] = [["tt.divisibility", 16]]
+            hints[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(job.kernel, signature, job.constants, hints)
     options = {"num_warps": job.warps, "num_stages": job.stages}
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(made.asm["cubin"])
-    use = _told(cubin, "--dump-resource-usage").rpartition("Function")[2]
+    use = _cuobjdump(cubin, "--dump-resource-usage").rpartition("Function")[2]
     registers, stack, local = (
         int(re.search(rf"{name}:(\d+)", use)[1]) for name in ("REG", "STACK", "LOCAL")
     )
     names = re.findall(
-        r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z]\S*)", _told(cubin, "-sass"), re.M
+        r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z]\S*)", _cuobjdump(cubin, "-sass"), re.M
     )
     counts = {name: names.count(name) for name in set(names)}
     return Compiled(registers, stack + local, made.metadata.shared, counts)
 
 
-def _told(cubin: Path, option: str) -> str:
+def _cuobjdump(cubin: Path, option: str) -> str:
     command = [str(_tool()), option, str(cubin)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -199,5 +209,5 @@ def _told(cubin: Path, option: str) -> str:
 @cache
 def _tool() -> Path:
     if not CUOBJDUMP.exists():
-        raise FileNotFoundError(f"{CUOBJDUMP} comes with Triton's NVIDIA backend")
+        raise FileNotFoundError(f"{CUOBJDUMP} is missing; it is part of Triton's NVIDIA backend")
     return CUOBJDUMP

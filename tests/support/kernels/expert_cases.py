@@ -1,7 +1,6 @@
-"""Batches for the operations over experts, and their sum written out pair by pair.
+"""Batches for the operations on experts, and the expected result as an explicit sum over pairs.
 
-What it is: routings, groups, the oracle in float64, and a law that several tests share. What it is
-not: a test. One rule: row `p` of an operand is the pair `p`, unless a test puts it elsewhere.
+Row `p` of an operand is the pair `p`, unless a test changes that.
 """
 
 from collections.abc import Callable
@@ -28,17 +27,18 @@ TOP_K = 3
 
 
 class Routing(NamedTuple):
-    """How many experts there are, and which ones `tokens` rows are sent to."""
+    """The number of experts, and the experts of each row."""
 
     experts: int
     top_k_index: Tensor
 
 
 def routed(tokens: int, experts: int, how: str, random: Random) -> Routing:
-    """`spread`: to random experts; `one`: all to the last; `elsewhere`: some to other ranks'."""
+    """Return a routing `how`: `spread` or `one` expert of this rank, `elsewhere` any rank's."""
     choices = {"spread": range(experts), "one": [experts - 1], "elsewhere": range(experts + 1)}
     picked = choices[how]
-    # With one choice only a row goes there several times, which no router does but a kernel may.
+    # With one choice a row uses the same expert several times, which kernels must support although
+    # routers don't do it.
     rows = [
         random.sample(picked, TOP_K) if len(picked) >= TOP_K else random.choices(picked, k=TOP_K)
         for _ in range(tokens)
@@ -46,24 +46,24 @@ def routed(tokens: int, experts: int, how: str, random: Random) -> Routing:
     return Routing(experts, torch.tensor(rows, dtype=torch.int64).view(tokens, TOP_K))
 
 
-def is_touched(case: Case, slot: int) -> bool:
-    return any((slot, place) in case.weights for place in range(len(case.slices.columns)))
+def has_weights(case: Case, slot: int) -> bool:
+    return any((slot, index) in case.weights for index in range(len(case.slices.columns)))
 
 
 def groups_for(case: Case, routing: Routing, rows: list[int]) -> ExpertGroups | None:
     return group_experts(
-        groups_of(rows), lambda slot: is_touched(case, slot), routing.top_k_index, routing.experts
+        groups_of(rows), lambda slot: has_weights(case, slot), routing.top_k_index, routing.experts
     )
 
 
 def expected(case: Case, routing: Routing, rows: list[int], y: Tensor, x: Tensor) -> Tensor:
-    """Row `p` of `y` is the pair `p`; every pair's delta in float64."""
+    """Return `y`, whose row `p` is the pair `p`, with every pair's delta, in float64."""
     result = y.double().clone()
     for pair, expert in enumerate(routing.top_k_index.flatten().tolist()):
         first, slot = 0, rows[pair // TOP_K]
-        for place, width in enumerate(case.slices.out_features):
-            if (slot, place) in case.weights and expert < routing.experts:
-                a, b = (matrix[expert].double() for matrix in case.weights[slot, place])
+        for index, width in enumerate(case.slices.out_features):
+            if (slot, index) in case.weights and expert < routing.experts:
+                a, b = (matrix[expert].double() for matrix in case.weights[slot, index])
                 result[pair, first : first + width] += b @ (a @ x[pair].double())
             first += width
     return result
@@ -80,12 +80,12 @@ SHAPES = (
 TOKENS = (0, 1, 7) if IS_INTERPRETED else (0, 1, 7, 64)
 
 
-Added = Callable[[Kernels, Case, Routing, list[int]], Tensor]
-"""What some way gives, with the deltas of these rows' adapters added."""
+AddDeltas = Callable[[Kernels, Case, Routing, list[int]], Tensor]
+"""Returns the case's output with the deltas of these rows' adapters added."""
 
 
-def assert_batch_invariant(kernels: Kernels, added: Added) -> None:
-    """A pair has the same bits in every batch."""
+def assert_batch_invariant(kernels: Kernels, added: AddDeltas) -> None:
+    """Assert that a pair has the same bits in every batch."""
     random = Random(12)
     rows, routing = mixed_rows(random, 24, 2), routed(24, 3, "spread", random)
     case = make_case(SHAPES[3]._replace(ranks=(13,)), [-1] * 72, torch.float32, seed=12)

@@ -1,11 +1,9 @@
-"""Batches for every implementation of the LoRA operations, and the sum written out as the oracle.
+"""Batches for every implementation of the LoRA operations, and the expected result in float64.
 
-What it is: weights in an arena of NaN, a batch's slots, and a float64 result made row by row. What
-it is not: a test. One rule: an implementation joins all kernel tests by its name in NAMES.
-
-Triton's kernels join where they can run: under Triton's interpreter (TRITON_INTERPRET=1, which
-`tests/engine/kernels/test_triton` sets for a process of its own), or compiled, on a CUDA device. The
-interpreter is slow and has no bfloat16, so it gets fewer cases.
+Weights are in an arena of NaN. An implementation takes part in all kernel tests by its name in
+NAMES. Triton's kernels take part where they can run: in Triton's interpreter (TRITON_INTERPRET=1,
+which `tests/engine/kernels/test_triton.py` sets for a separate process), or compiled on a CUDA
+device. The interpreter is slow and has no bfloat16, so it gets fewer cases.
 """
 
 import os
@@ -19,20 +17,20 @@ import torch
 from torch import Tensor
 
 from engine.kernels import Kernels, choose_kernels
-from engine.kernels.directory import Edition
+from engine.kernels.directory import SlotDirectory
 from engine.kernels.expert_groups import ExpertGroups
-from engine.kernels.operands import Directory, Groups, LoRASlices
-from engine.layout import ABSENT, ModuleKind, ModuleShape, aligned_elements, slice_elements
+from engine.kernels.operands import Groups, LoRASlices
+from engine.layout import ModuleKind, ModuleShape, aligned_elements, slice_elements
 from engine.punica import LoRAMapping, PunicaWrapper
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IS_COMPILED = os.environ.get("LORADOCK_TEST_COMPILED") == "1"
 
 NAMES = ("triton",) if IS_INTERPRETED or IS_COMPILED else ("reference", "cpu")
-"""The implementations that all tests run over."""
+"""The implementations that all tests run with."""
 
 REPEATS = 2 if IS_INTERPRETED else 20
-"""How many batches a property is tried on."""
+"""The number of batches for a property."""
 
 ERRORS_MAX = {
     torch.float64: 1e-12,
@@ -40,14 +38,14 @@ ERRORS_MAX = {
     torch.float16: 2e-3,
     torch.bfloat16: 1e-2,
 }
-"""The relative norm of the error that each dtype may have; float64 is the reference's alone."""
+"""The largest relative norm of the error per dtype; float64 is for the reference only."""
 
 Weights = dict[tuple[int, int], tuple[Tensor, Tensor]]
 """(slot, slice) -> A and B, in the shapes of the kind."""
 
 
 def dtypes(name: str) -> list[torch.dtype]:
-    """What an implementation has to be right in."""
+    """Return the dtypes that an implementation must support."""
     if IS_INTERPRETED:
         return [torch.float32, torch.float16]
     return [dtype for dtype in ERRORS_MAX if name == "reference" or dtype != torch.float64]
@@ -58,7 +56,7 @@ NAMES_AND_DTYPES = [(name, dtype) for name in NAMES for dtype in dtypes(name)]
 
 @contextmanager
 def nan_in_new_memory() -> Iterator[None]:
-    """Within, PyTorch fills memory that nobody filled, scratch memory among it."""
+    """Within, PyTorch fills new memory with NaN, including scratch memory."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1).isnan().all()
@@ -73,45 +71,45 @@ def kernels_of(name: str, batch_invariant: bool = False) -> Kernels:
 
 
 def run_on_device(kernels: Kernels, device: str = "cuda") -> Kernels:
-    """The same kernels for operands on the CPU, which are brought to the device and back."""
+    """Return the same kernels for operands on the CPU, which are copied to the device and back."""
 
-    def brought(operation):
-        def run(y, x, weights: LoRASlices, groups: Groups, *rest) -> None:
+    def on_device(operation):
+        def run(y, x, slices: LoRASlices, groups: Groups, *rest) -> None:
             there = move(y, device), move(x, device)
             getattr(kernels, operation)(
-                *there, layer_on(weights, device), groups_on(groups, device), *rest
+                *there, layer_on(slices, device), groups_on(groups, device), *rest
             )
             y.copy_(there[0])
 
         return run
 
-    def brought_groups(groups: ExpertGroups) -> ExpertGroups:
+    def groups_on_device(groups: ExpertGroups) -> ExpertGroups:
         return replace(groups, pairs=groups.pairs.to(device), keys=groups.keys.to(device))
 
-    def brought_experts(operation):
-        def run(ys, x, weights: LoRASlices, groups: ExpertGroups) -> None:
+    def experts_on_device(operation):
+        def run(ys, x, slices: LoRASlices, groups: ExpertGroups) -> None:
             there = [move(y, device) for y in ys]
-            operands = move(x, device), layer_on(weights, device), brought_groups(groups)
+            operands = move(x, device), layer_on(slices, device), groups_on_device(groups)
             getattr(kernels, operation)(there, *operands)
             for y, result in zip(ys, there, strict=True):
                 y.copy_(result)
 
         return run
 
-    def experts_shrink(y, x, weights: LoRASlices, groups: ExpertGroups) -> None:
+    def experts_shrink(y, x, slices: LoRASlices, groups: ExpertGroups) -> None:
         there = move(y, device)
-        operands = move(x, device), layer_on(weights, device), brought_groups(groups)
+        operands = move(x, device), layer_on(slices, device), groups_on_device(groups)
         kernels.experts_shrink(there, *operands)
         y.copy_(there)
 
     names = ("shrink", "expand", "linear", "embedding")
-    replaced = {name: brought(name) for name in names}
-    replaced |= {name: brought_experts(name) for name in ("experts", "experts_expand")}
+    replaced = {name: on_device(name) for name in names}
+    replaced |= {name: experts_on_device(name) for name in ("experts", "experts_expand")}
     return kernels._replace(**replaced, experts_shrink=experts_shrink)
 
 
 def move(tensor: Tensor, device: str) -> Tensor:
-    """A copy with the same strides; what lies between a view's rows is NaN. Meta stays meta."""
+    """Return a copy with the same strides and NaN between a view's rows; meta tensors stay meta."""
     if tensor.device.type != "cpu":
         return tensor
     size = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -121,18 +119,20 @@ def move(tensor: Tensor, device: str) -> Tensor:
     return copy.copy_(tensor) if tensor.numel() else copy
 
 
-def layer_on(weights: LoRASlices, device: str) -> LoRASlices:
-    directory = weights.directory
-    tables = (directory.data, directory.offsets, directory.ranks)
-    moved = Directory(*[table.to(device) for table in tables], *directory[3:])
+def layer_on(slices: LoRASlices, device: str) -> LoRASlices:
+    host = slices.directory
+    moved = SlotDirectory(host.data.to(device), *host.offsets.shape)
+    columns = torch.arange(moved.offsets.shape[1])
+    for slot in range(len(host.host_offsets)):
+        moved.write(slot, columns, host.host_offsets[slot], host.host_ranks[slot])
     return LoRASlices(
-        *(moved, weights.columns, weights.in_features, weights.out_features),
-        *(weights.kind, weights.experts),
+        *(moved, slices.columns, slices.in_features, slices.out_features),
+        *(slices.kind, slices.experts),
     )
 
 
 def groups_on(groups: Groups, device: str) -> Groups:
-    """A batch's tables on the device; each has the room of its bounds behind it, as always."""
+    """Return a batch's tables on the device; each has the capacity of its bounds, as always."""
     room = torch.zeros(groups.bounds.tokens, dtype=torch.int64, device=device)
     room[: len(groups.rows)] = groups.rows.to(device)
     return replace(
@@ -165,12 +165,12 @@ class Case(NamedTuple):
         return [row for row, slot in enumerate(self.rows) if slot < 0]
 
     def only(self, rows: list[int]) -> "Case":
-        """The same layer with some of the rows, in this order."""
+        """Return the same layer with these rows, in this order."""
         return self._replace(rows=[self.rows[row] for row in rows], x=self.x[rows], y=self.y[rows])
 
 
 class Shape(NamedTuple):
-    """What a case is made from; a rank is drawn from `ranks` for each slot and slice."""
+    """The shape of a case; a rank is drawn from `ranks` for each slot and slice."""
 
     in_features: int
     widths: tuple[int, ...]
@@ -181,12 +181,12 @@ class Shape(NamedTuple):
     experts: int = 1
 
     def module(self, width: int, index: int = 0) -> ModuleShape:
-        """The column of a slice of this width."""
+        """Return the directory entry of a slice of this width."""
         return ModuleShape("", self.in_features, width, index, kind=self.kind, experts=self.experts)
 
 
 def groups_of(rows: list[int]) -> Groups:
-    """The groups that a Punica wrapper makes of these slots."""
+    """Return the groups that a Punica wrapper creates for these slots."""
     slots = max(rows, default=0) + 1
     punica = PunicaWrapper(torch.device("cpu"), 512, kernels_of("reference"))
     ids = [slot + 1 for slot in rows]
@@ -196,7 +196,7 @@ def groups_of(rows: list[int]) -> Groups:
 
 
 def mixed_rows(random: Random, tokens: int, slots: int) -> list[int]:
-    """Rows in any order; the last slot and the base are there where there is room."""
+    """Return slots in random order, with the last slot and the base if there are enough rows."""
     rows = ([slots - 1, -1] + [random.randint(-1, slots - 1) for _ in range(tokens)])[:tokens]
     random.shuffle(rows)
     return rows
@@ -209,18 +209,18 @@ def make_case(
     seed: int,
     weights_dtype: torch.dtype | None = None,
 ) -> Case:
-    """Signed normal weights and inputs; the delta is about as large as what it is added to."""
+    """Create normally distributed weights and inputs; a delta is about as large as its output."""
     random, generator = Random(seed), torch.Generator().manual_seed(seed)
     weights: Weights = {}
     kept = weights_dtype or dtype
     for slot in range(shape.slots):
-        for place, width in enumerate(shape.widths):
+        for index, width in enumerate(shape.widths):
             rank = random.choice(shape.ranks)
             if random.random() >= shape.absent:
                 module = shape.module(width)
                 a = torch.randn(module.a_shape(rank), generator=generator).to(kept)
                 b = torch.randn(module.b_shape(rank), generator=generator) / rank**0.5
-                weights[slot, place] = (a, b.to(kept))
+                weights[slot, index] = (a, b.to(kept))
     slices = lay_out(weights, shape, kept)
     y = torch.randn(len(rows), sum(shape.widths), generator=generator).to(dtype)
     if shape.kind is ModuleKind.EMBEDDING:
@@ -232,24 +232,23 @@ def make_case(
 
 
 def lay_out(weights: Weights, shape: Shape, dtype: torch.dtype) -> LoRASlices:
-    """A directory and an arena that holds NaN wherever no weight lies."""
+    """Write the weights to an arena that is NaN elsewhere, and return the layer's slices."""
     unit = aligned_elements(1, dtype)
-    modules = [shape.module(width, place) for place, width in enumerate(shape.widths)]
+    modules = [shape.module(width, index) for index, width in enumerate(shape.widths)]
     sizes = {
         key: slice_elements(b.shape[-1], modules[key[1]], dtype) for key, (_, b) in weights.items()
     }
     data = torch.full((unit + sum(sizes.values()),), torch.nan, dtype=dtype)
-    offsets = torch.full((shape.slots, len(modules) + 1), ABSENT, dtype=torch.int64)
-    ranks = torch.zeros((shape.slots, len(modules) + 1), dtype=torch.int32)
+    directory = SlotDirectory(data, shape.slots, len(modules) + 1)
     start = unit
-    for (slot, place), (a, b) in weights.items():
-        behind = start + aligned_elements(a.numel(), dtype)
+    for (slot, index), (a, b) in weights.items():
+        b_start = start + aligned_elements(a.numel(), dtype)
         data[start : start + a.numel()] = a.flatten()
-        data[behind : behind + b.numel()] = b.flatten()
-        # Column 0 belongs to another layer, so that a kernel that ignores `columns` is seen.
-        offsets[slot, place + 1], ranks[slot, place + 1] = start, b.shape[-1]
-        start += sizes[slot, place]
-    directory = Directory(data, offsets, ranks, offsets, ranks, Edition())
+        data[b_start : b_start + b.numel()] = b.flatten()
+        # Column 0 belongs to another layer, so that a kernel that ignores `columns` is detected.
+        directory.offsets[slot, index + 1] = start
+        directory.ranks[slot, index + 1] = b.shape[-1]
+        start += sizes[slot, index]
     columns = tuple(range(1, len(modules) + 1))
     return LoRASlices(
         directory, columns, shape.in_features, shape.widths, shape.kind, shape.experts
@@ -257,13 +256,13 @@ def lay_out(weights: Weights, shape: Shape, dtype: torch.dtype) -> LoRASlices:
 
 
 def expected_output(case: Case, scale: float = 1.0) -> Tensor:
-    """`y` plus every row's delta in float64, row by row."""
+    """Return `y` plus every row's delta, in float64, row by row."""
     result = case.y.double().clone()
     for row, slot in enumerate(case.rows):
         first = 0
-        for place, width in enumerate(case.slices.out_features):
-            if (slot, place) in case.weights:
-                a, b = (matrix.double() for matrix in case.weights[slot, place])
+        for index, width in enumerate(case.slices.out_features):
+            if (slot, index) in case.weights:
+                a, b = (matrix.double() for matrix in case.weights[slot, index])
                 looked_up = case.slices.kind is ModuleKind.EMBEDDING
                 shrunk = a[case.x[row]] if looked_up else a @ case.x[row].double()
                 result[row, first : first + width] += scale * (b @ shrunk)
@@ -272,14 +271,14 @@ def expected_output(case: Case, scale: float = 1.0) -> Tensor:
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
-    """The relative norm of the difference; NaN where anything was left unwritten."""
+    """Return the relative norm of the difference; NaN if anything was left unwritten."""
     if not expected.numel():
         return 0.0
     return float((found.double() - expected).norm() / expected.norm())
 
 
 class Batch(NamedTuple):
-    """What a table test makes a case from."""
+    """The shape and tokens of a case in a table of tests."""
 
     shape: Shape
     tokens: int
@@ -296,7 +295,7 @@ SHAPES = (
     Shape(130, (24, 100), 8, (16,), 0.1),
     Shape(100, (72, 72, 72), 65, (1, 2, 5, 16, 31)),
 )
-"""No power of two, unequal slices, absent modules, odd ranks, and as many as 65 slots."""
+"""No powers of two, unequal slices, absent modules, odd ranks, and up to 65 slots."""
 
 LARGE_RANKS = Shape(96, (56, 40), 4, (1, 7, 64, 320, 511, 512), 0.1)
 
@@ -319,6 +318,6 @@ EMBEDDING_BATCHES = [
 
 
 def batch_name(batch: Batch) -> str:
-    """A test's id."""
+    """Return a test's id."""
     shape = batch.shape
     return f"{batch.tokens} tokens, {shape.slots} slots, {shape.in_features} to {shape.widths}"

@@ -1,4 +1,4 @@
-"""What only the CPU's implementation has: strategies, blocks, scratch and the choice."""
+"""The CPU implementation's own parts: strategies, blocks, scratch memory and the choice."""
 
 from random import Random
 
@@ -12,17 +12,17 @@ from engine.kernels.cpu.blocks import (
     BLOCK_ROWS,
     LONG_ROWS,
     PADDED_ROWS,
+    BatchTiler,
     Block,
-    Cutter,
-    Part,
-    Run,
-    cut,
+    BlockPart,
+    RowRun,
+    block_rows,
     equal_parts,
-    long_rows_of,
-    padded,
-    rows_of,
+    min_long_rows,
+    tile_by_length,
+    tile_padded,
 )
-from engine.kernels.cpu.costs import Plan, cheapest, estimate
+from engine.kernels.cpu.costs import Strategy, cheapest_strategy, estimate
 from engine.kernels.cpu.dense import Dense
 from engine.kernels.cpu.gathered import Gathered
 from engine.kernels.cpu.grouped import Grouped
@@ -43,18 +43,21 @@ from tests.support.kernels.kernel_cases import (
 
 
 def blocks_of(groups: Groups) -> list[Block]:
-    """All of a batch's rows in blocks that strategies can be given, long groups too."""
-    runs, blocks = cut(groups)
-    return [*blocks, *(Block((Part(run.slot, *_sizes(run)),), run.first, run.rows) for run in runs)]
+    """Return all of a batch's rows in blocks that strategies accept, including long groups."""
+    runs, blocks = tile_by_length(groups)
+    return [
+        *blocks,
+        *(Block((BlockPart(run.slot, *_sizes(run)),), run.first, run.rows) for run in runs),
+    ]
 
 
-def _sizes(run: Run) -> tuple[int, int]:
+def _sizes(run: RowRun) -> tuple[int, int]:
     size = run.end - run.first if run.rows is None else len(run.rows)
     return size, size
 
 
 def dtypes_of(layer: LayerBlock) -> list[torch.dtype]:
-    return computation_dtypes(layer.activations, layer.weights)
+    return computation_dtypes(layer.activation_dtype, layer.weight_dtype)
 
 
 UNEQUAL = Shape(33, (7, 50, 1), 5, (1, 3, 8, 24))
@@ -65,8 +68,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("shape", [UNEQUAL, EQUAL], ids=["unequal ranks", "equal ranks"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strategy", [Grouped, Dense, Gathered])
-def test_every_strategy_is_right_in_every_dtype_that_it_is_offered(
-    strategy: type[Plan], dtype: torch.dtype, shape: Shape
+def test_every_strategy_is_right_in_every_offered_dtype(
+    strategy: type[Strategy], dtype: torch.dtype, shape: Shape
 ) -> None:
     for tokens in (1, 2, 7, 64):
         rows = mixed_rows(Random(tokens), tokens, shape.slots)
@@ -80,7 +83,7 @@ def test_every_strategy_is_right_in_every_dtype_that_it_is_offered(
                 for computed in dtypes_of(layer):
                     found = case.y.clone()
                     strategy(layer, computed, scratch).run(found, case.x, scale)
-                    own = rows_of(block)
+                    own = block_rows(block)
                     expected = expected_output(case, scale)[own]
                     assert error_of(found[own], expected) <= ERRORS_MAX[dtype]
                     others = [row for row in range(tokens) if row not in own.tolist()]
@@ -89,8 +92,8 @@ def test_every_strategy_is_right_in_every_dtype_that_it_is_offered(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("strategy", [Grouped, Dense, Gathered])
-def test_equal_groups_side_by_side_are_added_where_they_belong(
-    strategy: type[Plan], dtype: torch.dtype
+def test_adjacent_groups_of_equal_size_are_added_to_their_rows(
+    strategy: type[Strategy], dtype: torch.dtype
 ) -> None:
     shape = Shape(70, (90,), 3, (8,), 0.0)
     for rows in (
@@ -101,7 +104,7 @@ def test_equal_groups_side_by_side_are_added_where_they_belong(
         for wide in (False, True):
             y = torch.full((len(rows), 100), torch.nan, dtype=dtype)
             found = y[:, 5:95].copy_(case.y) if wide else case.y.clone()
-            for block in cut(case.groups, len(rows)).blocks:
+            for block in tile_by_length(case.groups, len(rows)).blocks:
                 layer = layer_block(case.slices, block, dtype)
                 assert layer is not None
                 strategy(layer, dtypes_of(layer)[0], Scratch()).run(found, case.x, -0.5)
@@ -111,17 +114,15 @@ def test_equal_groups_side_by_side_are_added_where_they_belong(
 
 
 @pytest.mark.parametrize(("dtype", "long"), [(torch.float32, LONG_ROWS), (torch.bfloat16, 128)])
-def test_from_how_many_rows_a_group_is_long_depends_on_the_products_dtype(
-    dtype: torch.dtype, long: int
-) -> None:
-    assert long_rows_of(dtype) == long
-    cutter = Cutter(batch_invariant=False)
+def test_the_length_of_a_long_group_depends_on_the_dtype(dtype: torch.dtype, long: int) -> None:
+    assert min_long_rows(dtype) == long
+    tiler = BatchTiler(batch_invariant=False)
     groups = groups_of([0] * (long - 1) + [1] * long)
-    runs, blocks = cutter(groups, long_rows_of(dtype))
+    runs, blocks = tiler(groups, min_long_rows(dtype))
     assert [run.slot for run in runs] == [1]
     assert [part.slot for block in blocks for part in block.parts] == [0]
-    assert cutter(groups, 1).blocks == ()
-    assert cutter(groups, long_rows_of(dtype)).runs is runs
+    assert tiler(groups, 1).blocks == ()
+    assert tiler(groups, min_long_rows(dtype)).runs is runs
 
 
 ROWS = st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 90)), max_size=12).map(
@@ -135,8 +136,8 @@ def test_every_row_of_an_adapter_is_in_one_run_or_block(rows: list[int], shuffle
         Random(len(rows)).shuffle(rows)
     groups = groups_of(rows)
     expected = [row for row, slot in enumerate(rows) if slot >= 0]
-    runs, blocks = cut(groups)
-    assert padded(groups).runs == ()
+    runs, blocks = tile_by_length(groups)
+    assert tile_padded(groups).runs == ()
     own_runs = [range(r.first, r.end) if r.rows is None else r.rows.tolist() for r in runs]
     in_runs = [row for run in own_runs for row in run]
     assert all(
@@ -145,21 +146,21 @@ def test_every_row_of_an_adapter_is_in_one_run_or_block(rows: list[int], shuffle
     in_blocks = rows_in([*blocks], rows)
     assert sorted([*in_runs, *in_blocks]) == expected
     assert sorted(rows_in([equal_parts(block) for block in blocks], rows)) == sorted(in_blocks)
-    assert sorted(rows_in([*padded(groups).blocks], rows)) == expected
-    written = [row for piece in Cutter(True).pieces(groups) for row in piece.writes.tolist()]
+    assert sorted(rows_in([*tile_padded(groups).blocks], rows)) == expected
+    written = [row for piece in BatchTiler(True).slot_rows(groups) for row in piece.writes.tolist()]
     assert sorted(written) == expected
 
 
 def rows_in(blocks: list[Block], rows: list[int]) -> list[int]:
-    """The rows that blocks write, having seen that each belongs to its part's slot."""
+    """Return the rows that blocks write, after checking that each belongs to its part's slot."""
     found = []
     for block in blocks:
-        own = rows_of(block)
-        real = own if block.keep is None else own[block.keep]
-        assert block.targets is None or torch.equal(block.targets, real)
+        own = block_rows(block)
+        real = own if block.real_indices is None else own[block.real_indices]
+        assert block.real_rows is None or torch.equal(block.real_rows, real)
         slots = [part.slot for part in block.parts for _ in range(part.size)]
         assert [rows[row] for row in own.tolist()] == slots
-        assert len(real) == sum(part.real for part in block.parts)
+        assert len(real) == sum(part.real_size for part in block.parts)
         found += real.tolist()
     return found
 
@@ -167,23 +168,23 @@ def rows_in(blocks: list[Block], rows: list[int]) -> list[int]:
 @given(rows=ROWS)
 def test_gathered_blocks_and_padded_parts_are_bounded(rows: list[int]) -> None:
     groups = groups_of(rows)
-    runs, blocks = cut(groups)
-    assert all(block.size <= BLOCK_ROWS for block in (*blocks, *padded(groups).blocks))
+    runs, blocks = tile_by_length(groups)
+    assert all(block.size <= BLOCK_ROWS for block in (*blocks, *tile_padded(groups).blocks))
     assert all(len(run.rows) <= BLOCK_ROWS for run in runs if run.rows is not None)
-    assert {size for block in padded(groups).blocks for size in block.sizes} <= {PADDED_ROWS}
+    assert {size for block in tile_padded(groups).blocks for size in block.sizes} <= {PADDED_ROWS}
 
 
-def test_rows_that_lie_side_by_side_are_not_gathered() -> None:
+def test_contiguous_rows_are_not_gathered() -> None:
     for rows in ([0] * 4, [0, 0, 1, 1, 2], [-1] * 3 + [2] * 500, [1] * 40 + [-1] * 2 + [1] * 40):
-        runs, blocks = cut(groups_of(rows))
+        runs, blocks = tile_by_length(groups_of(rows))
         assert all(one.rows is None for one in (*runs, *blocks))
         assert bool(runs) == (len(rows) >= LONG_ROWS)
-    assert cut(groups_of([0, 1, 0, 1])).blocks[0].rows is not None
-    assert cut(groups_of([0, 1] * 40)).runs[0].rows is not None
+    assert tile_by_length(groups_of([0, 1, 0, 1])).blocks[0].rows is not None
+    assert tile_by_length(groups_of([0, 1] * 40)).runs[0].rows is not None
 
 
 class LargestResult(TorchDispatchMode):
-    """The numbers in the largest tensor that an operation made, leaving out views of `known`."""
+    """The size of the largest tensor that an operation created, except for views of `known`."""
 
     def __init__(self, *known: torch.Tensor) -> None:
         super().__init__()
@@ -199,7 +200,7 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
-def test_memory_follows_the_rank_and_never_the_tokens_times_the_width() -> None:
+def test_memory_depends_on_the_rank_and_not_on_tokens_times_outputs() -> None:
     width, rank, tokens = 48, 4, 8000
     for rows, bound in [
         ([0] * 4000 + [1] * 4000, 4000 * rank),
@@ -208,23 +209,23 @@ def test_memory_follows_the_rank_and_never_the_tokens_times_the_width() -> None:
     ]:
         case = make_case(Shape(width, (width,), 40, (rank,), 0.0), rows, torch.float32, 1)
         groups = case.groups
-        linear = CpuLinear(Cutter(batch_invariant=False), Scratch())
+        linear = CpuLinear(BatchTiler(batch_invariant=False), Scratch())
         with LargestResult(case.x, case.y, case.slices.directory.data) as largest:
             linear(case.y, case.x, case.slices, groups, 1.0)
         assert 0 < largest.numbers <= max(bound, tokens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_choice_is_the_cheapest_of_what_can_run(dtype: torch.dtype) -> None:
+def test_the_cheapest_possible_strategy_is_chosen(dtype: torch.dtype) -> None:
     for shape in (UNEQUAL, EQUAL, Shape(1024, (1024,), 32, (16,), 0.0)):
         for rows in ([0] * 20, list(range(shape.slots)) * 2, [0] * 300 + [1, 2, 0]):
             case = make_case(shape, rows, dtype, 1)
             for block in blocks_of(case.groups):
                 layer = layer_block(case.slices, block, dtype)
                 assert layer is not None
-                strategy, computed = cheapest(layer)
+                strategy, computed = cheapest_strategy(layer)
                 chosen = estimate(strategy, layer, computed)
-                offered: list[type[Plan]] = [Grouped]
+                offered: list[type[Strategy]] = [Grouped]
                 if len(block.parts) > 1:
                     offered += [Dense, Gathered] if Gathered.can_run(layer) else [Dense]
                 assert strategy in offered
@@ -232,7 +233,7 @@ def test_the_choice_is_the_cheapest_of_what_can_run(dtype: torch.dtype) -> None:
                     assert chosen <= estimate(other, layer, dtypes_of(layer)[0])
 
 
-def test_plans_follow_the_mapping_and_the_tensors() -> None:
+def test_plans_depend_on_the_mapping_and_the_tensors() -> None:
     shape = Shape(40, (24, 16), 3, (8,), 0.0)
     linear = kernels_of("cpu").linear
     cases = [make_case(shape, rows, torch.float32, 7) for rows in ([0, 1, 2], [2, -1, 0], [1] * 9)]
@@ -246,9 +247,9 @@ def test_plans_follow_the_mapping_and_the_tensors() -> None:
             assert error_of(found, expected_output(some)) <= ERRORS_MAX[converted]
 
 
-def test_a_batch_is_cut_once_for_its_tokens_and_once_for_its_sampled_rows() -> None:
-    cutter = Cutter(batch_invariant=False)
+def test_a_batch_is_tiled_once_for_tokens_and_once_for_sampled_rows() -> None:
+    tiler = BatchTiler(batch_invariant=False)
     tokens, sampled = groups_of([0, 0, 1]), groups_of([0, 1])
-    first = cutter(tokens), cutter(sampled)
-    assert cutter(tokens) is first[0]
-    assert cutter(sampled) is first[1]
+    first = tiler(tokens), tiler(sampled)
+    assert tiler(tokens) is first[0]
+    assert tiler(sampled) is first[1]
