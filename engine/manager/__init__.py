@@ -1,8 +1,4 @@
-"""LoRA in a program of one's own: the managers, under the names by which they are known.
-
-What it is: the way in for people who embed. What it is not: code of its own; `model_manager` keeps
-adapters, `worker_manager` makes batches ready from requests. One rule: these names stay.
-"""
+"""LoRA managers for a program that holds its model itself; these names are stable."""
 
 from typing import Any
 
@@ -22,7 +18,7 @@ __all__ = [
 ]
 
 
-def create_lora_manager(  # noqa: PLR0913, PLR0917 - a signature that people know
+def create_lora_manager(  # noqa: PLR0913, PLR0917 - the signature of vLLM
     model: PreTrainedModel,
     max_num_seqs: int,
     max_num_batched_tokens: int,
@@ -32,7 +28,7 @@ def create_lora_manager(  # noqa: PLR0913, PLR0917 - a signature that people kno
     lora_manager_cls: type[LoRAModelManager] = LoRAModelManager,
     **options: Any,
 ) -> LoRAModelManager:
-    """A manager of this class; `options` as its constructor takes them."""
+    """Return a manager of class `lora_manager_cls`; `options` are passed to its constructor."""
     return lora_manager_cls(
         model, max_num_seqs, max_num_batched_tokens, vocab_size, lora_config, device, **options
     )

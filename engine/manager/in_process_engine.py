@@ -1,19 +1,17 @@
-"""The engine's side of a manager: a model, its adapters' residency, and the mapping that is set.
+"""The engine of a manager: a model, its adapters' residency, and the mappings that are set.
 
-What it is: the same `Residency` that an engine process has, whose commands are done at once, to
-their end. What it is not: a decider; the manager has the core for that. One rule: a row never meets
-another adapter's weights: a mapping that outlives its slots fails the next forward.
+It has the same `Residency` as an engine process, but completes each command at once. A row never
+uses another adapter's weights: once an adapter of a mapping has left its slot, forwards fail.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.adapters.dummy import OwnWeights
+from engine.adapters.dummy import HeadWeights
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
 from engine.config import LoRAConfig
@@ -21,7 +19,7 @@ from engine.errors import NotResident, UnknownAdapter
 from engine.jobs import InlineJobs
 from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes
-from engine.models.binding import equip
+from engine.models.binding import bind_lora
 from engine.models.loading import prepare_loaded
 from engine.models.vision.mapping import IMAGE_PARTS
 from engine.punica.mapping import LoRAMapping, MappingType
@@ -32,10 +30,11 @@ from messages.ids import AdapterId
 
 
 class InProcessEngine:
-    """A model that is prepared where it is, and the adapters of one manager.
+    """A model, prepared in place, and the adapters of one manager.
 
-    `side`: what adapters have to fit. An adapter's name is its id for people; the core's own number
-    for it is its key here.
+    The core knows an adapter by its name, which is the manager's id as text, and by a number of its
+    own, which is the key here. `sources`: the checked adapters that commands may load, by name; the
+    manager keeps each there while it is being loaded.
     """
 
     def __init__(
@@ -48,72 +47,64 @@ class InProcessEngine:
         prepared = prepare_loaded(model.to(device), lora_config)
         config = lora_config.verify_with_model_config(prepared.model)
         if device_bytes_max is None:
-            device_bytes_max = config.max_loras * highest_bytes(prepared.shapes, config)
-        arena, punica, self.lora_config = equip(prepared, config, device_bytes_max)
+            device_bytes_max = config.max_loras * blob_bytes_max(prepared.shapes, config)
+        arena, punica, self.lora_config = bind_lora(prepared, config, device_bytes_max)
         self.image_mapper: Final = prepared.image_mapper
-        self._punicas = {MappingType.LANGUAGE: punica, **self.image_mapper.punicas}
+        self._punica_wrappers = {MappingType.LANGUAGE: punica, **self.image_mapper.punicas}
         self._layers = prepared.layers
         self.model: Final = prepared.model
         self.vocab_size: Final = prepared.vocab_size
-        self.side: Final = prepared.side(self.lora_config)
-        self._offer: LoadedAdapter | None = None
+        self.adapter_target: Final = prepared.adapter_target(self.lora_config)
+        self.sources: Final[dict[str, LoadedAdapter]] = {}
         self._mappings: dict[MappingType, LoRAMapping] = {}
-        self._homeless: dict[MappingType, NotResident] = {}
-        self._told: list[reports.OperationReport] = []
+        self._stale_mappings: dict[MappingType, NotResident] = {}
+        self._reports: list[reports.OperationReport] = []
         self.residency: Final = Residency(
             arena,
             prepared.shapes,
-            self._take_offer,
+            self._read_source,
             InlineJobs(),
-            self._told.append,
+            self._reports.append,
             pins=prepared.device.type == "cuda",
         )
-        self.model.register_forward_pre_hook(self._checking(MappingType.LANGUAGE))
+        self.model.register_forward_pre_hook(self._mapping_check(MappingType.LANGUAGE))
         if prepared.image_part is not None:
-            check = self._checking(*IMAGE_PARTS)
+            check = self._mapping_check(*IMAGE_PARTS)
             prepared.image_part.encoder.register_forward_pre_hook(check)
 
     @property
     def adapter_ids(self) -> list[int]:
-        """Every adapter on the host, in the order of arrival."""
-        return [int(held.source.adapter) for held in self.residency.held.values()]
+        """The ids of all adapters on the host, in the order of arrival."""
+        return [int(found.source.adapter) for found in self.residency.host_adapters.values()]
 
     @property
-    def heads(self) -> dict[str, OwnWeights]:
-        """What every classification head computes with where no adapter brings one."""
+    def heads(self) -> dict[str, HeadWeights]:
+        """The base weights of every classification head, used where an adapter contains none."""
         return {
-            name: layer.own_weights()
+            name: layer.base_weights()
             for name, layer in self._layers.items()
             if isinstance(layer, ClassificationHeadWithLoRA)
         }
 
     @property
     def lora_index_to_id(self) -> list[int | None]:
-        """Who is in each slot; None where nobody is."""
-        held = self.residency.held
+        """The id of the adapter in each slot, None for an empty slot."""
+        adapters = self.residency.host_adapters
         return [
-            None if resident is None else int(held[resident].source.adapter)
+            None if resident is None else int(adapters[resident].source.adapter)
             for resident in self.residency.residents
         ]
 
     def weights_of(self, key: AdapterId) -> LoRAModel:
-        """An adapter as it is kept; its tensors are the host's own memory."""
-        held = self.residency.held[key]
-        if isinstance(held.weights, LoRAModel):
-            return held.weights
-        return unpack(held.weights, tuple(self.side.modules.values()), int(held.source.adapter))
-
-    @contextmanager
-    def offering(self, loaded: LoadedAdapter) -> Iterator[None]:
-        """Give `loaded` to whoever is loaded in this block."""
-        self._offer = loaded
-        try:
-            yield
-        finally:
-            self._offer = None
+        """Return an adapter as it is stored; its tensors are views of that memory."""
+        adapter = self.residency.host_adapters[key]
+        if isinstance(adapter.weights, LoRAModel):
+            return adapter.weights
+        modules = tuple(self.adapter_target.modules.values())
+        return unpack(adapter.weights, modules, int(adapter.source.adapter))
 
     def execute(self, command: commands.Command) -> list[reports.LoggedReport]:
-        """Do a command to its end; what there is to report."""
+        """Complete a command; return its reports."""
         match command:
             case commands.RequestInventory():
                 return [self.inventory()]
@@ -124,15 +115,15 @@ class InProcessEngine:
                 | commands.ResendTokens()
                 | commands.ControllerBeat()
             ):
-                raise RuntimeError(f"{type(command).__name__} is nothing that a manager asks for")
-        self.residency.do(command)
+                raise RuntimeError(f"{type(command).__name__} is no command of a manager")
+        self.residency.execute(command)
         self.residency.collect(wait=True)
-        told: list[reports.LoggedReport] = [*self._told]
-        self._told.clear()
-        return told
+        collected: list[reports.LoggedReport] = [*self._reports]
+        self._reports.clear()
+        return collected
 
     def inventory(self) -> reports.EngineInventory:
-        """What is held, and what can be."""
+        """Return the adapters and the capacity, as an engine process reports them."""
         return reports.EngineInventory(
             engine_id="in process",
             pid=0,
@@ -143,55 +134,56 @@ class InProcessEngine:
         )
 
     def set_mapping(self, mapping: LoRAMapping) -> bool:
-        """Have the next forwards use it in its part of the model; False where nothing changed.
+        """Set the mapping of the next forwards in its part of the model; False if unchanged.
 
         Raises `NotResident`, and `ValueError` for a part whose layers are not wrapped.
         """
-        if mapping.type not in self._punicas:
+        if mapping.type not in self._punica_wrappers:
             raise ValueError(
-                f"a mapping for a {mapping.type.value}, where nothing is wrapped; that takes an "
-                "image-text model and enable_tower_connector_lora"
+                f"the mapping is for a {mapping.type.value}, which has no wrapped layers; that "
+                "takes an image-text model and enable_tower_connector_lora"
             )
-        changed = self._punicas[mapping.type].update_metadata(mapping, self.lora_index_to_id)
+        punica = self._punica_wrappers[mapping.type]
+        changed = punica.update_metadata(mapping, self.lora_index_to_id)
         self._mappings[mapping.type] = mapping
-        self._homeless.pop(mapping.type, None)
+        self._stale_mappings.pop(mapping.type, None)
         return changed
 
-    def follow_slots(self) -> None:
-        """Have the mappings that are set mean the same adapters, wherever they are now."""
+    def refresh_mappings(self) -> None:
+        """Update the mappings that are set to the slots that their adapters have now."""
         for part, mapping in self._mappings.items():
-            punica = self._punicas[part]
+            punica = self._punica_wrappers[part]
             try:
                 punica.update_metadata(mapping, self.lora_index_to_id)
-                self._homeless.pop(part, None)
+                self._stale_mappings.pop(part, None)
             except NotResident as error:
-                self._homeless[part] = error
-                # Who calls a layer by itself passes by the hooks; it has nobody's weights then.
+                self._stale_mappings[part] = error
+                # A layer that is called directly bypasses the hooks; then it uses no adapter.
                 nothing = LoRAMapping([], [], type=part)
                 punica.update_metadata(nothing, self.lora_index_to_id)
 
     def close(self) -> None:
-        """Wait for copies that run, and end their thread."""
+        """Wait for running copies, and end their thread."""
         self.residency.close()
 
-    def _checking(self, *parts: MappingType) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        """What fails a forward whose mapping outlived its slots, in one of these parts."""
+    def _mapping_check(self, *parts: MappingType) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        """Return a hook that fails a forward if the mapping of one of these parts is stale."""
 
         def check(_model: nn.Module, _arguments: tuple[Any, ...]) -> None:
             for part in parts:
-                if part in self._homeless:
-                    raise NotResident(f"{self._homeless[part]}, or set another mapping")
+                if part in self._stale_mappings:
+                    raise NotResident(f"{self._stale_mappings[part]}, or set another mapping")
 
         return check
 
-    def _take_offer(self, command: commands.CheckAdapter | commands.LoadWeights) -> LoadedAdapter:
-        if self._offer is None:
+    def _read_source(self, command: commands.CheckAdapter | commands.LoadWeights) -> LoadedAdapter:
+        if command.adapter not in self.sources:
             raise UnknownAdapter(f"adapter {command.adapter} is not on the host; add it first")
-        return self._offer
+        return self.sources[command.adapter]
 
 
-def highest_bytes(shapes: Sequence[ModuleShape], lora_config: LoRAConfig) -> int:
-    """What an adapter of the highest rank on every module takes on the device."""
+def blob_bytes_max(shapes: Sequence[ModuleShape], lora_config: LoRAConfig) -> int:
+    """Return the device bytes of an adapter with the highest rank on every module."""
     ranks = {
         shape.name: 1 if shape.kind is ModuleKind.HEAD else lora_config.max_lora_rank
         for shape in shapes

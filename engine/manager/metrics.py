@@ -1,20 +1,16 @@
-"""What was done and how long it took, for people who watch.
-
-What it is: counters and durations. What it is not: a decider; nothing reads it but its owner's
-metrics. One rule: what failed is not counted as done.
-"""
+"""Counters and durations of a manager. A call that fails is not counted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Clock = Callable[[], float]
-"""Seconds that only grow."""
+"""A monotonic clock, in seconds."""
 
 
 @dataclass
 class Durations:
-    """How often something was done, and how long it took: in all, at most, and the last time."""
+    """The number of calls, and their durations: the sum, the longest and the last."""
 
     count: int = 0
     total_s: float = 0.0
@@ -22,7 +18,7 @@ class Durations:
     last_s: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Once more."""
+        """Record one call."""
         self.count += 1
         self.total_s += seconds
         self.longest_s = max(self.longest_s, seconds)
@@ -30,13 +26,13 @@ class Durations:
 
     @contextmanager
     def measure(self, clock: Clock) -> Iterator[None]:
-        """Count the block, unless it raises."""
+        """Record the duration of the block, unless it raises."""
         start = clock()
         yield
         self.add(clock() - start)
 
-    def told(self) -> dict[str, float]:
-        """As metrics tell it."""
+    def as_dict(self) -> dict[str, float]:
+        """Return the durations as `get_lora_metrics` reports them."""
         return {
             "count": self.count,
             "seconds": self.total_s,
@@ -46,10 +42,12 @@ class Durations:
 
 
 @dataclass
-class Books:
-    """`hits`: an adapter was in a slot when it was wanted there; `misses`: it was not.
+class ManagerMetrics:
+    """The counters of one manager.
 
-    `evictions`: adapters that a policy sent out of a slot or off the host. `loads`: files read.
+    `hits`: an adapter was in a slot when it was used; `misses`: it was not. `evictions`: adapters
+    that the policy moved out of a slot or off the host. `switches`: of the active set. `loads`:
+    adapters read from files.
     """
 
     hits: int = 0
@@ -59,12 +57,12 @@ class Books:
     switches: Durations = field(default_factory=Durations)
     loads: Durations = field(default_factory=Durations)
 
-    def told(self) -> dict[str, object]:
-        """As metrics tell it."""
+    def as_dict(self) -> dict[str, object]:
+        """Return the counters as `get_lora_metrics` reports them."""
         return {
-            "activations": self.activations.told(),
-            "switches": self.switches.told(),
-            "loads": self.loads.told(),
+            "activations": self.activations.as_dict(),
+            "switches": self.switches.as_dict(),
+            "loads": self.loads.as_dict(),
             "hits": self.hits,
             "misses": self.misses,
             "evictions": self.evictions,

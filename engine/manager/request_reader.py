@@ -1,8 +1,6 @@
-"""Adapters by request: which files have to be read, and reading them.
+"""Reading of the adapters that requests name.
 
-What it is: `LoRARequest`s turned into checked adapters. What it is not: a keeper of adapters; it
-only remembers what the files of those that are kept were. One rule: a request means the files of
-its path, so an id that stands for others is a conflict and never answered with them.
+A request means the files of its path: an id that was loaded from another path is a conflict.
 """
 
 import os
@@ -10,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from engine.adapters.compatibility import ModelSide
+from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.files.problems import shown
 from engine.adapters.lora_model import LoRARequest
 from engine.adapters.reader import LoadedAdapter, read_adapter
@@ -19,66 +17,67 @@ from engine.errors import AdapterNotFound, Conflict, NotResident
 from engine.manager.metrics import Clock, Durations
 from engine.punica.mapping import BASE, LoRAMapping
 
-Marks = tuple[tuple[str, int, int, int, int], ...]
-"""What tells an adapter's files from others under the same names, without reading them."""
+FileStamps = tuple[tuple[str, int, int, int, int], ...]
+"""Name, inode, size, mtime and ctime of each file; they change when a file is replaced."""
 
 
-class Source(NamedTuple):
-    """Where an adapter that is kept came from; `path` is its id where that was memory."""
+class AdapterSource(NamedTuple):
+    """The origin of an adapter on the host; `path` is its id if it was added from memory."""
 
     path: str
     fingerprint: str
 
 
 class ReadAdapter(NamedTuple):
-    """An adapter as its files gave it."""
+    """An adapter that was read from the files in `path`."""
 
     loaded: LoadedAdapter
     path: str
 
 
 class RequestReader:
-    """Reads what requests ask for.
+    """Reads the adapters that requests name, and remembers the stamps of their files.
 
-    `roots`: the directories that adapters may lie under; None takes any path. Links below a root
-    (or, without roots, in the adapter's own directory) are refused either way. `allow_pickled`: see
-    `adapter_files.open_adapter`.
+    `roots`: the directories in which adapters must be; None allows any path. Symbolic links below
+    a root (without roots, in the adapter's own directory) are refused. `allow_pickled`: see
+    `engine.adapters.files.directory.open_adapter`.
     """
 
     def __init__(
         self,
-        side: ModelSide,
+        adapter_target: AdapterTarget,
         roots: Sequence[Path] | None,
         bounds: AdapterBounds,
         allow_pickled: bool,
     ) -> None:
-        self._side = side
+        self._adapter_target = adapter_target
         self._roots = roots
         self._bounds = bounds
         self._allow_pickled = allow_pickled
-        # By source, so that what was read says nothing of an adapter that came another way.
-        self._marks: dict[Source, Marks] = {}
+        # By source, so that stamps never apply to an adapter with the same id from elsewhere.
+        self._stamps: dict[AdapterSource, FileStamps] = {}
 
-    def is_stale(self, request: LoRARequest, source: Source | None) -> bool:
-        """Whether a request needs its files read; raises `Conflict` where its id means others.
+    def is_stale(self, request: LoRARequest, source: AdapterSource | None) -> bool:
+        """Whether the files of a request have to be read; raises `Conflict` for another path.
 
-        `load_inplace` does where the files are not those that were read, however often it is asked.
+        `source`: of the adapter with the request's id, None for none. With `load_inplace` they are
+        read if the path or the files are not those that were read.
         """
         if source is None:
             return True
-        asked = path_of(request)
+        path = path_of(request)
         if request.load_inplace:
-            return asked != source.path or self._marks.get(source) != _marks_of(asked)
-        if asked not in ("", source.path):
+            return path != source.path or self._stamps.get(source) != _file_stamps_of(path)
+        if path not in ("", source.path):
             raise Conflict(
                 f"adapter {request.lora_int_id} ({request.lora_name!r}) was loaded from "
-                f"{source.path!r}, not {asked!r}; use another lora_int_id, or load_inplace to "
+                f"{source.path!r}, not {path!r}; use another lora_int_id, or load_inplace to "
                 "replace it"
             )
         return False
 
     def read(self, request: LoRARequest, loads: Durations, clock: Clock) -> ReadAdapter:
-        """Read and check a request's files; raises what `read_adapter` raises."""
+        """Read and check the files of a request; raises the errors of `read_adapter`."""
         path = path_of(request)
         if not path:
             raise AdapterNotFound(
@@ -86,27 +85,27 @@ class RequestReader:
                 "its request has no lora_path"
             )
         roots = [Path(path)] if self._roots is None else self._roots
-        # Taken first: what changes while it is read is found changed at the next request.
-        marks = _marks_of(path)
+        # Before reading, so that files that change meanwhile are read again at the next request.
+        stamps = _file_stamps_of(path)
         with loads.measure(clock):
             loaded = read_adapter(
                 path,
                 roots,
-                self._side,
+                self._adapter_target,
                 self._bounds,
                 request.lora_name,
                 allow_pickled=self._allow_pickled,
             )
-        self._marks[Source(path, loaded.fingerprint)] = marks
+        self._stamps[AdapterSource(path, loaded.fingerprint)] = stamps
         return ReadAdapter(loaded, path)
 
-    def forget_all_but(self, sources: Collection[Source | None]) -> None:
-        """Forget the files of adapters that are not kept."""
-        self._marks = {source: m for source, m in self._marks.items() if source in sources}
+    def forget_all_but(self, sources: Collection[AdapterSource | None]) -> None:
+        """Forget the file stamps of all sources but these."""
+        self._stamps = {s: stamps for s, stamps in self._stamps.items() if s in sources}
 
 
-def by_id(lora_requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
-    """A batch's requests, each id once; raises `Conflict` for one id with two paths."""
+def requests_by_id(lora_requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
+    """Return a batch's requests by id; raises `Conflict` for one id with two paths."""
     wanted: dict[int, LoRARequest] = {}
     for request in lora_requests:
         other = wanted.setdefault(request.lora_int_id, request)
@@ -118,28 +117,28 @@ def by_id(lora_requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
     return wanted
 
 
-def check_named(mapping: LoRAMapping, wanted: Collection[int]) -> None:
-    """Raise `NotResident` for a mapping that names adapters beside `wanted` and the base model."""
+def check_mapped_ids(mapping: LoRAMapping, wanted: Collection[int]) -> None:
+    """Raise `NotResident` for a mapping that names adapters that are not in `wanted`."""
     rows = (*mapping.index_mapping.tolist(), *mapping.prompt_mapping.tolist())
     others = sorted(set(rows).difference(wanted, {BASE}))
     if others:
         raise NotResident(
-            f"the mapping names adapters {others} that the batch does not ask for; it asks for "
+            f"the mapping names adapters {others}, which the batch does not; the batch names "
             f"{sorted(wanted)}"
         )
 
 
 def path_of(request: LoRARequest) -> str:
-    """A request's path, absolute; empty where it has none."""
+    """Return the absolute path of a request; empty if it has none."""
     return os.path.abspath(request.lora_path) if request.lora_path else ""
 
 
-def _marks_of(path: str) -> Marks:
+def _file_stamps_of(path: str) -> FileStamps:
     try:
         with os.scandir(path) as entries:
             found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
     except (OSError, ValueError) as error:
-        raise AdapterNotFound(f"{shown(path)} can't be looked at: {error}") from error
+        raise AdapterNotFound(f"{shown(path)} can't be listed: {error}") from error
     return tuple(
         sorted((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
     )

@@ -1,8 +1,7 @@
-"""Batches made ready from requests: files read, adapters brought into slots, the mapping set.
+"""Preparation of batches from requests: read files, move adapters into slots, set the mapping.
 
-What it is: what a server's worker asks for at every step, on top of a manager. What it is not: a
-keeper or a decider; the manager is. One rule: what a batch asks for is read, checked and found to
-fit beside what is pinned before anything moves.
+The adapters of a batch are read, checked, and found to fit next to the held ones before any
+adapter moves.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,16 +11,22 @@ from typing import Any, Final
 from engine.adapters.lora_model import LoRARequest
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.manager.model_manager import LoRAModelManager
-from engine.manager.request_reader import ReadAdapter, RequestReader, Source, by_id, check_named
+from engine.manager.request_reader import (
+    AdapterSource,
+    ReadAdapter,
+    RequestReader,
+    check_mapped_ids,
+    requests_by_id,
+)
 from engine.punica.mapping import LoRAMapping
 
 
 class WorkerLoRAManager:
-    """Makes batches ready from requests: whoever a batch does not name leaves, unless pinned.
+    """Prepares batches from requests; removes adapters that a batch does not name, unless held.
 
-    `adapter_roots`: the directories that adapters may lie under; None takes any path, because who
-    embeds this names the paths. `allow_pickled`: whether `.bin` and `.pt` files may be read, by
-    weights-only unpickling.
+    `adapter_roots`: the directories in which adapters must be; None allows any path, because the
+    program that embeds this chooses the paths. `allow_pickled`: whether `.bin` and `.pt` files may
+    be read, by weights-only unpickling.
     """
 
     def __init__(
@@ -33,42 +38,43 @@ class WorkerLoRAManager:
         allow_pickled: bool = False,
     ) -> None:
         self.manager: Final = manager
-        self._reader = RequestReader(manager.side, adapter_roots, bounds, allow_pickled)
+        self._reader = RequestReader(manager.adapter_target, adapter_roots, bounds, allow_pickled)
 
     def add_adapter(self, request: LoRARequest) -> bool:
-        """Read an adapter and bring it into a slot; False if it was there and needed no reading.
+        """Read an adapter and move it into a slot; False if its files did not have to be read.
 
-        With `load_inplace` it is read anew if its files are others than those that were read.
-        Raises `Conflict` for an id that came from another path, `NoRoom`, and what reading raises.
+        With `load_inplace` it is read again if its files have changed. Raises `Conflict` for an id
+        that was loaded from another path, `NoRoom`, and the errors of reading.
         """
         wanted = {request.lora_int_id: request}
         read = self._read_stale(wanted)
-        self._make_ready(wanted, read)
+        self._activate(wanted, read)
         return bool(read)
 
     def set_active_adapters(
         self, lora_requests: Collection[LoRARequest], mapping: LoRAMapping | None = None
     ) -> None:
-        """Bring a batch's adapters into slots, all at once, and set its mapping.
+        """Move all of a batch's adapters into slots, and set its mapping.
 
-        Raises `NoRoom` for more adapters than there are slots beside pinned ones, `NotResident` for
-        a mapping that names others, `Conflict` for one id with two paths, and what reading raises.
+        Raises `NoRoom` for more adapters than slots without a held adapter, `NotResident` for a
+        mapping that names other adapters, `Conflict` for one id with two paths, and the errors of
+        reading.
         """
-        with self.manager.books.switches.measure(self.manager.clock):
-            wanted = by_id(lora_requests)
+        with self.manager.metrics.switches.measure(self.manager.clock):
+            wanted = requests_by_id(lora_requests)
             if mapping is not None:
-                check_named(mapping, wanted)
+                check_mapped_ids(mapping, wanted)
             read = self._read_stale(wanted)
-            self._make_way(wanted)
-            self._make_ready(wanted, read)
+            self._remove_others(wanted)
+            self._activate(wanted, read)
             if mapping is not None:
                 self.manager.set_adapter_mapping(mapping)
 
     def default_request(self, modalities: Collection[str], lora_int_id: int) -> LoRARequest | None:
-        """What a row asks for that names no adapter and brings these modalities ("image", ...).
+        """Return the request for a row without an adapter that contains these modalities.
 
-        The adapter that `default_mm_loras` has for the one modality among them that has any, under
-        this id; None where there is none, or more than one.
+        It names, under `lora_int_id`, the adapter of `default_mm_loras` for the only one of
+        `modalities` ("image", ...) that has a default; None if none of them or several have one.
         """
         path = self.manager.lora_config.default_mm_lora(modalities)
         return None if path is None else LoRARequest(path, lora_int_id, path)
@@ -82,27 +88,28 @@ class WorkerLoRAManager:
         return self.manager.remove_all_adapters()
 
     def pin_adapter(self, adapter_id: int) -> bool:
-        """Exempt an adapter from every eviction, bringing it into a slot first; True."""
+        """Hold an adapter: move it into a slot, and exempt it from eviction. True."""
         return self.manager.pin_adapter(adapter_id)
 
     def list_adapters(self) -> set[int]:
-        """Every adapter on the host."""
+        """Return the ids of all adapters on the host."""
         return self.manager.adapter_ids
 
     def get_lora_metrics(self) -> dict[str, Any]:
-        """The manager's metrics."""
+        """Return the metrics of the manager."""
         return self.manager.get_lora_metrics()
 
-    def _make_way(self, wanted: Collection[int]) -> None:
-        """Nobody is evicted by a policy here, so the batch says who leaves."""
+    def _remove_others(self, wanted: Collection[int]) -> None:
+        """Remove the adapters that the batch does not name, because no policy evicts here."""
         for adapter_id in sorted(self.list_adapters()):
             if adapter_id not in wanted and not self.manager.is_pinned(adapter_id):
                 self.manager.remove_adapter(adapter_id)
 
-    def _make_ready(self, wanted: Collection[int], read: Mapping[int, ReadAdapter]) -> None:
-        """First those that are there, so that none of them leaves for one that is not.
+    def _activate(self, wanted: Collection[int], read: Mapping[int, ReadAdapter]) -> None:
+        """Move the batch's adapters into slots: those on the host first, then those just read.
 
-        In the end all count as used, in the batch's order, whatever had to move for them.
+        So no adapter of the batch is evicted for another one of it. At the end all count as used,
+        in the batch's order.
         """
         self.manager.count_uses(wanted)
         known = [adapter_id for adapter_id in wanted if self.manager.find(adapter_id) is not None]
@@ -117,23 +124,23 @@ class WorkerLoRAManager:
         self._reader.forget_all_but({self._source_of(a) for a in self.list_adapters()})
 
     def _read_stale(self, wanted: Mapping[int, LoRARequest]) -> dict[int, ReadAdapter]:
-        """Read what is not there or has to be read anew, if all fits beside what is pinned."""
+        """Read the adapters that are missing or have changed, if all fit next to the held ones."""
         sources = {adapter_id: self._source_of(adapter_id) for adapter_id in wanted}
         stale = [a for a, request in wanted.items() if self._reader.is_stale(request, sources[a])]
         known = dict.fromkeys(wanted, None)
-        self.manager.check_room(known | dict.fromkeys(stale, 0))
-        books, clock = self.manager.books, self.manager.clock
-        read = {a: self._reader.read(wanted[a], books.loads, clock) for a in stale}
-        self.manager.check_room(known | {a: r.loaded.blob_bytes for a, r in read.items()})
+        self.manager.check_capacity(known | dict.fromkeys(stale, 0))
+        loads, clock = self.manager.metrics.loads, self.manager.clock
+        read = {a: self._reader.read(wanted[a], loads, clock) for a in stale}
+        self.manager.check_capacity(known | {a: r.loaded.blob_bytes for a, r in read.items()})
         return read
 
-    def _source_of(self, adapter_id: int) -> Source | None:
+    def _source_of(self, adapter_id: int) -> AdapterSource | None:
         adapter = self.manager.find(adapter_id)
-        return None if adapter is None else Source(adapter.path, adapter.fingerprint)
+        return None if adapter is None else AdapterSource(adapter.path, adapter.fingerprint)
 
 
 class LRUCacheWorkerLoRAManager(WorkerLoRAManager):
-    """The same on an LRU manager: those that a batch does not name stay until room is needed."""
+    """The same for an LRU manager: adapters that a batch does not name stay until evicted."""
 
-    def _make_way(self, _wanted: Collection[int]) -> None:
-        """Who leaves is the policy's to say."""
+    def _remove_others(self, _wanted: Collection[int]) -> None:
+        """Remove none; the policy evicts as needed."""

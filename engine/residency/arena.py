@@ -1,19 +1,17 @@
-"""The device side of residency: one arena of bytes, and what lies in it by slot and generation.
+"""The arena: device memory of all adapters, with slots, generations and the directory's rows.
 
-What it is: slots, their extents, their generations, and the publication of a row. What it is not:
-a policy; it never empties a slot to make room for another. One rule: a row of the directory points
-at complete weights or at nothing, at every moment that a forward pass can see.
+Every forward pass sees each row of the directory point at complete weights or at nothing. A slot
+is never emptied to make room for another.
 
 All methods are called by the thread that launches the forward passes, between two of them. The
-tensors are allocated once and only their contents change, so captured graphs stay valid. Where the
-free bytes are enough but no hole is, a write slides extents down and rewrites their rows.
+tensors are allocated once and only their contents change, so captured graphs stay valid. If the
+free bytes are enough but no hole is, a write compacts the arena and rewrites the rows that moved.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Final
 
 import torch
 
@@ -25,22 +23,20 @@ from engine.layout import (
     ModuleShape,
     aligned_elements,
     directory_columns,
-    entries,
-    in_order_of_columns,
+    directory_entries,
     slice_elements,
+    sorted_by_column,
 )
-from engine.residency.compaction import SlideLost, Slider
+from engine.residency.compaction import Compactor
 from engine.residency.copier import Copier, Copy, copier_for
-from engine.residency.extents import Extents, Move
+from engine.residency.device_memory import allocate_device
+from engine.residency.extents import Extents
 from engine.residency.staging import Blob
-
-_BOUNCE_BYTES_MAX: Final = 16 << 20
-"""What sliding an extent by less than its own size takes beside the arena."""
 
 
 @dataclass
-class _Piece:
-    """What one extent holds: some columns of one slot's row, at offsets relative to its start."""
+class _SlotExtent:
+    """The contents of one extent: columns of one slot's row, with offsets from its start."""
 
     slot: int
     columns: torch.Tensor
@@ -50,7 +46,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Write:
-    """A copy that is not published yet."""
+    """A slot's copy that is not published yet."""
 
     owner: int
     generation: int
@@ -61,14 +57,11 @@ class Arena:
     """Slots of adapters in one device tensor.
 
     `data`: 1-D, of `dtype`, on `device`, `device_bytes_max` rounded down to 128 bytes, not
-    initialised. `offsets` `[slots_max, columns]` int64 on `device`: where a slice's A starts,
-    in elements of `data`, a multiple of 128 bytes, or -1 for nothing; its B starts behind A's
-    padding (`layout`). `ranks` `[slots_max, columns]` int32, 0 for nothing.
-    `host_offsets`, `host_ranks`: the same on the host; on a CPU the very same tensors. `edition`:
-    its number grows with every change of these tables.
-    `generations[slot]`: the highest that was ever published there. `copier` None: the device's own.
-    Beside the arena the device gives a buffer of at most 16 MiB, for sliding.
-    Raises `DeviceOutOfMemory` where the device can't give the memory.
+    initialised. `directory`: the offset and rank of each module-slice in each slot; an offset is
+    the start of its A in elements of `data`, a multiple of 128 bytes, and its B starts after A's
+    padding (`engine.layout`).
+    `generations[slot]`: the highest that was ever published there. `copier`: None for the default
+    of the device. Compaction allocates another 16 MiB at most. Raises `DeviceOutOfMemory`.
     """
 
     def __init__(
@@ -81,51 +74,46 @@ class Arena:
         copier: Copier | None = None,
     ) -> None:
         self.slots_max = slots_max
-        self.modules = in_order_of_columns(modules)
+        self.modules = sorted_by_column(modules)
         self._shape_at = {shape.index: shape for shape in self.modules}
         self.dtype = dtype
         self.device = torch.device(device)
         self.generations = [0] * slots_max
         self._extents = Extents(device_bytes_max // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
-        self._bytes = _aligned_bytes(self.capacity_bytes, self.device)
+        self._bytes = allocate_device(self.capacity_bytes, self.device)
         self.data = self._bytes.view(dtype)
-        directory = SlotDirectory(slots_max, directory_columns(self.modules), self.device)
-        self.offsets, self.ranks = directory.offsets, directory.ranks
-        self.host_offsets, self.host_ranks = directory.host_offsets, directory.host_ranks
-        self.edition = directory.edition
-        self._directory = directory
+        self.directory = SlotDirectory(self.data, slots_max, directory_columns(self.modules))
         self._copier = copier or copier_for(self.device)
-        bounce = _aligned_bytes(min(self.capacity_bytes, _BOUNCE_BYTES_MAX), self.device)
-        self._slider = Slider(self._bytes, bounce, self._copier)
+        self._compactor = Compactor(self._bytes, self._extents, self._copier)
         self._owners = count()
-        self._pieces: dict[int, _Piece] = {}
+        self._slot_extents: dict[int, _SlotExtent] = {}
         self._writes: dict[int, _Write] = {}
         self._residents: dict[int, int] = {}
 
     @property
     def capacity_bytes(self) -> int:
-        """What all extents together may take."""
+        """The bytes that all extents together may have."""
         return self._extents.capacity_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What no extent has; a blob of up to this size finds room."""
+        """The bytes that no extent has; a blob of at most this size can be written."""
         return self._extents.free_bytes
 
     def close(self) -> None:
-        """Wait for running copies; the arena is not written any more after that."""
+        """Wait for running copies; the arena is not written after that."""
         self._copier.close()
 
     def begin_write(self, slot: int, generation: int, blob: Blob) -> None:
-        """Give `slot` an extent and begin to copy `blob` into it; publishes nothing.
+        """Allocate an extent for `slot` and begin to copy `blob` into it; publishes nothing.
 
-        Raises `DeviceOutOfMemory`, `Conflict` where the slot is in use or `generation` is not above
+        Raises `DeviceOutOfMemory`, `Conflict` if the slot is in use or `generation` is not above
         the slot's last, and `ValueError` for a blob that was staged for another arena.
         """
         self._check_slot(slot)
         self._check_blob(blob)
         if self._is_used(slot):
-            raise Conflict(f"slot {slot} {self._told(slot)}; reset it before writing it")
+            raise Conflict(f"slot {slot} {self._describe(slot)}; reset it before writing it")
         if generation <= self.generations[slot]:
             raise Conflict(
                 f"slot {slot} had generation {self.generations[slot]} already; "
@@ -135,20 +123,22 @@ class Arena:
         try:
             copy = self._copier.start(self._view(owner), blob.data.view(torch.uint8))
         except BaseException:
-            self._extents.drop(owner)
+            self._extents.free(owner)
             raise
         columns = (blob.offsets != ABSENT).nonzero().flatten()
-        self._pieces[owner] = _Piece(slot, columns, blob.offsets[columns], blob.ranks[columns])
+        self._slot_extents[owner] = _SlotExtent(
+            slot, columns, blob.offsets[columns], blob.ranks[columns]
+        )
         self._writes[slot] = _Write(owner, generation, copy)
 
     def is_copied(self, slot: int) -> bool:
-        """Whether the slot's unfinished write has ended its copy, well or not; never blocks."""
+        """Whether the copy of the slot's unfinished write has ended, or failed; never blocks."""
         return self._write(slot).copy.is_done()
 
     def finish_write(self, slot: int) -> None:
-        """Publish the slot's row, after waiting for its copy where that still runs.
+        """Wait for the copy of the slot's unfinished write, and publish the slot's row.
 
-        Raises what the copy raised; the write is discarded then.
+        Raises what the copy raised; then the write is discarded.
         """
         write = self._write(slot)
         try:
@@ -161,11 +151,11 @@ class Arena:
         self.generations[slot] = self._residents[slot] = write.generation
 
     def discard_write(self, slot: int) -> None:
-        """Forget the slot's unfinished write, after waiting for its copy, and free its extent."""
+        """Wait for the copy of the slot's unfinished write, and free its extent."""
         write = self._write(slot)
-        _settle(write.copy)
-        del self._writes[slot], self._pieces[write.owner]
-        self._extents.drop(write.owner)
+        _wait_until_ended(write.copy)
+        del self._writes[slot], self._slot_extents[write.owner]
+        self._extents.free(write.owner)
 
     def reset(self, slot: int, generation: int) -> None:
         """Clear the slot's row and free its extent; nothing is zero-filled.
@@ -173,8 +163,9 @@ class Arena:
         Raises `NotResident` unless exactly this generation is published there.
         """
         self.check_generation(slot, generation)
-        for owner in [owner for owner, piece in self._pieces.items() if piece.slot == slot]:
-            self._drop(owner)
+        for owner, slot_extent in list(self._slot_extents.items()):
+            if slot_extent.slot == slot:
+                self._free(owner)
         del self._residents[slot]
 
     def check_generation(self, slot: int, generation: int) -> None:
@@ -182,34 +173,36 @@ class Arena:
         self._check_slot(slot)
         if self._residents.get(slot) != generation:
             raise NotResident(
-                f"generation {generation} of slot {slot} was named, but it {self._told(slot)}; "
+                f"generation {generation} of slot {slot} was named, but it {self._describe(slot)}; "
                 "activate the adapter again"
             )
 
     def shape_at(self, index: int) -> ModuleShape:
-        """The module-slice whose first column of the directory this is."""
+        """Return the module-slice whose first column of the directory is `index`."""
         return self._shape_at[index]
 
     def weights(self, slot: int, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A and B of a module-slice, in the shapes of its kind, as views of `data`; scaling in B.
+        """Return A and B of the module-slice at column `index`, as views of `data`.
 
-        None where the slot has nothing there.
+        In the shapes of its kind, with the scaling folded into B. None if the slot has nothing
+        there.
         """
         self._check_slot(slot)
-        start = int(self.host_offsets[slot, index])
+        start = int(self.directory.host_offsets[slot, index])
         if start == ABSENT:
             return None
         shape = self.shape_at(index)
-        # B's rank, which is the adapter's own, stands in the module-slice's last column.
-        rank = int(self.host_ranks[slot, index + shape.columns - 1])
+        # The last column has B's rank, which is the adapter's own.
+        rank = int(self.directory.host_ranks[slot, index + shape.columns - 1])
         return self._matrices(start, rank, shape)
 
     def write_slice(self, slot: int, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Put one module-slice's A and B, in the shapes of its kind, into an extent of its own.
+        """Copy A and B of the module-slice at column `index` into an extent of their own.
 
-        This is `set_lora` of a single layer: copied at once, the scaling already in B, in place of
-        whatever the slot had there. Raises `DeviceOutOfMemory`, `Conflict` while the slot is being
-        written, and `ValueError` for shapes that are not the module's.
+        This is `set_lora` of a single layer: it returns after the copy, and replaces what the slot
+        had there. `a` and `b` have the shapes of the module-slice's kind, with the scaling folded
+        into `b`. Raises `DeviceOutOfMemory`, `Conflict` while the slot is being written, and
+        `ValueError` for other shapes.
         """
         self._check_unwritten(slot)
         shape, rank = self.shape_at(index), int(b.shape[-1])
@@ -221,104 +214,97 @@ class Arena:
             ):
                 matrix.copy_(tensor)
         except BaseException:
-            self._extents.drop(owner)
+            self._extents.free(owner)
             raise
         self.reset_slice(slot, index)
-        columns, offsets, ranks = torch.tensor(entries(shape, 0, rank, self.dtype)).T
-        self._pieces[owner] = _Piece(slot, columns, offsets, ranks.int())
+        columns, offsets, ranks = torch.tensor(directory_entries(shape, 0, rank, self.dtype)).T
+        self._slot_extents[owner] = _SlotExtent(slot, columns, offsets, ranks.int())
         self._publish(owner)
 
     def reset_slice(self, slot: int, index: int) -> None:
-        """Clear one module-slice of a slot; an extent that no column needs any more is freed.
+        """Clear the module-slice at column `index`; an extent without columns left is freed.
 
         Raises `Conflict` while the slot is being written.
         """
         self._check_unwritten(slot)
-        behind = index + self.shape_at(index).columns
-        for owner, piece in list(self._pieces.items()):
-            if piece.slot == slot and index in piece.columns:
-                kept = (piece.columns < index) | (piece.columns >= behind)
-                self._directory.clear(slot, piece.columns[~kept])
-                piece.columns, piece.offsets = piece.columns[kept], piece.offsets[kept]
-                piece.ranks = piece.ranks[kept]
-                if not len(piece.columns):
-                    self._drop(owner)
+        end = index + self.shape_at(index).columns
+        for owner, found in list(self._slot_extents.items()):
+            if found.slot == slot and index in found.columns:
+                kept = (found.columns < index) | (found.columns >= end)
+                self.directory.clear(slot, found.columns[~kept])
+                found.columns, found.offsets = found.columns[kept], found.offsets[kept]
+                found.ranks = found.ranks[kept]
+                if not len(found.columns):
+                    self._free(owner)
 
     def check(self) -> None:
-        """Raise `AssertionError` unless extents, pieces and rows agree; for tests and debugging."""
+        """Raise `AssertionError` unless extents and rows agree; for tests and debugging."""
         self._extents.check()
-        offsets = torch.full_like(self.host_offsets, ABSENT)
-        ranks = torch.zeros_like(self.host_ranks)
-        hidden = {write.owner for write in self._writes.values()}
-        for owner, piece in self._pieces.items():
-            if owner not in hidden:
-                offsets[piece.slot, piece.columns] = piece.offsets + self._start(owner)
-                ranks[piece.slot, piece.columns] = piece.ranks
-        taken = sum(self._extents[owner].size_bytes for owner in self._pieces)
+        offsets = torch.full_like(self.directory.host_offsets, ABSENT)
+        ranks = torch.zeros_like(self.directory.host_ranks)
+        for owner in self._slot_extents.keys() - self._owners_being_written():
+            published = self._slot_extents[owner]
+            row, columns = published.slot, published.columns
+            offsets[row, columns] = published.offsets + self._start(owner)
+            ranks[row, columns] = published.ranks
+        taken = sum(self._extents[owner].size_bytes for owner in self._slot_extents)
         for name, claim in {
-            "an extent has no piece": taken + self.free_bytes == self.capacity_bytes,
-            "offsets don't follow the extents": torch.equal(offsets, self.host_offsets),
-            "ranks don't follow the pieces": torch.equal(ranks, self.host_ranks),
-            "the device's offsets are others": torch.equal(offsets, self.offsets.cpu()),
-            "the device's ranks are others": torch.equal(ranks, self.ranks.cpu()),
+            "an extent has no slot": taken + self.free_bytes == self.capacity_bytes,
+            "offsets don't follow the extents": torch.equal(offsets, self.directory.host_offsets),
+            "ranks don't follow the extents": torch.equal(ranks, self.directory.host_ranks),
+            "the device's offsets differ from the host's": torch.equal(
+                offsets, self.directory.offsets.cpu()
+            ),
+            "the device's ranks differ from the host's": torch.equal(
+                ranks, self.directory.ranks.cpu()
+            ),
             "a slot is resident and written": not self._residents.keys() & self._writes.keys(),
         }.items():
             if not claim:
                 raise AssertionError(name)
 
     def _reserve(self, size_bytes: int) -> int:
-        """The owner of a new extent; succeeds if and only if that many bytes are free."""
+        """Return the owner of a new extent; succeeds if and only if `size_bytes` are free."""
         if size_bytes > self.free_bytes:
             raise DeviceOutOfMemory(
                 f"{size_bytes} bytes are needed, {self.free_bytes} of the arena's "
                 f"{self.capacity_bytes} are free; reset a slot or raise device_bytes_max"
             )
         owner = next(self._owners)
-        if self._extents.place(owner, size_bytes) is None:
-            self._make_hole(size_bytes)
-            self._extents.place(owner, size_bytes)
+        if self._extents.allocate(owner, size_bytes) is None:
+            self._compact(size_bytes)
+            self._extents.allocate(owner, size_bytes)
         return owner
 
-    def _make_hole(self, size_bytes: int) -> None:
-        """Slide extents together; those being copied into only where nothing else helps."""
-        moves = self._extents.plan(size_bytes, {write.owner for write in self._writes.values()})
-        if moves is None:
+    def _compact(self, size_bytes: int) -> None:
+        """Make a hole of `size_bytes`; extents that are being written move only if they must."""
+        being_written = self._owners_being_written()
+        moved = self._compactor.make_hole(size_bytes, being_written)
+        if moved is None:
             for write in self._writes.values():
-                _settle(write.copy)
-            moves = self._extents.plan(size_bytes, ())
-        for move in moves or ():
-            self._slide(move)
+                _wait_until_ended(write.copy)
+            moved = self._compactor.make_hole(size_bytes, ())
+        for owner in moved or ():
+            if owner not in being_written:
+                self._publish(owner)
 
-    def _slide(self, move: Move) -> None:
-        extent = self._extents[move.owner]
-        try:
-            self._slider.slide(extent.start_bytes, move.start_bytes, extent.size_bytes)
-        except SlideLost:
-            self._lose(move.owner)
-            raise
-        self._extents.move(move)
-        if not any(write.owner == move.owner for write in self._writes.values()):
-            self._publish(move.owner)
-
-    def _lose(self, owner: int) -> None:
-        """Empty a slot whose bytes are gone, so that no batch can meet them."""
-        slot = self._pieces[owner].slot
-        self._drop(owner)
-        self._residents.pop(slot, None)
-        self._writes.pop(slot, None)
+    def _owners_being_written(self) -> set[int]:
+        return {write.owner for write in self._writes.values()}
 
     def _publish(self, owner: int) -> None:
-        piece = self._pieces[owner]
-        offsets = piece.offsets + self._start(owner)
-        self._directory.write(piece.slot, piece.columns, offsets, piece.ranks)
+        """Write an extent's offsets and ranks into its slot's row of the directory."""
+        published = self._slot_extents[owner]
+        offsets = published.offsets + self._start(owner)
+        self.directory.write(published.slot, published.columns, offsets, published.ranks)
 
-    def _drop(self, owner: int) -> None:
-        piece = self._pieces.pop(owner)
-        self._directory.clear(piece.slot, piece.columns)
-        self._extents.drop(owner)
+    def _free(self, owner: int) -> None:
+        """Clear an extent's columns of the directory, and free it."""
+        freed = self._slot_extents.pop(owner)
+        self.directory.clear(freed.slot, freed.columns)
+        self._extents.free(owner)
 
     def _start(self, owner: int) -> int:
-        """Where an owner's extent starts, in elements."""
+        """Return the start of an owner's extent, in elements of `data`."""
         return self._extents[owner].start_bytes // self.dtype.itemsize
 
     def _view(self, owner: int) -> torch.Tensor:
@@ -329,18 +315,19 @@ class Arena:
         self, start: int, rank: int, shape: ModuleShape
     ) -> tuple[torch.Tensor, torch.Tensor]:
         a_shape, b_shape = shape.a_shape(rank), shape.b_shape(rank)
-        behind_a = start + aligned_elements(math.prod(a_shape), self.dtype)
+        b_start = start + aligned_elements(math.prod(a_shape), self.dtype)
         a = self.data[start : start + math.prod(a_shape)]
-        b = self.data[behind_a : behind_a + math.prod(b_shape)]
+        b = self.data[b_start : b_start + math.prod(b_shape)]
         return a.view(a_shape), b.view(b_shape)
 
     def _write(self, slot: int) -> _Write:
         self._check_slot(slot)
         if slot not in self._writes:
-            raise Conflict(f"slot {slot} has no unfinished write; it {self._told(slot)}")
+            raise Conflict(f"slot {slot} has no unfinished write; it {self._describe(slot)}")
         return self._writes[slot]
 
-    def _told(self, slot: int) -> str:
+    def _describe(self, slot: int) -> str:
+        """Return what a slot holds, for error texts, as what follows "slot 3"."""
         if slot in self._writes:
             return f"is being written as generation {self._writes[slot].generation}"
         if slot in self._residents:
@@ -350,7 +337,7 @@ class Arena:
     def _is_used(self, slot: int) -> bool:
         if slot in self._writes or slot in self._residents:
             return True
-        return any(piece.slot == slot for piece in self._pieces.values())
+        return any(used.slot == slot for used in self._slot_extents.values())
 
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.slots_max:
@@ -359,33 +346,21 @@ class Arena:
     def _check_unwritten(self, slot: int) -> None:
         self._check_slot(slot)
         if slot in self._writes:
-            raise Conflict(f"slot {slot} {self._told(slot)}; finish or discard that first")
+            raise Conflict(f"slot {slot} {self._describe(slot)}; finish or discard that first")
 
     def _check_blob(self, blob: Blob) -> None:
-        columns = self.offsets.shape[1]
+        columns = self.directory.offsets.shape[1]
         if blob.data.dtype != self.dtype or len(blob.offsets) != columns:
             raise ValueError(
-                f"a blob of {blob.data.dtype} and {len(blob.offsets)} columns; "
-                f"this arena has {self.dtype} and {columns}"
+                f"the blob has {blob.data.dtype} and {len(blob.offsets)} columns, this arena has "
+                f"{self.dtype} and {columns}; stage the adapter for this arena"
             )
         if not blob.size_bytes:
-            raise ValueError("an empty blob; an adapter touches at least one module")
+            raise ValueError("the blob is empty; an adapter touches at least one module")
 
 
-def _aligned_bytes(size_bytes: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised uint8 memory that starts on a multiple of 128 bytes."""
-    try:
-        spare = torch.empty(size_bytes + ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        raise DeviceOutOfMemory(
-            f"{device} can't give {size_bytes} bytes ({error}); lower device_bytes_max"
-        ) from error
-    start = -spare.data_ptr() % ALIGNMENT_BYTES
-    return spare[start : start + size_bytes]
-
-
-def _settle(copy: Copy) -> None:
-    """Wait until a copy has ended, whether well or not; its own writer learns how."""
+def _wait_until_ended(copy: Copy) -> None:
+    """Wait until a copy has ended, with or without an error; `finish_write` raises the error."""
     try:
         copy.wait()
     except Exception:

@@ -9,28 +9,28 @@ from engine.residency.copier import Copier, Copy
 from messages.errors import ErrorCode
 
 
-class AgreedCopier:
-    """A copier whose copies have ended when they have on all ranks."""
+class CollectiveCopier:
+    """A copier whose copies have ended once they have ended on every rank of `group`."""
 
     def __init__(self, copier: Copier, group: ParallelGroup) -> None:
         self._copier = copier
         self._group = group
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> "AgreedCopy":
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> "CollectiveCopy":
         """Begin this rank's copy."""
-        return AgreedCopy(self._copier.start(target, source), self._group)
+        return CollectiveCopy(self._copier.start(target, source), self._group)
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy within this rank's device."""
         self._copier.move(target, source)
 
     def close(self) -> None:
-        """Wait for what runs here."""
+        """Wait for this rank's running copies."""
         self._copier.close()
 
 
-class AgreedCopy:
-    """One copy on each rank."""
+class CollectiveCopy:
+    """One copy per rank; both methods are collective."""
 
     def __init__(self, copy: Copy, group: ParallelGroup) -> None:
         self._copy = copy
@@ -41,17 +41,17 @@ class AgreedCopy:
         return self._group.all_true(self._copy.is_done())
 
     def wait(self) -> None:
-        """Block until it has ended everywhere; raises what it raised, on whichever rank."""
+        """Block until it has ended on every rank; raises the error of this rank, else the first."""
         error: Exception | None = None
         try:
             self._copy.wait()
         except Exception as raised:
-            # Whatever it is, the other ranks have to hear of it before it goes on its way.
+            # The other ranks have to receive any error before it propagates here.
             error = raised
-        told = b"" if error is None else msgspec.msgpack.encode((code_of(error), str(error)))
-        texts = self._group.gather_bytes(told)
+        report = b"" if error is None else msgspec.msgpack.encode((code_of(error), str(error)))
+        reports = self._group.gather_bytes(report)
         if error is not None:
             raise error
-        if first := next(filter(None, texts), None):
+        if first := next(filter(None, reports), None):
             code, text = msgspec.msgpack.decode(first, type=tuple[ErrorCode, str])
             raise error_of(code, text)

@@ -1,64 +1,64 @@
-"""Moving bytes to a lower place in the same memory, also where the two places overlap.
+"""Compaction of the arena: extents slide down until the free bytes form one hole.
 
-What it is: a slide in steps that never copy between overlapping ranges, with a bounded buffer of
-its own. What it is not: a bookkeeper of extents. One rule: a slide that fails puts back what it
-moved, so its bytes lie whole at the old place or whole at the new.
+A move that fails is not undone: its error ends the engine, and the controller loads the adapters
+into the next one.
 """
+
+from collections.abc import Collection
+from typing import Final
 
 import torch
 
 from engine.residency.copier import Copier
+from engine.residency.device_memory import allocate_device
+from engine.residency.extents import Extents
+
+_BOUNCE_BYTES_MAX: Final = 16 << 20
+"""The largest buffer for sliding an extent by less than its own size."""
 
 
-class SlideLost(Exception):  # noqa: N818 - named like the engine's other errors
-    """A slide failed, and so did putting back what it had moved: the bytes are gone."""
+class Compactor:
+    """Slides the bytes of `extents` within `memory`, which is 1-D uint8, on any device.
 
+    Allocates a buffer of at most 16 MiB on the same device. Raises `DeviceOutOfMemory`.
+    """
 
-class Slider:
-    """Slides within `memory` (1-D uint8, on any device) with `bounce` (the same) as its buffer."""
-
-    def __init__(self, memory: torch.Tensor, bounce: torch.Tensor, copier: Copier) -> None:
+    def __init__(self, memory: torch.Tensor, extents: Extents, copier: Copier) -> None:
         self._memory = memory
-        self._bounce = bounce
+        self._extents = extents
         self._copier = copier
+        bounce_bytes = min(memory.numel(), _BOUNCE_BYTES_MAX)
+        self._bounce_buffer = allocate_device(bounce_bytes, memory.device)
+
+    def make_hole(self, size_bytes: int, fixed: Collection[int]) -> list[int] | None:
+        """Slide extents down until there is a hole of `size_bytes`; return the owners that moved.
+
+        Owners in `fixed` are not moved. None if there is no such hole without moving one of them;
+        then nothing was moved.
+        """
+        plan = self._extents.plan(size_bytes, fixed)
+        if plan is None:
+            return None
+        for move in plan:
+            extent = self._extents[move.owner]
+            self.slide(extent.start_bytes, move.start_bytes, extent.size_bytes)
+            self._extents.apply(move)
+        return [move.owner for move in plan]
 
     def slide(self, source: int, target: int, size: int) -> None:
-        """Move `size` bytes from offset `source` down to `target`.
+        """Move `size` bytes from offset `source` down to offset `target`; the two may overlap.
 
-        Raises what the copier raised, with all bytes at `source` again; `SlideLost` where that
-        could not be done.
+        No single copy overlaps its own target. Raises what the copier raises.
         """
-        step = max(source - target, self._bounce.numel())
-        moved: list[tuple[int, int]] = []
-        try:
-            for start in range(0, size, step):
-                length = min(step, size - start)
-                self._step(source + start, target + start, length)
-                moved.append((start, length))
-        except Exception as error:
-            self._put_back(source, target, moved, error)
-            raise
+        step = max(source - target, self._bounce_buffer.numel())
+        for start in range(0, size, step):
+            self._slide_step(source + start, target + start, min(step, size - start))
 
-    def _put_back(
-        self, source: int, target: int, moved: list[tuple[int, int]], cause: Exception
-    ) -> None:
-        try:
-            for start, length in reversed(moved):
-                self._step(target + start, source + start, length)
-        except Exception:
-            raise SlideLost("a slide in the arena failed half-way") from cause
-
-    def _step(self, source: int, target: int, length: int) -> None:
-        """Copy one range; where it fails, the bytes at `source` are what they were."""
+    def _slide_step(self, source: int, target: int, length: int) -> None:
         source_view = self._memory[source : source + length]
         target_view = self._memory[target : target + length]
-        if abs(source - target) >= length:
-            self._copier.move(target_view, source_view)
-            return
-        buffer = self._bounce[:length]
-        self._copier.move(buffer, source_view)
-        try:
-            self._copier.move(target_view, buffer)
-        except Exception:
-            self._copier.move(source_view, buffer)
-            raise
+        if source - target < length:
+            buffer = self._bounce_buffer[:length]
+            self._copier.move(buffer, source_view)
+            source_view = buffer
+        self._copier.move(target_view, source_view)

@@ -1,8 +1,7 @@
-"""Bytes on their way into the arena and within it.
+"""Copies of bytes into the arena and within it: one copier per kind of device.
 
-What it is: one copier for each kind of device. What it is not: a bookkeeper; it does not know what
-the bytes mean. One rule: `start` returns at once and its copy runs beside the forward passes;
-`move` takes its place in the order of the forward passes.
+`start` returns at once, and its copy runs concurrently with forward passes. `move` is ordered with
+the forward passes: those launched earlier read the bytes before it, later ones the bytes after it.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +14,7 @@ class Copy(Protocol):
     """One copy that was started."""
 
     def is_done(self) -> bool:
-        """Whether it has ended, well or not; never blocks."""
+        """Whether it has ended, with or without an error; never blocks."""
         ...
 
     def wait(self) -> None:
@@ -24,23 +23,23 @@ class Copy(Protocol):
 
 
 class Copier(Protocol):
-    """How bytes get into one device's memory."""
+    """Copies bytes into one device's memory."""
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
         """Begin to copy host memory into the arena, after every forward pass launched so far."""
         ...
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy within the device; the two do not overlap."""
+        """Copy within the device; `target` and `source` don't overlap."""
         ...
 
     def close(self) -> None:
-        """Wait for what runs and give the copier's own resources back."""
+        """Wait for running copies and release the copier's resources."""
         ...
 
 
 class ThreadCopy:
-    """A copy on the copier's thread."""
+    """A copy on the thread of a `ThreadCopier`."""
 
     def __init__(self, future: Future[torch.Tensor]) -> None:
         self._future = future
@@ -57,8 +56,8 @@ class ThreadCopy:
 class ThreadCopier:
     """Copies into host memory on one thread of its own.
 
-    `copy_` gives the interpreter's lock back while it copies, so forward passes go on. They never
-    read what is being written, because a row is published only when its copy is complete.
+    `copy_` releases the interpreter's lock while it copies, so forward passes continue. They never
+    read a copy's target, because its row is published only once the copy is complete.
     """
 
     def __init__(self) -> None:
@@ -78,7 +77,7 @@ class ThreadCopier:
 
 
 class StreamCopy:
-    """A copy on the copier's stream; keeps its source alive until it is done."""
+    """A copy on the stream of a `StreamCopier`; keeps its source alive until it is done."""
 
     def __init__(self, event: torch.cuda.Event, source: torch.Tensor) -> None:
         self._event = event
@@ -97,8 +96,7 @@ class StreamCopier:
     """Copies from page-locked memory on one CUDA stream of its own.
 
     The stream first waits for the forward passes that were launched before, because they may still
-    read what lay in the extent. Moves go on the stream of the forward passes itself: passes
-    launched earlier read the old place, later ones the new.
+    read the bytes that are overwritten. Moves run on the stream of the forward passes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -115,7 +113,7 @@ class StreamCopier:
         return StreamCopy(event, source)
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy in the order of the forward passes."""
+        """Copy on the stream of the forward passes; returns before the copy has run."""
         target.copy_(source, non_blocking=True)
 
     def close(self) -> None:
@@ -124,5 +122,5 @@ class StreamCopier:
 
 
 def copier_for(device: torch.device) -> Copier:
-    """The copier of this kind of device."""
+    """Return a copier for this kind of device."""
     return StreamCopier(device) if device.type == "cuda" else ThreadCopier()

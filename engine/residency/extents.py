@@ -1,8 +1,7 @@
-"""Which bytes of the arena belong to whom.
+"""Extents of the arena: which bytes each owner has, and plans for making a hole.
 
-What it is: arithmetic on extents, and plans for making room. What it is not: a mover of bytes; it
-knows no tensor. One rule: extents never overlap, and what they and the holes between them take is
-the capacity, exactly.
+Arithmetic only; no tensor is touched. Extents never overlap, and extents and holes together are
+exactly the capacity.
 """
 
 from collections.abc import Collection, Iterator
@@ -14,26 +13,26 @@ from engine.layout import ALIGNMENT_BYTES
 
 @dataclass(frozen=True)
 class Extent:
-    """A piece of the arena, in bytes; both numbers are multiples of 128."""
+    """A range of the arena's bytes; both numbers are multiples of 128."""
 
     start_bytes: int
     size_bytes: int
 
     @property
     def end_bytes(self) -> int:
-        """The first byte behind it."""
+        """The offset of the first byte after the extent."""
         return self.start_bytes + self.size_bytes
 
 
 class Move(NamedTuple):
-    """Slide an owner's extent down to `start_bytes`."""
+    """A step of a plan: slide an owner's extent down to `start_bytes`."""
 
     owner: int
     start_bytes: int
 
 
 class Extents:
-    """The extents of one arena, each under its owner's number."""
+    """The extents of one arena, by the number of their owner."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -43,8 +42,8 @@ class Extents:
     def __getitem__(self, owner: int) -> Extent:
         return self._extents[owner]
 
-    def place(self, owner: int, size_bytes: int) -> Extent | None:
-        """Give `owner` the smallest hole that is large enough; None where there is none."""
+    def allocate(self, owner: int, size_bytes: int) -> Extent | None:
+        """Allocate the start of the smallest hole that is large enough; None if there is none."""
         holes = [hole for hole in self._holes() if hole.size_bytes >= size_bytes]
         if not holes:
             return None
@@ -53,23 +52,23 @@ class Extents:
         self.free_bytes -= size_bytes
         return extent
 
-    def drop(self, owner: int) -> None:
+    def free(self, owner: int) -> None:
         """Free an owner's extent."""
         self.free_bytes += self._extents.pop(owner).size_bytes
 
-    def move(self, move: Move) -> None:
-        """Enter that an extent lies elsewhere now."""
+    def apply(self, move: Move) -> None:
+        """Record that an extent's bytes were moved."""
         size_bytes = self._extents[move.owner].size_bytes
         self._extents[move.owner] = Extent(move.start_bytes, size_bytes)
 
     def plan(self, size_bytes: int, fixed: Collection[int]) -> list[Move] | None:
-        """The moves that make a hole of `size_bytes` and copy the fewest bytes, in their order.
+        """Return the moves that make a hole of `size_bytes` and copy the fewest bytes, in order.
 
-        A hole is made by sliding a run of neighbours down. The run is found with two ends that
-        only walk upwards, because a longer run never has less room. None where only moving a
-        `fixed` extent would make the room.
+        A hole is made by sliding a run of neighbours down. The cheapest run is found in one pass
+        with two indices that only increase, because a longer run never frees fewer bytes. None if
+        the hole would take moving an extent in `fixed`.
         """
-        order = self._in_order()
+        order = self._sorted_owners()
         best: tuple[int, int, int] | None = None
         first, run_bytes = 0, 0
         for last, owner in enumerate(order):
@@ -89,26 +88,26 @@ class Extents:
         return None if best is None else self._slide_down(order, best[1], best[2])
 
     def check(self) -> None:
-        """Raise `AssertionError` unless extents are aligned, apart, inside, and add up."""
+        """Raise `AssertionError` unless extents are aligned, disjoint, inside, and add up."""
         end, taken = 0, 0
-        for extent in map(self.__getitem__, self._in_order()):
+        for extent in map(self.__getitem__, self._sorted_owners()):
             if extent.start_bytes < end or extent.size_bytes <= 0:
-                raise AssertionError(f"{extent} overlaps what ends at {end}, or is empty")
+                raise AssertionError(f"{extent} overlaps one that ends at {end}, or is empty")
             if extent.start_bytes % ALIGNMENT_BYTES or extent.size_bytes % ALIGNMENT_BYTES:
                 raise AssertionError(f"{extent} is not aligned to {ALIGNMENT_BYTES} bytes")
             end, taken = extent.end_bytes, taken + extent.size_bytes
         if end > self.capacity_bytes or taken + self.free_bytes != self.capacity_bytes:
             raise AssertionError(
                 f"{taken} bytes taken up to {end}, {self.free_bytes} free, "
-                f"{self.capacity_bytes} in all"
+                f"of a capacity of {self.capacity_bytes}"
             )
 
-    def _in_order(self) -> list[int]:
+    def _sorted_owners(self) -> list[int]:
         return sorted(self._extents, key=lambda owner: self._extents[owner].start_bytes)
 
     def _holes(self) -> Iterator[Extent]:
         start = 0
-        for extent in map(self.__getitem__, self._in_order()):
+        for extent in map(self.__getitem__, self._sorted_owners()):
             if extent.start_bytes > start:
                 yield Extent(start, extent.start_bytes - start)
             start = extent.end_bytes

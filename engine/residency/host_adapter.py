@@ -1,9 +1,4 @@
-"""What the engine remembers of adapters and of operations.
-
-What it is: one record an adapter, and the set of operations seen. What it is not: a state machine;
-the controller has that, and this only says what is there. One rule: `state` is read off from what
-the record holds, never stored beside it.
-"""
+"""The engine's record of one adapter."""
 
 from dataclasses import dataclass
 
@@ -16,11 +11,11 @@ from messages.reports import InventoryAdapter
 
 
 @dataclass
-class HeldAdapter:
+class HostAdapter:
     """One adapter on the host, and its slot, if any.
 
-    `weights`: as they were read; a blob once they were staged, also after they were unstaged. They
-    are held nowhere else, so that what was packed is given back.
+    `weights`: the model that was read; a blob once it was staged, also after it was unstaged.
+    Nothing else may reference them, so that dropping or replacing them frees their memory.
     """
 
     source: LoadWeights
@@ -33,19 +28,19 @@ class HeldAdapter:
     generation: int = 0
 
     @classmethod
-    def of(cls, source: LoadWeights, loaded: LoadedAdapter) -> "HeldAdapter":
-        """The record of an adapter that was just read."""
+    def of(cls, source: LoadWeights, loaded: LoadedAdapter) -> "HostAdapter":
+        """Return the record of an adapter that was just read."""
         return cls(source, loaded.rank, loaded.host_bytes, loaded.blob_bytes, loaded.model)
 
     @property
     def state(self) -> AdapterState:
-        """The life-cycle state that this record is the fact of."""
+        """The life-cycle state, derived from the other fields and never stored."""
         if self.slot != NO_SLOT:
             return GPU_SLOT
         return PINNED if self.is_staged else CPU_CACHED
 
     def inventory(self) -> InventoryAdapter:
-        """The record as a report tells it."""
+        """Return the record as it is reported to the controller."""
         return InventoryAdapter(
             adapter_id=self.source.adapter_id,
             adapter=self.source.adapter,

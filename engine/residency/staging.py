@@ -1,8 +1,6 @@
-"""An adapter as the device will hold it: one contiguous host blob.
+"""Staging: an adapter packed into one contiguous host blob, in the layout of the arena.
 
-What it is: the one place that writes the layout. What it is not: a decision who is staged, or a
-copy to the device. One rule: a blob has every number exactly as the arena will have it, so that
-activating is one copy.
+A blob has every byte exactly as the arena will have it, so that activating is one copy.
 """
 
 import math
@@ -22,7 +20,7 @@ from engine.layout import (
     aligned_elements,
     blob_bytes,
     directory_columns,
-    entries,
+    directory_entries,
     slice_elements,
 )
 
@@ -41,10 +39,10 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """A staged adapter: its data, and where in it each module-slice lies.
+    """A staged adapter: its data, and the offset in it of each module-slice.
 
-    `data`: 1-D, contiguous, on the host. `offsets` `[columns]` int64, in elements, `ABSENT` where
-    the adapter has nothing; `ranks` `[columns]` int32, 0 there. The scaling is folded into B.
+    `data`: 1-D, contiguous, on the host. `offsets`: [columns] int64, in elements, `ABSENT` where
+    the adapter has nothing. `ranks`: [columns] int32, 0 there. The scaling is folded into B.
     """
 
     data: torch.Tensor
@@ -53,7 +51,7 @@ class Blob:
 
     @property
     def size_bytes(self) -> int:
-        """What the blob takes, on the host and on the device alike; a multiple of 128."""
+        """The blob's size, on the host and on the device; a multiple of 128."""
         return self.data.nbytes
 
     @property
@@ -62,11 +60,11 @@ class Blob:
         return self.data.is_pinned()
 
     def to_pageable(self) -> "Blob":
-        """The same blob in pageable memory: itself where it is already."""
+        """Return the blob in pageable memory: itself if it already is."""
         return self._copied(pin=False) if self.is_pinned else self
 
     def to_pinned(self) -> "Blob":
-        """The same blob in page-locked memory: itself where it is already."""
+        """Return the blob in page-locked memory: itself if it already is."""
         return self if self.is_pinned else self._copied(pin=True)
 
     def _copied(self, pin: bool) -> "Blob":
@@ -75,11 +73,12 @@ class Blob:
 
 
 def stage(model: LoRAModel, modules: Sequence[ModuleShape], dtype: torch.dtype, pin: bool) -> Blob:
-    """Lay an adapter out in one host blob of `dtype`, page-locked where `pin` says so.
+    """Pack an adapter into one host blob of `dtype`, page-locked if `pin`.
 
-    `modules` are all that the directory has columns for; the adapter's must be among them. `model`
-    holds this process's part of each, and is only read. B is multiplied by the scaling in float32
-    and rounded once. Raises `HostOutOfMemory`, and `KeyError` for a module without an entry.
+    `modules`: every module-slice of the directory; those of the adapter must be among them.
+    `model` has this process's part of each, and is not changed. B is multiplied by the scaling in
+    float32 and rounded once. Raises `HostOutOfMemory`, and `KeyError` for a module without a
+    column.
     """
     columns = directory_columns(modules)
     offsets = torch.full((columns,), ABSENT, dtype=torch.int64)
@@ -91,25 +90,25 @@ def stage(model: LoRAModel, modules: Sequence[ModuleShape], dtype: torch.dtype, 
     for shape in sorted(modules, key=lambda shape: shape.index):
         lora = loras.pop(shape.name, None)
         if lora is not None:
-            for entry in entries(shape, start, lora.rank, dtype):
+            for entry in directory_entries(shape, start, lora.rank, dtype):
                 offsets[entry.column], ranks[entry.column] = entry.offset, entry.rank
             start = _write_slice(data, start, lora, shape)
     if loras:
-        raise KeyError(f"modules that the directory has no column for: {sorted(loras)}")
+        raise KeyError(f"modules without a column in the directory: {sorted(loras)}")
     return Blob(data, offsets, ranks)
 
 
 def unpack(blob: Blob, modules: Sequence[ModuleShape], lora_model_id: int) -> LoRAModel:
-    """An adapter as it lies in a blob: its tensors are views, and the scaling is in B already."""
+    """Return the adapter in a blob: its tensors are views, and the scaling is folded into B."""
     loras = {}
     for shape in modules:
         start = int(blob.offsets[shape.index])
-        # B's column tells the adapter's own rank; A may have been dealt out.
+        # The adapter's own rank is in B's column; under full sharding A has only a part of it.
         rank = int(blob.ranks[shape.index + shape.columns - 1])
         if start != ABSENT:
-            behind_a = start + aligned_elements(math.prod(shape.a_shape(rank)), blob.data.dtype)
+            b_start = start + aligned_elements(math.prod(shape.a_shape(rank)), blob.data.dtype)
             a = _read_matrix(blob.data, start, shape.a_shape(rank))
-            b = _read_matrix(blob.data, behind_a, shape.b_shape(rank))
+            b = _read_matrix(blob.data, b_start, shape.b_shape(rank))
             a = a.T if shape.kind is ModuleKind.EMBEDDING else a
             loras[shape.name] = LoRALayerWeights(
                 shape.name, rank, rank, a, b, 1.0, shape.shard, shape.kind
@@ -122,14 +121,14 @@ def _read_matrix(data: torch.Tensor, start: int, shape: tuple[int, ...]) -> torc
 
 
 def _write_slice(data: torch.Tensor, start: int, lora: LoRALayerWeights, shape: ModuleShape) -> int:
-    """Write A and B at `start` of the blob; the element behind B's padding."""
-    is_looked_up = shape.kind is ModuleKind.EMBEDDING
-    start = _write_matrix(data, start, lora.lora_a.T if is_looked_up else lora.lora_a)
+    """Write A and B at element `start` of `data`; return the first element after B's padding."""
+    is_embedding = shape.kind is ModuleKind.EMBEDDING
+    start = _write_matrix(data, start, lora.lora_a.T if is_embedding else lora.lora_a)
     return _write_matrix(data, start, scaled(lora.lora_b, lora.scaling))
 
 
 def _write_matrix(data: torch.Tensor, start: int, matrix: torch.Tensor) -> int:
-    """Write one matrix, and zeros up to the next multiple of 128 bytes; where that is."""
+    """Write a matrix, and zeros up to the next multiple of 128 bytes; return that element."""
     end = start + matrix.numel()
     data[start:end].view(matrix.shape).copy_(matrix)
     aligned_end = start + aligned_elements(matrix.numel(), data.dtype)

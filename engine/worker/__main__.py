@@ -1,4 +1,4 @@
-"""`python -m engine.worker`: run one engine process."""
+"""`python -m engine.worker`: one engine process."""
 
 from engine.worker.process import end, main
 

@@ -1,10 +1,9 @@
-"""What ends at different times on different ranks counts as ended when it has on all of them.
+"""Jobs that complete once every rank has completed them.
 
-What it is: jobs and copies as a group has them. What it is not: a vote; what failed on one rank
-failed on all. One rule: every rank decides from what all have told, so all decide the same, in the
-same order, and stay equal.
+A job that failed on one rank fails on all. Every rank decides from the outcomes of all ranks, so
+that all see the same jobs end in the same order with the same error.
 
-Every method but `close` is collective, called by the thread that makes all of a rank's calls.
+Every method but `close` is collective: all ranks call it in the same order, each on one thread.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from engine.errors import Conflict, code_of, error_of
-from engine.jobs import Finished, Jobs
+from engine.jobs import FinishedJob, Jobs
 from engine.parallel import ParallelGroup
 from messages.errors import ErrorCode
 
@@ -23,7 +22,7 @@ T = TypeVar("T")
 
 
 class Outcome(Struct, frozen=True, array_like=True):
-    """How a job ended on one rank; `code` None: well, and `stamp` says with what."""
+    """How a job ended on one rank: `code` and `text` of its error, or the `stamp` of its result."""
 
     number: int
     code: ErrorCode | None = None
@@ -34,11 +33,11 @@ class Outcome(Struct, frozen=True, array_like=True):
 _OUTCOMES = msgspec.msgpack.Decoder(list[Outcome])
 
 
-class AgreedJobs(Generic[T]):
-    """Jobs that every rank starts alike; one has ended when it has on all ranks.
+class CollectiveJobs(Generic[T]):
+    """Jobs that every rank starts in the same order; one has ended once all ranks ended it.
 
-    `stamp_of` a result says what it was made from: where ranks have different stamps (files that
-    were replaced between two reads) the job failed.
+    `stamp_of` identifies what a result was made from. A job whose stamps differ between ranks has
+    failed: its files were replaced between two reads.
     """
 
     def __init__(
@@ -49,37 +48,37 @@ class AgreedJobs(Generic[T]):
         self._stamp_of = stamp_of
         self._started = 0
         self._tags: dict[int, T] = {}
-        self._mine: dict[int, Future[Any]] = {}
-        self._told: dict[int, dict[int, Outcome]] = {}
+        self._own_futures: dict[int, Future[Any]] = {}
+        self._outcomes_by_rank: dict[int, dict[int, Outcome]] = {}
 
     def start(self, tag: T, job: Callable[[], Any]) -> None:
-        """Have `job` done on this rank."""
+        """Start `job` on this rank."""
         self._started += 1
         self._tags[self._started] = tag
         self._jobs.start(self._started, job)
 
-    def take(self) -> list[Finished[T]]:
-        """The jobs that have ended on all ranks since the last call, as they were started."""
+    def take_finished(self) -> list[FinishedJob[T]]:
+        """Return the jobs that ended on all ranks since the last call, in start order."""
         if not self._tags:
             return []
         self._exchange()
         complete = [number for number in self._tags if self._is_complete(number)]
-        return [Finished(self._tags.pop(number), self._result(number)) for number in complete]
+        return [FinishedJob(self._tags.pop(number), self._result(number)) for number in complete]
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Start no further jobs."""
         self._jobs.close()
 
     def _exchange(self) -> None:
-        """Tell what has ended here, and hear what has elsewhere."""
-        news = []
-        for number, future in self._jobs.take():
-            self._mine[number] = future
-            news.append(self._outcome(number, future))
-        told = msgspec.msgpack.encode(news) if news else b""
-        for rank, data in enumerate(self._group.gather_bytes(told)):
+        """Send this rank's new outcomes to all ranks, and receive theirs."""
+        new = []
+        for number, future in self._jobs.take_finished():
+            self._own_futures[number] = future
+            new.append(self._outcome(number, future))
+        encoded = msgspec.msgpack.encode(new) if new else b""
+        for rank, data in enumerate(self._group.gather_bytes(encoded)):
             for outcome in _OUTCOMES.decode(data) if data else ():
-                self._told.setdefault(outcome.number, {})[rank] = outcome
+                self._outcomes_by_rank.setdefault(outcome.number, {})[rank] = outcome
 
     def _outcome(self, number: int, future: "Future[Any]") -> Outcome:
         error = future.exception()
@@ -88,19 +87,19 @@ class AgreedJobs(Generic[T]):
         return Outcome(number, stamp=self._stamp_of(future.result()))
 
     def _is_complete(self, number: int) -> bool:
-        return len(self._told.get(number, ())) == self._group.world_size
+        return len(self._outcomes_by_rank.get(number, ())) == self._group.world_size
 
     def _result(self, number: int) -> "Future[Any]":
-        """This rank's own result; an error where any rank has one, the first of them."""
-        mine, told = self._mine.pop(number), self._told.pop(number)
-        outcomes = [told[rank] for rank in range(self._group.world_size)]
+        """Return this rank's result, or the error of the first rank that has one."""
+        own_future, by_rank = self._own_futures.pop(number), self._outcomes_by_rank.pop(number)
+        outcomes = [by_rank[rank] for rank in range(self._group.world_size)]
         failed = next((rank for rank, end in enumerate(outcomes) if end.code is not None), None)
         if failed is None:
             if len({end.stamp for end in outcomes}) == 1:
-                return mine
+                return own_future
             return _failure(Conflict("the ranks read different files; load the adapter again"))
         if failed == self._group.rank:
-            return mine
+            return own_future
         first = outcomes[failed]
         return _failure(error_of(first.code or ErrorCode.ENGINE_GONE, first.text))
 

@@ -1,8 +1,7 @@
-"""The engine's end of the link to its controller: numbers, epochs and what is not acknowledged yet.
+"""The engine's end of the link to its controller: sequence numbers, epochs, acknowledgements.
 
-What it is: bookkeeping over decoded frames. What it is not: a socket; `worker` has that. One rule:
-an operation's report is kept until the controller says that it is in its log, whatever happened to
-the frames that carried it.
+It works on decoded frames, without a socket. The report of an operation is kept until the
+controller acknowledges that it is in the log, even if the frames that carried it were lost.
 """
 
 import structlog
@@ -10,32 +9,33 @@ import structlog
 from messages.commands import Command, ControllerBeat, RequestInventory
 from messages.ids import Epoch, Seq
 from messages.reports import EngineBeat, EngineInventory, OperationReport, PrivateReport, Report
-from messages.wire import REPORTS, Frame
+from messages.wire import REPORTS, DecodedFrame
 
 _log = structlog.get_logger()
 
 
-class Link:
-    """Both directions of one link.
+class ControllerLink:
+    """Both directions of the link.
 
-    Commands are counted 1, 2, 3... in each life of the controller (`epoch`); a beat carries the
-    last number and uses none. Reports of operations are counted 1, 2, 3... in this engine's life;
-    every other report carries the last number. `needs_sync` says that one side may lack frames of
-    the other: send what `unacknowledged` gives, then the inventory, and call `synchronised`. The
-    inventory names as `asked` the frame that asked for it, 0 where none did.
+    Commands are numbered 1, 2, 3... in each epoch, the lifetime of one controller process; a beat
+    carries the last number and takes none. Reports of operations are numbered 1, 2, 3... in the
+    lifetime of this engine; any other report carries the last number.
+    `needs_sync`: one side may lack frames of the other. Send `unacknowledged_frames`, then the
+    inventory, and call `mark_synchronised`. `inventory_request_seq`: the number of the frame that
+    requested the inventory, 0 for none.
     """
 
     def __init__(self) -> None:
         self.epoch: Epoch = 0
         self.needs_sync = True
-        self.asked: Seq = 0
+        self.inventory_request_seq: Seq = 0
         self._command_seq: Seq = 0
         self._report_seq: Seq = 0
-        self._kept: dict[Seq, OperationReport] = {}
+        self._unacknowledged: dict[Seq, OperationReport] = {}
         self._refused_epoch: Epoch | None = None
 
-    def accept(self, frame: Frame[Command]) -> bool:
-        """Take note of a command's number; False for one of a former controller's life."""
+    def accept(self, frame: DecodedFrame[Command]) -> bool:
+        """Record a command's number; False for a command of an earlier epoch."""
         if frame.epoch < self.epoch:
             self._refuse(frame.epoch)
             return False
@@ -47,7 +47,7 @@ class Link:
                 expected = self._command_seq
             case RequestInventory(acknowledged):
                 self._acknowledge(acknowledged)
-                self.needs_sync, self.asked = True, frame.seq
+                self.needs_sync, self.inventory_request_seq = True, frame.seq
                 expected = self._command_seq + 1
             case _:
                 expected = self._command_seq + 1
@@ -57,26 +57,27 @@ class Link:
         return True
 
     def encode(self, report: Report) -> bytes:
-        """The frame of a new report; that of an operation gets a number and is kept."""
+        """Return the frame of a new report; that of an operation is numbered and kept."""
         if not isinstance(report, PrivateReport | EngineBeat | EngineInventory):
             self._report_seq += 1
-            self._kept[self._report_seq] = report
+            self._unacknowledged[self._report_seq] = report
         return REPORTS.encode(report, self.epoch, self._report_seq)
 
-    def unacknowledged(self) -> list[bytes]:
-        """The frames of all kept reports, in order, with the numbers that they always had."""
-        return [REPORTS.encode(report, self.epoch, seq) for seq, report in self._kept.items()]
+    def unacknowledged_frames(self) -> list[bytes]:
+        """Return the frames of all kept reports, in order, with their first numbers."""
+        kept = self._unacknowledged.items()
+        return [REPORTS.encode(report, self.epoch, seq) for seq, report in kept]
 
-    def synchronised(self) -> None:
-        """Say that all of it was sent."""
-        self.needs_sync, self.asked = False, 0
+    def mark_synchronised(self) -> None:
+        """Record that the unacknowledged frames and the inventory were sent."""
+        self.needs_sync, self.inventory_request_seq = False, 0
 
     def _acknowledge(self, seq: Seq) -> None:
         if seq > self._report_seq:
-            _log.warning("acknowledged beyond what was reported", seq=seq, last=self._report_seq)
+            _log.warning("acknowledged a report never sent", seq=seq, last=self._report_seq)
             return
-        for known in [known for known in self._kept if known <= seq]:
-            del self._kept[known]
+        for known in [known for known in self._unacknowledged if known <= seq]:
+            del self._unacknowledged[known]
 
     def _refuse(self, epoch: Epoch) -> None:
         if epoch != self._refused_epoch:

@@ -1,12 +1,9 @@
-"""An engine of several ranks: rank 0 decides what all do, turn by turn.
+"""Ranks in lockstep: rank 0 leads, and the other ranks follow it step by step.
 
-What it is: the leader, which has an engine's face and tells the others each turn before it takes
-it, and the others' loop. What it is not: the work (`engine.engine`), or what ends at different
-times on different ranks (`engine.agreement`). One rule: all ranks take the same turns, and ranks
-that are found to differ end the engine, whose adapters the controller then knows as lost.
-
-A turn is the commands that came since the last one, one step of all generations, and a look at what
-has ended. It is told also while nothing happens, so that a rank that is gone is missed.
+A step is the commands since the last one, one forward pass, and the collection of ended jobs and
+copies. Rank 0 broadcasts each step before it runs it. It broadcasts steps while idle too, so a dead
+rank is noticed. Ranks whose operations ended differently end the engine, whose adapters the
+controller then records as lost.
 """
 
 import zlib
@@ -23,111 +20,112 @@ from messages.reports import EngineInventory, OperationFailed, OperationReport, 
 from messages.wire import COMMANDS
 
 
-class Turn(Struct, frozen=True, array_like=True):
-    """What rank 0 tells the others; `books`: what its operations had come to before this turn."""
+class LockstepStep(Struct, frozen=True, array_like=True):
+    """What rank 0 broadcasts; `digest`: of the outcomes of its operations before this step."""
 
     commands: list[bytes] = []
-    books: int = 0
+    digest: int = 0
     is_last: bool = False
 
 
-_TURNS: Final = msgspec.msgpack.Decoder(Turn)
+_STEPS: Final = msgspec.msgpack.Decoder(LockstepStep)
 
 
-class Books:
+class OutcomeDigest:
     """A running digest of how operations ended, to be compared between ranks."""
 
     def __init__(self) -> None:
-        self.digest = 0
+        self.value = 0
 
-    def enter(self, report: Report) -> None:
-        """Take note of a report, but of nothing in it that ranks may say differently."""
+    def add(self, report: Report) -> None:
+        """Fold a report into the digest, without the fields that may differ between ranks."""
         if isinstance(report, OperationReport):
             code = report.code if isinstance(report, OperationFailed) else ""
-            entry = f"{report.__struct_config__.tag} {report.op} {code}\n"
-            self.digest = zlib.crc32(entry.encode(), self.digest)
+            outcome = f"{report.__struct_config__.tag} {report.op} {code}\n"
+            self.value = zlib.crc32(outcome.encode(), self.value)
 
 
 class Leader:
-    """Rank 0's engine, as `worker` drives any: its `step` is a turn of all ranks."""
+    """Rank 0's engine, with the interface of `Engine`: its `step` is a step of all ranks."""
 
     def __init__(self, engine: Engine, group: ParallelGroup) -> None:
         self.engine_id: Final = engine.engine_id
         self._engine = engine
         self._group = group
-        self._books = Books()
+        self._digest = OutcomeDigest()
         self._commands: list[EngineCommand] = []
-        self._told: list[Report] = []
+        self._reports: list[Report] = []
 
     @property
     def is_idle(self) -> bool:
-        """Whether a turn would do nothing but keep the ranks together."""
+        """Whether a step would only keep the ranks together."""
         return self._engine.is_idle and not self._commands
 
     @property
     def is_copying(self) -> bool:
-        """Whether something ends that only a turn sees: a copy, or a job on another rank."""
+        """Whether a copy or a job is unfinished, on any rank; only a step finishes it."""
         return self._engine.is_copying or self._engine.has_jobs
 
     @property
     def last_op(self) -> OpId:
-        """The highest operation that was submitted and done or begun."""
+        """The highest operation that was started."""
         return self._engine.last_op
 
     def submit(self, command: EngineCommand) -> None:
-        """Do a command in the next turn."""
+        """Execute a command in the next step."""
         self._commands.append(command)
 
     def step(self) -> None:
-        """Take a turn on all ranks; raises `RankLost` where one is gone."""
+        """Run a step on all ranks; raises `RankLost` if one is gone."""
         commands, self._commands = self._commands, []
-        self._tell(Turn([COMMANDS.encode(command) for command in commands], self._books.digest))
-        self._told += take_turn(self._engine, commands, self._books)
+        frames = [COMMANDS.encode(command) for command in commands]
+        self._broadcast(LockstepStep(frames, self._digest.value))
+        self._reports += run_step(self._engine, commands, self._digest)
 
     def poll(self) -> list[Report]:
-        """Everything that happened since the last call, in order."""
-        told, self._told = self._told, []
-        return told
+        """Return the reports since the last call, in order."""
+        collected, self._reports = self._reports, []
+        return collected
 
     def inventory(self) -> EngineInventory:
-        """Who this engine is and what it holds, on every rank alike."""
+        """Return rank 0's inventory, which equals that of every rank."""
         return self._engine.inventory()
 
     def close(self) -> None:
-        """Let all ranks end."""
-        self._tell(Turn(books=self._books.digest, is_last=True))
+        """End all ranks."""
+        self._broadcast(LockstepStep(digest=self._digest.value, is_last=True))
         self._engine.close()
 
-    def _tell(self, turn: Turn) -> None:
-        self._group.broadcast_bytes(msgspec.msgpack.encode(turn))
+    def _broadcast(self, step: LockstepStep) -> None:
+        self._group.broadcast_bytes(msgspec.msgpack.encode(step))
 
 
 def follow(engine: Engine, group: ParallelGroup) -> None:
-    """Take rank 0's turns until the last; raises `RankLost` where it is gone, or differs."""
-    books = Books()
-    while not (turn := _TURNS.decode(group.broadcast_bytes(b""))).is_last:
-        if turn.books != books.digest:
+    """Run rank 0's steps until the last; raises `RankLost` if it is gone, or its digest differs."""
+    digest = OutcomeDigest()
+    while not (step := _STEPS.decode(group.broadcast_bytes(b""))).is_last:
+        if step.digest != digest.value:
             raise RankLost(
-                f"rank {group.rank} and rank 0 do not agree on how operations ended; all of the "
-                "engine has to start again"
+                f"operations ended differently on rank {group.rank} and on rank 0; restart the "
+                "engine on all ranks"
             )
-        messages = [COMMANDS.decode(frame).message for frame in turn.commands]
-        # The others are the link's own, which stay with rank 0; so there are none.
+        messages = [COMMANDS.decode(frame).message for frame in step.commands]
+        # Commands of the link stay on rank 0, so the filter only narrows the type.
         commands = [
             message
             for message in messages
             if not isinstance(message, ControllerBeat | RequestInventory)
         ]
-        take_turn(engine, commands, books)
+        run_step(engine, commands, digest)
     engine.close()
 
 
-def take_turn(engine: Engine, commands: list[EngineCommand], books: Books) -> list[Report]:
-    """What every rank does in a turn; the reports of its engine."""
+def run_step(engine: Engine, commands: list[EngineCommand], digest: OutcomeDigest) -> list[Report]:
+    """Run a step on this rank; return the reports of its engine."""
     for command in commands:
         engine.submit(command)
     engine.step()
-    told = engine.poll()
-    for report in told:
-        books.enter(report)
-    return told
+    collected = engine.poll()
+    for report in collected:
+        digest.add(report)
+    return collected

@@ -1,9 +1,14 @@
-"""The start and the end of an engine process: options, model, socket, signals, exit status."""
+"""The start and the end of an engine process: options, model, socket, signals, exit status.
+
+It runs as one process, or as one rank of several that `torchrun` starts:
+
+    python -m engine.worker --connect ipc:///run/loradock/engine --model DIR --adapter-root DIR
+    torchrun --nproc-per-node 2 -m engine.worker ...
+"""
 
 import os
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,14 +32,17 @@ from engine.parallel import (
 from engine.worker.engine import Engine
 from engine.worker.leader import Leader, follow
 from engine.worker.options import configs, parse
-from engine.worker.worker import QUEUE_FRAMES, Wakeup, Worker, _log
+from engine.worker.worker import QUEUE_FRAMES, Wakeup, Worker
+from messages.engine_options import EngineArguments
 from messages.wire import COMMANDS
+
+_log = structlog.get_logger()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Load the model, attach to the controller and serve; the exit status of the process.
+    """Load the model, attach to the controller and serve; return the exit status.
 
-    Started by `torchrun`, every rank does: rank 0 serves, and the others follow it.
+    Every rank that `torchrun` starts runs this: rank 0 serves, and the others follow it.
     """
     _log_to_stderr()
     options = parse(arguments)
@@ -53,16 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _log.error("wrong configuration", error=str(error))
         return 2
     try:
-        return _run(Setup(config, lora_config, group, parents), options)
+        return _run(RankSetup(config, lora_config, group, parents), options)
     except RankLost as error:
-        _log.error("the engine of several ranks can't go on", rank=group.rank, error=str(error))
+        _log.error("the ranks of the engine can't continue", rank=group.rank, error=str(error))
         return 1
 
 
 def _check_default_adapters(config: EngineConfig, lora_config: LoRAConfig) -> None:
     """Raise `PathNotAllowed` for a default adapter's path that will never be read.
 
-    One that is not there may come; an engine that starts again goes on without it.
+    A missing one is only logged, because it may be added while the engine runs.
     """
     for modality, path in (lora_config.default_mm_loras or {}).items():
         try:
@@ -75,8 +83,8 @@ def _check_default_adapters(config: EngineConfig, lora_config: LoRAConfig) -> No
             raise PathNotAllowed(f"default_mm_loras, {modality}={path}: {error}") from error
 
 
-class Setup(NamedTuple):
-    """What a rank starts with."""
+class RankSetup(NamedTuple):
+    """The configuration of a rank; `parents`: pidfds of the processes that started it."""
 
     config: EngineConfig
     lora_config: LoRAConfig
@@ -84,7 +92,7 @@ class Setup(NamedTuple):
     parents: Sequence[int]
 
 
-def _run(setup: Setup, options: Namespace) -> int:
+def _run(setup: RankSetup, options: EngineArguments) -> int:
     wakeup, group = Wakeup(), setup.group
     try:
         model = load_model(setup.config, setup.lora_config, group)
@@ -92,18 +100,18 @@ def _run(setup: Setup, options: Namespace) -> int:
     except (ModelRefused, EngineError, ValueError) as error:
         _log.error("the engine can't start", error=str(error))
         return 1
-    if group.leads and model.media_tokens and model.without_images:
-        _log.warning("the model is served for text alone", reason=model.without_images)
-    if group.leads and model.without_head:
+    if group.is_leader and model.media_tokens and model.no_images_reason:
+        _log.warning("the model is served for text alone", reason=model.no_images_reason)
+    if group.is_leader and model.without_head:
         _log.warning(
             "the model was saved without a classification head; requests have to name adapters "
-            "that bring one"
+            "that contain one"
         )
     group.wait_for_all()
-    if group.leads:
-        _serve(engine if group.is_single else Leader(engine, group), setup, options, wakeup)
+    if group.is_leader:
+        _serve(engine if group.is_trivial else Leader(engine, group), setup, options, wakeup)
     else:
-        # Whoever ends all ranks tells all; rank 0 is the one to hear it, and says when.
+        # A signal to the group reaches every rank; rank 0 handles it and ends the others.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         follow(engine, group)
@@ -111,8 +119,10 @@ def _run(setup: Setup, options: Namespace) -> int:
     return 0
 
 
-def _serve(engine: Engine | Leader, setup: Setup, options: Namespace, wakeup: Wakeup) -> None:
-    """Serve the controller until told to stop."""
+def _serve(
+    engine: Engine | Leader, setup: RankSetup, options: EngineArguments, wakeup: Wakeup
+) -> None:
+    """Serve the controller until a signal or the end of a parent."""
     with zmq.Context() as context:
         worker = Worker(engine, _connect(context, options.connect), wakeup, setup.parents)
         _handle_signals(worker, wakeup, bool(setup.parents))
@@ -127,7 +137,7 @@ def _serve(engine: Engine | Leader, setup: Setup, options: Namespace, wakeup: Wa
 
 
 def _open_parents(supervisor_pid: int | None) -> list[int]:
-    """Descriptors of the supervisor, and of `torchrun` where it stands between; may be none."""
+    """Open pidfds of the supervisor, if any, and of `torchrun`, if it started this rank."""
     pids = [] if supervisor_pid is None else [supervisor_pid]
     if is_rank():
         pids.append(os.getppid())
@@ -135,11 +145,12 @@ def _open_parents(supervisor_pid: int | None) -> list[int]:
 
 
 def _connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
-    """The socket to the controller, which may come, go and come again.
+    """Return the socket to the controller, which may start later and restart.
 
-    IMMEDIATE queues nothing for a controller that is not there, so that none is met by old beats;
-    what must not be lost is kept by the link. The routing name is left to the controller's side: a
-    name of our own could meet its own ghost after a reconnection.
+    With IMMEDIATE, nothing is queued while no controller is connected, so a new one receives no old
+    beats; `ControllerLink` keeps the reports that must not be lost. The routing id is chosen by
+    the controller's socket: a fixed one could be refused after a reconnection, while the old
+    connection is still known.
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
@@ -154,7 +165,7 @@ def _connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.S
 def _handle_signals(worker: Worker, wakeup: Wakeup, has_supervisor: bool) -> None:
     signal.set_wakeup_fd(wakeup.write_fd, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda _signal, _frame: worker.stop())
-    # Ctrl-C reaches the whole group; with a supervisor, it decides what that means for us.
+    # Ctrl-C reaches the whole process group; a supervisor decides whether the engine ends.
     interrupt = signal.SIG_IGN if has_supervisor else lambda _signal, _frame: worker.stop()
     signal.signal(signal.SIGINT, interrupt)
 
@@ -164,9 +175,9 @@ def _log_to_stderr() -> None:
 
 
 def end(status: int) -> None:
-    """End the process; a rank without the seconds that its library takes to close connections.
+    """End the process. A rank skips the cleanup of the interpreter.
 
-    Of ranks that are gone it would wait for an answer.
+    There, the distributed library would wait for seconds for answers of ranks that have ended.
     """
     if is_rank():
         sys.stdout.flush()

@@ -1,18 +1,18 @@
-"""Tells new operations from repeated ones, in bounded memory."""
+"""The operations that were executed already, in bounded memory."""
 
 from typing import Final
 
 from messages.ids import OpId
 
 SEEN_MAX: Final = 4096
-"""How many operations are known one by one; every older one counts as seen."""
+"""The number of operations that are remembered one by one; every older one counts as seen."""
 
 
 class SeenOperations:
-    """Tells new operations from repeated ones, in bounded memory.
+    """The operations that were executed already, in bounded memory.
 
-    Ids grow, but a lost frame may be sent again after later ones were done, so the newest are
-    remembered one by one.
+    Ids increase, but a lost frame may be sent again after later ones were executed, so the newest
+    ids are remembered one by one. `last`: the highest id.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class SeenOperations:
         self.last: OpId = 0
 
     def add(self, op: OpId) -> bool:
-        """Remember `op`; whether it is new."""
+        """Remember `op`; return whether it is new."""
         if op <= self._forgotten_up_to or op in self._recent:
             return False
         self._recent[op] = None

@@ -1,8 +1,7 @@
-"""The ranks of one engine, started by `torchrun` and ended as one process.
+"""The ranks of one engine: `torchrun`, with the exit status of the rank that ended first.
 
-What it is: torchrun's own main, and what its end means to whoever started it. What it is not: a
-launcher of our own. One rule: the exit status is that of the rank that ended all, so that a
-supervisor sees of several ranks what it would see of one; being told to end is no failure.
+A supervisor so sees the same status as of an engine of one process. Ending because of a signal to
+`torchrun` is status 0.
 
     python -m engine.worker.torchrun --standalone --nproc-per-node 2 -m engine.worker --connect ...
 """
@@ -18,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 
 def main(launch: Callable[[], None] = run.main) -> int:
-    """Run torchrun with this process's arguments; the exit status."""
+    """Run torchrun with this process's arguments; return the exit status."""
     try:
         launch()
     except SignalException:
@@ -29,7 +28,7 @@ def main(launch: Callable[[], None] = run.main) -> int:
 
 
 def _status_of(error: ChildFailedError) -> int:
-    """The status of a rank that was killed, before those that missed it; else the first one."""
+    """Return the status of a rank that was killed, as the others fail after it; else the first."""
     killed = [end.exitcode for end in error.failures.values() if end.exitcode < 0]
     first: int = error.get_first_failure()[1].exitcode
     return next((code for code in killed if code != -signal.SIGTERM), first)
@@ -38,7 +37,7 @@ def _status_of(error: ChildFailedError) -> int:
 def end(status: int) -> None:
     """End this process with a rank's exit status; a negative one is the signal that ended it."""
     if status < 0:
-        # Without the default handler torchrun's own would make another end of it.
+        # The handlers of torchrun would turn the signal into another status.
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

@@ -1,7 +1,7 @@
-"""Any calls in any order, plain and LRU, by hand and by request: the manager does what it says.
+"""Random calls of plain and LRU managers, direct and by request, compared with an oracle.
 
-After every call states are compared with the oracle's, every invariant of the core and of the arena
-is checked, and the logits of the batch that is mapped are compared with plain PyTorch's.
+After every call, the states are compared with the oracle's, the invariants of the core and of the
+arena are checked, and the logits of the mapped batch are compared with those of plain PyTorch.
 """
 
 import shutil
@@ -35,7 +35,7 @@ from tests.support.engine.manager_examples import (
     make_manager,
     mapping_of,
 )
-from tests.support.engine.manager_oracle import Refused, Table
+from tests.support.engine.manager_oracle import ManagerOracle, Refused
 
 torch.set_num_threads(1)
 IDS = range(1, 7)
@@ -45,20 +45,21 @@ contents = st.sampled_from(CONTENTS)
 SETTINGS = settings(
     max_examples=12,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """The calls of the manager itself."""
+    """The direct calls of the plain manager."""
 
     manager_class: type[LoRAModelManager] = LoRAModelManager
 
     @initialize(slots=st.integers(1, 3), spare=st.integers(0, 2))
     def start(self, slots: int, spare: int) -> None:
         self.manager = make_manager(self.manager_class, slots, slots + spare)
-        self.table = Table(slots, slots + spare, self.manager_class is LRUCacheLoRAModelManager)
+        self.oracle = ManagerOracle(
+            slots, slots + spare, self.manager_class is LRUCacheLoRAModelManager
+        )
         self.mapped: tuple[int, ...] = ()
         tensors = RefilledBuffers(lambda rows: torch.zeros(rows, dtype=torch.int64), ROWS_MAX)
         arrays = RefilledBuffers(lambda rows: np.zeros(rows, dtype=np.int64), ROWS_MAX)
@@ -66,7 +67,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.mappings |= {"tensor": tensors.mapping_of, "array": arrays.mapping_of}
 
     def both(self, expected: Callable[[], object], found: Callable[[], object]) -> None:
-        """Both give the same result, or are refused alike."""
+        """Assert that both return the same result, or are refused alike."""
         codes: tuple[ErrorCode, ...] = ()
         try:
             result = expected()
@@ -82,42 +83,42 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(adapter_id=ids, content=contents)
     def add(self, adapter_id: int, content: Content) -> None:
         self.both(
-            lambda: self.table.add(adapter_id, content),
+            lambda: self.oracle.add(adapter_id, content),
             lambda: self.manager.add_adapter(content.model(adapter_id)),
         )
 
     @rule(adapter_id=ids)
     def activate(self, adapter_id: int) -> None:
         self.both(
-            lambda: self.table.activate(adapter_id),
+            lambda: self.oracle.activate(adapter_id),
             lambda: self.manager.activate_adapter(adapter_id),
         )
 
     @rule(adapter_id=ids)
     def pin(self, adapter_id: int) -> None:
-        self.both(lambda: self.table.pin(adapter_id), lambda: self.manager.pin_adapter(adapter_id))
+        self.both(lambda: self.oracle.pin(adapter_id), lambda: self.manager.pin_adapter(adapter_id))
 
     @rule(adapter_id=ids)
     def unpin(self, adapter_id: int) -> None:
-        assert self.manager.unpin_adapter(adapter_id) == self.table.unpin(adapter_id)
+        assert self.manager.unpin_adapter(adapter_id) == self.oracle.unpin(adapter_id)
 
     @rule(adapter_id=ids)
     def deactivate(self, adapter_id: int) -> None:
-        assert self.manager.deactivate_adapter(adapter_id) == self.table.deactivate(adapter_id)
+        assert self.manager.deactivate_adapter(adapter_id) == self.oracle.deactivate(adapter_id)
 
     @rule(adapter_id=ids)
     def remove(self, adapter_id: int) -> None:
-        assert self.manager.remove_adapter(adapter_id) == self.table.remove(adapter_id)
+        assert self.manager.remove_adapter(adapter_id) == self.oracle.remove(adapter_id)
 
     @rule()
     def remove_oldest(self) -> None:
-        assert self.manager.remove_oldest_adapter() == self.table.remove_oldest()
+        assert self.manager.remove_oldest_adapter() == self.oracle.remove_oldest()
 
     @rule()
     def remove_all(self) -> None:
-        had_any = bool(self.table.contents)
-        for adapter_id in self.table.recency.copy():
-            self.table.remove(adapter_id)
+        had_any = bool(self.oracle.contents)
+        for adapter_id in self.oracle.recency.copy():
+            self.oracle.remove(adapter_id)
         assert self.manager.remove_all_adapters() == had_any
 
     @rule(
@@ -126,7 +127,7 @@ class ManagerMachine(RuleBasedStateMachine):
     )
     def map_rows(self, rows: list[int], kind: str) -> None:
         make = self.mappings[kind]
-        if {0, *self.table.active}.issuperset(rows):
+        if {0, *self.oracle.active}.issuperset(rows):
             changed = self.manager.set_adapter_mapping(make(*rows))
             assert changed or self.mapped == tuple(rows)
             assert not self.manager.set_adapter_mapping(make(*rows))
@@ -141,48 +142,48 @@ class ManagerMachine(RuleBasedStateMachine):
         raise Refused(code)
 
     @invariant()
-    def nobody_gets_the_weights_of_another(self) -> None:
+    def each_row_uses_the_weights_of_its_adapter(self) -> None:
         if not self.mapped:
             check_rows(self.manager, {}, 0)
-        elif {0, *self.table.active}.issuperset(self.mapped):
-            check_rows(self.manager, self.table.contents, *self.mapped)
+        elif {0, *self.oracle.active}.issuperset(self.mapped):
+            check_rows(self.manager, self.oracle.contents, *self.mapped)
         else:
             with pytest.raises(NotResident):
                 forward(self.manager, len(self.mapped))
 
     @invariant()
-    def everybody_is_where_the_table_says(self) -> None:
-        manager, table = self.manager, self.table
+    def adapters_are_where_the_oracle_has_them(self) -> None:
+        manager, oracle = self.manager, self.oracle
         manager._engine.residency.arena.check()
-        assert manager.list_adapters().keys() == table.contents.keys()
+        assert manager.list_adapters().keys() == oracle.contents.keys()
         in_slots = [adapter_id for adapter_id in manager.lora_index_to_id if adapter_id is not None]
-        assert sorted(in_slots) == sorted(table.active)
-        assert {adapter_id for adapter_id in IDS if manager.is_pinned(adapter_id)} == table.pinned
-        assert len(manager) == len(table.contents)
+        assert sorted(in_slots) == sorted(oracle.active)
+        assert {adapter_id for adapter_id in IDS if manager.is_pinned(adapter_id)} == oracle.pinned
+        assert len(manager) == len(oracle.contents)
         metrics = manager.get_lora_metrics()
         assert metrics["adapters"] == {
-            "registered": len(table.contents),
-            "active": len(table.active),
-            "capacity": table.capacity,
-            "utilization": len(table.contents) / table.capacity,
+            "registered": len(oracle.contents),
+            "active": len(oracle.active),
+            "capacity": oracle.capacity,
+            "utilization": len(oracle.contents) / oracle.capacity,
         }
-        assert metrics["performance"]["evictions"] == table.evictions
-        assert metrics["memory"]["adapters"].keys() == table.contents.keys()
+        assert metrics["performance"]["evictions"] == oracle.evictions
+        assert metrics["memory"]["adapters"].keys() == oracle.contents.keys()
 
     @invariant()
-    def memory_is_taken_by_those_who_are_there_alone(self) -> None:
+    def memory_is_used_only_by_adapters_on_the_host(self) -> None:
         memory = self.manager.get_lora_metrics()["memory"]
         device = sum(sizes["device_bytes"] for sizes in memory["adapters"].values())
         assert device == memory["device"]["size_bytes"] - memory["device"]["free_bytes"]
         assert device == memory["tiers"]["device"]["size_bytes"]
         assert memory["tiers"]["pinned"]["size_bytes"] == sum(
-            self.manager._engine.residency.held[key].weights.size_bytes
-            for key in self.manager._engine.residency.held
+            self.manager._engine.residency.host_adapters[key].weights.size_bytes
+            for key in self.manager._engine.residency.host_adapters
         )
 
     @invariant()
-    def weights_are_those_that_were_given(self) -> None:
-        for adapter_id, content in self.table.contents.items():
+    def weights_are_those_that_were_added(self) -> None:
+        for adapter_id, content in self.oracle.contents.items():
             found = self.manager.get_adapter(adapter_id)
             assert found is not None
             assert found.loras.keys() == set(content.modules)
@@ -196,13 +197,13 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 class LRUMachine(ManagerMachine):
-    """The same with a policy."""
+    """The calls of the LRU manager."""
 
     manager_class = LRUCacheLoRAModelManager
 
 
 class WorkerMachine(ManagerMachine):
-    """Batches by request, between the manager's own calls; each id has a directory of its own."""
+    """Batches by request, mixed with direct calls; each id has its own directory."""
 
     worker_class: type[WorkerLoRAManager] = WorkerLoRAManager
 
@@ -212,14 +213,14 @@ class WorkerMachine(ManagerMachine):
         self.worker = self.worker_class(self.manager)
         self.folder = Path(tempfile.mkdtemp())
         self.files: dict[int, Content] = {}
-        # What the files were when they were read, by id; another object for other bytes.
+        # The contents of the files when they were read, by id; new bytes are a new object.
         self.read: dict[int, Content] = {}
         for adapter_id in IDS[:-1]:
             self.rewrite(adapter_id, CONTENTS[adapter_id % len(CONTENTS)])
 
     @rule(adapter_id=st.sampled_from(IDS[:-1]), content=contents)
     def rewrite(self, adapter_id: int, content: Content) -> None:
-        """Other bytes under a path; the last id has no files."""
+        """Replace the files of an id; the last id has none."""
         content.save(self.folder / str(adapter_id))
         self.files[adapter_id] = replace(content)
 
@@ -228,9 +229,11 @@ class WorkerMachine(ManagerMachine):
         return LoRARequest(f"name-{adapter_id}", adapter_id, path, load_inplace=inplace)
 
     def expect(self, wanted: dict[int, bool], only: bool) -> bool:
-        """The oracle's part: whether something is read, and where everybody is afterwards."""
-        there = self.table.contents
-        codes = [ErrorCode.NO_ROOM] if len({*wanted, *self.table.pinned}) > self.table.slots else []
+        """Update the oracle; return whether the files of an adapter are read."""
+        there = self.oracle.contents
+        codes = (
+            [ErrorCode.NO_ROOM] if len({*wanted, *self.oracle.pinned}) > self.oracle.slots else []
+        )
         for adapter_id, inplace in wanted.items():
             if adapter_id in there and adapter_id not in self.read and not inplace:
                 codes.append(ErrorCode.CONFLICT)
@@ -244,21 +247,21 @@ class WorkerMachine(ManagerMachine):
             if adapter_id not in there
             or (inplace and self.read.get(adapter_id) is not self.files[adapter_id])
         }
-        self.table.make_ready(list(wanted), stale, only)
+        self.oracle.activate_batch(list(wanted), stale, only)
         self.read |= stale
         return bool(stale)
 
     @rule(wanted=st.dictionaries(ids, st.booleans(), max_size=4))
     def set_active(self, wanted: dict[int, bool]) -> None:
         only = self.worker_class is WorkerLoRAManager
-        asked = [self.request(adapter_id, inplace) for adapter_id, inplace in wanted.items()]
+        requested = [self.request(adapter_id, inplace) for adapter_id, inplace in wanted.items()]
 
         def expected() -> None:
             self.expect(wanted, only)
             self.mapped = (0, *wanted)
 
         mapping = mapping_of(0, *wanted)
-        self.both(expected, lambda: self.worker.set_active_adapters(asked, mapping))
+        self.both(expected, lambda: self.worker.set_active_adapters(requested, mapping))
 
     @rule(adapter_id=ids, inplace=st.booleans())
     def add_by_request(self, adapter_id: int, inplace: bool) -> None:
@@ -269,9 +272,9 @@ class WorkerMachine(ManagerMachine):
 
     @invariant()
     def the_worker_lists_what_is_there(self) -> None:
-        # An id that was given back says nothing of whoever has it next.
-        self.read = {a: content for a, content in self.read.items() if a in self.table.contents}
-        assert self.worker.list_adapters() == set(self.table.contents)
+        # The files of a removed adapter don't count for the next one with its id.
+        self.read = {a: content for a, content in self.read.items() if a in self.oracle.contents}
+        assert self.worker.list_adapters() == set(self.oracle.contents)
 
     def teardown(self) -> None:
         super().teardown()
@@ -280,7 +283,7 @@ class WorkerMachine(ManagerMachine):
 
 
 class LRUWorkerMachine(WorkerMachine):
-    """The same with a policy."""
+    """Batches by request on the LRU managers."""
 
     manager_class = LRUCacheLoRAModelManager
     worker_class = LRUCacheWorkerLoRAManager

@@ -1,4 +1,4 @@
-"""The manager's calls one by one: what they do, refuse and tell, and what a mapping means."""
+"""The calls of the manager: effects, refusals, metrics, and the meaning of a mapping."""
 
 import pytest
 import torch
@@ -27,19 +27,19 @@ from tests.support.engine.manager_examples import (
     base,
     check_rows,
     forward,
-    full,
-    held,
+    full_manager,
     logits_of,
     make_manager,
+    manager_state,
     mapping_of,
 )
 
 torch.set_num_threads(1)
 
 
-def test_an_adapter_in_a_used_slot_gets_no_rows_of_the_last_one() -> None:
-    """Trap 2: a mapping names adapters, not slots; one that outlived its adapter fails."""
-    manager = full(LoRAModelManager, slots=1, capacity=2)
+def test_an_adapter_in_a_reused_slot_gets_no_rows_of_its_predecessor() -> None:
+    """A mapping names adapters, not slots; if one of them is in no slot, the forward fails."""
+    manager = full_manager(LoRAModelManager, slots=1, capacity=2)
     manager.set_adapter_mapping(mapping_of(1, 0))
     manager.deactivate_adapter(1)
     manager.activate_adapter(2)
@@ -49,7 +49,7 @@ def test_an_adapter_in_a_used_slot_gets_no_rows_of_the_last_one() -> None:
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
         part, expected = (model.model(ids)[0] for model in (manager.model, base()))
-    assert relative_error(part, expected) < ERROR_MAX, "a part that is called alone"
+    assert relative_error(part, expected) < ERROR_MAX, "a part of the model that is called directly"
     with pytest.raises(NotResident):
         manager.set_adapter_mapping(mapping_of(1, 0))
     manager.deactivate_adapter(2)
@@ -58,7 +58,7 @@ def test_an_adapter_in_a_used_slot_gets_no_rows_of_the_last_one() -> None:
 
 
 def test_rows_follow_their_adapter_to_another_slot() -> None:
-    manager = full(LoRAModelManager)
+    manager = full_manager(LoRAModelManager)
     manager.set_adapter_mapping(mapping_of(2, 0, 1))
     for adapter_id in (1, 2):
         manager.deactivate_adapter(adapter_id)
@@ -68,8 +68,8 @@ def test_rows_follow_their_adapter_to_another_slot() -> None:
     check_rows(manager, {1: CONTENTS[0], 2: CONTENTS[1]}, 2, 0, 1)
 
 
-def test_an_id_that_comes_back_with_other_weights_has_those() -> None:
-    manager = full(LoRAModelManager)
+def test_an_id_that_is_added_again_has_its_new_weights() -> None:
+    manager = full_manager(LoRAModelManager)
     manager.set_adapter_mapping(mapping_of(1))
     manager.remove_adapter(1)
     manager.add_adapter(CONTENTS[3].model(1))
@@ -79,9 +79,9 @@ def test_an_id_that_comes_back_with_other_weights_has_those() -> None:
     check_rows(manager, {1: CONTENTS[3]}, 1)
 
 
-def test_base_rows_never_meet_the_last_slot() -> None:
-    """Trap 10: the base's slot is -1, which as an index is the last one."""
-    manager = full(LoRAModelManager)
+def test_base_rows_never_use_the_last_slot() -> None:
+    """The base model's slot is -1, which as an index is the last one."""
+    manager = full_manager(LoRAModelManager)
     manager.set_adapter_mapping(mapping_of(0, 2, 0))
     check_rows(manager, {2: CONTENTS[1]}, 0, 2, 0)
     assert torch.equal(forward(manager, 3)[0], forward(manager, 3)[2])
@@ -90,7 +90,7 @@ def test_base_rows_never_meet_the_last_slot() -> None:
 
 
 def test_rows_within_a_sequence_may_differ() -> None:
-    manager = full(LoRAModelManager)
+    manager = full_manager(LoRAModelManager)
     manager.set_adapter_mapping(LoRAMapping([0, 1, 2, 1, 0], [0]))
     mixed = forward(manager, 1)[0]
     manager.set_adapter_mapping(mapping_of(0))
@@ -99,7 +99,7 @@ def test_rows_within_a_sequence_may_differ() -> None:
 
 
 def test_without_a_mapping_and_with_an_empty_one_the_model_is_the_base() -> None:
-    manager = full(LoRAModelManager)
+    manager = full_manager(LoRAModelManager)
     check_rows(manager, {}, 0)
     manager.set_adapter_mapping(mapping_of(1))
     check_rows(manager, {1: CONTENTS[0]}, 1)
@@ -108,16 +108,16 @@ def test_without_a_mapping_and_with_an_empty_one_the_model_is_the_base() -> None
         check_rows(manager, {}, *([0] * rows))
 
 
-def test_a_batch_of_other_rows_than_its_mapping_is_an_error() -> None:
-    manager = full(LoRAModelManager)
+def test_a_batch_with_more_rows_than_its_mapping_is_an_error() -> None:
+    manager = full_manager(LoRAModelManager)
     manager.set_adapter_mapping(mapping_of(1, 2))
     with pytest.raises(ValueError, match="10"):
         forward(manager, 3)
 
 
-def test_generate_goes_on_from_prefill_to_decode() -> None:
-    """As people call it: `transformers` generates, with a mapping for each sort of step."""
-    manager = full(LoRAModelManager)
+def test_decode_continues_a_prefill() -> None:
+    """With the cache of `transformers`, and one mapping per kind of step."""
+    manager = full_manager(LoRAModelManager)
     ids = torch.tensor([PROMPT])
     manager.set_adapter_mapping(mapping_of(1))
     with torch.no_grad():
@@ -130,9 +130,9 @@ def test_generate_goes_on_from_prefill_to_decode() -> None:
     assert relative_error(step.logits[0, -1], whole[0, -1]) < ERROR_MAX
 
 
-def test_an_unknown_adapter_is_l006_or_nothing_to_do() -> None:
-    manager = full(LoRAModelManager)
-    before = held(manager)
+def test_an_unknown_adapter_is_l006_or_false() -> None:
+    manager = full_manager(LoRAModelManager)
+    before = manager_state(manager)
     for call in (manager.activate_adapter, manager.pin_adapter):
         with pytest.raises(UnknownAdapter, match="7") as caught:
             call(7)
@@ -140,14 +140,14 @@ def test_an_unknown_adapter_is_l006_or_nothing_to_do() -> None:
     for call in (manager.deactivate_adapter, manager.remove_adapter, manager.unpin_adapter):
         assert call(7) is False
     assert manager.get_adapter(7) is None
-    assert held(manager) == before
+    assert manager_state(manager) == before
     empty = make_manager(LoRAModelManager)
     assert empty.remove_all_adapters() is False
     assert empty.remove_oldest_adapter() is False
 
 
-def test_no_room_says_what_is_taken() -> None:
-    manager = full(LoRAModelManager, slots=1, capacity=2)
+def test_no_room_names_what_is_in_use() -> None:
+    manager = full_manager(LoRAModelManager, slots=1, capacity=2)
     for call in (
         lambda: manager.add_adapter(CONTENTS[2].model(3)),
         lambda: manager.activate_adapter(2),
@@ -155,7 +155,7 @@ def test_no_room_says_what_is_taken() -> None:
         with pytest.raises(NoRoom, match=r"2 of 2 adapters.*1 of 1 slots") as caught:
             call()
         assert caught.value.code is ErrorCode.NO_ROOM
-    pinned = full(LRUCacheLoRAModelManager, slots=1, capacity=2)
+    pinned = full_manager(LRUCacheLoRAModelManager, slots=1, capacity=2)
     pinned.pin_adapter(1)
     with pytest.raises(NoRoom, match="held adapters keep 1 slots"):
         pinned.activate_adapter(2)
@@ -163,7 +163,7 @@ def test_no_room_says_what_is_taken() -> None:
     assert pinned.activate_adapter(2)
 
 
-def test_a_small_arena_is_a_bound_of_its_own() -> None:
+def test_a_small_arena_limits_slots_by_bytes() -> None:
     manager = make_manager(LRUCacheLoRAModelManager, device_bytes_max=3000)
     manager.add_adapter(CONTENTS[0].model(1))
     with pytest.raises(NoRoom, match="bytes of device memory"):
@@ -175,10 +175,10 @@ def test_a_small_arena_is_a_bound_of_its_own() -> None:
         make_manager(LoRAModelManager, device_bytes_max=1 << 60)
 
 
-def test_warm_up_adapters_take_room_and_add_nothing() -> None:
+def test_warm_up_adapters_have_full_size_and_change_no_output() -> None:
     manager = make_manager(LoRAModelManager)
     dummy = manager.create_dummy_lora(7, 8)
-    assert dummy.loras.keys() == manager.side.modules.keys()
+    assert dummy.loras.keys() == manager.adapter_target.modules.keys()
     manager.add_adapter(dummy)
     manager.activate_adapter(7)
     manager.set_adapter_mapping(mapping_of(7))
@@ -200,15 +200,15 @@ def test_warm_up_adapters_take_room_and_add_nothing() -> None:
         ({"vocab_size": VOCABULARY + 1}, f"embeds {VOCABULARY}"),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused(fields: dict[str, int], word: str) -> None:
+def test_invalid_sizes_are_refused(fields: dict[str, int], word: str) -> None:
     sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 9, "vocab_size": VOCABULARY} | fields
     model = AutoModelForCausalLM.from_config(base().config)
     with pytest.raises(ValueError, match=word):
         create_lora_manager(model, lora_config=LoRAConfig(), device="cpu", **sizes)
 
 
-def test_a_mapping_may_have_as_many_rows_as_the_manager_was_made_for() -> None:
-    manager = full(LoRAModelManager)
+def test_a_mapping_has_at_most_the_rows_that_the_manager_was_made_for() -> None:
+    manager = full_manager(LoRAModelManager)
     manager.set_adapter_mapping(LoRAMapping([1] * 256, [1] * 16))
     for index, prompt, name in ((257, 1, "index_mapping"), (1, 17, "prompt_mapping")):
         with pytest.raises(ValueError, match=name):
@@ -216,13 +216,13 @@ def test_a_mapping_may_have_as_many_rows_as_the_manager_was_made_for() -> None:
 
 
 @pytest.mark.parametrize("part", [MappingType.TOWER, MappingType.CONNECTOR])
-def test_a_mapping_for_a_part_that_is_not_there_is_refused(part: MappingType) -> None:
-    manager = full(LoRAModelManager)
+def test_a_mapping_for_a_part_that_the_model_lacks_is_refused(part: MappingType) -> None:
+    manager = full_manager(LoRAModelManager)
     with pytest.raises(ValueError, match=part.value):
         manager.set_adapter_mapping(LoRAMapping([1], [1], type=part))
 
 
-def test_capacities_are_the_configuration_s() -> None:
+def test_capacities_are_those_of_the_configuration() -> None:
     manager = make_manager(LoRAModelManager, slots=2, capacity=5)
     assert (manager.capacity, manager.lora_slots, manager.adapter_slots) == (5, 2, 2)
     assert len(manager) == 0

@@ -1,4 +1,4 @@
-"""The manager in process over models that embed or classify: their adapters."""
+"""The manager with models that embed or classify."""
 
 from pathlib import Path
 
@@ -40,9 +40,11 @@ def test_a_batch_of_adapters_and_the_base_is_pefts(example: PoolingExample, tmp_
     models = {None: example.make(), **save_adapters(example, tmp_path)}
     manager = manager_of(example)
     worker = LRUCacheWorkerLoRAManager(manager)
-    asked = [LoRARequest(name, at, str(tmp_path / name)) for at, name in enumerate(NAMES) if name]
+    requested = [
+        LoRARequest(name, at, str(tmp_path / name)) for at, name in enumerate(NAMES) if name
+    ]
     tokens = [at for at in range(len(NAMES)) for _ in TEXTS[at]]
-    worker.set_active_adapters(asked, LoRAMapping(tokens, range(len(NAMES)), is_prefill=True))
+    worker.set_active_adapters(requested, LoRAMapping(tokens, range(len(NAMES)), is_prefill=True))
     found = result(manager.model(input_ids=torch.tensor(TEXTS)))
     for row, name in enumerate(NAMES):
         alone = result(models[name](input_ids=torch.tensor(TEXTS[row : row + 1])))[0]

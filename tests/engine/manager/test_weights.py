@@ -1,4 +1,4 @@
-"""What is handed over in memory: any sort of tensor, and adapters that must not be served."""
+"""Adapters added from memory: kinds of tensors, and adapters that are refused."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +22,9 @@ from tests.support.engine.manager_examples import (
     MLP,
     check_rows,
     forward,
-    full,
-    held,
+    full_manager,
     make_manager,
+    manager_state,
     mapping_of,
 )
 
@@ -35,7 +35,7 @@ Change = Callable[[LoRALayerWeights], LoRALayerWeights]
 
 
 def changed(number: int, module: str, change: Change) -> LoRAModel:
-    """Content `number` as adapter 9, with one module's weights changed."""
+    """Return content `number` as adapter 9, with one module's weights changed."""
     model = CONTENTS[number].model(9)
     model.loras[module] = change(model.loras[module])
     return model
@@ -62,7 +62,7 @@ BAD: dict[str, tuple[Callable[[], LoRAModel], type[EngineError], str]] = {
     "beyond the dtype once scaled": (
         lambda: changed(0, UP, poked("lora_b", 2e38)),
         NotFinite,
-        "too far",
+        "too large",
     ),
     "too wide": (
         lambda: changed(0, UP, reshaped(lora_a=(4, 17))),
@@ -121,26 +121,26 @@ BAD: dict[str, tuple[Callable[[], LoRAModel], type[EngineError], str]] = {
 
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_adapter_moves_nobody(cls: type[LoRAModelManager], name: str) -> None:
-    """Trap 1: the check comes before anybody leaves for it."""
+def test_a_bad_adapter_changes_nothing(cls: type[LoRAModelManager], name: str) -> None:
+    """It is checked before another adapter is evicted for it."""
     make, error, word = BAD[name]
-    manager = full(cls)
-    before = held(manager)
+    manager = full_manager(cls)
+    before = manager_state(manager)
     with pytest.raises(error, match="adapter 9") as caught:
         manager.add_adapter(make())
     assert word in str(caught.value)
-    assert held(manager) == before
+    assert manager_state(manager) == before
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     model = CONTENTS[0].model(9)
     model.loras[UP] = reshaped(lora_a=(4, 17))(model.loras[UP])
     model.loras["elsewhere"] = model.loras[MLP[0]]
     with pytest.raises(AdapterDoesNotFit, match=r"(?s)up_proj.*elsewhere"):
-        full(LoRAModelManager).add_adapter(model)
+        full_manager(LoRAModelManager).add_adapter(model)
 
 
-def test_what_is_handed_over_may_be_changed_afterwards() -> None:
+def test_tensors_may_be_changed_after_they_were_added() -> None:
     manager = make_manager(LoRAModelManager)
     model = CONTENTS[0].model(1)
     manager.add_adapter(model)
@@ -165,7 +165,7 @@ TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_any_sort_of_tensor_is_taken_as_the_numbers_that_it_holds(name: str) -> None:
+def test_any_kind_of_tensor_is_read_by_value(name: str) -> None:
     manager = make_manager(LoRAModelManager)
     given, plain = CONTENTS[0].model(1), CONTENTS[0].model(2)
     for module, lora in given.loras.items():
@@ -200,7 +200,7 @@ def test_half_precision_adapters_are_widened(dtype: torch.dtype) -> None:
         assert torch.equal(kept.loras[module].lora_b, lora.lora_b.float() * lora.scaling)
 
 
-def test_what_is_finite_in_its_own_dtype_alone_is_refused() -> None:
+def test_a_value_that_overflows_the_arenas_dtype_is_refused() -> None:
     manager = make_manager(LoRAModelManager, lora_dtype="float16")
     with pytest.raises(NotFinite, match="float16"):
         manager.add_adapter(changed(0, UP, poked("lora_b", 60_000.0)))
@@ -208,10 +208,10 @@ def test_what_is_finite_in_its_own_dtype_alone_is_refused() -> None:
 
 @pytest.mark.parametrize("adapter_id", [True, 1.0, "1", None])
 def test_an_id_is_an_integer(adapter_id: object) -> None:
-    manager = full(LoRAModelManager)
-    before = held(manager)
+    manager = full_manager(LoRAModelManager)
+    before = manager_state(manager)
     model = CONTENTS[0].model(1)
     model.id = adapter_id
     with pytest.raises(ValueError, match="id is"):
         manager.add_adapter(model)
-    assert held(manager) == before
+    assert manager_state(manager) == before

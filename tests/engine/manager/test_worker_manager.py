@@ -1,4 +1,4 @@
-"""Batches by request: files, paths, pins and memory, on both workers."""
+"""Batches by request: files, paths, holds and memory, on both worker managers."""
 
 import gc
 import weakref
@@ -34,9 +34,9 @@ from tests.support.engine.manager_examples import (
     CONTENTS,
     ERROR_MAX,
     check_rows,
-    full,
-    held,
+    full_manager,
     make_manager,
+    manager_state,
     mapping_of,
 )
 
@@ -48,7 +48,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples" / "tiny"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Every content as files, by number."""
+    """A directory with the files of every content, by number."""
     for number, content in enumerate(CONTENTS, 1):
         content.save(tmp_path / str(number))
     return tmp_path
@@ -64,34 +64,33 @@ def request(folder: Path, number: int, **fields: object) -> LoRARequest:
 
 
 @pytest.mark.parametrize("worker_class", [WorkerLoRAManager, LRUCacheWorkerLoRAManager])
-def test_a_batch_beside_a_pinned_adapter_is_refused_before_a_file_is_read(
+def test_a_batch_too_large_next_to_a_held_adapter_is_refused_before_reading(
     worker_class: type[WorkerLoRAManager], folder: Path
 ) -> None:
-    """Trap 3."""
-    manager = full(LRUCacheLoRAModelManager, slots=2, capacity=3)
+    manager = full_manager(LRUCacheLoRAModelManager, slots=2, capacity=3)
     manager.pin_adapter(1)
     worker = worker_class(manager)
-    before = held(manager)
+    before = manager_state(manager)
     unread = [request(folder, number, lora_path="/nowhere") for number in (8, 9)]
     with pytest.raises(NoRoom, match="held keep 1 slots"):
         worker.set_active_adapters(unread, mapping_of(8, 9))
-    assert held(manager) == before
-    assert manager.books.loads.count == 0
+    assert manager_state(manager) == before
+    assert manager.metrics.loads.count == 0
     with pytest.raises(AdapterNotFound):
         worker.set_active_adapters(unread[:1], mapping_of(8))
-    assert held(manager) == before
+    assert manager_state(manager) == before
 
 
-def test_files_that_did_not_change_are_read_once_however_often_they_are_asked(
+def test_unchanged_files_are_read_once(
     folder: Path,
 ) -> None:
-    """Trap 5: `load_inplace` left set."""
+    """Also where each request has `load_inplace`."""
     manager = make_manager(LRUCacheLoRAModelManager)
     worker = LRUCacheWorkerLoRAManager(manager)
     again = request(folder, 1, load_inplace=True)
     for _ in range(3):
         worker.set_active_adapters([again], mapping_of(1))
-        assert manager.books.loads.count == 1
+        assert manager.metrics.loads.count == 1
     assert worker.add_adapter(again) is False
     CONTENTS[2].save(folder / "1")
     for _ in range(3):
@@ -100,25 +99,25 @@ def test_files_that_did_not_change_are_read_once_however_often_they_are_asked(
     for _ in range(3):
         worker.set_active_adapters([again], mapping_of(1))
         check_rows(manager, {1: CONTENTS[2]}, 1)
-        assert manager.books.loads.count == 2
-    # Two ids of the same bytes don't take each other's files for theirs.
+        assert manager.metrics.loads.count == 2
+    # Two ids with the same bytes have their own stamps.
     CONTENTS[2].save(folder / "2")
     for _ in range(3):
         both = [again, request(folder, 2, load_inplace=True)]
         worker.set_active_adapters(both, mapping_of(1, 2))
-    assert manager.books.loads.count == 3
+    assert manager.metrics.loads.count == 3
 
 
-def test_an_adapter_that_is_read_anew_stays_pinned_and_keeps_its_place(folder: Path) -> None:
+def test_an_adapter_that_is_read_again_stays_held_and_in_its_slot(folder: Path) -> None:
     manager = make_manager(LoRAModelManager, slots=1, capacity=1)
     worker = WorkerLoRAManager(manager)
     worker.add_adapter(request(folder, 1))
     worker.pin_adapter(1)
     (folder / "1" / "adapter_model.safetensors").write_bytes(b"what is no adapter")
-    before = held(manager)
+    before = manager_state(manager)
     with pytest.raises(AdapterDoesNotFit):
         worker.add_adapter(request(folder, 1, load_inplace=True))
-    assert held(manager) == before
+    assert manager_state(manager) == before
     CONTENTS[3].save(folder / "1")
     assert worker.add_adapter(request(folder, 1, load_inplace=True))
     assert manager.is_pinned(1)
@@ -127,7 +126,7 @@ def test_an_adapter_that_is_read_anew_stays_pinned_and_keeps_its_place(folder: P
 
 
 def in_arrays(model: LoRAModel) -> tuple[LoRAModel, list[weakref.ref[np.ndarray]]]:
-    """The same in memory whose end can be seen, whatever views there are of it."""
+    """Move A into arrays; return the model and references that show when the arrays are freed."""
     arrays = [lora.lora_a.numpy().copy() for lora in model.loras.values()]
     for lora, array in zip(model.loras.values(), arrays, strict=True):
         lora.lora_a = torch.from_numpy(array)
@@ -135,21 +134,21 @@ def in_arrays(model: LoRAModel) -> tuple[LoRAModel, list[weakref.ref[np.ndarray]
 
 
 @pytest.mark.parametrize("leave", ["remove", "evict", "replace"])
-def test_who_leaves_gives_everything_back(leave: str, folder: Path) -> None:
-    """Trap 6: neither the host's nor the device's memory stays, nor what was handed over."""
+def test_a_removed_adapter_frees_all_its_memory(leave: str, folder: Path) -> None:
+    """On the host and on the device, and the tensors that were added."""
     manager = make_manager(LRUCacheLoRAModelManager, slots=1, capacity=1)
-    empty = held(manager)
+    empty = manager_state(manager)
     if leave == "replace":
         worker = LRUCacheWorkerLoRAManager(manager)
         worker.add_adapter(request(folder, 1))
     else:
-        model, handed = in_arrays(CONTENTS[0].model(1))
+        model, arrays = in_arrays(CONTENTS[0].model(1))
         manager.add_adapter(model)
         del model
         gc.collect()
-        assert not any(array() is not None for array in handed)
+        assert not any(array() is not None for array in arrays)
         manager.activate_adapter(1)
-    blob = weakref.ref(next(iter(manager._engine.residency.held.values())).weights.data)
+    blob = weakref.ref(next(iter(manager._engine.residency.host_adapters.values())).weights.data)
     if leave == "evict":
         manager.add_adapter(CONTENTS[1].model(2))
     elif leave == "replace":
@@ -160,7 +159,7 @@ def test_who_leaves_gives_everything_back(leave: str, folder: Path) -> None:
     gc.collect()
     assert blob() is None
     manager.remove_all_adapters()
-    assert held(manager) == empty
+    assert manager_state(manager) == empty
     assert not manager._core.world.adapters
 
 
@@ -170,7 +169,7 @@ def test_ids_and_paths_are_one_to_one(folder: Path) -> None:
     assert worker.add_adapter(request(folder, 1))
     assert not worker.add_adapter(request(folder, 1))
     assert not worker.add_adapter(request(folder, 1, lora_path=""))
-    before = held(manager)
+    before = manager_state(manager)
     other = request(folder, 1, lora_path=str(folder / "2"))
     with pytest.raises(Conflict, match="another lora_int_id"):
         worker.add_adapter(other)
@@ -183,13 +182,13 @@ def test_ids_and_paths_are_one_to_one(folder: Path) -> None:
         worker.add_adapter(request(folder, 3, lora_path=""))
     with pytest.raises(NotResident, match=r"\[2\]"):
         worker.set_active_adapters([request(folder, 1)], mapping_of(1, 2))
-    assert held(manager) == before
+    assert manager_state(manager) == before
     assert worker.add_adapter(request(folder, 1, lora_path=other.lora_path, load_inplace=True))
     manager.set_adapter_mapping(mapping_of(1))
     check_rows(manager, {1: CONTENTS[1]}, 1)
 
 
-def test_roots_bound_where_adapters_may_lie(folder: Path) -> None:
+def test_paths_outside_the_roots_are_refused(folder: Path) -> None:
     outside = CONTENTS[0].save(folder.parent / f"{folder.name}-outside")
     worker = WorkerLoRAManager(make_manager(LoRAModelManager), adapter_roots=[folder])
     assert worker.add_adapter(request(folder, 1))
@@ -201,7 +200,7 @@ def test_roots_bound_where_adapters_may_lie(folder: Path) -> None:
         worker.add_adapter(request(folder, 2, lora_path=str(folder / "link")))
 
 
-def test_the_lru_worker_keeps_others_and_the_plain_one_the_batch_alone(folder: Path) -> None:
+def test_the_lru_worker_keeps_other_adapters_and_the_plain_one_does_not(folder: Path) -> None:
     for worker_class, kept in ((WorkerLoRAManager, {3}), (LRUCacheWorkerLoRAManager, {1, 2, 3})):
         cls = CLASSES[worker_class is LRUCacheWorkerLoRAManager]
         worker = worker_class(make_manager(cls))
@@ -213,7 +212,7 @@ def test_the_lru_worker_keeps_others_and_the_plain_one_the_batch_alone(folder: P
         assert worker.remove_all_adapters() == (worker_class is LRUCacheWorkerLoRAManager)
 
 
-def test_metrics_count_what_was_done(folder: Path) -> None:
+def test_metrics_count_calls(folder: Path) -> None:
     ticks = iter(range(1000))
     manager = make_manager(LRUCacheLoRAModelManager, clock=lambda: float(next(ticks)))
     worker = LRUCacheWorkerLoRAManager(manager)
@@ -229,14 +228,14 @@ def test_metrics_count_what_was_done(folder: Path) -> None:
         "capacity": 3,
         "utilization": 1.0,
     }
-    told = metrics["performance"]
-    assert (told["hits"], told["misses"], told["evictions"]) == (2, 3, 1)
-    assert {name: told[name]["count"] for name in ("activations", "switches", "loads")} == {
+    performance = metrics["performance"]
+    assert (performance["hits"], performance["misses"], performance["evictions"]) == (2, 3, 1)
+    assert {name: performance[name]["count"] for name in ("activations", "switches", "loads")} == {
         "activations": 1,
         "switches": 1,
         "loads": 2,
     }
-    assert told["loads"] == {
+    assert performance["loads"] == {
         "count": 2,
         "seconds": 2.0,
         "longest_seconds": 1.0,
@@ -258,11 +257,11 @@ def test_the_example_adapters_are_pefts_through_the_manager() -> None:
     )
     worker = LRUCacheWorkerLoRAManager(manager)
     ids = dict(enumerate(names, 1))
-    asked = [
+    requested = [
         LoRARequest(name, number, str(EXAMPLES / "adapters" / name)) for number, name in ids.items()
     ]
     index = [number for number in (0, *ids) for _ in tokens]
-    worker.set_active_adapters(asked, LoRAMapping(index, [0, *ids], is_prefill=True))
+    worker.set_active_adapters(requested, LoRAMapping(index, [0, *ids], is_prefill=True))
     with torch.no_grad():
         found = manager.model(torch.tensor([tokens] * rows)).logits
         for number, name in ids.items():

@@ -1,4 +1,4 @@
-"""Laws of the extents: apart, adding up, and room made with the fewest bytes moved."""
+"""Properties of the extents: disjoint, adding up, and holes made with the fewest bytes moved."""
 
 from itertools import combinations
 
@@ -12,22 +12,22 @@ LAYOUTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), min_size=1, 
 
 
 def laid_out(gaps_and_sizes: list[tuple[int, int]], tail: int) -> Extents:
-    """Extents with these holes before them, built the way the arena does: placed, then dropped."""
+    """Return extents with these holes before them, built by allocating and freeing."""
     capacity = sum(gap + size for gap, size in gaps_and_sizes) + tail
     extents = Extents(capacity * UNIT)
     fillers = []
     for number, (gap, size) in enumerate(gaps_and_sizes):
         if gap:
             fillers.append(100 + number)
-            assert extents.place(fillers[-1], gap * UNIT)
-        assert extents.place(number, size * UNIT)
+            assert extents.allocate(fillers[-1], gap * UNIT)
+        assert extents.allocate(number, size * UNIT)
     for filler in fillers:
-        extents.drop(filler)
+        extents.free(filler)
     return extents
 
 
 def holes(extents: Extents, owners: list[int]) -> list[int]:
-    """The sizes of the holes between these owners, in bytes."""
+    """Return the sizes of the holes between these owners, in bytes."""
     found, end = [], 0
     for extent in sorted((extents[owner] for owner in owners), key=lambda e: e.start_bytes):
         found.append(extent.start_bytes - end)
@@ -36,22 +36,23 @@ def holes(extents: Extents, owners: list[int]) -> list[int]:
 
 
 def cheapest(extents: Extents, owners: list[int], size_bytes: int, fixed: set[int]) -> int | None:
-    """By trying every run of neighbours: the fewest bytes that must move for such a hole."""
+    """Return the fewest bytes that must move for such a hole, by trying every run of neighbours."""
     costs = []
-    for first, behind in combinations(range(len(owners) + 1), 2):
-        run = owners[first:behind]
+    for first, end in combinations(range(len(owners) + 1), 2):
+        run = owners[first:end]
         if fixed.intersection(run):
             continue
-        start = extents[owners[first - 1]].end_bytes if first else 0
-        end = extents[owners[behind]].start_bytes if behind < len(owners) else None
-        end = extents.capacity_bytes if end is None else end
+        start_bytes = extents[owners[first - 1]].end_bytes if first else 0
+        end_bytes = extents.capacity_bytes
+        if end < len(owners):
+            end_bytes = extents[owners[end]].start_bytes
         taken = sum(extents[owner].size_bytes for owner in run)
-        if end - start - taken >= size_bytes:
+        if end_bytes - start_bytes - taken >= size_bytes:
             costs.append(taken)
     return min(costs, default=None)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(LAYOUTS, st.integers(0, 3), st.integers(1, 12), st.sets(st.integers(0, 6)))
 def test_a_plan_makes_the_hole_with_the_fewest_bytes(
     layout: list[tuple[int, int]], tail: int, size: int, fixed: set[int]
@@ -70,24 +71,24 @@ def test_a_plan_makes_the_hole_with_the_fewest_bytes(
     for move in plan:
         assert move.owner not in fixed
         assert move.start_bytes < extents[move.owner].start_bytes
-        extents.move(move)
+        extents.apply(move)
         extents.check()
     assert max(holes(extents, owners)) >= size_bytes
-    assert extents.place(99, size_bytes) is not None
+    assert extents.allocate(99, size_bytes) is not None
     extents.check()
 
 
 def test_the_smallest_hole_that_is_large_enough_is_taken() -> None:
     extents = laid_out([(3, 1), (2, 1), (4, 1)], tail=9)
-    assert extents.place(50, 2 * UNIT) == Extent(4 * UNIT, 2 * UNIT)
-    assert extents.place(51, 4 * UNIT) == Extent(7 * UNIT, 4 * UNIT)
-    assert extents.place(52, 10 * UNIT) is None
+    assert extents.allocate(50, 2 * UNIT) == Extent(4 * UNIT, 2 * UNIT)
+    assert extents.allocate(51, 4 * UNIT) == Extent(7 * UNIT, 4 * UNIT)
+    assert extents.allocate(52, 10 * UNIT) is None
 
 
-def test_check_finds_what_is_wrong() -> None:
+def test_check_finds_an_overlap() -> None:
     extents = laid_out([(2, 2), (0, 2)], tail=0)
     extents.check()
-    extents.move(Move(1, 3 * UNIT))
+    extents.apply(Move(1, 3 * UNIT))
     try:
         extents.check()
     except AssertionError:

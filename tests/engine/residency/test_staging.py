@@ -1,4 +1,4 @@
-"""Laws of staging: a blob holds the adapter's own arithmetic, and its size was known before."""
+"""Properties of staging: a blob computes what the adapter does, and its size is known before."""
 
 from collections.abc import Callable
 from unittest.mock import patch
@@ -27,21 +27,21 @@ WIDTHS = st.integers(1, 70)
 
 
 def unpacked(blob: Blob, shape: ModuleShape) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What a reader that knows only the layout's words finds in a blob."""
+    """Return A and B, read from a blob by the documented layout alone."""
     start, rank = int(blob.offsets[shape.index]), int(blob.ranks[shape.index])
     if start == ABSENT:
         assert rank == 0
         return None
     alignment = ALIGNMENT_BYTES // blob.data.element_size()
     assert start % alignment == 0
-    behind_a = start + -(-rank * shape.in_features // alignment) * alignment
+    b_start = start + -(-rank * shape.in_features // alignment) * alignment
     a = blob.data[start : start + rank * shape.in_features]
-    b = blob.data[behind_a : behind_a + shape.out_features * rank]
+    b = blob.data[b_start : b_start + shape.out_features * rank]
     return a.view(rank, shape.in_features), b.view(shape.out_features, rank)
 
 
 def delta(lora: LoRALayerWeights, read: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """What peft adds to the base weight, of matrices as `read` gives them."""
+    """Return what peft adds to the base weight, with each matrix converted by `read`."""
     return lora.lora_alpha / lora.rank * read(lora.lora_b) @ read(lora.lora_a)
 
 
@@ -62,9 +62,9 @@ def adapters(draw: st.DrawFn) -> tuple[LoRAModel, list[ModuleShape]]:
     return LoRAModel(1, max(lora.rank for lora in loras.values()), loras), shapes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(adapters(), st.sampled_from(DTYPES))
-def test_a_blob_holds_the_adapters_arithmetic(
+def test_a_blob_computes_what_the_adapter_computes(
     adapter: tuple[LoRAModel, list[ModuleShape]], dtype: torch.dtype
 ) -> None:
     model, shapes = adapter
@@ -90,7 +90,7 @@ def test_a_blob_holds_the_adapters_arithmetic(
         assert model.loras[name].scaling == scaling
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(adapters(), st.sampled_from(DTYPES))
 def test_the_size_is_known_from_shapes_and_every_byte_is_accounted_for(
     adapter: tuple[LoRAModel, list[ModuleShape]], dtype: torch.dtype
@@ -102,7 +102,7 @@ def test_the_size_is_known_from_shapes_and_every_byte_is_accounted_for(
     assert blob.size_bytes == blob_bytes(ranks, shapes, dtype)
     assert torch.isfinite(blob.data).all(), "something was left unwritten"
     starts = blob.offsets[blob.offsets != ABSENT].tolist()
-    assert starts == sorted(starts), "the slices don't lie in the directory's order"
+    assert starts == sorted(starts), "the slices are not in the directory's order"
     covered = torch.zeros(blob.data.numel(), dtype=torch.bool)
     for shape in shapes:
         if shape.name in ranks:
@@ -137,8 +137,8 @@ def test_b_starts_on_the_next_multiple_of_128_bytes(
 def test_a_module_without_a_column_is_an_error() -> None:
     lora = LoRALayerWeights("known", 1, 1.0, torch.ones(1, 2), torch.ones(2, 1))
     shapes = [ModuleShape("known", 2, 2, 0)]
-    model = LoRAModel(1, 1, {"known": lora, "stranger": lora})
-    with pytest.raises(KeyError, match="stranger"):
+    model = LoRAModel(1, 1, {"known": lora, "unknown": lora})
+    with pytest.raises(KeyError, match="unknown"):
         stage(model, shapes, torch.float32, pin=False)
 
 
@@ -162,10 +162,10 @@ def test_a_blob_moves_between_pageable_and_page_locked_memory() -> None:
     assert pageable.to_pinned().is_pinned
 
 
-def test_a_host_without_room_is_told() -> None:
+def test_a_host_without_enough_memory_is_an_error() -> None:
     lora = LoRALayerWeights("m", 1, 1.0, torch.ones(1, 2), torch.ones(2, 1))
     with (
         patch("engine.host_memory.torch.empty", side_effect=RuntimeError("can't allocate")),
-        pytest.raises(HostOutOfMemory, match="256 bytes of pageable memory"),
+        pytest.raises(HostOutOfMemory, match="256 bytes of pageable host memory"),
     ):
         stage(LoRAModel(1, 1, {"m": lora}), [ModuleShape("m", 2, 2, 0)], torch.float32, False)

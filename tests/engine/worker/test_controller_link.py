@@ -1,29 +1,29 @@
-"""The link's numbers: gaps are seen, lives are told apart, and no report is lost by lost frames."""
+"""The link's numbers: gaps and epochs are detected, and lost frames lose no report."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.worker.controller_link import Link
+from engine.worker.controller_link import ControllerLink
 from messages.commands import Command, ControllerBeat, DropWeights, RequestInventory, ResendTokens
 from messages.reports import EngineBeat, EngineInventory, TokensGenerated, WeightsDropped
-from messages.wire import REPORTS, Frame
+from messages.wire import REPORTS, DecodedFrame
 
 DROP = DropWeights(op=1, adapter_id=1)
-BEAT, ASK, RESEND = ControllerBeat(0), RequestInventory(0), ResendTokens("r")
+BEAT, INVENTORY_REQUEST, RESEND = ControllerBeat(0), RequestInventory(0), ResendTokens("r")
 
 
-def attached(epoch: int = 3, seq: int = 5) -> Link:
-    """A link that has heard `seq` commands of a controller's life and lacks nothing."""
-    link = Link()
+def attached(epoch: int = 3, seq: int = 5) -> ControllerLink:
+    """Return a link that has received `seq` commands of an epoch and lacks nothing."""
+    link = ControllerLink()
     for number in range(1, seq + 1):
-        assert link.accept(Frame(epoch, number, DROP))
-    link.synchronised()
+        assert link.accept(DecodedFrame(epoch, number, DROP))
+    link.mark_synchronised()
     return link
 
 
-def test_a_new_link_has_to_introduce_itself() -> None:
-    assert Link().needs_sync
+def test_a_new_link_sends_the_inventory_first() -> None:
+    assert ControllerLink().needs_sync
 
 
 @pytest.mark.parametrize(
@@ -35,46 +35,46 @@ def test_a_new_link_has_to_introduce_itself() -> None:
         (3, 7, DROP, True, True),
         (3, 7, RESEND, True, True),
         (3, 6, BEAT, True, True),
-        (3, 6, ASK, True, True),
-        (3, 9, ASK, True, True),
-        # What was seen before is done once by its `op`; it is no gap.
+        (3, 6, INVENTORY_REQUEST, True, True),
+        (3, 9, INVENTORY_REQUEST, True, True),
+        # A repeated command is no gap; its `op` keeps it from being executed again.
         (3, 5, DROP, True, False),
         (3, 4, BEAT, True, False),
-        # Another life counts from 1 again.
+        # Another epoch counts from 1 again.
         (4, 1, DROP, True, False),
         (4, 0, BEAT, True, False),
         (4, 2, DROP, True, True),
         (4, 6, DROP, True, True),
         (4, 1, BEAT, True, True),
-        # A former life has nothing to say.
+        # Commands of an earlier epoch are ignored.
         (2, 6, DROP, False, False),
-        (2, 9, ASK, False, False),
+        (2, 9, INVENTORY_REQUEST, False, False),
         (0, 9, BEAT, False, False),
     ],
 )
-def test_what_a_frame_tells(
+def test_a_frame_is_accepted_and_may_need_a_sync(
     epoch: int, seq: int, message: Command, accepted: bool, needs_sync: bool
 ) -> None:
     link = attached()
-    assert link.accept(Frame(epoch, seq, message)) is accepted
+    assert link.accept(DecodedFrame(epoch, seq, message)) is accepted
     assert link.needs_sync is needs_sync
     assert link.epoch == max(epoch, 3)
 
 
-def test_a_gap_is_told_once() -> None:
+def test_a_gap_is_reported_once() -> None:
     link = attached()
-    link.accept(Frame(3, 8, BEAT))
-    link.synchronised()
-    link.accept(Frame(3, 8, BEAT))
-    link.accept(Frame(3, 9, DROP))
+    link.accept(DecodedFrame(3, 8, BEAT))
+    link.mark_synchronised()
+    link.accept(DecodedFrame(3, 8, BEAT))
+    link.accept(DecodedFrame(3, 9, DROP))
     assert not link.needs_sync
 
 
-def test_a_former_life_can_not_acknowledge() -> None:
+def test_an_earlier_epoch_can_not_acknowledge() -> None:
     link = attached()
     link.encode(WeightsDropped(1))
-    assert not link.accept(Frame(2, 6, ControllerBeat(1)))
-    assert len(link.unacknowledged()) == 1
+    assert not link.accept(DecodedFrame(2, 6, ControllerBeat(1)))
+    assert len(link.unacknowledged_frames()) == 1
 
 
 def test_reports_of_operations_are_counted_and_the_others_carry_the_last_number() -> None:
@@ -90,25 +90,25 @@ def test_reports_of_operations_are_counted_and_the_others_carry_the_last_number(
     assert numbers == [0, 1, 1, 2, 2, 2]
 
 
-def test_kept_reports_have_their_old_numbers_in_a_new_life() -> None:
+def test_kept_reports_have_their_old_numbers_in_a_new_epoch() -> None:
     link = attached(epoch=3)
     for op in range(1, 5):
         link.encode(WeightsDropped(op))
-    link.accept(Frame(4, 1, RequestInventory(2)))
-    frames = [REPORTS.decode(frame) for frame in link.unacknowledged()]
-    assert frames == [Frame(4, 3, WeightsDropped(3)), Frame(4, 4, WeightsDropped(4))]
+    link.accept(DecodedFrame(4, 1, RequestInventory(2)))
+    frames = [REPORTS.decode(frame) for frame in link.unacknowledged_frames()]
+    assert frames == [DecodedFrame(4, 3, WeightsDropped(3)), DecodedFrame(4, 4, WeightsDropped(4))]
 
 
 @pytest.mark.parametrize("kind", [ControllerBeat, RequestInventory])
-def test_an_acknowledgement_beyond_what_was_said_counts_for_nothing(kind: type) -> None:
+def test_an_acknowledgement_of_a_report_never_sent_is_ignored(kind: type) -> None:
     link = attached()
     link.encode(WeightsDropped(1))
-    link.accept(Frame(3, 5, kind(2)))
-    assert len(link.unacknowledged()) == 1
-    link.accept(Frame(3, 5, kind(1)))
-    assert link.unacknowledged() == []
-    link.accept(Frame(3, 5, kind(0)))
-    assert link.unacknowledged() == []
+    link.accept(DecodedFrame(3, 5, kind(2)))
+    assert len(link.unacknowledged_frames()) == 1
+    link.accept(DecodedFrame(3, 5, kind(1)))
+    assert link.unacknowledged_frames() == []
+    link.accept(DecodedFrame(3, 5, kind(0)))
+    assert link.unacknowledged_frames() == []
 
 
 STEPS = st.lists(
@@ -117,11 +117,11 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-def test_whatever_is_lost_every_report_arrives_once_and_in_order(
+def test_every_report_arrives_once_and_in_order_despite_lost_frames(
     steps: list[tuple[str, bool]],
 ) -> None:
-    """A controller that logs what it gets in order, and asks when it sees a gap."""
-    link, logged, epoch, reported = Link(), [], 1, 0
+    """A controller that logs reports in order, and requests the inventory after a gap."""
+    link, logged, epoch, reported = ControllerLink(), [], 1, 0
 
     def deliver(frames: list[bytes]) -> None:
         for frame in map(REPORTS.decode, frames):
@@ -135,10 +135,10 @@ def test_whatever_is_lost_every_report_arrives_once_and_in_order(
             deliver([frame] if arrives else [])
         elif kind == "restart":
             epoch += 1
-            link.accept(Frame(epoch, 1, RequestInventory(len(logged))))
-            deliver(link.unacknowledged() if arrives else [])
+            link.accept(DecodedFrame(epoch, 1, RequestInventory(len(logged))))
+            deliver(link.unacknowledged_frames() if arrives else [])
         elif arrives:
-            link.accept(Frame(epoch, 0, ControllerBeat(len(logged))))
-    link.accept(Frame(epoch + 1, 1, RequestInventory(len(logged))))
-    deliver(link.unacknowledged())
+            link.accept(DecodedFrame(epoch, 0, ControllerBeat(len(logged))))
+    link.accept(DecodedFrame(epoch + 1, 1, RequestInventory(len(logged))))
+    deliver(link.unacknowledged_frames())
     assert logged == list(range(1, reported + 1))

@@ -14,14 +14,16 @@ from safetensors.torch import load_file
 
 from engine.adapters import LoadedAdapter
 from engine.residency import residency
+from engine.residency.residency import ResidencyCommand
 from engine.worker import engine as engine_module
 from engine.worker.engine import EngineCommand
 from messages import commands as cm
 from messages import reports as rp
 from messages.errors import ErrorCode
 from messages.ids import CPU_CACHED, GPU_SLOT, PINNED
-from tests.support.engine.engine_bench import PROMPT, WAIT_S, EngineBench, failure
+from tests.support.engine.engine_bench import PROMPT, EngineBench, failure
 from tests.support.engine.engine_examples import ADAPTERS
+from tests.support.waiting import HANG_S
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
@@ -33,14 +35,14 @@ def bench(make_engine: Callable[..., EngineBench]) -> EngineBench:
     return make_engine()
 
 
-def test_a_whole_life_has_one_report_a_step_and_the_inventory_says_where_it_is(
+def test_each_step_of_a_life_cycle_has_one_report_and_shows_in_the_inventory(
     bench: EngineBench,
 ) -> None:
     fingerprint = bench.fingerprint("attention")
     checked = bench.reports[-1]
     assert isinstance(checked, rp.AdapterChecked)
     assert checked.rank == 4
-    assert bench.held() == {}
+    assert bench.adapters() == {}
     source = {"adapter": "attention", "path": "", "fingerprint": fingerprint}
     slot = {"slot": 3, "generation": 7}
     steps = [
@@ -56,12 +58,12 @@ def test_a_whole_life_has_one_report_a_step_and_the_inventory_says_where_it_is(
     ]
     for kind, fields, report, state in steps:
         assert type(bench.do(kind, **fields)) is report
-        held = bench.held()
+        adapters = bench.adapters()
         if state is None:
-            assert held == {}
+            assert adapters == {}
             continue
         where = (fields["slot"], fields["generation"]) if state == GPU_SLOT else (-1, 0)
-        assert held[5] == rp.InventoryAdapter(
+        assert adapters[5] == rp.InventoryAdapter(
             *(5, "attention", "", fingerprint, 4, state, *where),
             *(checked.host_bytes, checked.blob_bytes),
         )
@@ -69,7 +71,7 @@ def test_a_whole_life_has_one_report_a_step_and_the_inventory_says_where_it_is(
     assert bench.engine.inventory().running == ()
 
 
-def test_the_inventory_says_who_the_engine_is(bench: EngineBench) -> None:
+def test_the_inventory_names_the_engine_and_its_capacity(bench: EngineBench) -> None:
     inventory = bench.engine.inventory()
     assert inventory.engine_id == "e" * 32
     assert inventory.pid > 0
@@ -82,7 +84,7 @@ def test_generations_are_pefts_through_all_commands(
     bench: EngineBench, peft_models: dict[str, PeftModel]
 ) -> None:
     for slot, name in enumerate(NAMES[:4]):
-        bench.bring(slot + 1, name, GPU_SLOT, slot)
+        bench.promote(slot + 1, name, GPU_SLOT, slot)
     ops = {name: bench.generate(slot + 1, slot, 1) for slot, name in enumerate(NAMES[:4])}
     base = bench.generate(0, -1, 0)
     bench.wait(base)
@@ -98,12 +100,12 @@ def test_generations_are_pefts_through_all_commands(
         assert report.output_tokens == len(expected)
 
 
-def test_files_that_are_missing_elsewhere_or_changed_are_refused(
+def test_files_that_are_missing_outside_the_roots_or_changed_are_refused(
     bench: EngineBench, tmp_path: Path
 ) -> None:
     mlp = bench.fingerprint("mlp")
     cases = [
-        ({"adapter": "nobody", "path": "", "fingerprint": "x"}, ErrorCode.NOT_FOUND, "nobody"),
+        ({"adapter": "missing", "path": "", "fingerprint": "x"}, ErrorCode.NOT_FOUND, "missing"),
         (
             {"adapter": "a", "path": str(tmp_path), "fingerprint": "x"},
             ErrorCode.PATH_NOT_ALLOWED,
@@ -112,17 +114,17 @@ def test_files_that_are_missing_elsewhere_or_changed_are_refused(
         ({"adapter": "output", "path": "", "fingerprint": mlp}, ErrorCode.CONFLICT, "replace"),
     ]
     before = bench.state()
-    for fields, code, word in cases:
-        failure(bench.do(cm.LoadWeights, adapter_id=1, **fields), code, word)
+    for fields, code, text in cases:
+        failure(bench.do(cm.LoadWeights, adapter_id=1, **fields), code, text)
         assert bench.state() == before
-    bench.bring(1, "mlp", CPU_CACHED)
+    bench.promote(1, "mlp", CPU_CACHED)
 
 
-def test_slots_are_refused_before_anything_moves(
+def test_slots_are_refused_before_a_change(
     bench: EngineBench, make_engine: Callable[..., EngineBench]
 ) -> None:
-    bench.bring(1, "mlp", GPU_SLOT, slot=0)
-    bench.bring(2, "attention", PINNED)
+    bench.promote(1, "mlp", GPU_SLOT, slot=0)
+    bench.promote(2, "attention", PINNED)
     before = bench.state()
     for slot, generation, code in [
         (0, 2, ErrorCode.CONFLICT),
@@ -137,15 +139,15 @@ def test_slots_are_refused_before_anything_moves(
         failure(bench.do(cm.ResetSlot, slot=slot, generation=generation), ErrorCode.NOT_RESIDENT)
         assert bench.state() == before
     small = make_engine(device_bytes_max=4096)
-    small.bring(1, "everything", PINNED)
+    small.promote(1, "everything", PINNED)
     before = small.state()
     report = small.do(cm.WriteSlot, adapter_id=1, slot=0, generation=1)
     failure(report, ErrorCode.DEVICE_OUT_OF_MEMORY)
     assert small.state() == before
 
 
-def test_a_mapping_is_confirmed_only_as_it_is(bench: EngineBench) -> None:
-    bench.bring(1, "mlp", GPU_SLOT, slot=2, generation=3)
+def test_a_mapping_of_another_generation_is_refused(bench: EngineBench) -> None:
+    bench.promote(1, "mlp", GPU_SLOT, slot=2, generation=3)
     right, stale, empty = cm.SlotRef(2, 3), cm.SlotRef(2, 2), cm.SlotRef(0, 1)
     assert bench.do(cm.SetMapping, active=(right,)) == rp.MappingSet(bench.op)
     assert bench.do(cm.SetMapping, active=()) == rp.MappingSet(bench.op)
@@ -153,7 +155,7 @@ def test_a_mapping_is_confirmed_only_as_it_is(bench: EngineBench) -> None:
         failure(bench.do(cm.SetMapping, active=(right, wrong)), ErrorCode.NOT_RESIDENT)
 
 
-def test_an_operation_is_done_once_and_a_late_one_still(bench: EngineBench) -> None:
+def test_an_operation_is_executed_once_even_if_it_arrives_late(bench: EngineBench) -> None:
     fingerprint = bench.fingerprint("mlp")
     load = cm.LoadWeights(op=50, adapter_id=1, adapter="mlp", path="", fingerprint=fingerprint)
     for _ in range(3):
@@ -166,11 +168,11 @@ def test_an_operation_is_done_once_and_a_late_one_still(bench: EngineBench) -> N
     assert isinstance(bench.wait(49), rp.WeightsLoaded)
     bench.poll()
     assert Counter(report.op for report in bench.reports)[50] == 1
-    assert bench.held().keys() == {1, 2}
+    assert bench.adapters().keys() == {1, 2}
 
 
 class Gate:
-    """Holds a file job until it is opened."""
+    """Blocks file jobs until `open`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._entered, self._opened = threading.Event(), threading.Event()
@@ -179,17 +181,17 @@ class Gate:
 
     def __call__(self, *arguments: object, **options: object) -> LoadedAdapter:
         self._entered.set()
-        assert self._opened.wait(WAIT_S)
+        assert self._opened.wait(HANG_S)
         return self._read(*arguments, **options)
 
     def wait_until_entered(self) -> None:
-        assert self._entered.wait(WAIT_S)
+        assert self._entered.wait(HANG_S)
 
     def open(self) -> None:
         self._opened.set()
 
 
-def test_steps_go_on_while_a_load_is_held_up(
+def test_steps_continue_while_a_load_is_blocked(
     bench: EngineBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {"adapter_id": 1, "adapter": "mlp", "path": ""}
@@ -203,17 +205,17 @@ def test_steps_go_on_while_a_load_is_held_up(
     while not bench.engine.is_idle:
         bench.engine.step()
         bench.poll()
-    assert len(bench.answers(op)) == 1
-    assert bench.answers(load) == []
+    assert len(bench.reports_of(op)) == 1
+    assert bench.reports_of(load) == []
     assert bench.engine.inventory().running == (load,)
     bench.woken.clear()
     gate.open()
-    assert bench.woken.wait(WAIT_S)
+    assert bench.woken.wait(HANG_S)
     bench.poll()
-    assert bench.answers(load) == [rp.WeightsLoaded(load)]
+    assert bench.reports_of(load) == [rp.WeightsLoaded(load)]
 
 
-def test_nothing_else_is_done_to_an_adapter_that_is_being_read(
+def test_an_adapter_that_is_being_read_refuses_other_operations(
     bench: EngineBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fingerprint = bench.fingerprint("mlp")
@@ -235,12 +237,12 @@ def test_nothing_else_is_done_to_an_adapter_that_is_being_read(
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (RuntimeError("nobody foresaw this"), ErrorCode.ENGINE_GONE),
+        (RuntimeError("unforeseen"), ErrorCode.ENGINE_GONE),
         (MemoryError("no memory"), ErrorCode.NO_ROOM),
         (torch.OutOfMemoryError("no memory"), ErrorCode.DEVICE_OUT_OF_MEMORY),
     ],
 )
-def test_whatever_a_file_job_raises_is_a_report(
+def test_any_error_of_a_file_job_is_reported(
     bench: EngineBench, monkeypatch: pytest.MonkeyPatch, error: Exception, code: ErrorCode
 ) -> None:
     fingerprint = bench.fingerprint("mlp")
@@ -253,7 +255,7 @@ def test_whatever_a_file_job_raises_is_a_report(
         fields = {"adapter_id": 1, "adapter": "mlp", "path": ""}
         failure(bench.do(cm.LoadWeights, **fields, fingerprint=fingerprint), code)
         failure(bench.do(cm.CheckAdapter, **fields), code)
-    bench.bring(1, "mlp", CPU_CACHED)
+    bench.promote(1, "mlp", CPU_CACHED)
     before = bench.state()
     with monkeypatch.context() as patch:
         patch.setattr(residency, "stage", raising)
@@ -262,10 +264,10 @@ def test_whatever_a_file_job_raises_is_a_report(
     assert isinstance(bench.do(cm.StageWeights, adapter_id=1), rp.WeightsStaged)
 
 
-def test_a_slot_that_is_given_to_another_fails_its_old_rows_only(bench: EngineBench) -> None:
-    bench.bring(1, "mlp", GPU_SLOT, slot=0)
-    bench.bring(2, "attention", PINNED)
-    bench.bring(3, "everything", GPU_SLOT, slot=1)
+def test_a_slot_reset_for_another_adapter_fails_only_its_old_sequences(bench: EngineBench) -> None:
+    bench.promote(1, "mlp", GPU_SLOT, slot=0)
+    bench.promote(2, "attention", PINNED)
+    bench.promote(3, "everything", GPU_SLOT, slot=1)
     alone = bench.generate(3, 1, 1)
     bench.wait(alone)
     old, other = bench.generate(1, 0, 1, max_tokens=100), bench.generate(3, 1, 1)
@@ -281,8 +283,8 @@ def test_a_slot_that_is_given_to_another_fails_its_old_rows_only(bench: EngineBe
     failure(bench.wait(bench.generate(1, 0, 2)), ErrorCode.NOT_RESIDENT)
 
 
-def test_an_adapter_that_moved_to_another_slot_is_used_there(bench: EngineBench) -> None:
-    bench.bring(1, "everything", GPU_SLOT, slot=2)
+def test_an_adapter_is_used_in_the_slot_that_it_moved_to(bench: EngineBench) -> None:
+    bench.promote(1, "everything", GPU_SLOT, slot=2)
     before = bench.generate(1, 2, 1)
     bench.wait(before)
     for slot, generation, last in [(0, 1, (2, 1)), (3, 1, (0, 1))]:
@@ -296,7 +298,7 @@ def test_an_adapter_that_moved_to_another_slot_is_used_there(bench: EngineBench)
     assert bench.tokens(base) != bench.tokens(before)
 
 
-def test_stopping_and_sending_again_go_to_the_generation(bench: EngineBench) -> None:
+def test_a_generation_is_stopped_and_resent(bench: EngineBench) -> None:
     op = bench.generate(0, -1, 0, max_tokens=60)
     bench.engine.step()
     bench.submit(cm.StopGeneration, target=op)
@@ -307,16 +309,38 @@ def test_stopping_and_sending_again_go_to_the_generation(bench: EngineBench) -> 
     assert len(bench.reports[-1].tokens) == 2
     stop = bench.submit(cm.StopGeneration, target=op)
     bench.poll()
-    assert bench.answers(stop) == []
+    assert bench.reports_of(stop) == []
     assert bench.engine.last_op == stop
 
 
-def test_every_command_of_the_vocabulary_has_a_method(bench: EngineBench) -> None:
-    kinds = set(EngineCommand.__args__) - {cm.ResendTokens}
-    assert set(bench.engine._handlers) == kinds
+def test_every_residency_command_has_a_handler(bench: EngineBench) -> None:
+    assert bench.engine.residency._handlers.keys() == set(ResidencyCommand.__args__)
+    others = {cm.StartGeneration, cm.StartPooling, cm.StopGeneration, cm.ResendTokens}
+    assert set(EngineCommand.__args__) == {*ResidencyCommand.__args__, *others}
 
 
-def test_pickled_weights_are_read_where_the_engine_was_told_so(
+def test_a_failing_compaction_is_raised_because_it_ends_the_engine(
+    make_engine: Callable[..., EngineBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_engine()
+    names = ("output", "mlp", "attention")
+    checks = [first.do(cm.CheckAdapter, adapter_id=1, adapter=name, path="") for name in names]
+    _, mlp_bytes, attention_bytes = (checked.blob_bytes for checked in checks)
+    bench = make_engine(device_bytes_max=mlp_bytes + attention_bytes)
+    bench.promote(1, "output", GPU_SLOT, slot=0)
+    bench.promote(2, "mlp", GPU_SLOT, slot=1)
+    bench.promote(3, "attention", PINNED)
+    bench.do(cm.ResetSlot, slot=0, generation=1)
+
+    def failing_move(target: torch.Tensor, source: torch.Tensor) -> None:
+        raise RuntimeError("the device failed")
+
+    monkeypatch.setattr(bench.engine.residency.arena._copier, "move", failing_move)
+    with pytest.raises(RuntimeError, match="the device failed"):
+        bench.do(cm.WriteSlot, adapter_id=3, slot=0, generation=2)
+
+
+def test_pickled_weights_are_read_if_the_engine_allows_them(
     make_engine: Callable[..., EngineBench], adapter_root: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(adapter_root / "mlp", tmp_path / "mlp")
@@ -326,5 +350,5 @@ def test_pickled_weights_are_read_where_the_engine_was_told_so(
     check = {"adapter_id": 1, "adapter": "mlp", "path": ""}
     refused = make_engine(adapter_roots=(tmp_path,)).do(cm.CheckAdapter, **check)
     failure(refused, ErrorCode.NOT_FOUND, "--allow-pickled-weights")
-    told = make_engine(adapter_roots=(tmp_path,), allow_pickled_weights=True)
-    assert isinstance(told.do(cm.CheckAdapter, **check), rp.AdapterChecked)
+    allowing = make_engine(adapter_roots=(tmp_path,), allow_pickled_weights=True)
+    assert isinstance(allowing.do(cm.CheckAdapter, **check), rp.AdapterChecked)

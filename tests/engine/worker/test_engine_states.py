@@ -1,4 +1,4 @@
-"""Every command in every state, and any commands in any order: failures change nothing."""
+"""Every command in every state, and random commands: failures change nothing."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def test_every_command_in_every_state(bench: EngineBench, state: str, kind: type
     if kind is cm.LoadWeights:
         fields["fingerprint"] = bench.fingerprint("mlp")
     if state != "unknown":
-        bench.bring(1, "mlp", state)
+        bench.promote(1, "mlp", state)
     before = bench.state()
     report = bench.do(kind, **fields)
     if (state, kind) in ALLOWED:
@@ -75,13 +75,13 @@ WEIGHTS = {
     cm.WriteSlot: 6,
     cm.ResetSlot: 3,
 }
-"""How often each comes, so that all of them also succeed."""
+"""How often each command is drawn, so that each also succeeds."""
 
 
 def random_command(
     random: Random, bench: EngineBench, generations: Counter[int]
 ) -> tuple[type, dict]:
-    """Any command on any of three adapters and two slots, whether it makes sense or not."""
+    """Return a command on any of three adapters and two slots, allowed or not."""
     (kind,) = random.choices(list(WEIGHTS), list(WEIGHTS.values()))
     fields: dict[str, object] = {}
     if kind is not cm.ResetSlot:
@@ -95,12 +95,12 @@ def random_command(
         generations[slot] += random.random() < 0.9
         fields |= {"slot": slot, "generation": generations[slot]}
     if kind is cm.ResetSlot:
-        here = [held.generation for held in bench.held().values() if held.slot == slot]
+        here = [found.generation for found in bench.adapters().values() if found.slot == slot]
         fields = {"slot": slot, "generation": random.choice([*here, *here, generations[slot]])}
     return kind, fields
 
 
-def test_any_commands_in_any_order_get_one_report_each_and_failures_change_nothing(
+def test_random_commands_get_one_report_each_and_failures_change_nothing(
     bench: EngineBench,
 ) -> None:
     seed = torch.seed() % 2**32
@@ -113,7 +113,7 @@ def test_any_commands_in_any_order_get_one_report_each_and_failures_change_nothi
         report = bench.do(kind, **fields)
         outcomes[type(report).__name__] += 1
         assert (bench.state() == before) == isinstance(report, rp.OperationFailed)
-        slots = [held.slot for held in bench.held().values() if held.slot >= 0]
+        slots = [found.slot for found in bench.adapters().values() if found.slot >= 0]
         assert len(slots) == len(set(slots))
         bench.engine.residency.arena.check()
     assert len(outcomes) == 7, outcomes

@@ -1,14 +1,17 @@
-"""How torchrun's end is told to whoever started it."""
+"""The exit status of torchrun, derived from the statuses of its ranks."""
 
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from engine.worker.torchrun import main
+
+ROOT = Path(__file__).parents[3]
 
 
 def failure(rank: int, exit_code: int, timestamp: int) -> ProcessFailure:
@@ -17,7 +20,7 @@ def failure(rank: int, exit_code: int, timestamp: int) -> ProcessFailure:
     return ended
 
 
-def raising(error: Exception | None) -> int:
+def status_after(error: Exception | None) -> int:
     def launch() -> None:
         if error is not None:
             raise error
@@ -25,9 +28,9 @@ def raising(error: Exception | None) -> int:
     return main(launch)
 
 
-def test_all_well_and_told_to_end_are_no_failure() -> None:
-    assert raising(None) == 0
-    assert raising(SignalException("told", signal.SIGTERM)) == 0
+def test_success_and_a_signal_are_no_failure() -> None:
+    assert status_after(None) == 0
+    assert status_after(SignalException("ended", signal.SIGTERM)) == 0
 
 
 @pytest.mark.parametrize(
@@ -40,15 +43,15 @@ def test_all_well_and_told_to_end_are_no_failure() -> None:
         (-signal.SIGSEGV, -signal.SIGTERM, -signal.SIGSEGV),
     ],
 )
-def test_the_status_is_that_of_the_rank_that_ended_all(
+def test_the_status_is_that_of_the_rank_that_ended_first(
     first: int, second: int, status: int
 ) -> None:
     failures = {1: failure(1, first, 10), 0: failure(0, second, 11)}
-    assert raising(ChildFailedError("engine", failures)) == status
+    assert status_after(ChildFailedError("engine", failures)) == status
 
 
 @pytest.mark.parametrize("status", [0, 2, -signal.SIGKILL, -signal.SIGTERM])
-def test_a_rank_s_end_becomes_the_process_s(status: int) -> None:
-    # Only `end` is run, so that the test need not load what the ranks do.
+def test_the_process_ends_with_the_status_of_its_rank(status: int) -> None:
     program = f"from engine.worker.torchrun import end; end({status})"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == status
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
+    assert ended.returncode == status

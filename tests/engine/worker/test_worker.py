@@ -1,4 +1,4 @@
-"""The engine's process against a bare ROUTER: it attaches, survives, and ends when told to."""
+"""The engine process against a bare ROUTER: it attaches, survives crashes, and ends on request."""
 
 import os
 import signal
@@ -9,29 +9,27 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import structlog
 import zmq
 
-from engine.worker import worker
 from messages import commands as cm
 from messages import reports as rp
 from messages.requests import Sampling
-from messages.wire import COMMANDS, REPORTS, Frame
+from messages.wire import COMMANDS, REPORTS, DecodedFrame
 from tests.support.engine.engine_examples import ADAPTERS
+from tests.support.waiting import HANG_S
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 ROOT = Path(__file__).parents[3]
-WAIT_MS = 30_000
 NAMES = tuple(ADAPTERS)
 
 
 class Controller:
-    """The other end: a bound ROUTER that numbers its commands and keeps what it hears."""
+    """The other end: a bound ROUTER that numbers its commands and keeps the frames it receives."""
 
     def __init__(self, path: Path, epoch: int) -> None:
         self.epoch, self.seq, self.op = epoch, 0, 1000 * epoch
-        self.heard: list[Frame[rp.Report]] = []
+        self.received: list[DecodedFrame[rp.Report]] = []
         self._route = b""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -49,17 +47,17 @@ class Controller:
         self.seq += skip + (not isinstance(command, cm.ControllerBeat))
         self.send_raw(COMMANDS.encode(command, self.epoch, self.seq))
 
-    def hear(self) -> Frame[rp.Report]:
-        assert self._socket.poll(WAIT_MS), "the engine is silent"
+    def receive(self) -> DecodedFrame[rp.Report]:
+        assert self._socket.poll(HANG_S * 1000), "the engine is silent"
         self._route, frame = self._socket.recv_multipart()
-        self.heard.append(REPORTS.decode(frame))
-        return self.heard[-1]
+        self.received.append(REPORTS.decode(frame))
+        return self.received[-1]
 
-    def until(self, is_wanted: Callable[[rp.Report], bool]) -> list[Frame[rp.Report]]:
-        """All frames up to one that is wanted, beats left out."""
+    def until(self, is_wanted: Callable[[rp.Report], bool]) -> list[DecodedFrame[rp.Report]]:
+        """Receive frames until one is wanted; return them without other beats."""
         frames = []
         while not frames or not is_wanted(frames[-1].message):
-            frame = self.hear()
+            frame = self.receive()
             if not isinstance(frame.message, rp.EngineBeat) or is_wanted(frame.message):
                 frames.append(frame)
         return frames
@@ -68,7 +66,7 @@ class Controller:
         return self.until(is_inventory)[-1].message
 
     def do(self, kind: type, **fields: object) -> rp.Report:
-        """A command and its report."""
+        """Send a command; return its report."""
         self.op += 1
         op = self.op
         self.send(kind(op=op, **fields))
@@ -94,7 +92,7 @@ def is_beat(report: rp.Report) -> bool:
     return isinstance(report, rp.EngineBeat)
 
 
-class Process:
+class EngineProcess:
     """One engine process."""
 
     def __init__(self, directory: Path, model: Path, root: Path, supervised: bool) -> None:
@@ -111,9 +109,9 @@ class Process:
         )  # fmt: skip
 
     def end(self) -> tuple[int, str]:
-        """The exit status, and what was said to people."""
-        said = self.popen.communicate(timeout=WAIT_MS / 1000)[1]
-        return self.popen.returncode, said
+        """Return the exit status and the text on stderr."""
+        stderr = self.popen.communicate(timeout=HANG_S)[1]
+        return self.popen.returncode, stderr
 
     def kill(self) -> None:
         if self.popen.poll() is None:
@@ -130,35 +128,35 @@ class Process:
 @pytest.fixture(scope="module")
 def start(
     tmp_path_factory: pytest.TempPathFactory, model_directory: Path, adapter_root: Path
-) -> Iterator[Callable[[bool], Process]]:
-    processes = []
+) -> Iterator[Callable[[bool], EngineProcess]]:
+    started = []
 
-    def start(supervised: bool) -> Process:
+    def start(supervised: bool) -> EngineProcess:
         directory = tmp_path_factory.mktemp("worker")
-        processes.append(Process(directory, model_directory, adapter_root, supervised))
-        return processes[-1]
+        started.append(EngineProcess(directory, model_directory, adapter_root, supervised))
+        return started[-1]
 
     yield start
-    for process in processes:
-        process.kill()
+    for engine in started:
+        engine.kill()
 
 
 @pytest.fixture(scope="module")
-def attached(start: Callable[[bool], Process]) -> Iterator[Controller]:
-    """A controller whose engine has introduced itself; shared, so each test leaves it in step."""
-    process = start(False)
-    controller = Controller(process.path, epoch=1)
+def attached(start: Callable[[bool], EngineProcess]) -> Iterator[Controller]:
+    """A controller with an attached engine; shared, so each test leaves it synchronised."""
+    engine = start(False)
+    controller = Controller(engine.path, epoch=1)
     controller.attach()
     yield controller
     controller.close()
-    process.popen.send_signal(signal.SIGTERM)
-    status, said = process.end()
-    assert status == 0, said
-    assert "Traceback" not in said
+    engine.popen.send_signal(signal.SIGTERM)
+    status, stderr = engine.end()
+    assert status == 0, stderr
+    assert "Traceback" not in stderr
 
 
-def test_the_first_word_is_the_inventory(attached: Controller) -> None:
-    first = attached.heard[0]
+def test_the_first_frame_is_the_inventory(attached: Controller) -> None:
+    first = attached.received[0]
     assert (first.epoch, first.seq) == (0, 0)
     inventory = first.message
     assert isinstance(inventory, rp.EngineInventory)
@@ -174,11 +172,11 @@ def test_an_idle_engine_beats(attached: Controller) -> None:
         assert beat.engine_id == "a" * 32
 
 
-def test_commands_are_done_and_their_reports_are_numbered(attached: Controller) -> None:
+def test_commands_are_executed_and_their_reports_are_numbered(attached: Controller) -> None:
     attached.send(cm.RequestInventory(0))
     attached.attach()
-    start = len(attached.heard)
-    seq = attached.heard[-1].seq
+    start = len(attached.received)
+    seq = attached.received[-1].seq
     source = {"adapter_id": 1, "adapter": "mlp", "path": ""}
     checked = attached.do(cm.CheckAdapter, **source)
     assert isinstance(checked, rp.AdapterChecked)
@@ -195,7 +193,7 @@ def test_commands_are_done_and_their_reports_are_numbered(attached: Controller) 
     )  # fmt: skip
     assert isinstance(generated, rp.GenerationEnded)
     assert isinstance(attached.do(cm.StageWeights, adapter_id=9), rp.OperationFailed)
-    frames = attached.heard[start:]
+    frames = attached.received[start:]
     tokens = [f.message for f in frames if isinstance(f.message, rp.TokensGenerated)]
     assert sum(len(report.tokens) for report in tokens) == generated.output_tokens
     numbered = [f.seq for f in frames if hasattr(f.message, "op")]
@@ -203,21 +201,21 @@ def test_commands_are_done_and_their_reports_are_numbered(attached: Controller) 
     assert {frame.epoch for frame in frames} == {1}
 
 
-def test_a_repeated_command_is_not_done_again(attached: Controller) -> None:
+def test_a_repeated_command_is_not_executed_again(attached: Controller) -> None:
     attached.op += 1
     command = cm.SetMapping(op=attached.op, active=())
     for _ in range(3):
         attached.send(command)
     # A later command's report would come after those of the repetitions.
-    start = len(attached.heard)
+    start = len(attached.received)
     attached.do(cm.SetMapping, active=())
-    assert [f.message.op for f in attached.heard[start:] if hasattr(f.message, "op")] == [
+    assert [f.message.op for f in attached.received[start:] if hasattr(f.message, "op")] == [
         command.op,
         command.op + 1,
     ]
 
 
-def test_bytes_that_are_no_command_are_survived(attached: Controller) -> None:
+def test_malformed_frames_are_ignored(attached: Controller) -> None:
     random = Random(seed := 20)
     print(f"seed {seed}")
     good = COMMANDS.encode(cm.StopGeneration(op=10**6, target=1), 1, 10**6)
@@ -231,20 +229,20 @@ def test_bytes_that_are_no_command_are_survived(attached: Controller) -> None:
     assert isinstance(attached.do(cm.SetMapping, active=()), rp.MappingSet)
 
 
-def test_a_gap_brings_the_inventory(attached: Controller) -> None:
+def test_a_gap_triggers_the_inventory(attached: Controller) -> None:
     attached.send(cm.StopGeneration(op=(gone := attached.op + 1), target=1), skip=2)
     attached.op += 1
     assert attached.attach().last_op == gone
     attached.send(cm.ControllerBeat(0), skip=1)
     attached.attach()
-    # In step again, a beat asks for nothing: the next report comes without an inventory.
+    # Once synchronised, a beat requests nothing: the next report comes without an inventory.
     attached.send(cm.ControllerBeat(0))
-    start = len(attached.heard)
+    start = len(attached.received)
     attached.do(cm.SetMapping, active=())
-    assert not any(is_inventory(frame.message) for frame in attached.heard[start:])
+    assert not any(is_inventory(frame.message) for frame in attached.received[start:])
 
 
-def test_what_is_not_acknowledged_comes_again_in_order_before_the_inventory(
+def test_unacknowledged_reports_are_sent_again_in_order_before_the_inventory(
     attached: Controller,
 ) -> None:
     attached.send(cm.RequestInventory(0))
@@ -264,21 +262,21 @@ def test_what_is_not_acknowledged_comes_again_in_order_before_the_inventory(
         assert ops == sorted(ops)
 
 
-def test_a_dead_controller_is_outlived(start: Callable[[bool], Process]) -> None:
-    process = start(True)
-    first = Controller(process.path, epoch=5)
+def test_the_engine_outlives_its_controller(start: Callable[[bool], EngineProcess]) -> None:
+    engine = start(True)
+    first = Controller(engine.path, epoch=5)
     first.attach()
     first.do(cm.SetMapping, active=())
     op = first.start_generation("survivor", max_tokens=120)
     first.until(lambda report: isinstance(report, rp.TokensGenerated))
     # Ctrl-C in the terminal reaches the engine too; its supervisor decides.
-    process.popen.send_signal(signal.SIGINT)
+    engine.popen.send_signal(signal.SIGINT)
     first.close()
-    second = Controller(process.path, epoch=6)
-    while not second.heard or isinstance(second.heard[-1].message, rp.TokensGenerated):
-        second.hear()
-    assert second.heard[0].epoch == 5
-    # What the first has not read yet does not count for this engine any more.
+    second = Controller(engine.path, epoch=6)
+    while not second.received or isinstance(second.received[-1].message, rp.TokensGenerated):
+        second.receive()
+    assert second.received[0].epoch == 5
+    # Commands that the first controller sent late are ignored by the engine.
     second.send_raw(COMMANDS.encode(cm.DropWeights(op=99_999, adapter_id=1), 6, 1))
     second.seq = 1
     second.until(lambda report: getattr(report, "op", 0) == 99_999)
@@ -292,53 +290,19 @@ def test_a_dead_controller_is_outlived(start: Callable[[bool], Process]) -> None
     assert {frame.epoch for frame in frames} == {6}
     assert {frame.message.op for frame in frames[:-1]} == {5001, op, 99_999}
     assert frames[-1].message.running == ()
-    assert not [f for f in second.heard if getattr(f.message, "op", 0) == 99_998]
+    assert not [f for f in second.received if getattr(f.message, "op", 0) == 99_998]
     second.send(cm.ResendTokens("survivor"))
     again = second.until(lambda report: isinstance(report, rp.TokensGenerated))[-1].message
     (ended,) = [f.message for f in frames if isinstance(f.message, rp.GenerationEnded)]
     assert (again.offset, len(again.tokens)) == (0, ended.output_tokens)
-    process.end_parent()
-    status, said = process.end()
-    assert status == 0, said
-    assert "the supervisor is gone" in said
-    assert said.count("former controller") == 1
+    engine.end_parent()
+    status, stderr = engine.end()
+    assert status == 0, stderr
+    assert "the supervisor is gone" in stderr
+    assert stderr.count("former controller") == 1
     second.close()
 
 
 def second_inventory(controller: Controller) -> rp.EngineInventory:
     controller.send(cm.RequestInventory(0))
     return controller.attach()
-
-
-@pytest.fixture
-def _logs_as_before() -> Iterator[None]:
-    """`main` logs to the test's own stderr, which is closed when the test has ended."""
-    yield
-    structlog.reset_defaults()
-
-
-@pytest.mark.usefixtures("_logs_as_before")
-def test_wrong_options_end_the_start_with_a_word(
-    tmp_path: Path, model_directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right = ["--connect", f"ipc://{tmp_path}/s", "--model", str(model_directory)]
-    with pytest.raises(SystemExit) as caught:
-        worker.main([*right, "--connect", "tcp://127.0.0.1:1"])
-    assert caught.value.code == 2
-    assert "CURVE" in capsys.readouterr().err
-    for options, status, word in [
-        (["--max-lora-rank", "7"], 2, "max_lora_rank"),
-        (["--lora-dtype", "int8"], 2, "lora_dtype"),
-        (["--device", "abacus"], 1, "abacus"),
-        (["--model", str(tmp_path)], 1, "config.json"),
-        (["--target-module", "nothing"], 1, "nothing"),
-        (["--adapter-root", str(tmp_path), "--default-mm-lora", "image=/etc"], 2, "image=/etc"),
-        (["--default-mm-lora", "image=a"], 2, "below none of the adapter roots"),
-        # What may come does not stop the start; what stops this one comes later.
-        (
-            [*("--adapter-root", str(tmp_path), "--default-mm-lora", "image=a", "--device", "x")],
-            *(1, "a default adapter is not there"),
-        ),
-    ]:
-        assert worker.main([*right, *options]) == status
-        assert word in capsys.readouterr().err
