@@ -1,27 +1,27 @@
-"""What is supported, as documents tell it: SUPPORTED.md, and a list in the README.
+"""The generator of the lists of supported models and layers: SUPPORTED.md, and a list in README.md.
 
-What it is: `make supported`, and the check that both are up to date. What it is not: a decision;
-every line comes from the table that decides it, or from preparing the model that the parity tests
-run. One rule: only what stands between the marks is written.
+`make supported` writes both, and a test checks that they are up to date. Every line comes from the
+table that decides it, or from preparing a model of the parity tests. Only the text between the
+marks is replaced.
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from engine.adapters.peft_config import REFUSALS
+from engine.adapters.peft_config import FIELD_RULES
 from engine.config import LoRAConfig
 from engine.layers import FULLY_SHARDED, WRAPPERS, BaseLayerWithLoRA
 from engine.layers.experts import ExpertsWithLoRA
 from engine.layout import ModuleKind
-from engine.models.causal_model import PreparedModel
-from engine.models.packing import FAMILIES
-from engine.models.pooling_model import PooledModel
+from engine.models.causal_model import CausalModel
+from engine.models.packing import PACKING_RULES
+from engine.models.pooling_model import PoolingModel
 from engine.punica import MappingType
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.support.models.expert_adapters import make_model
 from tests.support.models.expert_examples import SERVED_FAMILIES, SPLIT_FAMILIES
-from tests.support.models.image_examples import ILLUSTRATED
+from tests.support.models.image_examples import IMAGE_MODELS
 from tests.support.models.image_text_examples import KINDS, MORE_KINDS, build
 from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS
 
@@ -31,92 +31,98 @@ END: Final = "<!-- end of supported -->"
 
 
 def full() -> str:
-    """SUPPORTED.md's tables."""
+    """Return SUPPORTED.md's tables."""
     return "\n\n".join(
         (
             "## Architectures",
-            _table(("model", "`model_type`", "packed", "by themselves", "not wrapped"), _served()),
-            "Any other `transformers` model whose layers pass the probe at start is served too; "
-            "these are held against PEFT. An adapter that touches a layer which is not wrapped "
-            "is refused.",
+            _table(("model", "`model_type`", "packed", "unpacked", "not wrapped"), _served()),
+            "These models are compared with PEFT. Any other `transformers` model whose layers pass "
+            "the probe at start is served too. An adapter with tensors for a layer that is not "
+            "wrapped is refused.",
             "## Mixtures of experts",
             _table(
-                ("model", "`model_type`", "by themselves", "experts", "in mixed mode", "ranks"),
+                ("model", "`model_type`", "other layers", "experts", "in mixed mode", "ranks"),
                 _experts(),
             ),
             "Several ranks share experts by columns, also with `fully_sharded_loras`, or whole "
-            "(`expert_parallel`). Experts without a gate (`up_proj`, `down_proj`) have one format "
-            "for both. Other experts modules are served where `transformers` says how they lie.",
+            "(`expert_parallel`). Experts without a gate (`up_proj`, `down_proj`) have the same "
+            "format in both modes. Other experts modules are served if `transformers` specifies "
+            "their layout.",
             "## Models that embed or classify",
             _table(("class", "task", "pooling", "wrapped"), _pooled()),
-            "With heads that an adapter brings (`modules_to_save`).",
+            "An adapter may contain its own classification head (`modules_to_save`).",
             "## Image-text models",
             _table(
-                ("`model_type`", "packed", "by themselves", "in the tower", "in the connector"),
+                ("`model_type`", "packed", "unpacked", "in the tower", "in the connector"),
                 _image_text(),
             ),
-            "Held against PEFT with several images of unlike sizes in one batch, each row under "
-            f"its own adapter; {_names(ILLUSTRATED)} generate so too, from prompts that their own "
-            "processors read. Tower and connector are wrapped with `enable_tower_connector_lora`. "
-            "Other image-text models are served where trials at start see that rows with images "
-            "can be batched, and that layers keep images apart.",
+            "These models are compared with PEFT with several images of unlike sizes in one batch, "
+            f"each row with its own adapter. {_names(IMAGE_MODELS)} are also compared from prompts "
+            "that their own processors read. Tower and connector are wrapped with "
+            "`enable_tower_connector_lora`. Other image-text models are served if the probes at "
+            "start verify that rows with images can be batched, and that layers keep images apart.",
             "## Refused models",
-            _table(("model", "`model_type`", "because"), _refused()),
+            _table(("model", "`model_type`", "reason"), _refused()),
             "## Layers",
-            _table(("layer", "role", "wrapper", "which is"), _wrappers()),
-            "With `fully_sharded_loras` these take the places of those:",
+            _table(("layer", "role", "wrapper", "slices"), _wrappers()),
+            "With `fully_sharded_loras`, the second class replaces the first:",
             _table(("wrapper", "fully sharded"), _sharded()),
             "## Packed projections",
-            _table(("packed layer", "children"), _families()),
-            "Packed only where the probe saw the children get one tensor.",
+            _table(("packed layer", "children"), _packing_rules()),
+            "Children are packed only if the probe observed that they receive the same tensor.",
             "## Refused in an adapter's config",
-            _table(("field", "because"), ((f"`{row.field}`", row.text) for row in REFUSALS)),
+            _table(("field", "reason"), ((f"`{rule.field}`", rule.text) for rule in FIELD_RULES)),
         )
     )
 
 
 def short() -> str:
-    """The README's list."""
-    served = [one.title for one in ARCHITECTURES if not one.refused]
-    kinds = dict.fromkeys(f"`{row.wrapper.__name__}`" for row in WRAPPERS)
-    refused = dict.fromkeys(f"`{row.field}`" for row in REFUSALS)
+    """Return the README's list."""
+    served = [architecture.title for architecture in ARCHITECTURES if not architecture.refused]
+    wrappers = dict.fromkeys(f"`{rule.wrapper.__name__}`" for rule in WRAPPERS)
+    refused = dict.fromkeys(f"`{rule.field}`" for rule in FIELD_RULES)
     return "\n".join(
         (
-            f"- Models, {len(served)} architectures held against PEFT: {', '.join(served)}.",
+            f"- Models, {len(served)} architectures compared with PEFT: {', '.join(served)}.",
             f"- Mixtures of experts: {', '.join(SERVED_FAMILIES.values())}.",
             f"- Image-text models: {_names((*KINDS, *MORE_KINDS))}.",
             f"- Embedding and classifying: {', '.join(_pooled_classes())}.",
-            f"- Layers: {', '.join(kinds)}.",
-            f"- Packed: {', '.join(f'`{family.parent}`' for family in FAMILIES)}.",
-            "- Checked in an adapter's config, and refused where their value is not served: "
+            f"- Layers: {', '.join(wrappers)}.",
+            f"- Packed: {', '.join(f'`{rule.parent}`' for rule in PACKING_RULES)}.",
+            "- Checked in an adapter's config, and refused if their value is not served: "
             f"{', '.join(refused)}.",
         )
     )
 
 
 def with_text(document: str, text: str) -> str:
-    """`document` with `text` between its marks; raises `ValueError` without marks."""
+    """Return `document` with `text` between its marks; raise `ValueError` without marks."""
     before, _, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise ValueError(f"the marks {BEGIN!r} and {END!r} are not there")
+        raise ValueError(f"the document lacks the marks {BEGIN!r} and {END!r}")
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 def _served() -> Iterator[tuple[str, ...]]:
-    for one in ARCHITECTURES:
-        if not one.refused:
-            packed, alone = _layers(one)
+    for architecture in ARCHITECTURES:
+        if not architecture.refused:
+            packed, unpacked = _layers(architecture)
             yield (
-                *(one.title, f"`{one.model_type}`", _names(packed), _names(alone)),
-                _names(one.unwrapped),
+                *(
+                    architecture.title,
+                    f"`{architecture.model_type}`",
+                    _names(packed),
+                    _names(unpacked),
+                ),
+                _names(architecture.unwrapped),
             )
 
 
-def _layers(one: Architecture) -> tuple[list[str], list[str]]:
-    """The last names of what is packed in a model, and of what is wrapped by itself."""
+def _layers(architecture: Architecture) -> tuple[list[str], list[str]]:
+    """Return the last names of a model's packed layers, and of its other wrapped layers."""
     config = LoRAConfig()
-    model = PreparedModel(one.build(), config, context_tokens_max=CONTEXT_TOKENS_MAX)
+    model = CausalModel(architecture.build(), config, context_tokens_max=CONTEXT_TOKENS_MAX)
     lasts = {name.rpartition(".")[2]: layer for name, layer in model.layers.items()}
     packed = [name for name, layer in lasts.items() if _is_packed(layer)]
     return packed, [name for name in lasts if name not in packed]
@@ -125,22 +131,22 @@ def _layers(one: Architecture) -> tuple[list[str], list[str]]:
 def _experts() -> Iterator[tuple[str, ...]]:
     for family, title in SERVED_FAMILIES.items():
         fused, mixed = (
-            PreparedModel(make_model(family), LoRAConfig(enable_mixed_moe_lora_format=is_mixed))
+            CausalModel(make_model(family), LoRAConfig(enable_mixed_moe_lora_format=is_mixed))
             for is_mixed in (False, True)
         )
-        alone = dict.fromkeys(
+        unpacked = dict.fromkeys(
             name.rpartition(".")[2]
             for name, layer in fused.layers.items()
             if not isinstance(layer, ExpertsWithLoRA) and not _is_packed(layer)
         )
         yield (
-            *(title, f"`{family}`", _names(alone)),
+            *(title, f"`{family}`", _names(unpacked)),
             *(_names(_expert_columns(model)) for model in (fused, mixed)),
             "one or more" if family in SPLIT_FAMILIES else "one",
         )
 
 
-def _expert_columns(model: PreparedModel) -> list[str]:
+def _expert_columns(model: CausalModel) -> list[str]:
     columns = [shape.name for shape in model.shapes if shape.kind is ModuleKind.EXPERTS]
     return list(dict.fromkeys(name.rpartition(".")[2] for name in columns))
 
@@ -152,19 +158,19 @@ def _is_packed(layer: BaseLayerWithLoRA) -> bool:
 def _pooled() -> Iterator[tuple[str, ...]]:
     for task, examples in (("embed", EMBEDDERS), ("classify", CLASSIFIERS)):
         for example in examples:
-            model = PooledModel(example.make(), LoRAConfig(), task=task)
+            model = PoolingModel(example.make(), LoRAConfig(), task=task)
             pooling = "" if task == "classify" else str(model.pooling)
             wrapped = dict.fromkeys(name.rpartition(".")[2] for name in model.layers)
             yield f"`{type(model.model).__name__}`", task, pooling, _names(wrapped)
 
 
 def _pooled_classes() -> Iterator[str]:
-    return (f"`{type(one.make()).__name__}`" for one in (*EMBEDDERS, *CLASSIFIERS))
+    return (f"`{type(example.make()).__name__}`" for example in (*EMBEDDERS, *CLASSIFIERS))
 
 
 def _image_text() -> Iterator[tuple[str, ...]]:
     for kind in (*KINDS, *MORE_KINDS):
-        model = PreparedModel(build(kind), LoRAConfig(enable_tower_connector_lora=True))
+        model = CausalModel(build(kind), LoRAConfig(enable_tower_connector_lora=True))
         language = _layers_of(model, MappingType.LANGUAGE)
         packed = [name for name, layer in language.items() if _is_packed(layer)]
         yield (
@@ -175,9 +181,9 @@ def _image_text() -> Iterator[tuple[str, ...]]:
 
 
 def _layers_of(
-    model: PreparedModel, part: MappingType, names: int = 1
+    model: CausalModel, part: MappingType, names: int = 1
 ) -> dict[str, BaseLayerWithLoRA]:
-    """A part's layers, by the last of their names."""
+    """Return a part's layers, by the last `names` parts of their paths."""
     return {
         ".".join(name.split(".")[-names:]): layer
         for name, layer in model.layers.items()
@@ -186,25 +192,28 @@ def _layers_of(
 
 
 def _refused() -> Iterator[tuple[str, ...]]:
-    for one in ARCHITECTURES:
-        if one.refused:
-            yield one.title, f"`{one.model_type}`", one.refused
+    for architecture in ARCHITECTURES:
+        if architecture.refused:
+            yield architecture.title, f"`{architecture.model_type}`", architecture.refused
 
 
 def _wrappers() -> Iterator[tuple[str, ...]]:
-    for row in WRAPPERS:
-        told = (row.wrapper.__doc__ or "").partition("\n")[0].replace("|", "\\|")
-        yield f"`{row.base_type.__name__}`", row.role.value, f"`{row.wrapper.__name__}`", told
+    for rule in WRAPPERS:
+        summary = (rule.wrapper.__doc__ or "").partition("\n")[0].replace("|", "\\|")
+        yield (
+            *(f"`{rule.base_type.__name__}`", rule.role.value),
+            *(f"`{rule.wrapper.__name__}`", summary),
+        )
 
 
 def _sharded() -> Iterator[tuple[str, ...]]:
-    for whole, sharded in FULLY_SHARDED.items():
-        yield f"`{whole.__name__}`", f"`{sharded.__name__}`"
+    for wrapper, sharded in FULLY_SHARDED.items():
+        yield f"`{wrapper.__name__}`", f"`{sharded.__name__}`"
 
 
-def _families() -> Iterator[tuple[str, ...]]:
-    for family in FAMILIES:
-        yield f"`{family.parent}`", _names(family.children)
+def _packing_rules() -> Iterator[tuple[str, ...]]:
+    for rule in PACKING_RULES:
+        yield f"`{rule.parent}`", _names(rule.children)
 
 
 def _names(names: Iterable[str]) -> str:

@@ -1,1 +1,3 @@
-"""A transformers model made servable: load, shard, probe, pack, wrap, bind, run."""
+"""Preparation and forward passes of `transformers` models: load, shard, probe, pack, wrap, bind,
+run.
+"""

@@ -1,55 +1,57 @@
-"""What a prepared model needs beside it to serve adapters: kernels, an arena, a batch's metadata.
+"""The arena and batch metadata of a model that serves adapters, made and bound in one place.
 
-What it is: the one place where the three are made and bound. What it is not: a holder of adapters
-(`residency`). One rule: whoever serves a model, over a socket or in process, has it equipped here,
-so that a configuration means the same everywhere.
+The engine process and the in-process manager both call `bind_lora`, so that one configuration has
+the same meaning in both.
 """
 
 from typing import Any, NamedTuple
 
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
-from engine.layout import rank_parts_of
+from engine.layout import rank_parts_max
 from engine.models.served_model import ServedModel
 from engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrapper
-from engine.punica.side_stream import SecondStream
+from engine.punica.side_stream import SideStream
 from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
-from engine.residency.collective_copier import AgreedCopier
+from engine.residency.collective_copier import CollectiveCopier
 from engine.residency.copier import copier_for
 
 
-class Equipment(NamedTuple):
-    """`lora_config` has its dtype resolved."""
+class BoundRuntime(NamedTuple):
+    """The arena and metadata that a model's layers are bound to.
+
+    `lora_config` has its dtype resolved.
+    """
 
     arena: Arena
     punica: PunicaWrapper
     lora_config: LoRAConfig
 
 
-def equip(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int) -> Equipment:
-    """Make what the configuration asks for, and bind the model's layers to it.
+def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int) -> BoundRuntime:
+    """Make the arena and wrappers that the configuration specifies, and bind the model's layers.
 
-    Raises `ValueError` for what this model's dtype, device or ranks can't do, and
+    Raises `ValueError` for settings that this model's dtype, device or ranks do not allow, and
     `DeviceOutOfMemory`.
     """
     lora_config.verify_with_device(model.device)
     config = lora_config.verify_with_model_config(model.model)
-    parts = rank_parts_of(model.shapes)
-    if config.max_lora_rank % parts:
+    ranks = rank_parts_max(model.shapes)
+    if config.max_lora_rank % ranks:
         raise ValueError(
             f"with fully_sharded_loras, max_lora_rank {config.max_lora_rank} can't be shared "
-            f"evenly by {parts} ranks"
+            f"evenly by {ranks} ranks; set a multiple of {ranks}"
         )
     kernels = choose_kernels(model.device.type, batch_invariant=config.batch_invariant)
     copier = copier_for(model.device)
-    if not model.group.is_single:
-        copier = AgreedCopier(copier, model.group)
+    if not model.group.is_trivial:
+        copier = CollectiveCopier(copier, model.group)
     slots_max, dtype = config.max_loras, config.dtype
     arena = Arena(slots_max, model.shapes, device_bytes_max, dtype, model.device, copier)
     options: dict[str, Any] = {
         "specialize_active": config.specialize_active_lora,
-        "beside": SecondStream(model.device) if config.dual_stream else None,
+        "concurrent": SideStream(model.device) if config.dual_stream else None,
     }
     punica = PunicaWrapper(model.device, config.max_lora_rank, kernels, **options)
     image_punicas = {
@@ -58,4 +60,4 @@ def equip(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int) ->
         if config.enable_tower_connector_lora
     }
     model.bind(arena, punica, image_punicas)
-    return Equipment(arena, punica, config)
+    return BoundRuntime(arena, punica, config)

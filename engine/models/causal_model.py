@@ -1,8 +1,7 @@
-"""A base model that generates: its layers wrapped, proved fit for batches, and its forward pass.
+"""A base model that generates: its layers wrapped, verified for batching, and its forward pass.
 
-What it is: a `transformers` model as `engine.generate` runs it. What it is not: generation, the
-choice of layers, or a holder of adapter weights. One rule: what can't be batched rightly is refused
-when the model is prepared, with the reason, and never found out by a request.
+A model that can't be batched correctly is refused when it is prepared, with the reason, so that no
+request finds out.
 """
 
 import inspect
@@ -15,22 +14,22 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from engine.config import LoRAConfig
-from engine.models.image_batch_probe import try_images
-from engine.models.image_processor import ImageReader, ImagesRefused, Processor
-from engine.models.kv_cache import RowCache, left_padding_mask
-from engine.models.probe import generation_trial
+from engine.models.image_batch_probe import probe_images
+from engine.models.image_processor import ImagePromptReader, ImagesRefused, Processor
+from engine.models.kv_cache import BatchKVCache, left_padding_mask
+from engine.models.probe import generation_probe
 from engine.models.served_model import ServedModel, Tokenizer
-from engine.models.vision.media import Media, media_arguments
+from engine.models.vision.image_inputs import ImageInputs, image_arguments
 
 _NO_PROCESSOR: Final = ImagesRefused("the model was prepared without a processor")
 
 
-class PreparedModel(ServedModel):
-    """A causal language model, or the language part of an image-text model, to generate with.
+class CausalModel(ServedModel):
+    """A causal language model, or the language part of an image-text model, that generates.
 
     `context_tokens_max`: prompt and output of one row together. `eos_ids`: the tokens that end an
-    output. `reader` reads prompts with images; it is None where they are refused, and then
-    `without_images` says why.
+    output. `prompt_reader` reads prompts with images. It is None where these are refused, and then
+    `no_images_reason` contains the reason.
     """
 
     task = "generate"
@@ -43,34 +42,34 @@ class PreparedModel(ServedModel):
         context_tokens_max: int = 0,
         processor: Processor | ImagesRefused = _NO_PROCESSOR,
     ) -> None:
-        """Wrap the layers of `model` in place; `processor` reads images, or says why none are."""
+        """Wrap the layers of `model` in place; `processor` reads images, or is why none are."""
         super().__init__(model, tokenizer, context_tokens_max)
         self.eos_ids = _eos_ids(model, tokenizer)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
-        self._prepare(generation_trial(self.forward), lora_config)
-        self.reader, self.without_images = self._reader_of(processor)
+        self._prepare(generation_probe(self.forward), lora_config)
+        self.prompt_reader, self.no_images_reason = self._make_reader(processor)
 
     @torch.inference_mode()
     def forward(
-        self, input_ids: Tensor, rows: RowCache, media: Sequence[Media | None] = ()
+        self, input_ids: Tensor, cache: BatchKVCache, images: Sequence[ImageInputs | None] = ()
     ) -> Tensor:
-        """The logits after each row's last token, [rows, vocabulary]; fills `rows` in place.
+        """Return the logits after each row's last token, [rows, vocabulary]; fill `cache` in place.
 
-        input_ids: [rows, tokens] int64, on any device; a row that brings fewer tokens has padding
-        on the left. `rows.lengths` already counts the new tokens, and `rows.offsets` the images.
-        media: in a prefill with images, what each row has.
+        input_ids: [rows, tokens] int64, on any device; rows with fewer tokens are padded on the
+        left. `cache.lengths` already counts the new tokens, and `cache.offsets` the images. images:
+        in a prefill with images, one entry per row.
         """
         tokens = input_ids.shape[1]
-        lengths, following = torch.tensor([rows.lengths, rows.positions], device=self.device)
-        mask = left_padding_mask(lengths, rows.width + tokens)
-        places = torch.arange(-tokens, 0, device=self.device)
-        positions = (following[:, None] + places).clamp(min=0)
-        own: dict[str, Tensor] = {}
-        if any(media):
-            found = media_arguments(media, positions.cpu())
-            own = {name: tensor.to(self.device) for name, tensor in found.items()}
-            positions = own.pop("position_ids")
-        return self.run(input_ids.to(self.device), mask, positions, rows.cache, own)
+        lengths, next_positions = torch.tensor([cache.lengths, cache.positions], device=self.device)
+        mask = left_padding_mask(lengths, cache.width + tokens)
+        offsets = torch.arange(-tokens, 0, device=self.device)
+        positions = (next_positions[:, None] + offsets).clamp(min=0)
+        image_tensors: dict[str, Tensor] = {}
+        if any(images):
+            arguments = image_arguments(images, positions.cpu())
+            image_tensors = {name: tensor.to(self.device) for name, tensor in arguments.items()}
+            positions = image_tensors.pop("position_ids")
+        return self.run(input_ids.to(self.device), mask, positions, cache.cache, image_tensors)
 
     @torch.inference_mode()
     def run(
@@ -79,18 +78,19 @@ class PreparedModel(ServedModel):
         mask: Tensor,
         positions: Tensor,
         cache: Cache,
-        media: Mapping[str, Tensor] | None = None,
+        image_tensors: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """The logits after the last column, [rows, vocabulary]; all tensors are on the device.
+        """Return the logits after the last column, [rows, vocabulary], from tensors on the device.
 
-        input_ids: [rows, tokens] int64. mask: [rows, columns] int64, 1 for what a row may see.
-        positions: [rows, tokens] int64, or what media make of them.
+        input_ids: [rows, tokens] int64. mask: [rows, columns] int64, 1 for the columns that a row
+        attends to. positions: [rows, tokens] int64, or the shape that the model expects with
+        images.
         """
         arguments: dict[str, Any] = {
             "attention_mask": mask,
             "past_key_values": cache,
             "use_cache": True,
-            **(media or {}),
+            **(image_tensors or {}),
         }
         if "position_ids" in self._accepts:
             arguments["position_ids"] = positions
@@ -100,13 +100,15 @@ class PreparedModel(ServedModel):
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _reader_of(self, processor: Processor | ImagesRefused) -> tuple[ImageReader | None, str]:
-        """What reads images, once it is proved that they can be batched; else why they can't."""
+    def _make_reader(
+        self, processor: Processor | ImagesRefused
+    ) -> tuple[ImagePromptReader | None, str]:
+        """Return a reader of prompts with images, or None and why they can't be batched."""
         if isinstance(processor, ImagesRefused):
             return None, str(processor)
         try:
-            reader = ImageReader(processor, self, self._accepts)
-            try_images(self.forward, reader)
+            reader = ImagePromptReader(processor, self, self._accepts)
+            probe_images(self.forward, reader)
         except ImagesRefused as refusal:
             return None, str(refusal)
         return reader, ""
@@ -115,7 +117,7 @@ class PreparedModel(ServedModel):
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
     generation = getattr(model, "generation_config", None)
     for owner in (generation, model.config, tokenizer):
-        found = getattr(owner, "eos_token_id", None)
-        if found is not None:
-            return frozenset(found if isinstance(found, list) else [found])
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, list) else [ids])
     return frozenset()

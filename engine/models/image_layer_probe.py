@@ -1,9 +1,8 @@
-"""Which layers can tell images apart: asked of the model itself, by showing it two.
+"""A probe of which layers keep images apart: three runs of a model's image part at start.
 
-What it is: three runs of a model's image part when the engine starts, of two unlike images together
-and of each alone. What it is not: a list of model names, or a choice of wrappers. One rule: a layer
-is mapped only if of two images it sees what it sees of each alone, one behind the other, and as
-many rows for each unit of both. The order of rows within an image does not matter.
+It runs two unlike images together and each alone. A layer is mapped only if its input for both
+images is its input for each, concatenated, with the same number of rows per unit of both. The order
+of rows within an image does not matter.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,141 +14,146 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from engine.errors import FOREIGN_FAILURES, ModelRefused
-from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX, Call, share_inputs, telling_inputs
+from engine.errors import MODEL_CODE_ERRORS, ModelRefused
+from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX, RecordedInput, input_hooks, share_inputs
 from engine.models.vision.encoder import GRID, PIXELS, SIZES, ImagePart, ImageTensors, units_of
 
 _DIGEST_WIDTH: Final = 8
 _SIDES: Final = ((2, 2), (2, 5))
-"""Height and width of the two images, in patches that are merged into one."""
+"""Height and width of the two images, in merged patches."""
 _TILES_MAX: Final = 16
 _SEED: Final = 5
 
-Run = dict[str, list[Call]]
 
+class ObservedImageInputs:
+    """The inputs of each layer for two images: together, and for each alone."""
 
-class ImageSightings:
-    """What each layer was given of two images: together, and of each alone."""
-
-    def __init__(self, together: "_Shown", alone: Sequence["_Shown"], dtype: torch.dtype) -> None:
+    def __init__(
+        self, together: "_ImageRun", alone: Sequence["_ImageRun"], dtype: torch.dtype
+    ) -> None:
         self._together = together
         self._alone = alone
         self._error_max = ERRORS_MAX.get(dtype, ERROR_MAX_HALF)
 
     def rows_per_unit(self, name: str) -> Fraction | None:
-        """How many rows a layer sees of each unit; None where its rows can't be told apart."""
+        """Return a layer's input rows per unit, or None if its rows do not stay apart."""
         runs = (self._together, *self._alone)
-        calls = [run.calls[name] for run in runs]
-        if not calls[0] or len({len(own) for own in calls}) != 1:
+        inputs = [run.inputs[name] for run in runs]
+        if not inputs[0] or len({len(calls) for calls in inputs}) != 1:
             return None
         ratios = {
-            Fraction(len(_digest(call)), run.units)
-            for run, own in zip(runs, calls, strict=True)
-            for call in own
+            Fraction(len(_digest(recorded)), run.units)
+            for run, calls in zip(runs, inputs, strict=True)
+            for recorded in calls
         }
-        both = zip(*calls, strict=True)
-        if len(ratios) != 1 or not all(self._is_joined(*map(_digest, call)) for call in both):
+        by_call = zip(*inputs, strict=True)
+        if len(ratios) != 1 or not all(self._is_joined(*map(_digest, call)) for call in by_call):
             return None
         return ratios.pop()
 
     def share_inputs(self, names: Sequence[str]) -> bool:
-        """As `Sightings.share_inputs`."""
-        return share_inputs([self._together.calls[name] for name in names])
+        """As `ObservedInputs.share_inputs`."""
+        return share_inputs([self._together.inputs[name] for name in names])
 
     def _is_joined(self, together: Tensor, *alone: Tensor) -> bool:
-        """Whether two images' rows are those of each, one behind the other."""
+        """Whether two images' rows are the rows of each, concatenated."""
         expected = torch.cat(alone)
         difference = (together - expected).norm()
         return bool(difference <= self._error_max * expected.norm())
 
 
-class _Shown:
-    """One run: how many units the encoder was given, and what layers were given then."""
+class _ImageRun:
+    """One run: the number of units that the encoder received, and the layers' inputs."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.units = 0
-        self.calls: Run = {name: [] for name in names}
+        self.inputs: dict[str, list[RecordedInput]] = {name: [] for name in names}
 
 
-def watch_images(
+def record_image_inputs(
     part: ImagePart,
     layers: Mapping[str, nn.Module],
     dtype: torch.dtype,
-    remembered: Collection[str] = (),
-) -> ImageSightings:
-    """Show the model two images, together and alone, and tell what its layers were given.
+    retained: Collection[str] = (),
+) -> ObservedImageInputs:
+    """Run the image part with two images, together and alone, and record its layers' inputs.
 
-    The inputs of `remembered` layers are held meanwhile, for `share_inputs`. Raises `ModelRefused`
-    for a model that takes images in no way that is known.
+    The tensors of `retained` layers are kept, for `share_inputs`. Raises `ModelRefused` if the
+    model accepts images in no supported format.
     """
     failures: list[str] = []
-    for way in _ways(part):
+    for make_images in _input_formats(part):
         try:
-            return _watch_way(part, layers, dtype, frozenset(remembered), way)
-        except FOREIGN_FAILURES as error:
+            return _record_format(part, layers, dtype, frozenset(retained), make_images)
+        except MODEL_CODE_ERRORS as error:
             failures.append(f"{type(error).__name__}: {error}")
     raise ModelRefused(
-        "the model takes images in no way that is known, so no adapter can be applied to its tower "
-        f"or connector; leave enable_tower_connector_lora off ({'; '.join(failures)})"
+        "the model accepts images in no format that is supported, so no adapter can be applied to "
+        f"its tower or connector; leave enable_tower_connector_lora off ({'; '.join(failures)})"
     )
 
 
-def _watch_way(
+def _record_format(
     part: ImagePart,
     layers: Mapping[str, nn.Module],
     dtype: torch.dtype,
-    remembered: frozenset[str],
-    way: Callable[[Sequence[int]], ImageTensors],
-) -> ImageSightings:
-    together = _show(part, layers, remembered, way((0, 1)))
-    alone = [_show(part, layers, frozenset(), way((image,))) for image in (0, 1)]
-    return ImageSightings(together, alone, dtype)
+    retained: frozenset[str],
+    make_images: Callable[[Sequence[int]], ImageTensors],
+) -> ObservedImageInputs:
+    together = _run(part, layers, retained, make_images((0, 1)))
+    alone = [_run(part, layers, frozenset(), make_images((image,))) for image in (0, 1)]
+    return ObservedImageInputs(together, alone, dtype)
 
 
 @torch.inference_mode()
-def _show(
+def _run(
     part: ImagePart,
     layers: Mapping[str, nn.Module],
-    remembered: frozenset[str],
-    media: ImageTensors,
-) -> _Shown:
+    retained: frozenset[str],
+    images: ImageTensors,
+) -> _ImageRun:
     """Run the image part once."""
-    shown = _Shown(layers.keys())
+    run = _ImageRun(layers.keys())
     counted: list[int] = []
 
     def collect(name: str, layer: nn.Module, x: Tensor) -> None:
         values = _digest_of(x, isinstance(layer, nn.Embedding))
-        kept = x if name in remembered else None
-        shown.calls[name].append(Call(tuple(x.shape), kept, values))
+        tensor = x if name in retained else None
+        run.inputs[name].append(RecordedInput(tuple(x.shape), tensor, values))
 
-    with part.counting(counted.append), telling_inputs(layers, collect):
-        part.features(**media)
-    expected = int(units_of(media).sum())
+    with part.counting_units(counted.append), input_hooks(layers, collect):
+        part.features(**images)
+    expected = int(units_of(images).sum())
     if counted != [expected]:
-        raise ValueError(f"the encoder was given {counted} units of {expected}, all in one call")
-    shown.units = expected
-    return shown
+        raise ValueError(
+            f"the encoder received {counted} units by call; expected one call with {expected}"
+        )
+    run.units = expected
+    return run
 
 
 def _digest_of(x: Tensor, is_looked_up: bool) -> Tensor:
-    """A few numbers of each row, [rows, few] float32 on the host: whole inputs would fill a GPU."""
+    """Return a few numbers per row, [rows, few] float32 on the host.
+
+    Whole inputs of all layers would fill a GPU.
+    """
     rows = x.reshape(-1, 1 if is_looked_up else x.shape[-1]).float()
     generator = torch.Generator().manual_seed(_SEED)
     mixture = torch.randn(rows.shape[1], _DIGEST_WIDTH, generator=generator)
     return (rows @ mixture.to(rows.device)).cpu()
 
 
-def _ways(part: ImagePart) -> Iterator[Callable[[Sequence[int]], ImageTensors]]:
-    """How images may be given to this model: for each way, from some of the two to tensors."""
-    taken = signature(part.features).parameters
-    if GRID in taken:
+def _input_formats(part: ImagePart) -> Iterator[Callable[[Sequence[int]], ImageTensors]]:
+    """Yield a function per format that the model may accept, from image numbers to tensors."""
+    parameters = signature(part.features).parameters
+    if GRID in parameters:
         yield partial(_patches, part)
-    elif PIXELS in taken:
-        # An encoder that is told sizes makes of each image as many rows as its own size says.
+    elif PIXELS in parameters:
+        # An encoder that is passed sizes makes a number of rows per image that depends on its size.
         if SIZES not in signature(part.encoder.forward).parameters:
             yield partial(_images, part)
         yield partial(_tiles, part)
-        if SIZES in taken:
+        if SIZES in parameters:
             yield partial(_sized_tiles, part)
 
 
@@ -169,23 +173,23 @@ def _images(part: ImagePart, images: Sequence[int]) -> ImageTensors:
 
 
 def _tiles(part: ImagePart, images: Sequence[int]) -> ImageTensors:
-    """The first image has one tile and the second two, so that the first is padded beside it."""
+    """Return two images of one and two tiles, so that the first is padded."""
     return {PIXELS: _padded(part, images, [image + 1 for image in images])}
 
 
 def _sized_tiles(part: ImagePart, images: Sequence[int]) -> ImageTensors:
-    """As many tiles as the model makes of images with these sizes."""
+    """Return images of these sizes, each with the number of tiles that the model uses for it."""
     height, width = _whole_image(part)[1:]
     sizes = [torch.tensor([[height, width * (image + 1)]]) for image in images]
-    counts = [_tiles_taken(part, size) for size in sizes]
+    counts = [_tiles_used(part, size) for size in sizes]
     return {PIXELS: _padded(part, images, counts), SIZES: torch.cat(sizes)}
 
 
-def _tiles_taken(part: ImagePart, size: Tensor) -> int:
-    """How many tiles of one image the model gives its encoder, of more than it needs."""
+def _tiles_used(part: ImagePart, size: Tensor) -> int:
+    """Return the number of an image's tiles that reach the encoder when more are offered."""
     tiles = _noise(part, 0, (1, _TILES_MAX, *_whole_image(part)))
     counted: list[int] = []
-    with torch.inference_mode(), part.counting(counted.append):
+    with torch.inference_mode(), part.counting_units(counted.append):
         part.features(**{PIXELS: tiles, SIZES: size})
     return sum(counted)
 
@@ -212,7 +216,7 @@ def _noise(part: ImagePart, image: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def _first_weight(part: ImagePart) -> Tensor:
-    """The weight that makes states of pixels: [states, channels, ...], or [states, values]."""
+    """Return the first layer's weight: [states, channels, ...], or [states, values]."""
     kinds = (nn.Conv2d, nn.Conv3d, nn.Linear)
     return next(layer.weight for layer in part.encoder.modules() if isinstance(layer, kinds))
 
@@ -221,7 +225,7 @@ def _config_of(part: ImagePart) -> Any:
     return part.encoder.config
 
 
-def _digest(call: Call) -> Tensor:
-    if call.values is None:
-        raise TypeError("a call without a digest; the watch makes one of each")
-    return call.values
+def _digest(recorded: RecordedInput) -> Tensor:
+    if recorded.values is None:
+        raise TypeError("a recorded input without a digest")
+    return recorded.values

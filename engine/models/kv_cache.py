@@ -1,8 +1,7 @@
-"""The keys and values of the running rows, one left-padded batch.
+"""Keys and values of the running rows, as one left-padded batch.
 
-What it is: joining, dropping and cropping rows of a cache that `transformers` fills. What it is
-not: shared between rows; the same prompt under two adapters has two of everything. One rule: a
-row's last token is in the last column, so its true length tells which columns are its own.
+A row's last token is in the last column, so its length specifies which columns are its own. Rows
+share nothing: two rows with one prompt under two adapters have separate keys and values.
 """
 
 from collections.abc import Sequence
@@ -12,53 +11,53 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DummyLayer
 
-from engine.layout import power_of_two
-from engine.models.kv_cache_layer import RoomyLayer
+from engine.layout import next_power_of_two
+from engine.models.kv_cache_layer import GrowableKVLayer
 
-FIXED_COLUMNS_MIN: Final = 64
-"""The fewest columns of a step over fixed places; fewer would be other graphs for little."""
+STATIC_COLUMNS_MIN: Final = 64
+"""The fewest columns of a static step: smaller ones save little and need their own graphs."""
 
 
 def left_padding_mask(lengths: Tensor, width: int) -> Tensor:
-    """Which columns are a row's own: [rows, width] int64, 1 in the last `lengths[row]` columns."""
+    """Return each row's own columns: [rows, width] int64, 1 in the last `lengths[row]` columns."""
     columns = torch.arange(width, device=lengths.device)
     return (columns >= width - lengths[:, None]).long()
 
 
-def fixed_mask(lengths: Tensor, column: Tensor, columns: int) -> Tensor:
-    """Which columns are a row's own where all rows end at `column`: [rows, columns] int64."""
-    places = torch.arange(columns, device=lengths.device)
-    return ((places <= column) & (places > column - lengths[:, None])).long()
+def static_mask(lengths: Tensor, column: Tensor, columns: int) -> Tensor:
+    """Return each row's own columns where all rows end at `column`: [rows, columns] int64."""
+    index = torch.arange(columns, device=lengths.device)
+    return ((index <= column) & (index > column - lengths[:, None])).long()
 
 
-class Places(NamedTuple):
-    """The sizes of a step over fixed places: rows, columns, and the column that it writes."""
+class StepShape(NamedTuple):
+    """The sizes of a static step: rows, columns, and the column that it writes."""
 
     rows: int
     columns: int
     column: int
 
 
-class RowCache:
-    """A batch's cache and how many tokens of each row are in it.
+class BatchKVCache:
+    """The keys and values of a batch, and the number of tokens of each row in them.
 
-    In `cache`, every layer's keys and values are [rows, heads, width, head_dim] with one width for
-    all layers; the last `lengths[row]` columns are the row's own, the others are never read.
-    `offsets`: how much further a row's next position is than its length, where images count for
-    other than their tokens.
+    In `cache`, every layer's keys and values are [rows, heads, width, head_dim], with the same
+    width in all layers. The last `lengths[row]` columns are the row's own; the others are never
+    read. `offsets`: the position of a row's next token minus its length. It is not 0 where images
+    advance positions by a number other than their tokens.
     """
 
     def __init__(
-        self, lengths: Sequence[int], offsets: Sequence[int] = (), *, keeps_room: bool = False
+        self, lengths: Sequence[int], offsets: Sequence[int] = (), *, keeps_capacity: bool = False
     ) -> None:
-        """An empty cache for a first forward of rows that have `lengths` tokens.
+        """Make an empty cache for the first forward of rows with these numbers of tokens.
 
-        `keeps_room`: room stays where it is when rows leave, for steps over fixed places.
+        `keeps_capacity`: buffers stay in place when rows leave, for static steps.
         """
-        self.cache = Cache(layer_class_to_replicate=RoomyLayer)
+        self.cache = Cache(layer_class_to_replicate=GrowableKVLayer)
         self.lengths = list(lengths)
         self.offsets = list(offsets) or [0] * len(self.lengths)
-        self._keeps_room = keeps_room
+        self._keeps_capacity = keeps_capacity
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -66,39 +65,40 @@ class RowCache:
     @property
     def positions(self) -> list[int]:
         """The position of each row's next token."""
-        return [length + more for length, more in zip(self.lengths, self.offsets, strict=True)]
+        pairs = zip(self.lengths, self.offsets, strict=True)
+        return [length + offset for length, offset in pairs]
 
     @property
-    def layers(self) -> list[RoomyLayer]:
-        """The layers that hold something; a layer that reads another's cache holds nothing."""
+    def layers(self) -> list[GrowableKVLayer]:
+        """The layers that hold keys and values; one that reads another layer's cache holds none."""
         return [layer for layer in self.cache.layers if layer.is_initialized]
 
     @property
     def width(self) -> int:
-        """The columns of every layer: as many as the longest row's tokens, or more."""
+        """The number of columns of every layer: at least the tokens of the longest row."""
         return next((layer.width for layer in self.layers), 0)
 
     @property
-    def place(self) -> tuple[object, ...]:
-        """What stands for the buffers of all layers; unequal once any is another."""
-        return tuple(layer.place for layer in self.layers)
+    def buffers_key(self) -> tuple[object, ...]:
+        """The identity of all layers' buffers; it differs once any buffer was reallocated."""
+        return tuple(layer.buffers_key for layer in self.layers)
 
     def grow(self, tokens: int) -> None:
-        """Count the tokens that the next forward brings to every row."""
+        """Count `tokens` new tokens of every row, which the next forward writes."""
         self.lengths = [length + tokens for length in self.lengths]
 
-    def join(self, other: "RowCache") -> None:
-        """Take the rows of `other` after the own ones; `other` is not to be used any more."""
+    def join(self, other: "BatchKVCache") -> None:
+        """Append the rows of `other`, which must not be used afterwards."""
         if self.layers:
-            for mine, theirs in zip(self.layers, other.layers, strict=True):
-                mine.join(theirs)
+            for layer, added in zip(self.layers, other.layers, strict=True):
+                layer.join(added)
         else:
             self.cache = other.cache
         self.lengths += other.lengths
         self.offsets += other.offsets
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, and the columns that are padding in all."""
+        """Drop all rows but these, and the columns that are then padding in every row."""
         is_whole = list(rows) == list(range(len(self)))
         self.lengths = [self.lengths[row] for row in rows]
         self.offsets = [self.offsets[row] for row in rows]
@@ -112,34 +112,34 @@ class RowCache:
         for layer in self.layers:
             moved = torch.tensor(rows[staying:], dtype=torch.int64, device=layer.device)
             layer.keep(staying, moved, padding)
-            if not self._keeps_room:
-                layer.give_back()
+            if not self._keeps_capacity:
+                layer.shrink_to_fit()
 
-    def provide(self, columns_min: int = FIXED_COLUMNS_MIN) -> Places:
-        """Make room for a step over fixed places, whose sizes are powers of two, and say which."""
-        rows = power_of_two(len(self))
-        columns = power_of_two(max(columns_min, self.width + 1))
+    def reserve(self, columns_min: int = STATIC_COLUMNS_MIN) -> StepShape:
+        """Reserve buffers for a static step, in powers of two, and return the step's sizes."""
+        rows = next_power_of_two(len(self))
+        columns = next_power_of_two(max(columns_min, self.width + 1))
         for layer in self.layers:
-            layer.provide(rows, columns)
-        return Places(rows, columns, self.layers[0].last)
+            layer.reserve(rows, columns)
+        return StepShape(rows, columns, self.layers[0].last)
 
-    def fixed(self, rows: int, columns: int, column: Tensor) -> Cache:
-        """What a step over fixed places reads and writes; column: [1] int64 on the device."""
+    def static_cache(self, rows: int, columns: int, column: Tensor) -> Cache:
+        """Return the cache that a static step reads and writes; column: [1] int64 on the device."""
         return Cache(
             layers=[
-                layer.fixed(rows, columns, column) if layer.is_initialized else DummyLayer()
+                layer.static_layer(rows, columns, column) if layer.is_initialized else DummyLayer()
                 for layer in self.cache.layers
             ]
         )
 
     def advance(self) -> None:
-        """Count the column that a step over fixed places has written."""
+        """Count the column that a static step has written."""
         for layer in self.layers:
             layer.last += 1
 
     def _clear(self) -> None:
-        if self._keeps_room:
+        if self._keeps_capacity:
             for layer in self.layers:
                 layer.clear()
         else:
-            self.cache = Cache(layer_class_to_replicate=RoomyLayer)
+            self.cache = Cache(layer_class_to_replicate=GrowableKVLayer)

@@ -1,8 +1,6 @@
-"""A saved model on its way to be served: from its directory to a prepared model.
+"""Loading of a saved model: read it, check the configuration against it, split it, and prepare it.
 
-What it is: reading what `transformers` saved, checking that the configuration says nothing that
-this model has no use for, and splitting it over ranks. What it is not: the preparation itself. One
-rule: what can't be served rightly is refused when the engine starts, with the reason.
+A model or setting that can't be served correctly is refused at start, with the reason.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,9 +14,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
-from engine.models.causal_model import PreparedModel
+from engine.models.causal_model import CausalModel
 from engine.models.image_processor import LOCAL, ImagesRefused, Processor, load_processor
-from engine.models.pooling_model import PooledModel
+from engine.models.pooling_model import PoolingModel
 from engine.models.pooling_options import PoolingOptions, pooling_options
 from engine.models.preparation import CLASSIFIERS
 from engine.models.served_model import ServedModel, Tokenizer
@@ -27,21 +25,21 @@ from engine.models.tasks import Task, loader_of, task_of
 from engine.parallel import SINGLE, ParallelGroup
 
 MODALITY: Final = "image"
-"""What prompts may bring beside text, as `default_mm_loras` calls it."""
+"""The only content of prompts next to text, by its name in `default_mm_loras`."""
 
 _TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
-_SPARED: Final[Mapping[Task, frozenset[str]]] = {
+_OPTIONAL_WEIGHTS: Final[Mapping[Task, frozenset[str]]] = {
     "embed": frozenset({"pooler"}),
     "classify": frozenset(CLASSIFIERS),
 }
-"""What a saved model may lack: what no vector comes from, and a head that adapters bring."""
+"""Weights that a saved model may lack: an unused pooler, and a head that adapters contain."""
 
 _NAMED_MAX: Final = 5
 
 
-class _Saved(NamedTuple):
-    """What lies in a model's directory, whole and on the host."""
+class _LoadedModel(NamedTuple):
+    """The content of a model's directory, whole and on the host."""
 
     model: PreTrainedModel
     task: Task
@@ -50,29 +48,29 @@ class _Saved(NamedTuple):
     without_head: bool
 
 
-def prepare_loaded(model: PreTrainedModel, lora_config: LoRAConfig) -> PreparedModel | PooledModel:
-    """Prepare a model that its owner has loaded, for what its head says that it is for."""
+def prepare_loaded(model: PreTrainedModel, lora_config: LoRAConfig) -> CausalModel | PoolingModel:
+    """Prepare a model that was loaded elsewhere, for the task of its head."""
     if model.get_output_embeddings() is not None:
-        return PreparedModel(model, lora_config)
+        return CausalModel(model, lora_config)
     is_classifier = any(name in CLASSIFIERS for name, _ in model.named_children())
-    return PooledModel(model, lora_config, task="classify" if is_classifier else "embed")
+    return PoolingModel(model, lora_config, task="classify" if is_classifier else "embed")
 
 
 def load_model(
     config: EngineConfig, lora_config: LoRAConfig, group: ParallelGroup = SINGLE
-) -> PreparedModel | PooledModel:
-    """Read `config.model_directory` (safetensors, nothing remote, no foreign code) and prepare it.
+) -> CausalModel | PoolingModel:
+    """Load `config.model_directory` (safetensors, no network, no code from it) and prepare it.
 
     Every rank of `group` keeps its part; collective. Raises `ModelRefused`.
     """
-    # What goes to stderr is for people to read; a bar is drawn over it.
+    # A progress bar would overwrite log lines on stderr.
     disable_progress_bar()
     saved = _read(config)
     _check_use_of_experts(saved.model, config, lora_config)
-    if group.is_single:
-        # One rank has nobody to share with; the other classes would take the longer way.
+    if group.is_trivial:
+        # One rank shards nothing; the sharded classes would only be slower.
         lora_config = replace(lora_config, fully_sharded_loras=False)
-        _bring_to_device(saved.model, config)
+        _move_to_device(saved.model, config)
     else:
         group.wait_for_all()
         shard_model(saved.model, group, config.torch_device, config.expert_parallel)
@@ -82,42 +80,42 @@ def load_model(
     return prepared
 
 
-def _read(config: EngineConfig) -> _Saved:
+def _read(config: EngineConfig) -> _LoadedModel:
     directory = config.model_directory
     if not (directory / "config.json").is_file():
-        raise ModelRefused(f"{directory} has no config.json; name a directory of a saved model")
+        raise ModelRefused(f"{directory} has no config.json; set the directory of a saved model")
     try:
-        found = AutoConfig.from_pretrained(directory, **LOCAL)
-        task = task_of(directory, found, config.task)
+        model_config = AutoConfig.from_pretrained(directory, **LOCAL)
+        task = task_of(directory, model_config, config.task)
         options = pooling_options(config, task)
-        model, report = loader_of(task, found).from_pretrained(
+        model, report = loader_of(task, model_config).from_pretrained(
             directory, use_safetensors=True, dtype="auto", output_loading_info=True, **LOCAL
         )
         without_head = _check_weights(directory, report["missing_keys"], task)
-        return _Saved(model, task, _load_tokenizer(directory), options, without_head)
+        return _LoadedModel(model, task, _load_tokenizer(directory), options, without_head)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError) as error:
         raise ModelRefused(f"{directory} can't be loaded, task {config.task}: {error}") from error
 
 
-def _bring_to_device(model: PreTrainedModel, config: EngineConfig) -> None:
+def _move_to_device(model: PreTrainedModel, config: EngineConfig) -> None:
     try:
         device = config.torch_device
         if device.index:
-            # Kernels are launched on the thread's device, wherever their operands lie.
+            # Kernels are launched on the thread's current device, not on that of their operands.
             torch.cuda.set_device(device)
         model.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise ModelRefused(f"the model can't be brought to {config.device}: {error}") from error
+        raise ModelRefused(f"the model can't be moved to {config.device}: {error}") from error
 
 
 def _prepare(
-    saved: _Saved, config: EngineConfig, lora_config: LoRAConfig
-) -> PreparedModel | PooledModel:
+    saved: _LoadedModel, config: EngineConfig, lora_config: LoRAConfig
+) -> CausalModel | PoolingModel:
     model, tokenizer, tokens_max = saved.model, saved.tokenizer, config.context_tokens_max
     if saved.task == "generate":
         processor = _find_processor(config.model_directory, model.config)
-        return PreparedModel(model, lora_config, tokenizer, tokens_max, processor)
-    return PooledModel(model, lora_config, tokenizer, tokens_max, saved.task, saved.options)
+        return CausalModel(model, lora_config, tokenizer, tokens_max, processor)
+    return PoolingModel(model, lora_config, tokenizer, tokens_max, saved.task, saved.options)
 
 
 def _check_use_of_experts(
@@ -132,18 +130,18 @@ def _check_use_of_experts(
             raise ModelRefused(f"{name} is on, and the model has no experts; leave it off")
     if config.expert_parallel and lora_config.fully_sharded_loras:
         raise ModelRefused(
-            "expert_parallel and fully_sharded_loras are both on; whole experts leave nothing of "
-            "their adapters to shard: take one of the two"
+            "expert_parallel and fully_sharded_loras are both on; adapters of whole experts can't "
+            "be sharded: set only one of the two"
         )
 
 
 def _check_weights(directory: Path, missing: Iterable[str], task: Task) -> bool:
-    """Whether a classifier was saved without its head, which adapters then have to bring.
+    """Return whether a classifier was saved without its head, which adapters must then contain.
 
-    Raises `ModelRefused` for anything else that answers need and the library made up at random.
+    Raises `ModelRefused` for any other needed weights that the library initialized at random.
     """
-    spared = _SPARED.get(task, frozenset())
-    needed = sorted(name for name in missing if spared.isdisjoint(name.split(".")))
+    optional = _OPTIONAL_WEIGHTS.get(task, frozenset())
+    needed = sorted(name for name in missing if optional.isdisjoint(name.split(".")))
     if needed:
         raise ModelRefused(
             f"{directory} has no weights for {len(needed)} tensors of a model that is to {task}: "
@@ -154,22 +152,22 @@ def _check_weights(directory: Path, missing: Iterable[str], task: Task) -> bool:
 
 
 def _check_use_of_images(model: ServedModel, lora_config: LoRAConfig) -> None:
-    """Adapters for a part of the model or a modality that no prompt reaches would never be used."""
-    if lora_config.enable_tower_connector_lora and model.without_images:
+    """Refuse adapters for a part of the model or a modality that no prompt reaches."""
+    if lora_config.enable_tower_connector_lora and model.no_images_reason:
         raise ModelRefused(
             "enable_tower_connector_lora is set, and the model is served for text alone: "
-            f"{model.without_images}"
+            f"{model.no_images_reason}"
         )
     for modality in lora_config.default_mm_loras or ():
         if modality != MODALITY:
             raise ModelRefused(
-                f"default_mm_loras has an adapter for {modality!r}; prompts bring {MODALITY!r} "
-                "beside text, and nothing else"
+                f"default_mm_loras has an adapter for {modality!r}; prompts contain only text and "
+                f"{MODALITY!r}"
             )
-        if model.without_images:
+        if model.no_images_reason:
             raise ModelRefused(
                 f"default_mm_loras has an adapter for {modality!r}, and the model is served for "
-                f"text alone: {model.without_images}"
+                f"text alone: {model.no_images_reason}"
             )
 
 

@@ -1,8 +1,7 @@
-"""Which projections are packed into one layer, and how that is done to a model.
+"""Packing of sibling projections into one layer: the table of rules, the search, and the exchange.
 
-What it is: the table of families, the search for groups in a model, and the exchange. What it is
-not: a decision about LoRA; the packed layers are wrapped like any other. One rule: the model's own
-code stays as it is and goes on calling the children by their names.
+A packed layer is wrapped like any other. The model's own code stays as it is, and continues to call
+the children by their names.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -19,96 +18,97 @@ from engine.layers import (
 from engine.layers.packed import PackedLinear, PackedSlice, SharedCall
 
 
-class Family(NamedTuple):
-    """Projections beside each other that read the same input, as far as their names say."""
+class PackingRule(NamedTuple):
+    """Names of sibling projections that may read the same input, and the layer that packs them."""
 
     parent: str
     children: tuple[str, ...]
     base_type: type[PackedLinear]
 
 
-FAMILIES: Final = (
-    Family("qkv_proj", ("q_proj", "k_proj", "v_proj"), QKVParallelLinear),
-    Family("qkv", ("query", "key", "value"), QKVParallelLinear),
-    Family("gate_up_proj", ("gate_proj", "up_proj"), MergedColumnParallelLinear),
-    Family("w13", ("w1", "w3"), MergedColumnParallelLinear),
-    Family("qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa"), MergedColumnParallelLinear),
+PACKING_RULES: Final = (
+    PackingRule("qkv_proj", ("q_proj", "k_proj", "v_proj"), QKVParallelLinear),
+    PackingRule("qkv", ("query", "key", "value"), QKVParallelLinear),
+    PackingRule("gate_up_proj", ("gate_proj", "up_proj"), MergedColumnParallelLinear),
+    PackingRule("w13", ("w1", "w3"), MergedColumnParallelLinear),
+    PackingRule("qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa"), MergedColumnParallelLinear),
 )
-"""Whether the inputs really are the same is seen by the probe, never believed."""
+"""Rules match names only; that the inputs are the same is verified by the probe."""
 
 
-class Group(NamedTuple):
-    """One family's children in one place of a model; `path` is that of the module around them."""
+class PackingGroup(NamedTuple):
+    """The children of one rule in one place of a model; `path` is that of their parent module."""
 
     path: str
-    family: Family
+    rule: PackingRule
 
     @property
     def name(self) -> str:
         """The packed layer's path."""
-        return _join(self.path, self.family.parent)
+        return _join(self.path, self.rule.parent)
 
     @property
     def children(self) -> tuple[str, ...]:
         """The children's paths."""
-        return tuple(_join(self.path, child) for child in self.family.children)
+        return tuple(_join(self.path, child) for child in self.rule.children)
 
 
-def find_groups(model: nn.Module, names: Collection[str]) -> list[Group]:
-    """The groups whose children are all among `names` and can share one weight.
+def find_packing_groups(model: nn.Module, names: Collection[str]) -> list[PackingGroup]:
+    """Return the groups whose children are all among `names` and can share one weight.
 
-    They can if they are plain linear layers (a quantised one has its own forward), or a rank's rows
-    of such, of one input width, dtype and device, and no child is also reached by another path.
+    The children must be plain linear layers (a quantised one has its own forward) or a rank's rows
+    of plain ones, with one input width, dtype and device, and must not be reachable by further
+    paths.
     """
-    paths = _paths(model)
+    path_counts = _count_paths(model)
     groups = [
-        Group(path, family)
+        PackingGroup(path, rule)
         for path, module in model.named_modules()
-        for family in FAMILIES
-        if not hasattr(module, family.parent)
+        for rule in PACKING_RULES
+        if not hasattr(module, rule.parent)
     ]
     return [
         group
         for group in groups
-        if all(child in names for child in group.children) and _can_share(model, group, paths)
+        if all(child in names for child in group.children) and _can_share(model, group, path_counts)
     ]
 
 
 def pack(
-    model: nn.Module, group: Group, wrap: Callable[[PackedLinear], BaseLayerWithLoRA]
+    model: nn.Module, group: PackingGroup, wrap: Callable[[PackedLinear], BaseLayerWithLoRA]
 ) -> BaseLayerWithLoRA:
-    """Put one wrapped layer in place of a group's children, in place; that layer."""
+    """Replace a group's children by one wrapped layer, in place, and return that layer."""
     owner = model.get_submodule(group.path)
-    children = {name: _linear(owner, name) for name in group.family.children}
-    base_layer = group.family.base_type.of_children(children)
+    children = {name: _linear(owner, name) for name in group.rule.children}
+    base_layer = group.rule.base_type.of_children(children)
     layer = wrap(base_layer)
-    owner.add_module(group.family.parent, layer)
+    owner.add_module(group.rule.parent, layer)
     call = SharedCall(layer, base_layer)
-    for place, name in enumerate(children):
-        owner.set_submodule(name, PackedSlice(call, place))
+    for index, name in enumerate(children):
+        owner.set_submodule(name, PackedSlice(call, index))
     return layer
 
 
-def with_relatives(target: str) -> set[str]:
-    """A target, and what it implies: a packed parent its children, a child parent and siblings."""
+def with_implied_targets(target: str) -> set[str]:
+    """Return a target and those that it implies: a packed parent's children, a child's siblings."""
     path, dot, last = target.rpartition(".")
-    related = {name for family in _families_of(last) for name in (family.parent, *family.children)}
+    related = {name for rule in _rules_for(last) for name in (rule.parent, *rule.children)}
     return {path + dot + name for name in related | {last}}
 
 
-def _families_of(name: str) -> Iterator[Family]:
-    return (family for family in FAMILIES if name in (family.parent, *family.children))
+def _rules_for(name: str) -> Iterator[PackingRule]:
+    return (rule for rule in PACKING_RULES if name in (rule.parent, *rule.children))
 
 
-def _paths(model: nn.Module) -> dict[nn.Module, int]:
-    """By how many paths each module is reached."""
+def _count_paths(model: nn.Module) -> dict[nn.Module, int]:
+    """Return the number of paths by which each module is reached."""
     counts: dict[nn.Module, int] = {}
     for _, module in model.named_modules(remove_duplicate=False):
         counts[module] = counts.get(module, 0) + 1
     return counts
 
 
-def _can_share(model: nn.Module, group: Group, paths: dict[nn.Module, int]) -> bool:
+def _can_share(model: nn.Module, group: PackingGroup, path_counts: dict[nn.Module, int]) -> bool:
     layers = [model.get_submodule(child) for child in group.children]
     if not all(_is_plain(layer) for layer in layers):
         return False
@@ -116,12 +116,12 @@ def _can_share(model: nn.Module, group: Group, paths: dict[nn.Module, int]) -> b
         (type(layer), layer.in_features, layer.weight.dtype, layer.weight.device)
         for layer in layers
     }
-    own_paths = paths[model.get_submodule(group.path)]
-    return len(kinds) == 1 and all(paths[layer] == own_paths for layer in layers)
+    parent_paths = path_counts[model.get_submodule(group.path)]
+    return len(kinds) == 1 and all(path_counts[layer] == parent_paths for layer in layers)
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer only multiplies: a whole linear layer, or a rank's rows of one."""
+    """Whether a layer is only a matrix product: a whole linear layer, or a rank's rows of one."""
     if isinstance(layer, ColumnParallelLinear):
         return not layer.gathers
     return type(layer) is nn.Linear
@@ -130,7 +130,7 @@ def _is_plain(layer: nn.Module) -> bool:
 def _linear(owner: nn.Module, name: str) -> nn.Linear:
     layer = owner.get_submodule(name)
     if not isinstance(layer, nn.Linear):
-        raise TypeError(f"{name} is no linear layer; find_groups would not have named it")
+        raise TypeError(f"{name} is no linear layer; pack only what find_packing_groups returns")
     return layer
 
 

@@ -1,8 +1,6 @@
-"""How a text becomes one vector, as the saved model says it.
+"""The settings by which a text becomes one vector, as the saved model specifies them.
 
-What it is: the kinds of pooling, and what a model saved by sentence-transformers says of its own.
-What it is not: the pooling itself (`pooled_model`). One rule: what a saved model needs and is not
-served stops the start, because its vectors would be other ones.
+A setting of a saved model that is not served stops the start, because the vectors would differ.
 """
 
 from collections.abc import Mapping
@@ -18,7 +16,7 @@ from engine.models.tasks import SENTENCE_CONFIG, SENTENCE_MODULES, Task
 
 
 class Pooling(StrEnum):
-    """Which hidden states make a text's vector: their mean, the first token's, or the last's."""
+    """The hidden states that make a text's vector: their mean, the first token's, or the last's."""
 
     MEAN = "mean"
     CLS = "cls"
@@ -26,10 +24,11 @@ class Pooling(StrEnum):
 
 
 class PoolingOptions(NamedTuple):
-    """`pooling` None: the mean, or the last token where tokens see only those before them.
+    """The settings of an embedding model.
 
-    `normalize`: vectors have length 1. `tokens_max` 0: no limit beside the model's own. `prompt`
-    stands before every text; with `pools_prompt` off its tokens have no part in the vector.
+    `pooling` None: the mean, or the last token where tokens attend only to those before them.
+    `normalize`: vectors have length 1. `tokens_max` 0: no limit except the model's own. `prompt` is
+    prepended to every text; with `pools_prompt` off its tokens are left out of the vector.
     """
 
     pooling: Pooling | None = None
@@ -39,8 +38,8 @@ class PoolingOptions(NamedTuple):
     pools_prompt: bool = True
 
 
-NOTHING_SAID: Final = PoolingOptions()
-"""The options of a model whose files say nothing of pooling."""
+NO_OPTIONS: Final = PoolingOptions()
+"""The options of a model whose files specify none."""
 
 _PACKAGE: Final = "sentence_transformers."
 _STEPS: Final = ("Transformer", "Pooling", "Normalize")
@@ -53,43 +52,44 @@ _POOLINGS: Final = {
     "pooling_mode_cls_token": Pooling.CLS,
     "pooling_mode_lasttoken": Pooling.LAST,
 }
-"""What they are called in a list of modes, and as flags, which older models have."""
+"""Names of served poolings in a list of modes, and as the flags of older models."""
 
-_READING: Final[Mapping[str, tuple[object, ...]]] = {
+_SERVED_SETTINGS: Final[Mapping[str, tuple[object, ...]]] = {
     "do_lower_case": (None, False),
     "transformer_task": (None, "feature-extraction"),
     "module_output_name": (None, "token_embeddings"),
     "processing_kwargs": (None, {}),
 }
-"""How texts may be read: by key of the first step's file, what is served of its values."""
+"""Served values of settings in the first step's file, by key; others change how texts are read."""
 
 _STATES: Final = {"method": "forward", "method_output_name": "last_hidden_state"}
-"""What a text has to be made of, where that file says it."""
+"""The hidden states that a vector is made from, where that file specifies them."""
 
 
 def pooling_options(config: EngineConfig, task: Task) -> PoolingOptions:
-    """What the saved model says, and over it what the configuration does.
+    """Return the saved model's settings, overridden by those of the configuration.
 
-    Raises `ModelRefused` for a saved model with other steps, or other poolings, than are served,
-    and for a configuration that wants of another task what only embedding has.
+    Raises `ModelRefused` for a saved model with steps or poolings that are not served, and for a
+    configuration with embedding settings for a model of another task.
     """
     if task != "embed":
         if config.pooling != "auto" or config.normalize is not None:
             raise ModelRefused(
-                f"pooling or normalize is set, and this model is to {task}; they are for embedding"
+                f"pooling or normalize is set, and this model's task is {task}; both are for "
+                "embedding: leave them out"
             )
-        return NOTHING_SAID
+        return NO_OPTIONS
     directory = config.model_directory
     chosen = None if config.pooling == "auto" else Pooling(config.pooling)
     saved = PoolingOptions(chosen)
     if (directory / SENTENCE_MODULES).is_file():
-        saved = _of_sentence_transformer(directory, chosen)
+        saved = _read_sentence_transformer(directory, chosen)
     return saved if config.normalize is None else saved._replace(normalize=config.normalize)
 
 
-def _of_sentence_transformer(directory: Path, chosen: Pooling | None) -> PoolingOptions:
+def _read_sentence_transformer(directory: Path, chosen: Pooling | None) -> PoolingOptions:
     try:
-        paths = _paths_of_steps(directory)
+        paths = _step_paths(directory)
         pooling, pools_prompt = chosen, True
         if "Pooling" in paths:
             saved = _read(directory / paths["Pooling"] / "config.json")
@@ -98,58 +98,59 @@ def _of_sentence_transformer(directory: Path, chosen: Pooling | None) -> Pooling
         prompt = _default_prompt(directory)
         if prompt and not pools_prompt and pooling is Pooling.CLS:
             raise ModelRefused(
-                f"{directory} pools the first token and leaves its prompt out; which token is the "
-                "first then is not agreed on, so that is not served: choose another --pooling"
+                f"{directory} pools the first token and leaves its prompt out; libraries differ in "
+                "which token is the first then, so that is not served: choose another --pooling"
             )
         tokens_max = _tokens_max(directory)
         return PoolingOptions(pooling, "Normalize" in paths, tokens_max, prompt, pools_prompt)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelRefused(
-            f"{directory}: {SENTENCE_MODULES} or a file that it names is not as sentence-"
-            f"transformers writes it: {type(error).__name__}: {error}"
+            f"{directory}: {SENTENCE_MODULES} or a file that it names does not have the format of "
+            f"sentence-transformers: {type(error).__name__}: {error}"
         ) from error
 
 
-def _paths_of_steps(directory: Path) -> dict[str, str]:
-    """Where the files of each step lie; refused where there are others, or in another order."""
+def _step_paths(directory: Path) -> dict[str, str]:
+    """Return the path of each step's files; refuse unknown steps, or another order."""
     steps = [(str(step["type"]), str(step["path"])) for step in _read(directory / SENTENCE_MODULES)]
     types = [kind for kind, _ in steps]
     paths = {kind.rpartition(".")[2]: path for kind, path in steps}
-    own = all(kind.startswith(_PACKAGE) for kind in types)
-    if not own or len(paths) != len(types) or [*paths] != [s for s in _STEPS if s in paths]:
+    is_known = all(kind.startswith(_PACKAGE) for kind in types)
+    in_order = [*paths] == [step for step in _STEPS if step in paths]
+    if not is_known or len(paths) != len(types) or not in_order:
         raise ModelRefused(
             f"{directory} embeds with the steps {', '.join(types)}; served are sentence-"
             f"transformers' own {', '.join(_STEPS)}, in this order"
         )
     if paths.get("Transformer"):
         raise ModelRefused(
-            f"{directory} has its weights in {paths['Transformer']!r}; they are read from beside "
-            f"{SENTENCE_MODULES}: move them there"
+            f"{directory} has its weights in {paths['Transformer']!r}; they are read only from the "
+            f"folder of {SENTENCE_MODULES}: move them there"
         )
     return paths
 
 
 def _pooling_of(saved: Mapping[str, Any], directory: Path) -> Pooling:
-    """The one pooling that is wanted; where none is, the mean, as everywhere."""
-    said = saved.get("pooling_mode")
-    if said is None:
-        said = [name for name, on in saved.items() if name.startswith("pooling_") and on is True]
-    wanted = [said] if isinstance(said, str) else sorted(said)
-    others = set(wanted).difference(_POOLINGS)
-    if others:
+    """Return the saved pooling, or the mean where none is specified."""
+    mode = saved.get("pooling_mode")
+    if mode is None:
+        mode = [name for name, on in saved.items() if name.startswith("pooling_") and on is True]
+    modes = [mode] if isinstance(mode, str) else sorted(mode)
+    unknown = set(modes).difference(_POOLINGS)
+    if unknown:
         raise ModelRefused(
-            f"{directory} embeds with the poolings {sorted(others)}; served are "
+            f"{directory} embeds with the poolings {sorted(unknown)}; served are "
             f"{', '.join(_POOLINGS)}"
         )
-    if len(wanted) > 1:
+    if len(modes) > 1:
         raise ModelRefused(
-            f"{directory} pools by {wanted}; one is served: choose it with --pooling"
+            f"{directory} pools by {modes}; only one is served: choose it with --pooling"
         )
-    return _POOLINGS[wanted[0]] if wanted else Pooling.MEAN
+    return _POOLINGS[modes[0]] if modes else Pooling.MEAN
 
 
 def _default_prompt(directory: Path) -> str:
-    """What is put before every text; empty where the model names nothing."""
+    """Return the text to prepend to every input; empty if the model names none."""
     path = directory / SENTENCE_CONFIG
     saved = _read(path) if path.is_file() else {}
     name, prompts = saved.get("default_prompt_name"), saved.get("prompts") or {}
@@ -163,19 +164,21 @@ def _default_prompt(directory: Path) -> str:
 
 
 def _tokens_max(directory: Path) -> int:
-    """How long a text may be, 0 where nothing is said; refused where it is read in other ways.
+    """Return the most tokens of a text, 0 if unspecified; refuse settings that are not served.
 
-    The file was named after the kind of model once, and is after BERT since.
+    Older versions named the file after the kind of model, newer ones after BERT.
     """
     path = min(directory.glob("sentence_*_config.json"), default=None)
     saved = {} if path is None else _read(path)
     texts = saved.get("modality_config", {"text": _STATES}).get("text")
     for key, found, served in (
-        *((key, saved.get(key), served) for key, served in _READING.items()),
+        *((key, saved.get(key), served) for key, served in _SERVED_SETTINGS.items()),
         ("modality_config", texts, (_STATES,)),
     ):
         if found not in served:
-            raise ModelRefused(f"{path} says {key}: {found!r}; that is not served")
+            raise ModelRefused(
+                f"{path} has {key}: {found!r}; served are {', '.join(map(repr, served))}"
+            )
     return int(saved.get("max_seq_length") or 0)
 
 

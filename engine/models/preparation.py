@@ -1,8 +1,6 @@
-"""The walk over a model that decides, layer by layer, what is wrapped and what is packed.
+"""The preparation of a model's layers: find candidates, select targets, probe, pack and wrap.
 
-What it is: candidates from the table of wrappers, the targets among them, the probe's word on each,
-and the exchange. What it is not: the table (`engine.layers`), the families (`engine.packing`) or
-the probe. One rule: a layer is wrapped only if it was seen to do what its wrapper assumes.
+A layer is wrapped only if the probe observed the inputs that its wrapper assumes.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,23 +13,29 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import ModelRefused
-from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, Row, wrapper_of
+from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRule, wrapper_of
 from engine.layers.packed import PackedLinear
 from engine.layout import ModuleShape, directory_columns
-from engine.models.image_layer_probe import watch_images
-from engine.models.packing import Group, find_groups, pack, with_relatives
-from engine.models.probe import SAMPLED_ROWS, RowShapes, Sightings, Trial, watch_layers
+from engine.models.image_layer_probe import record_image_inputs
+from engine.models.packing import PackingGroup, find_packing_groups, pack, with_implied_targets
+from engine.models.probe import (
+    SAMPLED_ROWS,
+    ObservedInputs,
+    ProbeSpec,
+    RowShapes,
+    record_layer_inputs,
+)
 from engine.models.vision.encoder import ImagePart
 from engine.punica.mapping import MappingType
 
-_ROWS: Final[Mapping[Role, RowShapes]] = {
+_ROWS_BY_ROLE: Final[Mapping[Role, RowShapes]] = {
     Role.HEAD: SAMPLED_ROWS,
     Role.CLASSIFIER: SAMPLED_ROWS,
 }
-"""What a layer must have seen to be mapped, by its role; the body, what the trial says."""
+"""The input rows that a layer must have to be mapped, by role; `ProbeSpec.rows` for body layers."""
 
 CLASSIFIERS: Final = ("score", "classifier")
-"""What `transformers` calls the classification head of a model that has one, and PEFT saves."""
+"""The names of classification heads in `transformers` models, which PEFT saves whole."""
 
 
 class Candidate(NamedTuple):
@@ -42,24 +46,25 @@ class Candidate(NamedTuple):
     wrapper: type[BaseLayerWithLoRA]
 
 
-class Scope(NamedTuple):
-    """What of a model may be wrapped, and by what.
+class WrapScope(NamedTuple):
+    """The part of a model that may be wrapped, and the wrappers.
 
-    `targets`: suffixes or full names of layers, None for all. `table`: what wraps what. `images`:
-    the model's part that reads images, None where it has none; wrapped only if `adapts_images`.
+    `targets`: suffixes or full names of layers, None for all. `table`: the wrapper of each kind of
+    layer. `images`: the model's part that reads images, None if it has none; its layers are wrapped
+    only if `adapts_images`.
     """
 
     targets: Sequence[str] | None = None
-    table: Sequence[Row] = WRAPPERS
+    table: Sequence[WrapperRule] = WRAPPERS
     images: ImagePart | None = None
     adapts_images: bool = False
 
 
-class Prepared(NamedTuple):
-    """What became of a model's layers.
+class PreparedLayers(NamedTuple):
+    """The result of preparing a model's layers.
 
-    `layers`: wrappers by their path. `parts`: the part of the model that each of them is of.
-    `image_layers`: the paths of those that read images and have a wrapper, wrapped or not.
+    `layers`: wrappers by path. `parts`: the part of the model that each of them belongs to.
+    `image_layers`: the paths of layers that read images and have a wrapper, wrapped or not.
     """
 
     layers: dict[str, BaseLayerWithLoRA]
@@ -67,119 +72,123 @@ class Prepared(NamedTuple):
     image_layers: frozenset[str]
 
 
-class Seen(NamedTuple):
-    """What a trial saw: the layers that can be mapped, with their part, and who shares inputs."""
+class ProbeResult(NamedTuple):
+    """The layers that a probe found mappable, with their parts, and which of them share inputs."""
 
     parts: Mapping[str, MappingType]
     share_inputs: Callable[[Sequence[str]], bool]
 
-    def is_packable(self, group: Group) -> bool:
+    def is_packable(self, group: PackingGroup) -> bool:
         """Whether a group's children can be mapped, and read one input."""
         return self.parts.keys() >= set(group.children) and self.share_inputs(group.children)
 
 
-def prepare_layers(model: PreTrainedModel, trial: Trial, vocab_size: int, scope: Scope) -> Prepared:
-    """Wrap the model's layers in place, packed where that can be.
+def prepare_layers(
+    model: PreTrainedModel, spec: ProbeSpec, vocab_size: int, scope: WrapScope
+) -> PreparedLayers:
+    """Wrap the model's layers in place, and pack them where possible.
 
-    A layer that is reachable by several paths is wrapped once, under its first. Raises
-    `ModelRefused` for a model without a layer to wrap, a target that names none, and a model that
-    can't be batched.
+    A layer with several paths is wrapped once, under its first one. Raises `ModelRefused` for a
+    model without a layer to wrap, a target that names none, and a model that can't be batched.
     """
     candidates = find_candidates(model, scope.table)
     if not candidates:
         raise ModelRefused("the model has no layer of a kind that can be wrapped")
-    siblings = [child for group in find_groups(model, candidates) for child in group.children]
-    layers = {name: found.layer for name, found in candidates.items()}
-    sightings = watch_layers(trial, layers, vocab_size, siblings)
-    of_images = _unseen(layers, scope.images, sightings)
-    left_out = frozenset() if scope.adapts_images else of_images
-    named = _targeted(candidates.keys() - left_out, scope.targets, left_out)
-    texts = {name: candidates[name] for name in candidates if name in named - of_images}
-    seen = [_judge_texts(trial, texts, sightings, explicit=scope.targets is not None)]
+    siblings = [
+        child for group in find_packing_groups(model, candidates) for child in group.children
+    ]
+    layers = {name: candidate.layer for name, candidate in candidates.items()}
+    observed = record_layer_inputs(spec, layers, vocab_size, siblings)
+    image_layers = _image_layers(layers, scope.images, observed)
+    excluded = frozenset() if scope.adapts_images else image_layers
+    targets = _select_targets(candidates.keys() - excluded, scope.targets, excluded)
+    language = {name: candidates[name] for name in candidates if name in targets - image_layers}
+    results = [_language_result(spec, language, observed, explicit=scope.targets is not None)]
     if scope.images is not None and scope.adapts_images:
-        shown = {name: layers[name] for name in candidates if name in named & of_images}
-        seen.append(_try_images(scope.images, shown, model.dtype, siblings))
-    parts = {name: part for one in seen for name, part in one.parts.items()}
+        of_images = {name: layers[name] for name in candidates if name in targets & image_layers}
+        results.append(_image_result(scope.images, of_images, model.dtype, siblings))
+    parts = {name: part for result in results for name, part in result.parts.items()}
     _check_targets(scope.targets, parts)
-    groups = find_groups(model, parts)
-    packed = [group for group in groups if any(one.is_packable(group) for one in seen)]
+    groups = find_packing_groups(model, parts)
+    packed = [group for group in groups if any(r.is_packable(group) for r in results)]
     parts |= {group.name: parts[group.children[0]] for group in packed}
     wrapped = _wrap(model, candidates, parts, packed, scope.table)
-    return Prepared(wrapped, {name: parts[name] for name in wrapped}, of_images)
+    return PreparedLayers(wrapped, {name: parts[name] for name in wrapped}, image_layers)
 
 
-def _unseen(
-    layers: Mapping[str, nn.Module], images: ImagePart | None, sightings: Sightings
+def _image_layers(
+    layers: Mapping[str, nn.Module], images: ImagePart | None, observed: ObservedInputs
 ) -> frozenset[str]:
-    """The layers in the model's part that reads images, as far as texts do not run them."""
+    """Return the layers of the image part that no text runs."""
     if images is None:
         return frozenset()
     return frozenset(
-        name for name, layer in layers.items() if layer in images and not sightings.calls[name]
+        name for name, layer in layers.items() if layer in images and not observed.inputs[name]
     )
 
 
-def _judge_texts(
-    trial: Trial, named: Mapping[str, Candidate], sightings: Sightings, explicit: bool
-) -> Seen:
-    rows = {name: _ROWS.get(found.role, trial.rows) for name, found in named.items()}
-    mapped = _mapped(rows, sightings, explicit)
-    return Seen(dict.fromkeys(mapped, MappingType.LANGUAGE), sightings.share_inputs)
+def _language_result(
+    spec: ProbeSpec, candidates: Mapping[str, Candidate], observed: ObservedInputs, explicit: bool
+) -> ProbeResult:
+    rows = {name: _ROWS_BY_ROLE.get(one.role, spec.rows) for name, one in candidates.items()}
+    mapped = _mappable(rows, observed, explicit)
+    return ProbeResult(dict.fromkeys(mapped, MappingType.LANGUAGE), observed.share_inputs)
 
 
-def _try_images(
+def _image_result(
     images: ImagePart,
     layers: Mapping[str, nn.Module],
     dtype: torch.dtype,
     siblings: Collection[str],
-) -> Seen:
-    """The tower's are the encoder's layers with as many rows for each unit as most of them have.
+) -> ProbeResult:
+    """Return the image layers that can be mapped, each as one of the tower or of the connector.
 
-    A merger at an encoder's end has fewer, and is the connector's as what stands behind it is.
+    The tower's are the encoder's layers with the most common number of rows per unit. A merger at
+    the encoder's end has fewer rows, and belongs to the connector like the layers after it.
     """
-    seen = watch_images(images, layers, dtype, siblings)
-    found = {name: rows for name in layers if (rows := seen.rows_per_unit(name)) is not None}
-    if layers and not found:
+    observed = record_image_inputs(images, layers, dtype, siblings)
+    ratios = {name: rows for name in layers if (rows := observed.rows_per_unit(name)) is not None}
+    if layers and not ratios:
         raise ModelRefused(
-            f"layers {list(layers)} do not see every image's rows by themselves, so no adapter can "
+            f"layers {list(layers)} do not receive each image's rows separately, so no adapter can "
             "be applied to them; leave enable_tower_connector_lora off"
         )
-    tower = [name for name in found if images.is_in_tower(layers[name])]
-    usual = mode(found[name] for name in tower) if tower else None
-    parts = dict.fromkeys(found, MappingType.CONNECTOR)
-    parts |= {name: MappingType.TOWER for name in tower if found[name] == usual}
-    return Seen(parts, seen.share_inputs)
+    tower = [name for name in ratios if images.is_in_tower(layers[name])]
+    usual = mode(ratios[name] for name in tower) if tower else None
+    parts = dict.fromkeys(ratios, MappingType.CONNECTOR)
+    parts |= {name: MappingType.TOWER for name in tower if ratios[name] == usual}
+    return ProbeResult(parts, observed.share_inputs)
 
 
 def _wrap(
     model: PreTrainedModel,
     candidates: Mapping[str, Candidate],
     mapped: Collection[str],
-    packed: Sequence[Group],
-    table: Sequence[Row],
+    packed: Sequence[PackingGroup],
+    table: Sequence[WrapperRule],
 ) -> dict[str, BaseLayerWithLoRA]:
-    """Put wrappers in place of what is mapped; wrappers by path, in the model's order."""
+    """Replace the mapped layers by wrappers; return the wrappers by path, in the model's order."""
     wrap = partial(_wrap_packed, table)
     wrapped = {group.name: pack(model, group, wrap) for group in packed}
     children = {child for group in packed for child in group.children}
-    alone = [name for name in mapped if name not in wrapped and name not in children]
-    wrapped |= {name: candidates[name].wrapper(candidates[name].layer) for name in alone}
-    _replace(model, {wrapped[name].base_layer: wrapped[name] for name in alone})
+    unpacked = [name for name in mapped if name not in wrapped and name not in children]
+    wrapped |= {name: candidates[name].wrapper(candidates[name].layer) for name in unpacked}
+    _replace(model, {wrapped[name].base_layer: wrapped[name] for name in unpacked})
     return {name: wrapped[name] for name, _ in model.named_modules() if name in wrapped}
 
 
 def module_shapes(layers: Mapping[str, BaseLayerWithLoRA]) -> tuple[ModuleShape, ...]:
-    """The directory's columns: every layer's slices, in the layers' order."""
+    """Return the directory's columns: every layer's slices, in the layers' order."""
     shapes: list[ModuleShape] = []
     for name, layer in layers.items():
-        shapes += layer.module_shapes(name, first=directory_columns(shapes))
+        shapes += layer.module_shapes(name, first_column=directory_columns(shapes))
     return tuple(shapes)
 
 
 def find_candidates(
-    model: PreTrainedModel, table: Sequence[Row] = WRAPPERS
+    model: PreTrainedModel, table: Sequence[WrapperRule] = WRAPPERS
 ) -> dict[str, Candidate]:
-    """Every layer that has a wrapper, under its first path."""
+    """Return every layer that has a wrapper, under its first path."""
     roles = _roles(model)
     return {
         name: Candidate(layer, role, wrapper)
@@ -189,7 +198,7 @@ def find_candidates(
 
 
 def _roles(model: PreTrainedModel) -> dict[nn.Module, Role]:
-    """The layers that are more than their type says."""
+    """Return the roles of the layers that are not body layers."""
     children = dict(model.named_children())
     heads = [children[name] for name in CLASSIFIERS if name in children]
     roles = {layer: Role.CLASSIFIER for head in heads for layer in head.modules()}
@@ -197,59 +206,62 @@ def _roles(model: PreTrainedModel) -> dict[nn.Module, Role]:
     return roles if head is None else roles | {head: Role.HEAD}
 
 
-def _targeted(
-    candidates: Collection[str], targets: Sequence[str] | None, left_out: Collection[str]
+def _select_targets(
+    candidates: Collection[str], targets: Sequence[str] | None, excluded: Collection[str]
 ) -> set[str]:
-    """The candidates that `targets` name; a packed parent and its children imply each other."""
+    """Return the candidates that `targets` name.
+
+    A packed parent and its children imply each other.
+    """
     if targets is None:
         return set(candidates)
-    implied = {target: with_relatives(target) for target in targets}
+    implied = {target: with_implied_targets(target) for target in targets}
     missing = [t for t in targets if not any(_is_named(name, implied[t]) for name in candidates)]
-    if any(_is_named(name, implied[target]) for target in missing for name in left_out):
+    if any(_is_named(name, implied[target]) for target in missing for name in excluded):
         raise ModelRefused(
             f"target_modules {missing} name layers of the tower or the connector; set "
-            "enable_tower_connector_lora to have these wrapped"
+            "enable_tower_connector_lora to wrap them"
         )
     if missing:
         suffixes = sorted({name.rpartition(".")[2] for name in candidates})
         raise ModelRefused(
             f"target_modules {missing} name no layer that can be wrapped; "
-            f"full names or these suffixes do: {', '.join(suffixes)}"
+            f"allowed are full names or these suffixes: {', '.join(suffixes)}"
         )
-    every = set().union(*implied.values())
-    return {name for name in candidates if _is_named(name, every)}
+    all_targets = set().union(*implied.values())
+    return {name for name in candidates if _is_named(name, all_targets)}
 
 
 def _is_named(name: str, targets: Collection[str]) -> bool:
     return any(name == target or name.endswith("." + target) for target in targets)
 
 
-def _mapped(rows: Mapping[str, RowShapes], seen: Sightings, explicit: bool) -> set[str]:
-    """Those layers that saw the rows that they have to; the others stay as they are."""
-    unmapped = [name for name, shapes in rows.items() if not seen.saw_all(name, shapes)]
+def _mappable(rows: Mapping[str, RowShapes], observed: ObservedInputs, explicit: bool) -> set[str]:
+    """Return the layers that received the rows that they must; others stay unwrapped."""
+    unmapped = [name for name, shapes in rows.items() if not observed.has_all_rows(name, shapes)]
     if unmapped and (explicit or len(unmapped) == len(rows)):
         raise ModelRefused(
-            f"layers {unmapped} do not see every token of a batch in its order, so no adapter "
-            "can be applied to them; name others as target_modules"
+            f"layers {unmapped} do not receive every token of a batch in its order, so no adapter "
+            "can be applied to them; name other layers in target_modules"
         )
     return set(rows).difference(unmapped)
 
 
 def _check_targets(targets: Sequence[str] | None, mapped: Collection[str]) -> None:
-    """Refuse targets of which no layer could be mapped."""
+    """Raise `ModelRefused` for targets that name no mappable layer."""
     unmapped = [
         target
         for target in targets or ()
-        if not any(_is_named(name, with_relatives(target)) for name in mapped)
+        if not any(_is_named(name, with_implied_targets(target)) for name in mapped)
     ]
     if unmapped:
         raise ModelRefused(
-            f"target_modules {unmapped} name layers that do not see every image's rows by "
-            "themselves, so no adapter can be applied to them; name others"
+            f"target_modules {unmapped} name layers that do not receive each image's rows "
+            "separately, so no adapter can be applied to them; name other layers"
         )
 
 
-def _wrap_packed(table: Sequence[Row], layer: PackedLinear) -> BaseLayerWithLoRA:
+def _wrap_packed(table: Sequence[WrapperRule], layer: PackedLinear) -> BaseLayerWithLoRA:
     wrapper = wrapper_of(layer, table=table)
     if wrapper is None:
         raise TypeError(f"the table has no wrapper for {type(layer).__name__}")
@@ -257,7 +269,7 @@ def _wrap_packed(table: Sequence[Row], layer: PackedLinear) -> BaseLayerWithLoRA
 
 
 def _replace(model: nn.Module, replacements: Mapping[nn.Module, nn.Module]) -> None:
-    """Put each value wherever its key is; a layer with several paths keeps them all."""
+    """Replace each key by its value under all of its paths."""
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if module in replacements:
             model.set_submodule(path, replacements[module])

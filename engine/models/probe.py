@@ -1,8 +1,7 @@
-"""Whether a model can be served in batches at all: asked of the model itself, by running it.
+"""A probe of whether a model can be served in batches: a few tiny forwards when the engine starts.
 
-What it is: a handful of tiny forwards when the engine starts. What it is not: a list of model
-names. One rule: only what was seen counts; a layer is mapped if it saw every token of the batch
-in the batch's order, siblings are packed if they were given one tensor, and a cache is batched if
+Only observations count, never a model's name. A layer is mapped if it received every token of the
+batch in the batch's order; siblings are packed if they received one tensor; a cache is batched if
 padded rows answer as they do alone.
 """
 
@@ -14,52 +13,53 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.errors import FOREIGN_FAILURES, ModelRefused
-from engine.models.kv_cache import RowCache
-from engine.models.vision.media import Media, offsets_of
+from engine.errors import MODEL_CODE_ERRORS, ModelRefused
+from engine.models.kv_cache import BatchKVCache
+from engine.models.vision.image_inputs import ImageInputs, position_offsets
 
-Forward = Callable[[Tensor, RowCache, Sequence[Media | None]], Tensor]
-"""`PreparedModel.forward`."""
+Forward = Callable[[Tensor, BatchKVCache, Sequence[ImageInputs | None]], Tensor]
+"""The signature of `CausalModel.forward`."""
 
 Prompts = Sequence[Sequence[int]]
 
-PooledForward = Callable[[Prompts], Tensor]
-"""`PooledModel.forward`."""
+PoolingForward = Callable[[Prompts], Tensor]
+"""The signature of `PoolingModel.forward`."""
 
 
 ERRORS_MAX: Final = {torch.float64: 1e-3, torch.float32: 1e-3}
-"""The relative norm by which a padded row may differ from the row alone."""
+"""The relative norm by which a padded row may differ from the same row alone."""
 
 ERROR_MAX_HALF: Final = 0.1
-"""The same for 16-bit models, whose rounding alone differs by a few hundredths."""
+"""The same for 16-bit models, where rounding alone causes a few hundredths."""
 
 _ROUNDING: Final = {torch.float64: 1e-4, torch.float32: 1e-4}
 _ROUNDING_HALF: Final = 0.02
-"""The relative norm up to which what a token became is the same; encoders differ by tenths."""
+"""The relative norm up to which a token's states count as equal; encoders differ by tenths."""
 
 _SHORT: Final = 7
 _LONG: Final = 16
 
 
 class RowShapes(NamedTuple):
-    """The shapes that an input's rows may have, in a prefill of the probe and in a decode step."""
+    """The shapes that a layer's input rows may have, in the probe's prefill and decode step."""
 
     prefill: frozenset[tuple[int, ...]]
     decode: frozenset[tuple[int, ...]]
 
 
 EVERY_TOKEN: Final = RowShapes(frozenset({(2, _LONG), (2 * _LONG,)}), frozenset({(2, 1), (2,)}))
-"""What a layer sees that is mapped token by token."""
+"""The input of a layer that is mapped token by token."""
 
 SAMPLED_ROWS: Final = RowShapes(EVERY_TOKEN.prefill | EVERY_TOKEN.decode, EVERY_TOKEN.decode)
-"""What a head sees: the last token of each row, or every token where the model can't choose."""
+"""The input of a head: the last token of each row, or every token if the model does not select."""
 
 
-class Trial(NamedTuple):
-    """How a model is tried: two batches of some prompts, the second with one token a row.
+class ProbeSpec(NamedTuple):
+    """How to run a model for the probe: two batches of prompts, the second with one token per row.
 
-    `run` takes prompts and a token, and gives both batches' results, [2, rows, width]. `batch` says
-    what the model is asked to run with, `rows` what a layer of its body may be given.
+    `run` accepts prompts and a token, and returns the results of both batches, [2, rows, width].
+    `batch` describes the batch for an error text. `rows`: the input rows that a body layer may
+    have.
     """
 
     run: Callable[[Prompts, int], Tensor]
@@ -67,142 +67,146 @@ class Trial(NamedTuple):
     rows: RowShapes
 
 
-class Call(NamedTuple):
-    """One input of a layer: its shape, and the tensor with what was in it then, whole or told
-    by a few numbers of each row."""
+class RecordedInput(NamedTuple):
+    """One input of a layer: its shape, the tensor itself, and a copy or a digest of its values.
+
+    `values` were taken during the call, so that a later change of `tensor` is seen.
+    """
 
     shape: tuple[int, ...]
     tensor: Tensor | None = None
     values: Tensor | None = None
 
 
-class Sightings:
-    """What each layer was given while the probe ran."""
+class ObservedInputs:
+    """The inputs of each layer during the probe, in the order of the calls."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self.calls: dict[str, list[Call]] = {name: [] for name in names}
+        self.inputs: dict[str, list[RecordedInput]] = {name: [] for name in names}
 
-    def saw_all(self, name: str, rows: RowShapes) -> bool:
-        """Whether every call saw all rows; a layer that is used twice is called twice a forward."""
-        shapes = [call.shape for call in self.calls[name]]
+    def has_all_rows(self, name: str, rows: RowShapes) -> bool:
+        """Whether every input had all rows; a layer used twice has two inputs per forward."""
+        shapes = [recorded.shape for recorded in self.inputs[name]]
         half = len(shapes) // 2
         prefill, decode = set(shapes[:half]), set(shapes[half:])
         return half > 0 and prefill <= rows.prefill and decode <= rows.decode
 
     def share_inputs(self, names: Sequence[str]) -> bool:
-        """Whether these layers were always given one tensor, unchanged from the first to the last.
+        """Whether these layers always received the same tensor, unchanged between them.
 
-        Only for layers that the probe was asked to remember.
+        Only for layers that were recorded as `retained`.
         """
-        return share_inputs([self.calls[name] for name in names])
+        return share_inputs([self.inputs[name] for name in names])
 
 
-def watch_layers(
-    trial: Trial,
+def record_layer_inputs(
+    spec: ProbeSpec,
     layers: Mapping[str, nn.Module],
     vocab_size: int,
-    remembered: Collection[str] = (),
-) -> Sightings:
-    """Run the model for two steps, batched and row by row, and tell what its layers were given.
+    retained: Collection[str] = (),
+) -> ObservedInputs:
+    """Run the model for two steps, batched and row by row, and record its layers' inputs.
 
-    The inputs of `remembered` layers are kept, for `share_inputs`. Raises `ModelRefused` where the
+    The tensors of `retained` layers are kept, for `share_inputs`. Raises `ModelRefused` if the
     model can't be batched.
     """
-    tokens = [(7 * place + 3) % vocab_size for place in range(_LONG + 1)]
+    tokens = [(7 * index + 3) % vocab_size for index in range(_LONG + 1)]
     prompts = [tokens[:_SHORT], tokens[1:]]
-    with _watch(layers, frozenset(remembered)) as seen:
+    with _recording(layers, frozenset(retained)) as observed:
         try:
-            together = trial.run(prompts, tokens[0])
-        except FOREIGN_FAILURES as error:
+            together = spec.run(prompts, tokens[0])
+        except MODEL_CODE_ERRORS as error:
             raise ModelRefused(
-                f"the model does not run with {trial.batch}: {type(error).__name__}: {error}"
+                f"the model does not run with {spec.batch}: {type(error).__name__}: {error}"
             ) from error
-    # All at once: of a classifier with one label a row is one number, which may be nearly zero.
-    alone = [trial.run([prompt], tokens[0])[:, 0] for prompt in prompts]
-    compare(together, torch.stack(alone, dim=1))
-    return seen
+    # All rows in one norm: a classifier's row may be a single number, which may be nearly zero.
+    alone = [spec.run([prompt], tokens[0])[:, 0] for prompt in prompts]
+    check_same(together, torch.stack(alone, dim=1))
+    return observed
 
 
-def generation_trial(forward: Forward) -> Trial:
-    """A prefill and a decode step."""
+def generation_probe(forward: Forward) -> ProbeSpec:
+    """Return the probe of a generating model: a prefill and a decode step."""
     batch = (
         "a left-padded batch and a plain key/value cache (state-space and encoder models do not)"
     )
-    return Trial(partial(two_steps, forward), batch, EVERY_TOKEN)
+    return ProbeSpec(partial(prefill_and_decode, forward), batch, EVERY_TOKEN)
 
 
-def pooling_trial(forward: PooledForward, dtype: torch.dtype) -> Trial:
-    """Two forwards; a layer of the body may also see one row a prompt, as a pooler does.
+def pooling_probe(forward: PoolingForward, dtype: torch.dtype) -> ProbeSpec:
+    """Return the probe of a pooling model: two forwards.
 
-    `dtype` is the model's own, by whose rounding its float32 results are judged.
+    A layer of the body may also receive one row per prompt, as a pooler does. `dtype` is the
+    model's own; its float32 results are compared with the rounding of that dtype.
     """
 
     def run(prompts: Prompts, token: int) -> Tensor:
         return torch.stack([forward(prompts), forward([[token]] * len(prompts))]).to(dtype)
 
-    return Trial(run, "a right-padded batch (encoder-decoder models do not)", SAMPLED_ROWS)
+    return ProbeSpec(run, "a right-padded batch (encoder-decoder models do not)", SAMPLED_ROWS)
 
 
-def sees_what_follows(states: PooledForward, vocab_size: int) -> bool:
-    """Whether what a text's tokens become depends on the tokens after them.
+def is_bidirectional(states: PoolingForward, vocab_size: int) -> bool:
+    """Whether a token's states depend on the tokens after it.
 
-    `states` gives those of each token, [rows, tokens, width]. Two texts that begin alike are asked
-    about; the first token, which many models look at whatever it is, does not count. Where experts
-    are chosen what follows changes how tokens are grouped, and so their rounding, but no more.
-    Raises `ModelRefused` where the model does not run.
+    `states` returns those of each token, [rows, tokens, width]. Two texts with the same beginning
+    are compared without their first token, to which many models attend regardless of its content.
+    Where experts are chosen, later tokens change how tokens are grouped and so their rounding, but
+    no more. Raises `ModelRefused` if the model does not run.
     """
-    begin = [(7 * place + 3) % vocab_size for place in range(_SHORT)]
-    ends = ([(step * place + 5) % vocab_size for place in range(_SHORT)] for step in (7, 11))
+    begin = [(7 * index + 3) % vocab_size for index in range(_SHORT)]
+    ends = ([(step * index + 5) % vocab_size for index in range(_SHORT)] for step in (7, 11))
     try:
         one, other = (states([begin + end])[0, 1:_SHORT] for end in ends)
-    except FOREIGN_FAILURES as error:
+    except MODEL_CODE_ERRORS as error:
         raise ModelRefused(f"the model does not run: {type(error).__name__}: {error}") from error
     return _difference(one, other) > _ROUNDING.get(one.dtype, _ROUNDING_HALF)
 
 
-def two_steps(
-    forward: Forward, prompts: Prompts, next_token: int, media: Sequence[Media | None] = ()
+def prefill_and_decode(
+    forward: Forward, prompts: Prompts, next_token: int, images: Sequence[ImageInputs | None] = ()
 ) -> Tensor:
-    """Logits after a prefill and after one decode step, [2, rows, vocabulary]."""
+    """Return the logits after a prefill and after one decode step, [2, rows, vocabulary]."""
     width = max(len(prompt) for prompt in prompts)
     padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    rows = RowCache([len(prompt) for prompt in prompts], offsets_of(media))
-    first = forward(padded, rows, media)
-    _check_cache(rows, width)
-    rows.grow(1)
-    second = forward(torch.full((len(prompts), 1), next_token), rows, ())
-    _check_cache(rows, width + 1)
+    cache = BatchKVCache([len(prompt) for prompt in prompts], position_offsets(images))
+    first = forward(padded, cache, images)
+    _check_cache(cache, width)
+    cache.grow(1)
+    second = forward(torch.full((len(prompts), 1), next_token), cache, ())
+    _check_cache(cache, width + 1)
     return torch.stack([first, second])
 
 
-def _check_cache(rows: RowCache, width: int) -> None:
-    for number, layer in enumerate(rows.layers):
+def _check_cache(cache: BatchKVCache, width: int) -> None:
+    rows = len(cache)
+    for number, layer in enumerate(cache.layers):
         shape = () if layer.keys is None else tuple(layer.keys.shape)
-        if len(shape) != 4 or shape[0] != len(rows) or shape[2] != width:
+        if len(shape) != 4 or shape[0] != rows or shape[2] != width:
             raise ModelRefused(
                 f"layer {number} caches {shape}; only keys and values of "
-                f"[rows, heads, tokens, head_dim] can be batched, here ({len(rows)}, ?, {width}, ?)"
+                f"[rows, heads, tokens, head_dim] can be batched, here ({rows}, ?, {width}, ?)"
             )
-    if not rows.layers:
+    if not cache.layers:
         raise ModelRefused("the model fills no key/value cache; generation would start over")
 
 
-def compare(padded: Tensor, alone: Tensor) -> None:
-    """Raise `ModelRefused` where a row of a batch answers otherwise than alone."""
+def check_same(padded: Tensor, alone: Tensor) -> None:
+    """Raise `ModelRefused` if a batch's rows differ from the same rows alone."""
     allowed = ERRORS_MAX.get(alone.dtype, ERROR_MAX_HALF)
     error = _difference(padded, alone)
     if not error <= allowed:
         raise ModelRefused(
-            f"a padded row answers otherwise than alone (relative norm {error:.1e}, "
+            f"a padded row's results differ from the row alone (relative norm {error:.1e}, "
             f"at most {allowed:.0e}); the model can't be batched"
         )
 
 
-def share_inputs(calls: Sequence[Sequence[Call]]) -> bool:
-    """Whether layers with these calls were always given one tensor, unchanged meanwhile."""
-    if len({len(own) for own in calls}) != 1 or not calls[0]:
+def share_inputs(inputs: Sequence[Sequence[RecordedInput]]) -> bool:
+    """Whether the layers with these inputs always received one tensor, unchanged between them."""
+    if len({len(calls) for calls in inputs}) != 1 or not inputs[0]:
         return False
-    return all(_is_one_input(together) for together in zip(*calls, strict=True))
+    return all(_is_one_input(together) for together in zip(*inputs, strict=True))
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
@@ -210,43 +214,45 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def _is_one_input(calls: Sequence[Call]) -> bool:
-    first = calls[0]
+def _is_one_input(inputs: Sequence[RecordedInput]) -> bool:
+    first = inputs[0]
     return all(
-        call.tensor is first.tensor is not None
-        and call.values is not None
+        recorded.tensor is first.tensor is not None
+        and recorded.values is not None
         and first.values is not None
-        and torch.equal(call.values, first.values)
-        for call in calls
+        and torch.equal(recorded.values, first.values)
+        for recorded in inputs
     )
 
 
 @contextmanager
-def _watch(layers: Mapping[str, nn.Module], remembered: frozenset[str]) -> Iterator[Sightings]:
-    """Collect every layer's inputs: tokens are seen whole, activations but for the last dimension.
+def _recording(
+    layers: Mapping[str, nn.Module], retained: frozenset[str]
+) -> Iterator[ObservedInputs]:
+    """Record every layer's inputs: the shapes of tokens, and of activations without the last axis.
 
-    Layers that are called without a tensor have seen nothing.
+    A call without a tensor records nothing.
     """
-    seen = Sightings(layers.keys())
+    observed = ObservedInputs(layers.keys())
 
     def collect(name: str, layer: nn.Module, x: Tensor) -> None:
         shape = tuple(x.shape if isinstance(layer, nn.Embedding) else x.shape[:-1])
-        kept = (x, x.clone()) if name in remembered else ()
-        seen.calls[name].append(Call(shape, *kept))
+        tensors = (x, x.clone()) if name in retained else ()
+        observed.inputs[name].append(RecordedInput(shape, *tensors))
 
-    with telling_inputs(layers, collect):
-        yield seen
+    with input_hooks(layers, collect):
+        yield observed
 
 
 @contextmanager
-def telling_inputs(
-    layers: Mapping[str, nn.Module], tell: Callable[[str, nn.Module, Tensor], None]
+def input_hooks(
+    layers: Mapping[str, nn.Module], on_input: Callable[[str, nn.Module, Tensor], None]
 ) -> Iterator[None]:
-    """Call `tell` with every layer's name, itself and its first input, where that is a tensor."""
+    """Call `on_input` with a layer's name, itself and its first argument, if that is a tensor."""
 
     def before(name: str, layer: nn.Module, arguments: tuple[Any, ...]) -> None:
         if arguments and isinstance(arguments[0], Tensor):
-            tell(name, layer, arguments[0])
+            on_input(name, layer, arguments[0])
 
     hooks = [
         layer.register_forward_pre_hook(partial(before, name)) for name, layer in layers.items()

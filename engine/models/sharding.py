@@ -1,9 +1,7 @@
-"""A model split over the ranks of a group, by the plan that it brings itself.
+"""Splitting of a model over the ranks of a group, by the tensor-parallel plan of `transformers`.
 
-What it is: the walk over `transformers`' tensor-parallel plan, each entry a change of one layer.
-What it is not: a plan of our own, or the split layers (`engine.layers.parallel`). One rule: a plan
-is believed only as far as we know its words, and only if the split model was seen to answer as the
-whole one did; every other model is refused, with the reason.
+A plan is applied only if all of its entries are known, and only if the split model returns what the
+whole one did. Every other model is refused, with the reason.
 """
 
 import re
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.errors import FOREIGN_FAILURES, ModelRefused
+from engine.errors import MODEL_CODE_ERRORS, ModelRefused
 from engine.layers.expert_layout import layout_of
 from engine.layers.parallel_experts import ParallelExperts
 from engine.layers.tensor_parallel import (
@@ -29,58 +27,58 @@ from engine.models.vision.encoder import find_image_part
 from engine.parallel import ParallelGroup
 
 _PROMPT_TOKENS: Final = 5
-"""How many tokens the whole and the split model are asked about."""
+"""The number of tokens of the prompt that compares the whole and the split model."""
 
 _BY_EXPERT: Final = "experts shared whole"
-"""The plan's word for what no plan says."""
+"""Our own style for whole experts, which no plan contains."""
 
 _SAME: Final = 1
-_OTHER: Final = 0
+_DIFFERENT: Final = 0
 
 
 def shard_model(
     model: PreTrainedModel, group: ParallelGroup, device: torch.device, by_expert: bool = False
 ) -> None:
-    """Leave of `model`, which is whole on the host, this rank's part on `device`, in place.
+    """Replace `model`, which is whole on the host, in place by this rank's part on `device`.
 
-    With `by_expert` a rank keeps some experts whole, and else some columns of each. Collective.
-    Raises `ModelRefused`, on every rank, for a model without a plan, a plan with entries that we
-    don't know, layers that can't be shared evenly, and a plan that changes what the model answers.
+    With `by_expert` a rank keeps some experts whole, else some columns of each. Collective. Raises
+    `ModelRefused`, on every rank, for a model without a plan, a plan with unknown entries, layers
+    that can't be shared evenly, and a plan that changes the model's results.
     """
     sharding = Sharding(model, group, by_expert)
-    whole = _answer(model) if group.leads else None
+    whole = _outputs(model) if group.is_leader else None
     sharding.apply()
     model.to(device)
-    # Rank 0 alone has run the whole model, on the host: longer than any later call may take.
+    # Only rank 0 has run the whole model, on the host: longer than any later call may take.
     group.wait_for_all()
     try:
-        split = _answer(model)
-    except FOREIGN_FAILURES as error:
+        split = _outputs(model)
+    except MODEL_CODE_ERRORS as error:
         raise ModelRefused(
             f"the model's tensor-parallel plan does not run on {group.world_size} ranks: "
             f"{type(error).__name__}: {error}"
         ) from error
-    verdict = _OTHER if whole is not None and not _agree(whole, split) else _SAME
+    verdict = _DIFFERENT if whole is not None and not _are_close(whole, split) else _SAME
     if group.broadcast_numbers([verdict]) != [_SAME]:
         raise ModelRefused(
-            f"split by its own plan over {group.world_size} ranks the model answers otherwise than "
-            "whole; serve it on one rank"
+            f"split by its own plan over {group.world_size} ranks, the model's results differ from "
+            "the whole model's; serve it on one rank"
         )
 
 
 class Sharding:
-    """One model, one group, and the plan between them."""
+    """The change of one model for one rank, by its plan."""
 
     def __init__(
         self, model: PreTrainedModel, group: ParallelGroup, by_expert: bool = False
     ) -> None:
-        """`by_expert`: experts are shared whole, each by one rank, whatever the plan says."""
+        """`by_expert`: each rank keeps some experts whole, regardless of the plan."""
         self._model = model
         self._by_expert = by_expert
         self._group = group
         self._embedding = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
-        self._styles: Mapping[str, Callable[[str, nn.Module], nn.Module]] = {
+        self._split_by_style: Mapping[str, Callable[[str, nn.Module], nn.Module]] = {
             "colwise": self._column,
             "colwise_gather_output": self._gathered_column,
             "rowwise": lambda _, layer: RowParallelLinear(_linear(layer), group),
@@ -89,20 +87,20 @@ class Sharding:
             "moe_tp_experts": lambda _, layer: ParallelExperts(layer, group, by_expert=False),
             _BY_EXPERT: lambda _, layer: ParallelExperts(layer, group, by_expert=True),
             "replicate": _whole,
-            # Whole on every rank; the gradients that are summed do not exist here.
+            # Whole on every rank; gradients do not exist here.
             "replicated_with_grad_allreduce": _whole,
             "mla_kv_a_proj": _whole,
         }
-        self._planned = self._read_plan()
+        self._style_by_name = self._read_plan()
         self._heads = self._count_heads()
 
     def apply(self) -> None:
-        """Put this rank's part in place of every layer that the plan names."""
+        """Replace every layer that the plan names by this rank's part."""
         parts: dict[nn.Module, nn.Module] = {}
-        for name, style in self._planned.items():
+        for name, style in self._style_by_name.items():
             layer = self._model.get_submodule(name)
             try:
-                parts[layer] = self._styles[style](name, layer)
+                parts[layer] = self._split_by_style[style](name, layer)
             except ValueError as error:
                 raise ModelRefused(f"{name}: {error}") from error
         self._tie(parts)
@@ -112,10 +110,10 @@ class Sharding:
         self._set_head_groups()
 
     def _read_plan(self) -> dict[str, str]:
-        """What the plan says of each module; refused where it says what we don't know.
+        """Return the plan's style of each module; refuse a plan with unknown styles.
 
-        Every rank holds the part that reads images whole, whatever the plan says: it is small, and
-        what a plan does to it is not seen in the answers to a text.
+        Every rank holds the part that reads images whole, regardless of the plan: it is small, and
+        a change of it would not be noticed in the results for a text.
         """
         plan = self._model.tp_plan or {}
         images = find_image_part(self._model)
@@ -135,7 +133,7 @@ class Sharding:
         experts = experts_of(self._model)
         if self._by_expert:
             modules |= dict.fromkeys(experts, _BY_EXPERT)
-        # How an experts module's parameters are cut follows from what is said of the module.
+        # The split of an experts module's parameters follows from the module's own style.
         parameters = {
             name: style
             for name, style in _matching(plan, dict(self._model.named_parameters())).items()
@@ -143,20 +141,22 @@ class Sharding:
         }
         unknown = {_pattern_of(name): style for name, style in parameters.items()}
         unknown |= {
-            _pattern_of(name): style for name, style in modules.items() if style not in self._styles
+            _pattern_of(name): style
+            for name, style in modules.items()
+            if style not in self._split_by_style
         }
         if unknown:
-            said = ", ".join(f"{pattern}: {style}" for pattern, style in sorted(unknown.items()))
+            entries = ", ".join(f"{pattern}: {style}" for pattern, style in sorted(unknown.items()))
             raise ModelRefused(
-                f"the model's tensor-parallel plan says {said}, which is not supported; serve it "
+                f"the model's tensor-parallel plan has {entries}, which is not supported; serve it "
                 "on one rank"
             )
         return modules
 
     def _count_heads(self) -> dict[str, dict[str, int]]:
-        """By attention module, the projections whose outputs are split, and their heads."""
+        """Return, by attention module, the projections whose outputs are split, and their heads."""
         heads: dict[str, dict[str, int]] = {}
-        for name, style in self._planned.items():
+        for name, style in self._style_by_name.items():
             owner = name.rpartition(".")[0]
             head_dim = getattr(self._model.get_submodule(owner), "head_dim", None)
             if style == "colwise" and isinstance(head_dim, int):
@@ -165,7 +165,7 @@ class Sharding:
         return heads
 
     def _set_head_groups(self) -> None:
-        """Tell attention modules how many query heads share a key and value head on this rank."""
+        """Set attention modules' number of query heads per key and value head on this rank."""
         ranks = self._group.world_size
         for owner, heads in self._heads.items():
             attention = self._model.get_submodule(owner)
@@ -177,15 +177,15 @@ class Sharding:
         return ColumnParallelLinear(_linear(layer), self._group, self._rows(name, layer))
 
     def _rows(self, name: str, layer: nn.Module) -> list[range] | None:
-        """Where key and value heads are fewer than ranks, the rows of one head; else None."""
+        """Return the rows of one head where key and value heads are fewer than ranks, else None."""
         heads, ranks = self._heads.get(name.rpartition(".")[0], {}), self._group.world_size
-        own = heads.get(name, 0)
-        if own % ranks == 0:
+        count = heads.get(name, 0)
+        if count % ranks == 0:
             return None
-        if own == max(heads.values()) or ranks % own:
-            raise ValueError(f"{own} heads can't be shared evenly by {ranks} ranks")
-        width = _linear(layer).out_features // own
-        head = self._group.rank // (ranks // own)
+        if count == max(heads.values()) or ranks % count:
+            raise ValueError(f"{count} heads can't be shared evenly by {ranks} ranks")
+        width = _linear(layer).out_features // count
+        head = self._group.rank // (ranks // count)
         return [range(head * width, (head + 1) * width)]
 
     def _gathered_column(self, _name: str, layer: nn.Module) -> nn.Module:
@@ -194,25 +194,25 @@ class Sharding:
         return ColumnParallelLinear(_linear(layer), self._group, gathers=True)
 
     def _embedding_rows(self, _name: str, layer: nn.Module) -> nn.Module:
-        # One that does more than look up (it scales, say) stays whole, which is right anywhere.
+        # An embedding that does more than look up (such as scaling) stays whole, which is correct.
         if isinstance(layer, nn.Embedding) and type(layer).forward is nn.Embedding.forward:
             return VocabParallelEmbedding(layer, self._group)
         return layer
 
     def _tie(self, parts: Mapping[nn.Module, nn.Module]) -> None:
-        """Let the part of a head that was tied to the embedding lie where the embedding's does."""
+        """Share the embedding's memory with the part of a head that was tied to it."""
         head = None if self._head is None else parts.get(self._head)
         if isinstance(head, ParallelHead) and self._head.weight is self._embedding.weight:
             embedding = parts.get(self._embedding, self._embedding)
             if isinstance(embedding, VocabParallelEmbedding):
                 head.weight = embedding.weight
             else:
-                mine = embedding.weight[head.tokens.start : head.tokens.stop]
-                head.weight = nn.Parameter(mine, requires_grad=False)
+                rows = embedding.weight[head.tokens.start : head.tokens.stop]
+                head.weight = nn.Parameter(rows, requires_grad=False)
 
 
 def _pattern_of(name: str) -> str:
-    """A name as plans have it: every number is a star."""
+    """Return a name as plans write it, with a star for every number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
@@ -221,13 +221,13 @@ def _matching(plan: Mapping[str, str], named: Mapping[str, object]) -> dict[str,
 
 
 def experts_of(model: nn.Module) -> set[str]:
-    """The paths of the experts modules that are understood."""
+    """Return the paths of the experts modules with a known layout."""
     return {name for name, module in model.named_modules() if layout_of(module) is not None}
 
 
 def _linear(layer: nn.Module) -> nn.Linear:
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        raise ValueError(f"a {type(layer).__name__} can't be split; a plain linear layer can")
+        raise ValueError(f"a {type(layer).__name__} can't be split; only plain linear layers can")
     return layer
 
 
@@ -236,21 +236,20 @@ def _whole(_name: str, layer: nn.Module) -> nn.Module:
 
 
 @torch.inference_mode()
-def _answer(model: PreTrainedModel) -> Tensor:
-    """What the model says of a short prompt, all in one row, on the host.
+def _outputs(model: PreTrainedModel) -> Tensor:
+    """Return the model's outputs for a short prompt, flattened, on the host.
 
-    A text's labels may be few, or one that is nearly zero; so a classifier is also asked for the
-    states that they were made from.
+    A classifier's labels may be few, or one that is nearly zero, so its hidden states are included.
     """
     tokens = torch.arange(_PROMPT_TOKENS, device=model.device)[None]
     arguments = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
-    said: list[Tensor] = [model(input_ids=tokens, **arguments)[0]]
-    if said[0].ndim == 2:
-        said.append(model.base_model(input_ids=tokens, **arguments)[0])
-    return torch.cat([answer.flatten() for answer in said]).cpu()
+    outputs: list[Tensor] = [model(input_ids=tokens, **arguments)[0]]
+    if outputs[0].ndim == 2:
+        outputs.append(model.base_model(input_ids=tokens, **arguments)[0])
+    return torch.cat([output.flatten() for output in outputs]).cpu()
 
 
-def _agree(whole: Tensor, split: Tensor) -> bool:
+def _are_close(whole: Tensor, split: Tensor) -> bool:
     allowed = ERRORS_MAX.get(whole.dtype, ERROR_MAX_HALF)
     difference = split.double() - whole.double()
     return float(difference.norm() / whole.double().norm()) <= allowed

@@ -1,8 +1,6 @@
-"""What a model is for: to generate, to embed, or to classify.
+"""The tasks of models: to generate, to embed, or to classify; and the task of a saved model.
 
-What it is: the task that a saved model's config tells. What it is not: a list of model names; the
-library's own tables say what each class is for. One rule: what a person asks for is done, and only
-what nobody asked for is guessed.
+A task that the configuration names is used; only "auto" is resolved from the saved model.
 """
 
 from pathlib import Path
@@ -44,27 +42,27 @@ _CLASSES_FOR: Final[dict[Task, frozenset[str]]] = {
 }
 
 SENTENCE_MODULES: Final = "modules.json"
-"""The file by which sentence-transformers marks its models: the steps from a text to a vector."""
+"""The file that marks models of sentence-transformers: the steps from a text to a vector."""
 
 SENTENCE_CONFIG: Final = "config_sentence_transformers.json"
-"""Its settings beside the steps, where there are any."""
+"""The optional file of their further settings."""
 
 
 def loader_of(task: Task, config: Any) -> Any:
-    """The class that loads a model with this config for a task."""
+    """Return the class that loads a model with this config for a task."""
     if task == "generate" and config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
         return AutoModelForImageTextToText
     return _AUTO_CLASSES[task]
 
 
-def task_of(directory: Path, config: Any, wanted: str) -> Task:
-    """What the model saved in `directory` with this config is for; `wanted` may be "auto".
+def task_of(directory: Path, config: Any, configured: str) -> Task:
+    """Return the task of the model that was saved in `directory`; `configured` may be "auto".
 
-    One saved by sentence-transformers embeds, whatever class its weights were trained in; else the
-    class that the config names decides, and one without a head embeds.
+    A model saved by sentence-transformers embeds, regardless of the class its weights were trained
+    in. Otherwise the class that the config names decides, and a model without a head embeds.
     """
     for task in TASKS:
-        if task == wanted:
+        if task == configured:
             return task
     if _is_sentence_model(directory):
         return "embed"
@@ -73,7 +71,7 @@ def task_of(directory: Path, config: Any, wanted: str) -> Task:
 
 
 def _is_sentence_model(directory: Path) -> bool:
-    """Whether sentence-transformers saved it to embed; it saves classifiers (of pairs) too."""
+    """Whether sentence-transformers saved it as an embedder; it also saves classifiers of pairs."""
     if not (directory / SENTENCE_MODULES).is_file():
         return False
     path = directory / SENTENCE_CONFIG

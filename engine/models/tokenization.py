@@ -1,8 +1,7 @@
-"""A client's prompt as the tokens that a model reads.
+"""Tokenization of a client's prompt, without a chat template.
 
-What it is: tokenization, and what is refused before it. What it is not: a chat template. One rule:
-a prompt that this model can't run is refused with what was found and what is allowed, before it
-takes a place anywhere.
+A prompt that this model can't run is refused with what was found and what is allowed, before it
+takes any resource.
 """
 
 from collections.abc import Sequence
@@ -16,13 +15,13 @@ CHARACTERS_PER_TOKEN_MAX: Final = 32
 """A text longer than this many times the context is refused before it is tokenized."""
 
 
-def prompt_tokens(model: ServedModel, prompt: Prompt, wanted: int = 0) -> list[int]:
-    """The token ids of a prompt that leaves `wanted` tokens of the context.
+def prompt_tokens(model: ServedModel, prompt: Prompt, output_tokens: int = 0) -> list[int]:
+    """Return the token ids of a prompt that must leave `output_tokens` of the context.
 
     Raises `RequestRefused`.
     """
     if isinstance(prompt, IllustratedPrompt):
-        raise RequestRefused("images in the prompt; this engine takes text alone")
+        raise RequestRefused("images in the prompt; this engine accepts text alone")
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise RequestRefused("the model's directory has no tokenizer, so prompts are token ids")
@@ -32,44 +31,45 @@ def prompt_tokens(model: ServedModel, prompt: Prompt, wanted: int = 0) -> list[i
     if media:
         raise RequestRefused(
             f"token {min(media)} in the prompt stands for an image, a video or a sound, and a "
-            "text alone brings none: send the image too, or leave the token out"
+            "text alone contains none: send the image too, or leave the token out"
         )
-    check_tokens(model, tokens, wanted)
+    check_tokens(model, tokens, output_tokens)
     return tokens
 
 
 def check_text(model: ServedModel, text: str) -> None:
-    """Raise `RequestRefused` for a text that is too long to be tokenized at all."""
+    """Raise `RequestRefused` for a text that is too long to be tokenized."""
     characters_max = model.context_tokens_max * CHARACTERS_PER_TOKEN_MAX
     if len(text) > characters_max:
         raise RequestRefused(
-            f"a prompt of {len(text)} characters; a context of "
-            f"{model.context_tokens_max} tokens is read up to {characters_max}"
+            f"a prompt of {len(text)} characters; at most {characters_max} are read for a context "
+            f"of {model.context_tokens_max} tokens"
         )
 
 
-def check_tokens(model: ServedModel, tokens: Sequence[int], wanted: int) -> None:
-    """Raise `RequestRefused` where the model does not know a token, or the context is too short.
+def check_tokens(model: ServedModel, tokens: Sequence[int], output_tokens: int) -> None:
+    """Raise `RequestRefused` for a token unknown to the model, or a context that is too short.
 
-    Tokens that stand for images may lie beyond the embedding: nobody looks them up.
+    Tokens that stand for images may be beyond the embedding, because they are not looked up.
     """
-    foreign = [token for token in tokens if token >= model.vocab_size]
-    foreign = [token for token in foreign if token not in model.media_tokens]
-    if foreign:
+    beyond = [token for token in tokens if token >= model.vocab_size]
+    unknown = [token for token in beyond if token not in model.media_tokens]
+    if unknown:
         raise RequestRefused(
-            f"token {foreign[0]} in the prompt; this model's are 0 to {model.vocab_size - 1}"
+            f"token {unknown[0]} in the prompt; this model's are 0 to {model.vocab_size - 1}"
         )
-    _check_length(len(tokens), wanted, model.context_tokens_max)
+    _check_length(len(tokens), output_tokens, model.context_tokens_max)
 
 
-def _check_length(found: int, wanted: int, allowed: int) -> None:
-    if found + wanted > allowed:
-        more = f" and max_tokens {wanted} are {found + wanted}" if wanted else ""
-        raise RequestRefused(f"a prompt of {found} tokens{more}; the context takes {allowed}")
+def _check_length(found: int, output_tokens: int, allowed: int) -> None:
+    total = found + output_tokens
+    if total > allowed:
+        more = f" and max_tokens {output_tokens} are {total}" if output_tokens else ""
+        raise RequestRefused(f"a prompt of {found} tokens{more}; the context has {allowed}")
 
 
 def _tokenize(tokenizer: Any, prompt: TextPrompt) -> list[int]:
-    """Token ids of a prompt; an empty one becomes the model's beginning-of-text token."""
+    """Return a prompt's token ids; an empty prompt becomes the beginning-of-text token."""
     tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
     if tokens:
         return tokens

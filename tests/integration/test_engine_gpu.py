@@ -1,4 +1,4 @@
-"""The engine on a CUDA device gives what it gives on the CPU; skipped where there is none."""
+"""The engine on a CUDA device generates what it generates on the CPU; skipped without a device."""
 
 from pathlib import Path
 
@@ -23,16 +23,21 @@ pytestmark = [
 ]
 
 
-def test_every_adapter_answers_rightly_from_a_slot_on_the_device() -> None:
+def test_every_adapter_answers_correctly_from_a_slot_on_the_device() -> None:
     config = EngineConfig(TINY / "model", (TINY / "adapters",), "cuda", device_bytes_max=8 << 20)
     lora_config = LoRAConfig(max_lora_rank=64, max_loras=SLOTS)
     bench = EngineBench(load_model(config, lora_config), config, lora_config)
-    for at, name in enumerate(TRANSFORMATIONS, start=1):
-        slot = at % SLOTS
-        if at > SLOTS:
-            bench.do(cm.ResetSlot, slot=slot, generation=at - SLOTS)
-        bench.bring(at, name, GPU_SLOT, slot, at)
-        start = {"adapter_id": at, "slot": slot, "generation": at, "request_id": name}
+    for number, name in enumerate(TRANSFORMATIONS, start=1):
+        slot = number % SLOTS
+        if number > SLOTS:
+            bench.do(cm.ResetSlot, slot=slot, generation=number - SLOTS)
+        bench.promote(number, name, GPU_SLOT, slot, number)
+        start = {
+            "adapter_id": number,
+            "slot": slot,
+            "generation": number,
+            "request_id": name,
+        }
         sampling = Sampling(max_tokens=32)
         op = bench.submit(cm.StartGeneration, **start, prompt=prompt_of("hello"), sampling=sampling)
         assert isinstance(bench.wait(op), rp.GenerationEnded)

@@ -1,4 +1,4 @@
-"""Generation by captured steps, on a device: it answers as without; skipped where there is none."""
+"""Generation by captured steps answers as without capture; skipped without a CUDA device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,16 +9,16 @@ import torch
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.inference import decode_probe
-from engine.inference.cuda_graphs import CapturedSteps, CudaCapture
-from engine.inference.decode import FixedSteps, GrowingSteps
-from engine.inference.decode_probe import fixed_or_growing
+from engine.inference.cuda_graphs import CudaCapture, GraphRunner
+from engine.inference.decode import DynamicDecode, StaticDecode
+from engine.inference.decode_probe import static_or_dynamic
 from engine.kernels import choose_kernels
-from engine.models.causal_model import PreparedModel
+from engine.models.causal_model import CausalModel
 from engine.models.loading import load_model
 from engine.punica import PunicaWrapper
 from messages.requests import Sampling
-from tests.support.engine.generator_bench import NAMES, ROWS, GeneratorBench
-from tests.support.engine.step_examples import GROWING
+from tests.support.engine.decode_examples import NOT_STATIC
+from tests.support.engine.generation_bench import NAMES, REQUESTS, GenerationBench
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
@@ -37,30 +37,30 @@ def gpu_config(engine_config: EngineConfig) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def gpu_model(gpu_config: EngineConfig, lora_config: LoRAConfig) -> PreparedModel:
+def gpu_model(gpu_config: EngineConfig, lora_config: LoRAConfig) -> CausalModel:
     model = load_model(gpu_config, lora_config)
     model.eos_ids = frozenset()
     return model
 
 
 @pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> list[CapturedSteps]:
-    """All that engines capture with from now on."""
-    made: list[CapturedSteps] = []
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[GraphRunner]:
+    """Return the list of all runners that engines capture with from now on."""
+    made: list[GraphRunner] = []
 
-    def make(*arguments: object) -> CapturedSteps:
-        made.append(CapturedSteps(*arguments))
+    def make(*arguments: object) -> GraphRunner:
+        made.append(GraphRunner(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(decode_probe, "CapturedSteps", make)
+    monkeypatch.setattr(decode_probe, "GraphRunner", make)
     return made
 
 
-def run_all(bench: GeneratorBench, rows: list[tuple]) -> list[tuple[list[int], str]]:
-    """Start a row every second step, and run them all to their ends."""
+def run_all(bench: GenerationBench, requests: list[tuple]) -> list[tuple[list[int], str]]:
+    """Start a row every second step, run all rows to their ends, and return their outputs."""
     ops = []
-    for row in rows:
-        ops.append(bench.start(*row))
+    for request in requests:
+        ops.append(bench.start(*request))
         bench.run(steps=2)
     bench.run()
     return [bench.output(op) for op in ops]
@@ -69,21 +69,23 @@ def run_all(bench: GeneratorBench, rows: list[tuple]) -> list[tuple[list[int], s
 @pytest.mark.parametrize(
     "lora_fields", [{}, {"specialize_active_lora": True}, {"dual_stream": True}]
 )
-def test_captured_generation_is_the_growing_ones(
-    gpu_model: PreparedModel,
+def test_captured_generation_equals_dynamic_generation(
+    gpu_model: CausalModel,
     adapter_root: Path,
     gpu_config: EngineConfig,
-    captured: list[CapturedSteps],
+    captured: list[GraphRunner],
     lora_fields: dict[str, bool],
 ) -> None:
     lengths = [3, 14, 1, 9, 5, 16, 2, 90]
-    rows = [(*ROWS[at % len(ROWS)], Sampling(max_tokens=lengths[at % 8])) for at in range(24)]
-    growing = GeneratorBench(gpu_model, adapter_root, gpu_config, **lora_fields)
-    expected = [growing.alone(*row) for row in rows]
+    requests = [
+        (*REQUESTS[at % len(REQUESTS)], Sampling(max_tokens=lengths[at % 8])) for at in range(24)
+    ]
+    dynamic = GenerationBench(gpu_model, adapter_root, gpu_config, **lora_fields)
+    expected = [dynamic.alone(*request) for request in requests]
     config = replace(gpu_config, capture_steps=True)
-    bench = GeneratorBench(gpu_model, adapter_root, config, **lora_fields)
+    bench = GenerationBench(gpu_model, adapter_root, config, **lora_fields)
     for _ in range(2):
-        assert run_all(bench, rows) == expected
+        assert run_all(bench, requests) == expected
     (steps,) = captured
     found = [key.launches.tokens for key in steps.keys]
     groups = {bounds.groups for bounds in found if bounds is not None and bounds.tokens >= 8}
@@ -96,14 +98,12 @@ def test_captured_generation_is_the_growing_ones(
 
 
 @pytest.mark.parametrize("model_type", [one.model_type for one in ARCHITECTURES if not one.refused])
-def test_every_served_architecture_is_captured_or_says_why_not(model_type: str) -> None:
+def test_every_served_architecture_is_captured_or_logs_why_not(model_type: str) -> None:
     one = next(one for one in ARCHITECTURES if one.model_type == model_type)
-    model = PreparedModel(
-        one.build().to(DEVICE), LoRAConfig(), context_tokens_max=CONTEXT_TOKENS_MAX
-    )
+    model = CausalModel(one.build().to(DEVICE), LoRAConfig(), context_tokens_max=CONTEXT_TOKENS_MAX)
     punica = PunicaWrapper(model.device, 16, choose_kernels(model.device.type))
-    runner = CapturedSteps(punica, CudaCapture(model.device))
+    runner = GraphRunner(punica, CudaCapture(model.device))
     with structlog.testing.capture_logs() as logs:
-        steps = fixed_or_growing(model, punica, 2, runner)
-    assert isinstance(steps, GrowingSteps if model_type in GROWING else FixedSteps), logs
-    assert bool(logs) == (model_type in GROWING)
+        strategy = static_or_dynamic(model, punica, 2, runner)
+    assert isinstance(strategy, DynamicDecode if model_type in NOT_STATIC else StaticDecode), logs
+    assert bool(logs) == (model_type in NOT_STATIC)

@@ -1,4 +1,4 @@
-"""Compiled kernels under graph replay, on a second stream, and twice; skipped without a device.
+"""Compiled kernels: graph replay, a side stream, and equal bits; skipped without a device.
 
 The cases that all implementations share run compiled too: `make gpu` sets LORADOCK_TEST_COMPILED
 and runs their files.
@@ -10,12 +10,12 @@ from random import Random
 import pytest
 import torch
 
-from engine.inference.cuda_graphs import CapturedSteps, CudaCapture, GraphKey
+from engine.inference.cuda_graphs import CudaCapture, GraphKey, GraphRunner
 from engine.kernels import choose_kernels
 from engine.layout import ModuleKind
 from engine.punica import LoRAMapping, PunicaWrapper
-from engine.punica.side_stream import SecondStream
-from engine.punica.wrapper import Halves
+from engine.punica.side_stream import SideStream
+from engine.punica.wrapper import ShrinkExpand
 from tests.support.kernels.kernel_cases import (
     ERRORS_MAX,
     Case,
@@ -32,7 +32,7 @@ DTYPE = torch.bfloat16
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
 
@@ -41,17 +41,17 @@ def wrapper(**options) -> PunicaWrapper:
     return PunicaWrapper(torch.device("cuda"), 64, kernels, **options)
 
 
-def show(punica: PunicaWrapper, rows: list[int]) -> None:
+def set_mapping(punica: PunicaWrapper, rows: list[int]) -> None:
     ids = [slot + 1 for slot in rows]
     punica.update_metadata(LoRAMapping(ids, ids), list(range(1, SLOTS + 1)))
 
 
-class Captured:
-    """`step(*inputs)` by graph: inputs are copied to where the first ones lay."""
+class CapturedStep:
+    """Runs `step(*inputs)` by graph: inputs are copied to the memory of the first ones."""
 
     def __init__(self, step: Callable[..., torch.Tensor], punica: PunicaWrapper) -> None:
         self._step = step
-        self._steps = CapturedSteps(punica, CudaCapture(torch.device("cuda")))
+        self._steps = GraphRunner(punica, CudaCapture(torch.device("cuda")))
         self._inputs: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -67,7 +67,7 @@ class Captured:
 
 
 def batches(tokens: int, count: int) -> list[list[int]]:
-    """Mappings of equal length: one adapter, some, all, in every order, with base rows or none."""
+    """Return mappings of equal length: one adapter, several, all, with and without base rows."""
     random = Random(tokens)
     mixed = [[random.randint(-1, SLOTS - 1) for _ in range(tokens)] for _ in range(count)]
     alone = [[SLOTS - 1] * tokens, [0] * (tokens - 1) + [-1]]
@@ -91,10 +91,10 @@ def test_a_replayed_graph_is_right_for_every_batch(tokens: int, specialize_activ
         punica.add_lora_linear(result, x, layer)
         return result
 
-    captured = Captured(step, punica)
+    captured = CapturedStep(step, punica)
     for rows in batches(tokens, 8):
         case = base._replace(rows=rows)
-        show(punica, rows)
+        set_mapping(punica, rows)
         found = captured(case.x.cuda(), case.y.cuda())
         assert is_right(found, case), rows
         assert torch.equal(found[case.base_rows].cpu(), case.y[case.base_rows])
@@ -102,7 +102,7 @@ def test_a_replayed_graph_is_right_for_every_batch(tokens: int, specialize_activ
     assert len(launching) == 1 or specialize_active
 
 
-def test_a_replayed_graph_reads_what_slots_hold_now() -> None:
+def test_a_replayed_graph_reads_replaced_weights() -> None:
     punica = wrapper()
     rows = [0, 1, 2, -1, 2, 5, 11, 11]
     old, new = (make_case(SHAPE._replace(absent=0.5), rows, DTYPE, seed=seed) for seed in (1, 2))
@@ -110,14 +110,14 @@ def test_a_replayed_graph_reads_what_slots_hold_now() -> None:
     layer = layer_on(old.slices, "cuda")
     directory = layer.directory
     data = torch.full((room,), torch.nan, dtype=DTYPE, device="cuda")
-    layer.directory = directory._replace(data=data)
-    captured = Captured(lambda x, y: add(punica, layer, x, y), punica)
+    directory.data = data
+    captured = CapturedStep(lambda x, y: add(punica, layer, x, y), punica)
     for case in (old, new, old):
         held = case.slices.directory
         data[: len(held.data)] = held.data.cuda()
         directory.offsets.copy_(held.offsets)
         directory.ranks.copy_(held.ranks)
-        show(punica, rows)
+        set_mapping(punica, rows)
         assert is_right(captured(case.x.cuda(), case.y.cuda()), case)
 
 
@@ -133,43 +133,43 @@ def test_a_batch_has_the_same_bits_on_every_run(tokens: int) -> None:
     rows = batches(tokens, 1)[2]
     case = make_case(SHAPE, rows, DTYPE, seed=9)
     layer = layer_on(case.slices, "cuda")
-    show(punica, rows)
+    set_mapping(punica, rows)
     first = add(punica, layer, case.x.cuda(), case.y.cuda())
     for _ in range(20):
         assert torch.equal(add(punica, layer, case.x.cuda(), case.y.cuda()), first)
 
 
 @pytest.mark.parametrize("is_captured", [False, True])
-def test_a_delta_made_on_a_second_stream_is_added_whole(is_captured: bool) -> None:
-    punica = wrapper(beside=SecondStream(torch.device("cuda")))
+def test_a_delta_computed_on_a_side_stream_is_added_completely(is_captured: bool) -> None:
+    punica = wrapper(concurrent=SideStream(torch.device("cuda")))
     rows = batches(64, 1)[2]
     case = make_case(SHAPE, rows, DTYPE, seed=10)
     layer = layer_on(case.slices, "cuda")
-    show(punica, rows)
+    set_mapping(punica, rows)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return punica.with_lora_linear(y.clone, x, layer)
 
-    run = Captured(step, punica) if is_captured else step
+    run = CapturedStep(step, punica) if is_captured else step
     for _ in range(20):
         assert is_right(run(case.x.cuda(), case.y.cuda()), case)
 
 
-def test_steps_are_captured_again_after_all_were_forgotten() -> None:
+def test_steps_are_captured_again_after_all_graphs_were_dropped() -> None:
     punica = wrapper()
-    steps = CapturedSteps(punica, CudaCapture(torch.device("cuda")))
+    steps = GraphRunner(punica, CudaCapture(torch.device("cuda")))
     x = torch.ones(1 << 20, device="cuda")
     kept = []
     for number in range(4):
-        # What the last graph gave is held, so its memory lives longer than it.
+        # The result of the last graph is still referenced, so its memory outlives the graph.
         kept.append(steps.run(lambda number=number: x * 2 + number, number % 2))
         assert kept[-1].unique().tolist() == [2 + number]
         assert not steps.failure
-        steps.forget()
+        steps.invalidate()
 
 
-def test_a_step_that_fails_while_it_is_captured_runs_where_others_do() -> None:
-    steps = CapturedSteps(wrapper(), CudaCapture(torch.device("cuda")))
+def test_a_step_that_fails_during_capture_runs_without_a_graph() -> None:
+    steps = GraphRunner(wrapper(), CudaCapture(torch.device("cuda")))
     x = torch.ones(8, device="cuda")
     before = torch.cuda.current_stream()
 
@@ -186,28 +186,28 @@ TOP_K = 2
 
 
 def routed(tokens: int, seed: int) -> torch.Tensor:
-    """Two experts a token; 7 is another rank's."""
+    """Two experts per token; 7 is another rank's."""
     random = Random(seed)
     return torch.tensor([random.sample(range(8), TOP_K) for _ in range(tokens)])
 
 
 def expected_of_experts(case: Case, rows: list[int], top_k_index: torch.Tensor) -> torch.Tensor:
-    """Every pair's delta in float64."""
+    """Return every pair's delta added to its row, in float64."""
     result = case.y.double()
     for pair, expert in enumerate(top_k_index.flatten().tolist()):
         slot, first = rows[pair // TOP_K], 0
-        for place, width in enumerate(case.slices.out_features):
-            if expert < EXPERTS.experts and (slot, place) in case.weights:
-                a, b = (matrix[expert].double() for matrix in case.weights[slot, place])
+        for index, width in enumerate(case.slices.out_features):
+            if expert < EXPERTS.experts and (slot, index) in case.weights:
+                a, b = (matrix[expert].double() for matrix in case.weights[slot, index])
                 result[pair, first : first + width] += b @ (a @ case.x[pair].double())
             first += width
     return result
 
 
-@pytest.mark.parametrize("in_halves", [False, True])
+@pytest.mark.parametrize("is_exchanged", [False, True])
 @pytest.mark.parametrize("tokens", [2, 24, 700])
 def test_a_replayed_graph_adds_the_experts_deltas_of_every_batch(
-    tokens: int, in_halves: bool
+    tokens: int, is_exchanged: bool
 ) -> None:
     punica = wrapper()
     case = make_case(EXPERTS, [-1] * (TOP_K * tokens), DTYPE, seed=tokens)
@@ -218,16 +218,16 @@ def test_a_replayed_graph_adds_the_experts_deltas_of_every_batch(
         groups = punica.group_experts(tokens, lambda _: False, top_k_index, EXPERTS.experts)
         assert groups is not None
         views = result.split(EXPERTS.widths, dim=1)
-        if in_halves:
-            halves = Halves(layer, layer)
-            punica.add_lora_fused_moe_halves(views, x, halves, groups, lambda shrunk: shrunk)
+        if is_exchanged:
+            pair = ShrinkExpand(layer, layer)
+            punica.add_lora_fused_moe_shrink_expand(views, x, pair, groups, lambda shrunk: shrunk)
         else:
             punica.add_lora_fused_moe(views, x, layer, groups)
         return result
 
-    captured = Captured(step, punica)
+    captured = CapturedStep(step, punica)
     for seed, rows in enumerate(batches(tokens, 8)):
-        show(punica, rows)
+        set_mapping(punica, rows)
         top_k_index = routed(tokens, seed)
         found = captured(case.x.cuda(), case.y.cuda(), top_k_index.cuda())
         wanted = expected_of_experts(case, rows, top_k_index)

@@ -1,4 +1,4 @@
-"""World sizes 1 and 2 give the same outputs for experts, shared by columns or by experts."""
+"""Experts compute the same outputs on one and two ranks, shared by columns or whole."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +11,15 @@ from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.models.loading import load_model
 from engine.parallel import ParallelGroup
-from tests.engine.adapters.test_expert_tensors import fused, write
-from tests.integration.test_parity import Yardstick
+from tests.support.engine.parity_bench import PeftReference
 from tests.support.models.expert_adapters import (
     GATE_UP,
     PER_EXPERT,
+    fused_tensors,
     make_model,
     save_fused,
     save_per_expert,
+    write,
 )
 from tests.support.models.expert_examples import (
     HIDDEN,
@@ -57,7 +58,7 @@ def test_two_ranks_compute_as_one(pair: Ranks, family: str, scheme: str, is_mixe
 
 @FORMATS
 @pytest.mark.parametrize("family", MODULES)
-def test_ranks_exchange_alike_and_nothing_where_nobody_has_an_adapter(
+def test_ranks_exchange_alike_and_nothing_without_adapters(
     pair: Ranks, family: str, is_mixed: bool
 ) -> None:
     one, other = pair.run("collectives", family=family, is_mixed=is_mixed)
@@ -72,27 +73,27 @@ def test_ranks_exchange_alike_and_nothing_where_nobody_has_an_adapter(
 
 
 def adapters(family: str, is_mixed: bool, scheme: str, root: Path) -> None:
-    """Adapters below `root`, and beside them what peft says with each."""
-    # Fully sharded, two ranks have to share every rank.
+    """Save adapters below `root`, with PEFT's logits of each in `reference.safetensors`."""
+    # With fully sharded adapters, two ranks must share every adapter's rank evenly.
     rank = 2 if scheme == SHARDED else 1
     models = save_fused(family, root / "adapters", rank)
     if is_mixed and family in PER_EXPERT:
         models["per_expert"] = save_per_expert(family, root / "adapters" / "per_expert", 2 + rank)
-    yardstick = Yardstick(models)
-    theirs = [yardstick.logits(name, PROMPT) for name in (None, *sorted(models))]
-    save_file({"logits": torch.stack(theirs)}, root / "theirs.safetensors")
+    reference = PeftReference(models)
+    logits = [reference.logits(name, PROMPT) for name in (None, *sorted(models))]
+    save_file({"logits": torch.stack(logits)}, root / "reference.safetensors")
 
 
 @SHARES
 @FORMATS
 @pytest.mark.parametrize("family", SPLIT_FAMILIES)
-def test_two_ranks_answer_as_one_and_as_peft_with_what_each_read(
+def test_two_ranks_with_adapters_read_by_each_answer_as_one_and_as_peft(
     pair: Ranks, family: str, scheme: str, is_mixed: bool, tmp_path: Path
 ) -> None:
     adapters(family, is_mixed, scheme, tmp_path)
-    given = {"family": family, "scheme": scheme, "is_mixed": is_mixed, "root": str(tmp_path)}
+    arguments = {"family": family, "scheme": scheme, "is_mixed": is_mixed, "root": str(tmp_path)}
     wrapper = "FusedMoE" + ("" if is_mixed else "3D") + "With"
-    for found in pair.run("model", **given):
+    for found in pair.run("model", **arguments):
         assert found["error"] < ERROR_MAX
         assert max(found["errors"]) < ERROR_MAX
         assert wrapper + ("ShardedLoRA" if scheme == SHARDED else "LoRA") in found["kinds"]
@@ -118,29 +119,29 @@ def test_a_dummy_adapter_runs_on_two_ranks(pair: Ranks, kind: str, scheme: str) 
 
 
 def test_a_rank_that_two_ranks_can_not_share_is_refused(pair: Ranks, tmp_path: Path) -> None:
-    tensors = fused("model.layers.0.mlp.experts", HIDDEN, 2 * INTER, rank=3)
+    tensors = fused_tensors("model.layers.0.mlp.experts", HIDDEN, 2 * INTER, rank=3)
     write(tmp_path / "fused", tensors, {"r": 3, "target_parameters": [GATE_UP]})
     save_per_expert("qwen3_moe", tmp_path / "per_expert", 3)
-    for said in pair.run("uneven", root=str(tmp_path)):
-        assert len(said) == 4
-        assert all("has rank 3, which 2 ranks can't share evenly" in text for text in said[:3])
-        assert "mlp.experts.0.gate_proj" in said[2]
-        assert not any("without a tensor" in text for text in said)
-        assert "experts that ranks share whole" in said[3]
+    for errors in pair.run("uneven", root=str(tmp_path)):
+        assert len(errors) == 4
+        assert all("has rank 3, which 2 ranks can't share evenly" in text for text in errors[:3])
+        assert "mlp.experts.0.gate_proj" in errors[2]
+        assert not any("without a tensor" in text for text in errors)
+        assert "whole experts per rank" in errors[3]
 
 
 @pytest.mark.parametrize("family", sorted(SERVED_FAMILIES.keys() - SPLIT_FAMILIES))
 def test_a_family_without_a_plan_is_refused(pair: Ranks, family: str) -> None:
-    for said in pair.run("refusal", family=family):
-        assert "has no tensor-parallel plan for its layers; serve it on one rank" in said
+    for errors in pair.run("refusal", family=family):
+        assert "has no tensor-parallel plan for its layers; serve it on one rank" in errors
 
 
-def test_what_can_not_be_shared_evenly_is_refused(pair: Ranks) -> None:
-    for said in pair.run("refusals"):
-        assert len(said) == 3
-        assert "experts 3 can't be shared evenly by 2 ranks" in said[0]
-        assert "expert columns 3 can't be shared evenly by 2 ranks" in said[1]
-        assert "mlp.experts: experts 3 can't be shared evenly" in said[2]
+def test_experts_that_can_not_be_shared_evenly_are_refused(pair: Ranks) -> None:
+    for errors in pair.run("refusals"):
+        assert len(errors) == 3
+        assert "experts 3 can't be shared evenly by 2 ranks" in errors[0]
+        assert "expert columns 3 can't be shared evenly by 2 ranks" in errors[1]
+        assert "mlp.experts: experts 3 can't be shared evenly" in errors[2]
 
 
 def test_whole_experts_and_fully_sharded_adapters_are_refused_together(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""World sizes 1 and 2 give the same outputs, for every class and both sharding schemes."""
+"""Layers compute the same outputs on one and two ranks, for every class and both schemes."""
 
 from collections.abc import Iterator
 
@@ -16,9 +16,9 @@ def pair() -> Iterator[Ranks]:
         yield started
 
 
-def test_the_group_carries_what_it_is_given(pair: Ranks) -> None:
-    said = [[0, 3], [0, 0], "from 0", "", [5, -1], [3.0, 3.0], [[0, 1], [10, 11]]]
-    assert pair.run("talk") == [said, said]
+def test_the_group_transfers_bytes_numbers_and_tensors(pair: Ranks) -> None:
+    expected = [[0, 3], [0, 0], "from 0", "", [5, -1], [3.0, 3.0], [[0, 1], [10, 11]]]
+    assert pair.run("exchange") == [expected, expected]
 
 
 @SCHEMES
@@ -43,10 +43,10 @@ def test_merged_of_three_with_a_tensor_over_several(pair: Ranks, covers: int) ->
 
 
 @SCHEMES
-@pytest.mark.parametrize("joined", [False, True], ids=["three-tensors", "one-tensor"])
+@pytest.mark.parametrize("is_joined", [False, True], ids=["three-tensors", "one-tensor"])
 @pytest.mark.parametrize("copies", [1, 2])
-def test_qkv(pair: Ranks, sharded: bool, joined: bool, copies: int) -> None:
-    assert max(pair.run("qkv", sharded=sharded, joined=joined, copies=copies)) < ERROR_MAX
+def test_qkv(pair: Ranks, sharded: bool, is_joined: bool, copies: int) -> None:
+    assert max(pair.run("qkv", sharded=sharded, is_joined=is_joined, copies=copies)) < ERROR_MAX
 
 
 @SCHEMES
@@ -66,15 +66,15 @@ def test_a_vocabulary_of_any_size(pair: Ranks, tokens: int) -> None:
 
 @SCHEMES
 def test_a_group_of_one_is_the_same_class(pair: Ranks, sharded: bool) -> None:
-    assert max(pair.run("nothing_is_shared", sharded=sharded)) < ERROR_MAX
+    assert max(pair.run("group_of_one", sharded=sharded)) < ERROR_MAX
 
 
 def test_a_rank_that_the_group_does_not_divide(pair: Ranks) -> None:
-    for said in pair.run("uneven_rank"):
-        assert "rank 3 can't be dealt out to 2 processes" in said
-        assert "fully_sharded_loras off" in said
+    for error in pair.run("uneven_rank"):
+        assert "rank 3 can't be divided among 2 processes" in error
+        assert "fully_sharded_loras off" in error
 
 
 def test_a_layer_that_the_group_does_not_divide(pair: Ranks) -> None:
-    for said in pair.run("uneven_layers"):
-        assert all("21 can't be shared evenly by 2 ranks" in text for text in said), said
+    for errors in pair.run("uneven_layers"):
+        assert all("21 can't be shared evenly by 2 ranks" in text for text in errors), errors

@@ -44,33 +44,33 @@ def test_two_ranks_answer_as_one(pair: Ranks, name: str, fully_sharded: bool) ->
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_can_not_be_split_is_refused(pair: Ranks, name: str) -> None:
-    for said in pair.run("refusal", name=name):
-        assert REFUSED[name] in said
+def test_a_model_that_can_not_be_split_is_refused(pair: Ranks, name: str) -> None:
+    for error in pair.run("refusal", name=name):
+        assert REFUSED[name] in error
 
 
-def test_a_plan_that_changes_the_answer_is_refused(pair: Ranks) -> None:
-    for said in pair.run("lying_plan"):
-        assert "answers otherwise than whole" in said
+def test_a_plan_that_changes_the_output_is_refused(pair: Ranks) -> None:
+    for error in pair.run("wrong_plan"):
+        assert "results differ from the whole model's" in error
 
 
-class Listening(ParallelGroup):
-    """A group of one that takes note of what it is asked."""
+class RecordingGroup(ParallelGroup):
+    """A group of one that records its collectives."""
 
     def __init__(self) -> None:
         super().__init__()
-        object.__setattr__(self, "asked", [])
+        object.__setattr__(self, "calls", [])
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self.asked.append("sum")
+        self.calls.append("sum")
         return x
 
     def wait_for_all(self) -> None:
-        self.asked.append("wait")
+        self.calls.append("wait")
 
 
 def test_nothing_is_summed_before_rank_0_has_run_the_whole_model() -> None:
-    group = Listening()
+    group = RecordingGroup()
     shard_model(build("llama"), group, torch.device("cpu"))
-    assert group.asked[0] == "wait"
-    assert "sum" in group.asked
+    assert group.calls[0] == "wait"
+    assert "sum" in group.calls

@@ -1,6 +1,6 @@
-"""An engine of two ranks, as `loradock serve` starts it: what it says, and its end.
+"""An engine of two ranks, started by `loradock serve`: its outputs, and its end.
 
-Both servers are started at once and shared, because starting a rank costs seconds.
+Both servers are started together and shared by the tests, because starting a rank takes seconds.
 """
 
 import os
@@ -13,8 +13,9 @@ import pytest
 from controller.client import Client
 from controller.client.errors import AdapterNotFound
 from messages.requests import StatusShown
-from tests.support.engine.served import WAIT_S, serve, status_once, wait_for_end
+from tests.support.engine.serve_process import serve, status_once, wait_for_end
 from tests.support.parallel.processes import ADAPTERS
+from tests.support.waiting import HANG_S
 
 OPTIONS = ("--device", "cpu", "--max-lora-rank", "64", "--slots", "2", "--host-adapters", "16")
 PROMPT = "parallel"
@@ -25,7 +26,7 @@ def is_up(status: StatusShown) -> bool:
 
 
 def ranks_of(directory: Path) -> dict[int, int]:
-    """The pids of an engine's ranks, by rank, as the processes themselves were told."""
+    """Return the pids of an engine's ranks, by rank, from the environment of each process."""
     found = {}
     for process in Path("/proc").iterdir():
         try:
@@ -33,19 +34,19 @@ def ranks_of(directory: Path) -> dict[int, int]:
             environment = (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        told = dict(word.split(b"=", 1) for word in environment if b"=" in word)
-        if b"RANK" in told and any(bytes(directory) in word for word in words):
-            found[int(told[b"RANK"])] = int(process.name)
+        variables = dict(word.split(b"=", 1) for word in environment if b"=" in word)
+        if b"RANK" in variables and any(bytes(directory) in word for word in words):
+            found[int(variables[b"RANK"])] = int(process.name)
     return found
 
 
 def texts(directory: Path) -> dict[str, str]:
-    """What every adapter and the base model continue the prompt with; more adapters than slots."""
-    with Client(directory, timeout_s=WAIT_S) as client:
-        asked: dict[str, str | None] = {name: name for name in ADAPTERS} | {"base": None}
+    """Return each adapter's and the base model's output; there are more adapters than slots."""
+    with Client(directory, timeout_s=HANG_S) as client:
+        adapters: dict[str, str | None] = {name: name for name in ADAPTERS} | {"base": None}
         return {
             name: client.generate(PROMPT, adapter=adapter, max_tokens=16).text()
-            for name, adapter in asked.items()
+            for name, adapter in adapters.items()
         }
 
 
@@ -57,38 +58,38 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
     with serve(one, *OPTIONS), serve(two, *OPTIONS, *sharded) as of_two:
         for directory in (one, two):
             status_once(directory, is_up)
-            with Client(directory, timeout_s=WAIT_S) as client:
+            with Client(directory, timeout_s=HANG_S) as client:
                 for name in ADAPTERS:
                     client.load(name)
         yield one, two
         pids = [*ranks_of(two).values(), status_once(two, is_up).controller_pid]
         of_two.send_signal(signal.SIGTERM)
-        assert of_two.wait(WAIT_S) == 0
+        assert of_two.wait(HANG_S) == 0
         wait_for_end(*pids)
 
 
-def test_two_ranks_say_what_one_says(directories: tuple[Path, Path]) -> None:
+def test_two_ranks_generate_what_one_generates(directories: tuple[Path, Path]) -> None:
     one, two = directories
-    said = texts(two)
-    assert said == texts(one)
-    assert len(set(said.values())) > len(ADAPTERS) / 2
+    outputs = texts(two)
+    assert outputs == texts(one)
+    assert len(set(outputs.values())) > len(ADAPTERS) / 2
 
 
-def test_sampling_is_rank_0s_on_all(directories: tuple[Path, Path]) -> None:
-    said = []
+def test_all_ranks_use_rank_0s_samples(directories: tuple[Path, Path]) -> None:
+    outputs = []
     for directory in directories:
-        with Client(directory, timeout_s=WAIT_S) as client:
+        with Client(directory, timeout_s=HANG_S) as client:
             drawn = client.generate(PROMPT, adapter="upper", max_tokens=16, temperature=2.0, seed=3)
-            said.append(drawn.text())
-            # Without a seed every process draws on its own; rank 0's tokens are everybody's.
+            outputs.append(drawn.text())
+            # Without a seed every process draws for itself, and rank 0's tokens are used by all.
             client.generate(PROMPT, adapter="upper", max_tokens=16, temperature=2.0).text()
-    assert said[0] == said[1]
+    assert outputs[0] == outputs[1]
 
 
-def test_what_fails_fails_on_all_ranks_and_changes_nothing(directories: tuple[Path, Path]) -> None:
-    with Client(directories[1], timeout_s=WAIT_S) as client:
+def test_a_failure_occurs_on_all_ranks_and_changes_nothing(directories: tuple[Path, Path]) -> None:
+    with Client(directories[1], timeout_s=HANG_S) as client:
         with pytest.raises(AdapterNotFound):
-            client.load("nobody")
+            client.load("unknown")
         assert client.generate(PROMPT, adapter="upper", max_tokens=4).text()
 
 

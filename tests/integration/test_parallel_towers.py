@@ -20,7 +20,7 @@ def pair() -> Iterator[Ranks]:
     ("kind", "fully_sharded"),
     [*((kind, False) for kind in KINDS), ("llava", True), ("qwen2_5_vl", True)],
 )
-def test_two_ranks_see_images_as_one(pair: Ranks, kind: str, fully_sharded: bool) -> None:
+def test_two_ranks_read_images_as_one(pair: Ranks, kind: str, fully_sharded: bool) -> None:
     for rank in pair.run("same_logits", kind=kind, fully_sharded=fully_sharded):
         assert max(rank["error"], rank["base"]) < ERROR_MAX
         assert rank["tower"] > 0
@@ -28,7 +28,7 @@ def test_two_ranks_see_images_as_one(pair: Ranks, kind: str, fully_sharded: bool
         assert rank["is_sharded"] == fully_sharded
 
 
-def test_a_tower_stays_whole_whatever_the_plan_says(pair: Ranks) -> None:
+def test_a_tower_stays_whole_regardless_of_the_plan(pair: Ranks) -> None:
     found = pair.run("same_logits", kind="llava", fully_sharded=False, is_tower_planned=True)
     for rank in found:
         assert rank["error"] < ERROR_MAX

@@ -1,6 +1,6 @@
-"""The engine's logits are peft's for every family of mixtures of experts, in mixed batches.
+"""The engine's logits are PEFT's for every family of mixtures of experts, in mixed batches.
 
-A batch holds rows of the base and of adapters that touch gate_up alone, down alone, or both with
+A batch contains rows of the base and of adapters of gate_up only, of down only, and of both with
 attention and the router, at unequal ranks; in mixed mode also adapters per expert.
 """
 
@@ -11,10 +11,9 @@ import torch
 
 from engine.config import LoRAConfig
 from engine.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA, RouterWithLoRA
-from engine.models.causal_model import PreparedModel
-from tests.integration.test_parity import Yardstick
+from engine.models.causal_model import CausalModel
 from tests.support.engine.engine_examples import relative_error
-from tests.support.engine.parity_bench import Bench
+from tests.support.engine.parity_bench import ParityBench, PeftReference
 from tests.support.models.expert_adapters import PER_EXPERT, make_model, save_fused, save_per_expert
 from tests.support.models.expert_examples import SERVED_FAMILIES
 
@@ -24,26 +23,26 @@ ERROR_MAX = 1e-5
 PROMPTS = ((3, 1, 44), (1, 2, 3, 4, 5, 6, 7, 8, 9), (20,))
 
 
-def prepare(family: str, is_mixed: bool) -> PreparedModel:
+def prepare(family: str, is_mixed: bool) -> CausalModel:
     config = LoRAConfig(max_lora_rank=16, max_loras=4, enable_mixed_moe_lora_format=is_mixed)
-    return PreparedModel(make_model(family), config)
+    return CausalModel(make_model(family), config)
 
 
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["3-D", "mixed"])
 @pytest.mark.parametrize("family", SERVED_FAMILIES)
-def test_a_mixed_batch_is_pefts(family: str, is_mixed: bool, tmp_path: Path) -> None:
+def test_a_mixed_batch_matches_peft(family: str, is_mixed: bool, tmp_path: Path) -> None:
     models = save_fused(family, tmp_path)
     if is_mixed and family in PER_EXPERT:
         models["per_expert"] = save_per_expert(family, tmp_path / "per_expert")
-    bench = Bench(prepare(family, is_mixed), tmp_path, len(models), 1 << 22)
+    bench = ParityBench(prepare(family, is_mixed), tmp_path, len(models), 1 << 22)
     for slot, name in enumerate(models):
         bench.write(slot, name)
-    yardstick = Yardstick(models)
+    reference = PeftReference(models)
     rows = [(name, prompt) for prompt in PROMPTS for name in (None, *models)]
-    theirs = torch.stack([yardstick.logits(*row) for row in rows])
-    for row, ours, wanted in zip(rows, bench.logits(rows), theirs, strict=True):
-        assert relative_error(ours, wanted) < ERROR_MAX, row
-    longest = theirs[len(models) + 1 : 2 * len(models) + 2].double()
+    expected = torch.stack([reference.logits(*row) for row in rows])
+    for row, found, wanted in zip(rows, bench.logits(rows), expected, strict=True):
+        assert relative_error(found, wanted) < ERROR_MAX, row
+    longest = expected[len(models) + 1 : 2 * len(models) + 2].double()
     assert (torch.pdist(longest) > 1e-2 * longest.norm(dim=1).max()).all(), "adapters are alike"
 
 

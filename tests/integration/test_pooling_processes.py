@@ -7,7 +7,7 @@ import torch
 
 from controller.client import Client, NotServed
 from messages.requests import PoolingTask
-from tests.support.engine.served import serve, status_once
+from tests.support.engine.serve_process import serve, status_once
 from tests.support.models.pooling_examples import (
     ADAPTERS,
     CLASSIFIERS,
@@ -17,14 +17,14 @@ from tests.support.models.pooling_examples import (
     save_adapters,
 )
 from tests.support.parallel.processes import controller, engine
+from tests.support.waiting import HANG_S
 
-PATIENCE_S = 60
 NAMES = (None, *ADAPTERS)
 
 
 @torch.no_grad()
 def expected(model: torch.nn.Module, task: PoolingTask) -> list[list[float]]:
-    """What each text gives alone, with mean pooling."""
+    """Return each text's result alone, with mean pooling."""
     outputs = [model(input_ids=torch.tensor([text])) for text in TEXTS]
     if task == "classify":
         return [output.logits[0].softmax(-1).tolist() for output in outputs]
@@ -46,14 +46,14 @@ def test_a_client_gets_what_peft_computes(
     with (
         controller(directory) as process,
         engine(directory, (tmp_path / "adapters",), model=saved),
-        Client(directory, timeout_s=PATIENCE_S) as client,
+        Client(directory, timeout_s=HANG_S) as client,
     ):
         for name in ADAPTERS:
             client.load(name)
         for _ in range(2):
             for name in NAMES:
                 check(client, task, name, wanted[name])
-            # The second round asks a controller that knows all this from its log alone.
+            # The second round requests from a controller that restored this state from its log.
             process.kill()
             process.start()
         with pytest.raises(NotServed, match=f"served to {task}, not to generate"):
@@ -62,7 +62,7 @@ def test_a_client_gets_what_peft_computes(
         assert names.count("PoolingFinished") == 2 * len(NAMES)
 
 
-def test_two_ranks_classify_as_peft_does_with_the_heads_that_adapters_bring(tmp_path: Path) -> None:
+def test_two_ranks_classify_with_adapters_heads_as_peft(tmp_path: Path) -> None:
     example = CLASSIFIERS[2]
     models = save_adapters(example, tmp_path / "adapters", task_type="SEQ_CLS")
     options = ("--device", "cpu", "--slots", "2", "--tensor-parallel-size", "2")
@@ -70,7 +70,7 @@ def test_two_ranks_classify_as_peft_does_with_the_heads_that_adapters_bring(tmp_
     directory, saved = tmp_path / "dir", example.save(tmp_path / "model")
     with (
         serve(directory, *options, model=saved),
-        Client(directory, timeout_s=PATIENCE_S) as client,
+        Client(directory, timeout_s=HANG_S) as client,
     ):
         status_once(directory, lambda status: bool(status.engine_id))
         for name, model in models.items():
@@ -80,7 +80,7 @@ def test_two_ranks_classify_as_peft_does_with_the_heads_that_adapters_bring(tmp_
 
 
 def check(client: Client, task: PoolingTask, name: str | None, wanted: list[list[float]]) -> None:
-    """All texts in one request, as the client sees them."""
+    """Compare the result of one request with all texts."""
     if task == "embed":
         result = client.embed(TEXTS, name)
         rows = result.vectors

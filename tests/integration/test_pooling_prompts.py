@@ -1,4 +1,4 @@
-"""Texts as sentence-transformers reads them: behind the model's own prompt, which may not count."""
+"""Texts with the model's default prompt, as sentence-transformers pools them."""
 
 import json
 from pathlib import Path
@@ -16,9 +16,9 @@ from engine.config import EngineConfig, LoRAConfig
 from engine.models.loading import load_model
 from messages.commands import StartPooling
 from messages.reports import OperationFailed, Report, VectorsComputed
-from tests.engine.inference.test_pooler import numbers
-from tests.engine.models.test_pooling_options import sentence_model
 from tests.support.engine.engine_bench import EngineBench
+from tests.support.engine.vectors import unpack_vector
+from tests.support.models.pooling_examples import write_sentence_modules
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "search", "for", ":", "a", "cat", "two", "dogs"]
 PROMPT = "search for: "
@@ -46,7 +46,7 @@ def model() -> BertModel:
 
 
 def tokenizer(ends: bool) -> PreTrainedTokenizerFast:
-    words = Tokenizer(WordLevel({word: at for at, word in enumerate(WORDS)}, "[UNK]"))
+    words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, "[UNK]"))
     words.pre_tokenizer = BertPreTokenizer()
     if ends:
         special = [("[CLS]", CLS), ("[SEP]", SEP)]
@@ -62,10 +62,10 @@ def tokenizer(ends: bool) -> PreTrainedTokenizerFast:
 
 
 def start(model: BertModel, directory: Path, ends: bool = True, **pooling: object) -> EngineBench:
-    """An engine on the model as it would be saved; without `ends` texts have no [CLS] and [SEP]."""
+    """Return an engine on the saved model; without `ends` texts have no [CLS] and [SEP]."""
     model.save_pretrained(directory)
     tokenizer(ends).save_pretrained(directory)
-    sentence_model(directory, ["Transformer", "Pooling"], **pooling)
+    write_sentence_modules(directory, ["Transformer", "Pooling"], **pooling)
     settings = {"prompts": {"query": PROMPT}, "default_prompt_name": "query"}
     (directory / "config_sentence_transformers.json").write_text(json.dumps(settings))
     config = EngineConfig(directory, device="cpu")
@@ -74,8 +74,8 @@ def start(model: BertModel, directory: Path, ends: bool = True, **pooling: objec
 
 def embed(bench: EngineBench, *inputs: object) -> Report:
     request_id = f"r{bench.op}"
-    place = {"adapter_id": 0, "slot": -1, "generation": 0}
-    end = bench.do(StartPooling, request_id=request_id, task="embed", inputs=inputs, **place)
+    base = {"adapter_id": 0, "slot": -1, "generation": 0}
+    end = bench.do(StartPooling, request_id=request_id, task="embed", inputs=inputs, **base)
     found = [one for one in bench.reports if isinstance(one, VectorsComputed)]
     return found[-1] if found else end
 
@@ -86,19 +86,21 @@ def states(model: BertModel, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "lasttoken"])
-def test_the_prompt_stands_before_every_text(
+def test_the_prompt_is_prepended_to_every_text(
     model: BertModel, tmp_path: Path, pooling: str
 ) -> None:
     found = embed(start(model, tmp_path, pooling_mode=pooling), *TEXTS)
     for text, vector in zip(TEXTS, found.vectors, strict=True):
         whole = states(model, [CLS, *tokens_of(PROMPT + text), SEP])
         expected = {"mean": whole.mean(0), "cls": whole[0], "lasttoken": whole[-1]}[pooling]
-        torch.testing.assert_close(torch.tensor(numbers(vector)), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(unpack_vector(vector)), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("pooling", ["mean", "lasttoken"])
-def test_a_prompt_that_does_not_count_is_read_and_not_pooled(
+def test_a_prompt_that_is_not_pooled_is_still_read(
     model: BertModel, tmp_path: Path, pooling: str, ends: bool
 ) -> None:
     bench = start(model, tmp_path, ends, pooling_mode=pooling, include_prompt=False)
@@ -108,20 +110,22 @@ def test_a_prompt_that_does_not_count_is_read_and_not_pooled(
     for text, vector in zip(TEXTS, found.vectors, strict=True):
         whole = states(model, [*before, *tokens_of(PROMPT + text), *after])
         expected = whole[first:].mean(0) if pooling == "mean" else whole[-1]
-        torch.testing.assert_close(torch.tensor(numbers(vector)), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(unpack_vector(vector)), expected, rtol=1e-5, atol=1e-6
+        )
 
 
-def test_token_ids_are_read_as_they_are(model: BertModel, tmp_path: Path) -> None:
+def test_token_ids_are_read_unchanged(model: BertModel, tmp_path: Path) -> None:
     bench = start(model, tmp_path, pooling_mode="mean", include_prompt=False)
     tokens = (CLS, *tokens_of("two dogs"), SEP)
     found = embed(bench, tokens, "a cat")
     expected = states(model, list(tokens)).mean(0)
     torch.testing.assert_close(
-        torch.tensor(numbers(found.vectors[0])), expected, rtol=1e-5, atol=1e-6
+        torch.tensor(unpack_vector(found.vectors[0])), expected, rtol=1e-5, atol=1e-6
     )
 
 
-def test_a_text_with_nothing_beside_the_prompt_is_refused_where_that_does_not_count(
+def test_a_text_without_tokens_of_its_own_is_refused_if_the_prompt_is_not_pooled(
     model: BertModel, tmp_path: Path
 ) -> None:
     bench = start(model, tmp_path / "ends", pooling_mode="mean", include_prompt=False)
@@ -129,7 +133,7 @@ def test_a_text_with_nothing_beside_the_prompt_is_refused_where_that_does_not_co
     bench = start(model, tmp_path / "none", ends=False, pooling_mode="mean", include_prompt=False)
     failed = embed(bench, "a", "")
     assert isinstance(failed, OperationFailed)
-    assert failed.message.startswith("input 1 has no tokens beside the model's own prompt")
+    assert failed.message.startswith("input 1 has only the tokens of the model's own prompt")
 
 
 def test_a_text_may_be_as_long_as_the_tokenizer_reads(model: BertModel, tmp_path: Path) -> None:
@@ -139,4 +143,4 @@ def test_a_text_may_be_as_long_as_the_tokenizer_reads(model: BertModel, tmp_path
     bench.reports.clear()
     failed = embed(bench, longest + "a")
     assert isinstance(failed, OperationFailed)
-    assert "13 tokens; the context takes 12" in failed.message
+    assert "13 tokens; the context has 12" in failed.message

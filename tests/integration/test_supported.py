@@ -1,4 +1,4 @@
-"""The documents say of models, layers and adapters what the tables say."""
+"""The documents list the models, layers and adapters of the tables."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def test_the_documents_are_up_to_date(name: str, text: object) -> None:
     assert with_text(document, text()) == document, "run `make supported`"
 
 
-def test_only_what_stands_between_the_marks_is_written() -> None:
+def test_only_the_text_between_the_marks_is_replaced() -> None:
     fresh = with_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", "new")
     assert fresh == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
     with pytest.raises(ValueError, match="marks"):

@@ -1,1 +1,1 @@
-"""What images add to a model: decoding, the encoder, and its mappings."""
+"""Images of prompts: decoding, the model's encoder, its inputs, and the mapping of its adapters."""

@@ -1,8 +1,7 @@
-"""A client's image file as pixels that an image processor may have.
+"""Decoding of a client's image file to pixels for a model's image processor.
 
-What it is: the checks before and after decoding, and the one colour space that models were trained
-on. What it is not: resizing or normalising; that is the model's own processor's. One rule: size and
-format are known from the file's head, and refused there, before anything is decoded.
+Format and size are checked from the file's header, before anything is decoded. Every image becomes
+RGB, the colour space that models were trained on.
 """
 
 import struct
@@ -13,11 +12,11 @@ from typing import Final
 
 from PIL import Image, ImageOps
 
-from engine.errors import FOREIGN_FAILURES, RequestRefused
+from engine.errors import MODEL_CODE_ERRORS, RequestRefused
 from messages.requests import IMAGE_BYTES_MAX
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF")
-"""What is read; other decoders of the library are not reachable by any bytes."""
+"""The formats that are read; no input reaches other decoders of the library."""
 
 PIXELS_MAX: Final = 1 << 25
 """The most pixels of one image: 96 MiB decoded."""
@@ -26,20 +25,20 @@ SIDE_MAX: Final = 1 << 14
 """The most pixels of a side."""
 
 PROMPT_PIXELS_MAX: Final = 1 << 27
-"""The most pixels of a prompt's images together; reading them takes up to 8 bytes for each."""
+"""The most pixels of a prompt's images together; reading uses up to 8 bytes per pixel."""
 
 _DECODING_FAILURES: Final = (
-    *FOREIGN_FAILURES,
+    *MODEL_CODE_ERRORS,
     *(OSError, SyntaxError, EOFError, struct.error, zlib.error),
 )
-_PICTURE_WITH_EXTRAS: Final = "MPO"
-"""A JPEG that brings a thumbnail or a second exposure behind its picture, as telephones make it."""
+_MULTI_PICTURE_JPEG: Final = "MPO"
+"""A JPEG with a thumbnail or second exposure after its picture, as telephones write it."""
 
 _WHITE: Final = (255, 255, 255, 255)
 
 
 def open_images(files: Sequence[bytes]) -> list[Image.Image]:
-    """A prompt's images, each as `open_image` has it; raises `RequestRefused`."""
+    """Decode a prompt's images by `open_image`; raises `RequestRefused`."""
     images, pixels = [], 0
     for number, data in enumerate(files, 1):
         images.append(open_image(data, number))
@@ -53,9 +52,9 @@ def open_images(files: Sequence[bytes]) -> list[Image.Image]:
 
 
 def open_image(data: bytes, number: int = 1) -> Image.Image:
-    """The image in `data`, upright, as RGB; what is transparent lies on white.
+    """Decode the image in `data` as RGB, upright, with transparent parts on white.
 
-    `number`: which of a prompt's images it is, counted from 1, for the error's text. Raises
+    `number`: the image's place in the prompt, from 1, for the error's text. Raises
     `RequestRefused`.
     """
     if not 0 < len(data) <= IMAGE_BYTES_MAX:
@@ -70,15 +69,15 @@ def open_image(data: bytes, number: int = 1) -> Image.Image:
     except Image.DecompressionBombError as error:
         raise _too_large(number, "far too many") from error
     except _DECODING_FAILURES as error:
-        # A decoder's words may hold the file's bytes; the kind of failure says enough.
+        # A decoder's message may contain bytes of the file, so only the error's type is reported.
         raise RequestRefused(
-            f"image {number} can't be read ({type(error).__name__}); a whole, sound file of one of "
-            f"{', '.join(FORMATS)} can"
+            f"image {number} can't be read ({type(error).__name__}); send a complete, undamaged "
+            f"file of one of {', '.join(FORMATS)}"
         ) from error
 
 
 def sample_png(size: tuple[int, int]) -> bytes:
-    """A picture in which no two places look alike, to try a model with."""
+    """Return a PNG in which no two regions look alike, for probes."""
     across, down = Image.linear_gradient("L").resize(size), Image.radial_gradient("L").resize(size)
     file = BytesIO()
     Image.merge("RGB", (across, down, Image.new("L", size, 90))).save(file, "PNG")
@@ -89,19 +88,22 @@ def _check_head(image: Image.Image, number: int) -> None:
     width, height = image.size
     if width * height > PIXELS_MAX or max(width, height) > SIDE_MAX:
         raise _too_large(number, f"{width} x {height}")
-    if image.format != _PICTURE_WITH_EXTRAS and getattr(image, "is_animated", False):
-        raise RequestRefused(f"image {number} is animated; send the one frame that is meant")
+    if image.format != _MULTI_PICTURE_JPEG and getattr(image, "is_animated", False):
+        raise RequestRefused(f"image {number} is animated; send a single frame")
 
 
 def _too_large(number: int, found: str) -> RequestRefused:
     return RequestRefused(
-        f"image {number} has {found} pixels; at most {PIXELS_MAX} in all and {SIDE_MAX} a side are "
-        "read"
+        f"image {number} has {found} pixels; at most {PIXELS_MAX} in all and {SIDE_MAX} per side "
+        "are read"
     )
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
-    """Any mode as RGB; 16-bit grey keeps its upper byte, which a plain conversion would clip."""
+    """Convert any mode to RGB.
+
+    16-bit grey keeps its upper byte, where a plain conversion would clip.
+    """
     if image.mode.startswith("I"):
         image = image.convert("I").point(lambda value: value / 256).convert("L")
     if image.has_transparency_data:

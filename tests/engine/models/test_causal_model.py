@@ -1,4 +1,4 @@
-"""The prepared model: what is wrapped, what is refused, and that a batch answers like its rows."""
+"""A prepared model: its wrapped layers, its refusals, and batches that answer like their rows."""
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ from engine.layers import (
 )
 from engine.layers.logits import VOCABULARY_MAX
 from engine.layout import ModuleKind
-from engine.models.causal_model import PreparedModel
-from engine.models.kv_cache import RowCache
+from engine.models.causal_model import CausalModel
+from engine.models.kv_cache import BatchKVCache
 from engine.models.preparation import find_candidates
 from tests.support.engine.engine_examples import (
     ATTENTION,
@@ -42,8 +42,8 @@ from tests.support.engine.engine_examples import (
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 
-def prepare(model: object, **lora_fields: object) -> PreparedModel:
-    return PreparedModel(model, LoRAConfig(**lora_fields), context_tokens_max=64)
+def prepare(model: object, **lora_fields: object) -> CausalModel:
+    return CausalModel(model, LoRAConfig(**lora_fields), context_tokens_max=64)
 
 
 def tiny_model(**changes: object) -> LlamaForCausalLM:
@@ -58,9 +58,9 @@ def sliding_model() -> MistralForCausalLM:
     return MistralForCausalLM(MistralConfig(**fields))
 
 
-def test_every_layer_that_the_table_knows_is_wrapped(prepared_model: PreparedModel) -> None:
-    kinds = {name.rpartition(".")[2]: type(one) for name, one in prepared_model.layers.items()}
-    assert kinds == {
+def test_every_layer_of_the_table_is_wrapped(prepared_model: CausalModel) -> None:
+    wrappers = {name.rpartition(".")[2]: type(one) for name, one in prepared_model.layers.items()}
+    assert wrappers == {
         "qkv_proj": MergedQKVParallelLinearWithLoRA,
         "o_proj": ReplicatedLinearWithLoRA,
         "gate_up_proj": MergedColumnParallelLinearWithLoRA,
@@ -76,8 +76,8 @@ def test_every_layer_that_the_table_knows_is_wrapped(prepared_model: PreparedMod
     for index, shape in enumerate(prepared_model.shapes):
         widths = tuple(prepared_model.model.get_submodule(shape.name).weight.shape)
         is_looked_up = shape.kind is ModuleKind.EMBEDDING
-        ours = (shape.in_features, shape.out_features)
-        assert (index, widths) == (shape.index, ours if is_looked_up else ours[::-1])
+        expected = (shape.in_features, shape.out_features)
+        assert (index, widths) == (shape.index, expected if is_looked_up else expected[::-1])
 
 
 def test_a_tied_head_stays_tied() -> None:
@@ -105,7 +105,7 @@ def test_a_module_with_two_paths_is_wrapped_once() -> None:
         (["model.layers.0.mlp.gate_up_proj"], {"0.mlp.gate_up_proj"}),
     ],
 )
-def test_target_modules_choose_by_suffix_or_full_name(targets: list[str], layers: set[str]) -> None:
+def test_target_modules_select_by_suffix_or_full_name(targets: list[str], layers: set[str]) -> None:
     found = prepare(tiny_model(), target_modules=targets).layers
     assert {name.removeprefix("model.layers.") for name in found} == layers
 
@@ -116,32 +116,32 @@ def test_a_target_that_names_nothing_is_refused(target: str) -> None:
         prepare(tiny_model(), target_modules=["o_proj", target])
 
 
-class HalfMlp(nn.Module):
-    """A layer of which a part sees some tokens, and another's weight is read behind its back."""
+class PartialMLP(nn.Module):
+    """A module with a layer that receives some tokens, and one whose weight is read directly."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.router = nn.Linear(width, 1)
         self.expert = nn.Linear(width, width)
-        self.secret = nn.Linear(width, width)
+        self.bypassed = nn.Linear(width, width)
         self.shared = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.linear(x, self.secret.weight) + self.shared(x)
+        y = nn.functional.linear(x, self.bypassed.weight) + self.shared(x)
         chosen = self.router(x).squeeze(-1) > 0
         y[chosen] += self.expert(x[chosen])
         return y
 
 
-def test_layers_that_do_not_see_every_token_are_left_unwrapped() -> None:
+def test_layers_that_do_not_receive_every_token_stay_unwrapped() -> None:
     model = tiny_model()
-    model.model.layers[0].mlp = HalfMlp(32)
+    model.model.layers[0].mlp = PartialMLP(32)
     layers = prepare(model).layers
-    own = {name.rpartition(".")[2] for name in layers if name.startswith("model.layers.0.mlp")}
-    assert own == {"router", "shared"}
+    wrapped = {name.rpartition(".")[2] for name in layers if name.startswith("model.layers.0.mlp")}
+    assert wrapped == {"router", "shared"}
     assert type(model.model.layers[0].mlp.expert) is nn.Linear
     broken = tiny_model()
-    broken.model.layers[0].mlp = HalfMlp(32)
+    broken.model.layers[0].mlp = PartialMLP(32)
     with pytest.raises(ModelRefused, match="expert"):
         prepare(broken, target_modules=["expert", "o_proj"])
 
@@ -157,16 +157,16 @@ def test_layers_that_do_not_see_every_token_are_left_unwrapped() -> None:
         ),
     ],
 )
-def test_unequal_rows_in_one_prefill_answer_as_each_alone(make: object) -> None:
+def test_unequal_rows_in_one_prefill_answer_as_alone(make: object) -> None:
     torch.manual_seed(4)
     model = prepare(make())
     prompts = [torch.randint(0, 250, (length,)) for length in (1, 9, 17, 4)]
-    rows = RowCache([len(prompt) for prompt in prompts])
+    cache = BatchKVCache([len(prompt) for prompt in prompts])
     padded = torch.stack([nn.functional.pad(p, (17 - len(p), 0), value=11) for p in prompts])
-    steps = [model.forward(padded, rows)]
+    steps = [model.forward(padded, cache)]
     for token in (5, 6):
-        rows.grow(1)
-        steps.append(model.forward(torch.full((4, 1), token), rows))
+        cache.grow(1)
+        steps.append(model.forward(torch.full((4, 1), token), cache))
     for row, prompt in enumerate(prompts):
         whole = torch.cat([prompt, torch.tensor([5, 6])])
         for step, logits in enumerate(steps):
@@ -190,8 +190,8 @@ def test_models_that_can_not_be_batched_are_refused() -> None:
         prepare(bare)
 
 
-class ForgetsPadding(LlamaForCausalLM):
-    """A model that reads its padding."""
+class IgnoresMask(LlamaForCausalLM):
+    """A model that attends to its padding."""
 
     def forward(self, input_ids, attention_mask, position_ids, past_key_values, use_cache):
         return super().forward(
@@ -199,35 +199,37 @@ class ForgetsPadding(LlamaForCausalLM):
         )
 
 
-def test_a_model_whose_padded_rows_answer_otherwise_is_refused() -> None:
+def test_a_model_whose_padded_rows_differ_is_refused() -> None:
     torch.manual_seed(0)
-    with pytest.raises(ModelRefused, match="answers otherwise than alone"):
-        prepare(ForgetsPadding(tiny_config()))
+    with pytest.raises(ModelRefused, match="results differ from the row alone"):
+        prepare(IgnoresMask(tiny_config()))
 
 
-def test_limits_and_ends_come_from_the_model(prepared_model: PreparedModel) -> None:
+def test_limits_and_ends_come_from_the_model(prepared_model: CausalModel) -> None:
     assert prepared_model.context_tokens_max == CONTEXT_TOKENS_MAX
     assert prepared_model.eos_ids == {258}
     assert prepared_model.vocab_size == 259
     assert prepare(tiny_model(eos_token_id=[3, 4])).eos_ids == {3, 4}
     assert prepare(tiny_model()).context_tokens_max == 64
-    assert PreparedModel(tiny_model(), LoRAConfig()).context_tokens_max == CONTEXT_TOKENS_MAX
-    long = PreparedModel(tiny_model(), LoRAConfig(), context_tokens_max=10**6)
+    assert CausalModel(tiny_model(), LoRAConfig()).context_tokens_max == CONTEXT_TOKENS_MAX
+    long = CausalModel(tiny_model(), LoRAConfig(), context_tokens_max=10**6)
     assert long.context_tokens_max == CONTEXT_TOKENS_MAX
 
 
-def test_a_length_that_would_change_the_other_rows_is_out_of_reach() -> None:
+def test_a_length_that_would_change_other_rows_is_not_allowed() -> None:
     fields = tiny_config().to_dict() | {"original_max_position_embeddings": 32}
     factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
     fields["rope_parameters"] = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
     torch.manual_seed(0)
-    model = PreparedModel(Phi3ForCausalLM(Phi3Config(**fields)), LoRAConfig())
+    model = CausalModel(Phi3ForCausalLM(Phi3Config(**fields)), LoRAConfig())
     assert model.context_tokens_max == 32
-    # Why: a row of 33 tokens changes what a short row beside it answers.
-    answers = []
+    # The reason: a row of 33 tokens changes the logits of a short row in the same batch.
+    logits = []
     for length in (32, 33):
         short = torch.tensor([0] * (length - 4) + [5, 6, 7, 8])
-        answers.append(
-            model.forward(torch.stack([short, torch.ones_like(short)]), RowCache([4, length]))[0]
+        logits.append(
+            model.forward(torch.stack([short, torch.ones_like(short)]), BatchKVCache([4, length]))[
+                0
+            ]
         )
-    assert relative_error(*answers) > 1e-3
+    assert relative_error(*logits) > 1e-3

@@ -1,4 +1,4 @@
-"""What a layer must see of two images to be wrapped, and where nothing is."""
+"""Which image layers are wrapped, by their inputs for two images, and what is refused."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlavaForConditionalGe
 
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
-from engine.models.causal_model import PreparedModel
+from engine.models.causal_model import CausalModel
 from engine.punica import MappingType
 from tests.support.models.image_text_examples import KINDS, TEXT, VISION, build
 
@@ -34,13 +34,13 @@ CONNECTOR = {
 }
 
 
-def layers_of(model: PreparedModel, part: MappingType) -> list[str]:
+def layers_of(model: CausalModel, part: MappingType) -> list[str]:
     return [name for name in model.layers if model.parts[name] is part]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tower_ends_where_rows_become_fewer_or_the_encoder_ends(kind: str) -> None:
-    model = PreparedModel(build(kind), CONFIG)
+    model = CausalModel(build(kind), CONFIG)
     tower = {name.rpartition(".")[2] for name in layers_of(model, MappingType.TOWER)}
     assert tower == set(TOWER[kind])
     assert layers_of(model, MappingType.CONNECTOR) == list(CONNECTOR[kind])
@@ -49,14 +49,14 @@ def test_the_tower_ends_where_rows_become_fewer_or_the_encoder_ends(kind: str) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_the_option_towers_and_connectors_stay_as_they_are(kind: str) -> None:
-    model = PreparedModel(build(kind), LoRAConfig())
+    model = CausalModel(build(kind), LoRAConfig())
     assert set(model.parts.values()) == {MappingType.LANGUAGE}
     assert model.image_layers.issuperset(CONNECTOR[kind])
     assert all(isinstance(model.model.get_submodule(n), nn.Linear) for n in CONNECTOR[kind])
 
 
-class Between(nn.Module):
-    """What stands between a projector's two layers: [images, rows, width] to the same."""
+class ChangedActivation(nn.Module):
+    """A function between a projector's two layers, from [images, rows, width]."""
 
     def __init__(self, change: Any) -> None:
         super().__init__()
@@ -76,10 +76,10 @@ UNMAPPABLE = {
 
 
 @pytest.mark.parametrize("change", UNMAPPABLE)
-def test_a_layer_that_sees_images_mixed_stays_unwrapped(change: str) -> None:
+def test_a_layer_that_receives_mixed_images_stays_unwrapped(change: str) -> None:
     whole = build("llava")
-    whole.model.multi_modal_projector.act = Between(UNMAPPABLE[change])
-    model = PreparedModel(whole, CONFIG)
+    whole.model.multi_modal_projector.act = ChangedActivation(UNMAPPABLE[change])
+    model = CausalModel(whole, CONFIG)
     assert layers_of(model, MappingType.CONNECTOR) == [f"{PROJECTOR}.linear_1"]
 
 
@@ -95,51 +95,54 @@ def test_a_layer_that_sees_images_mixed_stays_unwrapped(change: str) -> None:
 )
 def test_order_and_number_of_rows_within_an_image_do_not_matter(change: Any) -> None:
     whole = build("llava")
-    whole.model.multi_modal_projector.act = Between(change)
-    model = PreparedModel(whole, CONFIG)
+    whole.model.multi_modal_projector.act = ChangedActivation(change)
+    model = CausalModel(whole, CONFIG)
     assert layers_of(model, MappingType.CONNECTOR) == [f"{PROJECTOR}.linear_1", LAST]
 
 
-def test_a_layer_whose_weight_is_read_past_it_stays_unwrapped() -> None:
+def test_a_layer_whose_weight_is_read_directly_stays_unwrapped() -> None:
     config = AutoConfig.for_model(
         "gemma3",
         text_config={**TEXT, **KINDS["gemma3"][0]},
         vision_config={"model_type": "siglip_vision_model", **VISION},
         **KINDS["gemma3"][2],
     )
-    model = PreparedModel(type(build("gemma3"))(config), CONFIG)
+    model = CausalModel(type(build("gemma3"))(config), CONFIG)
     heads = [name for name in model.layers if ".head." in name]
     assert [name.rpartition("head.")[2] for name in heads] == ["mlp.fc1", "mlp.fc2"]
     assert {model.parts[name] for name in heads} == {MappingType.CONNECTOR}
 
 
-def test_targets_choose_among_all_parts() -> None:
+def test_targets_select_among_all_parts() -> None:
     narrow = {"enable_tower_connector_lora": True, "target_modules": ["linear_2", "q_proj"]}
-    model = PreparedModel(build("llava"), LoRAConfig(**narrow))
+    model = CausalModel(build("llava"), LoRAConfig(**narrow))
     assert layers_of(model, MappingType.CONNECTOR) == [LAST]
     for part in (MappingType.TOWER, MappingType.LANGUAGE):
         assert {name.rpartition(".")[2] for name in layers_of(model, part)} == {"qkv_proj"}
-    alone = PreparedModel(build("llava"), LoRAConfig(target_modules=["q_proj"]))
+    alone = CausalModel(build("llava"), LoRAConfig(target_modules=["q_proj"]))
     assert {name.rpartition(".")[2] for name in alone.layers} == {"qkv_proj"}
     assert set(alone.parts.values()) == {MappingType.LANGUAGE}
 
 
-class Strange(LlavaForConditionalGeneration):
-    """A model that wants of its images what nobody knows."""
+class UnknownArgument(LlavaForConditionalGeneration):
+    """A model whose image method has an argument of its own."""
 
-    def get_image_features(self, secret: Tensor) -> Tensor:
-        return secret
+    def get_image_features(self, unknown: Tensor) -> Tensor:
+        return unknown
 
 
-class Wordy(LlavaForConditionalGeneration):
-    """A model that runs its encoder once for each image."""
+class ImageByImage(LlavaForConditionalGeneration):
+    """A model that runs its encoder once per image."""
 
     def get_image_features(self, pixel_values: Tensor, **named: Any) -> Any:
-        return [super(Wordy, self).get_image_features(one[None], **named) for one in pixel_values]
+        return [
+            super(ImageByImage, self).get_image_features(image[None], **named)
+            for image in pixel_values
+        ]
 
 
 def with_unlike_rows() -> Any:
-    """Pixtral makes as many rows of an image as its own size says, whatever is padded to what."""
+    """Return a model with Pixtral, whose rows per image depend on the image's own size."""
     vision = {"model_type": "pixtral", "head_dim": 8, **VISION}
     config = AutoConfig.for_model(
         "llava", text_config={**TEXT, **KINDS["llava"][0]}, vision_config=vision
@@ -148,18 +151,22 @@ def with_unlike_rows() -> Any:
 
 
 REFUSED = {
-    "rows by an image's own size": (with_unlike_rows, {}, "in no way that is known"),
+    "rows by an image's own size": (with_unlike_rows, {}, "in no format that is supported"),
     "no image": (
         lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TEXT)),
         {},
         "reads no images",
     ),
-    "no known way": (lambda: Strange(build("llava").config), {}, "in no way that is known"),
-    "image by image": (lambda: Wordy(build("llava").config), {}, "all in one call"),
+    "no known way": (
+        lambda: UnknownArgument(build("llava").config),
+        {},
+        "in no format that is supported",
+    ),
+    "image by image": (lambda: ImageByImage(build("llava").config), {}, "expected one call with"),
     "targets that can't": (
         lambda: build("llava"),
         {"target_modules": ["position_embedding"]},
-        "do not see every image's rows",
+        "do not receive each image's rows",
     ),
     "targets of towers alone": (
         lambda: build("llava"),
@@ -169,16 +176,16 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_can_not_be_had_stops_the_start(what: str) -> None:
-    make, fields, told = REFUSED[what]
-    with pytest.raises(ModelRefused, match=told):
-        PreparedModel(make(), LoRAConfig(**{"enable_tower_connector_lora": True, **fields}))
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_or_targets_that_can_not_be_served_are_refused_at_start(case: str) -> None:
+    make, fields, message = REFUSED[case]
+    with pytest.raises(ModelRefused, match=message):
+        CausalModel(make(), LoRAConfig(**{"enable_tower_connector_lora": True, **fields}))
 
 
 @pytest.mark.parametrize("config", [CONFIG, LoRAConfig()], ids=["with towers", "without"])
-def test_layers_that_were_packed_are_let_go(config: LoRAConfig) -> None:
-    """Their weights lie in the packed layer, and twice would be once too often."""
+def test_packed_layers_are_freed(config: LoRAConfig) -> None:
+    """The packed layer holds their weights, so keeping the layers would double the memory."""
     whole = build("llava")
     parts = {"language": whole.model.language_model, "tower": whole.model.vision_tower}
     children = {
@@ -189,7 +196,7 @@ def test_layers_that_were_packed_are_let_go(config: LoRAConfig) -> None:
     }
     assert children.keys() == parts.keys()
     del parts
-    model = PreparedModel(whole, config)
+    model = CausalModel(whole, config)
     gc.collect()
     assert children["language"]() is None
     assert (children["tower"]() is None) == config.enable_tower_connector_lora

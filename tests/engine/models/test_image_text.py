@@ -1,4 +1,4 @@
-"""Image-text models generate from text, with adapters on their language part alone."""
+"""Image-text models generate from text alone, with adapters on their language part."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +17,9 @@ from transformers import (
 from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import AdapterDoesNotFit, ModelRefused, RequestRefused
-from engine.models.binding import equip
-from engine.models.causal_model import PreparedModel
-from engine.models.kv_cache import RowCache
+from engine.models.binding import bind_lora
+from engine.models.causal_model import CausalModel
+from engine.models.kv_cache import BatchKVCache
 from engine.models.loading import load_model
 from engine.models.tokenization import prompt_tokens
 from engine.punica import LoRAMapping
@@ -35,20 +35,20 @@ NAMES = ("whole", "text")
 
 def save_adapter(root: Path, name: str, model: PreTrainedModel, **fields: Any) -> PeftModel:
     torch.manual_seed(len(name))
-    made = get_peft_model(model, LoraConfig(init_lora_weights=False, **fields)).eval()
-    made.save_pretrained(root / name)
-    return made
+    model_with_adapter = get_peft_model(model, LoraConfig(init_lora_weights=False, **fields)).eval()
+    model_with_adapter.save_pretrained(root / name)
+    return model_with_adapter
 
 
 def trained_on_text_alone(kind: str, root: Path) -> PeftModel:
-    """An adapter of the text model by itself; the image-text model with the same deltas."""
+    """Save an adapter of the text model; return the image-text model with the same deltas."""
     whole = build(kind)
     text = {"model_type": "qwen2", **TEXT, **KINDS[kind][0]}
     text.pop("rope_parameters", None)
     alone = AutoModelForCausalLM.from_config(AutoConfig.for_model(**text)).eval()
     fields = {"r": 4, "lora_alpha": 6}
     tuned = save_adapter(root, "text", alone, target_modules=TARGETS, **fields)
-    yardstick = get_peft_model(
+    reference = get_peft_model(
         whole, LoraConfig(target_modules=LANGUAGE, init_lora_weights=False, **fields)
     ).eval()
     deltas = {
@@ -56,33 +56,33 @@ def trained_on_text_alone(kind: str, root: Path) -> PeftModel:
         for name, weight in tuned.state_dict().items()
         if "lora_" in name
     }
-    for name, weight in yardstick.named_parameters():
+    for name, weight in reference.named_parameters():
         if "lora_" in name:
             weight.data.copy_(deltas[name.rpartition("layers.")[2]])
-    return yardstick
+    return reference
 
 
-class Bench:
+class ImageTextBench:
     """An image-text model with an adapter of its own in slot 0 and a text model's in slot 1."""
 
     def __init__(self, kind: str, root: Path) -> None:
-        self.yardsticks: dict[str | None, Callable[..., Any]] = {
+        self.references: dict[str | None, Callable[..., Any]] = {
             None: build(kind),
             "whole": save_adapter(
                 root, "whole", build(kind), target_modules=LANGUAGE, r=8, lora_alpha=16
             ),
             "text": trained_on_text_alone(kind, root),
         }
-        self.model = PreparedModel(build(kind), LoRAConfig(max_lora_rank=8, max_loras=2))
+        self.model = CausalModel(build(kind), LoRAConfig(max_lora_rank=8, max_loras=2))
         config = LoRAConfig(max_lora_rank=8, max_loras=2)
-        arena, self.punica, self.config = equip(self.model, config, 1 << 20)
+        arena, self.punica, self.config = bind_lora(self.model, config, 1 << 20)
         for slot, name in enumerate(NAMES):
             blob = stage(self.read(root, name), self.model.shapes, torch.float32, False)
             arena.begin_write(slot, 1, blob)
             arena.finish_write(slot)
 
     def read(self, root: Path, name: str) -> Any:
-        return read_adapter(name, [root], self.model.side(self.config)).model
+        return read_adapter(name, [root], self.model.adapter_target(self.config)).model
 
     def logits(self, rows: list[tuple[str | None, tuple[int, ...]]]) -> Tensor:
         width = max(len(prompt) for _, prompt in rows)
@@ -90,18 +90,18 @@ class Bench:
         padded = torch.tensor([[0] * (width - len(p)) + list(p) for _, p in rows])
         index = torch.tensor(ids).repeat_interleave(width)
         self.punica.update_metadata(LoRAMapping(index, ids, is_prefill=True), [1, 2])
-        return self.model.forward(padded, RowCache([len(p) for _, p in rows]))
+        return self.model.forward(padded, BatchKVCache([len(p) for _, p in rows]))
 
     @torch.no_grad()
     def expected(self, name: str | None, prompt: tuple[int, ...]) -> Tensor:
-        output = self.yardsticks[name](input_ids=torch.tensor([prompt]))
+        output = self.references[name](input_ids=torch.tensor([prompt]))
         logits: Tensor = output.logits[0, -1]
         return logits
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_on_the_language_part_are_pefts(kind: str, tmp_path: Path) -> None:
-    bench = Bench(kind, tmp_path)
+def test_adapters_on_the_language_part_match_peft(kind: str, tmp_path: Path) -> None:
+    bench = ImageTextBench(kind, tmp_path)
     rows = [(name, prompt) for prompt in PROMPTS for name in (None, *NAMES)]
     for row, found in zip(rows, bench.logits(rows), strict=True):
         expected = bench.expected(*row)
@@ -111,7 +111,7 @@ def test_adapters_on_the_language_part_are_pefts(kind: str, tmp_path: Path) -> N
 
 
 def test_an_adapter_that_touches_the_tower_is_refused(tmp_path: Path) -> None:
-    bench = Bench("llava", tmp_path)
+    bench = ImageTextBench("llava", tmp_path)
     save_adapter(tmp_path, "tower", build("llava"), target_modules=["q_proj", "fc1"], r=2)
     with pytest.raises(AdapterDoesNotFit, match=r"enable_tower_connector_lora.*fc1"):
         bench.read(tmp_path, "tower")
@@ -120,7 +120,7 @@ def test_an_adapter_that_touches_the_tower_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("modality", "words"), [("image", "preprocessor_config"), ("audio", "'audio'")]
 )
-def test_default_adapters_for_what_no_prompt_brings_stop_the_start(
+def test_default_adapters_for_an_absent_modality_stop_the_start(
     tmp_path: Path, modality: str, words: str
 ) -> None:
     build("llava").save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The batch's cache against rows kept one by one: whatever joins and leaves, each row is whole."""
+"""The batch's cache, compared with rows stored one by one: any joins and drops leave rows whole."""
 
 from random import Random
 
@@ -6,45 +6,45 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.layout import power_of_two
-from engine.models.kv_cache import RowCache, left_padding_mask
-from engine.models.kv_cache_layer import IDLE_ROOM_MAX
+from engine.layout import next_power_of_two
+from engine.models.kv_cache import BatchKVCache, left_padding_mask
+from engine.models.kv_cache_layer import IDLE_CAPACITY_MAX
 
 LAYERS, HEADS, WIDTH = 2, 3, 4
 
 
-def fill(rows: RowCache, states: torch.Tensor) -> None:
-    """What a forward does: append [rows, heads, tokens, dim] to every layer."""
+def fill(rows: BatchKVCache, states: torch.Tensor) -> None:
+    """Append [rows, heads, tokens, dim] to every layer, as a forward does."""
     for layer in range(LAYERS):
         rows.cache.update(states + layer, -states - layer, layer)
 
 
-def brought(random: Random, lengths: list[int]) -> tuple[RowCache, list[torch.Tensor]]:
-    """A cache after a prefill of rows of these lengths, and the rows by themselves."""
+def prefilled(random: Random, lengths: list[int]) -> tuple[BatchKVCache, list[torch.Tensor]]:
+    """Return a cache after a prefill of rows of these lengths, and each row's states."""
     width = max(lengths)
     own = [torch.randn(HEADS, length, WIDTH) for length in lengths]
     padded = torch.full((len(lengths), HEADS, width, WIDTH), torch.nan)
     for row, states in enumerate(own):
         padded[row, :, width - states.shape[1] :] = states
-    rows = RowCache(lengths)
+    rows = BatchKVCache(lengths)
     fill(rows, padded)
     return rows, own
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_row_is_whole_after_any_history(seed: int) -> None:
     random = Random(seed)
-    rows, own = brought(random, [random.randint(1, 9) for _ in range(random.randint(1, 4))])
+    rows, own = prefilled(random, [random.randint(1, 9) for _ in range(random.randint(1, 4))])
     for _ in range(random.randint(1, 8)):
         if random.random() < 0.4:
-            more, theirs = brought(random, [random.randint(1, 9) for _ in range(2)])
+            more, states_of_more = prefilled(random, [random.randint(1, 9) for _ in range(2)])
             rows.join(more)
-            own += theirs
+            own += states_of_more
         if random.random() < 0.5:
-            places = sorted(random.sample(range(len(own)), random.randint(1, len(own))))
-            rows.keep(places)
-            own = [own[place] for place in places]
+            kept = sorted(random.sample(range(len(own)), random.randint(1, len(own))))
+            rows.keep(kept)
+            own = [own[row] for row in kept]
             assert rows.width == max(states.shape[1] for states in own)
         rows.grow(1)
         step = torch.randn(len(own), HEADS, 1, WIDTH)
@@ -57,31 +57,32 @@ def test_every_row_is_whole_after_any_history(seed: int) -> None:
                 first = rows.width - rows.lengths[row]
                 assert torch.equal(layer.keys[row, :, first:], states + number)
                 assert torch.equal(layer.values[row, :, first:], -states - number)
-            room, needed = layer.room, power_of_two(len(own)) * power_of_two(rows.width + 1)
-            assert room[0] * room[1] <= IDLE_ROOM_MAX * needed
+            capacity = layer.capacity[0] * layer.capacity[1]
+            needed = next_power_of_two(len(own)) * next_power_of_two(rows.width + 1)
+            assert capacity <= IDLE_CAPACITY_MAX * needed
 
 
-def storages(rows: RowCache) -> set[int]:
+def storages(rows: BatchKVCache) -> set[int]:
     return {layer.keys.untyped_storage().data_ptr() for layer in rows.layers}
 
 
-def test_steps_joins_and_leaves_move_nothing_while_there_is_room() -> None:
+def test_steps_joins_and_drops_move_nothing_within_the_capacity() -> None:
     random = Random(1)
-    rows, _ = brought(random, [5, 3, 4])
+    rows, _ = prefilled(random, [5, 3, 4])
     fill(rows, torch.zeros(3, HEADS, 1, WIDTH))
     before = storages(rows)
-    assert [layer.room for layer in rows.layers] == [(4, 8)] * LAYERS
+    assert [layer.capacity for layer in rows.layers] == [(4, 8)] * LAYERS
     fill(rows, torch.zeros(3, HEADS, 1, WIDTH))
     rows.grow(2)
     rows.keep([1, 2])
-    rows.join(brought(random, [5, 2])[0])
+    rows.join(prefilled(random, [5, 2])[0])
     for _ in range(2):
         fill(rows, torch.zeros(4, HEADS, 1, WIDTH))
     assert storages(rows) == before
-    # The ninth column of the oldest is one too many, and room grows to the next power of two.
+    # The oldest row's ninth column exceeds the capacity, which grows to the next power of two.
     rows.grow(2)
     fill(rows, torch.zeros(4, HEADS, 1, WIDTH))
-    assert [layer.room for layer in rows.layers] == [(4, 16)] * LAYERS
+    assert [layer.capacity for layer in rows.layers] == [(4, 16)] * LAYERS
     grown = set()
     for _ in range(200):
         fill(rows, torch.zeros(4, HEADS, 1, WIDTH))
@@ -89,18 +90,18 @@ def test_steps_joins_and_leaves_move_nothing_while_there_is_room() -> None:
     assert len(grown) <= 5 * LAYERS
 
 
-def test_what_a_row_left_never_lies_in_another() -> None:
+def test_a_rows_states_are_never_in_another_row() -> None:
     random = Random(2)
-    rows, _ = brought(random, [9, 9, 9])
+    rows, _ = prefilled(random, [9, 9, 9])
     fill(rows, torch.full((3, HEADS, 1, WIDTH), torch.nan))
     rows.grow(1)
     for layer in rows.layers:
         layer.keys[1:] = layer.values[1:] = torch.nan
     rows.keep([0])
     for length in (2, 1):
-        rows.join(brought(random, [length])[0])
+        rows.join(prefilled(random, [length])[0])
     for layer in rows.layers:
-        assert layer.room == (4, 16)
+        assert layer.capacity == (4, 16)
         for states in (layer.keys, layer.values):
             assert not states[1, :, :-2].any()
             assert not states[2, :, :-1].any()
@@ -110,19 +111,17 @@ def test_what_a_row_left_never_lies_in_another() -> None:
 def test_a_cache_filled_in_inference_mode_is_kept_outside_of_it() -> None:
     random = Random(3)
     with torch.inference_mode():
-        rows, own = brought(random, [2, 3])
+        rows, own = prefilled(random, [2, 3])
         fill(rows, torch.ones(2, HEADS, 1, WIDTH))
     rows.grow(1)
-    rows.join(brought(random, [7])[0])
+    rows.join(prefilled(random, [7])[0])
     rows.keep([1, 2])
     fill(rows, torch.ones(2, HEADS, 1, WIDTH))
     assert torch.equal(rows.layers[0].keys[0, :, -5:-2], own[1])
 
 
-def test_a_layer_takes_rows_in_any_order_or_forgets_them() -> None:
-    rows, own = brought(Random(4), [2, 2])
-    rows.cache.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(rows.layers[0].values[0], -own[1])
+def test_a_reset_layer_is_empty_and_accepts_other_sizes() -> None:
+    rows, _ = prefilled(Random(4), [2, 2])
     rows.cache.reset()
     assert rows.layers == []
     fill(rows, torch.zeros(5, HEADS, 3, WIDTH))
@@ -134,8 +133,8 @@ def test_the_mask_is_each_rows_last_columns() -> None:
     assert mask.tolist() == [[0, 0, 1], [1, 1, 1], [0, 0, 0]]
 
 
-def test_a_layer_without_a_cache_of_its_own_stays_so() -> None:
-    rows, more = RowCache([1]), RowCache([2])
+def test_a_layer_without_a_cache_of_its_own_stays_uninitialized() -> None:
+    rows, more = BatchKVCache([1]), BatchKVCache([2])
     for cache, length in ((rows, 1), (more, 2)):
         cache.cache.update(*(2 * [torch.ones(1, HEADS, length, WIDTH)]), 1)
     rows.join(more)

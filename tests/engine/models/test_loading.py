@@ -1,4 +1,4 @@
-"""Loading: what a directory must hold, and which options a model has no use for."""
+"""Loading of saved models: required files, and options that a model does not support."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ def tiny_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(tiny_config())
 
 
-def test_a_directory_that_holds_no_safe_model_is_refused(
+def test_a_directory_without_a_safe_model_is_refused(
     tmp_path: Path, engine_config: EngineConfig
 ) -> None:
     def load() -> None:
@@ -31,7 +31,7 @@ def test_a_directory_that_holds_no_safe_model_is_refused(
     with pytest.raises(ModelRefused, match=r"config\.json"):
         load()
     tiny_config().save_pretrained(tmp_path)
-    # Weights that only unpickling could read are not read, even where they are sound.
+    # Pickled weights are not read, even if they are sound.
     torch.save(tiny_model().state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelRefused, match="safetensors"):
         load()
@@ -45,15 +45,15 @@ def test_a_directory_that_holds_no_safe_model_is_refused(
         load()
 
 
-def test_a_device_that_is_not_the_first_becomes_the_threads_own(
+def test_a_device_with_an_index_becomes_the_threads_current_one(
     engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    current_devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current_devices.append)
     monkeypatch.setattr(PreTrainedModel, "to", lambda model, _device: model)
     for device in ("cuda:1", "cpu"):
         load_model(replace(engine_config, device=device), LoRAConfig())
-    assert taken == [torch.device("cuda:1")]
+    assert current_devices == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_device_that_is_not_the_first_becomes_the_threads_own(
         ("classify", "lm_head.weight", False),
     ],
 )
-def test_weights_that_answers_need_are_in_the_file(
+def test_missing_weights_are_refused_unless_the_task_needs_none(
     task: str, lost: str, refused: bool, tmp_path: Path, engine_config: EngineConfig
 ) -> None:
     model = LlamaForCausalLM(tiny_config())
@@ -77,14 +77,14 @@ def test_weights_that_answers_need_are_in_the_file(
     save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
     config = replace(engine_config, model_directory=tmp_path, task=task)
     if not refused:
-        # A head that nobody saved is one that adapters bring.
+        # A head that was not saved must come with the adapters.
         assert load_model(config, LoRAConfig()).without_head is (task == "classify")
         return
     with pytest.raises(ModelRefused, match=f"no weights for 1 tensors .* {task}: .*weight"):
         load_model(config, LoRAConfig())
 
 
-def test_a_model_without_a_tokenizer_takes_token_ids(
+def test_a_model_without_a_tokenizer_accepts_token_ids(
     tmp_path: Path, engine_config: EngineConfig
 ) -> None:
     tiny_model().save_pretrained(tmp_path)
@@ -97,7 +97,7 @@ MIXED = {"enable_mixed_moe_lora_format": True}
 
 
 @pytest.mark.parametrize(("engine", "lora"), [(EXPERT_PARALLEL, {}), ({}, MIXED)])
-def test_options_of_experts_want_a_model_that_has_some(
+def test_expert_options_require_a_model_with_experts(
     engine: dict[str, bool], lora: dict[str, bool], tmp_path: Path, engine_config: EngineConfig
 ) -> None:
     with pytest.raises(ModelRefused, match="is on, and the model has no experts"):

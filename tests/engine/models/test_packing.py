@@ -1,4 +1,4 @@
-"""Packed projections: who is packed, that nothing changes, and that no input gets others' parts."""
+"""Packed projections: the rules of packing, equal results, and no result of another input."""
 
 import gc
 import weakref
@@ -16,12 +16,12 @@ from engine.layers.packed import (
     QKVParallelLinear,
     SharedCall,
 )
-from engine.models.causal_model import PreparedModel
-from engine.models.packing import FAMILIES, find_groups, with_relatives
+from engine.models.causal_model import CausalModel
+from engine.models.packing import PACKING_RULES, find_packing_groups, with_implied_targets
 from tests.support.engine.engine_examples import relative_error, tiny_config
 
 
-class Counted(nn.Module):
+class CountingLayer(nn.Module):
     """A packed layer that counts its calls."""
 
     def __init__(self, base_layer: PackedLinear) -> None:
@@ -36,13 +36,13 @@ class Counted(nn.Module):
 
 def siblings(
     *biases: bool, dtype: torch.dtype = torch.float32
-) -> tuple[list[nn.Linear], Counted, list[PackedSlice]]:
+) -> tuple[list[nn.Linear], CountingLayer, list[PackedSlice]]:
     torch.manual_seed(0)
-    children = [nn.Linear(8, 3 + 2 * place, bias, dtype=dtype) for place, bias in enumerate(biases)]
-    base = PackedLinear.of_children({f"c{place}": child for place, child in enumerate(children)})
-    layer = Counted(base)
+    children = [nn.Linear(8, 3 + 2 * index, bias, dtype=dtype) for index, bias in enumerate(biases)]
+    base = PackedLinear.of_children({f"c{index}": child for index, child in enumerate(children)})
+    layer = CountingLayer(base)
     call = SharedCall(layer, base)
-    return children, layer, [PackedSlice(call, place) for place in range(len(children))]
+    return children, layer, [PackedSlice(call, index) for index in range(len(children))]
 
 
 @pytest.mark.parametrize("biases", [(False,) * 3, (True,) * 3, (True, False, True)])
@@ -73,15 +73,15 @@ def test_any_number_of_rows_is_the_same_product(mode: type, bias: bool, rows: in
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
 def test_each_input_gets_its_own_parts(mode: type, order: tuple[int, ...]) -> None:
-    """Also where a call is abandoned half-way, repeated, or met by an equal-looking tensor."""
+    """Also where a call is abandoned, repeated, or followed by an equal tensor."""
     with mode():
         children, layer, slices = siblings(True, True, True)
         inputs = [torch.randn(4, 8) for _ in range(3)]
-        calls = [(place, x) for x in inputs for place in order]
+        calls = [(index, x) for x in inputs for index in order]
         calls += [(order[0], inputs[0]), (order[1], inputs[1]), (order[1], inputs[1])]
         calls += [(order[0], inputs[2]), (order[0], inputs[2]), (order[1], inputs[2].clone())]
-        for place, x in calls:
-            assert torch.allclose(slices[place](x), children[place](x), atol=1e-6)
+        for index, x in calls:
+            assert torch.allclose(slices[index](x), children[index](x), atol=1e-6)
     assert layer.calls == 3 + 6
 
 
@@ -96,7 +96,7 @@ def test_an_input_that_was_written_in_place_is_computed_anew() -> None:
 
 
 @torch.inference_mode()
-def test_a_memory_address_is_no_identity_and_nothing_is_kept_when_all_is_taken() -> None:
+def test_an_address_is_no_identity_and_no_input_is_kept_after_the_last_slice() -> None:
     children, _, slices = siblings(False, False)
     data = torch.randn(4, 8)
     slices[0](data)
@@ -114,8 +114,8 @@ def test_a_memory_address_is_no_identity_and_nothing_is_kept_when_all_is_taken()
     assert seen() is None
 
 
-def prepare(model: LlamaForCausalLM) -> PreparedModel:
-    return PreparedModel(model, LoRAConfig(), context_tokens_max=64)
+def prepare(model: LlamaForCausalLM) -> CausalModel:
+    return CausalModel(model, LoRAConfig(), context_tokens_max=64)
 
 
 def llama(**changes: object) -> LlamaForCausalLM:
@@ -135,8 +135,8 @@ def test_the_models_own_code_answers_as_before(changes: dict[str, bool]) -> None
     assert weights == sum(p.numel() for p in llama(**changes).parameters())
 
 
-class OtherInputs(nn.Module):
-    """Three ways of not giving gate and up one input."""
+class UnlikeInputs(nn.Module):
+    """An MLP whose gate and up receive unlike inputs, in one of three ways."""
 
     def __init__(self, mlp: nn.Module, way: str) -> None:
         super().__init__()
@@ -155,9 +155,9 @@ class OtherInputs(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["written", "scaled", "copied"])
-def test_siblings_that_are_given_other_inputs_stay_apart(way: str) -> None:
+def test_siblings_with_unlike_inputs_are_not_packed(way: str) -> None:
     model = llama()
-    model.model.layers[1].mlp = OtherInputs(model.model.layers[1].mlp, way)
+    model.model.layers[1].mlp = UnlikeInputs(model.model.layers[1].mlp, way)
     tokens = torch.randint(0, 250, (2, 9))
     with torch.no_grad():
         expected = model(tokens).logits
@@ -169,10 +169,10 @@ def test_siblings_that_are_given_other_inputs_stay_apart(way: str) -> None:
 
 
 class OwnLinear(nn.Linear):
-    """What quantised layers are: linear, with a forward of its own."""
+    """A linear layer with a forward of its own, as quantised layers have."""
 
 
-def test_what_can_not_share_a_weight_is_no_group() -> None:
+def test_projections_that_can_not_share_a_weight_are_no_group() -> None:
     def groups(change: str) -> list[str]:
         model = llama()
         attention = model.model.layers[0].self_attn
@@ -185,7 +185,7 @@ def test_what_can_not_share_a_weight_is_no_group() -> None:
         elif change == "name taken":
             attention.qkv_proj = nn.Identity()
         names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-        found = find_groups(model, names - {"model.layers.1.mlp.up_proj"})
+        found = find_packing_groups(model, names - {"model.layers.1.mlp.up_proj"})
         return [group.name.removeprefix("model.layers.") for group in found]
 
     qkv = ["0.self_attn.qkv_proj", "1.self_attn.qkv_proj"]
@@ -195,17 +195,17 @@ def test_what_can_not_share_a_weight_is_no_group() -> None:
     assert groups("shared") == ["0.mlp.gate_up_proj"]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.parent)
-def test_parents_and_children_imply_each_other(family: object) -> None:
-    everyone = {family.parent, *family.children}
-    for name in everyone:
-        assert everyone <= with_relatives(name)
-        assert {f"a.b.{other}" for other in everyone} <= with_relatives(f"a.b.{name}")
-    assert with_relatives("o_proj") == {"o_proj"}
+@pytest.mark.parametrize("rule", PACKING_RULES, ids=lambda rule: rule.parent)
+def test_parents_and_children_imply_each_other(rule: object) -> None:
+    names = {rule.parent, *rule.children}
+    for name in names:
+        assert names <= with_implied_targets(name)
+        assert {f"a.b.{other}" for other in names} <= with_implied_targets(f"a.b.{name}")
+    assert with_implied_targets("o_proj") == {"o_proj"}
 
 
-def test_the_families_base_layers_are_those_of_the_table() -> None:
-    assert {family.base_type for family in FAMILIES} == {
+def test_the_rules_base_layers_are_those_of_the_table() -> None:
+    assert {rule.base_type for rule in PACKING_RULES} == {
         QKVParallelLinear,
         MergedColumnParallelLinear,
     }

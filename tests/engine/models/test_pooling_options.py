@@ -1,4 +1,4 @@
-"""What a saved model is for, and how its texts become vectors."""
+"""The task of a saved model, and the settings by which its texts become vectors."""
 
 import json
 from pathlib import Path
@@ -11,28 +11,15 @@ from transformers import BertForMaskedLM, LlamaForCausalLM
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.models.loading import load_model
-from engine.models.pooling_model import PooledModel
+from engine.models.pooling_model import PoolingModel
 from engine.models.pooling_options import Pooling, PoolingOptions, pooling_options
 from engine.models.tasks import Task
 from tests.support.engine.engine_examples import tiny_config
-from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS
-
-
-def sentence_model(directory: Path, modules: list[str], **pooling: Any) -> Path:
-    """What sentence-transformers writes beside a model."""
-    directory.mkdir(exist_ok=True)
-    steps = [
-        {
-            "idx": at,
-            "path": f"{at}_{name}" if at else "",
-            "type": name if "." in name else f"sentence_transformers.models.{name}",
-        }
-        for at, name in enumerate(modules)
-    ]
-    (directory / "modules.json").write_text(json.dumps(steps))
-    (directory / "1_Pooling").mkdir(exist_ok=True)
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    return directory
+from tests.support.models.pooling_examples import (
+    CLASSIFIERS,
+    EMBEDDERS,
+    write_sentence_modules,
+)
 
 
 def options(directory: Path, **fields: Any) -> PoolingOptions:
@@ -51,14 +38,16 @@ STEPS = ["Transformer", "Pooling"]
         ("pooling_mode_lasttoken", Pooling.LAST),
     ],
 )
-def test_a_sentence_model_says_how_it_pools(tmp_path: Path, flag: str, pooling: Pooling) -> None:
+def test_a_sentence_model_specifies_its_pooling(
+    tmp_path: Path, flag: str, pooling: Pooling
+) -> None:
     steps = ["Transformer", "Pooling", "Normalize"]
     flags = {"word_embedding_dimension": 32, "pooling_mode_max_tokens": False, flag: True}
-    directory = sentence_model(tmp_path, steps, **flags)
+    directory = write_sentence_modules(tmp_path, steps, **flags)
     assert options(directory) == PoolingOptions(pooling, normalize=True)
     assert options(directory, normalize=False) == PoolingOptions(pooling)
     assert options(directory, pooling="cls").pooling is Pooling.CLS
-    sentence_model(tmp_path, steps[:2], **flags)
+    write_sentence_modules(tmp_path, steps[:2], **flags)
     assert not options(directory).normalize
 
 
@@ -76,7 +65,7 @@ def test_a_sentence_model_says_how_it_pools(tmp_path: Path, flag: str, pooling: 
 def test_a_pooling_is_named_or_it_is_the_mean(
     tmp_path: Path, saved: dict[str, Any], pooling: Pooling
 ) -> None:
-    assert options(sentence_model(tmp_path, STEPS, **saved)).pooling is pooling
+    assert options(write_sentence_modules(tmp_path, STEPS, **saved)).pooling is pooling
 
 
 @pytest.mark.parametrize(
@@ -93,11 +82,11 @@ def test_a_pooling_is_named_or_it_is_the_mean(
         (STEPS, {"pooling_mode_cls_token": True, **MEAN}, "cls_token.*mean_tokens.*--pooling"),
     ],
 )
-def test_what_a_sentence_model_needs_and_is_not_served_stops_the_start(
+def test_steps_that_are_not_served_stop_the_start(
     tmp_path: Path, modules: list[str], saved: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ModelRefused, match=words):
-        options(sentence_model(tmp_path, modules, **saved))
+        options(write_sentence_modules(tmp_path, modules, **saved))
 
 
 def test_weights_in_another_place_stop_the_start(tmp_path: Path) -> None:
@@ -123,10 +112,10 @@ NEW_READING = {
     ],
 )
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
-def test_how_a_sentence_model_reads_texts_is_followed(
+def test_settings_for_reading_texts_are_followed(
     tmp_path: Path, kind: str, saved: dict[str, Any], tokens_max: int
 ) -> None:
-    directory = sentence_model(tmp_path, STEPS, **MEAN)
+    directory = write_sentence_modules(tmp_path, STEPS, **MEAN)
     (directory / f"sentence_{kind}_config.json").write_text(json.dumps(saved))
     assert options(directory).tokens_max == tokens_max
 
@@ -140,14 +129,14 @@ def test_how_a_sentence_model_reads_texts_is_followed(
         ({"processing_kwargs": {"text": {"add_special_tokens": False}}}, "add_special_tokens"),
         ({"modality_config": {"image": {}}}, "modality_config: None"),
         ({"modality_config": {"text": {"method": "get_text_features"}}}, "get_text_features"),
-        ({"max_seq_length": "many"}, "not as sentence-transformers writes it"),
-        ([], "not as sentence-transformers writes it"),
+        ({"max_seq_length": "many"}, "does not have the format of sentence-transformers"),
+        ([], "does not have the format of sentence-transformers"),
     ],
 )
-def test_how_it_reads_them_and_is_not_served_stops_the_start(
+def test_settings_for_reading_texts_that_are_not_served_stop_the_start(
     tmp_path: Path, saved: object, words: str
 ) -> None:
-    directory = sentence_model(tmp_path, STEPS, **MEAN)
+    directory = write_sentence_modules(tmp_path, STEPS, **MEAN)
     (directory / "sentence_bert_config.json").write_text(json.dumps(saved))
     with pytest.raises(ModelRefused, match=words):
         options(directory)
@@ -160,18 +149,18 @@ PROMPTS = {"query": "query: ", "document": "", "old": None}
     ("name", "prompt"),
     [(None, ""), ("query", "query: "), ("document", ""), ("old", "")],
 )
-def test_the_default_prompt_is_what_its_name_stands_for(
+def test_the_default_prompt_is_found_by_its_name(
     tmp_path: Path, name: str | None, prompt: str
 ) -> None:
-    directory = sentence_model(tmp_path, STEPS, **MEAN)
+    directory = write_sentence_modules(tmp_path, STEPS, **MEAN)
     assert options(directory).prompt == ""
     saved = {"prompts": PROMPTS, "default_prompt_name": name, "similarity_fn_name": "cosine"}
     (directory / "config_sentence_transformers.json").write_text(json.dumps(saved))
     assert options(directory) == PoolingOptions(Pooling.MEAN, prompt=prompt)
 
 
-def test_a_prompt_may_have_no_part_in_the_vector(tmp_path: Path) -> None:
-    directory = sentence_model(tmp_path, STEPS, include_prompt=False, **MEAN)
+def test_a_prompt_may_be_left_out_of_the_vector(tmp_path: Path) -> None:
+    directory = write_sentence_modules(tmp_path, STEPS, include_prompt=False, **MEAN)
     saved = {"prompts": PROMPTS, "default_prompt_name": "query"}
     (directory / "config_sentence_transformers.json").write_text(json.dumps(saved))
     assert options(directory) == PoolingOptions(Pooling.MEAN, prompt="query: ", pools_prompt=False)
@@ -180,8 +169,8 @@ def test_a_prompt_may_have_no_part_in_the_vector(tmp_path: Path) -> None:
         options(directory, pooling="cls")
 
 
-def test_a_prompt_that_is_nowhere_stops_the_start(tmp_path: Path) -> None:
-    directory = sentence_model(tmp_path, STEPS, **MEAN)
+def test_an_unknown_default_prompt_stops_the_start(tmp_path: Path) -> None:
+    directory = write_sentence_modules(tmp_path, STEPS, **MEAN)
     saved = {"prompts": PROMPTS, "default_prompt_name": "passage"}
     (directory / "config_sentence_transformers.json").write_text(json.dumps(saved))
     with pytest.raises(ModelRefused, match=r"'passage'.*'document', 'old', 'query'"):
@@ -190,15 +179,15 @@ def test_a_prompt_that_is_nowhere_stops_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", ["generate", "classify"])
 def test_only_embedding_has_options(tmp_path: Path, task: Task) -> None:
-    directory = sentence_model(tmp_path, ["Transformer", "Dense"])
+    directory = write_sentence_modules(tmp_path, ["Transformer", "Dense"])
     assert pooling_options(EngineConfig(directory), task) == PoolingOptions()
     for fields in ({"pooling": "mean"}, {"normalize": False}):
-        with pytest.raises(ModelRefused, match=f"this model is to {task}"):
+        with pytest.raises(ModelRefused, match=f"this model's task is {task}"):
             pooling_options(EngineConfig(directory, **fields), task)
 
 
 @pytest.mark.parametrize("text", ["[", "[1]", "{}", '[{"type": "Pooling"}]', '[{"path": ""}]'])
-def test_an_unsound_modules_file_is_told(tmp_path: Path, text: str) -> None:
+def test_a_malformed_modules_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "modules.json").write_text(text)
     if text == "{}":
         assert options(tmp_path) == PoolingOptions()
@@ -207,13 +196,13 @@ def test_an_unsound_modules_file_is_told(tmp_path: Path, text: str) -> None:
             options(tmp_path)
 
 
-def test_a_choice_is_one_of_the_known() -> None:
+def test_a_task_or_pooling_is_one_of_the_known() -> None:
     for field in ("task", "pooling"):
         with pytest.raises(ValueError, match=f"{field} is 'sum'; auto, or one of"):
             EngineConfig(Path(), **{field: "sum"})
 
 
-def test_a_saved_model_says_what_it_is_for(tmp_path: Path) -> None:
+def test_a_saved_model_specifies_its_task(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path / "generate")
     EMBEDDERS[0].save(tmp_path / "embed")
@@ -231,35 +220,35 @@ def test_a_saved_model_says_what_it_is_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["SentenceTransformer", "CrossEncoder"])
 def test_a_classifier_that_sentence_transformers_saved_is_one(tmp_path: Path, kind: str) -> None:
     CLASSIFIERS[0].save(tmp_path)
-    sentence_model(tmp_path, STEPS, **MEAN)
+    write_sentence_modules(tmp_path, STEPS, **MEAN)
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"model_type": kind}))
     found = load_model(EngineConfig(tmp_path), LoRAConfig())
     assert found.task == ("classify" if kind == "CrossEncoder" else "embed")
 
 
-def test_a_causal_model_embeds_where_it_is_told_to_or_was_saved_to(tmp_path: Path) -> None:
+def test_a_causal_model_embeds_if_configured_or_saved_to(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
     found = load_model(EngineConfig(tmp_path, task="embed"), LoRAConfig())
     assert (found.task, found.pooling) == ("embed", Pooling.LAST)
-    sentence_model(tmp_path, ["Transformer", "Pooling"], pooling_mode_mean_tokens=True)
+    write_sentence_modules(tmp_path, ["Transformer", "Pooling"], pooling_mode_mean_tokens=True)
     found = load_model(EngineConfig(tmp_path), LoRAConfig())
     assert (found.task, found.pooling) == ("embed", Pooling.MEAN)
     assert load_model(EngineConfig(tmp_path, task="generate"), LoRAConfig()).task == "generate"
 
 
-def test_positions_that_count_on_from_the_padding_are_fewer() -> None:
-    limits = {e.name: PooledModel(e.make(), LoRAConfig()).context_tokens_max for e in EMBEDDERS}
+def test_positions_that_start_after_the_padding_are_fewer() -> None:
+    limits = {e.name: PoolingModel(e.make(), LoRAConfig()).context_tokens_max for e in EMBEDDERS}
     assert limits.pop("roberta") == 62
     assert set(limits.values()) == {64}
     for example in EMBEDDERS:
-        model = PooledModel(example.make(), LoRAConfig(), context_tokens_max=1000)
+        model = PoolingModel(example.make(), LoRAConfig(), context_tokens_max=1000)
         assert model.forward([[5] * model.context_tokens_max]).isfinite().all()
 
 
-def test_vectors_have_length_one_where_that_is_said() -> None:
+def test_vectors_have_length_one_where_normalize_is_set() -> None:
     vector = torch.tensor([[3.0, 4.0]])
-    plain = PooledModel(EMBEDDERS[0].make(), LoRAConfig())
-    unit = PooledModel(EMBEDDERS[0].make(), LoRAConfig(), options=PoolingOptions(normalize=True))
+    plain = PoolingModel(EMBEDDERS[0].make(), LoRAConfig())
+    unit = PoolingModel(EMBEDDERS[0].make(), LoRAConfig(), options=PoolingOptions(normalize=True))
     assert plain.results(vector).tolist() == [[3.0, 4.0]]
     torch.testing.assert_close(unit.results(vector), torch.tensor([[0.6, 0.8]]))

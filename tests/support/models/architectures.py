@@ -1,8 +1,8 @@
-"""The architectures that are held against PEFT: one row each, tiny and random.
+"""The architectures that are compared with PEFT: one tiny random model per row.
 
-What it is: the table that the parity tests run and that SUPPORTED.md is drawn from. What it is not:
-a list of what is allowed; any model that passes the engine's own probe is served. One rule: a row
-that the engine refuses says so, and the refusal is tested like a success.
+The parity tests run this table, and SUPPORTED.md is generated from it. It restricts nothing: any
+model that passes the probe is served. A row that the engine refuses contains the reason, and the
+refusal is tested too.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ COMMON: Final[Mapping[str, Any]] = {
     "eos_token_id": 2,
     "initializer_range": 0.15,
 }
-"""Fields by the names that most configurations have; each configuration takes those it knows."""
+"""Fields with the names that most configurations use; each configuration uses those it knows."""
 
 
 MLA: Final[Mapping[str, Any]] = {
@@ -41,7 +41,7 @@ MLA: Final[Mapping[str, Any]] = {
     "head_dim": 4,
     "first_k_dense_replace": 2,
 }
-"""Latent attention's own widths."""
+"""The widths of latent attention."""
 
 
 JAMBA: Final[Mapping[str, Any]] = {
@@ -51,15 +51,16 @@ JAMBA: Final[Mapping[str, Any]] = {
     "num_experts": 1,
     "num_experts_per_tok": 1,
 }
-"""One layer of attention, one that is a state-space model."""
+"""One attention layer, one state-space layer."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One `transformers` model type; `fields` are its own beside the common ones (None: without).
+    """One `transformers` model type.
 
-    `unwrapped`: last names of linear layers that do not see every token, so that an adapter which
-    touches them is refused. `refused`: what the engine says of the whole model.
+    `fields`: its own, in addition to the common ones (None removes one). `unwrapped`: last names of
+    linear layers that do not receive every token, so that an adapter with them is refused.
+    `refused`: a part of the error text if the whole model is refused.
     """
 
     model_type: str
@@ -69,7 +70,7 @@ class Architecture:
     refused: str = ""
 
     def build(self, dtype: torch.dtype = torch.float32, layers: int = 2) -> PreTrainedModel:
-        """A random instance, the same every time."""
+        """Return a random instance, the same every time."""
         torch.manual_seed(1)
         fields = {"num_hidden_layers": layers, **COMMON, **self.fields}
         config = AutoConfig.for_model(

@@ -1,7 +1,7 @@
-"""Adapters of the families with experts: as peft saves them, and per expert as older tools did.
+"""Adapters of the families with experts, as PEFT saves them and per expert as older tools do.
 
-What it is: directories of adapters, and peft's own model of each. What it is not: a test. One
-rule: what peft can read is judged by peft, also where it converts older files itself.
+Each has a reference model. That is PEFT's own wherever PEFT can read the files, also where it
+converts older ones.
 """
 
 import json
@@ -22,7 +22,7 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 def make_model(family: str, **changes: int) -> PreTrainedModel:
-    """The family's tiny model, always with the same random weights; `changes` to its config."""
+    """Return the family's tiny model, with fixed random weights; `changes` to its config."""
     torch.manual_seed(23)
     config = family_configs()[family]
     config.update(changes)
@@ -34,7 +34,7 @@ def make_model(family: str, **changes: int) -> PreTrainedModel:
 
 
 def fused_adapters(family: str, rank_min: int) -> dict[str, Fields]:
-    """What peft is asked for: each side, both, and everything with attention and the router."""
+    """Return config fields: one parameter, the other, and both with attention and router."""
     router = "mlp.router.weight" if family == "gpt_oss" else "mlp.gate.weight"
     patterns = {"rank_pattern": {".*gate_up_proj": 2}, "alpha_pattern": {".*down_proj": 12}}
     return {
@@ -49,16 +49,16 @@ def fused_adapters(family: str, rank_min: int) -> dict[str, Fields]:
 
 
 def save_fused(family: str, root: Path, rank_min: int = 1) -> dict[str, PeftModel]:
-    """Save `fused_adapters` below `root`; peft's models, which are what was saved."""
-    asked = fused_adapters(family, rank_min)
-    return {name: _save(family, root / name, fields) for name, fields in asked.items()}
+    """Save `fused_adapters` below `root`; return PEFT's models of them."""
+    configs = fused_adapters(family, rank_min)
+    return {name: _save(family, root / name, fields) for name, fields in configs.items()}
 
 
 def _save(family: str, directory: Path, fields: Fields) -> PeftModel:
     config = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", "init_lora_weights": False}
     torch.manual_seed(len(directory.name))
     model = get_peft_model(make_model(family), LoraConfig(**{**config, **fields}))
-    # A random start is a start that changes nothing in the base, which is what `True` says.
+    # The random values leave the base unchanged, which is also the meaning of `True`.
     model.peft_config["default"].init_lora_weights = True
     model.save_pretrained(directory)
     return model.eval()
@@ -71,14 +71,14 @@ PER_EXPERT = {
         ("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"), _PROJECTIONS
     ),
 }
-"""How files per expert call their modules, gate, up and down in this order."""
+"""Module paths in per-expert files, with the names of gate, up and down."""
 NOT_CONVERTED = ("qwen2_moe",)
-"""Where peft leaves such files as they are, and finds nothing in them for its own modules."""
+"""Families whose per-expert files PEFT does not convert, so that it finds no tensors in them."""
 ALPHA = 6
 
 
 def per_expert(family: str, rank: int = 3) -> dict[str, Tensor]:
-    """Every projection of every expert as a linear layer of its own."""
+    """Return an A and a B for every projection of every expert."""
     path, projections = PER_EXPERT[family]
     torch.manual_seed(41)
     tensors: dict[str, Tensor] = {}
@@ -91,7 +91,7 @@ def per_expert(family: str, rank: int = 3) -> dict[str, Tensor]:
 
 
 def save_per_expert(family: str, directory: Path, rank: int = 3) -> PreTrainedModel | PeftModel:
-    """An adapter per expert, and what peft makes of it, or else its sum with the weights."""
+    """Save a per-expert adapter; return PEFT's model of it, or a model with its deltas added."""
     fields = {"target_modules": list(PER_EXPERT[family][1]), "r": rank}
     tensors = per_expert(family, rank)
     write(directory, tensors, fields)
@@ -101,19 +101,19 @@ def save_per_expert(family: str, directory: Path, rank: int = 3) -> PreTrainedMo
 
 
 def _merged(family: str, tensors: Mapping[str, Tensor], scaling: float) -> PreTrainedModel:
-    """The family's model with every expert's B @ A in its weights."""
+    """Return the family's model with every expert's B @ A added to its weights."""
     model, (path, projections) = make_model(family), PER_EXPERT[family]
-    for layer, expert, place in product(range(2), range(EXPERTS), range(3)):
-        name = f"base_model.model.{path.format(layer, expert, projections[place])}"
+    for layer, expert, index in product(range(2), range(EXPERTS), range(3)):
+        name = f"base_model.model.{path.format(layer, expert, projections[index])}"
         delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
         experts = model.model.layers[layer].mlp.experts
         gate, up = experts.gate_up_proj.data[expert].chunk(2)
-        (gate, up, experts.down_proj.data[expert])[place].add_(delta, alpha=scaling)
+        (gate, up, experts.down_proj.data[expert])[index].add_(delta, alpha=scaling)
     return model
 
 
 def pair_for(module: str, is_down: bool, rank: int) -> dict[str, Tensor]:
-    """A random A and B of one expert's projection."""
+    """Return a random A and B for one expert's projection."""
     inner, outer = (INTER, HIDDEN) if is_down else (HIDDEN, INTER)
     name = f"base_model.model.{module}"
     return {
@@ -122,8 +122,18 @@ def pair_for(module: str, is_down: bool, rank: int) -> dict[str, Tensor]:
     }
 
 
+def fused_tensors(
+    path: str, in_features: int, out_features: int, rank: int = 2
+) -> dict[str, Tensor]:
+    """Random A and B of all experts of a parameter, as PEFT saves them."""
+    return {
+        f"base_model.model.{path}.lora_A.weight": torch.randn(EXPERTS * rank, in_features),
+        f"base_model.model.{path}.lora_B.weight": torch.randn(out_features, rank * EXPERTS),
+    }
+
+
 def write(directory: Path, tensors: Mapping[str, Tensor], fields: Mapping[str, object]) -> None:
-    """An adapter directory with these tensors and config fields."""
+    """Write an adapter directory with these tensors and config fields."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",

@@ -1,7 +1,6 @@
-"""Experts modules of the families that are served, tiny and random, and adapters' dense sum.
+"""Tiny random experts modules of the served families, and a reference for one layer.
 
-What it is: configs, modules and the yardstick for one layer. What it is not: a test. One rule: the
-yardstick runs the module's own forward with the deltas added into its weights.
+The reference runs the module's own forward with the adapters' deltas added to its weights.
 """
 
 from collections.abc import Mapping
@@ -58,7 +57,7 @@ _LATENT = {
 
 
 def family_configs() -> dict[str, PreTrainedConfig]:
-    """A tiny config of each family, by a short name."""
+    """Return a tiny config of each family, by a short name."""
     qwen = {"num_experts": EXPERTS, "intermediate_size": 40, "moe_intermediate_size": INTER}
     return {
         "mixtral": MixtralConfig(**_COMMON, intermediate_size=INTER, num_local_experts=EXPERTS),
@@ -85,10 +84,10 @@ SERVED_FAMILIES = {
     "deepseek_v3": "DeepSeek V3",
     "gpt_oss": "GPT-OSS",
 }
-"""The families whose whole models are held against peft, by their title."""
+"""Titles of the families whose whole models are compared with PEFT."""
 
 SPLIT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
-"""Those that bring a plan for several ranks, and are held against peft on two."""
+"""Families with a tensor-parallel plan, which are compared with PEFT on two ranks."""
 
 MODULES = {
     "mixtral": MixtralExperts,
@@ -96,11 +95,11 @@ MODULES = {
     "gpt_oss": GptOssExperts,
     "nemotron_h": NemotronHExperts,
 }
-"""One module of each layout: side by side, the same again, interleaved with biases, no gate."""
+"""Modules of each layout: gate and up concatenated (twice), interleaved with biases, no gate."""
 
 
 def make_experts(name: str, **changes: int) -> nn.Module:
-    """A random experts module that computes as its own code says; `changes` to its config."""
+    """Return a random experts module in eager mode; `changes` to its config."""
     config = family_configs()[name]
     config.update(changes)
     config._experts_implementation = "eager"
@@ -118,15 +117,15 @@ class Delta(NamedTuple):
 
 
 def add_to_weights(module: nn.Module, deltas: Mapping[str, Delta]) -> nn.Module:
-    """A copy of the module with every delta in its weights."""
+    """Return a copy of the module with every delta added to its weights."""
     merged = deepcopy(module)
     for name, (a, b) in deltas.items():
-        _columns(merged, name).add_(b @ a)
+        _slice_weights(merged, name).add_(b @ a)
     return merged
 
 
-def _columns(module: nn.Module, name: str) -> Tensor:
-    """What a slice means in the module's weights: a view [experts, out, in]."""
+def _slice_weights(module: nn.Module, name: str) -> Tensor:
+    """Return a slice's part of the module's weights: a view [experts, out, in]."""
     halves = {"gate_proj": 0, "up_proj": 1}
     fused = hasattr(module, "gate_up_proj")
     parameter = "gate_up_proj" if fused and name in halves else name

@@ -1,8 +1,8 @@
-"""Image-text models with processors, as small as can be: saved, so that an engine loads them.
+"""Tiny image-text models saved with processors, pictures, and prompts with them.
 
-What it is: for each kind of `image_text_examples` a tokenizer that is trained on the spot and the
-kind's own image processor at small sizes; pictures, and prompts that show them. What it is not: a
-test. One rule: what is saved is what the library saves, so nothing here is known to the engine.
+For each type of `image_text_examples`, a tokenizer is trained on the spot, and the type's own image
+processor is used at small sizes. Models are saved as `transformers` saves them, so that an engine
+loads them like any other.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,8 +38,8 @@ SQUARE = {"height": 8, "width": 8}
 SMALL = {"max_position_embeddings": 256, "vocab_size": VOCABULARY, "initializer_range": 0.3}
 
 
-class Kind(NamedTuple):
-    """How a kind's processor is made; `shown`: what stands in a text where an image does."""
+class ProcessorSpec(NamedTuple):
+    """How to make a model type's processor; `shown`: the text that stands for an image."""
 
     processor: str
     special: tuple[str, ...]
@@ -72,8 +72,8 @@ INTERN_NAMED = {
     "context_image_token": "<IMG_CONTEXT>",
     "video_token": "<video>",
 }
-ILLUSTRATED = {
-    "llava": Kind(
+IMAGE_MODELS = {
+    "llava": ProcessorSpec(
         "LlavaProcessor",
         ("<image>",),
         "<image>",
@@ -81,7 +81,7 @@ ILLUSTRATED = {
         partial(CLIPImageProcessorPil, size={"shortest_edge": 8}, crop_size=SQUARE),
         LLAVA_FIELDS,
     ),
-    "gemma3": Kind(
+    "gemma3": ProcessorSpec(
         "Gemma3Processor",
         ("<boi>", "<eoi>", "<soft>"),
         "<soft>",
@@ -90,7 +90,7 @@ ILLUSTRATED = {
         {"image_seq_length": 4},
         GEMMA_NAMED,
     ),
-    "idefics3": Kind(
+    "idefics3": ProcessorSpec(
         "Idefics3Processor",
         IDEFICS_TOKENS,
         "<image>",
@@ -102,10 +102,10 @@ ILLUSTRATED = {
         ),
         {"image_seq_len": 1},
     ),
-    "qwen2_vl": Kind("Qwen2VLProcessor", *QWEN),
-    "qwen2_5_vl": Kind("Qwen2_5_VLProcessor", *QWEN),
-    "qwen3_vl": Kind("Qwen3VLProcessor", *QWEN),
-    "llava_next": Kind(
+    "qwen2_vl": ProcessorSpec("Qwen2VLProcessor", *QWEN),
+    "qwen2_5_vl": ProcessorSpec("Qwen2_5_VLProcessor", *QWEN),
+    "qwen3_vl": ProcessorSpec("Qwen3VLProcessor", *QWEN),
+    "llava_next": ProcessorSpec(
         "LlavaNextProcessor",
         ("<image>",),
         "<image>",
@@ -118,7 +118,7 @@ ILLUSTRATED = {
         ),
         LLAVA_FIELDS,
     ),
-    "internvl": Kind(
+    "internvl": ProcessorSpec(
         "InternVLProcessor",
         tuple(INTERN_NAMED.values()),
         "<IMG_CONTEXT>",
@@ -134,7 +134,7 @@ ILLUSTRATED = {
         INTERN_NAMED,
     ),
 }
-"""The kinds that are held against PEFT with images."""
+"""The model types that are compared with PEFT with images."""
 
 _CONFIGS = {
     **KINDS,
@@ -144,7 +144,7 @@ _CONFIGS = {
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Coloured noise."""
+    """Return coloured noise."""
     values = torch.randint(
         0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed)
     )
@@ -152,18 +152,20 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def png(image: Image.Image) -> bytes:
+    """Return an image as a PNG file."""
     file = BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
 
 
-def illustrated(kind: str, text: str, *images: Image.Image) -> IllustratedPrompt:
-    """`text` with the kind's own placeholder wherever it has an `@`."""
-    shown = text.replace("@", ILLUSTRATED[kind].shown)
+def image_prompt(kind: str, text: str, *images: Image.Image) -> IllustratedPrompt:
+    """Return `text` with the type's placeholder for each `@`, and the images."""
+    shown = text.replace("@", IMAGE_MODELS[kind].shown)
     return IllustratedPrompt(shown, tuple(png(image) for image in images))
 
 
 def tokenizer(special: tuple[str, ...], named: Mapping[str, str]) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer, trained on `CORPUS`."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -179,15 +181,15 @@ def tokenizer(special: tuple[str, ...], named: Mapping[str, str]) -> PreTrainedT
 
 
 def build_with_processor(kind: str, directory: Path, **image_fields: Any) -> PreTrainedModel:
-    """A random model of this kind, saved in `directory` with its processor."""
-    one = ILLUSTRATED[kind]
-    words = tokenizer(one.special, one.named)
+    """Save a random model of this type in `directory` with its processor, and return the model."""
+    spec = IMAGE_MODELS[kind]
+    words = tokenizer(spec.special, spec.named)
     model = _build(kind, words.convert_tokens_to_ids)
     model.save_pretrained(directory)
     words.save_pretrained(directory)
-    one.images(**image_fields).save_pretrained(directory)
+    spec.images(**image_fields).save_pretrained(directory)
     (directory / "processor_config.json").write_text(
-        msgspec.json.encode({"processor_class": one.processor, **one.fields}).decode()
+        msgspec.json.encode({"processor_class": spec.processor, **spec.fields}).decode()
     )
     return model
 
@@ -200,7 +202,7 @@ def _build(kind: str, token_id: Callable[[str], int]) -> PreTrainedModel:
         kind,
         text_config={**TEXT, **text, **SMALL, **ids},
         vision_config=vision,
-        image_token_id=token_id(ILLUSTRATED[kind].image_token),
+        image_token_id=token_id(IMAGE_MODELS[kind].image_token),
         video_token_id=token_id("<|video_pad|>") if kind.startswith("qwen") else None,
         **own,
         **ids,
@@ -208,7 +210,7 @@ def _build(kind: str, token_id: Callable[[str], int]) -> PreTrainedModel:
     torch.manual_seed(1)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
-        # A projector that begins as zeros would show nobody any image.
+        # A projector initialized to zeros would hide every image.
         if not parameter.any() and parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     return model

@@ -1,7 +1,6 @@
-"""Tiny random image-text models, one of each kind that is held against PEFT.
+"""Tiny random image-text models, one per model type that is compared with PEFT.
 
-What it is: data for tests and for SUPPORTED.md. What it is not: a test. One rule: a text part is as
-small as those of `architectures`, so that a row costs no more.
+Text parts are as small as those of `architectures`, so that a row costs no more.
 """
 
 from typing import Any
@@ -61,7 +60,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (QWEN_TEXT, QWEN_VISION, {"image_token_id": IMAGE_TOKEN}),
     "qwen2_5_vl": (QWEN_TEXT, QWEN_2_5_VISION, {"image_token_id": IMAGE_TOKEN}),
 }
-"""Of each model type: its text config, its vision config, its own fields."""
+"""By model type: its text config, its vision config, its own fields."""
 
 LATER_QWEN_VISION = {
     "depth": 2,
@@ -100,18 +99,19 @@ MORE_KINDS = {
         {"image_token_id": IMAGE_TOKEN, "scale_factor": 2},
     ),
 }
-"""The same of model types that have been tried with tensors alone, without a processor."""
+"""The same for model types that are tested with tensors only, without a processor."""
 
 TEXT = {"num_hidden_layers": 2, **COMMON}
 
 
 def build(kind: str) -> PreTrainedModel:
+    """Return a random model of this type, the same every time."""
     text, vision, own = (KINDS | MORE_KINDS)[kind]
     config = AutoConfig.for_model(kind, text_config={**TEXT, **text}, vision_config=vision, **own)
     torch.manual_seed(1)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
-        # Gemma 3's projection begins as zeros, and no image would make a difference.
+        # Gemma 3's projection is initialized to zeros, and no image would make a difference.
         if parameter.dim() > 1 and not parameter.any():
             parameter.data.normal_()
     return model

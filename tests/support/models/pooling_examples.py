@@ -1,9 +1,9 @@
-"""Tiny random models that embed or classify, each with adapters that PEFT made for it.
+"""Tiny random models that embed or classify, each with adapters made by PEFT.
 
-What it is: data for the tests of pooling. What it is not: a test. One rule: every adapter changes
-what its model says, and no two of one model have the same rank.
+Every adapter changes its model's results, and the adapters of one model have different ranks.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,14 +60,14 @@ _LLAMA_TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 
 @dataclass(frozen=True)
 class PoolingExample:
-    """A kind of model, and which of its modules the adapters touch."""
+    """A model, and the modules that its adapters target."""
 
     name: str
     make: Callable[[], PreTrainedModel]
     targets: list[str]
 
     def save(self, directory: Path) -> Path:
-        """Write the base model, without a tokenizer: its texts are token ids."""
+        """Save the base model without a tokenizer, so that its texts are token ids."""
         self.make().save_pretrained(directory)
         return directory
 
@@ -128,17 +128,35 @@ ADAPTERS = {"wide": {"r": 8, "lora_alpha": 16}, "narrow": {"r": 2, "lora_alpha":
 
 
 def save_adapters(example: PoolingExample, root: Path, **fields: Any) -> dict[str, PeftModel]:
-    """Write an adapter of each name under `root`; the models that PEFT has of them."""
+    """Save an adapter of each name under `root`, and return PEFT's models with them."""
     made = {}
-    for seed, (name, given) in enumerate(ADAPTERS.items()):
+    for seed, (name, settings) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed + 1)
-        options = {"target_modules": example.targets, "init_lora_weights": False} | given | fields
+        common = {"target_modules": example.targets, "init_lora_weights": False}
+        options = common | settings | fields
         model = get_peft_model(example.make(), LoraConfig(**options)).eval()
         for copied in (p for n, p in model.named_parameters() if "modules_to_save" in n):
-            # What training would have made of it.
+            # As if it had been trained.
             torch.nn.init.normal_(copied)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         model.save_pretrained(root / name)
         made[name] = model
     return made
+
+
+def write_sentence_modules(directory: Path, modules: list[str], **pooling: Any) -> Path:
+    """Write the files that sentence-transformers saves with a model; return the directory."""
+    directory.mkdir(exist_ok=True)
+    steps = [
+        {
+            "idx": index,
+            "path": f"{index}_{name}" if index else "",
+            "type": name if "." in name else f"sentence_transformers.models.{name}",
+        }
+        for index, name in enumerate(modules)
+    ]
+    (directory / "modules.json").write_text(json.dumps(steps))
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    return directory

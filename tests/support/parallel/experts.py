@@ -1,7 +1,7 @@
-"""What two ranks are asked about mixtures of experts: do they together compute what one would?
+"""Cases for two ranks about mixtures of experts: together they compute what one rank would.
 
 Every case builds the whole on each rank from one seed, shares it by columns or by experts, and
-compares; adapters of whole models come from files, of which each rank reads its part.
+compares. Adapters of whole models come from files, of which each rank reads its part.
 """
 
 import copy
@@ -20,14 +20,14 @@ from engine.layers import wrapper_of, wrappers_for
 from engine.layers.experts import ExpertsWithLoRA
 from engine.layers.fully_sharded_experts import FusedMoE3DWithShardedLoRA
 from engine.layers.parallel_experts import ParallelExperts
-from engine.models.causal_model import PreparedModel
-from engine.models.kv_cache import RowCache
+from engine.models.causal_model import CausalModel
+from engine.models.kv_cache import BatchKVCache
 from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import stage
-from tests.support.engine.dummies import MODELS, tried
+from tests.support.engine.dummies import MODELS, run_dummy
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_adapters import make_model
 from tests.support.models.expert_examples import EXPERTS, HIDDEN, TOP_K, make_experts
@@ -40,9 +40,9 @@ SCHEMES = ("tensor", "expert", SHARDED)
 PROMPT = tuple(token * 11 % 64 for token in range(5))
 RANK_MAX = 8
 SIDES = (slice(None), slice(None), slice(1), slice(-1, None))
-"""Which slices each slot's adapter has: all, all, the first alone, the last alone."""
+"""The slices of each slot's adapter: all, all, only the first, only the last."""
 EMPTY = len(SIDES)
-"""A slot whose adapter has nothing in these experts."""
+"""A slot whose adapter contains nothing for these experts."""
 
 IDS = (11, 12, 13, 14, 15)
 SLOT_OF_ROW = (1, -1, 0, 3, 2, 0, 1, -1, 1, EMPTY, 0)
@@ -55,8 +55,8 @@ def wrapped(layer: torch.nn.Module, is_mixed: bool, scheme: str) -> ExpertsWithL
     return wrapper(layer)
 
 
-class Adapted:
-    """A layer with adapters in its slots, made for the layer as one rank alone has it."""
+class AdaptedExperts:
+    """A layer with adapters in its slots, drawn for the layer of a single rank."""
 
     def __init__(self, layer: ExpertsWithLoRA, whole: ExpertsWithLoRA, scheme: str) -> None:
         self.layer, self.kernel_calls = layer, 0
@@ -64,20 +64,20 @@ class Adapted:
         arena = Arena(len(IDS), shapes, 1 << 20, torch.float32, "cpu")
         arena.data.fill_(torch.nan)
         kernels = choose_kernels("cpu")
-        counted = {
+        recorded = {
             name: self._counted(getattr(kernels, name))
             for name in ("experts", "experts_shrink", "experts_expand")
         }
-        self.punica = PunicaWrapper(torch.device("cpu"), RANK_MAX, kernels._replace(**counted))
+        self.punica = PunicaWrapper(torch.device("cpu"), RANK_MAX, kernels._replace(**recorded))
         layer.create_lora_weights(arena, [shape.index for shape in shapes])
         layer.set_mapping(self.punica)
         torch.manual_seed(7)
         ranks = (6, 8, 2, 4) if scheme == SHARDED else (3, 8, 1, 4)
         for slot, (rank, side) in enumerate(zip(ranks, SIDES, strict=True)):
-            every = whole.module_shapes("experts", 0)
-            all_a = [torch.randn(shape.a_shape(rank)) / shape.in_features**0.5 for shape in every]
-            all_b = [torch.randn(shape.b_shape(rank)) / rank**0.5 for shape in every]
-            kept = range(len(every))[side]
+            wholes = whole.module_shapes("experts", 0)
+            all_a = [torch.randn(shape.a_shape(rank)) / shape.in_features**0.5 for shape in wholes]
+            all_b = [torch.randn(shape.b_shape(rank)) / rank**0.5 for shape in wholes]
+            kept = range(len(wholes))[side]
             parts = ([x if i in kept else None for i, x in enumerate(y)] for y in (all_a, all_b))
             layer.set_lora(slot, *parts)
 
@@ -89,19 +89,19 @@ class Adapted:
         return run
 
     @torch.inference_mode()
-    def answer(self, slots: tuple[int, ...], index: list[list[int]]) -> Tensor:
+    def output(self, slots: tuple[int, ...], index: list[list[int]]) -> Tensor:
         torch.manual_seed(len(slots))
         x, weights = torch.randn(len(slots), HIDDEN), torch.rand(len(slots), TOP_K)
         ids = torch.tensor([0 if slot < 0 else IDS[slot] for slot in slots])
         self.punica.update_metadata(LoRAMapping(ids, ids), IDS)
         return self.layer(x, torch.tensor(index), weights)
 
-    def answers(self) -> list[Tensor]:
-        """Rows of every slot and the base, sent everywhere, or to two of the experts alone."""
+    def outputs(self) -> list[Tensor]:
+        """Return outputs of every slot and the base, with all or two of the experts chosen."""
         spread = [[row % EXPERTS, (row + 1) % EXPERTS] for row in range(len(SLOT_OF_ROW))]
         routings = [spread, *([pair] * len(SLOT_OF_ROW) for pair in ([0, 1], [3, 2]))]
-        plain = self.answer((-1, EMPTY, -1), [[0, 3], [1, 2], [2, 3]])
-        return [plain, *(self.answer(SLOT_OF_ROW, index) for index in routings)]
+        plain = self.output((-1, EMPTY, -1), [[0, 3], [1, 2], [2, 3]])
+        return [plain, *(self.output(SLOT_OF_ROW, index) for index in routings)]
 
 
 def layer(group: ParallelGroup, family: str, scheme: str, is_mixed: bool) -> dict[str, Any]:
@@ -109,8 +109,8 @@ def layer(group: ParallelGroup, family: str, scheme: str, is_mixed: bool) -> dic
     module = make_experts(family)
     whole = wrapped(copy.deepcopy(module), is_mixed, "tensor")
     split = wrapped(ParallelExperts(module, group, scheme == "expert"), is_mixed, scheme)
-    found = Adapted(split, whole, scheme).answers()
-    expected = Adapted(whole, whole, scheme).answers()
+    found = AdaptedExperts(split, whole, scheme).outputs()
+    expected = AdaptedExperts(whole, whole, scheme).outputs()
     shapes, every = (one.module_shapes("experts", 0) for one in (split, whole))
     return {
         "errors": [relative_error(*both) for both in zip(found, expected, strict=True)],
@@ -124,45 +124,45 @@ def _sizes(shape: Any) -> list[int]:
     return [torch.Size(matrix).numel() for matrix in (shape.a_shape(2), shape.b_shape(2))]
 
 
-class Counted(ParallelGroup):
-    """A group that takes note of what it is asked."""
+class RecordingGroup(ParallelGroup):
+    """A group that records its collectives."""
 
     def __init__(self, group: ParallelGroup) -> None:
         super().__init__(group.rank, group.world_size, group.device_group, group.host_group)
-        object.__setattr__(self, "asked", [])
+        object.__setattr__(self, "calls", [])
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        self.asked.append(["sum", str(x.dtype), *x.shape])
+        self.calls.append(["sum", str(x.dtype), *x.shape])
         return super().all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        self.asked.append(["gather", str(x.dtype), *x.shape])
+        self.calls.append(["gather", str(x.dtype), *x.shape])
         return super().all_gather(x)
 
 
 @torch.inference_mode()
 def collectives(group: ParallelGroup, family: str, is_mixed: bool) -> dict[str, Any]:
-    """What is asked of the group, and how often of the kernels, for batches of each kind."""
+    """Return the group's collectives and the number of kernel calls, by kind of batch."""
     torch.manual_seed(3)
-    module, counted = make_experts(family), Counted(group)
+    module, recorded = make_experts(family), RecordingGroup(group)
     whole = wrapped(copy.deepcopy(module), is_mixed, "tensor")
-    split = wrapped(ParallelExperts(module, counted, False), is_mixed, SHARDED)
-    adapted, told = Adapted(split, whole, SHARDED), {}
+    split = wrapped(ParallelExperts(module, recorded, False), is_mixed, SHARDED)
+    adapted, calls_by_batch = AdaptedExperts(split, whole, SHARDED), {}
     batches = {"base": (-1, -1), "nothing here": (EMPTY, -1), "up": (2, -1), "down": (3, EMPTY)}
     for name, slots in batches.items():
-        counted.asked.clear()
+        recorded.calls.clear()
         adapted.kernel_calls = 0
-        adapted.answer(slots, [[0, 1], [2, 3]])
-        told[name] = [adapted.kernel_calls, list(counted.asked)]
-    return told
+        adapted.output(slots, [[0, 1], [2, 3]])
+        calls_by_batch[name] = [adapted.kernel_calls, list(recorded.calls)]
+    return calls_by_batch
 
 
 def model(
     group: ParallelGroup, family: str, scheme: str, is_mixed: bool, root: str
 ) -> dict[str, Any]:
-    """Logits of the split model with adapters that each rank read for itself.
+    """Compare logits of the split model with those of the whole model and of PEFT.
 
-    They are compared with those of the whole model, and with peft's where `root` has them.
+    Each rank reads its part of the adapters for itself.
     """
     adapters = Path(root) / "adapters"
     config = LoRAConfig(max_lora_rank=16, max_loras=4, enable_mixed_moe_lora_format=is_mixed)
@@ -174,29 +174,32 @@ def model(
     )
     split = make_model(family)
     shard_model(split, group, torch.device("cpu"), scheme == "expert")
-    prepared = PreparedModel(split, sharded)
-    found = logits(prepared, adapters, sharded, not group.leads)
-    expected = logits(PreparedModel(make_model(family), config), adapters, config, False)
-    theirs = load_file(Path(root) / "theirs.safetensors")["logits"]
-    errors = [relative_error(*both) for both in zip(found[0], theirs, strict=True)]
+    prepared = CausalModel(split, sharded)
+    found = logits(prepared, adapters, sharded, not group.is_leader)
+    expected = logits(CausalModel(make_model(family), config), adapters, config, False)
+    reference = load_file(Path(root) / "reference.safetensors")["logits"]
+    errors = [relative_error(*both) for both in zip(found[0], reference, strict=True)]
     kinds = sorted({type(layer).__name__ for layer in prepared.layers.values()})
     return {"error": relative_error(found, expected), "errors": errors, "kinds": kinds}
 
 
-def logits(model: PreparedModel, root: Path, config: LoRAConfig, is_follower: bool) -> Tensor:
-    """After a prefill and after a decode step, the base and every adapter in one batch."""
+def logits(model: CausalModel, root: Path, config: LoRAConfig, is_follower: bool) -> Tensor:
+    """Return logits after a prefill and a decode step, the base and every adapter in one batch."""
     config = config.verify_with_model_config(model.model.config)
     names = sorted(path.name for path in root.iterdir())
     arena = Arena(len(names), model.shapes, 4 << 20, torch.float32, "cpu")
     punica = PunicaWrapper(torch.device("cpu"), 16, choose_kernels("cpu"))
     model.bind(arena, punica)
     for slot, name in enumerate(names):
-        loaded = read_adapter(name, [root], model.side(config), is_follower=is_follower)
+        loaded = read_adapter(name, [root], model.adapter_target(config), is_follower=is_follower)
         arena.begin_write(slot, 1, stage(loaded.model, model.shapes, torch.float32, False))
         arena.finish_write(slot)
     ids = list(range(1, len(names) + 1))
     rows = torch.tensor([0, *ids])
-    cache, tokens = RowCache([len(PROMPT)] * len(rows)), torch.tensor(PROMPT).repeat(len(rows), 1)
+    cache, tokens = (
+        BatchKVCache([len(PROMPT)] * len(rows)),
+        torch.tensor(PROMPT).repeat(len(rows), 1),
+    )
     mapping = LoRAMapping(rows.repeat_interleave(len(PROMPT)), rows, is_prefill=True)
     punica.update_metadata(mapping, ids)
     first = model.forward(tokens, cache)
@@ -206,31 +209,31 @@ def logits(model: PreparedModel, root: Path, config: LoRAConfig, is_follower: bo
 
 
 def uneven(group: ParallelGroup, root: str) -> list[str]:
-    """What is said of adapters whose rank two ranks can't share."""
-    said = []
+    """Return the errors of adapters whose rank two ranks can't share."""
+    errors = []
     for is_mixed in (False, True):
         config = LoRAConfig(
             max_lora_rank=16, enable_mixed_moe_lora_format=is_mixed, fully_sharded_loras=True
         )
         split = make_model("qwen3_moe")
         shard_model(split, group, torch.device("cpu"))
-        prepared = PreparedModel(split, config)
+        prepared = CausalModel(split, config)
         dtyped = config.verify_with_model_config(split.config)
         for name in ("fused", "per_expert")[: 1 + is_mixed]:
             try:
-                read_adapter(name, [Path(root)], prepared.side(dtyped))
+                read_adapter(name, [Path(root)], prepared.adapter_target(dtyped))
             except EngineError as error:
-                said.append(str(error))
+                errors.append(str(error))
     module = ParallelExperts(make_experts("mixtral"), group, by_expert=True)
     try:
         FusedMoE3DWithShardedLoRA(module)
     except ValueError as error:
-        said.append(str(error))
-    return said
+        errors.append(str(error))
+    return errors
 
 
 def dummy(group: ParallelGroup, kind: str, scheme: str, is_mixed: bool) -> dict[str, Any]:
-    """A manager on every rank, and a dummy adapter of a rank that all can share."""
+    """Run a manager on every rank with a dummy adapter of a rank that all can share."""
     split = MODELS[kind]()
     shard_model(split, group, torch.device("cpu"), scheme == "expert")
     config = LoRAConfig(
@@ -238,7 +241,7 @@ def dummy(group: ParallelGroup, kind: str, scheme: str, is_mixed: bool) -> dict[
         enable_mixed_moe_lora_format=is_mixed,
         fully_sharded_loras=scheme == SHARDED,
     )
-    return tried(split, config, RANK_MAX - 1)
+    return run_dummy(split, config, RANK_MAX - 1)
 
 
 def refusal(group: ParallelGroup, family: str) -> str:
@@ -250,19 +253,19 @@ def refusal(group: ParallelGroup, family: str) -> str:
 
 
 def refusals(group: ParallelGroup) -> list[str]:
-    """Experts that can't be shared evenly, either way."""
-    said = []
+    """Return the errors of experts that can't be shared evenly, whole or by columns."""
+    errors = []
     for name, by_expert in (("num_local_experts", True), ("intermediate_size", False)):
         try:
             ParallelExperts(make_experts("mixtral", **{name: 3}), group, by_expert)
         except ValueError as error:
-            said.append(str(error))
+            errors.append(str(error))
     try:
         odd = make_model("mixtral", num_local_experts=3)
         shard_model(odd, group, torch.device("cpu"), by_expert=True)
     except ModelRefused as error:
-        said.append(str(error))
-    return said
+        errors.append(str(error))
+    return errors
 
 
 CASES = {

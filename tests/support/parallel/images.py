@@ -1,43 +1,43 @@
-"""What two ranks are asked about images: the same output as one rank, whoever reads slowly."""
+"""Cases for two ranks about images: the same output as one rank, even where one reads slowly."""
 
 import time
 from pathlib import Path
 from typing import Any
 
-from engine.jobs import WorkPool
+from engine.jobs import ThreadedJobs
 from engine.parallel import ParallelGroup
-from engine.worker.collective_jobs import AgreedJobs
+from engine.worker.collective_jobs import CollectiveJobs
 from messages.requests import Sampling
-from tests.support.engine.image_bench import Bench, Row
-from tests.support.models.image_examples import illustrated, picture
+from tests.support.engine.image_bench import ImageBench, PromptRow
+from tests.support.models.image_examples import image_prompt, picture
 from tests.support.parallel.ranks import serve
 
 ROWS = (
-    Row("one", "a @ cat", (picture(20, 12, 1),)),
-    Row(None, "what is this? it is a cat and a dog"),
-    Row("two", "@ is a dog and @ is it", (picture(9, 30, 2), picture(16, 16, 3))),
-    Row("two", "the mat"),
-    Row(None, "@ a", (picture(31, 17, 4),)),
+    PromptRow("one", "a @ cat", (picture(20, 12, 1),)),
+    PromptRow(None, "what is this? it is a cat and a dog"),
+    PromptRow("two", "@ is a dog and @ is it", (picture(9, 30, 2), picture(16, 16, 3))),
+    PromptRow("two", "the mat"),
+    PromptRow(None, "@ a", (picture(31, 17, 4),)),
 )
 EIGHT = Sampling(max_tokens=8)
 LATE_S = 0.2
 
 
 def same_output(group: ParallelGroup, kind: str, directory: str) -> dict[str, Any]:
-    """What is generated from rows together by all ranks, and from each alone by this one."""
-    whole, bench = Bench(kind, Path(directory)), Bench(kind, Path(directory), group=group)
+    """Return what all ranks generate from the rows, and what this rank alone generates."""
+    whole, bench = ImageBench(kind, Path(directory)), ImageBench(kind, Path(directory), group=group)
     alone = whole.driver()
     expected = [alone.alone(row.adapter, whole.prompt(row), EIGHT)[0] for row in ROWS]
-    jobs = AgreedJobs(WorkPool(1, lambda: None), group, lambda _: "")
+    jobs = CollectiveJobs(ThreadedJobs(1, lambda: None), group, lambda _: "")
     driver = bench.driver(jobs)
     ops = [driver.start(row.adapter, bench.prompt(row), EIGHT) for row in ROWS]
-    bad = driver.start(None, illustrated(kind, "a cat", picture(8, 8)))
-    while driver.generator.is_reading or not driver.generator.is_idle:
-        if not group.leads and driver.generator.is_reading:
+    bad = driver.start(None, image_prompt(kind, "a cat", picture(8, 8)))
+    while driver.scheduler.is_reading or not driver.scheduler.is_idle:
+        if not group.is_leader and driver.scheduler.is_reading:
             time.sleep(LATE_S / len(ROWS))
-        driver.generator.collect()
-        if not driver.generator.is_idle:
-            driver.generator.step()
+        driver.scheduler.collect()
+        if not driver.scheduler.is_idle:
+            driver.scheduler.step()
     jobs.close()
     return {
         "expected": expected,

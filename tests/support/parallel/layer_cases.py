@@ -1,7 +1,7 @@
-"""What two ranks are asked about single layers: do they together compute what one would?
+"""Cases for two ranks about single layers: together they compute what one rank would.
 
 Every case builds the whole layer on each rank from one seed, splits it, puts adapters of several
-ranks into every slot, and compares with a product written out over whole tensors.
+ranks into every slot, and compares with a product over whole tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ from tests.support.parallel.ranks import serve
 
 IN, RANK_MAX = 24, 8
 RANKS = (2, 8, 4)
-"""One adapter a slot: below the maximum, the maximum, and one that lacks a slice."""
+"""One adapter per slot: of less than the maximal rank, of the maximal rank, and without a slice."""
 
 SLOT_OF_ROW = (1, -1, 0, 2, 2, -1, 1, 0, 0)
 IDS = (11, 12, 13)
@@ -52,30 +52,32 @@ def whole(out_features: int, seed: int, bias: bool = True, in_features: int = IN
 
 
 def halves(group: ParallelGroup, *widths: int) -> list[range]:
-    """This rank's share of each of several parts that lie in one weight."""
+    """Return this rank's rows of several parts that are stored in one weight."""
     rows, first = [], 0
     for width in widths:
-        share = group.part_of(width, "width")
+        share = group.shard_range(width, "width")
         rows.append(range(first + share.start, first + share.stop))
         first += width
     return rows
 
 
 def replica(group: ParallelGroup, width: int, copies: int) -> list[range]:
-    """The rows of a part of which `copies` ranks have the same."""
+    """Return the rows of a part that `copies` ranks hold alike."""
     share = width * copies // group.world_size
     first = group.rank // copies * share
     return [range(first, first + share)]
 
 
-class Adapted:
-    """A wrapped layer with an adapter in every slot, and the whole layer's answer beside it."""
+class AdaptedLayer:
+    """A wrapped layer with an adapter in every slot, and the whole layer's expected outputs."""
 
-    def __init__(self, wrapper: BaseLayerWithLoRA, wholes: list[nn.Linear], joined: bool) -> None:
-        """`joined`: the adapters have one A and one B over all of `wholes`."""
+    def __init__(
+        self, wrapper: BaseLayerWithLoRA, wholes: list[nn.Linear], is_joined: bool
+    ) -> None:
+        """`is_joined`: the adapters have one A and one B over all of `wholes`."""
         self.wrapper, self.wholes = wrapper, wholes
         widths = [layer.out_features for layer in wholes]
-        self.slices = [sum(widths)] if joined else widths
+        self.slices = [sum(widths)] if is_joined else widths
         shapes = wrapper.module_shapes("layer", 0)
         self.arena = Arena(len(RANKS), shapes, 1 << 18, torch.float32, "cpu")
         wrapper.create_lora_weights(self.arena, [shape.index for shape in shapes])
@@ -100,16 +102,16 @@ class Adapted:
         return pairs
 
     def expected(self, x: Tensor) -> list[Tensor]:
-        """Every whole layer's output, with the deltas written out."""
+        """Return every whole layer's output, with the deltas added."""
         outputs = [layer(x) for layer in self.wholes]
-        joined = torch.cat(outputs, -1)
+        output = torch.cat(outputs, -1)
         for row, slot in enumerate(SLOT_OF_ROW):
             first = 0
             for width, (a, b) in zip(self.slices, self.pairs[max(slot, 0)], strict=True):
                 if slot >= 0 and a is not None and b is not None:
-                    joined[row, first : first + width] += x[row] @ a.T @ b.T
+                    output[row, first : first + width] += x[row] @ a.T @ b.T
                 first += width
-        return list(joined.split([layer.out_features for layer in self.wholes], -1))
+        return list(output.split([layer.out_features for layer in self.wholes], -1))
 
 
 def inputs(in_features: int = IN) -> Tensor:
@@ -121,7 +123,9 @@ def inputs(in_features: int = IN) -> Tensor:
 def column(group: ParallelGroup, sharded: bool, gathers: bool) -> float:
     layer = whole(20, 1)
     kind = ColumnParallelLinearWithShardedLoRA if sharded else ColumnParallelLinearWithLoRA
-    adapted = Adapted(kind(ColumnParallelLinear(layer, group, gathers=gathers)), [layer], False)
+    adapted = AdaptedLayer(
+        kind(ColumnParallelLinear(layer, group, gathers=gathers)), [layer], False
+    )
     found, (expected,) = adapted.wrapper(inputs()), adapted.expected(inputs())
     return relative_error(found if gathers else group.gather_columns(found), expected)
 
@@ -132,15 +136,15 @@ def column_pair(group: ParallelGroup, sharded: bool) -> float:
     layer = whole(20, 1)
     rows = halves(group, 12, 8)
     kind = ColumnParallelLinearWithShardedLoRA if sharded else ColumnParallelLinearWithLoRA
-    adapted = Adapted(kind(ColumnParallelLinear(layer, group, rows)), [layer], False)
+    adapted = AdaptedLayer(kind(ColumnParallelLinear(layer, group, rows)), [layer], False)
     (expected,) = adapted.expected(inputs())
-    mine = torch.cat([expected[:, part.start : part.stop] for part in rows], -1)
-    return relative_error(adapted.wrapper(inputs()), mine)
+    own = torch.cat([expected[:, part.start : part.stop] for part in rows], -1)
+    return relative_error(adapted.wrapper(inputs()), own)
 
 
 @torch.inference_mode()
 def merged(group: ParallelGroup, sharded: bool) -> float:
-    """Gate and up, of unequal widths, one without a bias."""
+    """Gate and up of unequal widths, one without a bias."""
     wholes = [whole(20, 1), whole(12, 2, bias=False)]
     rows = [halves(group, layer.out_features) for layer in wholes]
     kind = MergedColumnParallelLinearWithLoRA
@@ -154,7 +158,7 @@ def merged(group: ParallelGroup, sharded: bool) -> float:
 
 @torch.inference_mode()
 def merged_variable(group: ParallelGroup, covers: int) -> float:
-    """Three outputs: an adapter tensor each, or one over the first two."""
+    """Three outputs: one adapter tensor each, or one over the first two."""
     wholes = [whole(20, 1), whole(12, 2), whole(4, 3)]
     rows = [halves(group, layer.out_features) for layer in wholes]
     kind = MergedColumnParallelLinearVariableSliceWithLoRA
@@ -170,8 +174,8 @@ def merged_variable(group: ParallelGroup, covers: int) -> float:
 
 
 @torch.inference_mode()
-def qkv(group: ParallelGroup, sharded: bool, joined: bool, copies: int) -> float:
-    """q by rank; k and v by rank, or every `copies` ranks the same."""
+def qkv(group: ParallelGroup, sharded: bool, is_joined: bool, copies: int) -> float:
+    """q split by rank; k and v split by rank, or held alike by `copies` ranks."""
     wholes = [whole(16, 1), whole(8, 2), whole(8, 3)]
     rows = [halves(group, 16), replica(group, 8, copies), replica(group, 8, copies)]
     kinds: Mapping[tuple[bool, bool], type[BaseLayerWithLoRA]] = {
@@ -180,8 +184,8 @@ def qkv(group: ParallelGroup, sharded: bool, joined: bool, copies: int) -> float
         (True, False): QKVParallelLinearWithLoRA,
         (True, True): QKVParallelLinearWithShardedLoRA,
     }
-    kind = kinds[joined, sharded]
-    return _packed(group, (wholes, rows), QKVParallelLinear, kind, joined)
+    kind = kinds[is_joined, sharded]
+    return _packed(group, (wholes, rows), QKVParallelLinear, kind, is_joined)
 
 
 def _packed(
@@ -189,9 +193,9 @@ def _packed(
     parts: tuple[list[nn.Linear], list[list[range]]],
     packed: type[Any],
     kind: type[BaseLayerWithLoRA],
-    joined: bool = False,
+    is_joined: bool = False,
 ) -> float:
-    return _error(_adapted(parts, group, packed, kind, joined), inputs(), parts[1])
+    return _error(_adapted(parts, group, packed, kind, is_joined), inputs(), parts[1])
 
 
 def _adapted(
@@ -199,17 +203,17 @@ def _adapted(
     group: ParallelGroup,
     packed: type[Any],
     kind: type[BaseLayerWithLoRA],
-    joined: bool = False,
-) -> Adapted:
+    is_joined: bool = False,
+) -> AdaptedLayer:
     wholes, rows = parts
     split = [ColumnParallelLinear(layer, group, r) for layer, r in zip(wholes, rows, strict=True)]
-    names = () if joined else [f"p{place}" for place in range(len(wholes))]
+    names = () if is_joined else [f"p{index}" for index in range(len(wholes))]
     base = packed.of_layers(split, names)
     assert kind.can_replace_layer(base)
-    return Adapted(kind(base), wholes, joined)
+    return AdaptedLayer(kind(base), wholes, is_joined)
 
 
-def _error(adapted: Adapted, x: Tensor, rows: list[list[range]]) -> float:
+def _error(adapted: AdaptedLayer, x: Tensor, rows: list[list[range]]) -> float:
     expected = [
         output[:, part.start : part.stop]
         for output, parts in zip(adapted.expected(x), rows, strict=True)
@@ -223,23 +227,23 @@ def row(group: ParallelGroup, sharded: bool, splits_input: bool) -> float:
     layer = whole(20, 1)
     base = RowParallelLinear(layer, group, splits_input)
     kind = RowParallelLinearWithShardedLoRA if sharded else RowParallelLinearWithLoRA
-    adapted = Adapted(kind(base), [layer], False)
+    adapted = AdaptedLayer(kind(base), [layer], False)
     x, (expected,) = inputs(), adapted.expected(inputs())
-    given = x if splits_input else x[:, base.columns.start : base.columns.stop]
-    return relative_error(adapted.wrapper(given), expected)
+    input_ = x if splits_input else x[:, base.columns.start : base.columns.stop]
+    return relative_error(adapted.wrapper(input_), expected)
 
 
 @torch.inference_mode()
 def replicated(group: ParallelGroup) -> float:
     layer = whole(20, 1)
-    adapted = Adapted(ReplicatedLinearWithLoRA(layer), [layer], False)
+    adapted = AdaptedLayer(ReplicatedLinearWithLoRA(layer), [layer], False)
     (expected,) = adapted.expected(inputs())
     return relative_error(adapted.wrapper(inputs()), expected)
 
 
 @torch.inference_mode()
 def vocabulary(group: ParallelGroup, tokens: int) -> float:
-    """Embedding and head, also where the vocabulary is odd and so padded."""
+    """Embedding and head, also with an odd vocabulary, which is padded."""
     torch.manual_seed(1)
     embedding, head = nn.Embedding(tokens, IN), nn.Linear(IN, tokens)
     ids = torch.arange(tokens).view(1, -1)
@@ -251,26 +255,26 @@ def vocabulary(group: ParallelGroup, tokens: int) -> float:
 
 
 @torch.inference_mode()
-def nothing_is_shared(group: ParallelGroup, sharded: bool) -> float:
-    """A group of one: the same classes, no collective, one column a slice."""
+def group_of_one(group: ParallelGroup, sharded: bool) -> float:
+    """A group of one: the same classes, no collective, one column per slice."""
     return max(column(SINGLE, sharded, True), row(SINGLE, sharded, False), merged(SINGLE, sharded))
 
 
 def uneven_rank(group: ParallelGroup) -> str:
     layer = whole(20, 1)
     wrapper = ColumnParallelLinearWithShardedLoRA(ColumnParallelLinear(layer, group))
-    adapted = Adapted(wrapper, [layer], False)
-    before = adapted.arena.host_offsets.clone()
+    adapted = AdaptedLayer(wrapper, [layer], False)
+    before = adapted.arena.directory.host_offsets.clone()
     try:
         wrapper.set_lora(0, torch.ones(3, IN), torch.ones(20, 3))
     except ValueError as error:
-        assert torch.equal(before, adapted.arena.host_offsets)
+        assert torch.equal(before, adapted.arena.directory.host_offsets)
         return str(error)
     return "no error"
 
 
 def uneven_layers(group: ParallelGroup) -> list[str]:
-    """Layers that two ranks can't share evenly."""
+    """Return the errors of layers that two ranks can't share evenly."""
     odd_row = RowParallelLinear(whole(21, 1), group)
     return [
         _error_of(lambda: ColumnParallelLinear(whole(21, 1), group)),
@@ -287,18 +291,18 @@ def _error_of(build: Callable[[], object]) -> str:
     return "no error"
 
 
-def talk(group: ParallelGroup) -> list[Any]:
-    """What the group carries: bytes of unequal length, numbers, tensors of two dtypes."""
-    told = group.gather_bytes(b"x" * 3 * group.rank)
-    nothing = group.gather_bytes(b"")
-    said = group.broadcast_bytes(b"from 0" if group.leads else b"ignored")
-    silence = group.broadcast_bytes(b"")
+def exchange(group: ParallelGroup) -> list[Any]:
+    """Return what the group transfers: bytes of unequal length, numbers, tensors of two dtypes."""
+    parts = group.gather_bytes(b"x" * 3 * group.rank)
+    empty_parts = group.gather_bytes(b"")
+    data = group.broadcast_bytes(b"from 0" if group.is_leader else b"ignored")
+    empty = group.broadcast_bytes(b"")
     numbers = group.broadcast_numbers([group.rank + 5, -1])
     total = group.all_reduce(torch.full((2,), group.rank + 1.0, dtype=torch.bfloat16))
     columns = group.gather_columns(torch.tensor([[group.rank], [group.rank + 10]]))
     return [
-        *([len(part) for part in told], [len(part) for part in nothing]),
-        *(said.decode(), silence.decode(), numbers, total.tolist(), columns.tolist()),
+        *([len(part) for part in parts], [len(part) for part in empty_parts]),
+        *(data.decode(), empty.decode(), numbers, total.tolist(), columns.tolist()),
     ]
 
 
@@ -306,7 +310,7 @@ CASES = {
     case.__name__: case
     for case in (
         *(column, column_pair, merged, merged_variable, qkv, row, replicated, vocabulary),
-        *(nothing_is_shared, uneven_rank, uneven_layers, talk),
+        *(group_of_one, uneven_rank, uneven_layers, exchange),
     )
 }
 

@@ -1,7 +1,7 @@
-"""What two ranks are asked about whole models: the same logits as one, with adapters and without.
+"""Cases for two ranks about whole models: the same logits as one rank, with and without adapters.
 
-Every case builds a tiny model of a family from one seed on each rank, prepares it twice (whole, and
-split over the ranks), puts the same adapters into both, and compares a prefill and a decode step.
+Every case builds a tiny model from one seed on each rank, prepares it twice (whole, and split over
+the ranks), puts the same adapters into both, and compares a prefill and a decode step.
 """
 
 import copy
@@ -31,8 +31,8 @@ from engine.errors import ModelRefused
 from engine.kernels import choose_kernels
 from engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
 from engine.layout import ModuleShape
-from engine.models.causal_model import PreparedModel
-from engine.models.kv_cache import RowCache
+from engine.models.causal_model import CausalModel
+from engine.models.kv_cache import BatchKVCache
 from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper
@@ -93,7 +93,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 def adapter(slot: int, shapes: tuple[ModuleShape, ...]) -> LoRAModel:
-    """Whole tensors for every module, but one in five that the adapter has nothing for."""
+    """Return random whole tensors for four modules of five; the adapter lacks the others."""
     torch.manual_seed(200 + slot)
     rank, loras = RANKS[slot], {}
     for shape in sorted(shapes, key=lambda shape: shape.name):
@@ -104,33 +104,33 @@ def adapter(slot: int, shapes: tuple[ModuleShape, ...]) -> LoRAModel:
     return LoRAModel(slot + 1, rank, loras)
 
 
-class Bench:
+class ShardedBench:
     """A prepared model with an adapter in every slot."""
 
     def __init__(self, model: PreTrainedModel, fully_sharded: bool) -> None:
         config = LoRAConfig(
             max_lora_rank=RANK_MAX, max_loras=len(RANKS), fully_sharded_loras=fully_sharded
         )
-        self.model = PreparedModel(model, config)
+        self.model = CausalModel(model, config)
         shapes = self.model.shapes
         arena = Arena(len(RANKS), shapes, 4 << 20, torch.float32, "cpu")
         self.punica = PunicaWrapper(torch.device("cpu"), RANK_MAX, choose_kernels("cpu"))
         self.model.bind(arena, self.punica)
         by_name = {shape.name: shape for shape in shapes}
         for slot in range(len(RANKS)):
-            blob = stage(adapter(slot, shapes).cut(by_name), shapes, torch.float32, pin=False)
+            blob = stage(adapter(slot, shapes).sharded(by_name), shapes, torch.float32, pin=False)
             arena.begin_write(slot, 1, blob)
             arena.finish_write(slot)
 
     def logits(self) -> Tensor:
-        """After a prefill and after a decode step, every slot and the base model in one batch."""
+        """Return logits after a prefill and a decode step, every slot and the base in one batch."""
         torch.manual_seed(5)
         width = 6
         tokens = torch.randint(3, VOCABULARY, (len(ROWS), width + 1))
         ids = torch.tensor([row[0] for row in ROWS])
-        own = torch.arange(width) >= torch.tensor([row[1] for row in ROWS])[:, None]
-        cache = RowCache([width - row[1] for row in ROWS])
-        prefill = LoRAMapping((own * ids[:, None]).flatten(), ids, is_prefill=True)
+        mask = torch.arange(width) >= torch.tensor([row[1] for row in ROWS])[:, None]
+        cache = BatchKVCache([width - row[1] for row in ROWS])
+        prefill = LoRAMapping((mask * ids[:, None]).flatten(), ids, is_prefill=True)
         self.punica.update_metadata(prefill, IDS)
         first = self.model.forward(tokens[:, :width], cache)
         cache.grow(1)
@@ -139,12 +139,12 @@ class Bench:
 
 
 def same_logits(group: ParallelGroup, name: str, fully_sharded: bool) -> dict[str, Any]:
-    """How far the split model's logits are from the whole one's, and what became of it."""
+    """Return the distance of the split model's logits from the whole's, and facts of the split."""
     whole = build(name)
     split = copy.deepcopy(whole)
     shard_model(split, group, torch.device("cpu"))
-    bench = Bench(split, fully_sharded)
-    expected, found = Bench(whole, False).logits(), bench.logits()
+    bench = ShardedBench(split, fully_sharded)
+    expected, found = ShardedBench(whole, False).logits(), bench.logits()
     shapes = bench.model.shapes
     kept = sum(torch.tensor(shape.b_shape(2)).prod() for shape in shapes)
     every = sum(shape.out_features * 2 for shape in shapes)
@@ -177,11 +177,11 @@ def refusal(group: ParallelGroup, name: str) -> str:
     return "not refused"
 
 
-def lying_plan(group: ParallelGroup) -> str:
-    """A model whose plan runs and is wrong."""
+def wrong_plan(group: ParallelGroup) -> str:
+    """Split a model whose plan runs and changes its outputs."""
     model = build("llama")
     for layer in model.model.layers:
-        # It mixes the outputs that the plan splits, which no plan says.
+        # It mixes the outputs that the plan splits, which no plan can express.
         layer.mlp.act_fn = Mixed()
     try:
         shard_model(model, group, torch.device("cpu"))
@@ -195,7 +195,7 @@ class Mixed(torch.nn.Module):
         return x * x.mean(-1, keepdim=True)
 
 
-CASES = {case.__name__: case for case in (same_logits, refusal, lying_plan)}
+CASES = {case.__name__: case for case in (same_logits, refusal, wrong_plan)}
 
 if __name__ == "__main__":
     serve(CASES)

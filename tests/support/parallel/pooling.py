@@ -1,7 +1,6 @@
-"""What two ranks are asked about models that embed or classify: the vectors of one, and their end.
+"""Cases for two ranks about models that embed or classify: their vectors, and how requests end.
 
-What it is: cases for `tests.support.parallel.ranks`. What it is not: a comparison; a case tells what its rank found.
-One rule: a model is split before anything else is done with it, as when an engine starts.
+A model is split before anything else is done with it, as in an engine.
 """
 
 from pathlib import Path
@@ -11,14 +10,14 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ModelRefused
-from engine.inference.admission import Slots
-from engine.inference.pooler import Pooler
+from engine.inference.admission import SlotTable
+from engine.inference.pooling_scheduler import PoolingScheduler
 from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
 from messages.commands import StartPooling
 from messages.reports import OperationFailed, PoolingEnded, Report
 from messages.requests import PoolingTask
-from tests.support.engine.pooling_bench import Bench
+from tests.support.engine.pooling_bench import PoolingBench
 from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS, TEXTS, PoolingExample
 from tests.support.parallel.ranks import serve
 
@@ -31,9 +30,9 @@ def example_of(task: PoolingTask, name: str) -> PoolingExample:
 def vectors(
     group: ParallelGroup, task: PoolingTask, name: str, root: str, fully_sharded: bool
 ) -> dict[str, Any]:
-    """Every text with every adapter, pooled by a model that is split over the ranks."""
+    """Return every text with every adapter, pooled by a model that is split over the ranks."""
     example = example_of(task, name)
-    bench = Bench(example, task, Path(root), group=group, fully_sharded_loras=fully_sharded)
+    bench = PoolingBench(example, task, Path(root), group=group, fully_sharded_loras=fully_sharded)
     shapes = bench.model.shapes
     return {
         "pooled": bench.pooled().tolist(),
@@ -51,26 +50,28 @@ def refusal(group: ParallelGroup, task: PoolingTask, name: str) -> str:
     return "not refused"
 
 
-def ends(group: ParallelGroup, root: str, unsound_rank: int) -> list[str]:
-    """How two requests end, the first with NaN among its numbers on one rank alone."""
-    bench = Bench(example_of("embed", "qwen3"), "embed", Path(root), group=group)
+def ends(group: ParallelGroup, root: str, nan_rank: int) -> list[str]:
+    """Return how two requests end, the first with NaN among its numbers on one rank only."""
+    bench = PoolingBench(example_of("embed", "qwen3"), "embed", Path(root), group=group)
     bench.model.group = group
     results = bench.model.results
 
-    def spoilt(pooled: torch.Tensor) -> torch.Tensor:
-        made = results(pooled).clone()
-        made[0, 3] = torch.nan if group.rank == unsound_rank else 1.0
-        return made
+    def with_nan(pooled: torch.Tensor) -> torch.Tensor:
+        vectors = results(pooled).clone()
+        vectors[0, 3] = torch.nan if group.rank == nan_rank else 1.0
+        return vectors
 
-    bench.model.results = spoilt
-    told: list[Report] = []
+    bench.model.results = with_nan
+    reports: list[Report] = []
     config = EngineConfig(Path(), max_num_seqs=len(TEXTS))
-    pooler = Pooler(bench.model, bench.punica, Slots(bench.arena, [1, 2]), config, told.append)
+    pooler = PoolingScheduler(
+        bench.model, bench.punica, SlotTable(bench.arena, [1, 2]), config, reports.append
+    )
     pooler.start(StartPooling(1, "first", 1, 0, 1, "embed", TEXTS))
     pooler.step()
     pooler.start(StartPooling(2, "second", 2, 1, 1, "embed", TEXTS))
     pooler.step()
-    ended = [one for one in told if isinstance(one, PoolingEnded | OperationFailed)]
+    ended = [one for one in reports if isinstance(one, PoolingEnded | OperationFailed)]
     return [getattr(one, "code", "") for one in ended]
 
 

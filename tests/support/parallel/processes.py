@@ -1,7 +1,6 @@
 """Real processes for tests: a controller and an engine on the tiny model.
 
-What it is: starting, killing and waiting. What it is not: a stand-in for anything. One rule: what a
-test started is gone when its context ends.
+A process ends with the context that started it.
 """
 
 import os
@@ -15,8 +14,9 @@ from pathlib import Path
 import msgspec
 
 from controller.core.limits import Limits
-from controller.shell.server import ServerConfig
+from controller.shell.config import ServerConfig
 from controller.shell.transport import endpoint
+from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "examples" / "tiny"
@@ -48,7 +48,7 @@ class ControllerProcess:
         config = msgspec.json.encode(self._config).decode()
         with self._errors.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "controller.shell.server", config],
+                [sys.executable, "-m", "controller.shell.process", config],
                 cwd=ROOT,
                 stdout=errors,
                 stderr=errors,
@@ -60,10 +60,10 @@ class ControllerProcess:
 
     def stop(self) -> int:
         self._process.terminate()
-        return self._process.wait(20)
+        return self._process.wait(HANG_S)
 
     def wait(self) -> int:
-        return self._process.wait(20)
+        return self._process.wait(HANG_S)
 
     def output(self) -> str:
         return self._errors.read_text()

@@ -1,11 +1,10 @@
-"""Two processes that form a tensor-parallel group, and run cases for tests.
+"""Two processes that form a tensor-parallel group and run cases for tests.
 
-What it is: a pair that is started once for many cases, because starting costs seconds. What it is
-not: the engine's own processes. One rule: a case runs on all ranks and tells of each what it found;
-one that raises tells that, and the pair goes on.
+They are started once for many cases, because starting takes seconds. A case runs on all ranks, and
+each rank returns its result or its error; after an error the processes continue.
 
-A case is a function of `tests.support.parallel.layer_cases` or `tests.support.parallel.models` that takes the group and
-what the test gives it, and returns what JSON can carry.
+A case is a function of `tests.support.parallel.layer_cases` or `tests.support.parallel.models`. It
+accepts the group and the test's arguments, and returns a value that JSON can express.
 """
 
 import json
@@ -25,7 +24,7 @@ Case = Callable[..., Any]
 
 
 class Ranks:
-    """The parent's end."""
+    """The test's side: the processes of all ranks."""
 
     def __init__(self, module: str, world_size: int = 2) -> None:
         environment = os.environ | {
@@ -47,17 +46,18 @@ class Ranks:
         ]
 
     def run(self, case: str, **given: Any) -> list[Any]:
-        """What each rank found, rank 0 first; raises AssertionError where one failed."""
+        """Return each rank's result, rank 0 first; raises `AssertionError` if one failed."""
         for child in self._children:
             print(json.dumps([case, given]), file=child.stdin, flush=True)
-        told = [json.loads(child.stdout.readline()) for child in self._children]
-        for answer in told:
+        answers = [json.loads(child.stdout.readline()) for child in self._children]
+        for answer in answers:
             assert "error" not in answer, answer["error"]
-        return [answer["found"] for answer in told]
+        return [answer["result"] for answer in answers]
 
     def close(self) -> None:
         for child in self._children:
             child.stdin.close()
+        for child in self._children:
             try:
                 child.wait(10)
             except subprocess.TimeoutExpired:
@@ -76,8 +76,8 @@ def ranks(module: str) -> Iterator[Ranks]:
 
 
 def serve(cases: Mapping[str, Case]) -> None:
-    """The children's end: run what is asked for until nothing more is."""
-    import torch  # noqa: PLC0415 - the parent has no need of it
+    """Run cases in a rank's process, until its input ends."""
+    import torch  # noqa: PLC0415 - the test's process does not need it
 
     torch.set_num_threads(1)
     group = join_group("cpu")
@@ -86,11 +86,14 @@ def serve(cases: Mapping[str, Case]) -> None:
         case, given = json.loads(line)
         print(json.dumps(_run(cases[case], group, given)), file=answers, flush=True)
     leave_group(group)
+    # As in an engine's rank: the interpreter's cleanup would wait seconds for the other rank.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _run(case: Case, group: ParallelGroup, given: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return {"found": case(group, **given)}
+        return {"result": case(group, **given)}
     except Exception as error:
         return {"error": f"rank {group.rank}: {type(error).__name__}: {error}"}
 
