@@ -1,30 +1,30 @@
-"""What can go wrong in the engine, each kind with the code that a client gets.
+"""The engine's errors, each with the code that a client receives.
 
-What it is: one small tree. What it is not: a place for texts; whoever raises says what was found,
-what is allowed and what to do. One rule: every error a command can cause is an `EngineError`.
+Every error that a command can cause is an `EngineError`. Its text states what was found, what is
+allowed and what to do.
 
     EngineError
-    ├── NoRoom                 L001  every slot or place is taken, and nobody may leave
-    ├── HostOutOfMemory        L001  no room on the host for weights or a blob
-    ├── AdapterNotFound        L002  directory or file is missing or can't be read
+    ├── NoRoom                 L001  every slot or host place is in use, and none can be freed
+    ├── HostOutOfMemory        L001  no host memory for weights or a blob
+    ├── AdapterNotFound        L002  the directory or a file is missing or can't be read
     ├── AdapterDoesNotFit      L003  rank, shape, module or dtype
-    │   └── AdapterUnsound     L003  the weights file contradicts its own format
-    ├── DeviceOutOfMemory      L004  no room in the arena, or no arena
-    ├── AdapterConfigRefused   L005  the PEFT config asks for what is not supported, or is unsound
-    ├── UnknownAdapter         L006  an id that the engine holds nothing for
+    │   └── AdapterUnsound     L003  the weights file is malformed, or exceeds a bound
+    ├── DeviceOutOfMemory      L004  no space in the arena, or no memory for the arena
+    ├── AdapterConfigRefused   L005  the PEFT config is malformed or uses an unsupported feature
+    ├── UnknownAdapter         L006  an adapter id that the engine does not have
     ├── NotResident            L007  an empty slot, or a stale generation
     ├── NotFinite              L008  NaN or infinity, also after rounding to the LoRA dtype
     ├── PathNotAllowed         L009  outside the adapter roots, a link, or not a regular file
     ├── Conflict               L010  files changed while being read, slot or id in use
-    ├── EngineFault            L011  what nobody foresaw, as a manager's caller gets it
-    ├── RequestRefused         L012  a prompt or a sampling that this model can't run
+    ├── EngineFault            L011  an unexpected failure
+    ├── RequestRefused         L012  a prompt or sampling options that this model can't run
     ├── EngineOverloaded       L015  a queue reached its bound
-    └── NotServed              L016  a task that this engine's model is not for
+    └── NotServed              L016  a task other than the engine's
 
-    ModelRefused (no code: it ends the start, before there are commands)
+    ModelRefused (no code: it ends the engine's start, before the first command)
 """
 
-# Kinds are named by what was found, as clients are told it; every one is an error by its base.
+# Classes are named by what was found, as in the texts for clients; all derive from one error class.
 # ruff: noqa: N818
 
 from typing import ClassVar, Final
@@ -35,19 +35,19 @@ from messages.errors import ErrorCode
 
 
 class EngineError(Exception):
-    """A command was refused or failed; nothing that a batch can see was changed by it."""
+    """A command was refused or failed, and changed nothing that a batch can see."""
 
     code: ClassVar[ErrorCode]
 
 
 class NoRoom(EngineError):
-    """No slot or no place on the host is free, and nobody may leave."""
+    """No slot or host place is free, and none can be freed."""
 
     code = ErrorCode.NO_ROOM
 
 
 class HostOutOfMemory(EngineError):
-    """The host has no room for an adapter's weights or its blob, page-locked or not."""
+    """The host has no memory for an adapter's weights or its blob, page-locked or not."""
 
     code = ErrorCode.NO_ROOM
 
@@ -65,80 +65,80 @@ class AdapterDoesNotFit(EngineError):
 
 
 class AdapterUnsound(AdapterDoesNotFit):
-    """The weights file is no sound safetensors file, or passes a bound."""
+    """The weights file is malformed, or exceeds a bound."""
 
 
 class DeviceOutOfMemory(EngineError):
-    """The arena has no room, or the device has no room for the arena."""
+    """The arena has no free space, or the device has no memory for the arena."""
 
     code = ErrorCode.DEVICE_OUT_OF_MEMORY
 
 
 class AdapterConfigRefused(EngineError):
-    """The PEFT config asks for something that is not supported, or is no sound config."""
+    """The PEFT config is malformed, or uses a feature that is not supported."""
 
     code = ErrorCode.CONFIG_REFUSED
 
 
 class UnknownAdapter(EngineError):
-    """A command names an adapter id that the engine holds nothing for."""
+    """A command names an adapter id that the engine does not have."""
 
     code = ErrorCode.UNKNOWN_ADAPTER
 
 
 class NotResident(EngineError):
-    """A slot is empty, or has another generation than the one that was named."""
+    """A slot is empty, or has another generation than the command names."""
 
     code = ErrorCode.NOT_RESIDENT
 
 
 class NotFinite(EngineError):
-    """A tensor holds NaN or infinity, or would after rounding to the LoRA dtype."""
+    """A tensor contains NaN or infinity, or would after rounding to the LoRA dtype."""
 
     code = ErrorCode.NOT_FINITE
 
 
 class PathNotAllowed(EngineError):
-    """The path leads out of the adapter roots, over a link, or to no regular file."""
+    """The path leaves the adapter roots, crosses a link, or is not a regular file."""
 
     code = ErrorCode.PATH_NOT_ALLOWED
 
 
 class Conflict(EngineError):
-    """Something else is where the command wants to be, or changed under its hands."""
+    """A slot or id is in use, or a file changed while it was read."""
 
     code = ErrorCode.CONFLICT
 
 
 class RequestRefused(EngineError):
-    """A generation asks for what this model can't run: too long, foreign tokens, no tokenizer."""
+    """A request that this model can't run: too long, unknown tokens, no tokenizer."""
 
     code = ErrorCode.MALFORMED
 
 
 class EngineOverloaded(EngineError):
-    """A queue of the engine reached its bound."""
+    """A queue of the engine is full."""
 
     code = ErrorCode.OVERLOADED
 
 
 class NotServed(EngineError):
-    """The engine was started for another task than the request's."""
+    """The engine was started for a task other than the request's."""
 
     code = ErrorCode.NOT_SERVED
 
 
 class EngineFault(EngineError):
-    """Something failed that nobody foresaw; the log has it whole."""
+    """An unexpected failure."""
 
     code = ErrorCode.ENGINE_GONE
 
 
 class ModelRefused(Exception):
-    """The base model's directory holds nothing that this engine can serve rightly."""
+    """The base model can't be served correctly by this engine."""
 
 
-FOREIGN_FAILURES: Final = (
+MODEL_CODE_ERRORS: Final = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -147,7 +147,7 @@ FOREIGN_FAILURES: Final = (
     TypeError,
     ValueError,
 )
-"""What foreign model code raises where it is called in a way it does not support."""
+"""Exceptions of a model's own code when it is called in a way that it does not support."""
 
 
 _BY_CODE: Final = {
@@ -161,12 +161,12 @@ _BY_CODE: Final = {
 
 
 def error_of(code: ErrorCode, message: str) -> EngineError:
-    """The error that a code stands for."""
+    """Return an error with this code; `EngineFault` for a code of no class."""
     return _BY_CODE.get(code, EngineFault)(message)
 
 
 def code_of(error: BaseException) -> ErrorCode:
-    """What a client is told; what nobody foresaw counts as the engine not being able to answer."""
+    """Return the code to report for an error; an unexpected error counts as `ENGINE_GONE`."""
     match error:
         case EngineError():
             return error.code

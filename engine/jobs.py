@@ -1,8 +1,7 @@
-"""What takes long and touches no device: reading, checking and packing.
+"""Background jobs (file reads, checks, packing), on threads or inline.
 
-What it is: a small thread pool whose results are collected by the main thread, and the same without
-threads. What it is not: a place for decisions. One rule: a job gets what it needs as arguments and
-returns its result; only the main thread changes the engine, in `take`'s caller.
+A job gets all it needs as arguments and returns its result. Only the main thread, which calls
+`take_finished`, may change the engine.
 """
 
 from collections.abc import Callable
@@ -13,73 +12,73 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 T = TypeVar("T")
 
 
-class Finished(NamedTuple, Generic[T]):
-    """A job's end: the tag that it was started with, and its result or error."""
+class FinishedJob(NamedTuple, Generic[T]):
+    """The tag that a job was started with, and its result or error."""
 
     tag: T
     future: "Future[Any]"
 
 
 class Jobs(Protocol[T]):
-    """Does jobs, whenever that may be."""
+    """Runs jobs, at any time after `start`."""
 
     def start(self, tag: T, job: Callable[[], Any]) -> None:
-        """Have `job` done."""
+        """Start `job`, now or later."""
         ...
 
-    def take(self) -> list[Finished[T]]:
-        """The jobs that have ended since the last call, in that order."""
+    def take_finished(self) -> list[FinishedJob[T]]:
+        """Return the jobs that have ended since the last call, in the order of their end."""
         ...
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Start no further jobs."""
         ...
 
 
 class InlineJobs(Generic[T]):
-    """Does every job at once, in the thread that asks for it."""
+    """Runs every job in the calling thread, within `start`."""
 
     def __init__(self) -> None:
-        self._finished: list[Finished[T]] = []
+        self._finished: list[FinishedJob[T]] = []
 
     def start(self, tag: T, job: Callable[[], Any]) -> None:
-        """Do `job` now; what it raises is its result, as on another thread."""
+        """Run `job`; its exception becomes its result, as on another thread."""
         future: Future[Any] = Future()
         try:
             future.set_result(job())
         except Exception as error:
-            # Whatever it is, it belongs to whoever takes the result, as from a thread.
+            # Of any kind: it is raised where the result is used, as with a thread.
             future.set_exception(error)
-        self._finished.append(Finished(tag, future))
+        self._finished.append(FinishedJob(tag, future))
 
-    def take(self) -> list[Finished[T]]:
-        """The jobs that have ended since the last call, in that order."""
+    def take_finished(self) -> list[FinishedJob[T]]:
+        """Return the jobs that have ended since the last call, in the order of their end."""
         finished, self._finished = self._finished, []
         return finished
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no job runs between calls."""
 
 
-class WorkPool(Generic[T]):
-    """Runs jobs on `threads` threads; `wake` is called from one of them when a job has ended."""
+class ThreadedJobs(Generic[T]):
+    """Runs jobs on `threads` threads; each calls `wake` when its job has ended."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="engine-jobs")
-        self._finished: SimpleQueue[Finished[T]] = SimpleQueue()
+        self._finished: SimpleQueue[FinishedJob[T]] = SimpleQueue()
         self._wake = wake
 
     def start(self, tag: T, job: Callable[[], Any]) -> None:
         """Run `job` as soon as a thread is free."""
 
-        def hand_over(future: "Future[Any]") -> None:
-            self._finished.put(Finished(tag, future))
+        def report(future: "Future[Any]") -> None:
+            self._finished.put(FinishedJob(tag, future))
             self._wake()
 
-        self._executor.submit(job).add_done_callback(hand_over)
+        self._executor.submit(job).add_done_callback(report)
 
-    def take(self) -> list[Finished[T]]:
-        """The jobs that have ended since the last call, in that order."""
+    def take_finished(self) -> list[FinishedJob[T]]:
+        """Return the jobs that have ended since the last call, in the order of their end."""
         finished = []
         while True:
             try:
@@ -88,5 +87,5 @@ class WorkPool(Generic[T]):
                 return finished
 
     def close(self) -> None:
-        """Start nothing more; a running job goes on to its end."""
+        """Start no further jobs; a running job continues to its end."""
         self._executor.shutdown(wait=False, cancel_futures=True)

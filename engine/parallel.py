@@ -1,11 +1,8 @@
-"""The processes that hold one model together: who is who, and what they say to each other.
+"""One rank's view of a tensor-parallel group, over torch.distributed.
 
-What it is: one rank's view of a tensor-parallel group, over torch.distributed. What it is not: a
-way to send objects; what is not a tensor travels as bytes that somebody else encodes. One rule: a
-group of one calls nothing, so that a single process needs no torch.distributed.
-
-Every call is collective: all ranks make the same calls, in the same order, from one thread. A rank
-that stays away ends the call with `RankLost` within `TIMEOUT_S` on all others.
+Every call is collective: all ranks must make the same calls in the same order, from one thread. If
+a rank does not join a call, the call ends with `RankLost` within `TIMEOUT_S` on all others. A group
+of one makes no calls, so that a single process needs no torch.distributed.
 """
 
 import os
@@ -20,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT_S: Final = 60.0
-"""How long a call waits for the others, once all have started."""
+"""How long a call waits for the other ranks, once all have started."""
 
 START_TIMEOUT_S: Final = 1800.0
-"""How long the first ready rank waits for those that still load the model."""
+"""How long the first ready rank waits for ranks that still load the model."""
 
 
 class RankLost(Exception):  # noqa: N818 - named by what was found, as the engine's errors
-    """Another rank is gone, silent, or not the same any more; the group can't go on."""
+    """Another rank ended, does not answer, or differs; the group can't continue."""
 
 
 @contextmanager
-def _talking(what: str) -> Iterator[None]:
+def _collective_call(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
@@ -40,9 +37,10 @@ def _talking(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ParallelGroup:
-    """`rank` counts from 0 to `world_size` - 1; the two process groups are None for a group of one.
+    """A tensor-parallel group, with this process's `rank` in it, from 0 to `world_size` - 1.
 
-    `device_group` carries tensors of the model's device, `host_group` those of the host.
+    `device_group` transfers tensors on the model's device, `host_group` those on the host. Both are
+    None for a group of one.
     """
 
     rank: int = 0
@@ -51,58 +49,58 @@ class ParallelGroup:
     host_group: dist.ProcessGroup | None = None
 
     @property
-    def is_single(self) -> bool:
-        """Whether there is nobody to talk to."""
+    def is_trivial(self) -> bool:
+        """Whether this process is the only one."""
         return self.world_size == 1
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank decides what all do."""
+    def is_leader(self) -> bool:
+        """Whether this is rank 0, which decides for all."""
         return self.rank == 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`, in place; the same bits on all ranks."""
-        if not self.is_single:
-            with _talking("summing"):
+        """Sum `x` over the ranks in place, to the same bits on all; return it."""
+        if not self.is_trivial:
+            with _collective_call("summing"):
                 dist.all_reduce(x, group=self.device_group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, [world_size, *x.shape]."""
-        if self.is_single:
+        """Return every rank's `x`: [world_size, *x.shape]."""
+        if self.is_trivial:
             return x[None]
         gathered = x.new_empty((self.world_size, *x.shape))
-        with _talking("gathering"):
+        with _collective_call("gathering"):
             dist.all_gather(list(gathered.unbind()), x.contiguous(), group=self.device_group)
         return gathered
 
     def gather_columns(self, x: Tensor) -> Tensor:
-        """Every rank's `x` side by side, rank 0's first: [..., n] to [..., world_size * n]."""
-        if self.is_single:
+        """Concatenate every rank's `x`, in rank order: [..., n] to [..., world_size * n]."""
+        if self.is_trivial:
             return x
         return self.all_gather(x).movedim(0, -2).flatten(-2)
 
     def broadcast_numbers(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers on every rank; all must give equally many."""
-        if self.is_single:
+        """Return rank 0's numbers; all ranks must pass the same count."""
+        if self.is_trivial:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64)
         self._broadcast(tensor)
         return tensor.tolist()
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes on every rank; what the others give is ignored."""
-        if self.is_single:
+        """Return rank 0's bytes; those of the other ranks are ignored."""
+        if self.is_trivial:
             return data
         (size,) = self.broadcast_numbers([len(data)])
-        tensor = _tensor_of(data) if self.leads else torch.empty(size, dtype=torch.uint8)
+        tensor = _tensor_of(data) if self.is_leader else torch.empty(size, dtype=torch.uint8)
         if size:
             self._broadcast(tensor)
         return tensor.numpy().tobytes()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes, in the order of ranks."""
-        if self.is_single:
+        """Return every rank's bytes, in rank order."""
+        if self.is_trivial:
             return [data]
         sizes = self._gather_on_host(torch.tensor([len(data)]))
         largest = max(int(size) for size in sizes)
@@ -113,20 +111,23 @@ class ParallelGroup:
             for tensor, size in zip(gathered, sizes, strict=True)
         ]
 
-    def all_true(self, claim: bool) -> bool:
-        """Whether every rank claims it."""
-        if self.is_single:
-            return claim
-        return all(bool(told) for told in self._gather_on_host(torch.tensor([int(claim)])))
+    def all_true(self, value: bool) -> bool:
+        """Return the logical AND of every rank's `value`."""
+        if self.is_trivial:
+            return value
+        return all(bool(one) for one in self._gather_on_host(torch.tensor([int(value)])))
 
     def wait_for_all(self) -> None:
-        """Return when every rank has come here; they may take as long as loading a model does."""
-        if not self.is_single:
-            with _talking("starting"):
+        """Wait until every rank calls this, for at most `START_TIMEOUT_S`."""
+        if not self.is_trivial:
+            with _collective_call("starting"):
                 dist.monitored_barrier(timeout=timedelta(seconds=START_TIMEOUT_S))
 
-    def part_of(self, size: int, what: str) -> range:
-        """This rank's equal share of `size` things; ValueError where there is no such."""
+    def shard_range(self, size: int, what: str) -> range:
+        """Return this rank's equal share of `range(size)`; ValueError if it can't be divided.
+
+        `what` names `size` in the error.
+        """
         if size % self.world_size:
             raise ValueError(f"{what} {size} can't be shared evenly by {self.world_size} ranks")
         share = size // self.world_size
@@ -134,17 +135,17 @@ class ParallelGroup:
 
     def _gather_on_host(self, tensor: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        with _talking("gathering"):
+        with _collective_call("gathering"):
             dist.all_gather(gathered, tensor, group=self.host_group)
         return gathered
 
     def _broadcast(self, tensor: Tensor) -> None:
-        with _talking("telling"):
+        with _collective_call("broadcasting"):
             dist.broadcast(tensor, 0, group=self.host_group)
 
 
 SINGLE: Final = ParallelGroup()
-"""The group of a process that holds its model alone."""
+"""The group of a single process."""
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
@@ -153,22 +154,24 @@ def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def device_of(device: torch.device, environment: Mapping[str, str] = os.environ) -> str:
-    """This rank's device of a kind; raises ValueError where all were given the same one."""
+    """Return this rank's device of a type; ValueError for a device with an index."""
     if device.type != "cuda":
         return str(device)
     if device.index:
-        raise ValueError(f"device is {str(device)!r} for several ranks; say cuda, and each has one")
+        raise ValueError(
+            f"device is {str(device)!r} for several ranks; use cuda, which has one per rank"
+        )
     return f"cuda:{environment['LOCAL_RANK']}"
 
 
 def join_group(device_type: str, environment: Mapping[str, str] = os.environ) -> ParallelGroup:
-    """The group that `torchrun` started this process in.
+    """Join the group in which `torchrun` started this process, and wait for all ranks.
 
-    On CUDA the process takes the device of its local rank. Waits until all ranks are there.
+    On CUDA the process selects the device of its local rank.
     """
     if device_type == "cuda":
         torch.cuda.set_device(int(environment["LOCAL_RANK"]))
-    # The first group is for the start alone, so it may wait long; all else must not.
+    # Only the start waits for ranks that load a model; all other calls have the short timeout.
     dist.init_process_group("gloo", timeout=timedelta(seconds=START_TIMEOUT_S))
     timeout = timedelta(seconds=TIMEOUT_S)
     host_group = dist.new_group(backend="gloo", timeout=timeout)
@@ -178,8 +181,8 @@ def join_group(device_type: str, environment: Mapping[str, str] = os.environ) ->
 
 
 def leave_group(group: ParallelGroup) -> None:
-    """Close the connections; the others may go on only to do the same."""
-    if not group.is_single:
+    """Close the connections; the other ranks can then only do the same."""
+    if not group.is_trivial:
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Adapters, from somebody else's files or tensors to weights that fit this model."""
+"""Adapters, from untrusted files or tensors to weights that fit this model."""
 
 from engine.adapters.expert_stacks import MoEEPLoadSpec
 from engine.adapters.lora_model import (

@@ -1,9 +1,7 @@
-"""Experts' weights as the directory has them: one stack a column, from either format.
+"""Experts' weights as one stack per directory column, from either format of a file.
 
-What it is: which part of each tensor this process reads, and how what was read is stacked or
-split. What it is not: a check; names and shapes were held against the model before. One rule: a
-process reads nothing of other ranks' experts, except where a file has all experts side by side in
-one row.
+Names and shapes have been checked against the model before. A process reads no weights of other
+ranks' experts, except where each row of a stored matrix holds all experts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,16 +13,16 @@ import torch
 from torch import Tensor
 
 from engine.adapters.expert_tensors import ExpertPair
-from engine.adapters.pairs import Pair
+from engine.adapters.pairs import TensorPair
 from engine.layout import ModuleShape
-from engine.submatrix import Part
+from engine.submatrix import Submatrix
 
 
 @dataclass(frozen=True)
 class MoEEPLoadSpec:
-    """Which of a layer's experts this rank keeps; no others are read.
+    """The experts of a layer that this rank keeps; no others are read.
 
-    Raises ValueError where `local_experts` are not among `num_experts`.
+    Raises ValueError unless `local_experts` is a range within `num_experts`.
     """
 
     num_experts: int
@@ -35,24 +33,24 @@ class MoEEPLoadSpec:
         if local.step != 1 or not 0 <= local.start < local.stop <= self.num_experts:
             raise ValueError(f"local_experts is {local}; a range within {self.num_experts} experts")
 
-    def a_part(self, rank: int) -> Part:
-        """What to read of an A that lies expert by expert, `[experts * rank, in]`."""
+    def a_submatrix(self, rank: int) -> Submatrix:
+        """Return the part to read of an A `[experts * rank, in]`, stored expert by expert."""
         local = self.local_experts
-        return Part((range(local.start * rank, local.stop * rank),))
+        return Submatrix((range(local.start * rank, local.stop * rank),))
 
 
-def expert_parts(pairs: Iterable[ExpertPair]) -> dict[str, Part]:
-    """What this process keeps of each tensor; nothing of a pair whose expert is another rank's."""
-    parts: dict[str, Part] = {}
+def expert_submatrices(pairs: Iterable[ExpertPair]) -> dict[str, Submatrix]:
+    """Return the part of each tensor that this process keeps; none of other ranks' experts."""
+    parts: dict[str, Submatrix] = {}
     for pair, columns, expert in pairs:
         shard = columns[0].shard
         if expert is None:
-            part = shard.a_part(pair.rank * columns[0].experts)
+            part = shard.a_submatrix(pair.rank * columns[0].experts)
             if shard.experts is not None:
-                part = MoEEPLoadSpec(columns[0].experts, shard.experts).a_part(pair.rank)
-            stored = (part, Part(_fused_rows(columns)))
+                part = MoEEPLoadSpec(columns[0].experts, shard.experts).a_submatrix(pair.rank)
+            stored = (part, Submatrix(_fused_rows(columns)))
         elif expert in columns[0].kept_experts:
-            stored = (shard.a_part(pair.rank), shard.b_part())
+            stored = (shard.a_submatrix(pair.rank), shard.b_submatrix())
         else:
             continue
         parts |= zip(pair.factors(), stored, strict=True)
@@ -60,31 +58,32 @@ def expert_parts(pairs: Iterable[ExpertPair]) -> dict[str, Part]:
 
 
 def _fused_rows(columns: Sequence[ModuleShape]) -> tuple[range, ...] | None:
-    """The rows of a fused B that fill these columns, one column after the other; None for all."""
-    if columns[0].within is None:
+    """Return the rows of a fused B that fill these columns, in order of columns; None for all."""
+    if columns[0].parameter_rows is None:
         return columns[0].shard.b_rows
     rows: list[range] = []
     for column in columns:
-        own = (range(column.out_features),) if column.within is None else (column.within.rows,)
+        within = column.parameter_rows
+        all_rows = range(column.out_features) if within is None else within.rows
         wanted = column.shard.b_rows
-        rows += own if wanted is None else [own[0][part.start : part.stop] for part in wanted]
+        rows += [all_rows] if wanted is None else [all_rows[p.start : p.stop] for p in wanted]
     return tuple(rows)
 
 
-class Stack(NamedTuple):
+class ExpertStack(NamedTuple):
     """One column's weights: A `[experts, rank, in]` and B `[experts, out, rank]`.
 
-    `pair` tells what multiplies them.
+    `pair` has their rank, alpha and scaling.
     """
 
     column: ModuleShape
-    pair: Pair
+    pair: TensorPair
     a: Tensor
     b: Tensor
 
 
-def expert_stacks(pairs: Iterable[ExpertPair], tensors: Mapping[str, Tensor]) -> list[Stack]:
-    """The weights of every column that is touched; `tensors` are what `expert_parts` says."""
+def expert_stacks(pairs: Iterable[ExpertPair], tensors: Mapping[str, Tensor]) -> list[ExpertStack]:
+    """Return the weights of every touched column; `tensors` are the `expert_submatrices`."""
     pairs = list(pairs)
     stacks = [stack for pair in pairs if pair.expert is None for stack in _split(pair, tensors)]
     singles = sorted((pair for pair in pairs if pair.expert is not None), key=_column_name)
@@ -97,8 +96,8 @@ def _column_name(pair: ExpertPair) -> str:
     return pair.columns[0].name
 
 
-def _split(fused: ExpertPair, tensors: Mapping[str, Tensor]) -> list[Stack]:
-    """A fused pair, cut by expert and by column; columns share A."""
+def _split(fused: ExpertPair, tensors: Mapping[str, Tensor]) -> list[ExpertStack]:
+    """Split a fused pair by expert and by column; columns share A."""
     pair, columns, _ = fused
     kept, rank = columns[0].kept_experts, pair.rank
     stored_a, stored_b = (tensors[name] for name in pair.factors())
@@ -108,13 +107,13 @@ def _split(fused: ExpertPair, tensors: Mapping[str, Tensor]) -> list[Stack]:
     heights = [column.shard.b_height(column.out_features) for column in columns]
     parts = torch.split(b, heights, dim=1)
     return [
-        Stack(column, pair, a, part.contiguous())
+        ExpertStack(column, pair, a, part.contiguous())
         for column, part in zip(columns, parts, strict=True)
     ]
 
 
-def _stacked(members: Sequence[ExpertPair], tensors: Mapping[str, Tensor]) -> Stack:
-    """One projection's experts in one stack; zeros for experts that the adapter leaves alone."""
+def _stacked(members: Sequence[ExpertPair], tensors: Mapping[str, Tensor]) -> ExpertStack:
+    """Stack one projection's experts; zeros for experts that the adapter does not touch."""
     first, column = members[0].pair, members[0].columns[0]
     own = {
         pair.expert: [tensors[name] for name in pair.pair.factors()]
@@ -123,7 +122,7 @@ def _stacked(members: Sequence[ExpertPair], tensors: Mapping[str, Tensor]) -> St
     }
     dtype = next((a.dtype for a, _ in own.values()), torch.float32)
     shapes = (column.a_shape(first.rank)[1:], column.b_shape(first.rank)[1:])
-    nothing = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-    pairs = [own.get(expert, nothing) for expert in column.kept_experts]
+    zeros = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    pairs = [own.get(expert, zeros) for expert in column.kept_experts]
     a, b = (torch.stack([pair[side] for pair in pairs]) for side in (0, 1))
-    return Stack(column, first, a, b)
+    return ExpertStack(column, first, a, b)

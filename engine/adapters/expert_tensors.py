@@ -1,13 +1,12 @@
-"""Which experts' weights an adapter's tensors are: per expert (2-D), or fused (3-D).
+"""Expert tensors of an adapter, per expert (2-D) or fused (3-D), matched to directory columns.
 
-What it is: from names, config and shapes to pairs of tensors and the columns that they fill. What
-it is not: a reader of values. One rule: a fused tensor's name alone never decides what it adapts;
-the config's `target_parameters` do, and the shapes have to agree.
+A fused tensor's name alone never determines what it adapts: the config's `target_parameters` do,
+and the shapes must agree.
 
 Per expert: `<experts>.3.gate_proj`, each with an A `[rank, in]` and a B `[out, rank]`. Fused:
 `<experts>` or `<experts>.base_layer`, with an A `[experts * rank, in]`, expert after expert, and a
-B `[out, rank * experts]`, the expert counted fastest. With both parameters adapted gate_up is the
-inner one, under `base_layer`; with one adapted it stands under the plain name, whichever it is.
+B `[out, rank * experts]`, the expert counted fastest. If both parameters are adapted, gate_up
+is the inner one, under `base_layer`; if one is adapted, it has the plain name.
 """
 
 import re
@@ -17,8 +16,8 @@ from typing import Final, NamedTuple, TypeVar
 
 from engine.adapters.files.problems import Problems
 from engine.adapters.files.weights_file import Tensors
-from engine.adapters.module_paths import Naming
-from engine.adapters.pairs import Pair, check_shared, pair_of
+from engine.adapters.module_paths import ModulePathResolver
+from engine.adapters.pairs import TensorPair, check_rank_divisible, make_pair
 from engine.adapters.peft_config import PEFTHelper
 from engine.adapters.tensor_names import PairNames, WeightNames
 from engine.errors import AdapterDoesNotFit
@@ -28,30 +27,30 @@ K = TypeVar("K")
 
 _SINGLE: Final = re.compile(r"(.+)\.(\d{1,6})\.(\w+)\Z")
 _PROJECTIONS: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""Older names of projections; others mean themselves."""
+"""Older names of projections, and their names in models."""
 _PARENTS: Final = {".block_sparse_moe.": ".mlp."}
-"""Older names of what holds the experts and their router; used where the model has none so."""
+"""Older names of the module that holds experts and router, and its name in models."""
 _INNER: Final = ".base_layer"
 
 
 class ExpertPair(NamedTuple):
-    """An A and a B of the file, and the columns that they fill: several where they are split.
+    """An A and a B of the file, and the columns that they fill: several if they are split.
 
-    `expert` is the one that they are for; None for fused ones, which are for all.
+    `expert`: its index; None for a fused pair, which is for all experts.
     """
 
-    pair: Pair
+    pair: TensorPair
     columns: tuple[ModuleShape, ...]
     expert: int | None = None
 
     def whole(self) -> "ExpertPair":
-        """The same where this process keeps all of it."""
+        """Return the same for a process that keeps all experts."""
         columns = tuple(replace(column, shard=WHOLE) for column in self.columns)
         return self._replace(columns=columns)
 
 
-class Single(NamedTuple):
-    """What a per-expert path names."""
+class ExpertProjection(NamedTuple):
+    """One projection of one expert, as a per-expert path names it."""
 
     expert: int
     projection: str
@@ -59,24 +58,24 @@ class Single(NamedTuple):
 
 @dataclass
 class Experts:
-    """One experts module: its columns by their last name, and what the file has for it.
+    """One experts module: its columns by their last name, and the file's tensors for it.
 
-    `fused`: by how many wrappers lie inside, 1 for `base_layer`. `path`: of the module.
+    `path`: of the module. `fused`: by the number of wrappers inside, which is 1 for `base_layer`.
     """
 
     path: str
     columns: dict[str, ModuleShape] = field(default_factory=dict)
     fused: dict[int, PairNames] = field(default_factory=dict)
-    singles: dict[Single, PairNames] = field(default_factory=dict)
+    singles: dict[ExpertProjection, PairNames] = field(default_factory=dict)
 
     @property
     def is_touched(self) -> bool:
-        """Whether the file has anything for it."""
+        """Whether the file has tensors for the module."""
         return bool(self.fused or self.singles)
 
     @property
     def parameters(self) -> dict[str, tuple[ModuleShape, ...]]:
-        """The model's own parameters by their last name, the inner one first, and their columns."""
+        """The columns of each model parameter, by its last name, the inner parameter first."""
         found: dict[str, tuple[ModuleShape, ...]] = {}
         for shape in self.columns.values():
             last = shape.parameter.rpartition(".")[2]
@@ -85,17 +84,17 @@ class Experts:
 
 
 def split_experts(
-    names: WeightNames, naming: Naming, modules: Iterable[ModuleShape]
+    names: WeightNames, resolver: ModulePathResolver, modules: Iterable[ModuleShape]
 ) -> tuple[WeightNames, list[Experts]]:
-    """The names that are no experts', and the model's experts modules with those that are.
+    """Return the names of other modules, and the model's experts modules with their names.
 
-    What stays in `experts` is of experts that are not among `modules`. A second pair for what has
-    one, under an older name, is `unexpected`.
+    Fused names of experts that are not among `modules` stay in `experts` of the result. A second
+    pair for the same matrix, under an older name, is added to `unexpected`.
     """
     known = _known_experts(modules)
     result = WeightNames({}, {}, names.copies, [*names.unexpected])
     for written, found in names.experts.items():
-        outer = naming.resolve(_renamed(written.removesuffix(_INNER), known))
+        outer = resolver.resolve(_renamed(written.removesuffix(_INNER), known))
         if outer in known:
             _enter(known[outer].fused, int(written.endswith(_INNER)), found, result.unexpected)
         else:
@@ -103,25 +102,30 @@ def split_experts(
     for written, found in names.pairs.items():
         path = _renamed(written, known)
         match = _SINGLE.match(path)
-        experts = known.get(naming.resolve(match[1])) if match else None
+        experts = known.get(resolver.resolve(match[1])) if match else None
         if match and experts:
             projection = _PROJECTIONS.get(match[3], match[3])
-            _enter(experts.singles, Single(int(match[2]), projection), found, result.unexpected)
+            _enter(
+                experts.singles,
+                ExpertProjection(int(match[2]), projection),
+                found,
+                result.unexpected,
+            )
         else:
             _enter(result.pairs, path, found, result.unexpected)
     return result, list(known.values())
 
 
 def _enter(into: dict[K, PairNames], key: K, found: PairNames, unexpected: list[str]) -> None:
-    """Keep a pair, unless another has its place."""
+    """Enter a pair, unless there is another for the same matrix."""
     first = into.setdefault(key, found)
     if first is not found:
-        there = first.a or first.b
-        unexpected += [f"{name} (the same as {there})" for name in (found.a, found.b) if name]
+        first_name = first.a or first.b
+        unexpected += [f"{name} (the same as {first_name})" for name in (found.a, found.b) if name]
 
 
 def _renamed(path: str, known: Collection[str]) -> str:
-    """A path below an older parent, where the model has its experts below the newer one."""
+    """Return a path with the older parent renamed, if the model has the newer one."""
     for old, new in _PARENTS.items():
         before, found, _ = path.partition(old)
         if found and f"{before}{new}experts" in known:
@@ -141,13 +145,13 @@ def _known_experts(modules: Iterable[ModuleShape]) -> dict[str, Experts]:
 def pair_experts(
     found: Iterable[Experts], tensors: Tensors, helper: PEFTHelper, problems: Problems
 ) -> list[ExpertPair]:
-    """The pairs of all experts modules, held against the config and the model's shapes."""
+    """Return the pairs of all experts modules, checked against config and shapes."""
     pairs: list[ExpertPair] = []
     for experts in found:
         with problems.collecting():
             if experts.fused and experts.singles:
                 raise AdapterDoesNotFit(
-                    f"{experts.path} has tensors per expert and fused ones; one format is needed"
+                    f"{experts.path} has tensors per expert and fused ones; use one of the formats"
                 )
             pairs += _fused_pairs(experts, tensors, helper)
             pairs += _single_pairs(experts, tensors, helper)
@@ -160,38 +164,38 @@ def _fused_pairs(experts: Experts, tensors: Tensors, helper: PEFTHelper) -> Iter
         module = f"{experts.path}.{parameter}"
         key = f"{names.source.removesuffix(_INNER)}.{parameter}"
         count = columns[0].experts
-        pair = pair_of(module, names, tensors, helper, key, count)
+        pair = make_pair(module, names, tensors, helper, key, count)
         _check_fit(pair, tensors, columns)
         yield ExpertPair(pair, columns)
 
 
 def _parameters_of(experts: Experts, tensors: Tensors, helper: PEFTHelper) -> dict[str, PairNames]:
-    """Which parameter each fused pair adapts."""
+    """Return the fused pair of each adapted parameter."""
     names = list(experts.parameters)
     if len(experts.fused) == len(names):
-        return {name: experts.fused[1 - place] for place, name in enumerate(names)}
+        return {name: experts.fused[1 - index] for index, name in enumerate(names)}
     if not experts.fused:
         return {}
     ((depth, only),) = experts.fused.items()
     source = only.source.removesuffix(_INNER)
     targets = [name for name in names if helper.targets_parameter(f"{source}.{name}")]
-    likely = targets or [name for name in names if _fits(experts, name, only, tensors)]
-    if depth or len(likely) != 1:
+    candidates = targets or [name for name in names if _fits(experts, name, only, tensors)]
+    if depth or len(candidates) != 1:
         raise AdapterDoesNotFit(
             f"{experts.path} has fused tensors under {only.source} alone, and the config's "
-            f"target_parameters name {' and '.join(targets) or 'none of them'}; which parameter "
-            "they adapt must be clear"
+            f"target_parameters name {' and '.join(targets) or 'none of its parameters'}; they "
+            "must name the one that is adapted"
         )
-    return {likely[0]: only}
+    return {candidates[0]: only}
 
 
 def _fits(experts: Experts, parameter: str, names: PairNames, tensors: Tensors) -> bool:
     columns = experts.parameters[parameter]
     widths = (columns[0].in_features, sum(shape.out_features for shape in columns))
-    sides = ((names.a, 1, widths[0]), (names.b, 0, widths[1]))
+    dimensions = ((names.a, 1, widths[0]), (names.b, 0, widths[1]))
     return all(
-        name is None or list(tensors[name].shape[side:])[:1] == [width]
-        for name, side, width in sides
+        name is None or list(tensors[name].shape[dimension:])[:1] == [width]
+        for name, dimension, width in dimensions
     )
 
 
@@ -201,14 +205,16 @@ def _single_pairs(experts: Experts, tensors: Tensors, helper: PEFTHelper) -> lis
         column = experts.columns.get(projection)
         module = f"{experts.path}.{expert}.{projection}"
         if column is None:
-            there = ", ".join(experts.columns)
+            served = ", ".join(experts.columns)
             raise AdapterDoesNotFit(
-                f"{module} is an adapter per expert, but these experts are served as {there}; "
+                f"{module} is an adapter per expert, but these experts are served as {served}; "
                 "serve with enable_mixed_moe_lora_format to have both formats"
             )
         if expert >= column.experts:
-            raise AdapterDoesNotFit(f"{module}: this model has {column.experts} experts there")
-        pair = pair_of(module, names, tensors, helper, names.source)
+            raise AdapterDoesNotFit(
+                f"{module} is not there: this model has {column.experts} experts"
+            )
+        pair = make_pair(module, names, tensors, helper, names.source)
         _check_fit(pair, tensors, (column,))
         pairs.append(ExpertPair(pair, (column,), expert))
     _check_stacks(pairs)
@@ -217,39 +223,39 @@ def _single_pairs(experts: Experts, tensors: Tensors, helper: PEFTHelper) -> lis
 
 
 def _check_stacks(pairs: Iterable[ExpertPair]) -> None:
-    """Refuse experts of one projection whose matrices can't lie in one stack."""
-    first: dict[str, Pair] = {}
+    """Refuse experts of one projection whose matrices can't be in one stack."""
+    first: dict[str, TensorPair] = {}
     for pair, (column,), _ in pairs:
         other = first.setdefault(column.name, pair)
         if (other.rank, other.scaling) != (pair.rank, pair.scaling):
             raise AdapterDoesNotFit(
                 f"{other.module} has rank {other.rank} and scaling {other.scaling}, {pair.module} "
-                f"{pair.rank} and {pair.scaling}; experts of one projection need the same"
+                f"{pair.rank} and {pair.scaling}; all experts of one projection need the same"
             )
 
 
 def _check_complete(experts: Experts, helper: PEFTHelper) -> None:
-    """Refuse half an adapter: targets that are plain names adapt every expert."""
+    """Refuse an incomplete adapter: targets that are plain names adapt every expert."""
     if isinstance(helper.target_modules, str) or helper.has_exclusions:
         return
     for projection in sorted({single.projection for single in experts.singles}):
-        there = {single.expert for single in experts.singles if single.projection == projection}
-        missing = experts.columns[projection].experts - len(there)
+        present = {single.expert for single in experts.singles if single.projection == projection}
+        missing = experts.columns[projection].experts - len(present)
         if missing:
             raise AdapterDoesNotFit(
-                f"{experts.path} lacks {projection} of {missing} experts; "
-                "target_modules name all of them"
+                f"{experts.path} lacks {projection} of {missing} experts, but target_modules "
+                "names it for all"
             )
 
 
-def _check_fit(pair: Pair, tensors: Tensors, columns: Sequence[ModuleShape]) -> None:
-    """Hold a pair against the columns that it fills, side by side."""
+def _check_fit(pair: TensorPair, tensors: Tensors, columns: Sequence[ModuleShape]) -> None:
+    """Check a pair against the columns that it fills together."""
     a, b = (list(tensors[name].shape) for name in pair.factors())
     in_features = columns[0].in_features
     out_features = sum(column.out_features for column in columns)
     if a[1] != in_features or b[0] != out_features:
         raise AdapterDoesNotFit(
-            f"{pair.module} has A {a} and B {b}; this model's takes {in_features} and gives "
-            f"{out_features}"
+            f"{pair.module} has A {a} and B {b}; in this model it has {in_features} inputs and "
+            f"{out_features} outputs"
         )
-    check_shared(pair.module, pair.rank, columns[0].shard)
+    check_rank_divisible(pair.module, pair.rank, columns[0].shard)

@@ -1,8 +1,6 @@
-"""Adapters that a program hands over in memory: the checks that files get, and warm-up adapters.
+"""Check of an adapter that a program passes in memory, as thorough as that of files.
 
-What it is: one check of a `LoRAModel` against this model, and adapters that are there for their
-size. What it is not: a reader of files (`adapters`). One rule: what passes is nobody else's any
-more; it shares tensors with its giver only until it is packed.
+The checked adapter shares its tensors with the caller until it is packed.
 """
 
 from collections.abc import Mapping
@@ -10,91 +8,97 @@ from dataclasses import replace
 
 import torch
 
-from engine.adapters.compatibility import LEFT_OUT, ModelSide
+from engine.adapters.compatibility import EXCLUDED, AdapterTarget
 from engine.adapters.files.problems import Problems, shown
 from engine.adapters.files.weights_file import value_range
 from engine.adapters.finite_values import check_values
 from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
-from engine.adapters.pairs import Pair, check_shared
+from engine.adapters.pairs import TensorPair, check_rank_divisible
 from engine.adapters.reader import LoadedAdapter
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
 from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes
 
 
-def check_handed(
+def check_in_memory(
     model: LoRAModel,
-    side: ModelSide,
+    target: AdapterTarget,
     fingerprint: str,
 ) -> LoadedAdapter:
-    """Check an adapter in memory completely; `fingerprint` names this very handing over.
+    """Check an adapter in memory completely; `fingerprint` identifies this call's adapter.
 
-    `model` holds whole modules, whatever this process keeps of them, and is only read. Raises one
-    `EngineError` that tells all that was found: `AdapterDoesNotFit`, or `NotFinite` where shapes
-    are sound.
+    `model` holds whole modules, also where this process keeps a part, and is not changed. Raises
+    one `EngineError` for all problems: `AdapterDoesNotFit`, or `NotFinite` if all shapes fit.
     """
-    modules = side.modules
+    modules = target.modules
     problems = Problems(DEFAULT_BOUNDS.problems_max)
     loras = {name: _detached(lora, modules.get(name)) for name, lora in model.loras.items()}
     if not loras:
         problems.add(AdapterDoesNotFit, "no module is touched")
     for name, lora in loras.items():
-        _check_fit(name, lora, side, problems)
+        _check_fit(name, lora, target, problems)
     _raise(model.id, problems)
-    _check_values(loras, side.lora_config.dtype, problems)
+    _check_values(loras, target.lora_config.dtype, problems)
     _raise(model.id, problems)
     ranks = {name: lora.rank for name, lora in loras.items()}
-    checked = LoRAModel(model.id, max(ranks.values()), loras).cut(modules)
-    size_bytes = blob_bytes(ranks, modules.values(), side.lora_config.dtype)
+    checked = LoRAModel(model.id, max(ranks.values()), loras).sharded(modules)
+    size_bytes = blob_bytes(ranks, modules.values(), target.lora_config.dtype)
     return LoadedAdapter(fingerprint, checked, checked.rank, checked.size_bytes, size_bytes)
 
 
 def _detached(lora: LoRALayerWeights, shape: ModuleShape | None) -> LoRALayerWeights:
-    """The same tensors without their gradients' history; shapes are looked at once more."""
+    """Return detached weights, of the module's kind; `replace` checks the shapes again."""
     kind = lora.kind if shape is None else shape.kind
     return replace(lora, lora_a=lora.lora_a.detach(), lora_b=lora.lora_b.detach(), kind=kind)
 
 
-def _check_fit(name: str, lora: LoRALayerWeights, side: ModelSide, problems: Problems) -> None:
-    shape = side.modules.get(name)
+def _check_fit(
+    name: str, lora: LoRALayerWeights, target: AdapterTarget, problems: Problems
+) -> None:
+    shape = target.modules.get(name)
     if shape is None:
-        where = LEFT_OUT if side.leaves_out(name) else "not wrapped in this model"
+        where = EXCLUDED if target.excludes(name) else "not wrapped in this model"
         problems.add(AdapterDoesNotFit, f"{shown(name)} is {where}")
         return
-    rank_max = side.lora_config.max_lora_rank
+    rank_max = target.lora_config.max_lora_rank
     if not 1 <= lora.rank <= rank_max:
         problems.add(
             AdapterDoesNotFit,
-            f"{name} has rank {lora.rank}; 1 to {rank_max} (max_lora_rank) are served",
+            f"{name} has rank {lora.rank}; 1 to {rank_max} (max_lora_rank) are allowed",
         )
     if lora.shard != WHOLE:
-        problems.add(AdapterDoesNotFit, f"{name} is a part of a module; whole ones are handed over")
+        problems.add(AdapterDoesNotFit, f"{name} is a part of a module; pass whole modules")
         return
-    found, expected = (lora.lora_a.shape, lora.lora_b.shape), _whole_shapes(shape, lora.rank)
+    found, expected = (lora.lora_a.shape, lora.lora_b.shape), whole_shapes(shape, lora.rank)
     if found != expected:
         problems.add(
             AdapterDoesNotFit,
-            f"{name} has A {list(found[0])} and B {list(found[1])}; this model's takes "
+            f"{name} has A {list(found[0])} and B {list(found[1])}; in this model they are "
             f"{list(expected[0])} and {list(expected[1])}",
         )
     with problems.collecting():
-        check_shared(name, lora.rank, shape.shard)
+        check_rank_divisible(name, lora.rank, shape.shard)
     for letter, tensor in (("A", lora.lora_a), ("B", lora.lora_b)):
         if not tensor.dtype.is_floating_point:
             problems.add(
-                AdapterDoesNotFit, f"{name}'s {letter} is {tensor.dtype}; a floating one is needed"
+                AdapterDoesNotFit,
+                f"{name}'s {letter} is {tensor.dtype}; a floating dtype is needed",
             )
         if tensor.is_meta or tensor.layout is not torch.strided:
             kind = f"{tensor.layout} on {tensor.device}"
             problems.add(
-                AdapterDoesNotFit, f"{name}'s {letter} is {kind}; plain numbers are needed"
+                AdapterDoesNotFit,
+                f"{name}'s {letter} is {kind}; a dense tensor with values is needed",
             )
     if not lora.scaling:
-        problems.add(AdapterDoesNotFit, f"{name} has alpha 0; it would do nothing")
+        problems.add(
+            AdapterDoesNotFit,
+            f"{name} has alpha 0, so it would have no effect",
+        )
 
 
-def _whole_shapes(shape: ModuleShape, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A's and B's shape as they are handed over: of the whole module, before they are packed."""
+def whole_shapes(shape: ModuleShape, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return A's and B's shape of the whole module, as they are before packing."""
     whole = replace(shape, shard=WHOLE)
     a, b = whole.a_shape(rank), whole.b_shape(rank)
     return (a[::-1] if shape.kind is ModuleKind.EMBEDDING else a), b
@@ -106,7 +110,7 @@ def _check_values(
     pairs, ranges = [], {}
     for name, lora in loras.items():
         a, b = f"{name}.lora_A", f"{name}.lora_B"
-        pairs.append(Pair(name, a, b, lora.rank, lora.lora_alpha, lora.scaling))
+        pairs.append(TensorPair(name, a, b, lora.rank, lora.lora_alpha, lora.scaling))
         ranges[a], ranges[b] = value_range(lora.lora_a), value_range(lora.lora_b)
     check_values(pairs, ranges, dtype, problems)
 

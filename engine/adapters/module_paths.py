@@ -1,9 +1,8 @@
-"""Which module of this model a path in an adapter means.
+"""Resolution of module paths in an adapter to this model's module paths.
 
-What it is: the one place where a path becomes another: the caller's renaming, then the path itself,
-then a short list of equivalences. What it is not: a search for what looks alike. One rule: a path
-that the model has means itself; another means a module only by an equivalence that leads to exactly
-one, and else nothing.
+A path is renamed by the caller's function first. If the model has the result, the path means that
+module. If not, it means a module only if equivalences lead to exactly one. Similar names are never
+searched for.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,24 +13,25 @@ from transformers import PreTrainedModel
 from engine.errors import AdapterDoesNotFit
 
 Rename = Callable[[str], str]
-"""From a module's path in the checkpoint to its path in the model."""
+"""A function from a module's path in the checkpoint to its path in the model."""
 
 SKIP_PREFIXES: Final = ("mtp.",)
-"""What a served model has no use for: layers that predict further tokens while training."""
+"""Prefixes of layers that a served model does not use: they predict more tokens in training."""
 
 
 class Equivalence(NamedTuple):
-    """Paths that begin with `prefix` may be those that begin with `becomes` instead."""
+    """Paths that start with `prefix` may mean those with `replacement` in its place."""
 
     prefix: str
-    becomes: str
+    replacement: str
 
 
-class Naming:
-    """A model's paths, and how those of adapters lead to them.
+class ModulePathResolver:
+    """Resolves paths of adapters to those of a model.
 
-    `modules`: what can be adapted; their parents' paths are known too, because experts are named by
-    them. `equivalences`: see `equivalences_of`. `rename` comes first, `skip_prefixes` before all.
+    `modules`: paths that can be adapted; their parents' paths are known too, because experts are
+    named by them. `equivalences`: see `equivalences_of`. `rename` is applied before these, and
+    `skip_prefixes` before `rename`.
     """
 
     def __init__(
@@ -51,37 +51,37 @@ class Naming:
         self._skipped = tuple(skip_prefixes)
 
     def skips(self, path: str) -> bool:
-        """Whether nothing is to be read of what begins so."""
+        """Whether the path starts with one of `skip_prefixes`."""
         return path.startswith(self._skipped)
 
     def resolve(self, source: str) -> str:
-        """The path in this model; the renamed path itself where the model has nothing like it.
+        """Return the path in this model; the renamed path if the model has no such module.
 
-        Raises `AdapterDoesNotFit` where two equivalences lead to two modules.
+        Raises `AdapterDoesNotFit` if equivalences lead to several modules.
         """
         path = self._rename(source) if self._rename else source
         if path in self._known:
             return path
         others = {
-            becomes + path.removeprefix(prefix)
-            for prefix, becomes in self._equivalences
+            replacement + path.removeprefix(prefix)
+            for prefix, replacement in self._equivalences
             if path.startswith(prefix)
         }
         found = sorted(others & self._known)
         if len(found) > 1:
             raise AdapterDoesNotFit(
-                f"{source} may be {' or '.join(found)} of this model; rename it to the one it means"
+                f"{source} may be {' or '.join(found)} of this model; rename it to one of them"
             )
         return found[0] if found else path
 
 
 def equivalences_of(model: PreTrainedModel) -> tuple[Equivalence, ...]:
-    """The other ways in which adapters for this model may name its modules.
+    """Return the alternative paths that adapters may have for this model's modules.
 
-    A pooling model: with and without the prefix that its class with a head has (`model.`). A
-    multimodal model: its text part as a text model calls itself, with and without its prefix, and
-    paths of the time when the parts were not yet under that prefix, and when an encoder of images
-    had all of its layers under one more name. Any other model: none, paths are exact.
+    A pooling model: with and without the prefix of its class with a head (`model.`). A multimodal
+    model: paths of its text part as in a text model, with and without its prefix; older paths, from
+    before the parts had a common prefix; and older paths of image encoders, with one level more.
+    Any other model: none, so that paths are exact.
     """
     prefix, text = f"{model.base_model_prefix}.", _path_of_text_part(model)
     found: list[Equivalence] = []
@@ -97,12 +97,12 @@ def equivalences_of(model: PreTrainedModel) -> tuple[Equivalence, ...]:
 def _inner_encoders(model: PreTrainedModel, prefix: str) -> list[Equivalence]:
     encoder = model.get_encoder(modality="image")
     path = next((path for path, module in model.named_modules() if module is encoder), "")
-    olds = {f"{one}.vision_model." for one in (path, path.removeprefix(prefix)) if one}
-    return [Equivalence(old, f"{path}.") for old in sorted(olds)]
+    older = {f"{one}.vision_model." for one in (path, path.removeprefix(prefix)) if one}
+    return [Equivalence(old, f"{path}.") for old in sorted(older)]
 
 
 def _path_of_text_part(model: PreTrainedModel) -> str | None:
-    """Where a multimodal model has its text model; None for a model that is one."""
+    """Return the path of a multimodal model's text model; None for a text model."""
     if model.config.get_text_config(decoder=True) is model.config:
         return None
     decoder = model.get_decoder()

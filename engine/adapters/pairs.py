@@ -1,7 +1,7 @@
-"""Which tensors make one module's weights, and whether they agree with each other and the config.
+"""Pairs of tensors that are one module's A and B, checked against each other and the config.
 
-What it is: names and shapes put together. What it is not: the model, which `engine.fitting` holds
-them against, or values. One rule: a pair that exists has the rank that its config gives it.
+A pair that exists has the rank that its config specifies. `compatibility` checks it against the
+model.
 """
 
 from typing import Final, NamedTuple
@@ -12,16 +12,16 @@ from engine.adapters.peft_config import PEFTHelper
 from engine.adapters.tensor_names import PairNames, WeightNames
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 from engine.layout import ModuleKind, Shard
-from engine.submatrix import ALL, Part
+from engine.submatrix import WHOLE_TENSOR, Submatrix
 
 _SCALING_MAX: Final = 3.0e38
 _SCALING_MIN: Final = 1.2e-38
 
 
-class Pair(NamedTuple):
-    """One module's A `[rank, in]` and B `[out, rank]`, by name, and what multiplies them.
+class TensorPair(NamedTuple):
+    """The names of one module's A `[rank, in]` and B `[out, rank]`, with rank, alpha and scaling.
 
-    Of a head they are the weight `[out, in]` and the bias `[out]`, None where it has none.
+    For a head they are the weight `[out, in]` and the bias `[out]`, None if it has no bias.
     """
 
     module: str
@@ -33,87 +33,86 @@ class Pair(NamedTuple):
     kind: ModuleKind = ModuleKind.LINEAR
 
     def factors(self) -> dict[str, float]:
-        """Its tensors, and what each is multiplied by before it is rounded."""
+        """Return its tensors, with the factor by which each is multiplied before rounding."""
         return {self.a: 1.0} | ({} if self.b is None else {self.b: self.scaling})
 
-    def parts(self, shard: Shard) -> dict[str, Part]:
-        """Its tensors, and what a process with this shard keeps of each."""
+    def submatrices(self, shard: Shard) -> dict[str, Submatrix]:
+        """Return its tensors, with the part of each that a process with this shard keeps."""
         if self.kind is ModuleKind.HEAD:
-            return dict.fromkeys(self.factors(), ALL)
-        parts = (shard.a_part(self.rank), shard.b_part())
+            return dict.fromkeys(self.factors(), WHOLE_TENSOR)
+        parts = (shard.a_submatrix(self.rank), shard.b_submatrix())
         return dict(zip(self.factors(), parts, strict=True))
 
 
 def pair_up(
     names: WeightNames, tensors: Tensors, helper: PEFTHelper, problems: Problems
-) -> list[Pair]:
-    """The modules whose A and B are there and agree with each other and with the config."""
-    pairs: list[Pair] = []
+) -> list[TensorPair]:
+    """Return the modules whose A and B are present and agree with each other and the config."""
+    pairs: list[TensorPair] = []
     for module, found in names.pairs.items():
-        make = _head if found.kind is ModuleKind.HEAD else _pair
+        make = _head_pair if found.kind is ModuleKind.HEAD else _module_pair
         with problems.collecting():
             pairs.append(make(module, found, tensors, helper))
     return pairs
 
 
-def _pair(module: str, names: PairNames, tensors: Tensors, helper: PEFTHelper) -> Pair:
-    return pair_of(module, names, tensors, helper, helper.key_of(names.source))
+def _module_pair(module: str, names: PairNames, tensors: Tensors, helper: PEFTHelper) -> TensorPair:
+    return make_pair(module, names, tensors, helper, helper.key_of(names.source))
 
 
-def pair_of(
+def make_pair(
     module: str,
     names: PairNames,
     tensors: Tensors,
     helper: PEFTHelper,
     key: str,
     experts: int = 1,
-) -> Pair:
-    """A module's A and B, which must agree with each other and with what the config says of `key`.
+) -> TensorPair:
+    """Return a module's A and B, checked against each other and the config's values for `key`.
 
-    Fused tensors have the rank once for each of `experts`. Raises `AdapterDoesNotFit`, and
-    `AdapterConfigRefused` for a scaling that can't be held.
+    Fused tensors have the rank once per expert. Raises `AdapterDoesNotFit`, and
+    `AdapterConfigRefused` for a scaling outside the range of float32.
     """
     if names.a is None or names.b is None:
-        there, missing = (names.a, "B") if names.b is None else (names.b, "A")
-        raise AdapterDoesNotFit(f"{there} has no lora_{missing} beside it; both are needed")
+        present, missing = (names.a, "B") if names.b is None else (names.b, "A")
+        raise AdapterDoesNotFit(f"{present} has no matching lora_{missing}; both are needed")
     rank, alpha, scaling = helper.rank_of(key), helper.alpha_of(key), helper.scaling_of(key)
-    a, b = (_shape(name, tensors[name], 2) for name in (names.a, names.b))
+    a, b = (_floating_shape(name, tensors[name], 2) for name in (names.a, names.b))
     if a[0] != rank * experts or b[1] != rank * experts:
         each = f" for each of {experts} experts" if experts > 1 else ""
         raise AdapterDoesNotFit(
-            f"{module} has A {a} and B {b}; the config gives it rank {rank}{each}"
+            f"{module} has A {a} and B {b}; the config specifies rank {rank}{each}"
         )
     if not _SCALING_MIN <= abs(scaling) <= _SCALING_MAX:
         raise AdapterConfigRefused(
-            f"{module} has alpha {alpha} and rank {rank}, a scaling of {scaling}; one that float32 "
-            "can hold is needed"
+            f"{module} has alpha {alpha} and rank {rank}, so its scaling is {scaling}; it "
+            "must be in the range of float32"
         )
-    return Pair(module, names.a, names.b, rank, alpha, scaling, names.kind)
+    return TensorPair(module, names.a, names.b, rank, alpha, scaling, names.kind)
 
 
-def check_shared(module: str, rank: int, shard: Shard) -> None:
-    """Raise `AdapterDoesNotFit` unless the processes that share the module can share this rank."""
+def check_rank_divisible(module: str, rank: int, shard: Shard) -> None:
+    """Raise `AdapterDoesNotFit` unless the module's processes can divide this rank."""
     if rank % shard.rank_parts:
         raise AdapterDoesNotFit(
-            f"{module} has rank {rank}, which {shard.rank_parts} ranks can't share evenly; fully "
-            "sharded adapters need that: take a rank that they divide, or serve without "
-            "fully_sharded_loras"
+            f"{module} has rank {rank}, which {shard.rank_parts} ranks can't share evenly; use a "
+            f"rank that {shard.rank_parts} divides, or serve without fully_sharded_loras"
         )
 
 
-def _head(module: str, names: PairNames, tensors: Tensors, _helper: PEFTHelper) -> Pair:
+def _head_pair(module: str, names: PairNames, tensors: Tensors, _helper: PEFTHelper) -> TensorPair:
     if names.a is None:
         raise AdapterDoesNotFit(f"{module} has a saved bias but no weight; both are needed")
-    weight = _shape(names.a, tensors[names.a], 2)
-    bias = weight[:1] if names.b is None else _shape(names.b, tensors[names.b], 1)
+    weight = _floating_shape(names.a, tensors[names.a], 2)
+    bias = weight[:1] if names.b is None else _floating_shape(names.b, tensors[names.b], 1)
     if bias != weight[:1]:
         raise AdapterDoesNotFit(
             f"{module} has a weight {weight} and a bias {bias}; one value for each label is needed"
         )
-    return Pair(module, names.a, names.b, 1, 1.0, 1.0, names.kind)
+    return TensorPair(module, names.a, names.b, 1, 1.0, 1.0, names.kind)
 
 
-def _shape(name: str, tensor: HasShape, dimensions: int) -> list[int]:
+def _floating_shape(name: str, tensor: HasShape, dimensions: int) -> list[int]:
     if not tensor.dtype.is_floating_point:
         raise AdapterDoesNotFit(f"{name} is {tensor.dtype}; a floating dtype is needed")
     if len(tensor.shape) != dimensions:

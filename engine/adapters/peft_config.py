@@ -1,8 +1,7 @@
-"""What an `adapter_config.json` says, and what of it is refused.
+"""The content of an `adapter_config.json`: the fields that are used, and those that are refused.
 
-What it is: the fields that the arithmetic needs, read strictly, and one table of refusals. What it
-is not: a reader of files. One rule: a field that would change the result and is not carried out is
-refused; a field that only describes training is ignored.
+A field that would change the result and is not supported must be refused. A field that only
+describes training is ignored.
 """
 
 import math
@@ -26,14 +25,14 @@ def _is_off(value: Any) -> bool:
 
 
 def _is_harmless_start(value: Any) -> bool:
-    """Whether an initialisation leaves the base weights alone, as far as PEFT loads them again."""
+    """Whether an adapter with this initialisation is right for newly loaded base weights."""
     if isinstance(value, str):
         return value.lower() in {"gaussian", "eva", "orthogonal", "mica", "lora_ga"}
     return value is None or isinstance(value, bool)
 
 
 CLASSIFICATION_HEADS: Final = ("classifier", "score")
-"""Modules that an adapter may bring whole; PEFT names both, whichever the model has."""
+"""Modules whose weights an adapter may replace; PEFT lists both names for any model."""
 
 
 def _are_heads(value: Any) -> bool:
@@ -47,45 +46,52 @@ def _are_names(value: Any) -> bool:
     return _is_off(value) or is_list
 
 
-class Refusal(NamedTuple):
-    """A field whose value must be `allowed`, and what to say where it is not."""
+class FieldRule(NamedTuple):
+    """A field whose value must be `allowed`, and the reason and advice for any other value."""
 
     field: str
     allowed: Callable[[Any], bool]
     text: str
 
 
-REFUSALS: Final = (
-    Refusal("peft_type", lambda v: v in (None, "LORA"), "only LORA adapters are served"),
-    Refusal(
-        "bias", lambda v: v in (None, "none"), "trained biases are not served; train with none"
+FIELD_RULES: Final = (
+    FieldRule("peft_type", lambda v: v in (None, "LORA"), "only LORA adapters are served"),
+    FieldRule(
+        "bias",
+        lambda v: v in (None, "none"),
+        "trained biases are not served; train with bias='none'",
     ),
-    Refusal("use_dora", _is_off, "DoRA is not served"),
-    Refusal("lora_bias", _is_off, "a bias in B is not served"),
-    Refusal("alora_invocation_tokens", lambda v: v is None, "activated LoRA is not served"),
-    Refusal("layer_replication", _is_off, "replicated layers are not served"),
-    Refusal(
+    FieldRule(
+        "use_dora",
+        _is_off,
+        "DoRA is not served; train with use_dora=False, or merge the adapter into the model",
+    ),
+    FieldRule("lora_bias", _is_off, "a bias in B is not served"),
+    FieldRule("alora_invocation_tokens", lambda v: v is None, "activated LoRA is not served"),
+    FieldRule("layer_replication", _is_off, "replicated layers are not served"),
+    FieldRule(
         "init_lora_weights",
         _is_harmless_start,
         "it may have changed the base weights; convert the adapter to plain LoRA when saving it",
     ),
-    Refusal(
+    FieldRule(
         "modules_to_save",
         _are_heads,
-        f"of whole trained modules only heads are served: {', '.join(CLASSIFICATION_HEADS)}",
+        "whole modules are served only for classification heads "
+        f"({', '.join(CLASSIFICATION_HEADS)}); retrain with other modules in target_modules",
     ),
-    Refusal("target_parameters", _are_names, "a list of names is needed"),
-    Refusal("trainable_token_indices", _is_off, "trained token embeddings are not served"),
-    Refusal("use_qalora", _is_off, "QA-LoRA is not served"),
-    Refusal("use_bdlora", _is_off, "block-diagonal LoRA is not served"),
-    Refusal("kasa_config", _is_off, "KaSA changes the base weights and is not served"),
-    Refusal("monteclora_config", _is_off, "MonteCLoRA is not served"),
-    Refusal("arrow_config", _is_off, "arrow routing is not served"),
-    Refusal("auto_map", _is_off, "a config that names code is not read"),
-    Refusal("trust_remote_code", _is_off, "a config that names code is not read"),
+    FieldRule("target_parameters", _are_names, "a list of names is needed"),
+    FieldRule("trainable_token_indices", _is_off, "trained token embeddings are not served"),
+    FieldRule("use_qalora", _is_off, "QA-LoRA is not served"),
+    FieldRule("use_bdlora", _is_off, "block-diagonal LoRA is not served"),
+    FieldRule("kasa_config", _is_off, "KaSA changes the base weights and is not served"),
+    FieldRule("monteclora_config", _is_off, "MonteCLoRA is not served"),
+    FieldRule("arrow_config", _is_off, "arrow routing is not served"),
+    FieldRule("auto_map", _is_off, "a config that names code is not read"),
+    FieldRule("trust_remote_code", _is_off, "a config that names code is not read"),
 )
-"""Every value that is refused whatever else the config says. PEFT's own `auto_mapping` and
-`megatron_core` name classes too, in every adapter that it saves; they are never looked up."""
+"""Rules for single fields. PEFT's `auto_mapping` and `megatron_core` name classes too, in every
+adapter that it saves; those are never imported."""
 
 _TRAINING_ONLY: Final = (
     "use_rslora",
@@ -97,19 +103,19 @@ _TRAINING_ONLY: Final = (
     "megatron_config",
     "runtime_config",
 )
-_KNOWN_VARIANTS: Final = frozenset([refusal.field for refusal in REFUSALS]).union(_TRAINING_ONLY)
-"""Fields named as PEFT names its variants, told above, read below, or void when serving."""
+_KNOWN_VARIANTS: Final = frozenset([refusal.field for refusal in FIELD_RULES]).union(_TRAINING_ONLY)
+"""Fields with names like those of PEFT's variants that are checked above, read, or unused here."""
 
 
 @dataclass(frozen=True, eq=False)
 class PEFTHelper:
-    """What the arithmetic needs of a PEFT config.
+    """The fields of a PEFT config that determine the result.
 
-    `target_modules`: names, or one pattern, as the config has them; they are not evaluated,
-    because the weights' names say what is adapted. A module's own rank and scaling are told by
-    the methods, patterns included. `has_exclusions`: some of the targets may have been left out.
-    `modules_to_save`: heads that the adapter brings whole. `target_parameters`: adapted parameters
-    themselves, by path or its end.
+    `target_modules`: names, or one pattern, as in the config; a pattern is not evaluated, because
+    the tensors' names determine the adapted modules. The methods return a module's rank and
+    scaling, patterns included. `has_exclusions`: some targets may not be adapted.
+    `modules_to_save`: heads whose weights the adapter replaces. `target_parameters`: adapted
+    parameters, by path or its end. `base_model_name`: for error texts only.
     """
 
     r: int
@@ -122,10 +128,11 @@ class PEFTHelper:
     alpha_pattern: PatternTable[float]
     modules_to_save: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
+    base_model_name: str = ""
 
     @classmethod
     def from_local_dir(cls, directory: str, bounds: AdapterBounds = DEFAULT_BOUNDS) -> "PEFTHelper":
-        """What a directory's config says; raises like `from_dict`, and `AdapterNotFound`."""
+        """Return a directory's config; raises like `from_dict` and `open_adapter`."""
         with open_adapter(directory, [Path(directory)]) as files:
             return cls.from_dict(decode_config(files.read_config(bounds), bounds), bounds)
 
@@ -133,7 +140,7 @@ class PEFTHelper:
     def from_dict(
         cls, config: Mapping[str, Any], bounds: AdapterBounds = DEFAULT_BOUNDS
     ) -> "PEFTHelper":
-        """What `config` says; raises `AdapterConfigRefused` with everything that is wrong."""
+        """Return a config; raises `AdapterConfigRefused` with all its problems."""
         problems = Problems(bounds.problems_max)
         helper = cls.read(config, bounds, problems)
         if helper is None or problems:
@@ -144,9 +151,9 @@ class PEFTHelper:
     def read(
         cls, config: Mapping[str, Any], bounds: AdapterBounds, problems: Problems
     ) -> "PEFTHelper | None":
-        """What `config` says, with what is wrong in `problems`; None where it can't be read."""
+        """Return a config, or None if it can't be read; add what is wrong to `problems`."""
         fields = _Fields(config, bounds, problems)
-        fields.refuse()
+        fields.check_rules()
         refused = len(problems)
         no_targets: tuple[str, ...] | str = ()
         helper = cls(
@@ -158,35 +165,36 @@ class PEFTHelper:
             fan_in_fan_out=fields.switch("fan_in_fan_out"),
             rank_pattern=fields.patterns("rank_pattern", _as_rank),
             alpha_pattern=fields.patterns("alpha_pattern", _as_alpha),
-            modules_to_save=fields.names("modules_to_save"),
+            modules_to_save=fields.heads(),
             target_parameters=fields.names("target_parameters"),
+            base_model_name=fields.text("base_model_name_or_path"),
         )
         return helper if len(problems) == refused else None
 
     def rank_of(self, module: str) -> int:
-        """A module's rank; raises `AdapterConfigRefused` where the patterns take too long."""
-        return _found(self.rank_pattern, module, self.r)
+        """Return a module's rank; raises `AdapterConfigRefused` if patterns need too many steps."""
+        return _value_for(module, "rank_pattern", self.rank_pattern, self.r)
 
     def alpha_of(self, module: str) -> float:
-        """A module's alpha; raises like `rank_of`."""
-        return _found(self.alpha_pattern, module, self.lora_alpha)
+        """Return a module's alpha; raises like `rank_of`."""
+        return _value_for(module, "alpha_pattern", self.alpha_pattern, self.lora_alpha)
 
     def scaling_of(self, module: str) -> float:
-        """What a module's B is multiplied by: alpha over rank, or over its square root (rsLoRA)."""
+        """Return the factor of a module's B: alpha over rank, or over its square root (rsLoRA)."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_parameter(self, path: str) -> bool:
-        """Whether the parameter at this path is adapted as such, and not as a linear layer's."""
+        """Whether the parameter at this path is adapted itself, rather than its linear layer."""
         return any(path == one or path.endswith(f".{one}") for one in self.target_parameters)
 
     def key_of(self, module: str) -> str:
-        """What patterns match for a linear layer, which may be adapted as a parameter."""
+        """Return the path that patterns match for a linear layer or its adapted parameter."""
         parameter = f"{module}.weight"
         return parameter if self.targets_parameter(parameter) else module
 
     def validate_legal(self, lora_config: LoRAConfig) -> None:
-        """Raise `AdapterDoesNotFit` where a rank is over the engine's maximum."""
+        """Raise `AdapterDoesNotFit` if a rank exceeds the engine's maximum."""
         rank = max(self.r, *self.rank_pattern.values(), 0)
         if rank > lora_config.max_lora_rank:
             raise AdapterDoesNotFit(
@@ -196,15 +204,15 @@ class PEFTHelper:
 
 
 def decode_config(raw: bytes, bounds: AdapterBounds) -> dict[str, Any]:
-    """The config in a file's bytes; raises `AdapterConfigRefused`."""
+    """Decode a config file; raises `AdapterConfigRefused`."""
     try:
         return decode_object(raw, bounds.config_values_max, bounds.json_depth_max)
     except ValueError as error:
-        raise AdapterConfigRefused(f"adapter_config.json is not sound: {error}") from None
+        raise AdapterConfigRefused(f"adapter_config.json is malformed: {error}") from None
 
 
 class _Fields:
-    """A config being read; what is wrong goes into `problems`, and reading goes on."""
+    """Reads fields of a config; adds problems to `problems` and then returns a default."""
 
     def __init__(
         self, config: Mapping[str, Any], bounds: AdapterBounds, problems: Problems
@@ -213,43 +221,54 @@ class _Fields:
         self._bounds = bounds
         self._problems = problems
 
-    def refuse(self) -> None:
-        """Go through the table, and through what is named like a variant that it doesn't know."""
-        for name, allowed, text in REFUSALS:
+    def check_rules(self) -> None:
+        """Apply `FIELD_RULES`, and refuse other fields that are named like variants of LoRA."""
+        for name, allowed, text in FIELD_RULES:
             if not allowed(self._config.get(name)):
                 self._refused(f"{name} is {shown(self._config[name])}; {text}")
         for name, value in self._config.items():
             is_variant = name.startswith("use_") or name.endswith("_config")
             if is_variant and name not in _KNOWN_VARIANTS and not _is_off(value):
-                self._refused(f"{shown(name)} is {shown(value)}; this variant is not known")
+                self._refused(
+                    f"{shown(name)} is {shown(value)}; this variant of LoRA is not supported"
+                )
 
-    def required(self, name: str, read: Callable[[Any], T], otherwise: T) -> T:
-        """A field that must be there."""
+    def required(self, name: str, read: Callable[[Any], T], default: T) -> T:
+        """Read a required field."""
         if self._config.get(name) is None:
             self._refused(f"{name} is missing; it is required")
-            return otherwise
-        return self._read(name, self._config[name], read, otherwise)
+            return default
+        return self._read(name, self._config[name], read, default)
 
-    def targets(self, otherwise: tuple[str, ...] | str) -> tuple[str, ...] | str:
-        """`target_modules`, which may be empty where only parameters are adapted."""
+    def targets(self, default: tuple[str, ...] | str) -> tuple[str, ...] | str:
+        """Read `target_modules`, which may be empty if only parameters are adapted."""
         if not self._config.get("target_modules") and self.names("target_parameters"):
             return ()
-        return self.required("target_modules", _as_targets, otherwise)
+        return self.required("target_modules", _as_targets, default)
 
     def names(self, name: str) -> tuple[str, ...]:
-        """A list of names; empty where the field is missing or was refused."""
+        """Read a list of names; empty if it is missing or malformed."""
         value = self._config.get(name)
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             return ()
         return tuple(value)
 
+    def heads(self) -> tuple[str, ...]:
+        """Read the classification heads among `modules_to_save`; others have been refused."""
+        return tuple(one for one in self.names("modules_to_save") if one in CLASSIFICATION_HEADS)
+
+    def text(self, name: str) -> str:
+        """Read a string; empty if it is missing or malformed."""
+        value = self._config.get(name)
+        return value if isinstance(value, str) else ""
+
     def switch(self, name: str) -> bool:
-        """A field that is true or false; false where it is missing."""
+        """Read a boolean; False if it is missing."""
         value = self._config.get(name)
         return False if value is None else self._read(name, value, _as_bool, False)
 
     def patterns(self, name: str, read: Callable[[Any], T]) -> PatternTable[T]:
-        """Values by pattern; empty where the field is missing."""
+        """Read values by pattern; empty if the field is missing."""
         value = self._config.get(name)
         empty: PatternTable[T] = PatternTable({})
         return empty if value is None else self._read(name, value, self._as_table(read), empty)
@@ -260,17 +279,17 @@ class _Fields:
             if not isinstance(value, dict) or len(value) > count_max:
                 raise ValueError(f"an object of at most {count_max} patterns is needed")
             if any(len(key) > length_max for key in value):
-                raise ValueError(f"patterns of at most {length_max} characters are read")
+                raise ValueError(f"patterns may have at most {length_max} characters")
             return PatternTable({key: read(one) for key, one in value.items()})
 
         return table
 
-    def _read(self, name: str, value: Any, read: Callable[[Any], T], otherwise: T) -> T:
+    def _read(self, name: str, value: Any, read: Callable[[Any], T], default: T) -> T:
         try:
             return read(value)
         except (ValueError, OverflowError) as error:
             self._refused(f"{name} is {shown(value)}; {error}")
-            return otherwise
+            return default
 
     def _refused(self, text: str) -> None:
         self._problems.add(AdapterConfigRefused, text)
@@ -299,12 +318,12 @@ def _as_targets(value: Any) -> tuple[str, ...] | str:
         return value
     if isinstance(value, list) and value and all(isinstance(one, str) and one for one in value):
         return tuple(value)
-    raise ValueError("a list of module names, or one pattern, is needed, and not an empty one")
+    raise ValueError("a list of module names or one pattern is needed, and it must not be empty")
 
 
-def _found(table: PatternTable[T], module: str, otherwise: T) -> T:
+def _value_for(module: str, field: str, table: PatternTable[T], default: T) -> T:
     try:
         found = table.find(module)
     except PatternRefused as error:
-        raise AdapterConfigRefused(str(error)) from None
-    return otherwise if found is None else found
+        raise AdapterConfigRefused(f"{field} has {error}") from None
+    return default if found is None else found

@@ -1,8 +1,7 @@
-"""What the names in an adapter's weights file mean.
+"""The names of tensors in an adapter's weights file, by the rules of PEFT's format.
 
-What it is: the naming rules of PEFT's format, as one table. What it is not: a check of shapes. One
-rule: a name is understood wholly, or it is told; none is passed over in silence, except copies of
-the base model's own embeddings and what the caller asked to skip.
+Every name is either understood completely or reported. Only copies of the base model's own
+embeddings, and names with the caller's `skip_prefixes`, are ignored.
 """
 
 import re
@@ -10,45 +9,35 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from engine.adapters.module_paths import Naming
+from engine.adapters.module_paths import ModulePathResolver
 from engine.layout import ModuleKind
 
 PREFIX: Final = "base_model.model."
-"""What PEFT puts before every path, and some tools leave out."""
+"""The prefix that PEFT writes before every path, and that some tools omit."""
 
 
-class Family(NamedTuple):
-    """One way to name a module's A and B; the pattern's groups are the module and the matrix."""
+class NamePattern(NamedTuple):
+    """A form of tensor names for a module's A and B; the pattern's groups are module and matrix."""
 
     kind: ModuleKind
     pattern: re.Pattern[str]
-    told: str
 
 
-FAMILIES: Final = (
-    Family(
+NAME_PATTERNS: Final = (
+    NamePattern(
         ModuleKind.EXPERTS,
         re.compile(r"(.+\.experts(?:\.base_layer)*)\.lora_([AB])(?:\.weight)?\Z"),
-        "`<...>.experts.lora_A.weight`, `<...>.experts.base_layer.lora_A.weight`",
     ),
-    Family(
-        ModuleKind.EMBEDDING,
-        re.compile(r"(.+)\.lora_embedding_([AB])\Z"),
-        "`<module>.lora_embedding_A`",
-    ),
-    Family(
-        ModuleKind.LINEAR,
-        re.compile(r"(.+)\.lora_([AB])\.weight\Z"),
-        "`<module>.lora_A.weight`",
-    ),
+    NamePattern(ModuleKind.EMBEDDING, re.compile(r"(.+)\.lora_embedding_([AB])\Z")),
+    NamePattern(ModuleKind.LINEAR, re.compile(r"(.+)\.lora_([AB])\.weight\Z")),
 )
-"""The first family that a name is of says what it means."""
+"""The forms of names; the first that matches applies."""
 
 EMBEDDING_NAMES: Final = (
     *("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out"),
     *("tok_embeddings", "shared", "output_projection", "decoder"),
 )
-"""How models call their embeddings and heads; PEFT saves copies of them beside adapters."""
+"""Names of embeddings and heads in models; PEFT saves copies of them with adapters."""
 
 _SAVED: Final = re.compile(r"(.+)\.(weight|bias)\Z")
 _UNSERVED: Final = {
@@ -62,9 +51,9 @@ _UNSERVED: Final = {
 
 @dataclass
 class PairNames:
-    """Which tensors are one module's A and B; `source` is the module's path in the checkpoint.
+    """The names of one module's A and B; `source` is the module's path in the checkpoint.
 
-    Of a saved head `a` is the weight and `b` the bias.
+    For a saved head `a` is the weight and `b` the bias.
     """
 
     source: str
@@ -74,11 +63,11 @@ class PairNames:
 
 
 class WeightNames(NamedTuple):
-    """A file's names, sorted by module path in the model.
+    """A file's names by module path in the model.
 
-    `pairs`: what is applied. `experts`: tensors of fused experts, by the path before `.lora_`; the
-    config and the shapes decide what they mean, never the name alone. `copies`: of the base
-    model's own embeddings, by module. `unexpected`: with their reason.
+    `pairs`: of single modules. `experts`: tensors of fused experts, by the path before `.lora_`;
+    config and shapes determine their meaning, never the name alone. `copies`: of the base model's
+    own embeddings, by module. `unexpected`: other names, each with its reason.
     """
 
     pairs: dict[str, PairNames]
@@ -88,74 +77,78 @@ class WeightNames(NamedTuple):
 
 
 def sort_names(
-    names: Iterable[str], naming: Naming, saved_modules: Collection[str] = ()
+    names: Iterable[str], resolver: ModulePathResolver, saved_modules: Collection[str] = ()
 ) -> WeightNames:
-    """Each module with the tensor names of its A and its B; one of the two may be missing.
+    """Sort tensor names by module; one of a pair's two names may be missing.
 
-    `saved_modules` are the names of heads that the adapter brings whole. Raises
-    `AdapterDoesNotFit` for a path that `naming` finds ambiguous.
+    `saved_modules`: names of heads whose weights the adapter replaces. Raises `AdapterDoesNotFit`
+    for a path that `resolver` finds ambiguous.
     """
     found = WeightNames({}, {}, {}, [])
     for name in names:
         path = name.removeprefix(PREFIX)
-        if not naming.skips(path):
-            meant = _as_matrix(path) or _as_head(path, saved_modules)
-            if meant is not None:
-                _file(found, name, meant, naming)
+        if not resolver.skips(path):
+            parsed = _as_matrix(path) or _as_head(path, saved_modules)
+            if parsed is not None:
+                _enter(found, name, parsed, resolver)
             elif (copied := _copied(path)) is not None:
-                found.copies[naming.resolve(copied)] = name
+                found.copies[resolver.resolve(copied)] = name
             elif not _is_copied_bias(path):
                 found.unexpected.append(name + _reason(path))
     return found
 
 
-class _Meaning(NamedTuple):
+class _ParsedName(NamedTuple):
+    """A tensor's module path in the checkpoint, its kind, and the matrix: "a" or "b"."""
+
     source: str
     kind: ModuleKind
     matrix: str
 
 
-def _as_matrix(path: str) -> _Meaning | None:
-    for family in FAMILIES:
-        match = family.pattern.match(path)
+def _as_matrix(path: str) -> _ParsedName | None:
+    for form in NAME_PATTERNS:
+        match = form.pattern.match(path)
         if match is not None:
-            return _Meaning(match[1], family.kind, match[2].lower())
+            return _ParsedName(match[1], form.kind, match[2].lower())
     return None
 
 
-def _as_head(path: str, saved_modules: Collection[str]) -> _Meaning | None:
+def _as_head(path: str, saved_modules: Collection[str]) -> _ParsedName | None:
     match = _SAVED.match(path)
     if match is None or not any(part in saved_modules for part in match[1].split(".")):
         return None
-    return _Meaning(match[1], ModuleKind.HEAD, "a" if match[2] == "weight" else "b")
+    return _ParsedName(match[1], ModuleKind.HEAD, "a" if match[2] == "weight" else "b")
 
 
 def _copied(path: str) -> str | None:
-    """The embedding or head whose weight is saved under `path`; None for anything else."""
+    """Return the embedding or head whose weight is saved under `path`; None for other names."""
     module = path.removesuffix(".weight").removesuffix(".base_layer")
     is_copy = path.endswith(".weight") and module.rpartition(".")[2] in EMBEDDING_NAMES
     return module if is_copy else None
 
 
 def _is_copied_bias(path: str) -> bool:
-    """Whether `path` is the base bias of an adapted head; of any other name it is a trained one."""
+    """Whether `path` is the base bias of an adapted head; any other bias is a trained one."""
     module = path.removesuffix(".base_layer.bias")
     return module != path and module.rpartition(".")[2] in EMBEDDING_NAMES
 
 
-def _file(found: WeightNames, name: str, meant: _Meaning, naming: Naming) -> None:
-    is_fused = meant.kind is ModuleKind.EXPERTS
-    module, mark, rest = meant.source.partition(".base_layer" if is_fused else "\0")
-    module = naming.resolve(module) + mark + rest
+def _enter(
+    found: WeightNames, name: str, parsed: _ParsedName, resolver: ModulePathResolver
+) -> None:
+    is_fused = parsed.kind is ModuleKind.EXPERTS
+    module, separator, rest = parsed.source.partition(".base_layer" if is_fused else "\0")
+    module = resolver.resolve(module) + separator + rest
     pairs = found.experts if is_fused else found.pairs
-    pair = pairs.setdefault(module, PairNames(meant.source, meant.kind))
-    other = getattr(pair, meant.matrix)
+    pair = pairs.setdefault(module, PairNames(parsed.source, parsed.kind))
+    other = getattr(pair, parsed.matrix)
     if other is not None:
         found.unexpected.append(f"{name} (the same as {other})")
-    elif pair.kind is not meant.kind:
+    elif pair.kind is not parsed.kind:
         found.unexpected.append(f"{name} (another kind than {pair.a or pair.b})")
     else:
-        setattr(pair, meant.matrix, name)
+        setattr(pair, parsed.matrix, name)
 
 
 def _reason(path: str) -> str:

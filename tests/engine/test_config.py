@@ -1,4 +1,4 @@
-"""Laws of the configuration: what exists is valid; what is wrong is told with what is allowed."""
+"""Properties of the configuration: wrong values are refused with the allowed ones."""
 
 from collections.abc import Collection
 from dataclasses import FrozenInstanceError, replace
@@ -37,7 +37,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", WRONG, ids=str)
-def test_what_is_wrong_is_told(fields: dict[str, Any]) -> None:
+def test_a_wrong_value_is_refused_with_its_field(fields: dict[str, Any]) -> None:
     name, value = list(fields.items())[-1]
     with pytest.raises(ValueError, match=name) as caught:
         LoRAConfig(**fields)
@@ -45,7 +45,7 @@ def test_what_is_wrong_is_told(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
-def test_auto_follows_the_base_model_and_a_name_does_not(name: str) -> None:
+def test_auto_is_the_dtype_of_the_base_model(name: str) -> None:
     dtype = getattr(torch, name)
     base = LlamaConfig(dtype=name)
     auto = LoRAConfig()
@@ -60,8 +60,8 @@ def test_auto_follows_the_base_model_and_a_name_does_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", None])
-def test_auto_refuses_a_base_that_it_can_not_follow(dtype: str | None) -> None:
-    with pytest.raises(ValueError, match="name one of these as lora_dtype"):
+def test_auto_refuses_a_base_model_of_another_dtype(dtype: str | None) -> None:
+    with pytest.raises(ValueError, match="set lora_dtype to one of these"):
         LoRAConfig().verify_with_model_config(LlamaConfig(dtype=dtype))
 
 
@@ -85,29 +85,29 @@ CHANGES: dict[str, list[Any]] = {
     "batch_invariant": [True],
     "enable_mixed_moe_lora_format": [True],
 }
-CHANGE_NOTHING_COMPUTED = {"max_cpu_loras", "default_mm_loras"}
+WITHOUT_EFFECT_ON_RESULTS = {"max_cpu_loras", "default_mm_loras"}
 
 
 @pytest.mark.parametrize("name", LoRAConfig.__dataclass_fields__)
-def test_the_hash_follows_what_changes_buffers_or_numbers_and_nothing_else(name: str) -> None:
+def test_the_hash_depends_on_what_changes_buffers_or_results(name: str) -> None:
     changed = [replace(BASE, **{name: value}) for value in CHANGES[name]]
     assert all(config != BASE for config in changed)
     hashes = {config.compute_hash() for config in [BASE, *changed]}
-    assert len(hashes) == (1 if name in CHANGE_NOTHING_COMPUTED else len(changed) + 1)
+    assert len(hashes) == (1 if name in WITHOUT_EFFECT_ON_RESULTS else len(changed) + 1)
 
 
-def test_one_meaning_has_one_hash() -> None:
+def test_equal_configurations_have_equal_hashes() -> None:
     named, typed = LoRAConfig(lora_dtype="float16"), LoRAConfig(lora_dtype=torch.float16)
     assert named.compute_hash() == typed.compute_hash()
     for modules in (["v_proj", "q_proj"], ("q_proj", "v_proj", "q_proj")):
         assert replace(BASE, target_modules=modules).compute_hash() == BASE.compute_hash()
-    # Kept for ever: a stored hash means the same to the next release.
+    # Must never change: a stored hash is compared with those of later releases.
     assert LoRAConfig().compute_hash() == (
         "b23f217698778e896011bbaadd7ab04ed0d524423f16d633991e94f29aee4be3"
     )
 
 
-def test_a_second_stream_is_for_cuda_and_not_for_fully_sharded_adapters() -> None:
+def test_a_second_stream_needs_cuda_and_excludes_fully_sharded_adapters() -> None:
     config = LoRAConfig(dual_stream=True)
     config.verify_with_device(torch.device("cuda", 0))
     with pytest.raises(ValueError, match="dual_stream is True on device 'cpu'"):
@@ -119,7 +119,7 @@ def test_a_second_stream_is_for_cuda_and_not_for_fully_sharded_adapters() -> Non
     both.verify_with_device(torch.device("cpu"))
 
 
-def test_what_was_handed_over_may_change_afterwards() -> None:
+def test_arguments_are_copied() -> None:
     modules, paths = ["q_proj"], {"image": "a"}
     config = LoRAConfig(target_modules=modules, default_mm_loras=paths)
     modules.append("v_proj")
@@ -141,7 +141,7 @@ def test_what_was_handed_over_may_change_afterwards() -> None:
         (("image", "audio"), None),
     ],
 )
-def test_the_one_modality_with_a_default_says_which_adapter(
+def test_a_single_modality_selects_its_default_adapter(
     modalities: Collection[str], path: str | None
 ) -> None:
     config = LoRAConfig(default_mm_loras={"image": "a", "audio": "b"})
@@ -150,7 +150,7 @@ def test_the_one_modality_with_a_default_says_which_adapter(
 
 
 @pytest.mark.parametrize("name", LoRAConfig.__dataclass_fields__)
-def test_it_is_frozen(name: str) -> None:
+def test_the_configuration_is_frozen(name: str) -> None:
     with pytest.raises(FrozenInstanceError):
         setattr(LoRAConfig(), name, None)
 
@@ -166,12 +166,12 @@ ENGINE_WRONG: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", ENGINE_WRONG, ids=str)
-def test_an_engine_that_can_not_be_is_refused(fields: dict[str, Any]) -> None:
+def test_a_wrong_engine_value_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         EngineConfig(Path("model"), **fields)
 
 
-def test_an_engine_config_has_paths_and_a_device() -> None:
+def test_an_engine_config_converts_paths_and_device() -> None:
     config = EngineConfig("model", adapter_roots=["a", Path("b")], device="cpu")  # type: ignore[arg-type]
     assert config.model_directory == Path("model")
     assert config.adapter_roots == (Path("a"), Path("b"))

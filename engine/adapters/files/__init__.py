@@ -1,1 +1,1 @@
-"""An adapter's directory, opened safely, and the readers of its weight formats."""
+"""An adapter's directory, opened safely, and the readers of the weights formats."""

@@ -1,49 +1,59 @@
-"""An adapter's directory, opened so that nobody can swap what was checked for something else.
+"""An adapter's directory and its two files, opened so that they can't be replaced while in use.
 
-What it is: two open files and bounded reads from them. What it is not: a judge of what they say.
-One rule: below a root no link is followed and no name is looked up twice; what is read is what was
-opened, and a file that changes meanwhile is an error.
-
-The root itself may be reached through links, because its operator named it. Everything below it is
-opened name by name, each in the directory opened before. Files are read, never mapped: a mapped
-file that shrinks ends the process.
+Below a root no link is followed and no name is resolved twice: every name is opened in the
+directory that was opened before it. A file that changes while it is read is an error. The root
+itself may be reached through links, because its operator named it. Files are read and never mapped:
+a mapped file that shrinks would end the process.
 """
 
 import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from engine.adapters.files.missing_files import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    config_is_missing,
+    is_present,
+    weights_are_missing,
+)
 from engine.adapters.files.problems import shown
 from engine.config import AdapterBounds
 from engine.errors import (
     AdapterConfigRefused,
     AdapterNotFound,
     Conflict,
+    EngineError,
     PathNotAllowed,
 )
 
-CONFIG_NAME: Final = "adapter_config.json"
-WEIGHTS_NAME: Final = "adapter_model.safetensors"
 STREAMED_NAME: Final = "adapter_model.tensors"
 PICKLED_NAMES: Final = ("adapter_model.bin", "adapter_model.pt")
 
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_LEVELS_MAX: Final = 16
 _BELOW_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
+class _NoSuchName(AdapterNotFound):
+    """A directory has no such name, or has something other than a directory under it."""
+
+
 class OpenFile:
-    """A regular file, opened for reading, as it was when it was opened."""
+    """A regular file, opened for reading, with its status at that time."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
         self._descriptor = descriptor
         self._opened = os.fstat(descriptor)
         if not stat.S_ISREG(self._opened.st_mode):
-            raise PathNotAllowed(f"{name} is no regular file; an adapter has plain files only")
+            raise PathNotAllowed(
+                f"{name} is not a regular file; an adapter consists of regular files only"
+            )
 
     @property
     def size_bytes(self) -> int:
@@ -51,7 +61,7 @@ class OpenFile:
         return self._opened.st_size
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill `buffer` with the bytes from `start` on; raises `Conflict` where they end early."""
+        """Fill `buffer` with the bytes from `start`; raises `Conflict` if the file ends early."""
         filled = 0
         while filled < len(buffer):
             try:
@@ -63,18 +73,18 @@ class OpenFile:
             filled += count
 
     def read(self, start: int, size_bytes: int) -> bytes:
-        """So many bytes from `start` on; raises `Conflict` where they end early."""
+        """Return `size_bytes` bytes from `start`; raises `Conflict` if the file ends early."""
         buffer = bytearray(size_bytes)
         self.read_into(memoryview(buffer), start)
         return bytes(buffer)
 
     @property
     def stamp(self) -> str:
-        """Size and time of the last change: what two readers of one file agree on."""
+        """Size and time of the last change; equal for all readers of the same file."""
         return f"{self._opened.st_size}@{self._opened.st_mtime_ns}"
 
     def check_unchanged(self) -> None:
-        """Raise `Conflict` where the file was written to since it was opened."""
+        """Raise `Conflict` if the file was written to since it was opened."""
         now, then = os.fstat(self._descriptor), self._opened
         if (now.st_size, now.st_mtime_ns, now.st_ctime_ns) != (
             then.st_size,
@@ -85,14 +95,14 @@ class OpenFile:
 
 
 class AdapterFiles:
-    """An adapter's two files, open."""
+    """The two open files of an adapter."""
 
     def __init__(self, config: OpenFile, weights: OpenFile) -> None:
         self._config = config
         self.weights = weights
 
     def read_config(self, bounds: AdapterBounds) -> bytes:
-        """The whole config; raises `AdapterConfigRefused` where it is too long."""
+        """Return the whole config; raises `AdapterConfigRefused` if it is too long."""
         size_bytes = self._config.size_bytes
         if size_bytes > bounds.config_bytes_max:
             raise AdapterConfigRefused(
@@ -102,11 +112,11 @@ class AdapterFiles:
 
     @property
     def stamp(self) -> str:
-        """What two readers of the same files agree on."""
+        """The stamps of both files; equal for all readers of the same files."""
         return f"{self._config.stamp} {self.weights.stamp}"
 
     def check_unchanged(self) -> None:
-        """Raise `Conflict` where either file was written to since it was opened."""
+        """Raise `Conflict` if either file was written to since it was opened."""
         self._config.check_unchanged()
         self.weights.check_unchanged()
 
@@ -115,56 +125,80 @@ class AdapterFiles:
 def open_adapter(
     path: str, roots: Sequence[Path], *, allow_pickled: bool = False
 ) -> Iterator[AdapterFiles]:
-    """The files of the adapter at `path`, absolute or relative to one of `roots`.
+    """Open the files of the adapter at `path`, absolute or relative to one of `roots`.
 
-    Weights are safetensors, else a tensorizer stream; `allow_pickled` takes what `torch.save` wrote
-    where there is neither.
-    Raises `PathNotAllowed` for a path that is not below a root, steps upwards or crosses a link,
-    and `AdapterNotFound` where directory or files are missing.
+    The weights are safetensors, else a tensorizer stream, else, with `allow_pickled`, a file of
+    `torch.save`. Raises `PathNotAllowed` for a path that is not below a root, contains `..` or
+    crosses a link, and `AdapterNotFound` if the directory or a file is missing.
     """
     with ExitStack() as stack:
         directory = _open_directory(path, roots, stack)
+        if not is_present(CONFIG_NAME, directory):
+            raise AdapterNotFound(config_is_missing(path, directory))
         config = _open_file(CONFIG_NAME, directory, stack)
-        weights = _open_file(_weights_name(directory, allow_pickled), directory, stack)
+        weights_name = _weights_name(path, directory, allow_pickled)
+        weights = _open_file(weights_name, directory, stack)
         yield AdapterFiles(config, weights)
 
 
-def _weights_name(directory: int, allow_pickled: bool) -> str:
-    """The first of the names that are there; the usual one where none is."""
-    plain = [name for name in (WEIGHTS_NAME, STREAMED_NAME) if _is_there(name, directory)]
-    pickled = [name for name in PICKLED_NAMES if not plain and _is_there(name, directory)]
+def _weights_name(path: str, directory: int, allow_pickled: bool) -> str:
+    """Return the first of the weights files that is present; raises `AdapterNotFound`."""
+    plain = [name for name in (WEIGHTS_NAME, STREAMED_NAME) if is_present(name, directory)]
+    pickled = [name for name in PICKLED_NAMES if not plain and is_present(name, directory)]
     if pickled and not allow_pickled:
         raise AdapterNotFound(
-            f"there is {pickled[0]} but no {WEIGHTS_NAME}; pickled weights are not read here: save "
-            "the adapter as safetensors, or start the engine with --allow-pickled-weights"
+            f"{shown(path)} has {pickled[0]} but no {WEIGHTS_NAME}; pickled weights are not read: "
+            "save the adapter as safetensors, or start the engine with --allow-pickled-weights"
         )
-    return next(iter(plain + pickled), WEIGHTS_NAME)
+    if not plain and not pickled:
+        raise AdapterNotFound(weights_are_missing(path))
+    return next(iter(plain + pickled))
 
 
 def _open_directory(path: str, roots: Sequence[Path], stack: ExitStack) -> int:
-    """A descriptor of the adapter's directory: the first root that has it."""
+    """Return a descriptor of the adapter's directory, in the first root that has it."""
     parts = PurePosixPath(path).parts
     if not parts or ".." in parts:
         raise PathNotAllowed(
-            f"path {shown(path)}; name a directory below an adapter root, without '..'"
+            f"path {shown(path)} is not allowed; name a directory below an adapter root, without "
+            "'..'"
         )
-    missing: AdapterNotFound | None = None
-    for root, below in _candidates(parts, roots):
+    candidates = list(_candidates(parts, roots))
+    unreadable: AdapterNotFound | None = None
+    for root, below in candidates:
         try:
             return _walk(root, below, stack)
+        except _NoSuchName:
+            pass
         except AdapterNotFound as error:
-            missing = missing or error
-    raise missing or PathNotAllowed(
-        f"path {shown(path)} is below none of the adapter roots: {', '.join(map(str, roots))}"
+            unreadable = unreadable or error
+    if unreadable is not None:
+        raise unreadable
+    names = ", ".join(map(str, roots))
+    if not candidates:
+        raise PathNotAllowed(f"path {shown(path)} is below none of the adapter roots: {names}")
+    raise AdapterNotFound(
+        f"no directory {shown(path)} below the adapter root{'s' * (len(roots) > 1)} {names}"
+        + _suggestion(parts, roots)
     )
+
+
+def _suggestion(parts: tuple[str, ...], roots: Sequence[Path]) -> str:
+    """Return a hint at the longest end of a relative path that is a directory below a root."""
+    for start in range(1, 0 if parts[0].startswith("/") else min(len(parts), _LEVELS_MAX)):
+        for root in roots:
+            with ExitStack() as stack, suppress(EngineError):
+                _walk(root, parts[start:], stack)
+                return f"; paths are relative to a root: use {shown('/'.join(parts[start:]))}"
+    return ""
 
 
 def _candidates(
     parts: tuple[str, ...], roots: Sequence[Path]
 ) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Each root that the path can be below, with the names from there on.
+    """Yield each root that the path can be below, with the names after the root.
 
-    A root counts under the name that its operator gave it and under its real one.
+    A root counts under the name that its operator used and under its real one.
     """
     if not parts[0].startswith("/"):
         yield from ((root, parts) for root in roots)
@@ -178,6 +212,7 @@ def _candidates(
 
 
 def _walk(root: Path, below: tuple[str, ...], stack: ExitStack) -> int:
+    """Open `below` in `root`, name by name; raises `_NoSuchName` where a name is missing."""
     try:
         descriptor = os.open(root, _DIRECTORY_FLAGS)
     except OSError as error:
@@ -199,32 +234,27 @@ def _open_file(name: str, directory: int, stack: ExitStack) -> OpenFile:
 
 
 def _open_below(name: str, directory: int, flags: int) -> int:
-    """Open one name in an open directory, following no link."""
+    """Open one name in an open directory; links are refused."""
     try:
         return os.open(name, _BELOW_FLAGS | flags, dir_fd=directory)
     except ValueError as error:
-        raise PathNotAllowed(f"{shown(name)} is no file name") from error
+        raise PathNotAllowed(f"{shown(name)} is not a file name") from error
     except OSError as error:
         if error.errno == errno.ELOOP or _is_link(name, directory):
             raise PathNotAllowed(
-                f"{shown(name)} is a link; none is followed below an adapter root, copy the files"
+                f"{shown(name)} is a link, and links below an adapter root are not followed; "
+                "replace it by a copy (cp -rL)"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.ENXIO):
             raise PathNotAllowed(f"{shown(name)} can't be opened: {error.strerror}") from error
-        raise AdapterNotFound(f"{shown(name)} can't be opened: {error.strerror}") from error
+        is_missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+        kind = _NoSuchName if is_missing else AdapterNotFound
+        raise kind(f"{shown(name)} can't be opened: {error.strerror}") from error
 
 
 def _is_link(name: str, directory: int) -> bool:
-    """Whether a name that could not be opened is a link; only chooses the words of an error."""
+    """Whether a name that could not be opened is a link; used for the error text only."""
     try:
         return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
     except OSError:
         return False
-
-
-def _is_there(name: str, directory: int) -> bool:
-    try:
-        os.stat(name, dir_fd=directory, follow_symlinks=False)
-    except OSError:
-        return False
-    return True

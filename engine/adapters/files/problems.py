@@ -1,7 +1,6 @@
-"""Everything that is wrong with one adapter, told in one error.
+"""All problems of one adapter, reported in one error.
 
-What it is: a bounded list. What it is not: a check. One rule: what a file says is shown in ASCII
-and cut short, so that any error can be logged, sent and read.
+Text from a file is shown in ASCII and shortened, so that an error can always be logged and sent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,63 +14,63 @@ _SEVEREST_FIRST: Final = (AdapterConfigRefused, AdapterDoesNotFit, NotFinite)
 
 
 def shown(value: object) -> str:
-    """A value from a file as it may stand in a text."""
-    return _cut(ascii(value))
+    """Return a value from a file as text for an error: ASCII, quoted, shortened."""
+    return _shortened(ascii(value))
 
 
-def _cut(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}... ({len(text)} characters)"
 
 
 class Problems:
-    """What was found so far; the first `told_max` are told."""
+    """The problems found so far; the error shows the first `shown_max`."""
 
-    def __init__(self, told_max: int) -> None:
-        self._told_max = told_max
+    def __init__(self, shown_max: int) -> None:
+        self._shown_max = shown_max
         self._count = 0
-        self._told: list[str] = []
+        self._shown: list[str] = []
         self._kinds: set[type[EngineError]] = set()
 
     def add(self, kind: type[EngineError], text: str) -> None:
-        """One more problem."""
+        """Add one problem."""
         self._count += 1
         self._kinds.add(kind)
-        if len(self._told) < self._told_max:
-            self._told.append(text)
+        if len(self._shown) < self._shown_max:
+            self._shown.append(text)
 
     def __len__(self) -> int:
         return self._count
 
     def add_each(self, kind: type[EngineError], text: str, names: Sequence[str]) -> None:
-        """One more problem, `text`, which all of `names` (ASCII) have; nothing without names."""
+        """Add one problem, `text`, which all of `names` (ASCII) have; nothing without names."""
         if names:
-            told = ", ".join(_cut(name) for name in names[: self._told_max])
-            more = len(names) - self._told_max
-            self.add(kind, f"{text}: {told}" + (f" and {more} more" if more > 0 else ""))
+            listed = ", ".join(_shortened(name) for name in names[: self._shown_max])
+            more = len(names) - self._shown_max
+            self.add(kind, f"{text}: {listed}" + (f" and {more} more" if more > 0 else ""))
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Take what the block raises about the adapter as one more problem, and go on behind it."""
+        """Add what the block raises about the adapter as one problem, and continue after it."""
         try:
             yield
         except _SEVEREST_FIRST as error:
             self.add(type(error), str(error))
 
     def error(self) -> EngineError:
-        """One error with all of them; its kind is the first of config, fit, values."""
-        more = self._count - len(self._told)
-        texts = [*self._told, f"and {more} more"] if more else self._told
-        return self._kind()("; ".join(texts))
+        """Return one error for all problems, of the first class among config, fit, values."""
+        more = self._count - len(self._shown)
+        texts = [*self._shown, f"and {more} more"] if more else self._shown
+        return self._class()("; ".join(texts))
 
     def raise_if_any(self) -> None:
-        """Raise `error()` unless nothing was found."""
+        """Raise `error()` if there is a problem."""
         if self._count:
             raise self.error()
 
-    def _kind(self) -> type[EngineError]:
-        family = next(kind for kind in _SEVEREST_FIRST if self._of(kind))
-        found = self._of(family)
-        return found[0] if len(found) == 1 else family
+    def _class(self) -> type[EngineError]:
+        base = next(kind for kind in _SEVEREST_FIRST if self._of(kind))
+        found = self._of(base)
+        return found[0] if len(found) == 1 else base
 
-    def _of(self, family: type[EngineError]) -> list[type[EngineError]]:
-        return [kind for kind in self._kinds if issubclass(kind, family)]
+    def _of(self, base: type[EngineError]) -> list[type[EngineError]]:
+        return [kind for kind in self._kinds if issubclass(kind, base)]

@@ -1,13 +1,12 @@
-"""The header of a safetensors file: which tensors it holds, and where.
+"""The header of a safetensors file: its tensors and their positions.
 
-What it is: a reader of the format's own rules, stricter than the format. What it is not: a reader
-of tensors, or a judge of what they are for. One rule: after it, every tensor's bytes are known to
-lie in the file, apart from each other, without gaps, and to be as many as its shape needs.
+A parsed header guarantees that the tensors' bytes are in the file, that they follow each other
+without gaps or overlaps, and that each tensor has the number of bytes that its shape needs.
 
-The format: 8 bytes little-endian with the header's length, the header (JSON: name to dtype, shape
-and [start, end) behind the header), the bytes. Beyond it we refuse repeated names, empty tensors,
-and names that are long or not plain ASCII. The library of that name is not used, because it maps
-the file into memory, where a file that shrinks under its reader ends the process.
+The format: the header's length (8 bytes, little-endian); the header (JSON: name to dtype, shape and
+[start, end), counted from the header's end); the bytes. Beyond the format's rules, repeated names,
+empty tensors, and names that are long or not printable ASCII are refused. The library `safetensors`
+is not used, because it maps the file: a mapped file that shrinks would end the process.
 """
 
 import math
@@ -46,7 +45,7 @@ _LENGTH_MAX: Final = 1 << 48
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of the file; `start` and `size_bytes` in bytes, counted from the file's start."""
+    """One tensor of the file; `start` is its first byte, counted from the file's start."""
 
     name: str
     dtype: torch.dtype
@@ -56,12 +55,12 @@ class StoredTensor(NamedTuple):
 
 
 def header_length(prefix: bytes, file_bytes: int, bounds: AdapterBounds) -> int:
-    """The header's length in bytes from the file's first 8; raises `AdapterUnsound`."""
+    """Return the header's length from the file's first 8 bytes; raises `AdapterUnsound`."""
     length = int.from_bytes(prefix, "little")
     if len(prefix) < LENGTH_BYTES or length > file_bytes - LENGTH_BYTES:
         raise AdapterUnsound(
-            f"the weights file has {file_bytes} bytes, its header alone needs "
-            f"{length + LENGTH_BYTES}; it is cut short or no safetensors file, save it again"
+            f"the weights file is cut off ({length + LENGTH_BYTES} bytes declared for its header, "
+            f"{file_bytes} there) or is not a safetensors file: copy or save it again"
         )
     if length > bounds.header_bytes_max:
         raise AdapterUnsound(
@@ -72,10 +71,10 @@ def header_length(prefix: bytes, file_bytes: int, bounds: AdapterBounds) -> int:
 
 
 def parse_header(header: bytes, file_bytes: int, bounds: AdapterBounds) -> list[StoredTensor]:
-    """The file's tensors in the order of their bytes; raises `AdapterUnsound`."""
+    """Return the file's tensors in the order of their bytes; raises `AdapterUnsound`."""
     try:
         if header[:1] != b"{":
-            raise ValueError(f"it starts with {header[:1]!r}, not with an object")
+            raise ValueError(f"it starts with {header[:1]!r}, not with {{")
         entries = decode_object(header, 10 * bounds.tensors_max, bounds.json_depth_max)
         _check_metadata(entries.pop(_METADATA, {}))
         if len(entries) > bounds.tensors_max:
@@ -87,14 +86,14 @@ def parse_header(header: bytes, file_bytes: int, bounds: AdapterBounds) -> list[
         tensors.sort(key=lambda tensor: tensor.start)
         _check_contiguous(tensors, data_start, file_bytes)
     except ValueError as error:
-        raise AdapterUnsound(f"the weights file's header is not sound: {error}") from None
+        raise AdapterUnsound(f"the weights file's header is malformed: {error}") from None
     return tensors
 
 
 def _tensor(name: str, entry: Any, data_start: int, bounds: AdapterBounds) -> StoredTensor:
     if len(name) > bounds.name_characters_max or not _NAME.match(name):
         raise ValueError(
-            f"{shown(name)} is no tensor name; plain ASCII, at most "
+            f"{shown(name)} is not a tensor name; printable ASCII without spaces, at most "
             f"{bounds.name_characters_max} characters"
         )
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -111,7 +110,7 @@ def _tensor(name: str, entry: Any, data_start: int, bounds: AdapterBounds) -> St
     if end - start != size_bytes:
         raise ValueError(
             f"{name} {shown(shape)} of {dtype} needs {size_bytes} bytes, its data_offsets "
-            f"{shown(offsets)} give another number"
+            f"{shown(offsets)} cover another number"
         )
     return StoredTensor(name, _DTYPES[dtype], tuple(shape), data_start + start, size_bytes)
 
@@ -127,11 +126,15 @@ def _check_contiguous(tensors: list[StoredTensor], data_start: int, file_bytes: 
     for tensor in tensors:
         if tensor.start != end:
             raise ValueError(
-                f"{tensor.name} starts at byte {tensor.start}, but what lies before it ends at "
+                f"{tensor.name} starts at byte {tensor.start}, but the bytes before it end at "
                 f"{end}; tensors must follow each other"
             )
         end += tensor.size_bytes
-    if end != file_bytes:
+    if end > file_bytes:
+        raise AdapterUnsound(
+            f"the weights file is cut off ({end} bytes declared, {file_bytes} there): copy it again"
+        )
+    if end < file_bytes:
         raise ValueError(f"its tensors end at byte {end}, the file has {file_bytes}; save it again")
 
 
@@ -139,4 +142,6 @@ def _check_metadata(metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise ValueError(f"{_METADATA} is {shown(metadata)}; names with texts are needed")
+        raise ValueError(
+            f"{_METADATA} is {shown(metadata)}; an object with strings as values is needed"
+        )

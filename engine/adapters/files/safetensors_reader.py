@@ -1,9 +1,8 @@
-"""The bytes of a weights file: into memory, into the fingerprint, and judged.
+"""A safetensors file, read in one pass into memory, the fingerprint and the value ranges.
 
-What it is: one pass over the file, a tensor at a time while it is in the processor's cache. What it
-is not: a check of shapes; what is wanted was found to fit before. One rule: every byte of the file
-is in the fingerprint, also those of tensors that nobody wants, and nothing is read that is neither
-wanted nor fingerprinted.
+Each tensor is read, digested and checked while it is in the processor's cache. The fingerprint
+covers every byte of the file, also tensors that are not wanted. Without a fingerprint only the
+wanted parts are read.
 """
 
 from typing import Final
@@ -27,15 +26,15 @@ from engine.adapters.files.weights_file import (
 from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound
 from engine.host_memory import allocate_host
-from engine.submatrix import ALL, Part, runs_of
+from engine.submatrix import WHOLE_TENSOR, Submatrix, byte_ranges_of
 
 _CHUNK_BYTES: Final = 1 << 20
 
 
-class WeightsReader:
-    """A safetensors file: its header first, its tensors after they were found to fit.
+class SafetensorsFile:
+    """A safetensors file, whose header is read at once and whose tensors are read later.
 
-    Raises `AdapterUnsound` for a file that passes a bound or contradicts the format.
+    Raises `AdapterUnsound` for a file that exceeds a bound or contradicts the format.
     """
 
     def __init__(self, file: OpenFile, bounds: AdapterBounds) -> None:
@@ -52,10 +51,7 @@ class WeightsReader:
         self.tensors = {tensor.name: tensor for tensor in self._stored}
 
     def read(self, wanted: Wanted) -> ReadTensors:
-        """The parts that are wanted, and their ranges; no other byte is read.
-
-        For a process that need not fingerprint, because another one does.
-        """
+        """Return the wanted parts and their value ranges; no other byte is read."""
         found = ReadTensors({}, {})
         for stored in self._stored:
             if stored.name in wanted:
@@ -65,36 +61,38 @@ class WeightsReader:
         return found
 
     def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
-        """The parts that are wanted, the ranges of the whole tensors, and the fingerprint."""
+        """Return the wanted parts with the whole tensors' value ranges, and the fingerprint."""
         digest = start_fingerprint(config, self._file.size_bytes)
         digest.update(self._head)
         found = ReadTensors({}, {})
         for stored in self._stored:
             part = wanted.get(stored.name)
             if part is None:
-                self._pass_over(stored, digest)
+                self._digest_only(stored, digest)
             else:
-                whole, raw = self._read_part(stored, ALL)
+                whole, raw = self._read_part(stored, WHOLE_TENSOR)
                 digest.update(raw)
                 found.ranges[stored.name] = value_range(whole)
-                # A part gets memory of its own, so that the rest of the whole is given back.
-                found.tensors[stored.name] = whole if part == ALL else part.cut(whole).clone()
+                # A part is copied, so that the memory of the whole tensor is freed.
+                found.tensors[stored.name] = (
+                    whole if part == WHOLE_TENSOR else part.select(whole).clone()
+                )
         return found, digest.hexdigest()
 
-    def _read_part(self, stored: StoredTensor, part: Part) -> tuple[torch.Tensor, memoryview]:
-        """A part of a tensor, and its bytes."""
+    def _read_part(self, stored: StoredTensor, part: Submatrix) -> tuple[torch.Tensor, memoryview]:
+        """Read a part of a tensor; return it, and its bytes."""
         tensor = allocate_host(part.shape_in(stored.shape), stored.dtype, pin=False)
         raw: memoryview = tensor.view(torch.uint8).numpy().data.cast("B")
-        if part == ALL:
+        if part == WHOLE_TENSOR:
             self._file.read_into(raw, stored.start)
             return tensor, raw
         filled = 0
-        for start, size_bytes in runs_of(part, stored.shape, stored.dtype.itemsize):
+        for start, size_bytes in byte_ranges_of(part, stored.shape, stored.dtype.itemsize):
             self._file.read_into(raw[filled : filled + size_bytes], stored.start + start)
             filled += size_bytes
         return tensor, raw
 
-    def _pass_over(self, stored: StoredTensor, digest: xxhash.xxh3_128) -> None:
+    def _digest_only(self, stored: StoredTensor, digest: xxhash.xxh3_128) -> None:
         end = stored.start + stored.size_bytes
         for start in range(stored.start, end, _CHUNK_BYTES):
             digest.update(self._file.read(start, min(_CHUNK_BYTES, end - start)))

@@ -1,13 +1,13 @@
-"""Weights that were saved with `torch.save`, where somebody allowed them.
+"""Weights that were saved with `torch.save`, if they are allowed.
 
-What it is: the one place that calls `torch.load`, with tensors as the only thing that it may build.
-What it is not: a reader by slices; the format has none. One rule: the archive's own sizes are
-bounded before anything of it is unpickled.
+Only this module calls `torch.load`, which may then build nothing but tensors. The archive's
+declared sizes are checked before anything is unpickled.
 
-The format: a zip archive of one pickle, which names tensors, and one entry a storage. Entries that
-are compressed, and the format of before 2020, which is no archive, are refused: what they unpack to
-could not be bounded. So is one whose end points elsewhere than torch.save's: readers of archives
-differ in what they then take for its directory, and what was checked would not be what is loaded.
+The format: a zip archive of one pickle, which names the tensors, and one entry per storage.
+Compressed entries and the format of before 2020, which is not an archive, are refused, because
+their unpacked size has no bound. An archive whose end differs from that of `torch.save` is refused
+too: zip readers differ in the directory that they would use, so the checked content might not be
+the loaded one.
 """
 
 import struct
@@ -24,17 +24,17 @@ from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound, EngineError
 
 _OTHER_ENTRIES_MAX: Final = 16
-"""How many entries an archive has beside its storages."""
+"""Largest number of entries other than storages."""
 
 _END: Final = struct.Struct("<4s36xQQ4s4xQ4x4s16xH")
-"""The end of an archive: signature, directory's size and start; signature, place of the first part;
-signature, length of a comment."""
+"""The end of an archive: signature, directory size and start; signature, offset of the first of
+these; signature, comment length."""
 
 
 def load_pickled(file: OpenFile, bounds: AdapterBounds) -> dict[str, torch.Tensor]:
-    """The tensors of a `.bin` or `.pt` file.
+    """Return the tensors of a `.bin` or `.pt` file.
 
-    Raises `AdapterUnsound` for a file that passes a bound, or holds anything but plain tensors.
+    Raises `AdapterUnsound` for a file that exceeds a bound or contains anything but plain tensors.
     """
     check_size(file, bounds)
     _check_archive(file, bounds)
@@ -42,13 +42,15 @@ def load_pickled(file: OpenFile, bounds: AdapterBounds) -> dict[str, torch.Tenso
         content = torch.load(buffered(file), map_location="cpu", weights_only=True)
     except (MemoryError, EngineError):
         raise
-    # A file can make the unpickler raise any kind, one of which has no name that may be imported.
+    # A file can make the unpickler raise any exception, one of them without an importable name.
     except Exception as error:
         raise AdapterUnsound(
-            f"{file.name} holds more than tensors, or is damaged: {str(error)[:200]!a}"
+            f"{file.name} contains more than tensors, or is damaged: {str(error)[:200]!a}"
         ) from None
     if not isinstance(content, Mapping):
-        raise AdapterUnsound(f"{file.name} holds a {type(content).__name__}; tensors by name only")
+        raise AdapterUnsound(
+            f"{file.name} contains a {type(content).__name__}; a dict of tensors is needed"
+        )
     return plain_tensors(content, file, bounds)
 
 
@@ -58,7 +60,8 @@ def _check_archive(file: OpenFile, bounds: AdapterBounds) -> None:
             entries = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise AdapterUnsound(
-            f"{file.name} is no archive of torch.save's ({error}); save the adapter as safetensors"
+            f"{file.name} is not an archive of torch.save ({error}); save the adapter as "
+            "safetensors"
         ) from None
     if len(entries) > bounds.tensors_max + _OTHER_ENTRIES_MAX:
         raise AdapterUnsound(
@@ -66,7 +69,9 @@ def _check_archive(file: OpenFile, bounds: AdapterBounds) -> None:
         )
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED:
-            raise AdapterUnsound(f"{file.name} has {shown(entry.filename)} compressed; save plain")
+            raise AdapterUnsound(
+                f"{file.name} has {shown(entry.filename)} compressed; save it uncompressed"
+            )
         is_pickle = entry.filename.endswith(".pkl")
         if is_pickle and entry.file_size > bounds.header_bytes_max:
             raise AdapterUnsound(
@@ -82,7 +87,7 @@ def _check_archive(file: OpenFile, bounds: AdapterBounds) -> None:
 
 
 def _check_end(file: OpenFile) -> None:
-    """Raise `AdapterUnsound` unless every reader finds the same directory, right before the end."""
+    """Raise `AdapterUnsound` unless every zip reader finds the same directory."""
     start = max(0, file.size_bytes - _END.size)
     end = _END.unpack(file.read(start, file.size_bytes - start).rjust(_END.size))
     first, directory_bytes, directory_start, second, first_start, third, comment = end
@@ -92,6 +97,6 @@ def _check_end(file: OpenFile) -> None:
         or (first_start, comment) != (start, 0)
     ):
         raise AdapterUnsound(
-            f"{file.name} does not end as an archive of torch.save's does; save the adapter anew, "
-            "best as safetensors"
+            f"{file.name} does not end like an archive of torch.save; save the adapter again, "
+            "preferably as safetensors"
         )

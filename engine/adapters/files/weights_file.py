@@ -1,4 +1,4 @@
-"""The protocol of a reader of adapter weights, value ranges and the fingerprint."""
+"""The interface of weights files, value ranges, and the start of the fingerprint."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
@@ -6,20 +6,20 @@ from typing import Final, NamedTuple, Protocol
 import torch
 import xxhash
 
-from engine.submatrix import Part
+from engine.submatrix import Submatrix
 
 
 class HasShape(Protocol):
-    """A tensor, in memory or still in its file."""
+    """A tensor, in memory or in a file."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """The tensor's dtype."""
         ...
 
     @property
     def shape(self) -> Sequence[int]:
-        """Its shape."""
+        """The tensor's shape."""
         ...
 
 
@@ -27,59 +27,59 @@ Tensors = Mapping[str, HasShape]
 
 
 class ValueRange(NamedTuple):
-    """A tensor's smallest and largest value; NaN or infinite where any value is."""
+    """A tensor's smallest and largest value; not finite if any value is not."""
 
     low: float
     high: float
 
 
 def value_range(tensor: torch.Tensor) -> ValueRange:
-    """The range of a floating tensor with at least one value; NaN is both ends of any range."""
+    """Return the range of a floating tensor with at least one value; (NaN, NaN) if any is NaN."""
     if tensor.dtype.itemsize == 1:
         tensor = tensor.to(torch.float32)
     low, high = torch.aminmax(tensor)
     return ValueRange(low.item(), high.item())
 
 
-_DOMAIN: Final = b"loradock adapter 1\0"
+_PREFIX: Final = b"loradock adapter 1\0"
 
 
-Wanted = Mapping[str, Part]
-"""The tensors to read, by name, and which part of each."""
+Wanted = Mapping[str, Submatrix]
+"""The tensors to read, by name, with the part of each."""
 
 
 class ReadTensors(NamedTuple):
-    """What was read: each tensor's part, and its smallest and largest value."""
+    """The parts of tensors that were read, and value ranges, by name."""
 
     tensors: dict[str, torch.Tensor]
     ranges: dict[str, ValueRange]
 
 
-class Weights(Protocol):
-    """An adapter's weights file, whatever its format."""
+class WeightsFile(Protocol):
+    """An adapter's weights file, of any format."""
 
     @property
     def tensors(self) -> Mapping[str, HasShape]:
-        """Every tensor of the file."""
+        """All tensors of the file, by name."""
         ...
 
     def read(self, wanted: Wanted) -> ReadTensors:
-        """The parts that are wanted."""
+        """Return the wanted parts, with their value ranges."""
         ...
 
     def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
-        """The parts that are wanted, whole tensors judged, and the adapter's fingerprint."""
+        """Return the wanted parts with the whole tensors' value ranges, and the fingerprint."""
         ...
 
 
 def start_fingerprint(config: bytes, file_bytes: int) -> xxhash.xxh3_128:
-    """The digest of an adapter before its weights file's bytes.
+    """Return the digest of an adapter's fingerprint, up to the bytes of its weights file.
 
-    A fingerprint is xxh3 of 128 bits, in hex, over a fixed word, the config's and the weights
-    file's length (8 bytes each, little-endian), and both files' bytes. It tells versions apart; it
-    is no proof against somebody who makes two files meet in it.
+    A fingerprint is xxh3 of 128 bits, in hex, over a fixed prefix, the lengths of config and
+    weights file (8 bytes each, little-endian), and the bytes of both. It distinguishes versions; it
+    is not secure against deliberate collisions.
     """
-    digest = xxhash.xxh3_128(_DOMAIN)
+    digest = xxhash.xxh3_128(_PREFIX)
     for length in (len(config), file_bytes):
         digest.update(length.to_bytes(8, "little"))
     digest.update(config)

@@ -1,7 +1,7 @@
-"""Weights in formats that have no slices: all of a file's tensors, and then parts of them.
+"""Weights files of formats that are read whole: common parts of their readers.
 
-What it is: what such formats share; each is a function from an open file to its tensors. What it is
-not: a format. One rule: what comes out of a file is plain tensors by plain names, or nothing.
+Such a format is a function from an open file to its tensors. Only plain tensors under printable
+ASCII names are accepted.
 """
 
 import io
@@ -15,37 +15,37 @@ from engine.adapters.files.problems import shown
 from engine.adapters.files.weights_file import ReadTensors, Wanted, start_fingerprint, value_range
 from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound
-from engine.submatrix import ALL, Part
+from engine.submatrix import WHOLE_TENSOR, Submatrix
 
 _CHUNK_BYTES: Final = 1 << 20
 
 
-class WholeWeights:
-    """A file whose tensors are all in memory."""
+class WholeFile:
+    """A weights file whose tensors are all in memory."""
 
     def __init__(self, file: OpenFile, tensors: Mapping[str, torch.Tensor]) -> None:
         self._file = file
         self.tensors = tensors
 
     def read(self, wanted: Wanted) -> ReadTensors:
-        """The parts that are wanted, and their ranges."""
-        tensors = {name: _cut(self.tensors[name], part) for name, part in wanted.items()}
+        """Return the wanted parts, with their value ranges."""
+        tensors = {name: _copied(self.tensors[name], part) for name, part in wanted.items()}
         ranges = {name: value_range(tensor) for name, tensor in tensors.items()}
         return ReadTensors(tensors, ranges)
 
     def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
-        """The parts that are wanted, the ranges of the whole tensors, and the fingerprint."""
+        """Return the wanted parts with the whole tensors' value ranges, and the fingerprint."""
         digest = start_fingerprint(config, self._file.size_bytes)
         for start in range(0, self._file.size_bytes, _CHUNK_BYTES):
             size_bytes = min(_CHUNK_BYTES, self._file.size_bytes - start)
             digest.update(self._file.read(start, size_bytes))
-        tensors = {name: _cut(self.tensors[name], part) for name, part in wanted.items()}
+        tensors = {name: _copied(self.tensors[name], part) for name, part in wanted.items()}
         ranges = {name: value_range(self.tensors[name]) for name in wanted}
         return ReadTensors(tensors, ranges), digest.hexdigest()
 
 
-class _View(io.RawIOBase):
-    """An open file as the standard library's readers want it, with a position of its own."""
+class _Stream(io.RawIOBase):
+    """An `OpenFile` as a stream of the standard library."""
 
     def __init__(self, file: OpenFile) -> None:
         super().__init__()
@@ -53,25 +53,21 @@ class _View(io.RawIOBase):
         self._position = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place; answers with it."""
+        """Set the position; return it."""
         bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}
         self._position = max(0, bases[whence] + offset)
         return self._position
 
-    def tell(self) -> int:
-        """Where it is."""
-        return self._position
-
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill as much of `buffer` as the file still has; answers with how much that is."""
+        """Fill `buffer` as far as the file reaches; return the number of bytes."""
         count = min(len(buffer), max(0, self._file.size_bytes - self._position))
         self._file.read_into(memoryview(buffer).cast("B")[:count], self._position)
         self._position += count
@@ -79,12 +75,12 @@ class _View(io.RawIOBase):
 
 
 def buffered(file: OpenFile) -> io.BufferedReader:
-    """The file for a library that wants to read by itself; nothing is opened again."""
-    return io.BufferedReader(_View(file))
+    """Return the open file as a stream, for a library that reads from one."""
+    return io.BufferedReader(_Stream(file))
 
 
 def check_size(file: OpenFile, bounds: AdapterBounds) -> None:
-    """Raise `AdapterUnsound` for a file that is too large to be read."""
+    """Raise `AdapterUnsound` for a file over the size bound."""
     if file.size_bytes > bounds.weights_bytes_max:
         raise AdapterUnsound(
             f"{file.name} has {file.size_bytes} bytes; at most {bounds.weights_bytes_max} are read"
@@ -94,7 +90,7 @@ def check_size(file: OpenFile, bounds: AdapterBounds) -> None:
 def plain_tensors(
     content: Mapping[object, object], file: OpenFile, bounds: AdapterBounds
 ) -> dict[str, torch.Tensor]:
-    """What a library found in a file; raises `AdapterUnsound` for all but tensors by name."""
+    """Return a library's tensors by name; raises `AdapterUnsound` for any other content."""
     return {_name(name, file, bounds): _tensor(name, tensor) for name, tensor in content.items()}
 
 
@@ -102,7 +98,7 @@ def _name(name: object, file: OpenFile, bounds: AdapterBounds) -> str:
     is_name = isinstance(name, str) and name.isascii() and name.isprintable()
     if not is_name or len(str(name)) > bounds.name_characters_max:
         raise AdapterUnsound(
-            f"{file.name} calls a tensor {shown(name)}; plain ASCII, at most "
+            f"{file.name} has a tensor named {shown(name)}; printable ASCII, at most "
             f"{bounds.name_characters_max} characters"
         )
     return str(name)
@@ -119,12 +115,12 @@ def _tensor(name: object, tensor: object) -> torch.Tensor:
     )
     if not is_plain or not isinstance(tensor, torch.Tensor):
         raise AdapterUnsound(
-            f"{shown(name)} is a {type(tensor).__name__}; a plain tensor is needed"
+            f"{shown(name)} is a {type(tensor).__name__}; a dense CPU tensor with values is needed"
         )
     return tensor.detach()
 
 
-def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The part in memory of its own: tensors of one file may share theirs."""
-    found = tensor if part == ALL else part.cut(tensor)
-    return found.clone(memory_format=torch.contiguous_format)
+def _copied(tensor: torch.Tensor, part: Submatrix) -> torch.Tensor:
+    """Return a copy of the part, because tensors of one file may share memory."""
+    selected = tensor if part == WHOLE_TENSOR else part.select(tensor)
+    return selected.clone(memory_format=torch.contiguous_format)

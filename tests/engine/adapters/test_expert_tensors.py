@@ -1,4 +1,4 @@
-"""What an adapter's expert tensors mean, and every way in which they can contradict the model."""
+"""Expert tensors: what they adapt, and every way in which they can contradict the model."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.compatibility import ModelSide
+from engine.adapters.compatibility import AdapterTarget
 from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit
-from engine.layout import ModuleKind, ModuleShape, Shard, Within
-from tests.support.models.expert_adapters import DOWN, GATE_UP, pair_for, per_expert, write
+from engine.layout import ModuleKind, ModuleShape, ParameterRows, Shard
+from tests.support.models.expert_adapters import (
+    DOWN,
+    GATE_UP,
+    fused_tensors,
+    pair_for,
+    per_expert,
+    write,
+)
 from tests.support.models.expert_examples import EXPERTS, HIDDEN, INTER
 
 RANK = 2
@@ -21,7 +28,9 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 EXPERT_PATHS = [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
 
 
-def expert_shape(path: str, name: str, out_features: int, within: range | None) -> ModuleShape:
+def expert_shape(
+    path: str, name: str, out_features: int, parameter_rows: range | None
+) -> ModuleShape:
     is_down = name == "down_proj"
     return ModuleShape(
         f"{path}.{name}",
@@ -30,12 +39,14 @@ def expert_shape(path: str, name: str, out_features: int, within: range | None) 
         0,
         kind=ModuleKind.EXPERTS,
         experts=EXPERTS,
-        within=None if within is None else Within(f"{path}.gate_up_proj", within),
+        parameter_rows=None
+        if parameter_rows is None
+        else ParameterRows(f"{path}.gate_up_proj", parameter_rows),
     )
 
 
 def shapes(*, is_mixed: bool = False, is_interleaved: bool = False) -> dict[str, ModuleShape]:
-    """Two layers of experts and a router each, as a prepared model tells them."""
+    """Return the shapes of two layers with experts and a router each."""
     found: list[ModuleShape] = []
     for path in EXPERT_PATHS:
         if is_mixed:
@@ -52,19 +63,12 @@ def shapes(*, is_mixed: bool = False, is_interleaved: bool = False) -> dict[str,
     return {shape.name: shape for shape in found}
 
 
-def fused(path: str, inner: int, outer: int, rank: int = RANK) -> dict[str, Tensor]:
-    return {
-        f"base_model.model.{path}.lora_A.weight": torch.randn(EXPERTS * rank, inner),
-        f"base_model.model.{path}.lora_B.weight": torch.randn(outer, rank * EXPERTS),
-    }
-
-
 def gate_up(path: str) -> dict[str, Tensor]:
-    return fused(path, HIDDEN, 2 * INTER)
+    return fused_tensors(path, HIDDEN, 2 * INTER)
 
 
 def down(path: str) -> dict[str, Tensor]:
-    return fused(path, INTER, HIDDEN)
+    return fused_tensors(path, INTER, HIDDEN)
 
 
 def read(
@@ -77,7 +81,7 @@ def read(
 ) -> LoadedAdapter:
     write(root / "one", tensors, {"r": RANK, **fields})
     config = LoRAConfig(max_lora_rank=16, lora_dtype="float32")
-    return read_adapter("one", [root], ModelSide(modules, config), is_follower=is_follower)
+    return read_adapter("one", [root], AdapterTarget(modules, config), is_follower=is_follower)
 
 
 def refusal(
@@ -92,7 +96,7 @@ def refusal(
 
 
 def stacks(a: Tensor, b: Tensor, rank: int = RANK) -> tuple[Tensor, Tensor]:
-    """Each expert's A and B as peft means them."""
+    """Return each expert's A and B as in PEFT."""
     by_expert = b.reshape(len(b), rank, EXPERTS)
     return a.reshape(EXPERTS, rank, -1), torch.stack([by_expert[..., e] for e in range(EXPERTS)])
 
@@ -110,7 +114,7 @@ def test_with_both_adapted_gate_up_is_the_inner_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", [GATE_UP, DOWN])
-def test_one_alone_stands_under_the_plain_name(target: str, tmp_path: Path) -> None:
+def test_one_adapted_parameter_has_the_plain_name(target: str, tmp_path: Path) -> None:
     make = {GATE_UP: gate_up, DOWN: down}[target]
     tensors = make(EXPERT_PATHS[1])
     loaded = read(tmp_path, tensors, shapes(), target_parameters=[target])
@@ -118,7 +122,7 @@ def test_one_alone_stands_under_the_plain_name(target: str, tmp_path: Path) -> N
 
 
 def test_the_target_decides_even_where_both_would_fit(tmp_path: Path) -> None:
-    # As wide inside as outside, so that shapes alone can't tell gate_up (here up) from down.
+    # Equal inner and outer widths, so that shapes alone can't distinguish up from down.
     path = EXPERT_PATHS[0]
     square = {
         f"{path}.{name}": ModuleShape(
@@ -126,11 +130,13 @@ def test_the_target_decides_even_where_both_would_fit(tmp_path: Path) -> None:
         )
         for name in ("up_proj", "down_proj")
     }
-    tensors = fused(path, HIDDEN, HIDDEN)
+    tensors = fused_tensors(path, HIDDEN, HIDDEN)
     for name in ("up_proj", "down_proj"):
         loaded = read(tmp_path, tensors, square, target_parameters=[f"experts.{name}"])
         assert list(loaded.model.loras) == [f"{path}.{name}"]
-    assert "must be clear" in refusal(tmp_path, tensors, square, target_modules=["experts"])
+    assert "must name the one that is adapted" in refusal(
+        tmp_path, tensors, square, target_modules=["experts"]
+    )
 
 
 def test_without_targets_the_shapes_decide(tmp_path: Path) -> None:
@@ -138,21 +144,21 @@ def test_without_targets_the_shapes_decide(tmp_path: Path) -> None:
     assert list(loaded.model.loras) == [f"{EXPERT_PATHS[0]}.gate_up_proj"]
 
 
-def test_a_target_whose_tensor_is_of_the_other_is_refused(tmp_path: Path) -> None:
-    told = refusal(tmp_path, gate_up(EXPERT_PATHS[0]), shapes(), target_parameters=[DOWN])
-    assert f"{EXPERT_PATHS[0]}.down_proj has A [8, 32] and B [48, 8]" in told
+def test_a_target_with_the_tensor_of_the_other_is_refused(tmp_path: Path) -> None:
+    text = refusal(tmp_path, gate_up(EXPERT_PATHS[0]), shapes(), target_parameters=[DOWN])
+    assert f"{EXPERT_PATHS[0]}.down_proj has A [8, 32] and B [48, 8]" in text
 
 
-def test_one_tensor_for_two_targets_is_half_an_adapter(tmp_path: Path) -> None:
-    told = refusal(tmp_path, down(EXPERT_PATHS[0]), shapes(), target_parameters=[DOWN, GATE_UP])
-    assert "must be clear" in told
+def test_one_tensor_for_two_targets_is_incomplete(tmp_path: Path) -> None:
+    text = refusal(tmp_path, down(EXPERT_PATHS[0]), shapes(), target_parameters=[DOWN, GATE_UP])
+    assert "must name the one that is adapted" in text
 
 
-def test_a_target_without_a_tensor_is_half_an_adapter(tmp_path: Path) -> None:
+def test_a_target_without_a_tensor_is_incomplete(tmp_path: Path) -> None:
     tensors = gate_up(f"{EXPERT_PATHS[0]}.base_layer") | down(EXPERT_PATHS[0])
     targets = [DOWN, GATE_UP, "mlp.gate.weight"]
-    told = refusal(tmp_path, tensors, shapes(), target_parameters=targets)
-    assert "target_parameters name 'mlp.gate.weight'; no tensor is for it" in told
+    text = refusal(tmp_path, tensors, shapes(), target_parameters=targets)
+    assert "target_parameters names 'mlp.gate.weight'; no tensor is for it" in text
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -182,15 +188,15 @@ def test_adapters_per_expert_are_stacked(tmp_path: Path) -> None:
         assert torch.equal(lora.lora_b[expert], tensors[f"{name}.lora_B.weight"])
 
 
-def test_a_pattern_may_choose_single_experts(tmp_path: Path) -> None:
+def test_a_pattern_may_select_single_experts(tmp_path: Path) -> None:
     tensors = pair_for(f"{EXPERT_PATHS[0]}.2.gate_proj", is_down=False, rank=RANK)
     modules = shapes(is_mixed=True)
     loaded = read(tmp_path, tensors, modules, target_modules=r".*experts\.2\.gate_proj")
     lora = loaded.model.loras[f"{EXPERT_PATHS[0]}.gate_proj"]
     assert torch.equal(lora.lora_a[2], next(iter(tensors.values())))
     assert not lora.lora_a[[0, 1, 3]].any()
-    told = refusal(tmp_path, tensors, modules, target_modules=["gate_proj"])
-    assert "lacks gate_proj of 3 experts" in told
+    text = refusal(tmp_path, tensors, modules, target_modules=["gate_proj"])
+    assert "lacks gate_proj of 3 experts" in text
 
 
 REFUSED = {
@@ -208,42 +214,42 @@ REFUSED = {
         pair_for(f"{EXPERT_PATHS[0]}.1.down_proj", is_down=True, rank=RANK)
         | gate_up(EXPERT_PATHS[0]),
         True,
-        "one format is needed",
+        "use one of the formats",
     ),
     "another width": (
         pair_for(f"{EXPERT_PATHS[0]}.1.gate_proj", is_down=True, rank=RANK),
         True,
-        "this model's takes 32 and gives 24",
+        "in this model it has 32 inputs and 24 outputs",
     ),
     "another rank": (
-        fused(EXPERT_PATHS[0], INTER, HIDDEN, rank=3),
+        fused_tensors(EXPERT_PATHS[0], INTER, HIDDEN, rank=3),
         True,
-        "the config gives it rank 2 for each of 4 experts",
+        "the config specifies rank 2 for each of 4 experts",
     ),
     "no B": (
         dict(list(down(EXPERT_PATHS[0]).items())[:1]),
         True,
-        "has no lora_B beside it",
+        "has no matching lora_B",
     ),
     "ranks that differ": (
         pair_for(f"{EXPERT_PATHS[0]}.0.up_proj", is_down=False, rank=RANK)
         | pair_for(f"{EXPERT_PATHS[0]}.1.up_proj", is_down=False, rank=3),
         True,
-        "experts of one projection need the same",
+        "all experts of one projection need the same",
     ),
     "experts that are not there": (
         down("model.layers.7.mlp.experts"),
         True,
-        "of no experts that this model has wrapped",
+        "its experts are not wrapped in this model",
     ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_with_its_reason(case: str, tmp_path: Path) -> None:
-    tensors, is_mixed, words = REFUSED[case]
+def test_tensors_that_do_not_fit_are_refused_with_the_reason(case: str, tmp_path: Path) -> None:
+    tensors, is_mixed, text = REFUSED[case]
     fields = {"target_modules": ".*", "rank_pattern": {r"experts\.1\.up_proj": 3}}
-    assert words in refusal(tmp_path, tensors, shapes(is_mixed=is_mixed), **fields)
+    assert text in refusal(tmp_path, tensors, shapes(is_mixed=is_mixed), **fields)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +273,7 @@ def test_two_pairs_for_one_matrix_are_refused(second: str, outer: int, tmp_path:
 
 def test_a_parameters_rank_is_found_under_its_own_name(tmp_path: Path) -> None:
     path = EXPERT_PATHS[0]
-    tensors = fused(f"{path}.base_layer", HIDDEN, 2 * INTER, rank=3) | down(path)
+    tensors = fused_tensors(f"{path}.base_layer", HIDDEN, 2 * INTER, rank=3) | down(path)
     fields = {
         "target_parameters": [GATE_UP, DOWN],
         "rank_pattern": {".*gate_up_proj": 3},
@@ -278,10 +284,10 @@ def test_a_parameters_rank_is_found_under_its_own_name(tmp_path: Path) -> None:
     assert (loras[f"{path}.down_proj"].rank, loras[f"{path}.down_proj"].scaling) == (2, 3)
 
 
-def kept(modules: Mapping[str, ModuleShape], own: range) -> dict[str, ModuleShape]:
-    """The same modules on a rank that has these experts."""
+def on_rank(modules: Mapping[str, ModuleShape], kept: range) -> dict[str, ModuleShape]:
+    """Return the same modules on a rank that keeps these experts."""
     return {
-        name: replace(shape, shard=Shard(experts=own))
+        name: replace(shape, shard=Shard(experts=kept))
         if shape.kind is ModuleKind.EXPERTS
         else shape
         for name, shape in modules.items()
@@ -289,33 +295,33 @@ def kept(modules: Mapping[str, ModuleShape], own: range) -> dict[str, ModuleShap
 
 
 def test_a_rank_reads_nothing_of_other_ranks_experts(tmp_path: Path) -> None:
-    own = range(2, EXPERTS)
-    modules = kept(shapes(is_mixed=True), own)
+    kept = range(2, EXPERTS)
+    modules = on_rank(shapes(is_mixed=True), kept)
     tensors = per_expert("qwen3_moe", RANK)
     for name in tensors:
-        if any(f".experts.{expert}." in name for expert in range(own.start)):
-            # Whoever read this would refuse it.
+        if any(f".experts.{expert}." in name for expert in range(kept.start)):
+            # A reader of these values would refuse them.
             tensors[name] = torch.full_like(tensors[name], torch.nan)
     targets = ["gate_proj", "up_proj", "down_proj"]
     loras = read(tmp_path, tensors, modules, is_follower=True, target_modules=targets).model.loras
     assert len(loras) == 6
-    for expert in own:
+    for expert in kept:
         a = tensors[f"base_model.model.{EXPERT_PATHS[0]}.{expert}.up_proj.lora_A.weight"]
         stack = loras[f"{EXPERT_PATHS[0]}.up_proj"].lora_a
-        assert len(stack) == len(own)
-        assert torch.equal(stack[expert - own.start], a)
+        assert len(stack) == len(kept)
+        assert torch.equal(stack[expert - kept.start], a)
 
 
 def test_a_rank_keeps_its_experts_of_fused_tensors(tmp_path: Path) -> None:
-    own, path = range(1, 3), EXPERT_PATHS[0]
+    kept, path = range(1, 3), EXPERT_PATHS[0]
     tensors = gate_up(path)
-    # Of A, which lies expert after expert, the others' rows are not read.
+    # A is stored expert by expert, so the rows of other experts are not read.
     a_name, b_name = tensors
-    tensors[a_name][: own.start * RANK] = torch.nan
+    tensors[a_name][: kept.start * RANK] = torch.nan
     loras = read(
-        tmp_path, tensors, kept(shapes(), own), is_follower=True, target_parameters=[GATE_UP]
+        tmp_path, tensors, on_rank(shapes(), kept), is_follower=True, target_parameters=[GATE_UP]
     ).model.loras
     a, b = stacks(tensors[a_name], tensors[b_name])
     lora = loras[f"{path}.gate_up_proj"]
-    assert torch.equal(lora.lora_a, a[own.start : own.stop])
-    assert torch.equal(lora.lora_b, b[own.start : own.stop])
+    assert torch.equal(lora.lora_a, a[kept.start : kept.stop])
+    assert torch.equal(lora.lora_b, b[kept.start : kept.stop])

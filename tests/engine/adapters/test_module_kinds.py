@@ -1,4 +1,4 @@
-"""Laws of what is no linear layer: embeddings, heads, and copies that PEFT saves beside them."""
+"""Properties of embeddings, heads, and the copies that PEFT saves with them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
-from engine.adapters.compatibility import ModelSide
+from engine.adapters.compatibility import AdapterTarget
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError, NotFinite
 from engine.layout import ModuleKind, ModuleShape, Shard
@@ -58,7 +58,7 @@ def score(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 
 def load(path: Path, modules: dict[str, ModuleShape] = KINDS, **options: Any) -> LoadedAdapter:
-    return read_adapter(path.name, [path.parent], ModelSide(modules, LORA_CONFIG), **options)
+    return read_adapter(path.name, [path.parent], AdapterTarget(modules, LORA_CONFIG), **options)
 
 
 def test_embeddings_and_heads_are_read_and_staged_as_their_kind(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_embeddings_and_heads_are_read_and_staged_as_their_kind(tmp_path: Path) 
     blob = stage(loaded.model, list(KINDS.values()), torch.float32, pin=False)
     start = int(blob.offsets[3])
     table = blob.data[start : start + 200].view(50, 4)
-    assert torch.equal(table, lora[EMBED].lora_a.T), "a token's row must lie together"
+    assert torch.equal(table, lora[EMBED].lora_a.T), "a token's row must be contiguous"
 
 
 def test_a_head_is_read_whole_with_or_without_a_bias(tmp_path: Path) -> None:
@@ -94,53 +94,57 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     "no B of an embedding": (
         TARGETS,
         pair(Q) | {k: t for k, t in embedding().items() if k.endswith("A")},
-        "embed_tokens.lora_embedding_A has no lora_B",
+        "embed_tokens.lora_embedding_A has no matching lora_B",
     ),
-    "another rank": (TARGETS, tensors() | head() | embedding(3), "config gives it rank 4"),
-    "another vocabulary": (TARGETS, tensors() | head() | embedding(4, 52), "takes 50 and gives 16"),
-    "another output": (TARGETS, tensors() | embedding() | head(51), "takes 16 and gives 50"),
+    "another rank": (TARGETS, tensors() | head() | embedding(3), "config specifies rank 4"),
+    "another vocabulary": (
+        TARGETS,
+        tensors() | head() | embedding(4, 52),
+        "has 50 inputs and 16 outputs",
+    ),
+    "another output": (TARGETS, tensors() | embedding() | head(51), "has 16 inputs and 50 outputs"),
     "an embedding as a linear layer": (
         TARGETS,
         tensors() | head() | {key(EMBED, "A"): ones(4, 50), key(EMBED, "B"): ones(16, 4)},
-        "it takes lora_embedding_A and lora_embedding_B",
+        "by lora_embedding_A and lora_embedding_B",
     ),
     "a linear layer as an embedding": (
         CONFIG,
         pair(V) | {f"{Q}.lora_embedding_{m}": ones(s) for m, s in (("A", (4, 16)), ("B", (16, 4)))},
-        "it takes lora_A and lora_B",
+        "by lora_A and lora_B",
     ),
     "both at once": (
         TARGETS,
         tensors() | head() | embedding() | {key(EMBED, "B"): ones(16, 4)},
         "(another kind than",
     ),
-    "tokens of its own": (
+    "additional tokens": (
         TARGETS,
         tensors() | embedding() | head() | copies(52),
-        "is [52, 16], this model's [50, 16]; an adapter that brings tokens",
+        "is [52, 16], this model's [50, 16]; an adapter with additional tokens",
     ),
     "half of the targets": (TARGETS, tensors() | head(), "without a tensor: 'embed_tokens'"),
     "a head of other labels": (SAVED, tensors() | score(weight=ones(2, 16)), "a bias [3]"),
     "a head of another model": (
         SAVED,
         tensors() | score(weight=ones(2, 16), bias=None),
-        "a weight [2, 16]; this model's takes 16 and gives 3",
+        "a weight [2, 16]; in this model it has 16 inputs and 3 outputs",
     ),
     "a bias alone": (SAVED, tensors() | score(weight=None), "a saved bias but no weight"),
     "a head of three dimensions": (SAVED, tensors() | score(weight=ones(3, 16, 1)), "dimensions"),
     "a head of integers": (SAVED, tensors() | score(weight=ones(3, 16).int()), "floating dtype"),
-    "a head that nobody named": (CONFIG, tensors() | score(), "unexpected tensors"),
-    "no head": (SAVED, tensors(), "modules_to_save names 'classifier', 'score', no tensor"),
+    "a head outside modules_to_save": (CONFIG, tensors() | score(), "unexpected tensors"),
+    "no head": (SAVED, tensors(), "modules_to_save names 'classifier', 'score', but no tensor"),
     "an adapted head": (
         CONFIG | {"target_modules": ["q_proj", "v_proj", "score"]},
         tensors() | {key(SCORE, "A"): ones(4, 16), key(SCORE, "B"): ones(3, 4)},
-        "it takes a weight of its own, which modules_to_save names",
+        "by its whole weight, with modules_to_save naming the head",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_told(tmp_path: Path, name: str) -> None:
+def test_tensors_that_do_not_fit_are_refused_with_the_reason(tmp_path: Path, name: str) -> None:
     config, weights, text = REFUSED[name]
     with pytest.raises(AdapterDoesNotFit) as caught:
         load(write(tmp_path / "a", config, weights))
@@ -153,34 +157,34 @@ def test_a_head_is_refused_where_the_model_has_none(tmp_path: Path) -> None:
         load(path, MODULES)
 
 
-def test_a_heads_values_are_judged(tmp_path: Path) -> None:
+def test_a_heads_values_are_checked(tmp_path: Path) -> None:
     for name in ("weight", "bias"):
         bad = score()
         bad[f"base_model.model.score.{name}"].view(-1)[1] = torch.inf
-        with pytest.raises(NotFinite, match=f"score.{name} holds"):
+        with pytest.raises(NotFinite, match=f"score.{name} contains"):
             load(write(tmp_path / name, SAVED, tensors() | bad))
 
 
-def test_fan_in_fan_out_is_refused_where_it_is_right_for_no_layer(tmp_path: Path) -> None:
-    turned = {name: replace(shape, transposed=True) for name, shape in MODULES.items()}
-    mixed = KINDS | {Q: turned[Q]}
-    for says, modules, is_right in (
+def test_fan_in_fan_out_is_refused_if_it_is_wrong_for_every_layer(tmp_path: Path) -> None:
+    transposed = {name: replace(shape, transposed=True) for name, shape in MODULES.items()}
+    mixed = KINDS | {Q: transposed[Q]}
+    for fan_in_fan_out, modules, is_right in (
         (False, MODULES, True),
         (True, MODULES, False),
-        (True, turned, True),
-        (False, turned, False),
+        (True, transposed, True),
+        (False, transposed, False),
         (True, mixed, True),
         (False, mixed, True),
     ):
-        path = write(tmp_path / "a", CONFIG | {"fan_in_fan_out": says})
+        path = write(tmp_path / "a", CONFIG | {"fan_in_fan_out": fan_in_fan_out})
         if is_right:
             assert load(path, modules).model.loras
         else:
-            with pytest.raises(AdapterConfigRefused, match="lie the other way"):
+            with pytest.raises(AdapterConfigRefused, match="layers need the opposite"):
                 load(path, modules)
 
 
-def test_what_peft_saves_of_every_kind_is_read_as_peft_reads_it(tmp_path: Path) -> None:
+def test_adapters_of_peft_of_every_kind_are_read_as_in_peft(tmp_path: Path) -> None:
     config = LlamaConfig(
         hidden_size=16,
         intermediate_size=24,
@@ -212,32 +216,36 @@ def test_what_peft_saves_of_every_kind_is_read_as_peft_reads_it(tmp_path: Path) 
                 continue
             expected = layers[module].get_delta_weight("default")
             delta = lora.scaling * lora.lora_b @ lora.lora_a
-            turned = delta.T if lora.kind is ModuleKind.EMBEDDING else delta
-            torch.testing.assert_close(turned, expected)
+            oriented = delta.T if lora.kind is ModuleKind.EMBEDDING else delta
+            torch.testing.assert_close(oriented, expected)
         assert len(loaded) == (3 if name == "causal" else 2)
 
 
-def test_a_model_without_a_head_wants_adapters_that_bring_one(tmp_path: Path) -> None:
-    wanting = ModelSide(KINDS, LORA_CONFIG, wants_head=True)
+def test_a_model_without_a_head_requires_adapters_with_one(tmp_path: Path) -> None:
+    headless = AdapterTarget(KINDS, LORA_CONFIG, requires_head=True)
     with_head = write(tmp_path / "with", SAVED, tensors() | score())
     without = write(tmp_path / "without", CONFIG, tensors())
-    assert read_adapter("with", [tmp_path], wanting).model.loras[SCORE].kind is ModuleKind.HEAD
+    assert read_adapter("with", [tmp_path], headless).model.loras[SCORE].kind is ModuleKind.HEAD
     with pytest.raises(AdapterDoesNotFit, match=f"saved without a head and .*: {SCORE}"):
-        read_adapter("without", [tmp_path], wanting)
+        read_adapter("without", [tmp_path], headless)
     assert {load(path).model.rank for path in (with_head, without)} == {4}
 
 
-def test_tensors_in_memory_are_held_against_a_model_where_one_is_given() -> None:
+def test_tensors_in_memory_are_checked_against_a_given_model() -> None:
     helper = PEFTHelper.from_dict(SAVED)
-    side = ModelSide(KINDS, LORA_CONFIG)
-    model = LoRAModel.from_lora_tensors(1, tensors() | score(), helper, model=side)
+    target = AdapterTarget(KINDS, LORA_CONFIG)
+    model = LoRAModel.from_lora_tensors(1, tensors() | score(), helper, model=target)
     assert model.loras[SCORE].kind is ModuleKind.HEAD
-    narrow = ModelSide(KINDS | {Q: ModuleShape(Q, 8, 16, 0)}, LORA_CONFIG)
-    for weights, target, text in (
-        (tensors() | score(), narrow, "takes 8 and gives 16"),
-        (tensors() | score(), ModelSide(MODULES, LORA_CONFIG), "not wrapped"),
-        (tensors() | score(), ModelSide(KINDS, LoRAConfig(max_lora_rank=1)), "max_lora_rank is 1"),
-        (pair(Q) | score(), side, "target_modules without a tensor"),
+    narrow = AdapterTarget(KINDS | {Q: ModuleShape(Q, 8, 16, 0)}, LORA_CONFIG)
+    for weights, other, text in (
+        (tensors() | score(), narrow, "has 8 inputs and 16 outputs"),
+        (tensors() | score(), AdapterTarget(MODULES, LORA_CONFIG), "not wrapped"),
+        (
+            tensors() | score(),
+            AdapterTarget(KINDS, LoRAConfig(max_lora_rank=1)),
+            "max_lora_rank is 1",
+        ),
+        (pair(Q) | score(), target, "target_modules without a tensor"),
     ):
         with pytest.raises(EngineError, match=text):
-            LoRAModel.from_lora_tensors(1, weights, helper, model=target)
+            LoRAModel.from_lora_tensors(1, weights, helper, model=other)

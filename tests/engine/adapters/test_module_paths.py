@@ -1,4 +1,4 @@
-"""Laws of names: a path that is there means itself; what PEFT saved elsewhere is found or told."""
+"""Properties of module paths: a known path means itself; others mean one module, or are refused."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,8 @@ from transformers import (
 )
 
 from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.compatibility import ModelSide
-from engine.adapters.module_paths import Equivalence, Naming, equivalences_of
+from engine.adapters.compatibility import AdapterTarget
+from engine.adapters.module_paths import Equivalence, ModulePathResolver, equivalences_of
 from engine.adapters.tensor_names import EMBEDDING_NAMES
 from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit
@@ -55,44 +55,46 @@ PATHS = st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map(".".join)
 
 
 @given(st.lists(PATHS), PATHS, st.lists(st.builds(Equivalence, PATHS, PATHS)))
-def test_a_path_that_is_there_means_itself_and_another_never_two(
+def test_a_known_path_means_itself_and_another_means_one_module_at_most(
     modules: list[str], path: str, equivalences: list[Equivalence]
 ) -> None:
-    naming = Naming(modules, equivalences)
+    resolver = ModulePathResolver(modules, equivalences)
     for module in modules:
-        assert naming.resolve(module) == module
+        assert resolver.resolve(module) == module
     try:
-        found = naming.resolve(path)
+        found = resolver.resolve(path)
     except AdapterDoesNotFit:
         return
-    is_there = any(f"{module}.".startswith(f"{found}.") for module in modules)
-    assert found == path or is_there
+    is_known = any(f"{module}.".startswith(f"{found}.") for module in modules)
+    assert found == path or is_known
 
 
-def test_the_callers_renaming_comes_first_and_prefixes_are_skipped() -> None:
-    naming = Naming(["x.q"], [Equivalence("m.", "x.")], lambda p: p.replace("wq", "q"), ["mtp."])
-    assert naming.resolve("m.wq") == naming.resolve("x.wq") == "x.q"
-    assert naming.resolve("m.k") == "m.k"
-    assert naming.skips("mtp.q")
-    assert not naming.skips("m.mtp.q")
+def test_paths_are_renamed_first_and_prefixes_skipped() -> None:
+    resolver = ModulePathResolver(
+        ["x.q"], [Equivalence("m.", "x.")], lambda p: p.replace("wq", "q"), ["mtp."]
+    )
+    assert resolver.resolve("m.wq") == resolver.resolve("x.wq") == "x.q"
+    assert resolver.resolve("m.k") == "m.k"
+    assert resolver.skips("mtp.q")
+    assert not resolver.skips("m.mtp.q")
 
 
-def test_what_may_be_two_modules_is_told() -> None:
-    naming = Naming(["a.q", "b.q"], [Equivalence("", "a."), Equivalence("", "b.")])
+def test_an_ambiguous_path_is_refused_with_its_candidates() -> None:
+    resolver = ModulePathResolver(["a.q", "b.q"], [Equivalence("", "a."), Equivalence("", "b.")])
     with pytest.raises(AdapterDoesNotFit, match=r"q may be a\.q or b\.q"):
-        naming.resolve("q")
+        resolver.resolve("q")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as an adapter sees it: what can be adapted, and how else it may be called."""
+    """A model's modules, and the alternative paths for them."""
 
     modules: dict[str, ModuleShape]
     equivalences: tuple[Equivalence, ...]
 
 
 def served(model: PreTrainedModel) -> Model:
-    """Linear layers and embeddings by path; a head that is saved whole as such."""
+    """Return a model's linear layers, embeddings and heads by path."""
     kinds: dict[str, tuple[int, int, ModuleKind]] = {}
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear):
@@ -110,8 +112,8 @@ def served(model: PreTrainedModel) -> Model:
 
 
 def load(path: Path, model: Model) -> LoadedAdapter:
-    side = ModelSide(model.modules, LORA, model.equivalences)
-    return read_adapter(path.name, [path.parent], side)
+    target = AdapterTarget(model.modules, LORA, model.equivalences)
+    return read_adapter(path.name, [path.parent], target)
 
 
 def save(model: PreTrainedModel, path: Path, **config: Any) -> Path:
@@ -121,7 +123,7 @@ def save(model: PreTrainedModel, path: Path, **config: Any) -> Path:
 
 
 Q = {"target_modules": ["q_proj"]}
-ELSEWHERE: dict[str, tuple[Any, Any, Any, Any, dict[str, Any], str]] = {
+OTHER_CLASSES: dict[str, tuple[Any, Any, Any, Any, dict[str, Any], str]] = {
     "text to embedding": (AutoModelForCausalLM, LLAMA, AutoModel, LLAMA, Q, "layers.0"),
     "embedding to classes": (
         *(AutoModel, LLAMA, AutoModelForSequenceClassification, LLAMA, Q),
@@ -148,11 +150,11 @@ ELSEWHERE: dict[str, tuple[Any, Any, Any, Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", OTHER_CLASSES)
 def test_an_adapter_from_another_class_of_the_same_model_is_found(
     name: str, tmp_path: Path
 ) -> None:
-    trained, trained_config, other, config, peft, expected = ELSEWHERE[name]
+    trained, trained_config, other, config, peft, expected = OTHER_CLASSES[name]
     base = trained.from_config(trained_config)
     own = served(base)
     path = save(base, tmp_path / "a", **peft)
@@ -163,7 +165,7 @@ def test_an_adapter_from_another_class_of_the_same_model_is_found(
     assert load(path, own).model.loras.keys() <= own.modules.keys()
 
 
-def test_a_text_model_finds_nothing_that_is_not_called_as_it_is(tmp_path: Path) -> None:
+def test_a_text_model_has_no_alternative_paths(tmp_path: Path) -> None:
     path = save(AutoModel.from_config(LLAMA), tmp_path / "a", **Q)
     model = served(AutoModelForCausalLM.from_config(LLAMA))
     assert model.equivalences == ()
@@ -171,9 +173,9 @@ def test_a_text_model_finds_nothing_that_is_not_called_as_it_is(tmp_path: Path) 
         load(path, model)
 
 
-def test_paths_of_the_time_before_the_prefix_are_found() -> None:
+def test_older_paths_are_resolved() -> None:
     model = served(AutoModelForImageTextToText.from_config(LLAVA))
-    naming = Naming(model.modules, model.equivalences)
+    resolver = ModulePathResolver(model.modules, model.equivalences)
     text, tower = "layers.0.self_attn.q_proj", "vision_tower.encoder.layers.0.self_attn.q_proj"
     for old, new in {
         f"language_model.model.{text}": f"model.language_model.{text}",
@@ -186,11 +188,11 @@ def test_paths_of_the_time_before_the_prefix_are_found() -> None:
         "multi_modal_projector.linear_1": "model.multi_modal_projector.linear_1",
         "model.layers.7.self_attn.q_proj": "model.layers.7.self_attn.q_proj",
     }.items():
-        assert naming.resolve(old) == new
+        assert resolver.resolve(old) == new
 
 
-def test_what_peft_saves_beside_adapters_is_known_by_name_in_every_architecture() -> None:
-    """PEFT calls the copies of an embedding and a head as the model calls these."""
+def test_embeddings_and_heads_of_every_architecture_are_known_by_name() -> None:
+    """PEFT saves copies of an embedding and a head under their names in the model."""
     for architecture in ARCHITECTURES:
         if not architecture.refused:
             with torch.device("meta"):

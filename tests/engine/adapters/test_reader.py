@@ -1,4 +1,4 @@
-"""Laws of reading adapters: what peft saves is read as peft reads it, all else is refused whole."""
+"""Properties of reading adapters: those of PEFT mean what they mean in PEFT; others are refused."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.adapters import PEFTHelper, read_adapter
-from engine.adapters.compatibility import ModelSide
+from engine.adapters.compatibility import AdapterTarget
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, EngineError
 from engine.layout import ModuleShape
@@ -66,7 +66,7 @@ MADE_BY_PEFT: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class FromPeft:
-    """A base model, its modules, and adapters as peft saved them."""
+    """A base model, its modules, and adapters saved by PEFT."""
 
     root: Path
     base: Callable[[], LlamaForCausalLM]
@@ -115,9 +115,9 @@ def deltas_by_peft(from_peft: FromPeft, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", MADE_BY_PEFT)
-def test_what_peft_saved_means_what_peft_says(from_peft: FromPeft, name: str) -> None:
+def test_an_adapter_of_peft_has_the_same_delta_as_in_peft(from_peft: FromPeft, name: str) -> None:
     config = LoRAConfig(max_lora_rank=8, lora_dtype="float32")
-    loaded = read_adapter(name, [from_peft.root], ModelSide(from_peft.modules, config))
+    loaded = read_adapter(name, [from_peft.root], AdapterTarget(from_peft.modules, config))
     expected = deltas_by_peft(from_peft, name)
     assert loaded.model.loras.keys() == expected.keys()
     for path, delta in expected.items():
@@ -144,7 +144,7 @@ def test_names_may_lack_the_prefix_and_base_embeddings_are_skipped(tmp_path: Pat
     assert with_prefix.fingerprint != without.fingerprint
 
 
-def test_the_fingerprint_is_of_every_byte_of_both_files(tmp_path: Path) -> None:
+def test_the_fingerprint_covers_every_byte_of_both_files(tmp_path: Path) -> None:
     first = read(write(tmp_path / "a"))
     assert read(write(tmp_path / "copy")).fingerprint == first.fingerprint
     assert len(first.fingerprint) == 32
@@ -172,8 +172,8 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     "alpha a bool": ({"lora_alpha": True}, CONFIG_REFUSED, "lora_alpha is True"),
     "alpha a text": ({"lora_alpha": "8"}, CONFIG_REFUSED, "lora_alpha is '8'"),
     "alpha huge": ({"lora_alpha": 10**400}, CONFIG_REFUSED, "lora_alpha is 1000"),
-    "scaling huge": ({"lora_alpha": 1e300}, CONFIG_REFUSED, "scaling of 2.5e+299"),
-    "scaling tiny": ({"lora_alpha": 1e-300}, CONFIG_REFUSED, "scaling of 2.5e-301"),
+    "scaling huge": ({"lora_alpha": 1e300}, CONFIG_REFUSED, "scaling is 2.5e+299"),
+    "scaling tiny": ({"lora_alpha": 1e-300}, CONFIG_REFUSED, "scaling is 2.5e-301"),
     "bias": ({"bias": "all"}, CONFIG_REFUSED, "bias is 'all'"),
     "bias in B": ({"lora_bias": True}, CONFIG_REFUSED, "lora_bias is True"),
     "DoRA": ({"use_dora": True}, CONFIG_REFUSED, "use_dora is True; DoRA"),
@@ -184,8 +184,16 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
         f"modules_to_save {saved}": ({"modules_to_save": saved}, CONFIG_REFUSED, "modules_to_save")
         for saved in (["lm_head"], ["score", "embed_tokens"], ["norm"], "score", [["score"]])
     },
-    "a head without weights": ({"modules_to_save": ["score"]}, DOES_NOT_FIT, "no tensor is one"),
-    "unknown parameter": ({"target_parameters": ["x"]}, DOES_NOT_FIT, "target_parameters name 'x'"),
+    "a head without weights": (
+        {"modules_to_save": ["score"]},
+        DOES_NOT_FIT,
+        "no tensor belongs to them",
+    ),
+    "unknown parameter": (
+        {"target_parameters": ["x"]},
+        DOES_NOT_FIT,
+        "target_parameters names 'x'",
+    ),
     "numbered parameters": ({"target_parameters": [1]}, CONFIG_REFUSED, "target_parameters is [1]"),
     "token indices": ({"trainable_token_indices": [3]}, CONFIG_REFUSED, "trainable_token"),
     "another type": ({"peft_type": "IA3"}, CONFIG_REFUSED, "peft_type is 'IA3'"),
@@ -195,7 +203,11 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     "MonteCLoRA": ({"monteclora_config": {"x": 1}}, CONFIG_REFUSED, "monteclora_config"),
     "arrow": ({"arrow_config": {"x": 1}}, CONFIG_REFUSED, "arrow_config"),
     "a variant of tomorrow": ({"use_xlora": True}, CONFIG_REFUSED, "'use_xlora' is True"),
-    "a config of tomorrow": ({"x_config": {"a": 1}}, CONFIG_REFUSED, "this variant is not known"),
+    "a config of tomorrow": (
+        {"x_config": {"a": 1}},
+        CONFIG_REFUSED,
+        "this variant of LoRA is not supported",
+    ),
     "code": ({"auto_map": {"AutoModel": "x.y"}}, CONFIG_REFUSED, "names code"),
     "remote code": ({"trust_remote_code": True}, CONFIG_REFUSED, "names code"),
     "fan_in_fan_out": ({"fan_in_fan_out": True}, CONFIG_REFUSED, "fan_in_fan_out is True"),
@@ -205,8 +217,16 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     "pattern rank over": ({"rank_pattern": {"no": 16}}, DOES_NOT_FIT, "rank 16"),
     "pattern a list": ({"rank_pattern": ["q_proj"]}, CONFIG_REFUSED, "an object of at most"),
     "pattern alpha 0": ({"alpha_pattern": {"q_proj": 0}}, CONFIG_REFUSED, "alpha_pattern is"),
-    "pattern unclosed": ({"alpha_pattern": {"(q": 1}}, CONFIG_REFUSED, "group is not closed"),
-    "pattern lookahead": ({"alpha_pattern": {"(?=q)": 1}}, CONFIG_REFUSED, "not understood"),
+    "pattern unclosed": (
+        {"alpha_pattern": {"(q": 1}},
+        CONFIG_REFUSED,
+        "is not a pattern: missing )",
+    ),
+    "pattern lookahead": (
+        {"alpha_pattern": {"(?=q)": 1}},
+        CONFIG_REFUSED,
+        "'(?=q)' in it; allowed are literals",
+    ),
     "pattern long": ({"rank_pattern": {"q" * 600: 1}}, CONFIG_REFUSED, "at most 512 characters"),
     **{
         f"start {name}": ({"init_lora_weights": name}, CONFIG_REFUSED, "changed the base weights")
@@ -243,7 +263,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_only_describes_training_is_no_reason_to_refuse(tmp_path: Path, name: str) -> None:
+def test_fields_that_only_describe_training_are_ignored(tmp_path: Path, name: str) -> None:
     assert read(write(tmp_path / "a", config={**CONFIG, **HARMLESS[name]})).model.loras
 
 
@@ -262,15 +282,21 @@ def with_one(shape: tuple[int, int], row: int, column: int, value: float) -> tor
 
 
 DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "no B": (tensors(q_B=None), f"{Q}.lora_A.weight has no lora_B beside it"),
-    "no A": (tensors(v_A=None), f"{V}.lora_B.weight has no lora_A beside it"),
-    "A too wide": (tensors(q_A=ones(4, 32)), "A [4, 32] and B [16, 4]; this model's takes 16"),
-    "A too narrow": (tensors(q_A=ones(4, 8)), "A [4, 8] and B [16, 4]; this model's takes 16"),
-    "B too narrow": (tensors(v_B=ones(4, 4)), "B [4, 4]; this model's takes 16 and gives 8"),
-    "A of another rank": (tensors(q_A=ones(2, 16)), "A [2, 16] and B [16, 4]; the config gives"),
-    "B of another rank": (tensors(q_B=ones(16, 5)), "B [16, 5]; the config gives it rank 4"),
-    "both of another rank": (pair(Q, 3) | pair(V), "A [3, 16] and B [16, 3]; the config gives"),
-    "A turned": (tensors(q_A=ones(16, 4)), "A [16, 4]"),
+    "no B": (tensors(q_B=None), f"{Q}.lora_A.weight has no matching lora_B"),
+    "no A": (tensors(v_A=None), f"{V}.lora_B.weight has no matching lora_A"),
+    "A too wide": (tensors(q_A=ones(4, 32)), "A [4, 32] and B [16, 4]; in this model it has 16"),
+    "A too narrow": (tensors(q_A=ones(4, 8)), "A [4, 8] and B [16, 4]; in this model it has 16"),
+    "B too narrow": (
+        tensors(v_B=ones(4, 4)),
+        "B [4, 4]; in this model it has 16 inputs and 8 outputs",
+    ),
+    "A of another rank": (
+        tensors(q_A=ones(2, 16)),
+        "A [2, 16] and B [16, 4]; the config specifies",
+    ),
+    "B of another rank": (tensors(q_B=ones(16, 5)), "B [16, 5]; the config specifies rank 4"),
+    "both of another rank": (pair(Q, 3) | pair(V), "A [3, 16] and B [16, 3]; the config specifies"),
+    "A transposed": (tensors(q_A=ones(16, 4)), "A [16, 4]"),
     "A flat": (tensors(q_A=ones(64)), "[64]; two dimensions"),
     "whole numbers": (tensors(q_A=ones(4, 16).int()), "torch.int32; a floating dtype"),
     "bytes": (tensors(q_A=ones(4, 16).bool()), "torch.bool; a floating dtype"),
@@ -282,11 +308,11 @@ DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "twice": (tensors() | {key(Q, "A").removeprefix(HEAD): ones(4, 16)}, "the same as"),
     "embedding": (
         tensors() | {f"{HEAD}model.embed_tokens.lora_embedding_A": ones(4, 9)},
-        "model.embed_tokens.lora_embedding_A has no lora_B beside it",
+        "model.embed_tokens.lora_embedding_A has no matching lora_B",
     ),
     "experts": (
         tensors() | {f"{HEAD}model.mlp.experts.lora_A": ones(4, 9)},
-        "of no experts that this model has",
+        "its experts are not wrapped",
     ),
     "magnitudes": (
         tensors() | {f"{HEAD}{Q}.lora_magnitude_vector": ones(16)},
@@ -298,17 +324,20 @@ DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
 }
 
 NOT_FINITE_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "NaN in A": (tensors(q_A=with_one((4, 16), 2, 3, math.nan)), f"{key(Q, 'A')} holds NaN"),
-    "infinity in B": (tensors(v_B=with_one((8, 4), 7, 3, -math.inf)), f"{key(V, 'B')} holds NaN"),
-    "half": (tensors(v_B=with_one((8, 4), 0, 0, math.inf).half()), f"{key(V, 'B')} holds NaN"),
+    "NaN in A": (tensors(q_A=with_one((4, 16), 2, 3, math.nan)), f"{key(Q, 'A')} contains NaN"),
+    "infinity in B": (
+        tensors(v_B=with_one((8, 4), 7, 3, -math.inf)),
+        f"{key(V, 'B')} contains NaN",
+    ),
+    "half": (tensors(v_B=with_one((8, 4), 0, 0, math.inf).half()), f"{key(V, 'B')} contains NaN"),
     "8 bits": (
         tensors(v_A=with_one((4, 16), 3, 15, math.nan).to(torch.float8_e4m3fn)),
-        f"{key(V, 'A')} holds NaN",
+        f"{key(V, 'A')} contains NaN",
     ),
     "too far for the dtype": (tensors(q_A=ones(4, 16).double() * 1e39), "from 1e+39 to 1e+39"),
     "too far once scaled": (
         tensors(q_B=with_one((16, 4), 5, 1, -2e38)),
-        "runs from -2e+38 to 1, times 2 too far for torch.bfloat16",
+        "has values from -2e+38 to 1; times 2 they are too large for torch.bfloat16",
     ),
 }
 
@@ -332,7 +361,7 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2"])
-def test_every_floating_dtype_is_read_as_it_is_stored(tmp_path: Path, dtype: str) -> None:
+def test_every_floating_dtype_is_read_as_stored(tmp_path: Path, dtype: str) -> None:
     torch_dtype = getattr(torch, dtype)
     weights = {name: tensor.to(torch_dtype) for name, tensor in tensors().items()}
     loaded = read(write(tmp_path / "adapter", weights=weights))
@@ -342,16 +371,23 @@ def test_every_floating_dtype_is_read_as_it_is_stored(tmp_path: Path, dtype: str
     assert torch.equal(lora.lora_b.float(), weights[key(Q, "B")].float())
 
 
-def test_everything_that_is_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     config = {**CONFIG, "use_dora": True, "bias": "all", "r": 9}
     weights = tensors(q_B=None, v_A=ones(4, 9)) | {"what": ones(1)}
     with pytest.raises(AdapterConfigRefused) as caught:
         read(write(tmp_path / "adapter", config=config, weights=weights))
-    for text in ("use_dora", "bias", "max_lora_rank is 8", "no lora_B", "rank 9", "tensors: what"):
+    for text in (
+        "use_dora",
+        "bias",
+        "max_lora_rank is 8",
+        "no matching lora_B",
+        "rank 9",
+        "tensors: what",
+    ):
         assert text in str(caught.value)
 
 
-def test_a_text_stays_short_however_much_is_wrong(tmp_path: Path) -> None:
+def test_an_error_text_stays_short_with_many_problems(tmp_path: Path) -> None:
     weights = {f"{i}{'x' * 400}.lora_A.weight": ones(1) for i in range(2000)}
     config = {**CONFIG, "bias": "y" * 100_000, "peft_type": "\ud800\n\x1b"}
     with pytest.raises(EngineError) as caught:
@@ -372,7 +408,7 @@ def test_only_the_first_matching_pattern_counts() -> None:
     assert helper.scaling_of(Q) == 2.5
 
 
-def test_the_helper_reads_a_directory_and_knows_the_limit(tmp_path: Path) -> None:
+def test_the_helper_reads_a_directory_and_checks_the_limit(tmp_path: Path) -> None:
     helper = PEFTHelper.from_local_dir(str(write(tmp_path / "a")))
     assert (helper.r, helper.lora_alpha, helper.target_modules) == (4, 8, ("q_proj", "v_proj"))
     helper.validate_legal(LORA_CONFIG)

@@ -1,4 +1,4 @@
-"""Laws of reading parts: a part is the whole, cut; it reads its own bytes and no others."""
+"""Properties of reading parts: a part equals that of the whole, and only its bytes are read."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from engine.adapters import read_adapter
-from engine.adapters.compatibility import ModelSide
+from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.files.directory import OpenFile, open_adapter
-from engine.adapters.files.safetensors_reader import WeightsReader
+from engine.adapters.files.safetensors_reader import SafetensorsFile
 from engine.adapters.files.weights_file import ReadTensors
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import NotFinite
 from engine.layout import Shard
-from engine.submatrix import ALL, Part, Run, runs_of
+from engine.submatrix import WHOLE_TENSOR, ByteRange, Submatrix, byte_ranges_of
 from tests.support.engine.adapter_examples import (
     LORA_CONFIG,
     MODULES,
@@ -35,11 +35,11 @@ MATRICES = {
     "tall": torch.arange(40 * 6).reshape(40, 6).to(torch.bfloat16),
     "flat": torch.arange(5).to(torch.float64),
 }
-CUT = ("wide", "tall")
+DIVIDED = ("wide", "tall")
 
 
 @st.composite
-def parts(draw: st.DrawFn, height: int, width: int) -> Part:
+def submatrices(draw: st.DrawFn, height: int, width: int) -> Submatrix:
     def ranges(length: int, steps: int) -> st.SearchStrategy[range]:
         return st.builds(
             lambda start, count, step: range(start, min(length, start + count * step), step),
@@ -49,7 +49,7 @@ def parts(draw: st.DrawFn, height: int, width: int) -> Part:
         )
 
     rows = st.none() | st.lists(ranges(height, 4), min_size=1, max_size=3).map(tuple)
-    return Part(draw(rows), draw(st.none() | ranges(width, 1)))
+    return Submatrix(draw(rows), draw(st.none() | ranges(width, 1)))
 
 
 @pytest.fixture(scope="module")
@@ -57,51 +57,62 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("parts") / "a", weights=save(MATRICES))
 
 
-def by_reader(directory: Path, wanted: dict[str, Part], *, all_of_it: bool) -> ReadTensors:
+def by_reader(
+    directory: Path, wanted: dict[str, Submatrix], *, with_fingerprint: bool
+) -> ReadTensors:
     with open_adapter(directory.name, [directory.parent]) as files:
-        reader = WeightsReader(files.weights, DEFAULT_BOUNDS)
-        return reader.read_all(wanted, b"")[0] if all_of_it else reader.read(wanted)
+        reader = SafetensorsFile(files.weights, DEFAULT_BOUNDS)
+        return reader.read_all(wanted, b"")[0] if with_fingerprint else reader.read(wanted)
 
 
 @settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(data=st.data(), all_of_it=st.booleans())
-def test_a_part_is_the_whole_cut(directory: Path, data: st.DataObject, all_of_it: bool) -> None:
-    wanted = {name: data.draw(parts(*MATRICES[name].shape)) for name in CUT}
-    found = by_reader(directory, wanted | {"flat": ALL}, all_of_it=all_of_it)
+@given(data=st.data(), with_fingerprint=st.booleans())
+def test_a_part_equals_that_of_the_whole(
+    directory: Path, data: st.DataObject, with_fingerprint: bool
+) -> None:
+    wanted = {name: data.draw(submatrices(*MATRICES[name].shape)) for name in DIVIDED}
+    found = by_reader(directory, wanted | {"flat": WHOLE_TENSOR}, with_fingerprint=with_fingerprint)
     for name, part in wanted.items():
         columns = slice(None) if part.columns is None else list(part.columns)
         rows = [row for rows in part.rows or (range(len(MATRICES[name])),) for row in rows]
         expected = MATRICES[name][rows][:, columns]
         assert torch.equal(found.tensors[name], expected)
-        assert torch.equal(part.cut(MATRICES[name]), expected)
+        assert torch.equal(part.select(MATRICES[name]), expected)
         assert part.shape_in(tuple(MATRICES[name].shape)) == tuple(expected.shape)
         assert found.tensors[name].is_contiguous()
-        judged = MATRICES[name] if all_of_it else expected
-        assert found.ranges[name] == (judged.min(), judged.max())
+        ranged = MATRICES[name] if with_fingerprint else expected
+        assert found.ranges[name] == (ranged.min(), ranged.max())
     assert torch.equal(found.tensors["flat"], MATRICES["flat"])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
-def test_runs_are_the_parts_own_bytes_and_no_others(data: st.DataObject) -> None:
-    part = data.draw(parts(6, 5))
+def test_byte_ranges_are_the_bytes_of_the_submatrix_and_no_others(data: st.DataObject) -> None:
+    part = data.draw(submatrices(6, 5))
     whole = torch.arange(30, dtype=torch.uint8).reshape(6, 5)
     raw = bytes(whole.flatten().tolist())
-    found = b"".join(raw[start : start + size] for start, size in runs_of(part, (6, 5), 1))
-    assert found == bytes(part.cut(whole).flatten().tolist())
+    found = b"".join(raw[start : start + size] for start, size in byte_ranges_of(part, (6, 5), 1))
+    assert found == bytes(part.select(whole).flatten().tolist())
 
 
-def test_bytes_that_lie_together_are_one_run() -> None:
+def test_adjacent_bytes_are_one_range() -> None:
     shape = (8, 10)
-    assert list(runs_of(Part((range(2, 4), range(6, 7))), shape, 2)) == [Run(40, 40), Run(120, 20)]
-    assert list(runs_of(Part(columns=range(5, 10)), (2, 10), 2)) == [Run(10, 10), Run(30, 10)]
-    assert list(runs_of(ALL, shape, 4)) == [Run(0, 320)]
+    assert list(byte_ranges_of(Submatrix((range(2, 4), range(6, 7))), shape, 2)) == [
+        ByteRange(40, 40),
+        ByteRange(120, 20),
+    ]
+    assert list(byte_ranges_of(Submatrix(columns=range(5, 10)), (2, 10), 2)) == [
+        ByteRange(10, 10),
+        ByteRange(30, 10),
+    ]
+    assert list(byte_ranges_of(WHOLE_TENSOR, shape, 4)) == [ByteRange(0, 320)]
 
 
-def test_a_follower_reads_its_part_alone_and_who_fingerprints_reads_all(directory: Path) -> None:
-    wanted = {"wide": Part(columns=range(10)), "tall": Part(rows=(range(10, 20),))}
+def test_only_the_fingerprint_needs_the_bytes_outside_the_parts(directory: Path) -> None:
+    wanted = {"wide": Submatrix(columns=range(10)), "tall": Submatrix(rows=(range(10, 20),))}
     read_into, counted = OpenFile.read_into, 0
 
     def counting(self: OpenFile, buffer: memoryview, start: int) -> None:
@@ -110,11 +121,11 @@ def test_a_follower_reads_its_part_alone_and_who_fingerprints_reads_all(director
         read_into(self, buffer, start)
 
     sizes = {}
-    for all_of_it in (False, True):
+    for with_fingerprint in (False, True):
         counted = 0
         with patch.object(OpenFile, "read_into", counting):
-            by_reader(directory, wanted, all_of_it=all_of_it)
-        sizes[all_of_it] = counted
+            by_reader(directory, wanted, with_fingerprint=with_fingerprint)
+        sizes[with_fingerprint] = counted
     whole = (directory / "adapter_model.safetensors").stat().st_size
     parts_bytes = 6 * 10 * 4 + 10 * 6 * 2
     assert sizes[True] == whole
@@ -122,19 +133,19 @@ def test_a_follower_reads_its_part_alone_and_who_fingerprints_reads_all(director
 
 
 OUTSIDE = [
-    Part(columns=range(11)),
-    Part(columns=range(0, 10, 2)),
-    Part(columns=range(3, 3)),
-    Part(columns=range(-1, 3)),
-    Part(rows=(range(9),)),
-    Part(rows=(range(4), range(8, 9))),
-    Part(rows=(range(3, -1, -1),)),
-    Part(rows=(range(0),)),
+    Submatrix(columns=range(11)),
+    Submatrix(columns=range(0, 10, 2)),
+    Submatrix(columns=range(3, 3)),
+    Submatrix(columns=range(-1, 3)),
+    Submatrix(rows=(range(9),)),
+    Submatrix(rows=(range(4), range(8, 9))),
+    Submatrix(rows=(range(3, -1, -1),)),
+    Submatrix(rows=(range(0),)),
 ]
 
 
 @pytest.mark.parametrize("part", OUTSIDE, ids=str)
-def test_a_part_outside_the_matrix_is_told(part: Part) -> None:
+def test_a_submatrix_outside_the_matrix_is_refused(part: Submatrix) -> None:
     with pytest.raises(ValueError, match=r"of (8|10); "):
         part.shape_in((8, 10))
 
@@ -148,36 +159,36 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_who_follows_and_who_leads_keep_what_cutting_the_whole_gives(
-    tmp_path: Path, name: str
-) -> None:
+def test_leader_and_follower_keep_the_shard_of_the_whole(tmp_path: Path, name: str) -> None:
     path = write(tmp_path / "a")
     modules = MODULES | {module: replace(MODULES[module], shard=SHARDS[name]) for module in (Q, V)}
-    whole = read_adapter("a", [tmp_path], ModelSide(MODULES, LORA_CONFIG))
-    leads = read_adapter("a", [tmp_path], ModelSide(modules, LORA_CONFIG))
-    follows = read_adapter("a", [tmp_path], ModelSide(modules, LORA_CONFIG), is_follower=True)
-    assert leads.fingerprint == read(path).fingerprint == whole.fingerprint
-    assert follows.fingerprint == ""
+    whole = read_adapter("a", [tmp_path], AdapterTarget(MODULES, LORA_CONFIG))
+    leader = read_adapter("a", [tmp_path], AdapterTarget(modules, LORA_CONFIG))
+    follower = read_adapter("a", [tmp_path], AdapterTarget(modules, LORA_CONFIG), is_follower=True)
+    assert leader.fingerprint == read(path).fingerprint == whole.fingerprint
+    assert follower.fingerprint == ""
     for module, lora in whole.model.loras.items():
-        expected = lora.cut(SHARDS[name])
-        for part in (leads, follows):
+        expected = lora.sharded(SHARDS[name])
+        for part in (leader, follower):
             found = part.model.loras[module]
             assert torch.equal(found.lora_a, expected.lora_a)
             assert torch.equal(found.lora_b, expected.lora_b)
             assert (found.rank, found.scaling, found.shard) == (4, 2, SHARDS[name])
-    assert leads.host_bytes == follows.host_bytes < whole.host_bytes
-    assert leads.blob_bytes == follows.blob_bytes
+    assert leader.host_bytes == follower.host_bytes < whole.host_bytes
+    assert leader.blob_bytes == follower.blob_bytes
 
 
-def test_a_leader_judges_also_what_others_keep_and_a_follower_its_own(tmp_path: Path) -> None:
+def test_a_leader_checks_the_values_of_whole_tensors_and_a_follower_of_its_part(
+    tmp_path: Path,
+) -> None:
     bad = tensors(q_A=torch.ones(4, 16))
     bad[key(Q, "A")][1, 15] = torch.nan
     write(tmp_path / "a", weights=bad)
     shard = Shard(a_columns=range(8))
     modules = MODULES | {Q: replace(MODULES[Q], shard=shard)}
     with pytest.raises(NotFinite):
-        read_adapter("a", [tmp_path], ModelSide(modules, LORA_CONFIG))
-    read_adapter("a", [tmp_path], ModelSide(modules, LORA_CONFIG), is_follower=True)
+        read_adapter("a", [tmp_path], AdapterTarget(modules, LORA_CONFIG))
+    read_adapter("a", [tmp_path], AdapterTarget(modules, LORA_CONFIG), is_follower=True)
     other = MODULES | {Q: replace(MODULES[Q], shard=Shard(a_columns=range(8, 16)))}
     with pytest.raises(NotFinite):
-        read_adapter("a", [tmp_path], ModelSide(other, LORA_CONFIG), is_follower=True)
+        read_adapter("a", [tmp_path], AdapterTarget(other, LORA_CONFIG), is_follower=True)

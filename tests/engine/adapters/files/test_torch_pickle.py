@@ -1,4 +1,4 @@
-"""Laws of `.bin` and `.pt`: read only where allowed, as tensors only, and bounded before that."""
+"""Properties of `.bin` and `.pt`: read only if allowed, only as tensors, within bounds."""
 
 import io
 import json
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
-from engine.adapters.compatibility import ModelSide
+from engine.adapters.compatibility import AdapterTarget
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import AdapterNotFound, AdapterUnsound, Conflict, EngineError, NotFinite
 from tests.support.engine.adapter_examples import (
@@ -38,7 +38,7 @@ def saved(content: Any, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def put(directory: Path, weights: bytes, name: str = "adapter_model.bin") -> Path:
+def write_pickle(directory: Path, weights: bytes, name: str = "adapter_model.bin") -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(dict(CONFIG)))
     (directory / name).write_bytes(weights)
@@ -49,13 +49,13 @@ def load(
     path: Path, *, allow_pickled: bool = True, bounds: AdapterBounds = DEFAULT_BOUNDS
 ) -> LoadedAdapter:
     roots = [path.parent]
-    side = ModelSide(MODULES, LORA_CONFIG)
+    side = AdapterTarget(MODULES, LORA_CONFIG)
     return read_adapter(path.name, roots, side, bounds, allow_pickled=allow_pickled)
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
-def test_the_same_tensors_are_the_same_adapter_whatever_the_file(tmp_path: Path, name: str) -> None:
-    pickled = load(put(tmp_path / "a", saved(PLAIN), name))
+def test_equal_tensors_are_the_same_adapter_in_each_format(tmp_path: Path, name: str) -> None:
+    pickled = load(write_pickle(tmp_path / "a", saved(PLAIN), name))
     plain = read(write(tmp_path / "b", weights=PLAIN))
     assert pickled.model.loras.keys() == plain.model.loras.keys()
     for module, lora in plain.model.loras.items():
@@ -64,7 +64,7 @@ def test_the_same_tensors_are_the_same_adapter_whatever_the_file(tmp_path: Path,
         assert torch.equal(lora.lora_b, other.lora_b)
     assert (pickled.rank, pickled.blob_bytes) == (plain.rank, plain.blob_bytes)
     assert pickled.fingerprint != plain.fingerprint
-    again = load(put(tmp_path / "c", saved(PLAIN), name))
+    again = load(write_pickle(tmp_path / "c", saved(PLAIN), name))
     assert (again.fingerprint == pickled.fingerprint) == (
         (tmp_path / "a" / name).read_bytes() == (tmp_path / "c" / name).read_bytes()
     )
@@ -73,8 +73,8 @@ def test_the_same_tensors_are_the_same_adapter_whatever_the_file(tmp_path: Path,
     assert load(tmp_path / "a").fingerprint != pickled.fingerprint
 
 
-def test_they_are_read_only_where_allowed_and_where_there_is_nothing_else(tmp_path: Path) -> None:
-    path = put(tmp_path / "a", saved(PLAIN))
+def test_a_pickle_is_read_only_if_allowed_and_without_safetensors(tmp_path: Path) -> None:
+    path = write_pickle(tmp_path / "a", saved(PLAIN))
     with pytest.raises(AdapterNotFound, match="--allow-pickled-weights"):
         load(path, allow_pickled=False)
     other = {name: tensor + 1 for name, tensor in PLAIN.items()}
@@ -82,7 +82,7 @@ def test_they_are_read_only_where_allowed_and_where_there_is_nothing_else(tmp_pa
     lora = load(path).model.loras[Q]
     assert torch.equal(lora.lora_a, other[key(Q, "A")])
     helper = PEFTHelper.from_dict(CONFIG)
-    path = put(tmp_path / "b", saved(PLAIN))
+    path = write_pickle(tmp_path / "b", saved(PLAIN))
     with pytest.raises(AdapterNotFound, match="pickled weights are not read"):
         LoRAModel.from_local_checkpoint(str(path), {"q_proj", "v_proj"}, helper)
     model = LoRAModel.from_local_checkpoint(
@@ -91,11 +91,11 @@ def test_they_are_read_only_where_allowed_and_where_there_is_nothing_else(tmp_pa
     assert model.loras.keys() == read(write(tmp_path / "c")).model.loras.keys()
 
 
-def test_tensors_that_share_memory_or_lie_turned_are_each_read_alone(tmp_path: Path) -> None:
+def test_tensors_that_share_memory_or_are_transposed_are_copied(tmp_path: Path) -> None:
     block = torch.randn(64, 16)
     shared = {name: block[:4] if t.shape == (4, 16) else t for name, t in PLAIN.items()}
     shared[key(Q, "B")] = torch.randn(4, 16).T
-    loaded = load(put(tmp_path / "a", saved(shared)))
+    loaded = load(write_pickle(tmp_path / "a", saved(shared)))
     lora = loaded.model.loras[Q]
     assert torch.equal(lora.lora_a, block[:4])
     assert torch.equal(lora.lora_b, shared[key(Q, "B")])
@@ -104,10 +104,10 @@ def test_tensors_that_share_memory_or_lie_turned_are_each_read_alone(tmp_path: P
 
 
 class Evil:
-    """What a pickle can do where nobody forbids it."""
+    """An object whose unpickling creates a file."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return (Path.touch, (Path("/tmp/loradock-was-here"),))
+        return (Path.touch, (Path("/tmp/loradock-unpickled"),))
 
 
 def rezipped(method: int) -> bytes:
@@ -122,7 +122,7 @@ def rezipped(method: int) -> bytes:
 
 
 def overlapping() -> bytes:
-    """Many entries over the same bytes: small as a file, large once it is read."""
+    """Return an archive of many entries over the same bytes: small, but large when read."""
     target = io.BytesIO()
     with zipfile.ZipFile(target, "w") as archive:
         archive.writestr("archive/data/0", bytes(1 << 16))
@@ -138,58 +138,63 @@ def overlapping() -> bytes:
 
 
 def with_two_directories() -> bytes:
-    """Archives one behind the other: our reader finds the second, torch's own is sent to the first.
+    """Return two archives in a row: zipfile finds the second, torch's reader the first.
 
-    The 98 bytes of an end are its 64-bit record, the 20 of that record's place, and 22 of old.
+    The end of an archive has 98 bytes: the 64-bit record, 20 for its offset, 22 for the old record.
     """
     first, second = saved({"x": Evil()}), saved(PLAIN)
-    place = struct.pack("<4sLQL", b"PK\6\7", 0, len(first) - 98, 1)
-    return first + second[:-42] + place + second[-22:]
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, len(first) - 98, 1)
+    return first + second[:-42] + locator + second[-22:]
 
 
-def behind_something() -> bytes:
-    """An archive that does not begin where the file does: our reader alone makes up for that."""
+def after_other_bytes() -> bytes:
+    """Return an archive that starts after other bytes, which only zipfile corrects for."""
     return bytes(64) + saved(PLAIN)
 
 
-UNSOUND: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "no archive"),
-    "text": (b"not an archive", "no archive"),
-    "cut short": (saved(PLAIN)[:-30], "no archive"),
-    "of before 2020": (saved(PLAIN, _use_new_zipfile_serialization=False), "no archive"),
-    "a bare pickle": (pickle.dumps(PLAIN), "no archive"),
-    "compressed": (rezipped(zipfile.ZIP_DEFLATED), "compressed; save plain"),
+MALFORMED: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "not an archive"),
+    "text": (b"not an archive", "not an archive"),
+    "cut short": (saved(PLAIN)[:-30], "not an archive"),
+    "of before 2020": (saved(PLAIN, _use_new_zipfile_serialization=False), "not an archive"),
+    "a bare pickle": (pickle.dumps(PLAIN), "not an archive"),
+    "compressed": (rezipped(zipfile.ZIP_DEFLATED), "compressed; save it uncompressed"),
     "overlapping": (overlapping(), "they overlap"),
-    "two directories": (with_two_directories(), "does not end as"),
-    "behind something": (behind_something(), "does not end as"),
-    "with a comment": (saved(PLAIN)[:-2] + b"\1\0!", "does not end as"),
-    "code": (saved({"x": Evil()}), "holds more than tensors"),
-    "code beside tensors": (saved(PLAIN | {"x": Evil()}), "holds more than tensors"),
-    "a whole model": (saved(torch.nn.Linear(2, 2)), "holds more than tensors"),
-    "a list": (saved(list(PLAIN.values())), "holds a list"),
-    "a tensor": (saved(torch.ones(2)), "holds a Tensor"),
-    "a number": (saved(PLAIN | {"x": 1}), "'x' is a int; a plain tensor"),
-    "a nested dict": (saved({"model": PLAIN}), "'model' is a dict; a plain tensor"),
-    "a number for a name": (saved({1: torch.ones(2)}), "calls a tensor 1"),
-    "a name of two lines": (saved({"a\nb": torch.ones(2)}), "plain ASCII"),
+    "two directories": (with_two_directories(), "does not end like"),
+    "after other bytes": (after_other_bytes(), "does not end like"),
+    "with a comment": (saved(PLAIN)[:-2] + b"\1\0!", "does not end like"),
+    "code": (saved({"x": Evil()}), "contains more than tensors"),
+    "code and tensors": (saved(PLAIN | {"x": Evil()}), "contains more than tensors"),
+    "a whole model": (saved(torch.nn.Linear(2, 2)), "contains more than tensors"),
+    "a list": (saved(list(PLAIN.values())), "contains a list"),
+    "a tensor": (saved(torch.ones(2)), "contains a Tensor"),
+    "a number": (saved(PLAIN | {"x": 1}), "'x' is a int; a dense CPU tensor"),
+    "a nested dict": (saved({"model": PLAIN}), "'model' is a dict; a dense CPU tensor"),
+    "a number for a name": (saved({1: torch.ones(2)}), "has a tensor named 1"),
+    "a name of two lines": (saved({"a\nb": torch.ones(2)}), "printable ASCII"),
     "a long name": (saved({"a" * 600: torch.ones(2)}), "at most 512"),
-    "a sparse tensor": (saved({"x": torch.eye(3).to_sparse()}), "a plain tensor is needed"),
-    "an empty tensor": (saved({"x": torch.ones(0, 3)}), "a plain tensor is needed"),
+    "a sparse tensor": (
+        saved({"x": torch.eye(3).to_sparse()}),
+        "a dense CPU tensor with values is needed",
+    ),
+    "an empty tensor": (saved({"x": torch.ones(0, 3)}), "a dense CPU tensor with values is needed"),
 }
 
 
-@pytest.mark.parametrize("name", UNSOUND)
-def test_anything_but_tensors_by_name_is_refused(tmp_path: Path, name: str) -> None:
-    raw, text = UNSOUND[name]
+@pytest.mark.parametrize("name", MALFORMED)
+def test_content_other_than_tensors_by_name_is_refused(tmp_path: Path, name: str) -> None:
+    raw, text = MALFORMED[name]
     with pytest.raises(AdapterUnsound) as caught:
-        load(put(tmp_path / "a", raw))
+        load(write_pickle(tmp_path / "a", raw))
     assert text in str(caught.value)
     assert len(str(caught.value)) < 1000
-    assert not Path("/tmp/loradock-was-here").exists()
+    assert not Path("/tmp/loradock-unpickled").exists()
 
 
-def test_bounds_are_kept(tmp_path: Path) -> None:
-    path = put(tmp_path / "a", saved(PLAIN | {f"mtp.{i}": torch.ones(1) for i in range(30)}))
+def test_bounds_are_enforced(tmp_path: Path) -> None:
+    path = write_pickle(
+        tmp_path / "a", saved(PLAIN | {f"mtp.{i}": torch.ones(1) for i in range(30)})
+    )
     assert load(path).model.loras
     for bounds, text in (
         (AdapterBounds(weights_bytes_max=1000), "at most 1000 are read"),
@@ -201,17 +206,18 @@ def test_bounds_are_kept(tmp_path: Path) -> None:
             load(path, bounds=bounds)
 
 
-def test_values_are_judged_and_a_stretched_tensor_is_not_made_real(tmp_path: Path) -> None:
+def test_values_are_checked_and_an_expanded_tensor_is_not_materialised(tmp_path: Path) -> None:
     bad = tensors(q_A=torch.full((4, 16), torch.nan))
     with pytest.raises(NotFinite):
-        load(put(tmp_path / "a", saved(bad)))
-    stretched = tensors() | {key(Q, "A"): torch.ones(1).expand(4, 1 << 40)}
-    with pytest.raises(EngineError, match="takes 16 and gives 16"):
-        load(put(tmp_path / "b", saved(stretched)))
+        load(write_pickle(tmp_path / "a", saved(bad)))
+    expanded = tensors() | {key(Q, "A"): torch.ones(1).expand(4, 1 << 40)}
+    with pytest.raises(EngineError, match="has 16 inputs and 16 outputs"):
+        load(write_pickle(tmp_path / "b", saved(expanded)))
 
 
 @settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=120,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.data())
 def test_a_damaged_file_is_refused_or_read(tmp_path: Path, data: st.DataObject) -> None:
@@ -219,6 +225,6 @@ def test_a_damaged_file_is_refused_or_read(tmp_path: Path, data: st.DataObject) 
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
-        load(put(tmp_path / "a", bytes(damaged)))
+        load(write_pickle(tmp_path / "a", bytes(damaged)))
     except (AdapterUnsound, EngineError, Conflict):
         return

@@ -1,0 +1,72 @@
+"""Error texts for adapters of other models, and for settings that are not served."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.adapters import read_adapter
+from engine.adapters.compatibility import AdapterTarget
+from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
+from engine.layout import ModuleKind, ModuleShape
+from tests.support.engine.adapter_examples import (
+    CONFIG,
+    LORA_CONFIG,
+    MODULES,
+    Q,
+    V,
+    key,
+    read,
+    tensors,
+    write,
+)
+
+OTHER_MODEL = tensors(q_A=torch.ones(4, 96), v_A=torch.ones(4, 96))
+EMBEDDING = "model.embed_tokens"
+
+
+def refusal(directory: Path, weights: dict[str, torch.Tensor], **fields: Any) -> str:
+    with pytest.raises((AdapterDoesNotFit, AdapterConfigRefused)) as caught:
+        read(write(directory, {**CONFIG, **fields}, weights))
+    return str(caught.value)
+
+
+def test_an_adapter_of_another_model_is_one_problem_with_the_name_of_that_model(
+    tmp_path: Path,
+) -> None:
+    first = f"{Q} has A [4, 96] and B [16, 4]; in this model it has 16 inputs and 16 outputs"
+    text = refusal(tmp_path / "a", OTHER_MODEL, base_model_name_or_path="other/model")
+    assert text == (
+        "adapter 'sample': trained for a model of other sizes (its base_model_name_or_path is "
+        f"'other/model'): {first}; also different: {V}"
+    )
+    for name in ({}, {"base_model_name_or_path": 7}, {"base_model_name_or_path": None}):
+        text = refusal(tmp_path / "a", OTHER_MODEL, **name)
+        assert text.startswith(f"adapter 'sample': trained for a model of other sizes: {first}; ")
+
+
+def test_one_module_of_another_size_is_named_alone(tmp_path: Path) -> None:
+    text = refusal(tmp_path / "a", tensors(q_A=torch.ones(4, 96)))
+    assert text == (
+        f"adapter 'sample': {Q} has A [4, 96] and B [16, 4]; in this model it has 16 inputs and 16 "
+        "outputs"
+    )
+
+
+def test_dora_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    magnitude = {key(Q, "A").replace("lora_A", "lora_magnitude_vector"): torch.ones(16)}
+    text = refusal(tmp_path / "a", tensors() | magnitude, use_dora=True)
+    assert "use_dora is True; DoRA is not served; train with use_dora=False, or merge" in text
+
+
+def test_a_whole_trained_embedding_is_one_problem(tmp_path: Path) -> None:
+    modules = MODULES | {EMBEDDING: ModuleShape(EMBEDDING, 50, 16, 3, kind=ModuleKind.EMBEDDING)}
+    weights = tensors() | {f"base_model.model.{EMBEDDING}.weight": torch.ones(50, 16)}
+    path = write(tmp_path / "a", {**CONFIG, "modules_to_save": ["embed_tokens"]}, weights)
+    with pytest.raises(AdapterConfigRefused) as caught:
+        read_adapter(path.name, [tmp_path], AdapterTarget(modules, LORA_CONFIG))
+    assert str(caught.value) == (
+        "adapter 'a': modules_to_save is ['embed_tokens']; whole modules are served only for "
+        "classification heads (classifier, score); retrain with other modules in target_modules"
+    )
