@@ -1,1 +1,1 @@
-"""Requests to tokens and vectors: queue, batch, decode, sample, detokenise."""
+"""Requests to tokens and vectors: queue, batch, decode, sample, detokenize."""

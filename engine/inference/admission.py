@@ -1,7 +1,6 @@
-"""Whether a request may take a place in an engine's queue.
+"""Admission of requests: room in the queue, a unique id, and a resident adapter.
 
-What it is: one check. What it is not: a queue. One rule: whoever is refused here has changed
-nothing, and who is not has an id that nobody else has while it runs.
+A refused request leaves no trace. An admitted one has an id unique among running requests.
 """
 
 from collections.abc import Container, Sequence
@@ -13,21 +12,8 @@ from messages.commands import StartInference
 from messages.ids import NO_SLOT, RequestId
 
 
-def admit(
-    command: StartInference, waiting: int, waiting_max: int, alive: Container[RequestId]
-) -> None:
-    """Raise `EngineOverloaded` where too many wait, `Conflict` where its id is among `alive`."""
-    if waiting >= waiting_max:
-        raise EngineOverloaded(
-            f"{waiting} requests wait for a place in a batch, the most that may; try again when "
-            "some have ended"
-        )
-    if command.request_id in alive:
-        raise Conflict(f"request {command.request_id!r} is running; use another request_id")
-
-
-class Slots:
-    """The slots as requests see them; `residents[slot]` is the adapter in it, None where empty."""
+class SlotTable:
+    """The adapter in each slot: `residents[slot]` is an adapter id, or None for an empty slot."""
 
     def __init__(self, arena: Arena, residents: Sequence[int | None]) -> None:
         self._arena = arena
@@ -48,3 +34,25 @@ class Slots:
                 f"slot {command.slot} holds adapter {self.residents[command.slot]}, "
                 f"not {command.adapter_id}; activate it again"
             )
+
+
+def check_admission(
+    command: StartInference,
+    slots: SlotTable,
+    waiting: int,
+    waiting_max: int,
+    active_ids: Container[RequestId],
+) -> None:
+    """Raise unless a request may join the queue.
+
+    Raises `EngineOverloaded` for a full queue, `Conflict` for an id in `active_ids`, and
+    `NotResident` for an adapter that is not in its slot.
+    """
+    if waiting >= waiting_max:
+        raise EngineOverloaded(
+            f"{waiting} requests wait for a batch, the most that may; try again when some have "
+            "ended"
+        )
+    if command.request_id in active_ids:
+        raise Conflict(f"request {command.request_id!r} is running; use another request_id")
+    slots.check(command)

@@ -1,12 +1,9 @@
-"""Steps captured as CUDA graphs, one for each shape, and replayed for every batch of it.
+"""Decode steps captured as CUDA graphs, one per shape, and replayed for every batch of that shape.
 
-What it is: one graph a key, and replay. What it is not: a cache of results, or a judge of what a
-step may do; a step that reads the device from the host can't be captured. One rule: a graph is
-replayed for a mapping only if its launches are those that the mapping would get.
-
+A graph is replayed for a mapping only if the mapping's kernel launches equal the captured ones.
 Adapters, ranks, slots and base rows may differ from replay to replay: kernels read them on the
-device. With `specialize_active_lora` the number of active adapters, at powers of two, is part of
-the key; without it one graph serves them all.
+device. With `specialize_active_lora` the number of active adapters, rounded up to a power of two,
+is part of the key; without it one graph serves every number.
 """
 
 from collections.abc import Callable, Hashable
@@ -17,83 +14,83 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.inference.host_sync_guard import NoHostReads
+from engine.inference.host_sync_guard import ForbidHostSync
 from engine.punica.wrapper import LaunchKey, PunicaWrapper
 
 _log = structlog.get_logger()
 
 GRAPHS_MAX: Final = 64
-"""How many graphs are kept."""
+"""The most graphs that are kept."""
 
-Step = Callable[[], Tensor]
-"""Work over tensors of fixed address: whoever gives it writes its inputs there before each call."""
+DecodeStep = Callable[[], Tensor]
+"""Work over tensors of fixed address, into which the caller writes the inputs before each call."""
 
-Held = TypeVar("Held")
+Shared = TypeVar("Shared")
 
 
 class StepRunner(Protocol):
     """A way to run steps.
 
-    `failure`: why some step could not be run so, and was run by itself; empty where none was.
+    `failure`: why a step could not be run in this way and was called directly; empty if none was.
     """
 
     failure: str
 
-    def run(self, step: Step, shape: Hashable) -> Tensor:
-        """What `step` gives, under the mapping that is set; good until the next call.
+    def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
+        """Return the result of `step` under the current mapping, valid until the next call.
 
-        Steps of equal shape do the same to the same tensors.
+        Steps of equal shape must do the same to the same tensors.
         """
 
-    def forget(self) -> None:
-        """Know that the tensors of all steps are others from now on."""
+    def invalidate(self) -> None:
+        """Drop anything captured: the tensors of all steps were reallocated."""
 
 
-class WatchedSteps:
-    """Every step by itself, under watch: one that could not be captured raises `HostRead`."""
+class SyncCheckedRunner:
+    """Calls every step, and raises `HostSync` for one that could not be captured."""
 
     failure = ""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def run(self, step: Step, shape: Hashable) -> Tensor:
-        """What `step` gives."""
+    def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
+        """Return the result of `step`."""
         del shape
-        with NoHostReads(self._device):
+        with ForbidHostSync(self._device):
             return step()
 
-    def forget(self) -> None:
-        """Nothing is remembered."""
+    def invalidate(self) -> None:
+        """Do nothing: nothing is captured."""
 
 
 class GraphKey(NamedTuple):
-    """What a captured step depends on: its own shape, and the launches over the mapping."""
+    """The properties that a captured step depends on: its shape, and the mapping's launches."""
 
     shape: Hashable
     launches: LaunchKey
 
 
-class WhileHeld(Generic[Held]):
-    """Gives one thing for as long as somebody else holds it, and then another."""
+class WeakShared(Generic[Shared]):
+    """Returns one object for as long as its callers keep it alive, and then a new one."""
 
-    def __init__(self, make: Callable[[], Held]) -> None:
+    def __init__(self, make: Callable[[], Shared]) -> None:
         self._make = make
-        self._latest: ReferenceType[Held] | None = None
+        self._latest: ReferenceType[Shared] | None = None
 
-    def __call__(self) -> Held:
-        """The one that is held, or a new one."""
-        held = None if self._latest is None else self._latest()
-        if held is None:
-            held = self._make()
-            self._latest = ref(held)
-        return held
+    def __call__(self) -> Shared:
+        """Return the live object, or make one."""
+        shared = None if self._latest is None else self._latest()
+        if shared is None:
+            shared = self._make()
+            self._latest = ref(shared)
+        return shared
 
 
 class _Pool:
-    """Memory that graphs share, for as long as one of them lives.
+    """A memory pool of graphs, which lives as long as any of them.
 
-    PyTorch captures nothing more into a pool whose last graph is gone while a tensor lies there.
+    PyTorch captures nothing more into a pool whose last graph is gone while a tensor is in it.
     """
 
     def __init__(self) -> None:
@@ -112,35 +109,35 @@ class _Replay:
 
 
 class CudaCapture:
-    """Captures a step as a CUDA graph; what it gives replays it.
+    """Captures a step as a CUDA graph; the result replays it.
 
-    All graphs that live together take their memory from one pool, one after the other, so what one
-    gave holds until the next replay of any. Raises ValueError for a device that is not CUDA.
+    All live graphs share one memory pool, so an output is valid until the next replay of any
+    graph. Raises `ValueError` for a device that is not CUDA.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise ValueError(f"steps are to be captured on {device}; graphs are CUDA's")
-        self._pool = WhileHeld(_Pool)
-        # The same for all graphs: libraries keep memory for each stream that they have seen.
+        self._pool = WeakShared(_Pool)
+        # The same stream for all graphs: libraries keep memory for each stream that they have seen.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def __call__(self, step: Step) -> Step:
-        """The step's graph."""
+    def __call__(self, step: DecodeStep) -> DecodeStep:
+        """Return the step's graph."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
-        # A capture that fails does not go back to the stream before it; this does.
+        # A failed capture does not restore the current stream; this does.
         with torch.cuda.stream(self._stream):
-            # Kernels are compiled and scratch memory grows before anything is recorded.
+            # Kernels are compiled and scratch memory grows before the capture.
             for _ in range(2):
                 step()
             replay = self._record(step, self._pool())
         current.wait_stream(self._stream)
         return replay
 
-    def _record(self, step: Step, pool: _Pool) -> _Replay:
+    def _record(self, step: DecodeStep, pool: _Pool) -> _Replay:
         graph = torch.cuda.CUDAGraph()
-        # Other threads allocate page-locked memory meanwhile, which is no part of the graph.
+        # Other threads allocate page-locked memory meanwhile, which is not part of the graph.
         with torch.cuda.graph(
             graph, pool=pool.handle, stream=self._stream, capture_error_mode="thread_local"
         ):
@@ -148,32 +145,32 @@ class CudaCapture:
         return _Replay(graph, output, pool)
 
 
-class CapturedSteps:
-    """Every step by what `capture` made of it at the first call with its key.
+class GraphRunner:
+    """Runs every step as the graph that `capture` made at the first call with its key.
 
-    The mapping is set on `punica` before each call. At most `graphs_max` are kept: the one that
-    was not used for longest makes room. A step that `capture` fails for is run by itself.
+    The mapping is set on `punica` before each call. At most `graphs_max` graphs are kept; the least
+    recently used one is evicted. A step for which `capture` fails is called directly.
     """
 
     def __init__(
         self,
         punica: PunicaWrapper,
-        capture: Callable[[Step], Step],
+        capture: Callable[[DecodeStep], DecodeStep],
         graphs_max: int = GRAPHS_MAX,
     ) -> None:
         self.failure = ""
         self._punica = punica
         self._capture = capture
         self._graphs_max = graphs_max
-        self._captured: dict[GraphKey, Step | None] = {}
+        self._captured: dict[GraphKey, DecodeStep | None] = {}
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
-        """What is captured, the last used at the end."""
+        """The keys of all graphs, the most recently used last."""
         return tuple(self._captured)
 
-    def run(self, step: Step, shape: Hashable) -> Tensor:
-        """Replay the graph of this shape and mapping; captures it where there is none."""
+    def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
+        """Replay the graph of this shape and mapping; capture it first where there is none."""
         key = GraphKey(shape, self._punica.launch_key)
         if key in self._captured:
             replay = self._captured.pop(key)
@@ -184,11 +181,11 @@ class CapturedSteps:
         self._captured[key] = replay
         return step() if replay is None else replay()
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """Drop all graphs."""
         self._captured.clear()
 
-    def _try_to_capture(self, step: Step, key: GraphKey) -> Step | None:
+    def _try_to_capture(self, step: DecodeStep, key: GraphKey) -> DecodeStep | None:
         try:
             return self._capture(step)
         except RuntimeError as error:

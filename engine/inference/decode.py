@@ -1,11 +1,8 @@
-"""The two ways to bring all running rows one token on: over a cache that grows, or fixed places.
+"""Two strategies for a decode step: over a growing KV cache, or over a static one.
 
-What it is: a step's inputs, and what it does over fixed places, which can be captured and replayed.
-What it is not: a prefill, or a decision which adapters run. One rule: over fixed places the host
-says everything in one small table on the device, and reads nothing back within the step.
-
-Fixed places are the cache's buffers, up to the next power of two of rows and of columns. Rows that
-nobody has are dummies: one token of the base model each, which sees itself alone.
+A static step uses the KV buffers up to the next power of two of rows and of columns, so that it can
+be captured and replayed. Its inputs are one small table on the device, and it reads nothing back to
+the host. Unused rows are dummies: one token of the base model each, which attends only to itself.
 """
 
 from itertools import chain
@@ -15,47 +12,47 @@ import torch
 from torch import Tensor
 
 from engine.inference.cuda_graphs import StepRunner
-from engine.layout import power_of_two
-from engine.models.causal_model import PreparedModel
-from engine.models.kv_cache import FIXED_COLUMNS_MIN, RowCache, fixed_mask
+from engine.layout import next_power_of_two
+from engine.models.causal_model import CausalModel
+from engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
 
 _DUMMY: Final = (0, 1, 0)
 """A dummy row's token, length and position."""
 
 
-class DecodeSteps(Protocol):
-    """A way to run decode steps. `keeps_room`: what its `RowCache` is to be made with."""
+class DecodeStrategy(Protocol):
+    """A way to run decode steps; its `BatchKVCache` must be made with `keeps_capacity`."""
 
-    keeps_room: bool
+    keeps_capacity: bool
 
-    def places(self, rows: int) -> int:
-        """How many rows a step of so many rows has; the mapping has to have as many."""
+    def padded_rows(self, rows: int) -> int:
+        """Return the number of rows, dummies included, that the mapping of a step must have."""
 
-    def run(self, tokens: Tensor, rows: RowCache) -> Tensor:
-        """The logits after each row's next token, [rows, vocabulary], good until the next call.
+    def run(self, tokens: Tensor, cache: BatchKVCache) -> Tensor:
+        """Return the logits after each row's token, [rows, vocabulary], valid until the next call.
 
-        tokens: [rows, 1] int64 on the host. `rows.lengths` already counts them.
+        tokens: [rows, 1] int64 on the host. `cache.lengths` already counts them.
         """
 
 
-class GrowingSteps:
-    """The model's own forward, each time over one column more."""
+class DynamicDecode:
+    """The model's own forward pass, over one more column with every step."""
 
-    keeps_room = False
+    keeps_capacity = False
 
-    def __init__(self, model: PreparedModel) -> None:
+    def __init__(self, model: CausalModel) -> None:
         self._model = model
 
-    def places(self, rows: int) -> int:
-        """Just as many."""
+    def padded_rows(self, rows: int) -> int:
+        """Return `rows`: there are no dummies."""
         return rows
 
-    def run(self, tokens: Tensor, rows: RowCache) -> Tensor:
-        """One forward."""
-        return self._model.forward(tokens, rows, ())
+    def run(self, tokens: Tensor, cache: BatchKVCache) -> Tensor:
+        """Run one forward pass."""
+        return self._model.forward(tokens, cache, ())
 
 
-class _Table(NamedTuple):
+class _StepInputs(NamedTuple):
     """A step's inputs on the device, views of one tensor: [rows] each, and the column as [1]."""
 
     tokens: Tensor
@@ -64,52 +61,55 @@ class _Table(NamedTuple):
     column: Tensor
 
 
-class FixedSteps:
-    """Steps over fixed places, by `runner`."""
+class StaticDecode:
+    """Static steps, run by `runner`, over at least `columns_min` columns."""
 
-    keeps_room = True
+    keeps_capacity = True
 
     def __init__(
-        self, model: PreparedModel, runner: StepRunner, columns_min: int = FIXED_COLUMNS_MIN
+        self, model: CausalModel, runner: StepRunner, columns_min: int = STATIC_COLUMNS_MIN
     ) -> None:
         self._model = model
         self._runner = runner
         self._columns_min = columns_min
-        self._tables: dict[int, Tensor] = {}
-        self._place: tuple[object, ...] = ()
+        self._input_buffers: dict[int, Tensor] = {}
+        self._buffers_key: tuple[object, ...] = ()
 
-    def places(self, rows: int) -> int:
-        """The next power of two."""
-        return power_of_two(rows)
+    def padded_rows(self, rows: int) -> int:
+        """Return the next power of two."""
+        return next_power_of_two(rows)
 
-    def run(self, tokens: Tensor, rows: RowCache) -> Tensor:
-        """Write the step's inputs to their places, run it, and count the column that it wrote."""
-        places = rows.provide(self._columns_min)
-        if rows.place != self._place:
-            # What was captured reads and writes the buffers that were.
-            self._runner.forget()
-            self._place = rows.place
-        inputs = list(zip(tokens[:, 0].tolist(), rows.lengths, rows.positions, strict=True))
-        table = self._write(inputs, places.rows, places.column)
+    def run(self, tokens: Tensor, cache: BatchKVCache) -> Tensor:
+        """Write the step's inputs to the device, run it, and count the column that it wrote."""
+        shape = cache.reserve(self._columns_min)
+        if cache.buffers_key != self._buffers_key:
+            # Captured steps read and write the old buffers.
+            self._runner.invalidate()
+            self._buffers_key = cache.buffers_key
+        rows = list(zip(tokens[:, 0].tolist(), cache.lengths, cache.positions, strict=True))
+        inputs = self._write(rows, shape.rows, shape.column)
 
         def step() -> Tensor:
-            cache = rows.fixed(places.rows, places.columns, table.column)
-            mask = fixed_mask(table.lengths, table.column, places.columns)
-            positions = (table.positions - 1).clamp(min=0)
-            return self._model.run(table.tokens[:, None], mask, positions[:, None], cache)
+            static = cache.static_cache(shape.rows, shape.columns, inputs.column)
+            mask = static_mask(inputs.lengths, inputs.column, shape.columns)
+            positions = (inputs.positions - 1).clamp(min=0)
+            return self._model.run(inputs.tokens[:, None], mask, positions[:, None], static)
 
-        logits = self._runner.run(step, (places.rows, places.columns))
-        rows.advance()
-        return logits[: len(rows)]
+        logits = self._runner.run(step, (shape.rows, shape.columns))
+        cache.advance()
+        return logits[: len(cache)]
 
-    def _write(self, inputs: list[tuple[int, int, int]], rows: int, column: int) -> _Table:
-        """Bring each row's token, length and position, and the column, to where steps read them."""
-        if rows not in self._tables:
-            # Tensors made in inference mode could not be written outside of it.
+    def _write(
+        self, rows: list[tuple[int, int, int]], padded_rows: int, column: int
+    ) -> _StepInputs:
+        """Write each row's (token, length, position), and the column, into the inputs' buffer."""
+        if padded_rows not in self._input_buffers:
+            size = 3 * padded_rows + 1
+            # A tensor made in inference mode could not be written outside of it.
             with torch.inference_mode(False):
-                words = torch.zeros(3 * rows + 1, dtype=torch.int64, device=self._model.device)
-            self._tables[rows] = words
-        words = self._tables[rows]
-        padded = inputs + [_DUMMY] * (rows - len(inputs))
-        words.copy_(torch.tensor([*chain.from_iterable(zip(*padded, strict=True)), column]))
-        return _Table(*torch.split(words, [rows, rows, rows, 1]))
+                buffer = torch.zeros(size, dtype=torch.int64, device=self._model.device)
+            self._input_buffers[padded_rows] = buffer
+        buffer = self._input_buffers[padded_rows]
+        padded = rows + [_DUMMY] * (padded_rows - len(rows))
+        buffer.copy_(torch.tensor([*chain.from_iterable(zip(*padded, strict=True)), column]))
+        return _StepInputs(*torch.split(buffer, [padded_rows, padded_rows, padded_rows, 1]))

@@ -1,11 +1,9 @@
-"""Whether a model's decode steps can run over fixed places: asked of the model itself, at start.
+"""The choice of a decode strategy at start, by a probe of the model itself.
 
-What it is: a few steps beside those over a growing cache, and the choice between the two ways. What
-it is not: a list of models, or a proof for every length. One rule: only what was seen counts;
-where a step answers otherwise or asks the host, steps are not captured, and the engine says why.
-
-A fixed step is tried with the fewest columns and with the most that the model's context can have:
-a model that takes its position from the number of columns is found out by the second.
+Static decode is chosen only where a few static steps were seen to match steps over a growing cache
+without a host sync; otherwise the reason is logged and nothing is captured. The probe is a sample,
+not a proof for every length. It runs with the fewest columns and with the most of the model's
+context: the latter detects a model that derives positions from the number of columns.
 """
 
 from collections.abc import Sequence
@@ -16,40 +14,40 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.errors import FOREIGN_FAILURES
-from engine.inference.cuda_graphs import CapturedSteps, CudaCapture, StepRunner, WatchedSteps
-from engine.inference.decode import DecodeSteps, FixedSteps, GrowingSteps
-from engine.layout import power_of_two
-from engine.models.causal_model import PreparedModel
-from engine.models.kv_cache import FIXED_COLUMNS_MIN, RowCache
+from engine.errors import MODEL_CODE_ERRORS
+from engine.inference.cuda_graphs import CudaCapture, GraphRunner, StepRunner, SyncCheckedRunner
+from engine.inference.decode import DecodeStrategy, DynamicDecode, StaticDecode
+from engine.layout import next_power_of_two
+from engine.models.causal_model import CausalModel
+from engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
 from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
 from engine.punica.mapping import BASE, LoRAMapping
 from engine.punica.wrapper import PunicaWrapper
 
 _log = structlog.get_logger()
 
-STEPS: Final = 3
-"""How many steps a trial has."""
+PROBE_STEPS: Final = 3
+"""The decode steps of a probe."""
 
 _LENGTHS: Final = (5, 2, 11)
-"""The prompts of a trial's rows: one row less than there are places, none as long as another."""
+"""The prompt lengths of a probe: all different, and one row less than a power of two."""
 
 
-class StepsRefused(Exception):  # noqa: N818 - named like the engine's other refusals
-    """Why a model's decode steps can't run over fixed places."""
+class StaticDecodeRefused(Exception):  # noqa: N818 - named like the engine's other refusals
+    """A model's decode steps can't run over a static cache; the text is the reason."""
 
 
-def choose_steps(
-    model: PreparedModel, punica: PunicaWrapper, slots: int, config: EngineConfig
-) -> DecodeSteps:
-    """The way that decode steps are run on this engine.
+def choose_decode(
+    model: CausalModel, punica: PunicaWrapper, slots: int, config: EngineConfig
+) -> DecodeStrategy:
+    """Return the decode strategy of this engine.
 
-    `slots`: how many adapters there may be, none of which has been written yet. Raises
-    `ValueError` where steps are to be captured on a device, or by ranks, that can't.
+    `slots`: the number of slots, which are all empty. Raises `ValueError` where `capture_steps` is
+    set for a device without CUDA graphs or for several ranks.
     """
     if not config.capture_steps:
-        return GrowingSteps(model)
-    if not model.group.is_single:
+        return DynamicDecode(model)
+    if not model.group.is_trivial:
         raise ValueError(
             "capture_steps is on, and several ranks hold the model; they wait for one another "
             "within each step, which no graph was tried with: leave it off"
@@ -59,86 +57,89 @@ def choose_steps(
             f"capture_steps is on, on device {str(model.device)!r}; graphs are CUDA's: leave it "
             "off elsewhere"
         )
-    runner = CapturedSteps(punica, CudaCapture(model.device))
-    return fixed_or_growing(model, punica, slots, runner)
+    runner = GraphRunner(punica, CudaCapture(model.device))
+    return static_or_dynamic(model, punica, slots, runner)
 
 
-def fixed_or_growing(
-    model: PreparedModel, punica: PunicaWrapper, slots: int, runner: StepRunner
-) -> DecodeSteps:
-    """Steps over fixed places by `runner`, where a trial shows them sound; else says why not."""
+def static_or_dynamic(
+    model: CausalModel, punica: PunicaWrapper, slots: int, runner: StepRunner
+) -> DecodeStrategy:
+    """Return static decode by `runner` where the probe passes; otherwise log why it does not."""
     try:
         for adapter in (BASE, 1):
-            # An adapter that has no weights yet is launched for like any other.
-            mapper = TrialMapper(punica, slots, adapter)
-            try_fixed_steps(model, mapper, WatchedSteps(model.device))
-            try_fixed_steps(model, mapper, runner)
-    except StepsRefused as refusal:
+            # An adapter without weights launches the same kernels as any other.
+            mapper = ProbeMapper(punica, slots, adapter)
+            probe_static_decode(model, mapper, SyncCheckedRunner(model.device))
+            probe_static_decode(model, mapper, runner)
+    except StaticDecodeRefused as refusal:
         _log.warning("decode steps are not captured", reason=str(refusal))
-        return GrowingSteps(model)
-    return FixedSteps(model, runner)
+        return DynamicDecode(model)
+    return StaticDecode(model, runner)
 
 
-class TrialMapper:
-    """Sets the mappings of a trial's forwards, all rows with one adapter or the base model."""
+class ProbeMapper:
+    """Sets the mappings of a probe: all rows use `adapter`, which is in slot 0, or the base."""
 
     def __init__(self, punica: PunicaWrapper, slots: int, adapter: int = BASE) -> None:
-        """The adapter, if it is one, is in the first slot."""
         self._punica = punica
         self._adapter = adapter
-        self._layout = [adapter or None, *[None] * (slots - 1)]
+        self._residents = [adapter or None, *[None] * (slots - 1)]
 
-    def show(self, tokens: int, rows: int) -> None:
-        """Map a forward of so many tokens, of which so many are sampled."""
+    def map(self, tokens: int, rows: int) -> None:
+        """Set the mapping for a forward pass of `tokens` tokens, `rows` of them sampled."""
         mapping = LoRAMapping([self._adapter] * tokens, [self._adapter] * rows, tokens > rows)
-        self._punica.update_metadata(mapping, self._layout)
+        self._punica.update_metadata(mapping, self._residents)
 
 
-def try_fixed_steps(model: PreparedModel, mapper: TrialMapper, runner: StepRunner) -> None:
-    """Raise `StepsRefused` where steps by `runner` are not those over a growing cache."""
-    columns_max = power_of_two(model.context_tokens_max)
-    for lengths, columns in ((_LENGTHS, FIXED_COLUMNS_MIN), (_LENGTHS[:1], columns_max)):
-        growing, fixed = GrowingSteps(model), FixedSteps(model, runner, columns)
-        rows = [_prefilled(model, mapper, lengths, one.keeps_room) for one in (growing, fixed)]
-        for token in range(STEPS):
-            expected = _step(model, mapper, growing, rows[0], token)
+def probe_static_decode(model: CausalModel, mapper: ProbeMapper, runner: StepRunner) -> None:
+    """Raise `StaticDecodeRefused` where static steps by `runner` fail or differ from dynamic."""
+    columns_max = next_power_of_two(model.context_tokens_max)
+    for lengths, columns in ((_LENGTHS, STATIC_COLUMNS_MIN), (_LENGTHS[:1], columns_max)):
+        dynamic, static = DynamicDecode(model), StaticDecode(model, runner, columns)
+        caches = [_prefill(model, mapper, lengths, one.keeps_capacity) for one in (dynamic, static)]
+        for step in range(PROBE_STEPS):
+            expected = _decode(model, mapper, dynamic, caches[0], step)
             try:
-                found = _step(model, mapper, fixed, rows[1], token)
-            except FOREIGN_FAILURES as error:
-                raise StepsRefused(f"{type(error).__name__}: {error}") from error
+                found = _decode(model, mapper, static, caches[1], step)
+            except MODEL_CODE_ERRORS as error:
+                raise StaticDecodeRefused(f"{type(error).__name__}: {error}") from error
             if runner.failure:
-                raise StepsRefused(runner.failure)
+                raise StaticDecodeRefused(runner.failure)
             _compare(found, expected, columns)
 
 
-def _prefilled(
-    model: PreparedModel, mapper: TrialMapper, lengths: Sequence[int], keeps_room: bool
-) -> RowCache:
+def _prefill(
+    model: CausalModel, mapper: ProbeMapper, lengths: Sequence[int], keeps_capacity: bool
+) -> BatchKVCache:
     width = max(lengths)
     padded = torch.zeros(len(lengths), width, dtype=torch.int64)
     for row, length in enumerate(lengths):
         padded[row, width - length :] = (torch.arange(length) * 7 + row + 3) % model.vocab_size
-    rows = RowCache(lengths, keeps_room=keeps_room)
-    mapper.show(padded.numel(), len(lengths))
-    model.forward(padded, rows)
-    return rows
+    cache = BatchKVCache(lengths, keeps_capacity=keeps_capacity)
+    mapper.map(padded.numel(), len(lengths))
+    model.forward(padded, cache)
+    return cache
 
 
-def _step(
-    model: PreparedModel, mapper: TrialMapper, steps: DecodeSteps, rows: RowCache, number: int
+def _decode(
+    model: CausalModel,
+    mapper: ProbeMapper,
+    strategy: DecodeStrategy,
+    cache: BatchKVCache,
+    step: int,
 ) -> Tensor:
-    rows.grow(1)
-    places = steps.places(len(rows))
-    mapper.show(places, places)
-    tokens = (torch.arange(len(rows))[:, None] + 11 * number) % model.vocab_size
-    return steps.run(tokens, rows)
+    cache.grow(1)
+    rows = strategy.padded_rows(len(cache))
+    mapper.map(rows, rows)
+    tokens = (torch.arange(len(cache))[:, None] + 11 * step) % model.vocab_size
+    return strategy.run(tokens, cache)
 
 
 def _compare(found: Tensor, expected: Tensor, columns: int) -> None:
     allowed = ERRORS_MAX.get(expected.dtype, ERROR_MAX_HALF)
     error = float((found.double() - expected.double()).norm() / expected.double().norm())
     if not error <= allowed:
-        raise StepsRefused(
-            f"a step over {columns} fixed columns answers otherwise than over a growing cache "
+        raise StaticDecodeRefused(
+            f"a step over {columns} static columns differs from one over a growing cache "
             f"(relative norm {error:.1e}, at most {allowed:.0e})"
         )

@@ -1,8 +1,7 @@
-"""From output tokens to the text that a client may see.
+"""Output tokens to text: incremental detokenization, and stop strings across token borders.
 
-What it is: incremental detokenisation, and stop strings across token borders. What it is not:
-chat templates or anything on the prompt's side. One rule: text that was given out is never taken
-back, so half a character, and what may become a stop string, wait.
+Streamed text is never withdrawn: an incomplete character, and text that may become a stop string,
+are held back.
 """
 
 from collections.abc import Sequence
@@ -11,59 +10,66 @@ from typing import Any, Final
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 CONTEXT_TOKENS: Final = 5
-"""How much of the prompt is decoded before the output, for tokenizers that join words to it."""
+"""Prompt tokens that are decoded before the output, for tokenizers that join words to them."""
 
 PARTIAL_TOKENS_MAX: Final = 3
-"""A UTF-8 character that lacks its end has at most three bytes, so at most three tokens."""
+"""An incomplete UTF-8 character has at most three bytes, so at most three tokens."""
 
-WAITING_TOKENS_MAX: Final = 8
-"""How many tokens wait before those that can't be part of an unfinished character are told."""
+PENDING_TOKENS_MAX: Final = 8
+"""Tokens that are held back before those that complete no character are shown as they are."""
 
 
 class Detokenizer:
     """Decodes an output token by token.
 
-    What all calls return, joined, is what decoding the whole output at once gives.
+    The results of all calls, joined, equal the whole output decoded at once.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        # Tokens whose text was returned, as context, followed by pending ones.
         self._window = self._context(list(prompt[-CONTEXT_TOKENS:]))
-        self._told = len(self._window)
+        self._returned = len(self._window)
 
     def add(self, token: int) -> str:
-        """The text that became readable with `token`."""
+        """Return the text that `token` completes."""
         self._window.append(token)
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
-            return self._tell(len(self._window), text)
-        if len(self._window) - self._told > WAITING_TOKENS_MAX:
-            return self._tell_some(text)
+            return self._advance(len(self._window), text)
+        if len(self._window) - self._returned > PENDING_TOKENS_MAX:
+            return self._advance_partly(text)
         return ""
 
-    def rest(self) -> str:
-        """What still waits, at the end of the output."""
-        return self._tell(len(self._window), self._decode(self._window))
+    def flush(self) -> str:
+        """Return the text of the pending tokens, at the end of the output."""
+        return self._advance(len(self._window), self._decode(self._window))
 
     def _context(self, prompt: list[int]) -> list[int]:
-        """The longest end of `prompt` that is whole characters; it may be empty."""
+        """Return the longest tail of `prompt` that is whole characters; it may be empty."""
         while self._decode(prompt).endswith(REPLACEMENT):
             del prompt[0]
         return prompt
 
-    def _tell_some(self, text: str) -> str:
-        """Tell what no further token can change; half a character is no prefix of `text`."""
-        for end in range(len(self._window) - PARTIAL_TOKENS_MAX, self._told, -1):
+    def _advance_partly(self, text: str) -> str:
+        """Return the text that no further token can change.
+
+        The decoded head that ends within a character is no prefix of `text`.
+        """
+        for end in range(len(self._window) - PARTIAL_TOKENS_MAX, self._returned, -1):
             head = self._decode(self._window[:end])
             if text.startswith(head):
-                return self._tell(end, head)
+                return self._advance(end, head)
         return ""
 
-    def _tell(self, end: int, text: str) -> str:
-        """Give out the tokens before `end`, which say `text`; the newest stay as context."""
-        before = self._decode(self._window[: self._told])
-        del self._window[: self._told]
-        self._told = end - self._told
+    def _advance(self, end: int, text: str) -> str:
+        """Mark the tokens before `end`, which decode to `text`, as returned; return the new part.
+
+        The newest of them stay in the window as context.
+        """
+        before = self._decode(self._window[: self._returned])
+        del self._window[: self._returned]
+        self._returned = end - self._returned
         return text[len(before) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -74,38 +80,38 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Passes text on until a stop string occurs; what may be the beginning of one is kept back.
+    """A filter that ends the text before a stop string and holds back what may begin one.
 
-    The stop string that is complete first ends the text; of two, the one that began first. So it
-    makes no difference in what pieces the text comes.
+    The stop string that is complete first ends the text; of two that are complete at once, the one
+    that began first. So the result does not depend on how the text is divided.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._kept = ""
+        self._pending = ""
         self.has_matched = False
 
     def add(self, text: str) -> str:
-        """The text that may be shown now; after a match, none."""
+        """Return the text that may be shown now; after a match, none."""
         if self.has_matched:
             return ""
-        text = self._kept + text
+        text = self._pending + text
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
             self.has_matched = True
-            self._kept = ""
+            self._pending = ""
             return text[: min(matches)[1]]
         shown = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._kept = text[shown:]
+        self._pending = text[shown:]
         return text[:shown]
 
-    def rest(self) -> str:
-        """What was kept back, at the end of the output."""
-        kept, self._kept = self._kept, ""
-        return kept
+    def flush(self) -> str:
+        """Return the text that was held back, at the end of the output."""
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` with which `stop` begins."""
+    """Return the length of the longest tail of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

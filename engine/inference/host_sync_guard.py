@@ -1,8 +1,7 @@
-"""Seeing that a piece of work never waits for what lies on the device.
+"""A mode that detects operations for which the host waits for the device.
 
-What it is: a mode in which an operation raises that the host would have to wait for. What it is
-not: a list of operations; PyTorch tells of each whether its result depends on data. One rule: what
-passes here can be captured, and replayed with other data.
+Work that passes can be captured and replayed with other data. There is no list of operations:
+PyTorch's own tags specify whether a result depends on data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_DEPENDENT: Final = frozenset(
+_DATA_DEPENDENT: Final = frozenset(
     (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape),
 )
-"""What PyTorch says of operations that the host has to wait for."""
+"""PyTorch's tags of operations that the host has to wait for."""
 
 _INDEXED: Final = (torch.ops.aten.index,)
 _INDEX_WRITES: Final = (
@@ -26,23 +25,23 @@ _INDEX_WRITES: Final = (
 _GROUPED: Final = torch.ops.aten._grouped_mm
 _GROUPED_DTYPE: Final = torch.bfloat16
 _GROUPED_MAJORS: Final = (9, 10)
-"""The dtype and the compute capabilities for which a grouped product is one kernel; for all others
-PyTorch brings the groups' ends to the host, by no operation that is seen, and loops over them."""
+"""The dtype and the compute capabilities for which a grouped matmul is one kernel. For all others
+PyTorch copies the groups' ends to the host, without a dispatched operation, and loops over them."""
 
 _COPIES: Final = (torch.ops.aten.copy_, torch.ops.aten._to_copy)
-"""Operations that may bring something to another device."""
+"""Operations that may copy from one device to another."""
 
 
-class HostRead(RuntimeError):  # noqa: N818 - named by what was found, as all errors here are
-    """Work that was to run on the device alone needed the host."""
+class HostSync(RuntimeError):  # noqa: N818 - named by what was found, like the engine's errors
+    """Work that had to run on the device alone needed the host."""
 
 
-class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, operations raise `HostRead` that read the device, or copy to or from it.
+class ForbidHostSync(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode in which operations that read `device`, or copy to or from it, raise `HostSync`.
 
-    Reading is what gives a value or a shape that follows from data there. What lies on the host
-    may be read, where `device` is another. On a CPU `tolist` and `numpy` read memory without an
-    operation, and pass unseen.
+    An operation reads the device if its result is a value, or has a shape, that depends on data
+    there. With another `device`, data on the host may be read. On a CPU `tolist` and `numpy` read
+    memory without a dispatched operation and are not detected.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,16 +57,16 @@ class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operation, unless it reads or copies."""
         if _depends_on_data(func, args) and self._device in _devices_of(args):
-            raise HostRead(f"{func} reads the device")
-        found = self._in_parts(func, args, kwargs or {})
-        if found is NotImplemented:
-            found = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _COPIES and len({*_devices_of(args), *_devices_of([found])}) > 1:
-            raise HostRead(f"{func} copies between the device and the host")
-        return found
+            raise HostSync(f"{func} reads the device")
+        result = self._decomposed(func, args, kwargs or {})
+        if result is NotImplemented:
+            result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _COPIES and len({*_devices_of(args), *_devices_of([result])}) > 1:
+            raise HostSync(f"{func} copies between the device and the host")
+        return result
 
-    def _in_parts(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation that is made of others gives, each of which is watched."""
+    def _decomposed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a composite operation, each part of which is checked."""
         with self:
             return func.decompose(*args, **kwargs)
 
@@ -75,17 +74,17 @@ class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _depends_on_data(func: Any, args: Sequence[Any]) -> bool:
     operation = func.overloadpacket
     if operation is _GROUPED:
-        return _is_loop(args[0])
+        return _loops_on_host(args[0])
     if operation in _INDEXED:
         return any(_is_mask(index) for index in args[1])
     if operation in _INDEX_WRITES:
-        # One value at a mask's places is written without counting them.
+        # One value is written under a mask without a count of its elements.
         return args[2].numel() > 1 and any(_is_mask(index) for index in args[1])
-    return not _DEPENDENT.isdisjoint(func.tags)
+    return not _DATA_DEPENDENT.isdisjoint(func.tags)
 
 
-def _is_loop(x: Tensor) -> bool:
-    """Whether a grouped product over these rows is a loop on the host."""
+def _loops_on_host(x: Tensor) -> bool:
+    """Return whether a grouped matmul over these rows is a loop on the host."""
     if x.device.type != "cuda":
         return False
     major, _ = torch.cuda.get_device_capability(x.device)

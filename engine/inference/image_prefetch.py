@@ -1,9 +1,7 @@
-"""Prompts with images on their way to what a model reads, while others generate.
+"""Prompts with images, processed by background jobs while other sequences generate.
 
-What it is: a line of rows whose images other threads decode and scale, some at a time. What it is
-not: the reading (`engine.processor`). One rule: rows are read in the order in which they came, and
-no more than `AHEAD_MAX` are read before they are in the batch, for pixels take far more memory than
-the files that they come from.
+Prompts start in the order of their requests. At most `PREFETCHED_MAX` are processed ahead of the
+batch, because pixels take far more memory than the files that they come from.
 """
 
 from collections import deque
@@ -11,60 +9,60 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from engine.inference.sequence import Row
+from engine.inference.sequence import Sequence
 from engine.jobs import Jobs
-from engine.models.image_processor import Reading
+from engine.models.image_processor import ProcessedPrompt
 from messages.ids import OpId
 
-AHEAD_MAX: Final = 8
-"""How many prompts with images may be read, or be about to be, and not in the batch yet."""
+PREFETCHED_MAX: Final = 8
+"""The most prompts with images that are processed, or in process, and not yet in the batch."""
 
 
-class PromptJobs:
-    """Rows that wait to be read; driven by one thread, which calls `take` now and then.
+class ImagePrefetcher:
+    """Sequences whose prompts wait for a job; used by one thread, which calls `collect` often.
 
-    `unused`, in its methods: how many rows were read and are not in the batch yet.
+    `ready`, in its methods: the number of processed sequences that are not yet in the batch.
     """
 
     def __init__(self, jobs: Jobs[OpId]) -> None:
         self._jobs = jobs
-        self._line: deque[tuple[Row, Callable[[], Reading]]] = deque()
-        # What is read for nobody any more has its place until it is there.
-        self._running: dict[OpId, Row | None] = {}
+        self._queue: deque[tuple[Sequence, Callable[[], ProcessedPrompt]]] = deque()
+        # The job of a cancelled sequence counts until it has ended; its value is None.
+        self._running: dict[OpId, Sequence | None] = {}
 
     def __len__(self) -> int:
-        return len(self._line) + len(self._running)
+        return len(self._queue) + len(self._running)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being read, whose end only `take` sees."""
+        """Whether a job is running, the end of which only `collect` reports."""
         return bool(self._running)
 
-    def add(self, row: Row, read: Callable[[], Reading], unused: int) -> None:
-        """Have a row read, after those before it."""
-        self._line.append((row, read))
-        self._start(unused)
+    def add(self, sequence: Sequence, read: Callable[[], ProcessedPrompt], ready: int) -> None:
+        """Queue a sequence, whose prompt is the result of `read`."""
+        self._queue.append((sequence, read))
+        self._start_jobs(ready)
 
-    def drop(self, row: Row) -> None:
-        """Have a row read no more."""
-        if row.command.op in self._running:
-            self._running[row.command.op] = None
+    def cancel(self, sequence: Sequence) -> None:
+        """Drop a sequence; a running job continues and its result is ignored."""
+        if sequence.command.op in self._running:
+            self._running[sequence.command.op] = None
         else:
-            self._line = deque(pair for pair in self._line if pair[0] is not row)
+            self._queue = deque(entry for entry in self._queue if entry[0] is not sequence)
 
-    def take(self, unused: int) -> list[tuple[Row, "Future[Any]"]]:
-        """The rows whose reading has ended since the last call, well or not; others begin."""
-        ended = [(self._running.pop(op), future) for op, future in self._jobs.take()]
-        wanted = [(row, future) for row, future in ended if row is not None]
-        self._start(unused + len(wanted))
+    def collect(self, ready: int) -> list[tuple[Sequence, "Future[Any]"]]:
+        """Return the sequences whose jobs have ended since the last call, and start more jobs."""
+        ended = [(self._running.pop(op), future) for op, future in self._jobs.take_finished()]
+        wanted = [(sequence, future) for sequence, future in ended if sequence is not None]
+        self._start_jobs(ready + len(wanted))
         return wanted
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Start no more jobs."""
         self._jobs.close()
 
-    def _start(self, unused: int) -> None:
-        while self._line and unused + len(self._running) < AHEAD_MAX:
-            row, read = self._line.popleft()
-            self._running[row.command.op] = row
-            self._jobs.start(row.command.op, read)
+    def _start_jobs(self, ready: int) -> None:
+        while self._queue and ready + len(self._running) < PREFETCHED_MAX:
+            sequence, read = self._queue.popleft()
+            self._running[sequence.command.op] = sequence
+            self._jobs.start(sequence.command.op, read)

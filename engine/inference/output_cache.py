@@ -1,7 +1,6 @@
-"""Outputs of requests that have ended, for clients that lost their connection meanwhile.
+"""Outputs of ended requests, for clients that lost their connection in the meantime.
 
-What it is: the latest of them, bounded in number and bytes. What it is not: anything of a request
-but its output. One rule: of one request the last output is kept, and the oldest request goes first.
+The cache is bounded in outputs and bytes, and the oldest output is evicted first.
 """
 
 from typing import Final
@@ -9,35 +8,38 @@ from typing import Final
 from messages.ids import RequestId
 from messages.reports import PrivateReport, TokensGenerated
 
-KEPT_MAX: Final = 256
-"""How many outputs are kept."""
+OUTPUTS_MAX: Final = 256
+"""The most outputs in the cache."""
 
-KEPT_BYTES_MAX: Final = 64 << 20
-"""How many bytes these may take together."""
+OUTPUTS_BYTES_MAX: Final = 64 << 20
+"""The most bytes of all outputs in the cache."""
 
 _TOKEN_BYTES: Final = 8
 
 
-class KeptOutputs:
-    """What ended requests were given, each as one report that has all of it."""
+class OutputCache:
+    """Whole outputs by request id, one report each."""
 
     def __init__(self) -> None:
         self._outputs: dict[RequestId, PrivateReport] = {}
         self._size_bytes = 0
 
     def get(self, request_id: RequestId) -> PrivateReport | None:
-        """A request's output, if it is still there."""
+        """Return a request's output, or None where it is not in the cache."""
         return self._outputs.get(request_id)
 
-    def keep(self, output: PrivateReport) -> None:
-        """Keep an output, and let older ones go where there are too many now."""
-        self._drop(output.request_id)
+    def put(self, output: PrivateReport) -> None:
+        """Store an output in place of any older one of its request, and evict down to the bounds.
+
+        An output that exceeds the bounds on its own is evicted at once.
+        """
+        self._remove(output.request_id)
         self._outputs[output.request_id] = output
         self._size_bytes += _size_bytes(output)
-        while self._size_bytes > KEPT_BYTES_MAX or len(self._outputs) > KEPT_MAX:
-            self._drop(next(iter(self._outputs)))
+        while self._size_bytes > OUTPUTS_BYTES_MAX or len(self._outputs) > OUTPUTS_MAX:
+            self._remove(next(iter(self._outputs)))
 
-    def _drop(self, request_id: RequestId) -> None:
+    def _remove(self, request_id: RequestId) -> None:
         if request_id in self._outputs:
             self._size_bytes -= _size_bytes(self._outputs.pop(request_id))
 

@@ -1,4 +1,4 @@
-"""What a captured graph may be replayed for; that CUDA's computes rightly is seen on a device."""
+"""The mappings for which a graph may be replayed. CUDA's own results are tested on a device."""
 
 from weakref import ref
 
@@ -7,10 +7,10 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.inference.cuda_graphs import CapturedSteps, CudaCapture, GraphKey, Step, WhileHeld
+from engine.inference.cuda_graphs import CudaCapture, DecodeStep, GraphKey, GraphRunner, WeakShared
 from engine.kernels import choose_kernels
 from engine.punica import LoRAMapping, PunicaWrapper
-from tests.support.engine.replayed_steps import TapeCapture
+from tests.support.engine.tape_capture import TapeCapture
 
 SLOTS = [1, 2, 3, 4, 5, 6]
 
@@ -25,14 +25,14 @@ def wrapper(specialize_active: bool = False) -> PunicaWrapper:
 
 
 def keys(batches: list[list[int]], specialize_active: bool) -> list[GraphKey]:
-    """A key for each batch of adapter ids by row."""
+    """Return a key for each batch of adapter ids by row."""
     punica = wrapper(specialize_active)
-    steps = CapturedSteps(punica, lambda step: step)
+    runner = GraphRunner(punica, lambda step: step)
     found = []
     for ids in batches:
         punica.update_metadata(LoRAMapping(ids, ids), SLOTS)
-        steps.run(lambda: torch.zeros(1), len(ids))
-        found.append(steps.keys[-1])
+        runner.run(lambda: torch.zeros(1), len(ids))
+        found.append(runner.keys[-1])
     return found
 
 
@@ -62,83 +62,83 @@ def test_a_step_of_another_shape_is_another_graph() -> None:
     assert three != four
 
 
-def test_a_graph_is_not_replayed_for_tables_that_lie_elsewhere() -> None:
+def test_a_graph_is_not_replayed_for_reallocated_tables() -> None:
     punica = wrapper()
-    captured = CapturedSteps(punica, lambda step: step)
-    for place in (object(), object()):
-        punica.grouper = Elsewhere(place)
-        captured.run(lambda: torch.zeros(1), "shape")
-    assert len(captured.keys) == 2
+    runner = GraphRunner(punica, lambda step: step)
+    for identity in (object(), object()):
+        punica.grouper = Reallocated(identity)
+        runner.run(lambda: torch.zeros(1), "shape")
+    assert len(runner.keys) == 2
 
 
-class Elsewhere:
-    """A grouper whose tables lie at `place`."""
+class Reallocated:
+    """A grouper whose tables are elsewhere for each `buffer_identity`."""
 
-    def __init__(self, place: object) -> None:
-        self.place = place
+    def __init__(self, buffer_identity: object) -> None:
+        self.buffer_identity = buffer_identity
 
 
-def test_a_graph_reads_what_lies_in_its_tensors_now() -> None:
-    captured = CapturedSteps(wrapper(), capture := TapeCapture())
+def test_a_graph_reads_the_current_contents_of_its_tensors() -> None:
+    runner = GraphRunner(wrapper(), capture := TapeCapture())
     x = torch.zeros(3)
     for value in (2.0, 5.0, -1.0):
         x.fill_(value)
-        assert captured.run(lambda: x * 2 + 1, "shape").tolist() == [2 * value + 1] * 3
+        assert runner.run(lambda: x * 2 + 1, "shape").tolist() == [2 * value + 1] * 3
     assert (capture.captures, capture.replays) == (1, 3)
 
 
-def test_the_graph_that_was_not_used_for_longest_makes_room() -> None:
+def test_the_least_recently_used_graph_is_evicted() -> None:
     made: list[object] = []
 
-    def capture(step: Step) -> Step:
+    def capture(step: DecodeStep) -> DecodeStep:
         made.append(step().item())
         return step
 
-    captured = CapturedSteps(wrapper(), capture, graphs_max=2)
+    runner = GraphRunner(wrapper(), capture, graphs_max=2)
 
     def run(number: int) -> Tensor:
-        return captured.run(lambda: torch.tensor(number), number)
+        return runner.run(lambda: torch.tensor(number), number)
 
     for number in (1, 2, 1, 3, 1, 2):
         assert run(number) == number
     assert made == [1, 2, 3, 2]
-    assert [key.shape for key in captured.keys] == [1, 2]
-    captured.forget()
+    assert [key.shape for key in runner.keys] == [1, 2]
+    runner.invalidate()
     run(1)
     assert made[-1] == 1
 
 
-def test_a_step_that_can_not_be_captured_runs_by_itself() -> None:
-    tries: list[Step] = []
+def test_a_step_that_can_not_be_captured_is_called_directly() -> None:
+    tries: list[DecodeStep] = []
 
-    def capture(step: Step) -> Step:
+    def capture(step: DecodeStep) -> DecodeStep:
         tries.append(step)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    captured = CapturedSteps(wrapper(), capture)
+    runner = GraphRunner(wrapper(), capture)
     with structlog.testing.capture_logs() as logs:
-        found = [captured.run(lambda n=n: torch.tensor(n), "shape").item() for n in range(3)]
+        found = [runner.run(lambda n=n: torch.tensor(n), "shape").item() for n in range(3)]
     assert found == [0, 1, 2]
     assert len(tries) == len(logs) == 1
-    assert "not permitted" in captured.failure
+    assert "not permitted" in runner.failure
     assert "not permitted" in logs[0]["reason"]
 
 
-def test_memory_is_shared_by_what_lives_together_and_by_nothing_after_it() -> None:
+def test_a_pool_is_shared_by_live_graphs_and_by_no_later_one() -> None:
     class Pool:
-        """What graphs hold."""
+        """An object that graphs keep alive."""
 
-    give = WhileHeld(Pool)
-    graphs = [give(), give()]
+    pool = WeakShared(Pool)
+    graphs = [pool(), pool()]
     assert graphs[0] is graphs[1]
     first = ref(graphs.pop())
-    assert give() is first()
+    assert pool() is first()
     graphs.clear()
     assert first() is None
-    second = give()
-    assert give() is second
+    second = pool()
+    assert pool() is second
 
 
-def test_graphs_are_refused_where_there_are_none() -> None:
+def test_a_device_without_graphs_is_refused() -> None:
     with pytest.raises(ValueError, match="graphs are CUDA's"):
         CudaCapture(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Detokenisation and stop strings: laws over every way in which an output can come in pieces."""
+"""Detokenization and stop strings: laws over every division of an output into pieces."""
 
 from itertools import chain
 
@@ -9,22 +9,22 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from engine.inference.detokenizer import REPLACEMENT, WAITING_TOKENS_MAX, Detokenizer, StopFilter
+from engine.inference.detokenizer import PENDING_TOKENS_MAX, REPLACEMENT, Detokenizer, StopFilter
 from examples.tiny_recipe import EOS_ID, build_tokenizer
 
 TOKENIZER = build_tokenizer()
-"""A token is a byte, so every character beyond ASCII is cut into several tokens."""
+"""A token is a byte, so every character beyond ASCII is several tokens."""
 
 TEXTS = st.text(alphabet=st.sampled_from("aé€😀\0 \ufffd"), max_size=12)
 
 
 def pieces(prompt: bytes, output: bytes) -> list[str]:
     stream = Detokenizer(TOKENIZER, list(prompt))
-    return [*(stream.add(byte) for byte in output), stream.rest()]
+    return [*(stream.add(byte) for byte in output), stream.flush()]
 
 
 @given(prompt=TEXTS, output=TEXTS)
-def test_whole_characters_come_as_soon_as_they_are_whole(prompt: str, output: str) -> None:
+def test_characters_are_shown_as_soon_as_they_are_complete(prompt: str, output: str) -> None:
     shown = pieces(prompt.encode(), output.encode())
     assert "".join(shown) == output
     if REPLACEMENT not in output:
@@ -38,12 +38,12 @@ def test_whole_characters_come_as_soon_as_they_are_whole(prompt: str, output: st
 @example(prompt=b"", output=b"\xff" * 40)
 @example(prompt=b"", output=b"\xff\xff\xff\xff\xf0\x9f\x98\x80\xff" * 3)
 @settings(max_examples=300)
-def test_any_bytes_add_up_to_what_decoding_at_once_gives(prompt: bytes, output: bytes) -> None:
+def test_pieces_of_any_bytes_add_up_to_the_decoded_whole(prompt: bytes, output: bytes) -> None:
     assert "".join(pieces(prompt, output)) == output.decode(errors="replace")
 
 
 class Chunks:
-    """A tokenizer whose tokens are any bytes, also the end of one character and half the next."""
+    """A tokenizer whose tokens are any bytes, including parts of two characters."""
 
     def __init__(self, chunks: list[bytes]) -> None:
         self._chunks = chunks
@@ -60,30 +60,30 @@ ODD = st.sampled_from([b"\xff", b"\xff\xf0", b"\xf0", b"\x9f", b"\x98", b"\x80",
 @settings(max_examples=300)
 def test_a_cut_never_falls_within_a_character(chunks: list[bytes]) -> None:
     stream = Detokenizer(Chunks(chunks), [])
-    shown = "".join(map(stream.add, range(len(chunks)))) + stream.rest()
+    shown = "".join(map(stream.add, range(len(chunks)))) + stream.flush()
     assert shown == b"".join(chunks).decode(errors="replace")
 
 
-def test_bytes_that_never_become_a_character_do_not_wait_for_ever() -> None:
+def test_bytes_that_complete_no_character_are_held_back_for_a_bounded_time() -> None:
     shown = pieces(b"", b"\xff" * 100)
-    waiting = 0
+    pending = 0
     for piece in shown[:-1]:
-        waiting += 1 - len(piece)
-        assert waiting <= WAITING_TOKENS_MAX
+        pending += 1 - len(piece)
+        assert pending <= PENDING_TOKENS_MAX
     assert "".join(shown) == REPLACEMENT * 100
 
 
-def test_half_a_character_is_told_at_the_end() -> None:
+def test_an_incomplete_character_is_shown_at_the_end() -> None:
     assert pieces(b"x", b"a\xe2\x82") == ["a", "", "", REPLACEMENT]
 
 
 def test_special_tokens_are_not_text() -> None:
     stream = Detokenizer(TOKENIZER, [65])
-    assert stream.add(EOS_ID) + stream.add(66) + stream.rest() == "B"
+    assert stream.add(EOS_ID) + stream.add(66) + stream.flush() == "B"
 
 
 def fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Like Llama's first: words carry their space, and what has no token comes byte by byte."""
+    """Return a tokenizer like Llama 1's: words include their space, other characters are bytes."""
     words = ["<unk>", "▁a", "▁b", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
     backend = Tokenizer(BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -104,14 +104,14 @@ def test_spaces_between_words_are_kept_also_after_the_prompt(
     prompt: list[int], output: list[int]
 ) -> None:
     stream = Detokenizer(FALLBACK, prompt)
-    shown = "".join(map(stream.add, output)) + stream.rest()
+    shown = "".join(map(stream.add, output)) + stream.flush()
     assert FALLBACK.decode(prompt) + shown == FALLBACK.decode(prompt + output)
     assert REPLACEMENT not in shown
 
 
 def shown_by(stops: tuple[str, ...], chunks: list[str]) -> tuple[str, bool]:
     stop_filter = StopFilter(stops)
-    text = "".join(stop_filter.add(chunk) for chunk in chunks) + stop_filter.rest()
+    text = "".join(stop_filter.add(chunk) for chunk in chunks) + stop_filter.flush()
     return text, stop_filter.has_matched
 
 
@@ -121,13 +121,15 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3).map
 
 @given(stops=STOPS, chunks=st.lists(ALPHABET, max_size=6))
 @settings(max_examples=300)
-def test_the_pieces_make_no_difference(stops: tuple[str, ...], chunks: list[str]) -> None:
+def test_the_division_into_pieces_does_not_matter(
+    stops: tuple[str, ...], chunks: list[str]
+) -> None:
     whole = "".join(chunks)
     assert shown_by(stops, chunks) == shown_by(stops, list(whole)) == shown_by(stops, [whole])
 
 
 @given(stops=STOPS, text=ALPHABET)
-def test_what_is_shown_is_the_text_before_the_stop_that_is_complete_first(
+def test_the_text_ends_before_the_stop_string_that_is_complete_first(
     stops: tuple[str, ...], text: str
 ) -> None:
     for end in range(len(text) + 1):
@@ -147,7 +149,7 @@ def test_what_is_shown_is_the_text_before_the_stop_that_is_complete_first(
         ("aab", ["aa", "ab"], ["", "a"]),
     ],
 )
-def test_only_what_may_be_a_beginning_is_kept_back(
+def test_only_a_possible_beginning_is_held_back(
     stop: str, chunks: list[str], shown: list[str]
 ) -> None:
     stop_filter = StopFilter((stop,))

@@ -1,4 +1,4 @@
-"""What would make the host wait for the device is seen, whatever it is called through."""
+"""Operations for which the host waits for the device are detected, however they are called."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import grouped_mm, one_hot, scaled_dot_product_attention
 
-from engine.inference.host_sync_guard import HostRead, NoHostReads
+from engine.inference.host_sync_guard import ForbidHostSync, HostSync
 
 READS = {
     "item": lambda x: x[0].item(),
@@ -44,44 +44,44 @@ PASSES = {
 
 def run(work: Callable[[Tensor], object], inference: bool) -> None:
     x = torch.arange(4.0)
-    with NoHostReads(x.device), torch.inference_mode(inference):
+    with ForbidHostSync(x.device), torch.inference_mode(inference):
         work(x)
 
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("name", READS)
 def test_a_read_raises(name: str, inference: bool) -> None:
-    with pytest.raises(HostRead, match="aten"):
+    with pytest.raises(HostSync, match="aten"):
         run(READS[name], inference)
 
 
 @pytest.mark.parametrize("inference", [True, False])
 @pytest.mark.parametrize("name", PASSES)
-def test_what_stays_on_the_device_passes(name: str, inference: bool) -> None:
+def test_work_on_the_device_alone_passes(name: str, inference: bool) -> None:
     run(PASSES[name], inference)
 
 
-# "meta" is the one device beside the CPU that is always here; nothing on it has a value.
+# "meta" is the only other device that every machine has; its tensors have no values.
 META = torch.device("meta")
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_what_lies_on_the_host_may_be_read(inference: bool) -> None:
+def test_tensors_on_the_host_may_be_read(inference: bool) -> None:
     x = torch.arange(4.0)
-    with NoHostReads(META), torch.inference_mode(inference):
+    with ForbidHostSync(META), torch.inference_mode(inference):
         for read in READS.values():
             read(x.clone())
         (torch.zeros(3, device=META) + torch.tensor(1.0)).to(torch.float16)
-        with pytest.raises(HostRead, match="reads"):
+        with pytest.raises(HostSync, match="reads"):
             bool(torch.zeros(1, device=META) > 0)
 
 
 @pytest.mark.parametrize("inference", [True, False])
 def test_a_copy_between_host_and_device_raises(inference: bool) -> None:
     x = torch.zeros(3)
-    with NoHostReads(META), torch.inference_mode(inference):
+    with ForbidHostSync(META), torch.inference_mode(inference):
         for copy in (lambda: x.to(META), lambda: torch.zeros(3, device=META).copy_(x)):
-            with pytest.raises(HostRead, match="copies"):
+            with pytest.raises(HostSync, match="copies"):
                 copy()
 
 
@@ -96,7 +96,7 @@ def test_a_copy_between_host_and_device_raises(inference: bool) -> None:
         (torch.float32, (9, 0), True),
     ],
 )
-def test_a_grouped_product_reads_where_pytorch_has_no_kernel_for_it(
+def test_a_grouped_matmul_reads_where_pytorch_has_no_kernel_for_it(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int], reads: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
@@ -105,5 +105,5 @@ def test_a_grouped_product_reads_where_pytorch_has_no_kernel_for_it(
             torch.empty(size, dtype=dtype, device="cuda") for size in ((8, 16), (2, 16, 32))
         )
         ends = torch.empty(2, dtype=torch.int32, device="cuda")
-        with pytest.raises(HostRead) if reads else nullcontext(), NoHostReads(x.device):
+        with pytest.raises(HostSync) if reads else nullcontext(), ForbidHostSync(x.device):
             grouped_mm(x, matrices, offs=ends)

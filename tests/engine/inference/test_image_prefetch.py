@@ -1,4 +1,4 @@
-"""Images are read in their order, few at a time, while the engine goes on and is woken."""
+"""Images are processed in order, a bounded number at a time, while the engine is not blocked."""
 
 import threading
 import weakref
@@ -12,41 +12,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.inference.image_prefetch import AHEAD_MAX, PromptJobs
-from engine.jobs import Finished
-from engine.models.causal_model import PreparedModel
-from engine.models.image_processor import Reading
+from engine.inference.image_prefetch import PREFETCHED_MAX, ImagePrefetcher
+from engine.jobs import FinishedJob
+from engine.models.causal_model import CausalModel
+from engine.models.image_processor import ProcessedPrompt
 from engine.models.loading import load_model
-from engine.models.vision.media import Media
+from engine.models.vision.image_inputs import ImageInputs
 from engine.worker.engine import Engine
 from messages.commands import StartGeneration, StopGeneration
 from messages.ids import OpId
 from messages.reports import GenerationEnded, Report
 from messages.requests import IllustratedPrompt, Sampling
 from tests.support.engine.image_bench import LORA
-from tests.support.models.image_examples import build_with_processor, illustrated, picture
+from tests.support.models.image_examples import build_with_processor, image_prompt, picture
+from tests.support.waiting import HANG_S
 
-WAIT_S = 60
-PROMPT = illustrated("qwen2_vl", "a @ cat", picture(20, 12, 1))
+PROMPT = image_prompt("qwen2_vl", "a @ cat", picture(20, 12, 1))
 
 
-class Bench:
-    """An engine whose images are read when `may_read` is set."""
+class PrefetchBench:
+    """An engine whose images are processed once `may_read` is set."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build_with_processor("qwen2_vl", directory)
         config = EngineConfig(directory, device="cpu", device_bytes_max=1 << 20)
         model = load_model(config, LORA)
-        assert isinstance(model, PreparedModel)
-        assert model.reader is not None, model.without_images
+        assert isinstance(model, CausalModel)
+        assert model.prompt_reader is not None, model.no_images_reason
         self.model, self.may_read, self.woken = model, threading.Event(), threading.Event()
-        read = model.reader.read
+        read = model.prompt_reader.read
 
-        def late(prompt: IllustratedPrompt, wanted: int) -> Reading:
-            assert self.may_read.wait(WAIT_S)
+        def late(prompt: IllustratedPrompt, wanted: int) -> ProcessedPrompt:
+            assert self.may_read.wait(HANG_S)
             return read(prompt, wanted)
 
-        monkeypatch.setattr(model.reader, "read", late)
+        monkeypatch.setattr(model.prompt_reader, "read", late)
         self.engine = Engine(model, config, LORA, "e" * 32, self.woken.set)
         self.reports: list[Report] = []
 
@@ -63,11 +63,13 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(tmp_path, monkeypatch)
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrefetchBench:
+    return PrefetchBench(tmp_path, monkeypatch)
 
 
-def test_an_engine_that_reads_is_idle_has_jobs_and_is_woken(bench: Bench) -> None:
+def test_an_engine_that_processes_images_is_idle_has_jobs_and_is_woken(
+    bench: PrefetchBench,
+) -> None:
     bench.start(1)
     bench.run()
     assert bench.engine.is_idle
@@ -75,7 +77,7 @@ def test_an_engine_that_reads_is_idle_has_jobs_and_is_woken(bench: Bench) -> Non
     assert bench.engine.inventory().running == (1,)
     assert not bench.reports
     bench.may_read.set()
-    assert bench.woken.wait(WAIT_S)
+    assert bench.woken.wait(HANG_S)
     bench.run()
     (end,) = [report for report in bench.reports if isinstance(report, GenerationEnded)]
     assert (end.op, end.finish_reason) == (1, "length")
@@ -83,44 +85,44 @@ def test_an_engine_that_reads_is_idle_has_jobs_and_is_woken(bench: Bench) -> Non
     bench.engine.close()
 
 
-def test_what_is_stopped_while_it_is_read_ends_at_once(bench: Bench) -> None:
+def test_a_generation_stopped_during_processing_ends_at_once(bench: PrefetchBench) -> None:
     bench.start(1)
     bench.engine.submit(StopGeneration(2, 1))
     bench.run()
     assert bench.reports == [GenerationEnded(1, "cancelled", 0, 0)]
     bench.may_read.set()
-    assert bench.woken.wait(WAIT_S)
+    assert bench.woken.wait(HANG_S)
     bench.run()
     assert bench.reports == [GenerationEnded(1, "cancelled", 0, 0)]
     assert bench.engine.inventory().running == ()
 
 
-def test_pixels_are_kept_until_they_are_in_the_cache(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+def test_pixels_are_released_once_they_are_in_the_cache(
+    bench: PrefetchBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, pixels = bench.model.forward, []
 
-    def watched(tokens: torch.Tensor, rows: object, media: list[Media]) -> torch.Tensor:
-        pixels.extend(weakref.ref(one.tensors["pixel_values"]) for one in media)
-        return forward(tokens, rows, media)
+    def watched(tokens: torch.Tensor, rows: object, images: list[ImageInputs]) -> torch.Tensor:
+        pixels.extend(weakref.ref(one.tensors["pixel_values"]) for one in images)
+        return forward(tokens, rows, images)
 
     monkeypatch.setattr(bench.model, "forward", watched)
     bench.may_read.set()
     bench.start(1)
-    assert bench.woken.wait(WAIT_S)
+    assert bench.woken.wait(HANG_S)
     bench.reports += bench.engine.poll()
     bench.engine.step()
     assert not bench.engine.is_idle
     assert [pixel() for pixel in pixels] == [None]
 
 
-class Recorded:
-    """Jobs that end when they are told to; a job's result is its tag."""
+class ManualJobs:
+    """Jobs that end when the test calls `end`; a job's result is its tag."""
 
     def __init__(self) -> None:
         self.started: list[OpId] = []
         self.running: list[OpId] = []
-        self._ended: list[Finished[OpId]] = []
+        self._ended: list[FinishedJob[OpId]] = []
 
     def start(self, tag: OpId, _job: object) -> None:
         self.started.append(tag)
@@ -130,48 +132,50 @@ class Recorded:
         future: Future[OpId] = Future()
         tag = self.running.pop(place)
         future.set_result(tag)
-        self._ended.append(Finished(tag, future))
+        self._ended.append(FinishedJob(tag, future))
 
-    def take(self) -> list[Finished[OpId]]:
+    def take_finished(self) -> list[FinishedJob[OpId]]:
         ended, self._ended = self._ended, []
         return ended
 
     def close(self) -> None:
-        """Nothing runs by itself."""
+        """Do nothing: no job runs on a thread."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
-def test_rows_are_read_in_their_order_few_at_a_time_and_told_once(data: st.DataObject) -> None:
-    jobs = Recorded()
-    unread = PromptJobs(jobs)
-    rows: dict[OpId, object] = {}
-    dropped: set[OpId] = set()
-    told: list[OpId] = []
-    unused = 0
+def test_sequences_are_processed_in_order_within_the_bound_and_returned_once(
+    data: st.DataObject,
+) -> None:
+    jobs = ManualJobs()
+    prefetcher = ImagePrefetcher(jobs)
+    sequences: dict[OpId, object] = {}
+    cancelled: set[OpId] = set()
+    collected: list[OpId] = []
+    ready = 0
     for op in range(1, data.draw(st.integers(1, 40))):
-        match data.draw(st.sampled_from(["add", "add", "end", "drop", "use", "take"])):
+        match data.draw(st.sampled_from(["add", "add", "end", "cancel", "use", "collect"])):
             case "add":
-                rows[op] = SimpleNamespace(command=SimpleNamespace(op=op))
-                unread.add(rows[op], lambda: None, unused)
+                sequences[op] = SimpleNamespace(command=SimpleNamespace(op=op))
+                prefetcher.add(sequences[op], lambda: None, ready)
             case "end" if jobs.running:
                 jobs.end(data.draw(st.integers(0, len(jobs.running) - 1)))
-            case "drop" if left := sorted(rows.keys() - dropped - set(told)):
-                dropped.add(gone := data.draw(st.sampled_from(left)))
-                unread.drop(rows[gone])
+            case "cancel" if left := sorted(sequences.keys() - cancelled - set(collected)):
+                cancelled.add(gone := data.draw(st.sampled_from(left)))
+                prefetcher.cancel(sequences[gone])
             case "use":
-                unused = max(0, unused - 1)
-            case "take":
-                new = unread.take(unused)
-                assert all(future.result() == row.command.op for row, future in new)
-                told += [row.command.op for row, _ in new]
-                unused += len(new)
-        assert len(jobs.running) + unused <= max(AHEAD_MAX, unused)
-        assert jobs.started == [op for op in rows if op in jobs.started]
-        assert len(told) == len(set(told))
-        assert dropped.isdisjoint(told)
-    while unread.is_busy or len(unread):
+                ready = max(0, ready - 1)
+            case "collect":
+                new = prefetcher.collect(ready)
+                assert all(future.result() == one.command.op for one, future in new)
+                collected += [one.command.op for one, _ in new]
+                ready += len(new)
+        assert len(jobs.running) + ready <= max(PREFETCHED_MAX, ready)
+        assert jobs.started == [op for op in sequences if op in jobs.started]
+        assert len(collected) == len(set(collected))
+        assert cancelled.isdisjoint(collected)
+    while prefetcher.is_busy or len(prefetcher):
         while jobs.running:
             jobs.end(0)
-        told += [row.command.op for row, _ in unread.take(0)]
-    assert set(told) == rows.keys() - dropped
+        collected += [one.command.op for one, _ in prefetcher.collect(0)]
+    assert set(collected) == sequences.keys() - cancelled

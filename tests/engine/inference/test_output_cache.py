@@ -1,11 +1,11 @@
-"""Of ended requests the latest outputs are kept, as far as there is room."""
+"""The latest outputs of ended requests are kept, within the bounds."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.inference import output_cache
-from engine.inference.output_cache import KeptOutputs
+from engine.inference.output_cache import OutputCache
 from messages.reports import PrivateReport, TokensGenerated, VectorsComputed
 
 COUNT_MAX, BYTES_MAX = 3, 100
@@ -28,17 +28,17 @@ def size_of(output: PrivateReport) -> int:
 
 
 @given(st.lists(tokens | vectors, max_size=12))
-def test_what_is_kept_is_the_latest_of_each_request_that_fits(outputs: list[PrivateReport]) -> None:
+def test_the_cache_holds_the_latest_outputs_that_fit(outputs: list[PrivateReport]) -> None:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(output_cache, "KEPT_MAX", COUNT_MAX)
-        patched.setattr(output_cache, "KEPT_BYTES_MAX", BYTES_MAX)
-        found = KeptOutputs()
+        patched.setattr(output_cache, "OUTPUTS_MAX", COUNT_MAX)
+        patched.setattr(output_cache, "OUTPUTS_BYTES_MAX", BYTES_MAX)
+        cache = OutputCache()
         expected: list[PrivateReport] = []
         for output in outputs:
-            found.keep(output)
+            cache.put(output)
             expected = [one for one in expected if one.request_id != output.request_id]
             expected.append(output)
             while len(expected) > COUNT_MAX or sum(map(size_of, expected)) > BYTES_MAX:
                 expected.pop(0)
             by_id = {one.request_id: one for one in expected}
-            assert {name: found.get(name) for name in IDS} == {n: by_id.get(n) for n in IDS}
+            assert {name: cache.get(name) for name in IDS} == {n: by_id.get(n) for n in IDS}

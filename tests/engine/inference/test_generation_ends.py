@@ -1,4 +1,4 @@
-"""One generation from its start to its end: text, stops, limits, cancelling, sending again."""
+"""One generation from its start to its end: text, stops, limits, cancelling, resending."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -9,25 +9,25 @@ import pytest
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.inference import output_cache
-from engine.models.causal_model import PreparedModel
+from engine.models.causal_model import CausalModel
 from examples.tiny_recipe import BOS_ID
 from messages.errors import ErrorCode
 from messages.reports import GenerationEnded, TokensGenerated
 from messages.requests import Prompt, Sampling
 from tests.support.engine.engine_examples import CONTEXT_TOKENS_MAX, VOCABULARY
-from tests.support.engine.generator_bench import NAMES, PROMPTS, ROWS, SIXTEEN, GeneratorBench
+from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, SIXTEEN, GenerationBench
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 
 @pytest.fixture
 def bench(
-    prepared_model: PreparedModel, adapter_root: Path, engine_config: EngineConfig
-) -> GeneratorBench:
-    return GeneratorBench(prepared_model, adapter_root, engine_config)
+    prepared_model: CausalModel, adapter_root: Path, engine_config: EngineConfig
+) -> GenerationBench:
+    return GenerationBench(prepared_model, adapter_root, engine_config)
 
 
-def test_text_is_what_the_tokens_say(bench: GeneratorBench, no_eos: None) -> None:
+def test_text_equals_the_decoded_tokens(bench: GenerationBench, no_eos: None) -> None:
     prompt = "Grüße €"
     tokens, text = bench.alone("everything", prompt, Sampling(max_tokens=40))
     assert text == bytes(token for token in tokens if token < 256).decode(errors="replace")
@@ -39,7 +39,7 @@ def test_text_is_what_the_tokens_say(bench: GeneratorBench, no_eos: None) -> Non
 
 
 def test_the_last_token_may_be_an_end_a_limit_or_neither(
-    bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch
+    bench: GenerationBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.model, "eos_ids", frozenset())
     tokens, _ = bench.alone(None, PROMPTS[0])
@@ -55,7 +55,7 @@ def test_the_last_token_may_be_an_end_a_limit_or_neither(
 
 
 class Letters:
-    """A tokenizer for tests: every token is one character of its own."""
+    """A tokenizer for tests: every token is one character."""
 
     def decode(self, tokens: list[int], **_: object) -> str:
         return "".join(chr(0x100 + token) for token in tokens)
@@ -64,9 +64,9 @@ class Letters:
 EIGHT = Sampling(max_tokens=8)
 
 
-def without_repetition(bench: GeneratorBench) -> tuple[str, tuple[int, ...], str]:
-    """An adapter and a prompt whose output is eight different characters."""
-    for name, prompt in ROWS:
+def without_repetition(bench: GenerationBench) -> tuple[str, tuple[int, ...], str]:
+    """Return an adapter, a prompt, and their output, which is eight different characters."""
+    for name, prompt in REQUESTS:
         text = bench.alone(name, prompt, EIGHT)[1]
         if len(set(text)) == 8:
             bench.reports.clear()
@@ -75,7 +75,7 @@ def without_repetition(bench: GeneratorBench) -> tuple[str, tuple[int, ...], str
 
 
 def test_a_stop_string_across_tokens_ends_the_text_before_it(
-    bench: GeneratorBench, no_eos: None, monkeypatch: pytest.MonkeyPatch
+    bench: GenerationBench, no_eos: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.model, "tokenizer", Letters())
     name, prompt, text = without_repetition(bench)
@@ -91,8 +91,8 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(
     assert bench.output(other)[1] == text
 
 
-def test_what_only_looked_like_a_stop_string_is_shown_later(
-    bench: GeneratorBench, no_eos: None, monkeypatch: pytest.MonkeyPatch
+def test_text_that_only_began_like_a_stop_string_is_shown_later(
+    bench: GenerationBench, no_eos: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.model, "tokenizer", Letters())
     name, prompt, text = without_repetition(bench)
@@ -104,8 +104,8 @@ def test_what_only_looked_like_a_stop_string_is_shown_later(
     assert bench.end(op) == GenerationEnded(op, "length", len(prompt), 7)
 
 
-def test_what_was_kept_back_is_shown_when_the_model_ends(
-    bench: GeneratorBench, no_eos: None, monkeypatch: pytest.MonkeyPatch
+def test_text_held_back_is_shown_when_the_model_ends(
+    bench: GenerationBench, no_eos: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench.model, "tokenizer", Letters())
     name, prompt, text = without_repetition(bench)
@@ -117,33 +117,31 @@ def test_what_was_kept_back_is_shown_when_the_model_ends(
     assert bench.end(op) == GenerationEnded(op, "stop", len(prompt), 4)
 
 
-def test_cancelling_ends_a_running_and_a_waiting_row_with_what_they_have(
-    prepared_model: PreparedModel, adapter_root: Path, engine_config: EngineConfig, no_eos: None
+def test_cancelling_ends_running_and_waiting_sequences_with_their_output(
+    prepared_model: CausalModel, adapter_root: Path, engine_config: EngineConfig, no_eos: None
 ) -> None:
-    bench = GeneratorBench(prepared_model, adapter_root, replace(engine_config, max_num_seqs=2))
+    bench = GenerationBench(prepared_model, adapter_root, replace(engine_config, max_num_seqs=2))
     expected = [bench.alone(name, PROMPTS[0]) for name in NAMES[:2]]
     ops = [bench.start(name, PROMPTS[0]) for name in NAMES[:3]]
     bench.run(steps=3)
-    bench.generator.stop(ops[0])
-    bench.generator.stop(ops[2])
-    bench.generator.stop(12345)
+    bench.scheduler.stop(ops[0])
+    bench.scheduler.stop(ops[2])
+    bench.scheduler.stop(12345)
     bench.run()
-    bench.generator.stop(ops[1])
-    # A step admits and decodes: the first brings two tokens.
+    bench.scheduler.stop(ops[1])
+    # A step prefills and decodes: the first one generates two tokens.
     assert bench.end(ops[0]) == GenerationEnded(ops[0], "cancelled", 3, 4)
     assert bench.output(ops[0])[0] == expected[0][0][:4]
     assert bench.end(ops[2]) == GenerationEnded(ops[2], "cancelled", 3, 0)
     assert bench.output(ops[1]) == expected[1]
 
 
-def test_cancelling_shows_the_half_character_that_waits(
-    bench: GeneratorBench, no_eos: None
-) -> None:
+def test_cancelling_shows_the_incomplete_character(bench: GenerationBench, no_eos: None) -> None:
     op = bench.start(None, PROMPTS[0], Sampling(max_tokens=60, stop=tuple(map(chr, range(1, 16)))))
     while bench.output(op)[1] == bytes(bench.output(op)[0]).decode(errors="replace"):
-        assert not bench.generator.is_idle, "no byte of the output waits; change the prompt"
-        bench.generator.step()
-    bench.generator.stop(op)
+        assert not bench.scheduler.is_idle, "no byte of the output is held back; change the prompt"
+        bench.scheduler.step()
+    bench.scheduler.stop(op)
     tokens, text = bench.output(op)
     assert text == bytes(tokens).decode(errors="replace")
 
@@ -162,8 +160,8 @@ def test_cancelling_shows_the_half_character_that_waits(
         ("a", Sampling(max_tokens=10**6), f"{CONTEXT_TOKENS_MAX}"),
     ],
 )
-def test_what_the_model_can_not_run_is_refused_with_the_numbers(
-    bench: GeneratorBench, prompt: Prompt, sampling: Sampling, words: str | None
+def test_requests_beyond_the_models_limits_are_refused_with_the_numbers(
+    bench: GenerationBench, prompt: Prompt, sampling: Sampling, words: str | None
 ) -> None:
     if words is None:
         bench.start(None, prompt, sampling)
@@ -173,15 +171,15 @@ def test_what_the_model_can_not_run_is_refused_with_the_numbers(
     with pytest.raises(EngineError, match=words) as caught:
         bench.start(None, prompt, sampling)
     assert caught.value.code == ErrorCode.MALFORMED
-    assert bench.generator.is_idle
+    assert bench.scheduler.is_idle
 
 
-def test_an_empty_prompt_begins_with_the_models_beginning(bench: GeneratorBench) -> None:
+def test_an_empty_prompt_is_the_begin_of_sequence_token(bench: GenerationBench) -> None:
     assert bench.alone(None, "") == bench.alone(None, ()) == bench.alone(None, (BOS_ID,))
 
 
-def test_without_a_tokenizer_only_token_ids_go(
-    bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch
+def test_without_a_tokenizer_only_token_ids_are_accepted(
+    bench: GenerationBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, _ = bench.alone(None, PROMPTS[0])
     monkeypatch.setattr(bench.model, "tokenizer", None)
@@ -192,11 +190,11 @@ def test_without_a_tokenizer_only_token_ids_go(
         assert caught.value.code == ErrorCode.MALFORMED
 
 
-def test_the_queue_has_a_bound(
-    prepared_model: PreparedModel, adapter_root: Path, engine_config: EngineConfig
+def test_the_queue_is_bounded(
+    prepared_model: CausalModel, adapter_root: Path, engine_config: EngineConfig
 ) -> None:
     config = replace(engine_config, max_num_seqs=1, queue_requests_max=2)
-    bench = GeneratorBench(prepared_model, adapter_root, config)
+    bench = GenerationBench(prepared_model, adapter_root, config)
     for _ in range(2):
         bench.start(None, PROMPTS[0])
     with pytest.raises(EngineError, match="2 requests wait") as caught:
@@ -206,24 +204,24 @@ def test_the_queue_has_a_bound(
     bench.alone(None, PROMPTS[0])
 
 
-def test_a_request_id_that_is_running_is_refused(bench: GeneratorBench) -> None:
+def test_a_request_id_that_is_running_is_refused(bench: GenerationBench) -> None:
     bench.start(None, PROMPTS[0], request_id="twin")
     with pytest.raises(EngineError, match="twin") as caught:
         bench.start(None, PROMPTS[0], request_id="twin")
     assert caught.value.code == ErrorCode.CONFLICT
 
 
-def test_an_output_can_be_sent_again_while_it_runs_and_after(
-    bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
+def test_an_output_can_be_resent_while_it_runs_and_after(
+    bench: GenerationBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
 ) -> None:
-    monkeypatch.setattr(output_cache, "KEPT_MAX", 2)
+    monkeypatch.setattr(output_cache, "OUTPUTS_MAX", 2)
     pieces = defaultdict(list)
     op = bench.start("output", PROMPTS[0])
     bench.run(steps=5)
     for moment in ("running", "ended"):
         before = bench.output(op)
         bench.reports.clear()
-        bench.generator.resend(str(op))
+        bench.scheduler.resend(str(op))
         assert bench.reports == [TokensGenerated(str(op), 0, tuple(before[0]), before[1])]
         bench.reports.clear()
         bench.reports.append(TokensGenerated(str(op), 0, tuple(before[0]), before[1]))
@@ -235,28 +233,28 @@ def test_an_output_can_be_sent_again_while_it_runs_and_after(
     for _ in range(2):
         bench.alone(None, PROMPTS[0], Sampling(max_tokens=1))
     bench.reports.clear()
-    bench.generator.resend(str(op))
-    bench.generator.resend("nobody")
+    bench.scheduler.resend(str(op))
+    bench.scheduler.resend("unknown")
     assert bench.reports == []
 
 
-def test_a_request_that_was_started_again_is_not_forgotten_with_its_first_output(
-    bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
+def test_a_reused_request_id_is_not_evicted_with_its_first_output(
+    bench: GenerationBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
 ) -> None:
-    monkeypatch.setattr(output_cache, "KEPT_MAX", 2)
+    monkeypatch.setattr(output_cache, "OUTPUTS_MAX", 2)
     one = Sampling(max_tokens=1)
     for request_id in ("again", "other", "again", "third"):
         bench.start(None, PROMPTS[0], one, request_id=request_id)
         bench.run()
     bench.reports.clear()
-    bench.generator.resend("again")
+    bench.scheduler.resend("again")
     assert len(bench.reports) == 1
 
 
-def test_operations_are_told_until_they_end(bench: GeneratorBench, no_eos: None) -> None:
+def test_operations_are_listed_until_they_end(bench: GenerationBench, no_eos: None) -> None:
     ops = [bench.start(None, PROMPTS[0], Sampling(max_tokens=count)) for count in (2, 5)]
-    assert sorted(bench.generator.operations) == ops
+    assert sorted(bench.scheduler.operations) == ops
     bench.run(steps=1)
-    assert bench.generator.operations == ops[1:]
+    assert bench.scheduler.operations == ops[1:]
     bench.run()
-    assert bench.generator.operations == []
+    assert bench.scheduler.operations == []

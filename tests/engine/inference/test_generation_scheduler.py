@@ -1,5 +1,7 @@
-"""Continuous batching: no request can tell who else is in the batch, and each fails alone."""
+"""Continuous batching: a sequence does not depend on the rest of its batch and fails alone."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,26 +11,26 @@ from peft import PeftModel
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.inference import generator
-from engine.models.causal_model import PreparedModel
+from engine.inference import generation_scheduler
+from engine.models.causal_model import CausalModel
 from engine.punica import PunicaWrapper
 from messages.errors import ErrorCode
 from messages.reports import GenerationEnded, OperationFailed
 from messages.requests import Sampling
-from tests.support.engine.generator_bench import NAMES, PROMPTS, ROWS, GeneratorBench
+from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, GenerationBench
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 
 @pytest.fixture
 def bench(
-    prepared_model: PreparedModel, adapter_root: Path, engine_config: EngineConfig
-) -> GeneratorBench:
-    return GeneratorBench(prepared_model, adapter_root, engine_config)
+    prepared_model: CausalModel, adapter_root: Path, engine_config: EngineConfig
+) -> GenerationBench:
+    return GenerationBench(prepared_model, adapter_root, engine_config)
 
 
-def test_greedy_is_what_transformers_generates_with_peft(
-    bench: GeneratorBench, peft_models: dict[str, PeftModel]
+def test_greedy_output_equals_transformers_with_peft(
+    bench: GenerationBench, peft_models: dict[str, PeftModel]
 ) -> None:
     for name, model in peft_models.items():
         tokens, _ = bench.alone(name, PROMPTS[1])
@@ -40,54 +42,58 @@ def test_greedy_is_what_transformers_generates_with_peft(
         assert tokens == [token for token in expected if token not in bench.model.eos_ids]
 
 
-def test_a_mixed_batch_is_its_rows_one_by_one(bench: GeneratorBench) -> None:
-    alone = [bench.alone(name, prompt) for name, prompt in ROWS]
-    ops = [bench.start(name, prompt) for name, prompt in ROWS]
+def test_a_mixed_batch_equals_its_requests_one_by_one(bench: GenerationBench) -> None:
+    alone = [bench.alone(name, prompt) for name, prompt in REQUESTS]
+    ops = [bench.start(name, prompt) for name, prompt in REQUESTS]
     bench.run()
     assert [bench.output(op) for op in ops] == alone
-    assert len({tuple(tokens) for tokens, _ in alone}) > len(ROWS) // 2
+    assert len({tuple(tokens) for tokens, _ in alone}) > len(REQUESTS) // 2
 
 
-def test_rows_that_join_and_leave_while_others_run_change_nothing(
-    bench: GeneratorBench, no_eos: None
+def test_sequences_that_join_and_leave_do_not_change_the_others(
+    bench: GenerationBench, no_eos: None
 ) -> None:
     lengths = [3, 14, 1, 9, 5, 16, 2, 7]
-    rows = [(*ROWS[at % len(ROWS)], Sampling(max_tokens=lengths[at % 8])) for at in range(24)]
-    alone = [bench.alone(*row) for row in rows]
+    requests = [
+        (*REQUESTS[at % len(REQUESTS)], Sampling(max_tokens=lengths[at % 8])) for at in range(24)
+    ]
+    alone = [bench.alone(*request) for request in requests]
     ops = []
-    for row in rows:
-        ops.append(bench.start(*row))
+    for request in requests:
+        ops.append(bench.start(*request))
         bench.run(steps=2)
     bench.run()
     assert [bench.output(op) for op in ops] == alone
-    assert [len(bench.output(op)[0]) for op in ops] == [row[2].max_tokens for row in rows]
+    assert [len(bench.output(op)[0]) for op in ops] == [
+        request[2].max_tokens for request in requests
+    ]
 
 
-def test_no_more_rows_run_than_there_are_places(
-    prepared_model: PreparedModel,
+def test_the_batch_is_bounded_in_sequences_and_prefill_tokens(
+    prepared_model: CausalModel,
     adapter_root: Path,
     engine_config: EngineConfig,
     monkeypatch: pytest.MonkeyPatch,
     no_eos: None,
 ) -> None:
-    bench = GeneratorBench(prepared_model, adapter_root, replace(engine_config, max_num_seqs=3))
-    expected = [bench.alone(*row) for row in ROWS]
+    bench = GenerationBench(prepared_model, adapter_root, replace(engine_config, max_num_seqs=3))
+    expected = [bench.alone(*request) for request in REQUESTS]
     sizes = []
     forward = prepared_model.forward
     monkeypatch.setattr(
         prepared_model,
         "forward",
-        lambda ids, rows, media: sizes.append(ids.shape) or forward(ids, rows, media),
+        lambda ids, cache, images: sizes.append(ids.shape) or forward(ids, cache, images),
     )
-    monkeypatch.setattr(generator, "PREFILL_TOKENS_MAX", 12)
-    ops = [bench.start(*row) for row in ROWS]
+    monkeypatch.setattr(generation_scheduler, "PREFILL_TOKENS_MAX", 12)
+    ops = [bench.start(*request) for request in REQUESTS]
     bench.run()
     assert [bench.output(op) for op in ops] == expected
     assert max(rows for rows, _ in sizes) == 3
     assert all(rows * width <= 12 for rows, width in sizes if rows > 1)
 
 
-def test_a_seed_gives_the_same_tokens_in_any_batch(bench: GeneratorBench, no_eos: None) -> None:
+def test_a_seed_yields_the_same_tokens_in_any_batch(bench: GenerationBench, no_eos: None) -> None:
     def sampling(seed: int) -> Sampling:
         return Sampling(max_tokens=16, temperature=1.5, top_k=40, top_p=0.95, seed=seed)
 
@@ -116,16 +122,16 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(bench: GeneratorBench, no_eos
     ],
 )
 def test_a_start_that_names_another_slot_generation_or_adapter_is_refused(
-    bench: GeneratorBench, fields: dict[str, int]
+    bench: GenerationBench, fields: dict[str, int]
 ) -> None:
     with pytest.raises(EngineError) as caught:
         bench.start(NAMES[0], PROMPTS[0], **fields)
     assert caught.value.code == ErrorCode.NOT_RESIDENT
-    assert bench.generator.is_idle
+    assert bench.scheduler.is_idle
 
 
-def test_padding_costs_no_adapter_anything(
-    bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
+def test_padding_is_mapped_to_the_base_model(
+    bench: GenerationBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
 ) -> None:
     mappings = []
     update = PunicaWrapper.update_metadata
@@ -146,14 +152,14 @@ def test_padding_costs_no_adapter_anything(
 
 
 @pytest.mark.parametrize("rewritten", [False, True])
-def test_a_slot_that_changes_under_a_row_fails_that_row_alone(
-    prepared_model: PreparedModel,
+def test_a_rewritten_slot_fails_only_its_own_sequences(
+    prepared_model: CausalModel,
     adapter_root: Path,
     engine_config: EngineConfig,
     no_eos: None,
     rewritten: bool,
 ) -> None:
-    bench = GeneratorBench(prepared_model, adapter_root, replace(engine_config, max_num_seqs=6))
+    bench = GenerationBench(prepared_model, adapter_root, replace(engine_config, max_num_seqs=6))
     names = (NAMES[1], None, NAMES[2], NAMES[1], NAMES[0], NAMES[3], NAMES[1])
     expected = [bench.alone(name, PROMPTS[1]) for name in names]
     ops = [bench.start(name, PROMPTS[1]) for name in names]
@@ -168,7 +174,7 @@ def test_a_slot_that_changes_under_a_row_fails_that_row_alone(
         if name == NAMES[1]:
             assert isinstance(end, OperationFailed)
             assert end.code == ErrorCode.NOT_RESIDENT
-            # The last of them was still waiting for a place.
+            # The last of them was still in the queue.
             assert bench.output(op)[0] == ([] if op == ops[-1] else tokens[:5])
         else:
             assert end == GenerationEnded(op, "length", len(PROMPTS[1]), 16)
@@ -177,8 +183,8 @@ def test_a_slot_that_changes_under_a_row_fails_that_row_alone(
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_allow_no_choice_fail_their_row(
-    bench: GeneratorBench,
+def test_logits_that_are_not_finite_fail_their_sequence(
+    bench: GenerationBench,
     monkeypatch: pytest.MonkeyPatch,
     no_eos: None,
     value: float,
@@ -186,14 +192,14 @@ def test_logits_that_allow_no_choice_fail_their_row(
 ) -> None:
     forward = bench.model.forward
 
-    def second_row_spoilt(ids: torch.Tensor, rows: object, media: object) -> torch.Tensor:
-        logits = forward(ids, rows, media).clone()
-        # One forbidden token is no reason to fail.
+    def second_row_overwritten(ids: torch.Tensor, cache: object, images: object) -> torch.Tensor:
+        logits = forward(ids, cache, images).clone()
+        # One forbidden token must not fail the sequence.
         logits[0, 7] = -torch.inf
         logits[1:, slice(None) if value == -torch.inf else 7] = value
         return logits
 
-    monkeypatch.setattr(bench.model, "forward", second_row_spoilt)
+    monkeypatch.setattr(bench.model, "forward", second_row_overwritten)
     ops = [
         bench.start(None, PROMPTS[0], Sampling(max_tokens=4, temperature=temperature))
         for _ in range(2)
@@ -204,7 +210,9 @@ def test_logits_that_allow_no_choice_fail_their_row(
     assert end.code == ErrorCode.NOT_FINITE
 
 
-def test_an_adapter_that_overflows_fails_its_own_rows(bench: GeneratorBench, no_eos: None) -> None:
+def test_an_adapter_that_overflows_fails_only_its_own_sequences(
+    bench: GenerationBench, no_eos: None
+) -> None:
     expected = bench.alone(None, PROMPTS[0])
     sampled = Sampling(max_tokens=16, temperature=1.0)
     ops = [
@@ -224,19 +232,19 @@ def test_an_adapter_that_overflows_fails_its_own_rows(bench: GeneratorBench, no_
 
 
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_a_forward_without_memory_fails_its_rows_and_the_next_goes(
-    bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None, at: int
+def test_a_forward_without_memory_fails_only_its_own_sequences(
+    bench: GenerationBench, monkeypatch: pytest.MonkeyPatch, no_eos: None, at: int
 ) -> None:
     expected = bench.alone("mlp", PROMPTS[1])
     calls = 0
     forward = bench.model.forward
 
-    def failing(ids: torch.Tensor, rows: object, media: object) -> torch.Tensor:
+    def failing(ids: torch.Tensor, cache: object, images: object) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == at:
             raise torch.OutOfMemoryError("out of memory")
-        return forward(ids, rows, media)
+        return forward(ids, cache, images)
 
     monkeypatch.setattr(bench.model, "forward", failing)
     first = bench.start("mlp", PROMPTS[0])
@@ -246,16 +254,16 @@ def test_a_forward_without_memory_fails_its_rows_and_the_next_goes(
     assert bench.alone("mlp", PROMPTS[1]) == expected
 
 
-def test_a_prefill_without_memory_leaves_the_running_rows(
-    bench: GeneratorBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
+def test_a_prefill_without_memory_does_not_affect_running_sequences(
+    bench: GenerationBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
 ) -> None:
     expected = bench.alone("mlp", PROMPTS[1])
     forward = bench.model.forward
 
-    def failing(ids: torch.Tensor, rows: object, media: object) -> torch.Tensor:
+    def failing(ids: torch.Tensor, cache: object, images: object) -> torch.Tensor:
         if ids.shape[1] > 1 and len(ids) == 2:
             raise torch.OutOfMemoryError("out of memory")
-        return forward(ids, rows, media)
+        return forward(ids, cache, images)
 
     monkeypatch.setattr(bench.model, "forward", failing)
     running = bench.start("mlp", PROMPTS[1])
@@ -264,3 +272,25 @@ def test_a_prefill_without_memory_leaves_the_running_rows(
     bench.run()
     assert bench.output(running) == expected
     assert all(isinstance(bench.end(op), OperationFailed) for op in late)
+
+
+def test_a_failed_forward_releases_its_tensors_at_once(
+    bench: GenerationBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def failing(ids: torch.Tensor, cache: object, media: object) -> torch.Tensor:
+        activations = ids.clone()
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(bench.model, "forward", failing)
+    op = bench.start("mlp", PROMPTS[0])
+    # A reference cycle would keep them until the next collection.
+    gc.disable()
+    try:
+        bench.run()
+        assert [tensor() for tensor in held] == [None]
+    finally:
+        gc.enable()
+    assert isinstance(bench.end(op), OperationFailed)

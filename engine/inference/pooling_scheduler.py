@@ -1,0 +1,241 @@
+"""Batches of texts to embed or to classify, of many requests and adapters at once.
+
+Before every forward pass each request's (slot, generation) is checked against the arena; a stale
+request fails alone (L007). Adapters are not scheduled here: a request names its slot.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.errors import (
+    DeviceOutOfMemory,
+    EngineError,
+    EngineOverloaded,
+    NotFinite,
+    NotResident,
+    NotServed,
+    RequestRefused,
+)
+from engine.inference.admission import SlotTable, check_admission
+from engine.inference.output_cache import OutputCache
+from engine.inference.pooling_request import PoolingRequest, TokenizedText
+from engine.models.pooling_model import PoolingModel
+from engine.models.tokenization import prompt_tokens
+from engine.punica.mapping import BASE
+from engine.punica.wrapper import PunicaWrapper
+from messages.commands import StartPooling
+from messages.ids import OpId, RequestId
+from messages.reports import OperationFailed, PoolingEnded, Report
+from messages.requests import TextPrompt
+
+BATCH_TOKENS_MAX: Final = 8192
+"""The most tokens, padding included, in one forward pass; a longer text runs alone."""
+
+BATCH_TOKENS_GROWTH: Final = 128
+"""Tokens by which the bound rises after each forward pass, where a lack of memory lowered it."""
+
+VECTORS_BYTES_MAX: Final = 64 << 20
+"""The most bytes of vectors of one request, which are sent in one report."""
+
+PENDING_BYTES_MAX: Final = 1 << 30
+"""The most bytes of vectors of all waiting requests: they take turns, so each may already have most
+of its vectors."""
+
+_NUMBER_BYTES: Final = 4
+
+_log = structlog.get_logger()
+
+Batch = list[tuple[PoolingRequest, TokenizedText]]
+"""The texts of one forward pass; a request's own are the last of its `remaining`."""
+
+
+class PoolingScheduler:
+    """All embeddings or classifications of an engine; used by one thread, as generations are."""
+
+    def __init__(
+        self,
+        model: PoolingModel,
+        punica: PunicaWrapper,
+        slots: SlotTable,
+        config: EngineConfig,
+        emit: Callable[[Report], None],
+    ) -> None:
+        self._model = model
+        self._punica = punica
+        self._slots = slots
+        self._waiting_max = config.queue_requests_max
+        self._rows_max = min(config.max_num_seqs, model.rows_max)
+        self._tokens_max = BATCH_TOKENS_MAX
+        self._emit = emit
+        # In the order of their turns.
+        self._waiting: dict[RequestId, PoolingRequest] = {}
+        self._outputs = OutputCache()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether `step` would do nothing."""
+        return not self._waiting
+
+    @property
+    def is_reading(self) -> bool:
+        """False: texts are tokenized when they arrive."""
+        return False
+
+    @property
+    def operations(self) -> list[OpId]:
+        """The operations that have not ended."""
+        return [request.command.op for request in self._waiting.values()]
+
+    def start(self, command: StartPooling) -> None:
+        """Queue a request; raises `EngineError` where it can't be run."""
+        waiting = len(self._waiting)
+        check_admission(command, self._slots, waiting, self._waiting_max, self._waiting)
+        if self._model.without_head and command.adapter_id == BASE:
+            raise NotServed(
+                "the model was saved without a classification head, so it has no scores of its "
+                "own; name an adapter that contains one"
+            )
+        self._check_size(len(command.inputs))
+        texts = [self._tokenize(index, prompt) for index, prompt in enumerate(command.inputs)]
+        self._waiting[command.request_id] = PoolingRequest(command, texts)
+
+    def _check_size(self, inputs: int) -> None:
+        each = self._model.width * _NUMBER_BYTES
+        wanted = inputs * each
+        if wanted > VECTORS_BYTES_MAX:
+            raise RequestRefused(
+                f"{inputs} inputs, of {self._model.width} numbers each; at most "
+                f"{VECTORS_BYTES_MAX} bytes of them are sent for one request: send "
+                f"{VECTORS_BYTES_MAX // each} inputs at a time"
+            )
+        pending = each * sum(len(request.texts) for request in self._waiting.values())
+        if pending + wanted > PENDING_BYTES_MAX:
+            raise EngineOverloaded(
+                f"{pending} bytes of vectors are pending, and these are {wanted}; at most "
+                f"{PENDING_BYTES_MAX} may be: try again when some requests have ended"
+            )
+
+    def _tokenize(self, index: int, prompt: TextPrompt) -> TokenizedText:
+        """Return an input's tokens, after the model's own prompt where the input is a text."""
+        first = 0
+        if isinstance(prompt, str):
+            prompt, first = self._model.prompt + prompt, self._model.skipped_tokens
+        try:
+            tokens = prompt_tokens(self._model, prompt)
+        except RequestRefused as error:
+            raise RequestRefused(f"input {index}: {error}") from error
+        if first >= len(tokens):
+            raise RequestRefused(
+                f"input {index} has only the tokens of the model's own prompt, which do not count"
+            )
+        return TokenizedText(tokens, first)
+
+    def stop(self, target: OpId) -> None:
+        """End the request that operation `target` started; do nothing where it has ended."""
+        for request in self._waiting.values():
+            if request.command.op == target:
+                self._finish(request)
+                return
+
+    def resend(self, request_id: RequestId) -> None:
+        """Send the vectors of a recently ended request again, if they are known."""
+        output = self._outputs.get(request_id)
+        if output is not None:
+            self._emit(output)
+
+    def collect(self) -> None:
+        """Do nothing: there are no jobs."""
+
+    def close(self) -> None:
+        """Do nothing: there are no jobs."""
+
+    def step(self) -> None:
+        """Run one forward pass over the texts of the first requests, up to the bounds."""
+        for request in tuple(self._waiting.values()):
+            try:
+                self._slots.check(request.command)
+            except NotResident as error:
+                self._fail(request, error)
+        batch = self._next_batch()
+        if batch:
+            self._run(batch)
+
+    def _next_batch(self) -> Batch:
+        """Return the texts that fit into one forward pass."""
+        batch: Batch = []
+        width = 0
+        for request in self._waiting.values():
+            for index in reversed(request.remaining):
+                text = request.texts[index]
+                width = max(width, len(text.tokens))
+                is_full = len(batch) >= self._rows_max
+                if batch and (is_full or width * (len(batch) + 1) > self._tokens_max):
+                    return batch
+                batch.append((request, text))
+        return batch
+
+    def _run(self, batch: Batch) -> None:
+        results = self._compute(batch)
+        if results is None:
+            return
+        self._tokens_max = min(self._tokens_max + BATCH_TOKENS_GROWTH, BATCH_TOKENS_MAX)
+        # Vectors are the leader's. So is the check of them: requests must end alike on all ranks.
+        finite = self._model.group.broadcast_numbers(results.isfinite().all(-1).tolist())
+        for (request, _), row, is_finite in zip(batch, results, finite, strict=True):
+            request.add_result(row, bool(is_finite))
+        for request in dict.fromkeys(request for request, _ in batch):
+            if not request.is_finite:
+                text = "the model's output is not finite; check the adapter's weights"
+                self._fail(request, NotFinite(text))
+            elif not request.remaining:
+                self._finish(request)
+            else:
+                # A request with many texts goes to the end of the queue.
+                request_id = request.command.request_id
+                self._waiting[request_id] = self._waiting.pop(request_id)
+
+    def _compute(self, batch: Batch) -> Tensor | None:
+        """Return each text's result, [rows, width] on the host; None where memory ran out."""
+        prompts = [text.tokens for _, text in batch]
+        firsts = [text.first for _, text in batch]
+        mapping = self._model.mapping(prompts, [one.command.adapter_id for one, _ in batch])
+        self._punica.update_metadata(mapping, self._slots.residents)
+        try:
+            return self._model.results(self._model.forward(prompts, firsts)).cpu()
+        except torch.OutOfMemoryError as error:
+            if not self._model.group.is_trivial:
+                # The other ranks are still in the forward pass and can't be interrupted.
+                raise
+            reason = str(error)
+        # The memory of the forward pass is released only after its error.
+        self._reduce_batch(batch, reason)
+        return None
+
+    def _reduce_batch(self, batch: Batch, reason: str) -> None:
+        """Halve the bound on a batch that ran out of memory; fail a text that ran alone."""
+        width = max(len(text.tokens) for _, text in batch)
+        if len(batch) == 1:
+            self._fail(batch[0][0], DeviceOutOfMemory(f"an input of {width} tokens: {reason}"))
+            return
+        self._tokens_max = width * len(batch) // 2
+        _log.warning("no memory for a batch", texts=len(batch), tokens=width * len(batch))
+
+    def _finish(self, request: PoolingRequest) -> None:
+        """Report the vectors, unless the request was stopped, and the end."""
+        del self._waiting[request.command.request_id]
+        # A stopped request has only some vectors, and no client waits for them.
+        if not request.remaining:
+            computed = request.report(self._model.labels)
+            self._emit(computed)
+            self._outputs.put(computed)
+        done, tokens = len(request.vectors), request.input_tokens
+        self._emit(PoolingEnded(request.command.op, done, tokens))
+
+    def _fail(self, request: PoolingRequest, error: EngineError) -> None:
+        del self._waiting[request.command.request_id]
+        self._emit(OperationFailed(request.command.op, error.code, str(error)))
