@@ -187,6 +187,7 @@ def _default_paths(options: EngineOptions) -> DefaultPaths:
 def _run(ctx: typer.Context, config: ServeConfig, as_json: bool) -> None:
     import structlog
 
+    from controller.shell import stderr_logging
     from controller.shell.supervisor import serve as run
 
     output = output_of(ctx, as_json)
@@ -197,9 +198,11 @@ def _run(ctx: typer.Context, config: ServeConfig, as_json: bool) -> None:
                 structlog.processors.add_log_level,
                 structlog.processors.TimeStamper(fmt="iso", utc=True),
                 structlog.processors.JSONRenderer(),
-            ]
+            ],
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         )
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    else:
+        stderr_logging.configure()
     status = run(config)
     if status:
         # A status of the children that is one of the command's exit codes is kept.

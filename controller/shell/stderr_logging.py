@@ -22,5 +22,11 @@ class StderrLogger(structlog.PrintLogger):
 
 
 def configure() -> None:
-    """Make all loggers of this process print to stderr."""
-    structlog.configure(logger_factory=lambda *_: StderrLogger())
+    """Make all loggers of this process print to stderr.
+
+    Tracebacks are plain: structlog's own show the local variables of every frame, which may be
+    prompts and may take seconds to print.
+    """
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    processors = [*structlog.get_config()["processors"][:-1], renderer]
+    structlog.configure(processors, logger_factory=lambda *_: StderrLogger())

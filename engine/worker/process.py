@@ -171,7 +171,11 @@ def _handle_signals(worker: Worker, wakeup: Wakeup, has_supervisor: bool) -> Non
 
 
 def _log_to_stderr() -> None:
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    # Plain tracebacks: structlog's own show the local variables of every frame, which may be
+    # prompts, and printing a model's takes seconds in which the main loop stands still.
+    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    processors = [*structlog.get_config()["processors"][:-1], renderer]
+    structlog.configure(processors, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 def end(status: int) -> None:
