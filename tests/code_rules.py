@@ -18,8 +18,8 @@ BANNED_METHODS = (
     *("import_module", "ProcessPoolExecutor"),
 )
 BANNED_FUNCTIONS = ("os.system", "os.popen", "torch.save")
-# The one loader of pickles that may be called, here alone: told so, it builds tensors and nothing
-# else. What it is given is checked before, and nothing calls it unless an operator allowed it.
+# The one loader of pickles, in one module: with `weights_only` it builds tensors and nothing else.
+# Its input is checked before, and only an operator's option leads to it.
 PICKLE_LOADER, PICKLE_LOADER_PLACE = "torch.load", "engine/adapters/files/torch_pickle.py"
 # `hash` and `id` differ from one process to the next, and a replay is another process.
 BANNED_IN_CORE = ("open", "print", "input", "id", "hash")

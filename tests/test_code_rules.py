@@ -18,7 +18,7 @@ def test_every_module_has_a_docstring() -> None:
     assert without_docstring(read_sources(ALL)) == []
 
 
-def test_nothing_is_longer_than_the_house_allows() -> None:
+def test_nothing_is_too_long() -> None:
     assert too_long(read_sources(ALL)) == []
 
 
@@ -68,11 +68,11 @@ def test_an_impure_call_in_the_core_is_seen() -> None:
     assert impurities([source("controller/shell/x.py", "open('f')")]) == []
 
 
-def test_what_is_too_long_or_says_nothing_is_seen() -> None:
+def test_long_code_and_missing_docstrings_are_seen() -> None:
     function = "def f():\n" + "    x = 1\n" * 69
     assert too_long([source("a.py", function)]) == []
     assert len(too_long([source("a.py", function + "    x = 1\n")])) == 1
     assert too_long([source("a.py", "@triton.jit\n" + function + "    x = 1\n" * 30)]) == []
     assert len(too_long([source("a.py", "@triton.jit\n" + function + "    x = 1\n" * 31)])) == 1
     assert len(too_long([source("a.py", "x = 1\n" * 401)])) == 1
-    assert without_docstring([source("a.py", "x = 1"), source("b.py", '"""Says."""')]) == ["a.py"]
+    assert without_docstring([source("a.py", "x = 1"), source("b.py", '"""Named."""')]) == ["a.py"]

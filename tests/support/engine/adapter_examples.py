@@ -1,4 +1,4 @@
-"""Adapters on disk for tests: sound ones, and ones that nobody should have written."""
+"""Adapter files for tests, valid and malformed."""
 
 import json
 import struct
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from engine.adapters import LoadedAdapter, read_adapter
-from engine.adapters.compatibility import ModelSide
+from engine.adapters.compatibility import AdapterTarget
 from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
 from engine.layout import ModuleShape
 
@@ -35,7 +35,7 @@ def key(module: str, matrix: str) -> str:
 
 
 def pair(module: str, rank: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """A module's A and B, filled with what depends on the module alone."""
+    """Return a module's A and B, with values that depend on the module alone."""
     shape = MODULES[module]
     generator = torch.Generator().manual_seed(shape.index)
     a = torch.randn(rank, shape.in_features, generator=generator)
@@ -60,7 +60,7 @@ def write(
     config: Mapping[str, Any] | bytes = CONFIG,
     weights: Mapping[str, torch.Tensor] | bytes | None = None,
 ) -> Path:
-    """Write an adapter's two files; bytes are taken as they are."""
+    """Write an adapter's two files; bytes are written unchanged."""
     directory.mkdir(parents=True, exist_ok=True)
     raw = config if isinstance(config, bytes) else json.dumps(config).encode()
     (directory / "adapter_config.json").write_bytes(raw)
@@ -73,7 +73,7 @@ def write(
 def stored(
     header: Mapping[str, Any] | bytes, data: bytes = b"", length: int | None = None
 ) -> bytes:
-    """A weights file with this header, whatever it says, and this length before it."""
+    """Return a weights file with this header, valid or not, after this length."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 
@@ -84,5 +84,7 @@ def read(
     bounds: AdapterBounds = DEFAULT_BOUNDS,
     modules: Mapping[str, ModuleShape] = MODULES,
 ) -> LoadedAdapter:
-    """Read the adapter in a directory, with the directory above it as the only root."""
-    return read_adapter(path.name, [path.parent], ModelSide(modules, lora_config), bounds, "sample")
+    """Read the adapter in a directory, with its parent directory as the only root."""
+    return read_adapter(
+        path.name, [path.parent], AdapterTarget(modules, lora_config), bounds, "sample"
+    )

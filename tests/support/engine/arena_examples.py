@@ -1,4 +1,4 @@
-"""Arenas, adapters and copiers for tests: small, odd, and as slow or broken as a test likes."""
+"""Arenas, adapters and copiers for tests: small, of odd sizes, with copies that a test controls."""
 
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ class CopyFailedError(Exception):
 
 @dataclass(eq=False)
 class ManualCopy:
-    """A copy that ends when the test says so, or when somebody waits for it."""
+    """A copy that ends when the test sets `done`, or in `wait`."""
 
     target: torch.Tensor
     source: torch.Tensor
@@ -42,7 +42,7 @@ class ManualCopy:
 
 @dataclass
 class ManualCopier:
-    """A copier whose `start` and copies fail on demand, and whose moves fail by their number."""
+    """A copier whose `start` and copies fail on demand; moves fail by number, from 0."""
 
     copies: list[ManualCopy] = field(default_factory=list)
     start_fails: bool = False
@@ -58,7 +58,7 @@ class ManualCopier:
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
         first, last = sorted([target, source], key=torch.Tensor.data_ptr)
-        assert first.data_ptr() + first.nbytes <= last.data_ptr(), "the two overlap"
+        assert first.data_ptr() + first.nbytes <= last.data_ptr(), "source and target overlap"
         assert len(target) == len(source)
         self.moves += 1
         if self.moves - 1 in self.failing_moves:
@@ -73,14 +73,14 @@ class ManualCopier:
 def make_arena(
     dtype: torch.dtype, copier: ManualCopier | None = None, device: str = "cpu"
 ) -> Arena:
-    """An arena full of NaN."""
+    """Return an arena full of NaN."""
     arena = Arena(SLOTS, MODULES, CAPACITY_BYTES, dtype, device, copier)
     arena.data.view(torch.uint8).fill_(0xFF)
     return arena
 
 
 def make_blob(ranks: dict[int, int], seed: int, dtype: torch.dtype) -> tuple[Blob, Matrices]:
-    """A staged adapter with these ranks by column, and what a reader of the arena must see."""
+    """Return a staged adapter with these ranks by column, and its matrices in the arena."""
     generator = torch.Generator().manual_seed(seed)
     loras, expected = {}, {}
     for index, rank in ranks.items():
@@ -93,8 +93,8 @@ def make_blob(ranks: dict[int, int], seed: int, dtype: torch.dtype) -> tuple[Blo
     return stage(model, MODULES, dtype, pin=False), expected
 
 
-def seen(arena: Arena, slot: int) -> Matrices:
-    """Everything that a reader of the arena finds in a slot."""
+def matrices_in(arena: Arena, slot: int) -> Matrices:
+    """Return the matrices that a slot holds, by column."""
     found = ((index, arena.weights(slot, index)) for index in range(len(MODULES)))
     return {index: pair for index, pair in found if pair is not None}
 

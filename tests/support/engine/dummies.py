@@ -1,7 +1,6 @@
-"""Models of every kind for dummy adapters, and what becomes of one that is brought into a slot.
+"""Models of every kind for dummy adapters, and a run of one with a dummy in a slot.
 
-What it is: one trial, for one process and for the ranks of a group alike. What it is not: a test.
-One rule: a model is split, where it is, before its manager is made, as when an engine starts.
+A model that is divided among ranks is divided before its manager is created, as in an engine.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from tests.support.parallel import models
 RANK_MAX = 8
 TEXTS = ((5, 6, 7, 8), (9, 8, 7, 6), (40, 41, 42, 43))
 OF_ROW = (7, 0, 7)
-"""The dummy's rows, with the base model's between them."""
+"""The adapter of each row: the dummy, the base model, the dummy."""
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: models.build("llama"),
@@ -34,10 +33,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @torch.no_grad()
-def tried(model: PreTrainedModel, config: LoRAConfig, default_rank: int) -> dict[str, Any]:
-    """A dummy in a slot, rows of which run beside the base's: what changed, and what it takes."""
+def run_dummy(model: PreTrainedModel, config: LoRAConfig, default_rank: int) -> dict[str, Any]:
+    """Run a dummy in a slot next to the base model; return its output's error, and its sizes."""
     tokens = torch.tensor(TEXTS)
-    before = said(model, tokens).clone()
+    before = output_of(model, tokens).clone()
     manager = LRUCacheLoRAModelManager(model, len(TEXTS), tokens.numel(), 64, config, "cpu")
     rank = manager.get_dummy_lora_warmup_rank(default_rank)
     dummy = manager.create_dummy_lora(7, rank)
@@ -46,21 +45,21 @@ def tried(model: PreTrainedModel, config: LoRAConfig, default_rank: int) -> dict
     ids = torch.tensor(OF_ROW)
     mapping = LoRAMapping(ids.repeat_interleave(tokens.shape[1]), ids, is_prefill=True)
     manager.set_adapter_mapping(mapping)
-    after = said(manager.model, tokens)
+    after = output_of(manager.model, tokens)
     memory = manager.get_lora_metrics()["memory"]
-    told = {
+    found = {
         "rank": rank,
         "error": relative_error(after, before),
-        "untouched": sorted(manager.side.modules.keys() - dummy.loras.keys()),
+        "untouched": sorted(manager.adapter_target.modules.keys() - dummy.loras.keys()),
         "kinds": sorted({lora.kind.value for lora in dummy.loras.values()}),
         "device_bytes": memory["adapters"][7]["device_bytes"],
         "room_bytes": memory["device"]["size_bytes"],
     }
     manager.close()
-    return told
+    return found
 
 
-def said(model: torch.nn.Module, tokens: Tensor) -> Tensor:
+def output_of(model: torch.nn.Module, tokens: Tensor) -> Tensor:
     output: Any = model(input_ids=tokens)
     logits = getattr(output, "logits", None)
     return output.last_hidden_state if logits is None else logits

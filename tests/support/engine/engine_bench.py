@@ -1,26 +1,26 @@
-"""An engine without a process: commands go in, reports are kept, waits have an end."""
+"""An engine without a process: commands in, all reports kept, bounded waits."""
 
 import threading
 
 from msgspec import structs
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.models.causal_model import PreparedModel
+from engine.models.causal_model import CausalModel
 from engine.worker.engine import Engine
 from messages import commands as cm
 from messages import reports as rp
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT, PINNED
 from messages.requests import Sampling
+from tests.support.waiting import PAUSE_S, wait_until
 
-WAIT_S = 20
 PROMPT = (72, 101, 108, 108, 111)
 
 
 class EngineBench:
     """An engine, its wake-ups, and every report so far."""
 
-    def __init__(self, model: PreparedModel, config: EngineConfig, lora_config: LoRAConfig) -> None:
+    def __init__(self, model: CausalModel, config: EngineConfig, lora_config: LoRAConfig) -> None:
         self.woken = threading.Event()
         self.engine = Engine(model, config, lora_config, "e" * 32, self.woken.set)
         self.reports: list[rp.Report] = []
@@ -35,19 +35,22 @@ class EngineBench:
     def poll(self) -> None:
         self.reports += self.engine.poll()
 
-    def answers(self, op: int) -> list[rp.Report]:
+    def reports_of(self, op: int) -> list[rp.Report]:
         return [report for report in self.reports if getattr(report, "op", None) == op]
 
     def wait(self, op: int) -> rp.Report:
-        """The report of an operation that runs beside the main loop."""
-        for _ in range(WAIT_S * 100):
+        """Step the engine until an operation has its report, and return it."""
+
+        def report() -> list[rp.Report]:
+            if self.engine.is_idle:
+                self.woken.wait(PAUSE_S)
+                self.woken.clear()
             self.engine.step()
             self.poll()
-            if self.answers(op):
-                return self.answers(op)[0]
-            self.woken.wait(0.01)
-            self.woken.clear()
-        raise AssertionError(f"operation {op} does not end")
+            return self.reports_of(op)
+
+        what = f"a report of operation {op}"
+        return wait_until(report, lambda: len(self.reports), what, pause_s=0.0)[0]
 
     def do(self, kind: type, **fields: object) -> rp.Report:
         return self.wait(self.submit(kind, **fields))
@@ -59,8 +62,8 @@ class EngineBench:
             self.fingerprints[name] = report.fingerprint
         return self.fingerprints[name]
 
-    def bring(self, adapter_id: int, name: str, state: str, slot: int = 0, generation: int = 1):
-        """Take an adapter through its states up to `state`."""
+    def promote(self, adapter_id: int, name: str, state: str, slot: int = 0, generation: int = 1):
+        """Load an adapter and take it through its states up to `state`."""
         fields = {"adapter_id": adapter_id}
         source = {"adapter": name, "path": "", "fingerprint": self.fingerprint(name)}
         reports = [self.do(cm.LoadWeights, **fields, **source)]
@@ -71,11 +74,12 @@ class EngineBench:
             reports.append(self.do(cm.WriteSlot, **fields, **write))
         assert not [report for report in reports if isinstance(report, rp.OperationFailed)]
 
-    def held(self) -> dict[int, rp.InventoryAdapter]:
-        return {held.adapter_id: held for held in self.engine.inventory().adapters}
+    def adapters(self) -> dict[int, rp.InventoryAdapter]:
+        """Return the adapters of the engine's inventory, by id."""
+        return {adapter.adapter_id: adapter for adapter in self.engine.inventory().adapters}
 
     def state(self) -> object:
-        """All that a failed operation must leave as it was."""
+        """Return everything that a failed operation must not change."""
         return structs.replace(self.engine.inventory(), last_op=0)
 
     def generate(self, adapter_id: int, slot: int, generation: int, max_tokens: int = 12) -> int:

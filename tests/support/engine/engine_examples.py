@@ -1,7 +1,7 @@
-"""What the engine's tests are about: a tiny model's shape, adapters that differ, and a yardstick.
+"""A tiny model's configuration, adapters for it, and a measure of error, for the engine's tests.
 
-One rule: adapters differ in rank, scaling and modules, and their B is not zero, so that an engine
-that confuses two of them gives visibly other numbers.
+The adapters differ in rank, scaling and modules, and their B is not zero, so an engine that
+confuses two of them computes clearly different numbers.
 """
 
 import torch
@@ -31,7 +31,7 @@ NAMES = tuple(ADAPTERS)
 
 
 def tiny_config(**changes: object) -> LlamaConfig:
-    """A Llama with fewer key and value heads than query heads."""
+    """Return a Llama configuration with fewer key and value heads than query heads."""
     fields = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -51,5 +51,5 @@ def tiny_config(**changes: object) -> LlamaConfig:
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference against the norm of what is expected, in float64."""
+    """Return the norm of the difference divided by the norm of `expected`, in float64."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())

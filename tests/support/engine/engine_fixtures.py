@@ -1,6 +1,6 @@
-"""Fixtures of the engine's tests: the tiny model and its adapters, made once a session.
+"""Fixtures of the engine's tests: the tiny model and its adapters, made once per session.
 
-What it is: a pytest plugin, named by the tests that use it, so that no other test waits for torch.
+A pytest plugin that tests name in `pytest_plugins`, so that other tests don't import torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.models.causal_model import PreparedModel
+from engine.models.causal_model import CausalModel
 from engine.models.loading import load_model
 from examples.tiny_recipe import build_tokenizer
 from tests.support.engine.engine_bench import EngineBench
@@ -40,14 +40,14 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def adapter_root(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One directory an adapter, as peft saves it."""
+    """One directory per adapter, as peft saves it."""
     root = tmp_path_factory.mktemp("adapters")
     for seed, (name, fields) in enumerate(ADAPTERS.items()):
         torch.manual_seed(seed)
         base = LlamaForCausalLM.from_pretrained(model_directory)
         config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **fields)
         model = get_peft_model(base, config)
-        # peft notes a random start as a start that changes nothing in the base, which is true.
+        # Otherwise peft saves that its start changed the base model, which it did not.
         model.peft_config["default"].init_lora_weights = True
         model.save_pretrained(root / name)
     return root
@@ -55,7 +55,7 @@ def adapter_root(model_directory: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def peft_models(model_directory: Path, adapter_root: Path) -> dict[str, PeftModel]:
-    """The yardstick: each adapter on a base of its own."""
+    """The reference: each adapter on its own copy of the base model, by peft."""
     return {
         name: PeftModel.from_pretrained(
             LlamaForCausalLM.from_pretrained(model_directory), adapter_root / name
@@ -75,20 +75,20 @@ def lora_config() -> LoRAConfig:
 
 
 @pytest.fixture(scope="session")
-def prepared_model(engine_config: EngineConfig, lora_config: LoRAConfig) -> PreparedModel:
-    """The model as the engine prepares it; every engine that is made binds it anew."""
+def prepared_model(engine_config: EngineConfig, lora_config: LoRAConfig) -> CausalModel:
+    """The model as the engine prepares it; each engine that a test makes binds it again."""
     return load_model(engine_config, lora_config)
 
 
 @pytest.fixture
-def no_eos(prepared_model: PreparedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let outputs run to their limit, whatever the random model says."""
+def no_eos(prepared_model: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let outputs run to their limit: the model has no end-of-sequence token."""
     monkeypatch.setattr(prepared_model, "eos_ids", frozenset())
 
 
 @pytest.fixture
 def make_engine(
-    prepared_model: PreparedModel, engine_config: EngineConfig, lora_config: LoRAConfig
+    prepared_model: CausalModel, engine_config: EngineConfig, lora_config: LoRAConfig
 ) -> Iterator[Callable[..., EngineBench]]:
     benches = []
 

@@ -1,7 +1,7 @@
-"""A model, adapters and an oracle for the manager's tests.
+"""A model, adapters and expected logits for the manager's tests.
 
-What it is: contents that differ in rank, scaling and modules, in memory and as files, and the
-logits that each one has by plain PyTorch. One rule: the oracle uses none of the engine's code.
+The adapters differ in rank, scaling and modules, and exist in memory and as files. The expected
+logits are computed by plain PyTorch, without the engine's code.
 """
 
 import json
@@ -43,7 +43,7 @@ MLP = [f"{LAYER}mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 @dataclass(frozen=True)
 class Content:
-    """One adapter's weights, all from its seed."""
+    """The weights of one adapter, generated from its seed."""
 
     seed: int
     rank: int
@@ -55,7 +55,7 @@ class Content:
         return self.alpha / self.rank
 
     def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """A and B by module, as PEFT saves them."""
+        """Return A and B by module, as PEFT saves them."""
         generator = torch.Generator().manual_seed(self.seed)
         widths = {
             name: module.weight.shape
@@ -71,7 +71,7 @@ class Content:
         }
 
     def model(self, adapter_id: int) -> LoRAModel:
-        """The same as a program hands it over."""
+        """Return the adapter as a model in memory."""
         loras = {
             name: LoRALayerWeights(name, self.rank, self.alpha, a, b)
             for name, (a, b) in self.pairs().items()
@@ -79,7 +79,7 @@ class Content:
         return LoRAModel(adapter_id, self.rank, loras)
 
     def save(self, directory: Path) -> Path:
-        """The same as files."""
+        """Write the adapter's files."""
         directory.mkdir(parents=True, exist_ok=True)
         config = {
             "peft_type": "LORA",
@@ -93,7 +93,7 @@ class Content:
             for name, pair in self.pairs().items()
             for letter, tensor in zip("AB", pair, strict=True)
         }
-        # Under other names first, as whoever replaces files that are in use does.
+        # Under another name first, as files that may be in use are replaced.
         save_file(tensors, directory / "new")
         (directory / "new").rename(directory / "adapter_model.safetensors")
         (directory / "adapter_config.json").write_text(json.dumps(config))
@@ -110,7 +110,7 @@ CONTENTS = (
 
 @cache
 def base() -> LlamaForCausalLM:
-    """The base model, which nobody wraps."""
+    """Return the base model, whose layers are never wrapped."""
     torch.manual_seed(5)
     return LlamaForCausalLM(CONFIG).eval()
 
@@ -118,7 +118,7 @@ def base() -> LlamaForCausalLM:
 @cache
 @torch.no_grad()
 def logits_of(content: Content | None) -> Tensor:
-    """The prompt's logits by the base model's own code, the delta added to its weights."""
+    """Return the prompt's logits of the base model with the delta added to its weights."""
     model = LlamaForCausalLM(CONFIG).eval()
     model.load_state_dict(base().state_dict())
     if content is not None:
@@ -134,7 +134,7 @@ def make_manager(
     lora_dtype: str = "auto",
     **options: object,
 ) -> LoRAModelManager:
-    """A manager of its own copy of the base model."""
+    """Return a manager of a copy of the base model."""
     model = LlamaForCausalLM(CONFIG)
     model.load_state_dict(base().state_dict())
     config = LoRAConfig(8, slots, capacity, lora_dtype)
@@ -144,20 +144,20 @@ def make_manager(
 
 
 def mapping_of(*adapter_ids: int) -> LoRAMapping:
-    """A batch in which every id has the prompt as one row."""
+    """Return the mapping of a batch in which each id has one row, with the prompt."""
     index = [adapter_id for adapter_id in adapter_ids for _ in PROMPT]
     return LoRAMapping(index, adapter_ids, is_prefill=True)
 
 
 class RefilledBuffers:
-    """Mappings from one pair of int64 buffers that are filled again for each, as servers do."""
+    """Mappings from one pair of int64 buffers that are reused for each, as servers do."""
 
     def __init__(self, kind: Callable[[int], Any], rows_max: int) -> None:
         self._index = kind(rows_max * len(PROMPT))
         self._prompts = kind(rows_max)
 
     def mapping_of(self, *adapter_ids: int) -> LoRAMapping:
-        """As the function of this name."""
+        """Return the same as the function of this name."""
         index, prompts = self._index[: len(adapter_ids) * len(PROMPT)], self._prompts
         for row, adapter_id in enumerate(adapter_ids):
             prompts[row] = adapter_id
@@ -167,27 +167,29 @@ class RefilledBuffers:
 
 @torch.no_grad()
 def forward(manager: LoRAModelManager, rows: int) -> Tensor:
-    """The prompt's logits in so many rows, [rows, tokens, vocabulary]."""
+    """Return the prompt's logits in `rows` rows, [rows, tokens, vocabulary]."""
     return manager.model(torch.tensor([PROMPT] * rows)).logits
 
 
 def check_rows(manager: LoRAModelManager, contents: Mapping[int, Content], *ids: int) -> None:
-    """What the mapping that is set computes is what each id's own content has."""
+    """Assert that each row of the current mapping has the logits of its adapter's content."""
     for adapter_id, found in zip(ids, forward(manager, len(ids)), strict=True):
         expected = logits_of(contents[adapter_id] if adapter_id else None)
         error = float((found - expected).norm() / expected.norm())
         assert error < ERROR_MAX, f"rows of adapter {adapter_id} are off by {error:.1e}"
 
 
-def held(manager: LoRAModelManager) -> object:
-    """Everything that a refused call must leave as it was."""
+def manager_state(manager: LoRAModelManager) -> object:
+    """Return everything that a refused call must not change."""
     pinned = [adapter_id for adapter_id in manager.adapter_ids if manager.is_pinned(adapter_id)]
     memory = manager.get_lora_metrics()["memory"]
     return manager.adapter_ids, manager.lora_index_to_id, pinned, memory
 
 
-def full(cls: type[LoRAModelManager], slots: int = 2, capacity: int = 2) -> LoRAModelManager:
-    """A manager with adapters 1 to `capacity`, of which the first are in slots."""
+def full_manager(
+    cls: type[LoRAModelManager], slots: int = 2, capacity: int = 2
+) -> LoRAModelManager:
+    """Return a manager with adapters 1 to `capacity`, of which the first `slots` are in slots."""
     manager = make_manager(cls, slots, capacity)
     for adapter_id in range(1, capacity + 1):
         manager.add_adapter(CONTENTS[adapter_id - 1].model(adapter_id))

@@ -1,7 +1,6 @@
-"""Section 7's table once more, as plainly as it can be said: the oracle of the manager's tests.
+"""A model of the manager's calls in a few lists: the oracle of its tests.
 
-What it is: a few lists. What it is not: a copy of the core; it knows no steps, queues or budgets.
-One rule: `recency` holds every adapter on the host, the one that was used or moved last at its end.
+It has no operations, queues or budgets, so it shares no logic with the core.
 """
 
 from collections.abc import Sequence
@@ -11,8 +10,8 @@ from messages.errors import ErrorCode
 from tests.support.engine.manager_examples import Content
 
 
-class Refused(Exception):  # noqa: N818 - it is what the manager should answer
-    """What should be refused, with one of these codes."""
+class Refused(Exception):  # noqa: N818 - an expected outcome
+    """The call should be refused with one of these codes."""
 
     def __init__(self, *codes: ErrorCode) -> None:
         super().__init__(*codes)
@@ -20,8 +19,11 @@ class Refused(Exception):  # noqa: N818 - it is what the manager should answer
 
 
 @dataclass
-class Table:
-    """Who is where; `evicts` tells the LRU manager from the plain one."""
+class ManagerOracle:
+    """The adapters on the host and in slots; `evicts`: whether the manager has a policy.
+
+    `recency`: every adapter on the host, the one that was used or moved last at the end.
+    """
 
     slots: int
     capacity: int
@@ -41,7 +43,7 @@ class Table:
         if adapter_id in self.contents:
             self.touch(adapter_id)
             return False
-        self._make_place()
+        self._make_host_room()
         self.contents[adapter_id] = content
         self.touch(adapter_id)
         return True
@@ -87,8 +89,10 @@ class Table:
         oldest = self._oldest(self.recency)
         return oldest is not None and self.remove(oldest)
 
-    def make_ready(self, wanted: Sequence[int], contents: dict[int, Content], only: bool) -> None:
-        """A batch that fits; `contents` were read for it, `only` says that nobody else may stay."""
+    def activate_batch(
+        self, wanted: Sequence[int], contents: dict[int, Content], only: bool
+    ) -> None:
+        """Activate a batch that fits; `contents` were read for it, `only` removes all others."""
         for adapter_id in self.recency.copy() if only else ():
             if adapter_id not in wanted and adapter_id not in self.pinned:
                 self.remove(adapter_id)
@@ -101,11 +105,11 @@ class Table:
                 self.activate(adapter_id)
         for adapter_id in wanted:
             if adapter_id not in self.contents:
-                self._bring(adapter_id, contents[adapter_id])
+                self._add_and_activate(adapter_id, contents[adapter_id])
         for adapter_id in wanted:
             self.touch(adapter_id)
 
-    def _bring(self, adapter_id: int, content: Content) -> None:
+    def _add_and_activate(self, adapter_id: int, content: Content) -> None:
         self.add(adapter_id, content)
         try:
             self.activate(adapter_id)
@@ -129,10 +133,10 @@ class Table:
         self._demote(oldest)
         self.evictions += 1
 
-    def _make_place(self) -> None:
+    def _make_host_room(self) -> None:
         if len(self.contents) < self.capacity:
             return
-        # Those without a slot are cheaper to have back, so they go first.
+        # Adapters without a slot are evicted first, as they are cheaper to load again.
         oldest = self._oldest(sorted(self.recency, key=lambda a: a in self.active))
         if oldest is None or not self.evicts:
             raise Refused(ErrorCode.NO_ROOM)

@@ -1,15 +1,14 @@
-"""A prepared model whose slots are written by hand, and adapters as peft makes and runs them.
+"""A prepared model whose slots are written by hand, and its adapters as PEFT makes and runs them.
 
-What it is: the two sides of a parity test. What it is not: a test. One rule: adapters are made by
-peft, saved, and come back through the engine's own reader.
+Adapters are made and saved by PEFT, and read by the engine's own reader.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -17,26 +16,27 @@ from transformers.pytorch_utils import Conv1D
 from engine.adapters import LoRAModel, read_adapter
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
-from engine.models.causal_model import PreparedModel
-from engine.models.kv_cache import RowCache
+from engine.models.causal_model import CausalModel
+from engine.models.kv_cache import BatchKVCache
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import Blob, stage
+from tests.support.engine.engine_examples import relative_error
 
-Row = tuple[str | None, tuple[int, ...]]
-"""An adapter's name (None: the base) and a prompt."""
+ParityRow = tuple[str | None, tuple[int, ...]]
+"""An adapter's name (None: the base model) and a prompt."""
 
 
-def read(model: PreparedModel, root: Path, name: str) -> LoRAModel:
-    """The adapter `name` under `root` through the engine's reader."""
+def read(model: CausalModel, root: Path, name: str) -> LoRAModel:
+    """Read the adapter `name` under `root` with the engine's reader."""
     config = LoRAConfig(max_lora_rank=64).verify_with_model_config(model.model.config)
-    return read_adapter(name, [root], model.side(config)).model
+    return read_adapter(name, [root], model.adapter_target(config)).model
 
 
-class Bench:
+class ParityBench:
     """A prepared model with slots that are written and reset by hand."""
 
-    def __init__(self, model: PreparedModel, root: Path, slots: int, device_bytes: int) -> None:
+    def __init__(self, model: CausalModel, root: Path, slots: int, device_bytes: int) -> None:
         self.model = model
         config = LoRAConfig(max_lora_rank=64, max_loras=slots)
         config = config.verify_with_model_config(model.model.config)
@@ -45,7 +45,7 @@ class Bench:
         self.punica = PunicaWrapper(model.device, config.max_lora_rank, choose_kernels("cpu"))
         model.bind(self.arena, self.punica)
         names = sorted(path.parent.name for path in root.glob("*/adapter_config.json"))
-        self.ids = {name: at for at, name in enumerate(names, start=1)}
+        self.ids = {name: number for number, name in enumerate(names, start=1)}
         self.blobs: dict[str, Blob] = {
             name: stage(read(model, root, name), model.shapes, config.dtype, False)
             for name in self.ids
@@ -63,13 +63,13 @@ class Bench:
         self.arena.reset(slot, self.generations[slot])
         self.residents[slot] = None
 
-    def logits(self, rows: list[Row]) -> Tensor:
-        """The logits after each prompt, all rows in one left-padded batch."""
+    def logits(self, rows: list[ParityRow]) -> Tensor:
+        """Return the logits after each prompt, all rows in one left-padded batch."""
         return self.steps(rows, [])[0]
 
     @torch.inference_mode()
-    def steps(self, rows: list[Row], next_tokens: Sequence[int]) -> list[Tensor]:
-        """The logits after each prompt, then after each of `next_tokens`, cached."""
+    def steps(self, rows: list[ParityRow], next_tokens: Sequence[int]) -> list[Tensor]:
+        """Return the logits after each prompt and after each of `next_tokens`, with a cache."""
         width = max(len(tokens) for _, tokens in rows)
         ids = [0 if name is None else self.ids[name] for name, _ in rows]
         padding = [width - len(tokens) for _, tokens in rows]
@@ -81,39 +81,64 @@ class Bench:
         padded = torch.tensor(
             [[1] * gap + list(tokens) for gap, (_, tokens) in zip(padding, rows, strict=True)]
         )
-        cache = RowCache([len(tokens) for _, tokens in rows])
+        cache = BatchKVCache([len(tokens) for _, tokens in rows])
         self._map(LoRAMapping(index, ids, is_prefill=True))
-        found = [self.model.forward(padded, cache)]
+        logits = [self.model.forward(padded, cache)]
         for token in next_tokens:
             cache.grow(1)
             self._map(LoRAMapping(ids, ids))
-            found.append(self.model.forward(torch.full((len(rows), 1), token), cache))
-        return found
+            logits.append(self.model.forward(torch.full((len(rows), 1), token), cache))
+        return logits
 
     def _map(self, mapping: LoRAMapping) -> None:
         layout = [None if name is None else self.ids[name] for name in self.residents]
         self.punica.update_metadata(mapping, layout)
 
 
+class PeftReference:
+    """PEFT's logits for the same rows, one at a time, without a cache."""
+
+    def __init__(self, models: Mapping[str, PreTrainedModel | PeftModel]) -> None:
+        self._models = models
+        self._cached: dict[ParityRow, Tensor] = {}
+
+    @torch.no_grad()
+    def logits(self, name: str | None, tokens: tuple[int, ...]) -> Tensor:
+        if (name, tokens) not in self._cached:
+            ids = torch.tensor([tokens])
+            if name is None:
+                model = next(iter(self._models.values()))
+                with model.disable_adapter():
+                    logits = model(input_ids=ids).logits[0, -1]
+            else:
+                logits = self._models[name](input_ids=ids).logits[0, -1]
+            self._cached[name, tokens] = logits
+        return self._cached[name, tokens]
+
+    def check(self, bench: ParityBench, rows: list[ParityRow], error_max: float = 1e-5) -> None:
+        for row, found in zip(rows, bench.logits(rows), strict=True):
+            assert relative_error(found, self.logits(*row)) < error_max, row
+
+
 def linear_suffixes(model: PreTrainedModel) -> tuple[list[str], list[str]]:
-    """The last two names of every linear layer but the head: in attention, and elsewhere."""
+    """Return the last two names of linear layers except the head: in attention, and elsewhere."""
     head = model.get_output_embeddings()
-    found = {
+    is_attention_by_name = {
         ".".join(name.split(".")[-2:]): "att" in name.lower()
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | Conv1D) and layer is not head
     }
-    attention = [name for name, is_attention in found.items() if is_attention]
-    return attention, [name for name in found if name not in attention]
+    attention = [name for name, is_attention in is_attention_by_name.items() if is_attention]
+    return attention, [name for name in is_attention_by_name if name not in attention]
 
 
 def adapter_configs(
     model: PreTrainedModel, unwrapped: Collection[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Adapters of five kinds and five ranks for any model, by names that no module has.
+    """Return configs of five kinds of adapters of five ranks, for any model, by adapter name.
 
-    All linear layers, attention only, one of each with patterns, both ends of the model, and one
-    single layer, which leaves its siblings' slices empty. `unwrapped`: last names to leave out.
+    All linear layers; attention only; one layer of each kind with patterns; both ends of the model;
+    and one single layer, whose siblings' slices stay empty. `unwrapped`: last names to leave out.
     """
     attention, others = (
         [name for name in names if name.rpartition(".")[2] not in unwrapped]
@@ -122,16 +147,16 @@ def adapter_configs(
     names = {module: name for name, module in model.named_modules()}
     ends = [names[model.get_input_embeddings()], names[model.get_output_embeddings()]]
     one = [name for name in names.values() if name.endswith(attention[0])][-1]
-    turned = {"fan_in_fan_out": any(isinstance(module, Conv1D) for module in names)}
-    everything = [*attention, *others] if unwrapped else "all-linear"
+    transposed = {"fan_in_fan_out": any(isinstance(module, Conv1D) for module in names)}
+    all_linear = [*attention, *others] if unwrapped else "all-linear"
     return {
-        "rank8": {"r": 8, "lora_alpha": 16, "target_modules": everything, **turned},
+        "rank8": {"r": 8, "lora_alpha": 16, "target_modules": all_linear, **transposed},
         "rank4": {
             "r": 4,
             "lora_alpha": 6,
             "target_modules": attention,
             "use_rslora": True,
-            **turned,
+            **transposed,
         },
         "rank64": {
             "r": 64,
@@ -139,15 +164,15 @@ def adapter_configs(
             "target_modules": [attention[-1], others[-1]],
             "rank_pattern": {others[-1]: 24},
             "alpha_pattern": {others[-1]: 9},
-            **turned,
+            **transposed,
         },
         "rank24": {"r": 24, "lora_alpha": 24, "target_modules": ends},
-        "rank1": {"r": 1, "lora_alpha": 2, "target_modules": [one], **turned},
+        "rank1": {"r": 1, "lora_alpha": 2, "target_modules": [one], **transposed},
     }
 
 
-class PeftSide:
-    """The same base with every adapter in peft, and its directory of saved adapters."""
+class PeftDecodeReference:
+    """The same base with every adapter in PEFT, saved under `root`, and its cached steps."""
 
     def __init__(self, model: PreTrainedModel, root: Path, unwrapped: Collection[str] = ()) -> None:
         configs = {
@@ -159,18 +184,18 @@ class PeftSide:
         self.model = get_peft_model(model, configs[first], adapter_name=first)
         for name in rest:
             self.model.add_adapter(name, configs[name])
-        self._settle()
+        self._round_to_dtype()
         for config in self.model.peft_config.values():
-            # peft notes a random start as a start that changes nothing in the base, which is true.
+            # PEFT records that a random start leaves the base weights unchanged.
             config.init_lora_weights = True
         self.model.save_pretrained(root, selected_adapters=list(configs))
         self.model.eval()
         self.names = tuple(configs)
 
-    def _settle(self) -> None:
-        """Give A and B values that the base's dtype can hold, as those of a published adapter.
+    def _round_to_dtype(self) -> None:
+        """Round A and B to values of the base's dtype, as those of a published adapter.
 
-        Embeddings' are brought to the others' size first; peft draws them as wide as 1.
+        Embeddings are scaled to the size of the others first; PEFT draws them from N(0, 1).
         """
         for name, parameter in self.model.named_parameters():
             if "lora_" in name:
@@ -178,8 +203,8 @@ class PeftSide:
                 parameter.data = (parameter.data * size).to(self.model.dtype).to(parameter.dtype)
 
     @torch.no_grad()
-    def steps(self, row: Row, next_tokens: Sequence[int]) -> list[Tensor]:
-        """One row alone: the logits after its prompt, then after each of `next_tokens`, cached."""
+    def steps(self, row: ParityRow, next_tokens: Sequence[int]) -> list[Tensor]:
+        """Return one row's logits after its prompt and after each of `next_tokens`, cached."""
         name, prompt = row
         if name is None:
             with self.model.disable_adapter():

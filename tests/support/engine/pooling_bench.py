@@ -1,7 +1,6 @@
-"""A pooled model with an adapter in every slot, and PEFT's models of the same adapters beside it.
+"""A pooling model with an adapter in every slot, and PEFT's models with the same adapters.
 
-What it is: the two sides of a comparison, over one rank or a group's. What it is not: a test. One
-rule: the arena is full of NaN where no adapter lies, so that what is read beside one shows.
+The arena is filled with NaN outside adapters, so that a read outside its slot fails.
 """
 
 from pathlib import Path
@@ -13,8 +12,8 @@ from torch import Tensor
 from engine.adapters import read_adapter
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
-from engine.models.pooling_model import PooledModel
-from engine.models.pooling_options import NOTHING_SAID, Pooling, PoolingOptions
+from engine.models.pooling_model import PoolingModel
+from engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
 from engine.models.sharding import shard_model
 from engine.parallel import SINGLE, ParallelGroup
 from engine.punica import PunicaWrapper
@@ -28,44 +27,44 @@ ROWS = tuple((name, text) for text in TEXTS for name in (None, *NAMES))
 """Every text with every adapter and with none, in one batch."""
 
 
-class Bench:
-    """A pooled model whose slot `n` has the n-th adapter of `root`, as id n + 1."""
+class PoolingBench:
+    """A pooling model whose slot `n` has the n-th adapter of `root`, with id n + 1."""
 
     def __init__(
         self,
         example: PoolingExample,
         task: PoolingTask,
         root: Path,
-        options: PoolingOptions = NOTHING_SAID,
+        options: PoolingOptions = NO_OPTIONS,
         group: ParallelGroup = SINGLE,
         **fields: object,
     ) -> None:
         config = LoRAConfig(max_lora_rank=8, max_loras=len(NAMES), lora_dtype="float32", **fields)
         base = example.make()
-        if not group.is_single:
+        if not group.is_trivial:
             shard_model(base, group, torch.device("cpu"))
-        self.model = PooledModel(base, config, task=task, options=options)
+        self.model = PoolingModel(base, config, task=task, options=options)
         shapes = self.model.shapes
         self.arena = Arena(len(NAMES), shapes, 1 << 20, torch.float32, "cpu")
         self.arena.data.fill_(torch.nan)
         self.punica = PunicaWrapper(self.model.device, 8, choose_kernels("cpu"))
         self.model.bind(self.arena, self.punica)
         for slot, name in enumerate(NAMES):
-            side = self.model.side(config)
-            loaded = read_adapter(name, [root], side, is_follower=not group.leads)
+            adapter_target = self.model.adapter_target(config)
+            loaded = read_adapter(name, [root], adapter_target, is_follower=not group.is_leader)
             self.arena.begin_write(slot, 1, stage(loaded.model, shapes, torch.float32, False))
             self.arena.finish_write(slot)
 
     def pooled(self, rows: tuple[tuple[str | None, tuple[int, ...]], ...] = ROWS) -> Tensor:
-        """All rows in one batch."""
+        """Return the pooled rows of one batch."""
         ids = [0 if name is None else NAMES.index(name) + 1 for name, _ in rows]
         prompts = [tokens for _, tokens in rows]
         self.punica.update_metadata(self.model.mapping(prompts, ids), [1, 2])
         return self.model.forward(prompts)
 
 
-class Yardstick:
-    """PEFT's models by adapter, and the base model as None."""
+class PeftReference:
+    """PEFT's models by adapter name, and the base model by None."""
 
     def __init__(self, example: PoolingExample, adapters: dict[str, PeftModel]) -> None:
         self.models = {None: example.make(), **adapters}
@@ -74,7 +73,7 @@ class Yardstick:
     def alone(
         self, name: str | None, tokens: tuple[int, ...], pooling: Pooling | None = None
     ) -> Tensor:
-        """One row without a batch: its labels' logits, or where it has `pooling` its vector."""
+        """Return the result of one row alone: a vector if `pooling` is given, else logits."""
         output = self.models[name](input_ids=torch.tensor([tokens]))
         if pooling is None:
             return output.logits[0]

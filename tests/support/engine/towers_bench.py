@@ -1,7 +1,6 @@
-"""A manager of an image-text model with adapters on all of its parts, beside PEFT's same model.
+"""A manager of an image-text model with adapters on all of its parts, and PEFT's same model.
 
-What it is: both sides of a parity test. What it is not: a test. One rule: adapters are made by
-peft, saved, and come back through the manager's own reader.
+Adapters are made and saved by PEFT, and read by the manager's own reader.
 """
 
 from collections.abc import Sequence
@@ -14,26 +13,26 @@ from torch import Tensor
 from engine.adapters import LoRARequest
 from engine.config import LoRAConfig
 from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
-from engine.models.causal_model import PreparedModel
+from engine.models.causal_model import CausalModel
 from engine.punica import LoRAMapping, MappingType
-from tests.support.models.image_rows import WIDTH, Row, entries, images, inputs
+from tests.support.models.image_rows import WIDTH, ImageRow, entries, images, inputs
 from tests.support.models.image_text_examples import build
 
-EVERYTHING, SEEING, READING = 1, 2, 3
-NAMES = {EVERYTHING: "everything", SEEING: "seeing", READING: "reading"}
+ALL_PARTS, VISION_ONLY, LANGUAGE_ONLY = 1, 2, 3
+NAMES = {ALL_PARTS: "all", VISION_ONLY: "vision", LANGUAGE_ONLY: "language"}
 IMAGE_PARTS = (MappingType.TOWER, MappingType.CONNECTOR)
 PARTS_OF = {
-    EVERYTHING: (MappingType.LANGUAGE, *IMAGE_PARTS),
-    SEEING: IMAGE_PARTS,
-    READING: (MappingType.LANGUAGE,),
+    ALL_PARTS: (MappingType.LANGUAGE, *IMAGE_PARTS),
+    VISION_ONLY: IMAGE_PARTS,
+    LANGUAGE_ONLY: (MappingType.LANGUAGE,),
 }
-RANKS = {EVERYTHING: 8, SEEING: 4, READING: 2}
+RANKS = {ALL_PARTS: 8, VISION_ONLY: 4, LANGUAGE_ONLY: 2}
 CONFIG = LoRAConfig(max_lora_rank=8, max_loras=3, enable_tower_connector_lora=True)
 
 
 def layers_of(kind: str, *parts: MappingType) -> list[str]:
-    """The full names of these parts' layers but the model's ends, as PEFT targets them."""
-    model = PreparedModel(build(kind), CONFIG)
+    """Return the full names of the layers of these parts, except the model's ends."""
+    model = CausalModel(build(kind), CONFIG)
     ends = (model.model.get_input_embeddings(), model.model.get_output_embeddings())
     part_of = {
         shape.name: model.parts[name]
@@ -44,8 +43,8 @@ def layers_of(kind: str, *parts: MappingType) -> list[str]:
     return [name for name, part in part_of.items() if part in parts]
 
 
-class Peft:
-    """The model with every adapter in peft, each saved under `root` by its name."""
+class PeftReference:
+    """The model with every adapter in PEFT, each saved under `root` by its name."""
 
     def __init__(self, kind: str, root: Path) -> None:
         configs = {
@@ -65,22 +64,22 @@ class Peft:
             self.model.add_adapter(name, configs[name])
         self.model.eval()
         for config in self.model.peft_config.values():
-            # peft notes a random start as a start that changes nothing in the base, which is true.
+            # PEFT records that a random start leaves the base weights unchanged.
             config.init_lora_weights = True
         self.model.save_pretrained(root)
 
     @torch.no_grad()
-    def logits(self, row: Row) -> Tensor:
-        """A row by itself, [tokens, vocabulary]."""
-        given = inputs(self.kind, [row])
+    def logits(self, row: ImageRow) -> Tensor:
+        """Return the logits of a row alone, [tokens, vocabulary]."""
+        arguments = inputs(self.kind, [row])
         if row.adapter:
             self.model.set_adapter(NAMES[row.adapter])
-            return self.model(**given).logits[0]
+            return self.model(**arguments).logits[0]
         with self.model.disable_adapter():
-            return self.model(**given).logits[0]
+            return self.model(**arguments).logits[0]
 
 
-class Bench:
+class TowersBench:
     """A manager with the saved adapters in its slots."""
 
     def __init__(self, kind: str, root: Path, config: LoRAConfig = CONFIG) -> None:
@@ -95,18 +94,18 @@ class Bench:
         for number in numbers:
             self.worker.add_adapter(self.requests[number - 1])
 
-    def map_texts(self, rows: Sequence[Row]) -> None:
+    def map_texts(self, rows: Sequence[ImageRow]) -> None:
         ids = torch.tensor([row.adapter for row in rows])
         mapping = LoRAMapping(ids.repeat_interleave(WIDTH), ids, is_prefill=True)
         self.manager.set_adapter_mapping(mapping)
 
-    def map_images(self, rows: Sequence[Row]) -> None:
+    def map_images(self, rows: Sequence[ImageRow]) -> None:
         tensors = images(self.kind, rows)
         for mapping in self.manager.image_mappings(entries(self.kind, rows), tensors):
             self.manager.set_adapter_mapping(mapping)
 
     @torch.inference_mode()
-    def logits(self, rows: Sequence[Row]) -> Tensor:
-        """All rows in one batch, [rows, tokens, vocabulary], under the mappings that are set."""
+    def logits(self, rows: Sequence[ImageRow]) -> Tensor:
+        """Return one batch's logits under the current mappings, [rows, tokens, vocabulary]."""
         logits: Tensor = self.manager.model(**inputs(self.kind, rows)).logits
         return logits

@@ -1,8 +1,7 @@
 """Captured graphs without a GPU: a tape of a step's operations, and their replay.
 
-What it is: capture as CUDA does it, told in Python: what the host decided while the tape ran stays
-decided, and a replay runs the same operations on the same tensors. What it is not: fast. One rule:
-a replay sees nothing but what lies in the tensors now.
+As with CUDA, a decision that the host made while the tape was recorded stays made. A replay runs
+the same operations on the same tensors and reads only their current contents.
 """
 
 from typing import Any
@@ -12,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.inference.cuda_graphs import Step
+from engine.inference.cuda_graphs import DecodeStep
 
 Operation = tuple[Any, Any, Any, Any]
-"""A function, its arguments by place and by name, and what it gave."""
+"""A function, its positional and keyword arguments, and its result."""
 
 
 class _Tape(TorchDispatchMode):
@@ -24,19 +23,19 @@ class _Tape(TorchDispatchMode):
         self.operations: list[Operation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.operations.append((func, args, kwargs or {}, found))
-        return found
+        result = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, result))
+        return result
 
 
 class TapeCapture:
-    """Captures steps on tapes; `captures` and `replays` count."""
+    """Captures steps on tapes, and counts `captures` and `replays`."""
 
     def __init__(self) -> None:
         self.captures = self.replays = 0
 
-    def __call__(self, step: Step) -> Step:
-        """The step's tape."""
+    def __call__(self, step: DecodeStep) -> DecodeStep:
+        """Return a replay of the step's tape."""
         self.captures += 1
         with _Tape() as tape:
             output = step()
@@ -52,7 +51,7 @@ class TapeCapture:
 
 
 def _run_again(operation: Operation) -> None:
-    """Run an operation, and put what it gives where it lay when it was recorded."""
+    """Run an operation, and copy its result to where the recorded one is stored."""
     func, args, kwargs, before = operation
     now = func(*args, **kwargs)
     for new, old in zip(tree_leaves(now), tree_leaves(before), strict=True):

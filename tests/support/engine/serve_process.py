@@ -1,8 +1,7 @@
-"""`loradock serve` as a process, for tests: started, looked at, and gone when its context ends."""
+"""`loradock serve` as a process for tests; it ends with its context."""
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +9,7 @@ from pathlib import Path
 from controller.client import Client
 from messages.requests import StatusShown
 from tests.support.parallel.processes import ROOT, TINY
-
-WAIT_S = 60
+from tests.support.waiting import HANG_S, wait_until
 
 
 @contextmanager
@@ -31,15 +29,23 @@ def serve(
 
 
 def status_once(directory: Path, ready: Callable[[StatusShown], bool]) -> StatusShown:
-    """The first status that is as wanted."""
-    deadline = time.monotonic() + WAIT_S
-    with Client(directory, timeout_s=WAIT_S) as client:
-        while True:
-            status = client.status()
-            if ready(status):
-                return status
-            assert time.monotonic() < deadline, status
-            time.sleep(0.05)
+    """Return the first status that is `ready`; waits as long as processes come up or log."""
+    latest: list[StatusShown] = []
+
+    with Client(directory, timeout_s=HANG_S) as client:
+
+        def is_ready() -> bool:
+            latest[:] = [client.status()]
+            return ready(latest[0])
+
+        wait_until(is_ready, lambda: _progress(directory, latest), f"status of {directory}")
+    return latest[0]
+
+
+def _progress(directory: Path, latest: list[StatusShown]) -> tuple[object, ...]:
+    """Return which processes serve, and the size of their log."""
+    size_bytes = directory.with_suffix(".log").stat().st_size
+    return size_bytes, *((s.epoch, s.controller_pid, s.engine_id, s.engine_pid) for s in latest)
 
 
 def is_alive(pid: int) -> bool:
@@ -50,7 +56,9 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_for_end(*pids: int) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, pids
-        time.sleep(0.05)
+    """Wait until none of these processes is alive."""
+
+    def alive() -> list[int]:
+        return [pid for pid in pids if is_alive(pid)]
+
+    wait_until(lambda: not alive(), alive, f"end of {pids}")

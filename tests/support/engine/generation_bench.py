@@ -1,4 +1,4 @@
-"""A generator without an engine: a slot for each adapter of the examples, and what it reported."""
+"""A generation scheduler without an engine: one slot per example adapter, and its reports."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +8,11 @@ from msgspec import structs
 
 from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
-from engine.inference.admission import Slots
-from engine.inference.generator import Generator
+from engine.inference.admission import SlotTable
+from engine.inference.generation_scheduler import GenerationScheduler
 from engine.jobs import InlineJobs, Jobs
-from engine.models.binding import equip
-from engine.models.causal_model import PreparedModel
+from engine.models.binding import bind_lora
+from engine.models.causal_model import CausalModel
 from engine.punica import PunicaWrapper
 from engine.residency.staging import stage
 from messages.commands import StartGeneration
@@ -23,32 +23,33 @@ from tests.support.engine.engine_examples import ADAPTERS
 
 NAMES = tuple(ADAPTERS)
 PROMPTS = ((72, 101, 108), (1, 2, 3, 4, 5, 6, 7, 8, 9), (200,), (65, 66, 65, 66, 65))
-ROWS = [(name, prompt) for prompt in PROMPTS for name in (None, *NAMES)]
+REQUESTS = [(name, prompt) for prompt in PROMPTS for name in (None, *NAMES)]
 SIXTEEN = Sampling(max_tokens=16)
 
 
-class Driver:
-    """Adapter number `n` of `names` is in slot `n`, generation 1; its id is one more.
+class SchedulerDriver:
+    """Starts generations; adapter number `n` of `names` is in slot `n`, generation 1, id `n + 1`.
 
-    An operation's number is its request id.
+    The request id is the operation's number.
     """
 
     def __init__(
         self,
-        model: PreparedModel,
+        model: CausalModel,
         punica: PunicaWrapper,
-        slots: Slots,
+        slots: SlotTable,
         config: EngineConfig,
         names: Sequence[str],
         jobs: Jobs[OpId],
     ) -> None:
         self.model, self.names, self.reports, self.op = model, names, [], 0
-        self.generator = Generator(model, punica, slots, config, self.reports.append, jobs)
+        emit = self.reports.append
+        self.scheduler = GenerationScheduler(model, punica, slots, config, emit, jobs)
 
     def start(
         self, name: str | None, prompt: Prompt, sampling: Sampling = SIXTEEN, **fields: object
     ) -> int:
-        """Start a generation; its operation, also its request id."""
+        """Start a generation and return its operation."""
         self.op += 1
         slot = -1 if name is None else self.names.index(name)
         command = StartGeneration(
@@ -60,19 +61,20 @@ class Driver:
             prompt=prompt,
             sampling=sampling,
         )
-        self.generator.start(structs.replace(command, **fields))
+        self.scheduler.start(structs.replace(command, **fields))
         return self.op
 
     def run(self, steps: int = 1000) -> None:
+        """Run at most `steps` steps; without an argument, until the scheduler is idle."""
         for _ in range(steps):
-            self.generator.collect()
-            if self.generator.is_idle:
+            self.scheduler.collect()
+            if self.scheduler.is_idle:
                 return
-            self.generator.step()
+            self.scheduler.step()
         assert steps < 1000, "generations do not end"
 
     def output(self, op: int) -> tuple[list[int], str]:
-        """What was streamed for one request, in the order of its pieces."""
+        """Return what was streamed for one request, in the order of its pieces."""
         tokens: list[int] = []
         text = ""
         for report in self.reports:
@@ -84,7 +86,7 @@ class Driver:
         return tokens, text
 
     def end(self, op: int) -> GenerationEnded | OperationFailed:
-        """The one report that ended an operation; nothing is streamed after it."""
+        """Return the one report that ended an operation; nothing may be streamed after it."""
         ends = [r for r in self.reports if not isinstance(r, TokensGenerated) and r.op == op]
         assert len(ends) == 1, ends
         later = self.reports[self.reports.index(ends[0]) :]
@@ -92,33 +94,33 @@ class Driver:
         return ends[0]
 
     def alone(self, name: str | None, prompt: Prompt, sampling: Sampling = SIXTEEN):
-        """A request by itself, from its start to its end."""
+        """Run one request from its start to its end and return its output."""
         op = self.start(name, prompt, sampling)
         self.run()
         return self.output(op)
 
 
-class GeneratorBench(Driver):
-    """A text model with the adapters of the examples."""
+class GenerationBench(SchedulerDriver):
+    """A text model with the example adapters."""
 
     def __init__(
-        self, model: PreparedModel, root: Path, config: EngineConfig, **lora_fields: object
+        self, model: CausalModel, root: Path, config: EngineConfig, **lora_fields: object
     ) -> None:
         wanted = LoRAConfig(
             max_lora_rank=16, max_loras=len(NAMES), lora_dtype="float32", **lora_fields
         )
-        self.arena, punica, lora_config = equip(model, wanted, 1 << 20)
+        self.arena, punica, lora_config = bind_lora(model, wanted, 1 << 20)
         self.arena.data.fill_(torch.nan)
         self.residents: list[int | None] = [None] * len(NAMES)
-        slots = Slots(self.arena, self.residents)
+        slots = SlotTable(self.arena, self.residents)
         super().__init__(model, punica, slots, config, NAMES, InlineJobs())
         for slot, name in enumerate(NAMES):
-            loaded = read_adapter(name, [root], model.side(lora_config))
+            loaded = read_adapter(name, [root], model.adapter_target(lora_config))
             self.blob = stage(loaded.model, model.shapes, torch.float32, False)
             self.write(slot, slot + 1, 1)
 
     def write(self, slot: int, adapter_id: int, generation: int) -> None:
-        """Put the last staged blob into a slot."""
+        """Write the last staged blob into a slot."""
         self.arena.begin_write(slot, generation, self.blob)
         self.arena.finish_write(slot)
         self.residents[slot] = adapter_id

@@ -1,0 +1,42 @@
+"""Settings of every test run: no result depends on the machine's speed, and no warning is shown."""
+
+from typing import Final
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.support.plain_logs import reset_logs
+
+PROFILE: Final = "loradock"
+
+WARNING_FILTERS: Final = (
+    # A warning about a line of ours is a failure.
+    r"error:::(messages|controller|engine|examples|benchmarks|tests)\.",
+    # peft reads a model attribute that transformers renamed.
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning",
+    # Adapters of ours have such patterns, and embeddings; peft reports both each time.
+    "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning",
+    "ignore:Setting `save_embedding_layers` to `True`:UserWarning",
+    "ignore:Model has `tie_word_embeddings=True` and a tied layer is part:UserWarning",
+    # Tests read pickles with random damage, which may be in the protocol's number.
+    "ignore:Detected pickle protocol:UserWarning",
+)
+"""The ignored warnings are those of libraries, caused on purpose or not avoidable."""
+
+# The parent is the profile that Hypothesis chose for the environment: under CI it has no example
+# database and is derandomized. A slow machine fails neither by `deadline` nor by `too_slow`.
+settings.register_profile(
+    PROFILE,
+    parent=settings.get_profile(settings.get_current_profile_name()),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=(HealthCheck.too_slow,),
+)
+settings.load_profile(PROFILE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Add the filters of warnings, and log plain tracebacks."""
+    for line in WARNING_FILTERS:
+        config.addinivalue_line("filterwarnings", line)
+    reset_logs()
