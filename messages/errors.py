@@ -55,7 +55,7 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ),
     ErrorCode.NOT_FINITE: Meaning("values not finite", "NaN or infinity in a tensor", False),
     ErrorCode.PATH_NOT_ALLOWED: Meaning(
-        "path not allowed", "outside the adapter roots, or a link out of them", False
+        "path not allowed", "outside the adapter roots, or through a link below one", False
     ),
     ErrorCode.CONFLICT: Meaning(
         "conflict", "name taken by other content, adapter in use or held", False

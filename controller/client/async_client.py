@@ -1,6 +1,6 @@
 """The asyncio client: sockets and a clock around `Session`.
 
-What can be decided without waiting is decided in `controller.client.session`. Every wait ends at
+Everything that needs no waiting is in `controller.client.session`. Every wait ends at
 the latest with the deadline of a call.
 """
 
@@ -26,7 +26,7 @@ from controller.client.prepared import (
     unary,
 )
 from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
-from controller.client.sockets import connect_events, connect_requests, runtime_directory
+from controller.client.sockets import open_events, open_requests, runtime_directory
 from controller.client.streams import EventCursor, Gap
 from messages.events import Published
 from messages.requests import (
@@ -63,8 +63,7 @@ class AsyncClient:
         self._directory = runtime_directory(directory)
         self._context = zmq.asyncio.Context(context or zmq.Context.instance())
         self._session = Session(secrets.token_hex(6), timing, timeout_s, generation_timeout_s)
-        self._socket = self._context.socket(zmq.DEALER)
-        connect_requests(self._socket, self._directory)
+        self._socket = open_requests(self._context, self._directory)
         self._wakeup = asyncio.Event()
         self._sleeps_until = math.inf
         self._tasks: list[asyncio.Task[None]] = []
@@ -151,9 +150,7 @@ class AsyncClient:
         self._session.forget(call)
 
     def _subscribe(self) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.SUB)
-        connect_events(socket, self._directory)
-        return socket
+        return open_events(self._context, self._directory)
 
     async def _wait(self, call: ClientCall, ready: Callable[[], bool]) -> None:
         if not self._tasks:

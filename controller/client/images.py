@@ -1,6 +1,6 @@
-"""Image files and bytes as a part of prompts.
+"""Images as a part of prompts, given as files or as bytes.
 
-What exceeds the bounds of a request is refused before more of it is read than a request may hold.
+A file is read no further than the bounds of a request allow; a longer one is refused.
 Images are not decoded here; the engine refuses files of other formats.
 """
 

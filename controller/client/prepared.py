@@ -1,4 +1,4 @@
-"""How a function of `controller.client.methods` becomes a method of both clients.
+"""Conversion of the functions of `controller.client.methods` into methods of both clients.
 
 Such a function has a method's arguments and docstring, and returns what is to be sent. `method`
 joins it with the function of one client that sends this and waits: in a thread or on an event loop.

@@ -3,11 +3,13 @@
 import os
 import socket as os_socket
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import zmq
 
 from messages.wire import EVENTS, REPLY_BYTES_MAX
+
+Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
 
 DIRECTORY_VARIABLE: Final = "LORADOCK_DIR"
 DIRECTORY_DEFAULT: Final = ".loradock"
@@ -37,17 +39,26 @@ def events_endpoint(directory: Path) -> str:
     return _endpoint(directory, "events.sock")
 
 
-def connect_requests(socket: "zmq.Socket[Any]", directory: Path) -> None:
-    """Connect a DEALER to the controller's ROUTER, which may be bound later."""
+def open_requests(context: "zmq.Context[Socket]", directory: Path) -> Socket:
+    """Return a DEALER that is connected to the controller's ROUTER, which may be bound later.
+
+    Raises `ValueError` for a path that is too long.
+    """
+    endpoint = requests_endpoint(directory)
+    socket = context.socket(zmq.DEALER)
     _set_options(socket)
-    socket.connect(requests_endpoint(directory))
+    socket.connect(endpoint)
+    return socket
 
 
-def connect_events(socket: "zmq.Socket[Any]", directory: Path) -> None:
-    """Connect a SUB to the controller's PUB."""
+def open_events(context: "zmq.Context[Socket]", directory: Path) -> Socket:
+    """Return a SUB that is connected to the controller's PUB; raises as `open_requests`."""
+    endpoint = events_endpoint(directory)
+    socket = context.socket(zmq.SUB)
     _set_options(socket)
     socket.setsockopt(zmq.SUBSCRIBE, EVENTS.prefix)
-    socket.connect(events_endpoint(directory))
+    socket.connect(endpoint)
+    return socket
 
 
 def unserved_reason(directory: Path) -> str:

@@ -1,6 +1,6 @@
 """The blocking client: sockets and a clock around `Session`.
 
-What can be decided without waiting is decided in `controller.client.session`. Every wait ends at
+Everything that needs no waiting is in `controller.client.session`. Every wait ends at
 the latest with the deadline of a call.
 """
 
@@ -23,7 +23,7 @@ from controller.client.prepared import (
     unary,
 )
 from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
-from controller.client.sockets import connect_events, connect_requests, runtime_directory
+from controller.client.sockets import open_events, open_requests, runtime_directory
 from controller.client.streams import EventCursor, Gap
 from messages.events import Published
 from messages.requests import (
@@ -59,8 +59,7 @@ class Client:
         self._directory = runtime_directory(directory)
         self._context = context or zmq.Context.instance()
         self._session = Session(secrets.token_hex(6), timing, timeout_s, generation_timeout_s)
-        self._socket = self._context.socket(zmq.DEALER)
-        connect_requests(self._socket, self._directory)
+        self._socket = open_requests(self._context, self._directory)
 
     def __enter__(self) -> Self:
         return self
@@ -125,9 +124,7 @@ class Client:
         self._session.forget(call)
 
     def _subscribe(self) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(zmq.SUB)
-        connect_events(socket, self._directory)
-        return socket
+        return open_events(self._context, self._directory)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Exchange frames until `ready`, at the latest at the call's deadline."""

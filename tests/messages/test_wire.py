@@ -5,11 +5,9 @@ last is written by this version, and all of them are read. Entries are added, ne
 
 - A new message: write its example in `message_examples.py`, then run
   `PYTHONPATH=. python tests/messages/test_wire.py`; it adds what is missing and nothing else.
-- A new field at the end, with a default: set it in the example, then name the messages that became
-  longer: `PYTHONPATH=. python tests/messages/test_wire.py request/LoadAdapter
-  record/LoadAdapter`. The old bytes stay above the new ones.
-- Any other change is not allowed: old logs and old clients have the old bytes. Raise
-  `PROTOCOL_VERSION` or `FORMAT` and start a second file.
+- A new field at the end, with a default: set it in the example, then run the same with the names
+  of the longer messages (`request/LoadAdapter record/LoadAdapter`). The old bytes stay.
+- Any other change needs a new `PROTOCOL_VERSION` or `FORMAT` and a second file.
 """
 
 import json
@@ -67,8 +65,8 @@ from tests.support.simulation.message_examples import (
 GOLDEN = Path(__file__).parents[1] / "golden" / "messages.json"
 EPOCH, SEQ, TIME_NS = 3, 2**40 + 7, 1_700_000_000_000_000_001
 HEAD_BYTES = 20
-CHANNELS = {channel.name: channel for channel in (REQUESTS, REPLIES, COMMANDS, REPORTS, EVENTS)}
 UNIONS = {REQUESTS: Request, REPLIES: Reply, COMMANDS: Command, REPORTS: Report, EVENTS: Event}
+CHANNELS = {channel.name: channel for channel in UNIONS}
 
 
 class Golden(msgspec.Struct, frozen=True):
@@ -391,8 +389,7 @@ def add_entries(longer: list[str]) -> None:
     """Add missing golden bytes, and new ones after the old ones of the named messages."""
     entries = golden_entries()
     for name, case in CASES.items():
-        data = case.encode(case.value).hex()
-        written = entries.setdefault(name, [])
+        data, written = case.encode(case.value).hex(), entries.setdefault(name, [])
         if not written or (name in longer and written[-1] != data):
             written.append(data)
             print(f"added {name}")

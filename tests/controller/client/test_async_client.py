@@ -7,16 +7,9 @@ import pytest
 from controller.client import AsyncClient, EngineGone, Timing, UnknownAdapter
 from messages import events as ev
 from messages import requests as rq
-from tests.support.simulation.standin_controller import StandIn
 from tests.support.waiting import HANG_S
 
 FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=HANG_S)
-
-
-@pytest.fixture
-def controller(tmp_path):
-    with StandIn(tmp_path) as stand_in:
-        yield stand_in
 
 
 def open_async(controller):
@@ -104,8 +97,10 @@ def test_a_failed_task_settles_every_call(controller, monkeypatch):
 
 def test_an_unopened_client_is_refused(controller):
     async def main():
+        client = open_async(controller)
         with pytest.raises(ValueError, match="async with"):
-            await open_async(controller).status()
+            await client.status()
+        await client.close()
 
     asyncio.run(main())
 

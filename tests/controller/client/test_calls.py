@@ -176,7 +176,7 @@ def test_cancelling_an_unsent_generation_needs_no_request():
 # Complete exchanges over a network that loses and repeats frames
 
 
-class Controller:
+class RepeatingController:
     """Executes each request once, and answers a repeated one with the first answer."""
 
     def __init__(self):
@@ -211,7 +211,7 @@ def network(frames, fates):
 
 @given(st.lists(st.sampled_from(["keep", "lose", "repeat"]), max_size=30), st.integers(1, 4))
 def test_with_any_losses_each_request_is_executed_once_and_answered_correctly(fates, count):
-    client, controller, now = session(), Controller(), 0.0
+    client, controller, now = session(), RepeatingController(), 0.0
     loads = [load(client, timeout_s=600.0) for _ in range(count)]
     generations = [generate(client) for _ in range(count)]
     fates = iter(fates)

@@ -12,17 +12,10 @@ from messages import requests as rq
 from messages.requests import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, IMAGES_MAX, IllustratedPrompt
 from messages.wire import FRAME_BYTES_MAX, REQUESTS
 from tests.support.simulation.client_examples import TIMING, sent, session, stream
-from tests.support.simulation.standin_controller import StandIn
 from tests.support.waiting import HANG_S
 
 PNG, JPEG = b"\x89PNG", b"\xff\xd8\xff"
 MIB = 1 << 20
-
-
-@pytest.fixture
-def controller(tmp_path):
-    with StandIn(tmp_path) as stand_in:
-        yield stand_in
 
 
 @pytest.fixture

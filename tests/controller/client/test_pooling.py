@@ -22,18 +22,11 @@ from controller.client.session import answer_of
 from messages import requests as rq
 from messages.errors import ErrorCode
 from tests.support.simulation.client_examples import TIMING, reply, session
-from tests.support.simulation.standin_controller import StandIn
 from tests.support.waiting import HANG_S
 
 FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=HANG_S)
 TEXTS = ["one", (1, 2), "three"]
 VECTORS = ((0.0, 1.5), (1.0, 1.5), (2.0, 1.5))
-
-
-@pytest.fixture
-def controller(tmp_path):
-    with StandIn(tmp_path) as stand_in:
-        yield stand_in
 
 
 def begin(client, attempts=1):

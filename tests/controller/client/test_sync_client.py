@@ -28,12 +28,6 @@ FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=HANG
 
 
 @pytest.fixture
-def controller(tmp_path):
-    with StandIn(tmp_path) as stand_in:
-        yield stand_in
-
-
-@pytest.fixture
 def client(controller):
     with Client(controller.directory, timeout_s=HANG_S, timing=FAST) as client:
         yield client
