@@ -10,7 +10,7 @@ class Figure(Struct, frozen=True):
     """One measured number and its yardstick, from the same run.
 
     `ratio` is the value divided by the yardstick, or the other way round where larger is better.
-    `reach` is the project's target, and `reached` whether this run met it.
+    `target` is what the project requires, and `reached` whether this run met it.
     """
 
     name: str
@@ -18,7 +18,7 @@ class Figure(Struct, frozen=True):
     unit: str
     yardstick: str
     ratio: float
-    reach: str
+    target: str
     reached: bool
 
 

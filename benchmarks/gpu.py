@@ -16,8 +16,7 @@ import torch
 
 PYTEST: Final = (sys.executable, "-m", "pytest")
 OPERATIONS: Final = (
-    *("linear", "shrink", "expand", "shrink_expand", "embedding", "experts"),
-    *("experts_shrink_expand", "offsets"),
+    *("linear", "shrink_expand", "embedding", "experts", "experts_shrink_expand", "offsets"),
 )
 SHARED: Final = tuple(f"tests/engine/kernels/test_{name}.py" for name in OPERATIONS)
 SANITIZED: Final = (

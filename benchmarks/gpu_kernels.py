@@ -57,7 +57,7 @@ class CellFigures(NamedTuple):
     vs_gemm: float
 
     @property
-    def is_the_target(self) -> bool:
+    def has_time_target(self) -> bool:
         """Whether the target in microseconds applies to this cell."""
         return (self.hidden, self.ranks, self.adapters, self.tokens) == (4096, "16", 64, 64)
 
@@ -74,9 +74,9 @@ def main() -> int:
         measured.append(measure(name, cell, flush, bandwidth))
         print(json.dumps(measured[-1]._asdict()), flush=True)
     both = (RANK_8_AMONG_8, RANK_8_AMONG_256)
-    among = [measure("8", cell, flush, bandwidth).microseconds for cell in both]
-    write(measured, bandwidth, among)
-    print("\n".join(aims(measured, bandwidth, among)))
+    padding_us = [measure("8", cell, flush, bandwidth).microseconds for cell in both]
+    write(measured, bandwidth, padding_us)
+    print("\n".join(target_lines(measured, bandwidth, padding_us)))
     return 0
 
 
@@ -114,16 +114,18 @@ def check(cell: Cell, linear, operands) -> None:
     check_close(cell, found, expected)
 
 
-def write(measured: list[CellFigures], bandwidth: float, among: list[float]) -> None:
+def write(measured: list[CellFigures], bandwidth: float, padding_us: list[float]) -> None:
     """Write both files, named after the device."""
     device = torch.cuda.get_device_name()
-    place = Path(__file__).parent / f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower())}"
+    path = Path(__file__).parent / f"gpu-{re.sub(r'[^a-z0-9]+', '-', device.lower())}"
     encoded = json.dumps([one._asdict() for one in measured], indent=2)
-    place.with_suffix(".json").write_text(encoded + "\n")
-    place.with_suffix(".md").write_text(document(device, measured, bandwidth, among))
+    path.with_suffix(".json").write_text(encoded + "\n")
+    path.with_suffix(".md").write_text(document(device, measured, bandwidth, padding_us))
 
 
-def document(device: str, measured: list[CellFigures], bandwidth: float, among: list[float]) -> str:
+def document(
+    device: str, measured: list[CellFigures], bandwidth: float, padding_us: list[float]
+) -> str:
     """Return the targets and the table as Markdown."""
     lines = [
         f"# The linear operation on {device}",
@@ -131,7 +133,7 @@ def document(device: str, measured: list[CellFigures], bandwidth: float, among: 
         f"Graphs replayed with cold caches. A copy moves {bandwidth / 1e12:.2f} TB/s; a cell's "
         "share of that counts its weights and inputs once and its outputs twice.",
         "",
-        *(f"- {line}" for line in aims(measured, bandwidth, among)),
+        *(f"- {line}" for line in target_lines(measured, bandwidth, padding_us)),
         "",
         "| hidden | ranks | adapters | tokens | weights, MB | us | share of copy | ratio to GEMM |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|",
@@ -144,10 +146,12 @@ def document(device: str, measured: list[CellFigures], bandwidth: float, among: 
     return "\n".join([*lines, *rows]) + "\n"
 
 
-def aims(measured: list[CellFigures], bandwidth: float, among: list[float]) -> list[str]:
+def target_lines(
+    measured: list[CellFigures], bandwidth: float, padding_us: list[float]
+) -> list[str]:
     """Return a line per target: the measurement, the target, and whether it was reached."""
     lines = []
-    for one in filter(lambda one: one.is_the_target, measured):
+    for one in filter(lambda one: one.has_time_target, measured):
         bare = 1e6 * one.bytes_moved / bandwidth
         lines.append(
             f"64 adapters of rank 16, one row each, hidden 4096: {one.microseconds:.1f} us; the "
@@ -163,10 +167,11 @@ def aims(measured: list[CellFigures], bandwidth: float, among: list[float]) -> l
             f"{worst.ranks}, {worst.adapters} adapters, {worst.tokens} tokens). "
             f"Target: >= {BANDWIDTH_SHARE_MIN:.0%}, {_reached(worst.share >= BANDWIDTH_SHARE_MIN)}."
         )
-    ratio = among[1] / among[0]
+    ratio = padding_us[1] / padding_us[0]
     lines.append(
-        f"Rank 8, 64 adapters, one row each, hidden 4096: {among[0]:.1f} us among slots of 8, "
-        f"{among[1]:.1f} us among slots of 256. Target: at most {PADDING_RATIO_MAX} times as long, "
+        f"Rank 8, 64 adapters, one row each, hidden 4096: {padding_us[0]:.1f} us among slots of 8, "
+        f"{padding_us[1]:.1f} us among slots of 256. "
+        f"Target: at most {PADDING_RATIO_MAX} times as long, "
         f"{_reached(ratio <= PADDING_RATIO_MAX)}."
     )
     return lines

@@ -60,12 +60,12 @@ class Cell(NamedTuple):
         return self.tokens >= PREFILL_TOKENS
 
     @property
-    def is_for_delta(self) -> bool:
+    def has_gemm_target(self) -> bool:
         """Whether the target against the base layer's product applies to this cell."""
         return (self.hidden, self.rank, self.adapters) == (4096, 16, 8)
 
     @property
-    def is_for_invariant(self) -> bool:
+    def measures_invariant(self) -> bool:
         """Whether the cost of `batch_invariant` is measured in this cell."""
         return (self.rank, self.adapters) == (16, 8)
 

@@ -78,7 +78,7 @@ class CellComparison(NamedTuple):
     @property
     def misses_target(self) -> bool:
         """Whether the cell misses any target."""
-        is_slow = self.cell.is_for_delta and self.vs_gemm > DELTA_MAX
+        is_slow = self.cell.has_gemm_target and self.vs_gemm > DELTA_MAX
         return is_slow or self.vs_best > BEST_MAX or (self.vs_copies or 0.0) > GATHER_MAX
 
     def time_of(self, name: str) -> float | None:
@@ -118,7 +118,7 @@ def _compare(cell: Cell, seconds: float, *, is_repeated: bool) -> CellComparison
     bench = Bench(cell)
     chosen = bench.chosen()
     works = {"chosen": chosen, **bench.strategies()}
-    if cell.is_for_invariant:
+    if cell.measures_invariant:
         works["invariant"] = bench.chosen(batch_invariant=True)
     strategies = interleave(works, seconds)
     # Measured separately, because the base layer's weights evict all others from the caches.
@@ -131,7 +131,7 @@ def _compare(cell: Cell, seconds: float, *, is_repeated: bool) -> CellComparison
 
 
 def _delta_vs_gemm(comparisons: list[CellComparison]) -> Figure:
-    worst = max((c for c in comparisons if c.cell.is_for_delta), key=lambda c: c.vs_gemm)
+    worst = max((c for c in comparisons if c.cell.has_gemm_target), key=lambda c: c.vs_gemm)
     text = f"own GEMM: {worst.gemm.microseconds('gemm'):,.0f} us ({worst.cell.text})"
     return _figure("kernels.delta_vs_gemm", worst.gemm, text, worst.vs_gemm, DELTA_MAX)
 
@@ -158,7 +158,7 @@ def _vs_gather(comparisons: list[CellComparison]) -> Figure:
 
 
 def _batch_invariant(comparisons: list[CellComparison]) -> Figure:
-    measured = [c for c in comparisons if c.cell.is_for_invariant]
+    measured = [c for c in comparisons if c.cell.measures_invariant]
     worst = max(measured, key=lambda c: c.strategies.ratio("invariant", "chosen"))
     times = worst.strategies
     text = f"without batch_invariant: {times.microseconds('chosen'):,.0f} us ({worst.cell.text})"

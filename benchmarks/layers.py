@@ -87,8 +87,8 @@ def run() -> Iterator[Figure]:
     yield _slower("layers.decode_vs_base", decode, "base", 1.6)
     yield _faster("layers.prefill_vs_peft", prefill, 3)
     yield _faster("layers.decode_vs_peft", decode, 3)
-    steps = {f"prefill, {count}": own for count, own in prefill.items()}
-    steps |= {f"decode, {count}": own for count, own in decode.items()}
+    steps = {f"prefill, {count}": seconds for count, seconds in prefill.items()}
+    steps |= {f"decode, {count}": seconds for count, seconds in decode.items()}
     yield _slower("layers.packed", steps, "separate", 1.02)
 
 
@@ -220,23 +220,23 @@ def _interleave(works: Mapping[str, Callable[[], object]], repeats: int) -> Seco
     return taken
 
 
-def _ratio(own: Seconds, above: str, below: str) -> float:
+def _ratio(seconds: Seconds, numerator: str, denominator: str) -> float:
     """Return the median over the rounds of the ratio of two variants' times."""
-    return statistics.median(map(truediv, own[above], own[below]))
+    return statistics.median(map(truediv, seconds[numerator], seconds[denominator]))
 
 
 def _slower(name: str, runs: Mapping[Any, Seconds], other: str, limit: float) -> Figure:
     """Return the ratio of our time to the other variant's, in the worst of the runs."""
-    ratio = max(_ratio(own, "ours", other) for own in runs.values())
-    times, reach = _describe(runs, "ours", other), f"<= {limit} in each"
-    return Figure(name, ratio, "times as long", times, ratio, reach, ratio <= limit)
+    ratio = max(_ratio(seconds, "ours", other) for seconds in runs.values())
+    times, target = _describe(runs, "ours", other), f"<= {limit} in each"
+    return Figure(name, ratio, "times as long", times, ratio, target, ratio <= limit)
 
 
 def _faster(name: str, runs: Mapping[Any, Seconds], limit: float) -> Figure:
     """Return the ratio of peft's time to ours, in the worst of the runs."""
-    ratio = min(_ratio(own, "peft", "ours") for own in runs.values())
-    times, reach = _describe(runs, "ours", "peft", "base"), f">= {limit} in each"
-    return Figure(name, ratio, "times as fast", times, ratio, reach, ratio >= limit)
+    ratio = min(_ratio(seconds, "peft", "ours") for seconds in runs.values())
+    times, target = _describe(runs, "ours", "peft", "base"), f">= {limit} in each"
+    return Figure(name, ratio, "times as fast", times, ratio, target, ratio >= limit)
 
 
 def _describe(runs: Mapping[Any, Seconds], *variants: str) -> str:
@@ -244,7 +244,7 @@ def _describe(runs: Mapping[Any, Seconds], *variants: str) -> str:
     return "; ".join(
         f"{run} thread{'' if str(run).endswith('1') else 's'}: "
         + ", ".join(
-            f"{variant} {statistics.median(own[variant]) * 1e3:.1f} ms" for variant in variants
+            f"{variant} {statistics.median(seconds[variant]) * 1e3:.1f} ms" for variant in variants
         )
-        for run, own in runs.items()
+        for run, seconds in runs.items()
     )

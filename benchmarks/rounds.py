@@ -3,7 +3,7 @@
 Two times are compared only within one round, and a ratio is the median over the rounds. A machine's
 speed drifts, with its clock and with other processes' use of caches and memory, so the best samples
 of two works may come from a fast and a slow period. Within a round both have the same period, so
-the drift cancels; and the median ignores the odd sample with an interrupt. A work's time against
+the drift cancels; and the median ignores a single sample with an interrupt. A work's time against
 the best of several rivals is its worst median ratio over them; the minimum of several noisy
 samples, taken per round, would be biased downward.
 """

@@ -67,13 +67,13 @@ def _read() -> list[Figure]:
 
 def _table(group: str, figures: list[Figure]) -> Table:
     table = Table(title=group)
-    for name in ("name", "value", "unit", "yardstick", "ratio", "reach", "reached"):
+    for name in ("name", "value", "unit", "yardstick", "ratio", "target", "reached"):
         table.add_column(name, justify="right" if name in ("value", "ratio") else "left")
     for figure in figures:
         reached = "yes" if figure.reached else "no"
         table.add_row(
             figure.name, rounded(figure.value), figure.unit, figure.yardstick,
-            f"{figure.ratio:.3f}", figure.reach, reached,
+            f"{figure.ratio:.3f}", figure.target, reached,
         )  # fmt: skip
     return table
 

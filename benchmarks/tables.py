@@ -8,7 +8,7 @@ from benchmarks.figures import Figure
 
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 _HEAD = (
-    "| figure | measured | yardstick in the same run | ratio | aim | reached |\n"
+    "| figure | measured | yardstick in the same run | ratio | target | reached |\n"
     "|---|--:|---|--:|---|---|\n"
 )
 
@@ -31,5 +31,5 @@ def rounded(value: float) -> str:
 def _row(figure: Figure) -> str:
     measured = f"{rounded(figure.value)} {figure.unit}"
     reached = "yes" if figure.reached else "no"
-    cells = (measured, figure.yardstick, f"{figure.ratio:.3f}", figure.reach, reached)
+    cells = (measured, figure.yardstick, f"{figure.ratio:.3f}", figure.target, reached)
     return f"| `{figure.name}` | {' | '.join(cells)} |\n"

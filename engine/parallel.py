@@ -28,11 +28,11 @@ class RankLost(Exception):  # noqa: N818 - named by what was found, as the engin
 
 
 @contextmanager
-def _collective_call(what: str) -> Iterator[None]:
+def _collective_call(operation: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"{what} with the other ranks failed: {str(error)[:300]}") from error
+        raise RankLost(f"{operation} with the other ranks failed: {str(error)[:300]}") from error
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,13 @@ class ParallelGroup:
             with _collective_call("starting"):
                 dist.monitored_barrier(timeout=timedelta(seconds=START_TIMEOUT_S))
 
-    def shard_range(self, size: int, what: str) -> range:
+    def shard_range(self, size: int, name: str) -> range:
         """Return this rank's equal share of `range(size)`; ValueError if it can't be divided.
 
-        `what` names `size` in the error.
+        `name` is that of `size` in the error's text.
         """
         if size % self.world_size:
-            raise ValueError(f"{what} {size} can't be shared evenly by {self.world_size} ranks")
+            raise ValueError(f"{name} {size} can't be shared evenly by {self.world_size} ranks")
         share = size // self.world_size
         return range(self.rank * share, (self.rank + 1) * share)
 

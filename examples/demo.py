@@ -113,8 +113,8 @@ async def _traffic(
     showing = asyncio.create_task(_show(life_cycle, tally))
     # Half of the clients are tasks that share one connection; the others have their own.
     shared = [_send_requests(client, work, tally) for _ in range(CLIENTS // 2)]
-    own = [_connect_and_send(directory, work, tally) for _ in range(CLIENTS - CLIENTS // 2)]
-    await asyncio.gather(*shared, *own)
+    separate = [_connect_and_send(directory, work, tally) for _ in range(CLIENTS - CLIENTS // 2)]
+    await asyncio.gather(*shared, *separate)
     await crashes
     showing.cancel()
     life_cycle.show(tally.answered)

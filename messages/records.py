@@ -1,7 +1,7 @@
 """Records of the log: the segment header, the record, and the inputs that only the log has.
 
 Those are the shell's own inputs, and inference requests without their prompt or inputs. All that a
-decision of the core depends on is in a record. Framing and checksums are `controller.log.format`'s.
+decision of the core depends on is in a record. `controller.log.format` adds frames and checksums.
 """
 
 from messages.base import Message, Value

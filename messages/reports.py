@@ -1,7 +1,7 @@
 """Reports of the engine to the controller.
 
-Only a report moves an adapter to its next state. The engine keeps a report, and sends it again,
-until the controller acknowledges that it is in the log.
+Only a report, the engine's loss or a removal changes an adapter's state. The engine keeps a report,
+and sends it again, until the controller acknowledges that it is in the log.
 """
 
 from typing import Literal

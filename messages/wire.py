@@ -40,7 +40,7 @@ class WireError(Exception):
 
 
 class DecodedFrame(NamedTuple, Generic[T]):
-    """A decoded frame: the sender's epoch and number of it, and the message."""
+    """A decoded frame: the sender's epoch, the frame's number, and the message."""
 
     epoch: Epoch
     seq: Seq
@@ -68,7 +68,7 @@ class Channel(Generic[T]):
         if len(frame) > self.bytes_max:
             raise WireError(f"{self.name} of {len(frame)} bytes; at most {self.bytes_max} are read")
         if frame[:4] != self.prefix:
-            raise WireError(self._foreign(frame))
+            raise WireError(self._describe_foreign(frame))
         try:
             _, _, _, epoch, seq = _HEADER.unpack_from(frame)
             return DecodedFrame(epoch, seq, self._read(memoryview(frame)[_HEADER.size :]))
@@ -79,7 +79,7 @@ class Channel(Generic[T]):
         message: T = self._decode(body)
         return message
 
-    def _foreign(self, frame: bytes) -> str:
+    def _describe_foreign(self, frame: bytes) -> str:
         if frame[:2] != _MAGIC or len(frame) < 4:
             return f"not a LoRADock frame: it starts with {frame[:4]!r}, not {self.prefix!r}"
         if frame[2] != PROTOCOL_VERSION:

@@ -1,4 +1,4 @@
-"""What no code of the program does, and how long files and functions may get."""
+"""Rules for code: none runs what it reads, the core is pure, files and functions are short."""
 
 import ast
 from collections.abc import Iterator

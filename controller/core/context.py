@@ -62,7 +62,7 @@ class Context(Struct, gc=False):
         del self.world.answers[self.world.answer_order.popleft()]
 
     def refuse(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
-        """Answer a request that it was not done."""
+        """Answer a request with a refusal."""
         self.answer(requests.Refused(request_id, code, message))
 
     def publish(self, event: events.Event) -> None:

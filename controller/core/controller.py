@@ -26,7 +26,7 @@ from messages.errors import ErrorCode
 
 
 class Controller:
-    """A world, and the function that folds inputs into it."""
+    """A world, and the function that applies inputs to it."""
 
     def __init__(self, limits: Limits, policy: str = "lru", *, checked: bool = False) -> None:
         """`checked` verifies every invariant after every input; raises `InvariantError`."""
@@ -57,7 +57,7 @@ class Controller:
         self.policy_name, self.policy = policy, POLICIES[policy]
         self._context = context = Context(self.world, self.limits, self.policy, [])
         engine_lifecycle.lose(context, "the limits were changed")
-        self.world.resize(limits.slots_max)
+        self.world.resize_slots(limits.slots_max)
         self.world.set_bounds(limits)
         for request_id in tuple(self.world.pending_requests)[limits.requests_max :]:
             fewer = f"requests_max was lowered to {limits.requests_max}; try again later"

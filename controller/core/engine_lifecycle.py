@@ -82,7 +82,7 @@ def on_inventory(context: Context, inventory: reports.EngineInventory) -> None:
     correct(context, inventory)
     for op, operation in open_operations:
         if op > inventory.last_op:
-            # The engine has not received it; should both copies arrive, it ignores the second.
+            # The engine has not received it; if both copies arrive, it ignores the second.
             context.actions.append(SendCommand(operation.command))
     _resend_stops(context)
     _reconcile_all(context)
@@ -169,7 +169,7 @@ def _reconcile_all(context: Context) -> None:
             leases.start_inference(context, request_id, pending)
         context.dirty_adapters.update(dict.fromkeys(pending.adapters))
     adapters = [world.adapters[a] for a in {**world.promoting, **world.demoting}]
-    # Held ones first, then the most recently used.
+    # After the requested ones: held ones, then the most recently used.
     for adapter in sorted(adapters, key=lambda a: (not a.held, -a.lru_stamp)):
         context.dirty_adapters[adapter.id] = None
 

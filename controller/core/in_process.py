@@ -85,8 +85,8 @@ class InProcessController:
             next((adapters[a] for a in order if not adapters[a].held), None)
             for order in self.world.lru_order.values()
         ]
-        free = (adapter for adapter in candidates if adapter is not None)
-        oldest = min(free, key=lambda adapter: adapter.lru_stamp, default=None)
+        evictable = (adapter for adapter in candidates if adapter is not None)
+        oldest = min(evictable, key=lambda adapter: adapter.lru_stamp, default=None)
         return None if oldest is None else oldest.name
 
     def permanent_shortage_of_batch(self, sizes: Mapping[str, int | None]) -> str | None:
@@ -95,11 +95,13 @@ class InProcessController:
         The text is that of an `ActivateBatch` refusal. `sizes` are the blobs' bytes by name: None
         means the known adapter's size, a number a new blob, which may replace the known one.
         """
-        adapters = tuple([self._as_if(name, size_bytes) for name, size_bytes in sizes.items()])
+        adapters = tuple(
+            [self._with_blob_size(name, size_bytes) for name, size_bytes in sizes.items()]
+        )
         context = Context(self.world, self._core.limits, self._core.policy, [])
         return capacity.permanent_shortage_of_batch(context, adapters)
 
-    def _as_if(self, name: str, size_bytes: int | None) -> Adapter:
+    def _with_blob_size(self, name: str, size_bytes: int | None) -> Adapter:
         known = self.world.current(name)
         if known is not None and size_bytes is None:
             return known

@@ -73,7 +73,7 @@ def _differs(adapter: Adapter | None, entry: InventoryAdapter | None) -> bool:
 
 
 def _is_same_content(adapter: Adapter, entry: InventoryAdapter | None) -> bool:
-    """Whether a record and an entry of one id mean the same content; no entry agrees with all."""
+    """Whether a record and an entry of one id mean the same content; true without an entry."""
     if entry is None:
         return True
     if adapter.fingerprint:

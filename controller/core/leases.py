@@ -25,7 +25,7 @@ from messages.ids import BASE_MODEL, NO_SLOT, RequestId
 def serve(
     context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
 ) -> None:
-    """Answer a request that the adapter satisfies, or start what it wanted the adapter for."""
+    """Answer a request that the adapter satisfies, or start its inference or batch."""
     if pending.kind == "batch":
         confirm_batch(context, request_id, pending)
     elif pending.kind in INFERENCE:

@@ -100,7 +100,7 @@ def end_request(context: Context, request_id: RequestId, reply: requests.Reply |
 
 
 def refuse_request(context: Context, request_id: RequestId, code: ErrorCode, message: str) -> None:
-    """Answer a pending request that it was not done.
+    """Answer a pending request with a refusal.
 
     If the engine runs an operation for it, it stays pending until the report and its adapters stay
     leased.
@@ -141,7 +141,7 @@ def refuse_waiters(
 
 
 def is_wanted_down(context: Context, adapter: Adapter) -> bool:
-    """Whether a downward request waits for the adapter; those that want it up are served after."""
+    """Whether a downward request waits for the adapter; upward requests are served after it."""
     pending = context.world.pending_requests
     return any(pending[request_id].kind in DOWNWARD for request_id in adapter.waiters)
 

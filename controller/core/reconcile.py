@@ -107,11 +107,14 @@ def take_next_step(context: Context, adapter: Adapter) -> None:
 
 
 def stay(_context: Context, _adapter: Adapter) -> None:
-    """Do nothing: the adapter is where it should be."""
+    """Do nothing: the adapter is in its goal state."""
 
 
 def load(context: Context, adapter: Adapter) -> None:
-    """Load the weights; an adapter without a fingerprint is checked first."""
+    """Load the weights; an adapter without a fingerprint is checked first.
+
+    Its sizes are then known before room is made, and no adapter is evicted for an invalid one.
+    """
     if adapter.fingerprint:
         _request_room(context, adapter, "host")
     else:
@@ -130,7 +133,7 @@ def write(context: Context, adapter: Adapter) -> None:
 
 
 def reset(context: Context, adapter: Adapter) -> None:
-    """Reset the adapter's slot, unless it is leased: the end of its last lease leads here again."""
+    """Reset the adapter's slot, unless it is leased: the end of its last lease resets it then."""
     if not adapter.leases:
         op = context.next_op()
         context.issue(commands.ResetSlot(op, adapter.slot, adapter.generation), adapter)

@@ -1,4 +1,4 @@
-"""Queues of the adapters that wait for room, one per memory tier, the first priority first.
+"""Queues of the adapters that wait for room: one per memory tier, in order of priority.
 
 The order is a function of the priorities alone, so it can be derived from the adapters' records.
 """

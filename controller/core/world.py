@@ -1,6 +1,6 @@
 """The controller's state: adapters, slots, the engine, operations and pending requests.
 
-Nothing here depends on a clock, on randomness or on the process, so that folding the same inputs
+Nothing here depends on a clock, on randomness or on the process, so that replaying the same inputs
 leads to the same digest anywhere. Only `Controller` and the modules that it calls write it.
 """
 
@@ -160,7 +160,7 @@ class Tier(Struct, array_like=True, gc=False):
 
 
 class World:
-    """The state that the log's inputs add up to."""
+    """The state that results from the log's inputs."""
 
     def __init__(self, limits: Limits) -> None:
         self.seq = 0
@@ -195,7 +195,7 @@ class World:
 
     def _derive(self, limits: Limits) -> None:
         """Create the indexes, which could be rebuilt from the fields above."""
-        self.resize(limits.slots_max)
+        self.resize_slots(limits.slots_max)
         self.set_bounds(limits)
         # Keys of `answers` in order: a dict's own first key is slow to find once many are gone.
         self.answer_order: deque[RequestId] = deque()
@@ -214,7 +214,7 @@ class World:
         self.deadlines_max = DEADLINES_MIN
         self.timer_ns = 0
 
-    def resize(self, slots_max: int) -> None:
+    def resize_slots(self, slots_max: int) -> None:
         """Set the number of slots. No slot may be in use."""
         for index in range(slots_max, len(self.slots)):
             del self.slots[index]
@@ -256,7 +256,10 @@ class World:
         return adapter is not None and adapter.backing_off
 
     def digest(self) -> str:
-        """Return a hash of all state: 32 hex characters, equal for equal histories."""
+        """Return a hash of all state: 32 hex characters, equal for equal histories.
+
+        Its cost depends on what changed and what is in flight, not on the number of adapters.
+        """
         return self._digest([entries.digest() for entries in self._digest_dicts()])
 
     def digest_from_scratch(self) -> str:

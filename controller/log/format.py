@@ -70,7 +70,7 @@ class LogDamaged(LogError):
 
 
 class LogForeign(LogError):
-    """Sound bytes that this version can't read."""
+    """Valid bytes that this version can't read."""
 
 
 class LogBusy(LogError):
@@ -211,13 +211,14 @@ class Scan:
 def read_header(body: bytes, file: Path) -> Header:
     """Decode a segment's header; `LogForeign` for a format that this version can't read."""
     try:
-        found = _decode_format(body).format
-        if found == FORMAT:
+        format_number = _decode_format(body).format
+        if format_number == FORMAT:
             return _decode_header(body)
     except UNDECODABLE as error:
         raise LogForeign(f"{file}: its first frame is not a header: {error}") from error
     raise LogForeign(
-        f"{file}: format {found}; this version reads {FORMAT}; use the version that wrote it"
+        f"{file}: format {format_number}; this version reads {FORMAT}; "
+        "use the version that wrote it"
     )
 
 

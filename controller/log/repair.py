@@ -14,7 +14,7 @@ from messages.ids import Seq
 
 
 class RepairPlan(NamedTuple):
-    """Cut `file` at `offset`, and move the later segments away.
+    """A repair: `file` is cut at `offset`, and the later segments are moved away.
 
     `lost_bytes` are cut off; among them are `lost_records` records that verify alone.
     """

@@ -21,7 +21,10 @@ Sink = Callable[[list[Action]], None]
 
 
 class Divergence(NamedTuple):
-    """The first record whose digest, of the state before it, is not the replayed state's."""
+    """The first record whose digest, of the state before it, is not the replayed state's.
+
+    `folded` is the replayed state's digest. The fields are keys of the command's JSON.
+    """
 
     seq: Seq
     recorded: str

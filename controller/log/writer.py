@@ -181,14 +181,14 @@ class Log:
                 self.sync()
         self._file_bytes = written
 
-    def _cut_group(self, found: str) -> LogFull:
+    def _cut_group(self, reason: str) -> LogFull:
         """Cut the bytes of a refused group, durably: a crash must not restore them."""
         try:
             os.ftruncate(self._fd, self._file_bytes)
             os.fdatasync(self._fd)
         except OSError as error:
             raise self._fail("cut", error) from error
-        return LogFull(f"{self._directory}: no space left ({found}); nothing was written")
+        return LogFull(f"{self._directory}: no space left ({reason}); nothing was written")
 
     def _sync_if_due(self, now_ns: int) -> None:
         if self._policy == "group":
@@ -234,11 +234,12 @@ class Log:
             self._link = segment.before or CHAIN_START
             self._begin_segment()
         else:
-            self._adopt(segment, segment.header)
+            self._continue_segment(segment, segment.header)
         cut_from = segment.file if segment.torn_bytes else None
         return Recovered(self.next_seq, self._link.epoch, segment.torn_bytes, cut_from)
 
-    def _adopt(self, segment: Segment, header: Header) -> None:
+    def _continue_segment(self, segment: Segment, header: Header) -> None:
+        """Continue after the segment's last whole record; begin another for another header."""
         if header.rules > self._header.rules:
             raise LogForeign(
                 f"{segment.file}: written by rules {header.rules}; this version writes by rules "

@@ -85,7 +85,7 @@ class EventStream:
         os.close(self.wake_fd)
 
     def _from_log(self, message: FetchEvents, last_seq: Seq) -> Reply:
-        found: list[Published] = []
+        collected: list[Published] = []
         last = min(message.first_seq + message.count_max - 1, last_seq)
 
         def collect(actions: list[Action]) -> None:
@@ -93,7 +93,7 @@ class EventStream:
                 raise _ReadingDone
             for action in actions:
                 if isinstance(action, PublishEvent) and action.message.seq >= message.first_seq:
-                    found.append(action.message)
+                    collected.append(action.message)
                     if action.message.seq >= last:
                         raise _ReadingDone
 
@@ -103,7 +103,7 @@ class EventStream:
             pass
         except LogError as error:
             return Refused(message.request_id, ErrorCode.LOG_UNAVAILABLE, str(error))
-        return EventsFetched(message.request_id, tuple(found), last_seq)
+        return EventsFetched(message.request_id, tuple(collected), last_seq)
 
 
 class _ReadingDone(Exception):  # noqa: N818 - not an error

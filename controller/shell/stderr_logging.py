@@ -27,6 +27,8 @@ def configure() -> None:
     Tracebacks are plain: structlog's own show the local variables of every frame, which may be
     prompts and may take seconds to print.
     """
-    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
     processors = [*structlog.get_config()["processors"][:-1], renderer]
     structlog.configure(processors, logger_factory=lambda *_: StderrLogger())

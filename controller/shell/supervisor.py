@@ -46,7 +46,7 @@ log = structlog.get_logger("serve")
 
 
 class Child:
-    """A child process that should run: its starts, its exit statuses, its restart delay."""
+    """A child process that is kept running: its starts, its exit statuses, its restart delay."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name

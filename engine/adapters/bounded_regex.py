@@ -1,7 +1,7 @@
 """Regular expressions as keys of `rank_pattern` and `alpha_pattern`, matched in bounded time.
 
 PEFT matches a key with `re.match(rf"(.*\\.)?({key})$", path)`. `re` backtracks while it holds the
-interpreter's lock, so a hostile key could stop the process. A key is therefore handed to `re` only
+interpreter's lock, so a hostile key could stop the process. A key is therefore passed to `re` only
 if it belongs to this subset:
 
     key         = alternative ("|" alternative)*

@@ -115,14 +115,14 @@ def _split(fused: ExpertPair, tensors: Mapping[str, Tensor]) -> list[ExpertStack
 def _stacked(members: Sequence[ExpertPair], tensors: Mapping[str, Tensor]) -> ExpertStack:
     """Stack one projection's experts; zeros for experts that the adapter does not touch."""
     first, column = members[0].pair, members[0].columns[0]
-    own = {
+    factors = {
         pair.expert: [tensors[name] for name in pair.pair.factors()]
         for pair in members
         if pair.expert in column.kept_experts
     }
-    dtype = next((a.dtype for a, _ in own.values()), torch.float32)
+    dtype = next((a.dtype for a, _ in factors.values()), torch.float32)
     shapes = (column.a_shape(first.rank)[1:], column.b_shape(first.rank)[1:])
     zeros = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-    pairs = [own.get(expert, zeros) for expert in column.kept_experts]
+    pairs = [factors.get(expert, zeros) for expert in column.kept_experts]
     a, b = (torch.stack([pair[side] for pair in pairs]) for side in (0, 1))
     return ExpertStack(column, first, a, b)

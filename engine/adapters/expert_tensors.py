@@ -96,7 +96,7 @@ def split_experts(
     for written, found in names.experts.items():
         outer = resolver.resolve(_renamed(written.removesuffix(_INNER), known))
         if outer in known:
-            _enter(known[outer].fused, int(written.endswith(_INNER)), found, result.unexpected)
+            _add_pair(known[outer].fused, int(written.endswith(_INNER)), found, result.unexpected)
         else:
             result.experts[written] = found
     for written, found in names.pairs.items():
@@ -105,20 +105,22 @@ def split_experts(
         experts = known.get(resolver.resolve(match[1])) if match else None
         if match and experts:
             projection = _PROJECTIONS.get(match[3], match[3])
-            _enter(
+            _add_pair(
                 experts.singles,
                 ExpertProjection(int(match[2]), projection),
                 found,
                 result.unexpected,
             )
         else:
-            _enter(result.pairs, path, found, result.unexpected)
+            _add_pair(result.pairs, path, found, result.unexpected)
     return result, list(known.values())
 
 
-def _enter(into: dict[K, PairNames], key: K, found: PairNames, unexpected: list[str]) -> None:
-    """Enter a pair, unless there is another for the same matrix."""
-    first = into.setdefault(key, found)
+def _add_pair(
+    pairs_by_key: dict[K, PairNames], key: K, found: PairNames, unexpected: list[str]
+) -> None:
+    """Add a pair to `pairs_by_key`, unless that has another for the same matrix."""
+    first = pairs_by_key.setdefault(key, found)
     if first is not found:
         first_name = first.a or first.b
         unexpected += [f"{name} (the same as {first_name})" for name in (found.a, found.b) if name]

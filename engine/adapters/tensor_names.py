@@ -90,7 +90,7 @@ def sort_names(
         if not resolver.skips(path):
             parsed = _as_matrix(path) or _as_head(path, saved_modules)
             if parsed is not None:
-                _enter(found, name, parsed, resolver)
+                _add_name(found, name, parsed, resolver)
             elif (copied := _copied(path)) is not None:
                 found.copies[resolver.resolve(copied)] = name
             elif not _is_copied_bias(path):
@@ -134,7 +134,7 @@ def _is_copied_bias(path: str) -> bool:
     return module != path and module.rpartition(".")[2] in EMBEDDING_NAMES
 
 
-def _enter(
+def _add_name(
     found: WeightNames, name: str, parsed: _ParsedName, resolver: ModulePathResolver
 ) -> None:
     is_fused = parsed.kind is ModuleKind.EXPERTS

@@ -1,4 +1,4 @@
-"""Admission of requests: room in the queue, a unique id, and a resident adapter.
+"""Admission of requests: capacity in the queue, a unique id, and a resident adapter.
 
 A refused request leaves no trace. An admitted one has an id unique among running requests.
 """

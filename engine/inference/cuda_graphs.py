@@ -117,7 +117,7 @@ class CudaCapture:
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
-            raise ValueError(f"steps are to be captured on {device}; graphs are CUDA's")
+            raise ValueError(f"graphs can't be captured on {device}; a CUDA device is needed")
         self._pool = WeakShared(_Pool)
         # The same stream for all graphs: libraries keep memory for each stream that they have seen.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Two strategies for a decode step: over a growing KV cache, or over a static one.
+"""Two strategies for a decode step: dynamic, over a KV cache that grows, and static.
 
 A static step uses the KV buffers up to the next power of two of rows and of columns, so that it can
 be captured and replayed. Its inputs are one small table on the device, and it reads nothing back to

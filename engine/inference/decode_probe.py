@@ -1,8 +1,8 @@
 """The choice of a decode strategy at start, by a probe of the model itself.
 
-Static decode is chosen only where a few static steps were seen to match steps over a growing cache
-without a host sync; otherwise the reason is logged and nothing is captured. The probe is a sample,
-not a proof for every length. It runs with the fewest columns and with the most of the model's
+Static decode is chosen only where a few static steps were observed to match dynamic ones without a
+host sync; otherwise the reason is logged and nothing is captured. The probe is a sample, not a
+proof for every length. It runs with the fewest columns and with the most of the model's
 context: the latter detects a model that derives positions from the number of columns.
 """
 
@@ -54,8 +54,8 @@ def choose_decode(
         )
     if model.device.type != "cuda":
         raise ValueError(
-            f"capture_steps is on, on device {str(model.device)!r}; graphs are CUDA's: leave it "
-            "off elsewhere"
+            f"capture_steps is on, and the device is {str(model.device)!r}; graphs need CUDA: "
+            "leave it off"
         )
     runner = GraphRunner(punica, CudaCapture(model.device))
     return static_or_dynamic(model, punica, slots, runner)
@@ -140,6 +140,6 @@ def _compare(found: Tensor, expected: Tensor, columns: int) -> None:
     error = float((found.double() - expected.double()).norm() / expected.double().norm())
     if not error <= allowed:
         raise StaticDecodeRefused(
-            f"a step over {columns} static columns differs from one over a growing cache "
+            f"a static step over {columns} columns differs from a dynamic one "
             f"(relative norm {error:.1e}, at most {allowed:.0e})"
         )

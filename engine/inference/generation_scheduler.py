@@ -67,7 +67,7 @@ class GenerationScheduler:
 
     @property
     def is_reading(self) -> bool:
-        """Whether images are in process, here or on another rank; only `collect` sees the end."""
+        """Whether images are being processed on any rank; only `collect` detects the end."""
         return self._prefetcher.is_busy
 
     @property
@@ -172,7 +172,7 @@ class GenerationScheduler:
         try:
             prefill = self._batch.prefill(sequences)
         except ForwardError as failure:
-            self._give_up(sequences, failure)
+            self._retry_or_fail(sequences, failure)
             return
         rows = self._accept(sequences, prefill.tokens)
         if not rows:
@@ -202,12 +202,12 @@ class GenerationScheduler:
         try:
             tokens = self._batch.decode(self._running)
         except ForwardError as failure:
-            self._give_up(self._running, failure)
+            self._retry_or_fail(self._running, failure)
             self._keep([])
             return
         self._keep(self._accept(self._running, tokens))
 
-    def _give_up(self, sequences: list[Sequence], failure: ForwardError) -> None:
+    def _retry_or_fail(self, sequences: list[Sequence], failure: ForwardError) -> None:
         """Fail the sequences of a forward pass that failed, or prefill them again one at a time.
 
         One prompt's images may be the cause, which must not affect the other sequences.

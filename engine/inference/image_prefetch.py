@@ -15,7 +15,7 @@ from engine.models.image_processor import ProcessedPrompt
 from messages.ids import OpId
 
 PREFETCHED_MAX: Final = 8
-"""The most prompts with images that are processed, or in process, and not yet in the batch."""
+"""The most prompts with images that are processed, or being processed, and not yet in the batch."""
 
 
 class ImagePrefetcher:

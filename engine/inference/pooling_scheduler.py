@@ -55,7 +55,7 @@ Batch = list[tuple[PoolingRequest, TokenizedText]]
 
 
 class PoolingScheduler:
-    """All embeddings or classifications of an engine; used by one thread, as generations are."""
+    """All embeddings or classifications of an engine; used by one thread."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class PoolingScheduler:
         self._rows_max = min(config.max_num_seqs, model.rows_max)
         self._tokens_max = BATCH_TOKENS_MAX
         self._emit = emit
-        # In the order of their turns.
+        # In the order in which `step` takes texts from them.
         self._waiting: dict[RequestId, PoolingRequest] = {}
         self._outputs = OutputCache()
 
@@ -202,11 +202,11 @@ class PoolingScheduler:
     def _compute(self, batch: Batch) -> Tensor | None:
         """Return each text's result, [rows, width] on the host; None where memory ran out."""
         prompts = [text.tokens for _, text in batch]
-        firsts = [text.first for _, text in batch]
+        starts = [text.first for _, text in batch]
         mapping = self._model.mapping(prompts, [one.command.adapter_id for one, _ in batch])
         self._punica.update_metadata(mapping, self._slots.residents)
         try:
-            return self._model.results(self._model.forward(prompts, firsts)).cpu()
+            return self._model.results(self._model.forward(prompts, starts)).cpu()
         except torch.OutOfMemoryError as error:
             if not self._model.group.is_trivial:
                 # The other ranks are still in the forward pass and can't be interrupted.

@@ -33,7 +33,7 @@ class Scheduler(Protocol):
 
     @property
     def is_reading(self) -> bool:
-        """Whether a job processes a request's prompt; only `collect` sees the end."""
+        """Whether a job processes a request's prompt; only `collect` detects the end."""
 
     def start(self, command: Any) -> None:
         """Queue a request of this task; raises `EngineError` where it can't be run."""

@@ -2,7 +2,8 @@
 
 The groups are built for every layer and batch, because each layer routes for itself. They are built
 by tensor operations alone: nothing waits for the device, and no Python loop runs over tokens,
-experts or pairs.
+experts or pairs. Their sizes follow from the numbers of tokens and choices, so a captured graph can
+be replayed for any routing.
 
 A *pair* is a token and one of the experts that it is routed to: `t * top_k + k` for token `t`.
 """

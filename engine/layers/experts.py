@@ -39,7 +39,11 @@ class ExpertsDelta:
 
 
 class ExchangedExpertsDelta(ExpertsDelta):
-    """The same with an exchange of shrunk activations; every rank adds for the same groups."""
+    """The same with an exchange of shrunk activations.
+
+    Every rank takes part in the exchange or none does: whether there are groups follows from the
+    mapping and the directory alone, which agree on all ranks.
+    """
 
     def __init__(self, slices: ShrinkExpand, exchange: Callable[[Tensor], Tensor]) -> None:
         super().__init__(slices.shrink)

@@ -169,23 +169,23 @@ class PackedSlice(nn.Module):
     def __init__(self, call: SharedCall, index: int) -> None:
         super().__init__()
         self._call = call
-        self._place = index
+        self._index = index
         self.in_features = call.base_layer.in_features
         self.out_features = call.base_layer.widths[index]
 
     @property
     def weight(self) -> Tensor:
         """The child's weight, a view of the packed one."""
-        return self._call.base_layer.part_weight(self._place)
+        return self._call.base_layer.part_weight(self._index)
 
     @property
     def bias(self) -> Tensor | None:
         """The child's bias, a view of the packed one."""
-        return self._call.base_layer.part_bias(self._place)
+        return self._call.base_layer.part_bias(self._index)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the child's output, [..., out_features]; x: [..., in_features]."""
-        return self._call.part(self._place, x)
+        return self._call.part(self._index, x)
 
 
 def _version(x: Tensor) -> int:

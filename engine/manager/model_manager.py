@@ -41,7 +41,7 @@ _UNBOUNDED: Final = 1 << 50
 
 
 class LoRAModelManager:
-    """A model and its adapters, without eviction: an adapter that finds no room is L001.
+    """A model and its adapters, without eviction: `NoRoom` (L001) if host or slots are full.
 
     `model` is moved to `device` and its layers are wrapped in place; it is then called as any
     `transformers` model. A batch has at most `max_num_batched_tokens` tokens and `max_num_seqs`
@@ -310,7 +310,7 @@ class LoRAModelManager:
             self.pin_adapter(adapter_id)
 
     def activate_together(self, adapter_ids: Collection[int]) -> None:
-        """Move adapters from the host into slots, without evicting one for another of them."""
+        """Move adapters from the host into slots, without evicting any of them."""
         if adapter_ids:
             self._request(requests.ActivateBatch, tuple(map(str, adapter_ids)))
 
@@ -352,7 +352,7 @@ class LoRAModelManager:
             self._displaced[event.adapter] = None
 
     def _forget_evicted(self) -> None:
-        """Remove evicted adapters from the core, so that their ids are free again."""
+        """Remove evicted adapters from the core: only the caller still has their weights."""
         for name in tuple(self._displaced):
             adapter = self._core.find(name)
             if adapter is not None and adapter.state == EVICTED:

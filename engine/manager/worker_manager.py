@@ -80,11 +80,11 @@ class WorkerLoRAManager:
         return None if path is None else LoRARequest(path, lora_int_id, path)
 
     def remove_adapter(self, adapter_id: int) -> bool:
-        """Forget an adapter; False if it is not there."""
+        """Remove an adapter, even a held one; False if it is not on the host."""
         return self.manager.remove_adapter(adapter_id)
 
     def remove_all_adapters(self) -> bool:
-        """Forget every adapter; False if there was none."""
+        """Remove all adapters, held ones too; False if there was none."""
         return self.manager.remove_all_adapters()
 
     def pin_adapter(self, adapter_id: int) -> bool:

@@ -1,7 +1,7 @@
 """A base model that generates: its layers wrapped, verified for batching, and its forward pass.
 
-A model that can't be batched correctly is refused when it is prepared, with the reason, so that no
-request finds out.
+A model that can't be batched correctly is refused when it is prepared, with the reason, before any
+request.
 """
 
 import inspect
@@ -42,7 +42,7 @@ class CausalModel(ServedModel):
         context_tokens_max: int = 0,
         processor: Processor | ImagesRefused = _NO_PROCESSOR,
     ) -> None:
-        """Wrap the layers of `model` in place; `processor` reads images, or is why none are."""
+        """Wrap the layers of `model` in place; `processor` may be a reason to refuse images."""
         super().__init__(model, tokenizer, context_tokens_max)
         self.eos_ids = _eos_ids(model, tokenizer)
         self._accepts = frozenset(inspect.signature(model.forward).parameters)

@@ -1,6 +1,6 @@
 """A probe of which layers keep images apart: three runs of a model's image part at start.
 
-It runs two unlike images together and each alone. A layer is mapped only if its input for both
+It runs two different images together and each alone. A layer is mapped only if its input for both
 images is its input for each, concatenated, with the same number of rows per unit of both. The order
 of rows within an image does not matter.
 """

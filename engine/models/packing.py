@@ -37,7 +37,7 @@ PACKING_RULES: Final = (
 
 
 class PackingGroup(NamedTuple):
-    """The children of one rule in one place of a model; `path` is that of their parent module."""
+    """The children of one rule under one parent module, whose path is `path`."""
 
     path: str
     rule: PackingRule

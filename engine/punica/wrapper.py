@@ -172,7 +172,8 @@ class PunicaWrapper:
 
         y: [rows, sum of out_features], this process's columns, possibly a view of more columns.
         `exchange` maps [slices, tokens, rank_max / rank_parts], in the accumulator's dtype and 0
-        where nothing was shrunk, to [slices, tokens, rank_max].
+        where nothing was shrunk, to [slices, tokens, rank_max]. Whether it is called follows from
+        the mapping alone, so no rank waits for one that skips it.
         """
         if self.groups_of(len(x)) is not None:
             shrunk = self._shrink_buffer(x, slices)

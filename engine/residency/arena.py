@@ -1,7 +1,7 @@
 """The arena: device memory of all adapters, with slots, generations and the directory's rows.
 
 Every forward pass sees each row of the directory point at complete weights or at nothing. A slot
-is never emptied to make room for another.
+is never emptied to make space for another.
 
 All methods are called by the thread that launches the forward passes, between two of them. The
 tensors are allocated once and only their contents change, so captured graphs stay valid. If the

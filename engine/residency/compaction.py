@@ -30,13 +30,13 @@ class Compactor:
         bounce_bytes = min(memory.numel(), _BOUNCE_BYTES_MAX)
         self._bounce_buffer = allocate_device(bounce_bytes, memory.device)
 
-    def make_hole(self, size_bytes: int, fixed: Collection[int]) -> list[int] | None:
+    def make_hole(self, size_bytes: int, unmovable: Collection[int]) -> list[int] | None:
         """Slide extents down until there is a hole of `size_bytes`; return the owners that moved.
 
-        Owners in `fixed` are not moved. None if there is no such hole without moving one of them;
+        Owners in `unmovable` stay. None if there is no such hole without moving one of them;
         then nothing was moved.
         """
-        plan = self._extents.plan(size_bytes, fixed)
+        plan = self._extents.plan(size_bytes, unmovable)
         if plan is None:
             return None
         for move in plan:

@@ -61,29 +61,30 @@ class Extents:
         size_bytes = self._extents[move.owner].size_bytes
         self._extents[move.owner] = Extent(move.start_bytes, size_bytes)
 
-    def plan(self, size_bytes: int, fixed: Collection[int]) -> list[Move] | None:
+    def plan(self, size_bytes: int, unmovable: Collection[int]) -> list[Move] | None:
         """Return the moves that make a hole of `size_bytes` and copy the fewest bytes, in order.
 
         A hole is made by sliding a run of neighbours down. The cheapest run is found in one pass
         with two indices that only increase, because a longer run never frees fewer bytes. None if
-        the hole would take moving an extent in `fixed`.
+        the hole would take moving an extent in `unmovable`.
         """
         order = self._sorted_owners()
         best: tuple[int, int, int] | None = None
         first, run_bytes = 0, 0
         for last, owner in enumerate(order):
             run_bytes += self._extents[owner].size_bytes
-            if owner in fixed:
+            if owner in unmovable:
                 first, run_bytes = last + 1, 0
                 continue
-            room = self._gap_end(order, last) - run_bytes
+            available = self._gap_end(order, last) - run_bytes
             while first < last:
                 dropped = self._extents[order[first]]
-                if room + dropped.size_bytes - dropped.end_bytes < size_bytes:
+                if available + dropped.size_bytes - dropped.end_bytes < size_bytes:
                     break
-                room, run_bytes = room + dropped.size_bytes, run_bytes - dropped.size_bytes
+                available += dropped.size_bytes
+                run_bytes -= dropped.size_bytes
                 first += 1
-            if room - self._gap_start(order, first) >= size_bytes:
+            if available - self._gap_start(order, first) >= size_bytes:
                 best = min(best or (run_bytes, first, last), (run_bytes, first, last))
         return None if best is None else self._slide_down(order, best[1], best[2])
 

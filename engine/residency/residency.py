@@ -1,4 +1,4 @@
-"""The residency commands: what moves adapters between files, host memory and slots.
+"""The residency commands, which move adapters between files, host memory and slots.
 
 Every operation ends in exactly one report, and a failed operation has changed nothing. The
 exception is an error that no report can express, such as a failing device: it is raised, and ends
@@ -67,7 +67,7 @@ class Residency:
 
     `read` reads the files of an adapter. `report` is called with every report, in order. `pins`:
     whether blobs are page-locked. `residents[slot]` is the adapter in a slot, None for none;
-    `residents` and `host_adapters` are read by others and changed only here.
+    `residents` and `host_adapters` are read by other modules and changed only here.
     """
 
     def __init__(

@@ -173,15 +173,17 @@ def _handle_signals(worker: Worker, wakeup: Wakeup, has_supervisor: bool) -> Non
 def _log_to_stderr() -> None:
     # Plain tracebacks: structlog's own show the local variables of every frame, which may be
     # prompts, and printing a model's takes seconds in which the main loop stands still.
-    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
     processors = [*structlog.get_config()["processors"][:-1], renderer]
     structlog.configure(processors, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 def end(status: int) -> None:
-    """End the process. A rank skips the cleanup of the interpreter.
+    """End the process; a rank skips the interpreter's cleanup.
 
-    There, the distributed library would wait for seconds for answers of ranks that have ended.
+    In it the distributed library would wait several seconds for ranks that have ended.
     """
     if is_rank():
         sys.stdout.flush()

@@ -1,7 +1,7 @@
 """The ranks of one engine: `torchrun`, with the exit status of the rank that ended first.
 
-A supervisor so sees the same status as of an engine of one process. Ending because of a signal to
-`torchrun` is status 0.
+A supervisor therefore gets the same status as from an engine of one process. If a signal to
+`torchrun` ends the engine, the status is 0.
 
     python -m engine.worker.torchrun --standalone --nproc-per-node 2 -m engine.worker --connect ...
 """

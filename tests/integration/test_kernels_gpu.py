@@ -106,10 +106,10 @@ def test_a_replayed_graph_reads_replaced_weights() -> None:
     punica = wrapper()
     rows = [0, 1, 2, -1, 2, 5, 11, 11]
     old, new = (make_case(SHAPE._replace(absent=0.5), rows, DTYPE, seed=seed) for seed in (1, 2))
-    room = max(len(case.slices.directory.data) for case in (old, new))
+    elements = max(len(case.slices.directory.data) for case in (old, new))
     layer = layer_on(old.slices, "cuda")
     directory = layer.directory
-    data = torch.full((room,), torch.nan, dtype=DTYPE, device="cuda")
+    data = torch.full((elements,), torch.nan, dtype=DTYPE, device="cuda")
     directory.data = data
     captured = CapturedStep(lambda x, y: add(punica, layer, x, y), punica)
     for case in (old, new, old):

@@ -9,5 +9,7 @@ import structlog
 def reset_logs() -> None:
     """Configure structlog as at the start of a test run."""
     structlog.reset_defaults()
-    renderer = structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=False, exception_formatter=structlog.dev.plain_traceback
+    )
     structlog.configure(processors=[structlog.processors.add_log_level, renderer])

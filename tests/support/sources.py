@@ -25,17 +25,17 @@ class Source(NamedTuple):
         return name.removesuffix(".__init__")
 
     def at(self, node: ast.AST, finding: str) -> str:
-        """A finding with its place."""
+        """Return a finding with its file and line."""
         return f"{self.path}:{getattr(node, 'lineno', 1)}: {finding}"
 
 
 def source(path: str, text: str) -> Source:
-    """A file that need not exist."""
+    """Return a `Source` with this text; the file need not exist."""
     return Source(path, text, ast.parse(text, path))
 
 
 def read_sources(folders: tuple[str, ...]) -> list[Source]:
-    """Every Python file below these folders of the project."""
+    """Return every Python file below these folders of the project."""
     paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return [source(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
 

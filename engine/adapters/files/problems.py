@@ -60,17 +60,17 @@ class Problems:
         """Return one error for all problems, of the first class among config, fit, values."""
         more = self._count - len(self._shown)
         texts = [*self._shown, f"and {more} more"] if more else self._shown
-        return self._class()("; ".join(texts))
+        return self._error_class()("; ".join(texts))
 
     def raise_if_any(self) -> None:
         """Raise `error()` if there is a problem."""
         if self._count:
             raise self.error()
 
-    def _class(self) -> type[EngineError]:
-        base = next(kind for kind in _SEVEREST_FIRST if self._of(kind))
-        found = self._of(base)
+    def _error_class(self) -> type[EngineError]:
+        base = next(kind for kind in _SEVEREST_FIRST if self._kinds_under(kind))
+        found = self._kinds_under(base)
         return found[0] if len(found) == 1 else base
 
-    def _of(self, base: type[EngineError]) -> list[type[EngineError]]:
+    def _kinds_under(self, base: type[EngineError]) -> list[type[EngineError]]:
         return [kind for kind in self._kinds if issubclass(kind, base)]

@@ -21,7 +21,7 @@ def experts_cpu(ys: Sequence[Tensor], x: Tensor, slices: LoRASlices, groups: Exp
     """Compute as `experts_reference` does, with one gather and one sum per slice."""
     check_experts(ys, x, slices, groups)
     for index, y in enumerate(ys):
-        active = _ActivePairs([], [], [], [])
+        active = _ActiveGroups([], [], [], [])
         for span in groups.spans:
             pair = slices.pairs(span.slot)[index]
             if pair is not None:
@@ -70,7 +70,7 @@ def _transposed(matrices: Tensor, experts: Sequence[int], dtype: torch.dtype) ->
     return chosen if matrices.dtype == dtype else [matrix.to(dtype) for matrix in chosen]
 
 
-class _ActivePairs(NamedTuple):
+class _ActiveGroups(NamedTuple):
     """Groups with weights: the rows of each slot, and the size and matrices of each group.
 
     a, b: transposed, [in, rank] and [rank, out].
@@ -90,8 +90,8 @@ class _ActivePairs(NamedTuple):
         self.b.extend(_transposed(pair.b, span.experts, wider))
 
 
-def _add_deltas(y: Tensor, x: Tensor, active: _ActivePairs) -> None:
-    """Add the deltas of all active pairs to their rows of `y`."""
+def _add_deltas(y: Tensor, x: Tensor, active: _ActiveGroups) -> None:
+    """Add the deltas of all active groups to their rows of `y`."""
     rows = torch.cat(active.rows)
     inputs = x[rows].to(active.a[0].dtype)
     deltas = inputs.new_empty(len(rows), y.shape[1])

@@ -14,7 +14,7 @@ _VIEWS_MAX: Final = 4096
 
 
 class Scratch:
-    """One buffer per use and dtype. It grows on demand; older views keep the buffer they show.
+    """One buffer per use and dtype. It grows on demand; earlier views keep the old buffer.
 
     For one thread at a time.
     """

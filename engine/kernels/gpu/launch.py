@@ -83,10 +83,10 @@ class Workspace:
         """Return an unfilled contiguous tensor, valid until the next call."""
         size = math.prod(shape)
         if not self._buffers or len(self._buffers[-1]) < size:
-            room = next_power_of_two(max(size, 1 << 16))
+            capacity = next_power_of_two(max(size, 1 << 16))
             # Tensors created in inference mode can't be written outside of it.
             with torch.inference_mode(False):
-                self._buffers.append(torch.empty(room, dtype=torch.float32, device=device))
+                self._buffers.append(torch.empty(capacity, dtype=torch.float32, device=device))
         return self._buffers[-1][:size].view(shape)
 
 

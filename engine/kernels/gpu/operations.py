@@ -143,7 +143,7 @@ class TritonOperations:
         config = self._linear_config(y, groups)
         if not groups.tokens:
             return
-        shrunk = self._workspace.take((1, 1, groups.tokens, _rank_room(groups.bounds)), y.device)
+        shrunk = self._workspace.take((1, 1, groups.tokens, _padded_rank(groups.bounds)), y.device)
         launch_lookup(shrunk[0, 0], token_ids, operands, groups, scale, LOOKUP)
         launch_expand(y, shrunk, operands, groups, config.expand)
 
@@ -190,7 +190,7 @@ class TritonOperations:
         self, splits: int, operands: LayerOperands, rows: int, bounds: GroupBounds
     ) -> Tensor:
         """Return scratch memory for a shrink: [splits, slices, rows, at least bounds.rank]."""
-        shape = (splits, operands.slice_count, rows, _rank_room(bounds))
+        shape = (splits, operands.slice_count, rows, _padded_rank(bounds))
         return self._workspace.take(shape, operands.tables[0].device)
 
     def _operands_of(self, rows: Tensor, slices: LoRASlices, bounds: GroupBounds) -> LayerOperands:
@@ -215,6 +215,6 @@ def _device_configs(device: torch.device) -> TileConfigs:
     )
 
 
-def _rank_room(bounds: GroupBounds) -> int:
+def _padded_rank(bounds: GroupBounds) -> int:
     """Return the columns of scratch rows, such that each row starts at a multiple of 64 bytes."""
     return -(-bounds.rank // 16) * 16

@@ -54,7 +54,7 @@ def open_images(files: Sequence[bytes]) -> list[Image.Image]:
 def open_image(data: bytes, number: int = 1) -> Image.Image:
     """Decode the image in `data` as RGB, upright, with transparent parts on white.
 
-    `number`: the image's place in the prompt, from 1, for the error's text. Raises
+    `number`: which image of the prompt it is, from 1, for the error's text. Raises
     `RequestRefused`.
     """
     if not 0 < len(data) <= IMAGE_BYTES_MAX:

@@ -1,7 +1,7 @@
 """Arguments that images add to a model's forward, per prompt and for all rows of a prefill.
 
-Everything of a row's images is stored with the row, and nothing in the model. Decode steps contain
-text alone.
+Everything of a row's images is stored with the row, because rows join and leave the batch. What a
+model remembers of its last prompt is never used. Decode steps contain text alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,8 +73,8 @@ def _positions(inputs: Sequence[ImageInputs | None], positions: Tensor) -> Tenso
     }
     if not by_row:
         return positions
-    (axes,) = {len(own) for own in by_row.values()}
-    every = positions.repeat(axes, 1, 1)
-    for row, own in by_row.items():
-        every[:, row, -own.shape[1] :] = own
-    return every
+    (axes,) = {len(found) for found in by_row.values()}
+    result = positions.repeat(axes, 1, 1)
+    for row, found in by_row.items():
+        result[:, row, -found.shape[1] :] = found
+    return result

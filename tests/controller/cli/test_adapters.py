@@ -6,14 +6,6 @@ import pytest
 
 from messages import requests as rq
 from tests.support.simulation.command_runs import run, run_json
-from tests.support.simulation.standin_controller import StandIn
-
-
-@pytest.fixture
-def controller(tmp_path):
-    with StandIn(tmp_path) as stand_in:
-        yield stand_in
-
 
 REQUESTS = [
     (["load", "upper", "--path", "a/b", "--replace"], rq.LoadAdapter("", "upper", "a/b", True)),

@@ -12,13 +12,6 @@ from tests.support.simulation.command_runs import run, start_command
 from tests.support.simulation.standin_controller import StandIn
 from tests.support.waiting import HANG_S
 
-
-@pytest.fixture
-def controller(tmp_path):
-    with StandIn(tmp_path) as stand_in:
-        yield stand_in
-
-
 COMMANDS = [
     ["status"],
     ["generate", "p"],

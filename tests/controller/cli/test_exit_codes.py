@@ -9,13 +9,6 @@ from controller.cli.exit_codes import EXIT_CODES, EXIT_MEANINGS, HINTS, ExitCode
 from messages import requests as rq
 from messages.errors import MEANINGS, ErrorCode
 from tests.support.simulation.command_runs import run
-from tests.support.simulation.standin_controller import StandIn
-
-
-@pytest.fixture
-def controller(tmp_path):
-    with StandIn(tmp_path) as stand_in:
-        yield stand_in
 
 
 def test_every_error_has_an_exit_code_and_a_hint_and_the_help_lists_them():

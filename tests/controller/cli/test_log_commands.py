@@ -168,7 +168,7 @@ def test_replay_ends_with_a_divergence(tmp_path):
     assert "before record 1 the digest was no such digest" in result.stderr
 
 
-def test_a_sound_log_is_verified(tmp_path):
+def test_an_intact_log_is_verified(tmp_path):
     write_log(tmp_path, 5)
     assert run("log", "verify", directory=tmp_path).exit_code == 0
     document = json.loads(run("log", "verify", "--json", directory=tmp_path).stdout)

@@ -9,13 +9,6 @@ from controller.cli.exit_codes import ExitCode
 from controller.cli.main import app
 from messages import requests as rq
 from messages.errors import ErrorCode
-from tests.support.simulation.standin_controller import StandIn
-
-
-@pytest.fixture
-def controller(tmp_path):
-    with StandIn(tmp_path) as stand_in:
-        yield stand_in
 
 
 def run(controller, *arguments, stdin=None):

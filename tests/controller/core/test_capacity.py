@@ -14,26 +14,26 @@ from messages.requests import (
     ReleaseAdapter,
     StageAdapter,
 )
-from tests.support.simulation.core_bench import Bench
+from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.engine import Content
 
 
 def test_slots_bind_before_bytes() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.activate("a", "b", "c")
     assert bench.in_slots() == {"b", "c"}
     assert bench.state("a") == "pinned"
 
 
 def test_device_bytes_bind_before_slots() -> None:
-    bench = Bench(slots=5, device_bytes_max=25)
+    bench = CoreBench(slots=5, device_bytes_max=25)
     bench.activate("a", "b", "c")
     assert bench.in_slots() == {"b", "c"}
     assert bench.state("a") == "pinned"
 
 
 def test_an_engine_with_less_than_the_limits_binds() -> None:
-    bench = Bench(slots=3)
+    bench = CoreBench(slots=3)
     bench.lose_engine()
     engine = bench.start_engine()
     engine.slots_max, engine.device_bytes_max = 2, 10_000
@@ -45,7 +45,7 @@ def test_an_engine_with_less_than_the_limits_binds() -> None:
 
 
 def test_host_places_bind_before_bytes() -> None:
-    bench = Bench(slots=1, host_adapters_max=2)
+    bench = CoreBench(slots=1, host_adapters_max=2)
     for name in ("a", "b", "c"):
         bench.request(LoadAdapter, name)
     assert [bench.state(name) for name in ("a", "b", "c")] == [
@@ -56,7 +56,7 @@ def test_host_places_bind_before_bytes() -> None:
 
 
 def test_host_bytes_bind_before_places() -> None:
-    bench = Bench(slots=1, host_bytes_max=25)
+    bench = CoreBench(slots=1, host_bytes_max=25)
     for name in ("a", "b", "c"):
         bench.request(LoadAdapter, name)
     assert [bench.state(name) for name in ("a", "b", "c")] == [
@@ -67,14 +67,14 @@ def test_host_bytes_bind_before_places() -> None:
 
 
 def test_pinned_bytes_bind_and_the_victim_stays_on_the_host_where_it_can() -> None:
-    bench = Bench(slots=1, pinned_bytes_max=25)
+    bench = CoreBench(slots=1, pinned_bytes_max=25)
     for name in ("a", "b", "c"):
         bench.request(StageAdapter, name)
     assert [bench.state(name) for name in ("a", "b", "c")] == ["cpu-cached", "pinned", "pinned"]
 
 
-def test_a_victim_of_pinned_room_is_dropped_where_pageable_room_lacks() -> None:
-    bench = Bench(slots=1, pinned_bytes_max=25, host_bytes_max=10)
+def test_a_victim_of_pinned_room_is_dropped_without_pageable_room() -> None:
+    bench = CoreBench(slots=1, pinned_bytes_max=25, host_bytes_max=10)
     for name in ("a", "b", "c"):
         bench.request(StageAdapter, name)
     # While c was in pageable memory, a did not fit there.
@@ -83,7 +83,7 @@ def test_a_victim_of_pinned_room_is_dropped_where_pageable_room_lacks() -> None:
 
 def test_an_adapter_larger_than_a_budget_is_refused_with_numbers_and_evicts_none() -> None:
     for tier, reached in (("host", "unregistered"), ("pinned", "cpu-cached"), ("device", "pinned")):
-        bench = Bench(slots=2, **{f"{tier}_bytes_max": 25})
+        bench = CoreBench(slots=2, **{f"{tier}_bytes_max": 25})
         bench.activate("a", "b")
         bench.files["c"] = Content("content of c", 30, 30)
         reply = bench.request(ActivateAdapter, "c")
@@ -96,8 +96,8 @@ def test_an_adapter_larger_than_a_budget_is_refused_with_numbers_and_evicts_none
             assert bench.state("c") == reached
 
 
-def test_an_unsound_adapter_evicts_none() -> None:
-    bench = Bench(slots=2, host_adapters_max=2)
+def test_an_invalid_adapter_evicts_none() -> None:
+    bench = CoreBench(slots=2, host_adapters_max=2)
     bench.activate("a", "b")
     parts = ("adapters", "slots", "tiers", "order", "names")
     before = {part: bench.snapshot()[part] for part in parts}
@@ -112,7 +112,7 @@ def test_an_unsound_adapter_evicts_none() -> None:
 def test_a_failed_operation_leaves_every_other_adapter_and_this_one_where_they_were() -> None:
     steps = {"LoadWeights": "evicted", "StageWeights": "cpu-cached", "WriteSlot": "pinned"}
     for kind, state in steps.items():
-        bench = Bench(slots=2)
+        bench = CoreBench(slots=2)
         bench.activate("a", "b")
         bench.request(requests.EvictAdapter, "b")
         request = bench.send(ActivateAdapter, "b")
@@ -130,7 +130,7 @@ def test_a_failed_operation_leaves_every_other_adapter_and_this_one_where_they_w
 
 
 def test_the_least_recently_used_leaves_first_and_a_hit_counts_as_use() -> None:
-    bench = Bench(slots=3)
+    bench = CoreBench(slots=3)
     bench.activate("a", "b", "c")
     bench.activate("a")
     bench.activate("d")
@@ -142,7 +142,7 @@ def test_the_least_recently_used_leaves_first_and_a_hit_counts_as_use() -> None:
 
 
 def test_a_held_adapter_is_no_victim_until_its_release() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.request(HoldAdapter, "a")
     bench.activate("b", "c", "d")
     assert bench.in_slots() == {"a", "d"}
@@ -152,7 +152,7 @@ def test_a_held_adapter_is_no_victim_until_its_release() -> None:
 
 
 def test_an_idle_victim_is_preferred_to_a_leased_one() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.activate("a", "b")
     bench.generate("a")
     bench.activate("c")
@@ -160,7 +160,7 @@ def test_an_idle_victim_is_preferred_to_a_leased_one() -> None:
 
 
 def test_a_leased_adapter_stays_until_its_last_request_ends() -> None:
-    bench = Bench(slots=1)
+    bench = CoreBench(slots=1)
     bench.activate("a")
     first, second = bench.generate("a"), bench.generate("a")
     request = bench.send(ActivateAdapter, "b")
@@ -174,7 +174,7 @@ def test_a_leased_adapter_stays_until_its_last_request_ends() -> None:
 
 
 def test_permanent_traffic_on_one_adapter_does_not_block_others() -> None:
-    bench = Bench(slots=1)
+    bench = CoreBench(slots=1)
     bench.activate("a")
     running = bench.generate("a")
     other = bench.send(ActivateAdapter, "b")
@@ -190,7 +190,7 @@ def test_permanent_traffic_on_one_adapter_does_not_block_others() -> None:
 
 
 def test_the_oldest_request_enters_first() -> None:
-    bench = Bench(slots=1)
+    bench = CoreBench(slots=1)
     for name in ("a", "b", "c", "d"):
         bench.request(LoadAdapter, name)
     bench.activate("a")
@@ -208,7 +208,7 @@ def test_the_oldest_request_enters_first() -> None:
 
 
 def test_a_small_adapter_does_not_overtake_a_large_one_in_the_queue() -> None:
-    bench = Bench(slots=3, device_bytes_max=40)
+    bench = CoreBench(slots=3, device_bytes_max=40)
     bench.files["c"] = Content("content of c", 30, 30)
     for name in ("a", "b", "c", "d"):
         bench.request(StageAdapter, name)
@@ -230,7 +230,7 @@ def test_a_batch_and_a_single_request_that_need_each_others_room_are_both_served
 
     The batch's second adapter queues after it, and the first one waits for the second.
     """
-    bench = Bench(slots=2, device_bytes_max=100)
+    bench = CoreBench(slots=2, device_bytes_max=100)
     for name, size in (("a", 50), ("b", 50), ("c", 60)):
         bench.files[name] = Content(f"content of {name}", 10, size)
     bench.request(LoadAdapter, "b")
@@ -247,7 +247,7 @@ def test_a_batch_and_a_single_request_that_need_each_others_room_are_both_served
 
 
 def test_batches_that_overlap_are_served_one_after_the_other() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     for name in ("a", "b", "c"):
         bench.request(LoadAdapter, name)
     batches = [bench.send(ActivateBatch, pair) for pair in (("a", "b"), ("b", "c"), ("c", "a"))]
@@ -257,7 +257,7 @@ def test_batches_that_overlap_are_served_one_after_the_other() -> None:
 
 
 def test_a_batch_whose_adapters_are_in_slots_does_not_wait_for_the_current_one() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     for name in ("a", "b", "c", "d"):
         bench.request(LoadAdapter, name)
     bench.activate("a", "b")
@@ -272,7 +272,7 @@ def test_a_batch_whose_adapters_are_in_slots_does_not_wait_for_the_current_one()
 
 
 def test_many_waiters_of_one_adapter_are_served_by_one_step() -> None:
-    bench = Bench()
+    bench = CoreBench()
     several = [bench.send(records.GenerationRequested, "a") for _ in range(3)]
     assert all(bench.reply(request).code is ErrorCode.UNKNOWN_ADAPTER for request in several)
     waiting = [bench.send(ActivateAdapter, "a")]
@@ -288,7 +288,7 @@ def test_limits_that_contradict_one_another_are_refused() -> None:
 
 
 def test_a_held_adapter_that_backs_off_keeps_its_room_and_others_are_refused() -> None:
-    bench = Bench(slots=2, host_bytes_max=80, pinned_bytes_max=80)
+    bench = CoreBench(slots=2, host_bytes_max=80, pinned_bytes_max=80)
     bench.files["a"] = Content("content of a", 30, 60)
     bench.files["large"] = Content("content of large", 50, 40)
     bench.files["c"] = Content("content of c", 60, 60)

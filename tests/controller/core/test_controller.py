@@ -193,7 +193,7 @@ def test_histories() -> None:
     )
 
 
-FOLD = """
+REPLAY = """
 import sys
 from tests.support.simulation.workload import random_history
 deployment = random_history(int(sys.argv[1]), 300).deployment
@@ -207,7 +207,7 @@ def test_the_digest_is_the_same_in_other_processes() -> None:
     deployment = random_history(7, 300).deployment
     for hash_seed in ("1", "2"):
         process = subprocess.run(
-            [sys.executable, "-c", FOLD, "7"],
+            [sys.executable, "-c", REPLAY, "7"],
             env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{tests.parent}:{tests}"},
             capture_output=True,
             text=True,

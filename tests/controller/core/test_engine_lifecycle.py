@@ -5,11 +5,11 @@ from controller.core.limits import Limits
 from messages import commands, events, records, reports, requests
 from messages.errors import ErrorCode
 from messages.requests import ActivateAdapter, AdapterDone, HoldAdapter, LoadAdapter, Refused
-from tests.support.simulation.core_bench import Bench
+from tests.support.simulation.core_bench import CoreBench
 
 
 def test_losing_the_engine_evicts_all_and_refuses_pending_requests() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.activate("a", "b")
     running, base = bench.generate("a"), bench.generate(None)
     waiting = [
@@ -31,7 +31,7 @@ def test_losing_the_engine_evicts_all_and_refuses_pending_requests() -> None:
 
 
 def test_goals_are_reconciled_again_with_held_ones_first() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.request(HoldAdapter, "a")
     bench.activate("b")
     bench.request(LoadAdapter, "c")
@@ -47,7 +47,7 @@ def test_goals_are_reconciled_again_with_held_ones_first() -> None:
 
 
 def test_a_goal_without_waiters_evicts_no_other_adapter() -> None:
-    bench = Bench(slots=2, host_adapters_max=2)
+    bench = CoreBench(slots=2, host_adapters_max=2)
     bench.activate("a", "b")
     bench.lose_engine()
     request = bench.send(ActivateAdapter, "c")
@@ -60,7 +60,7 @@ def test_a_goal_without_waiters_evicts_no_other_adapter() -> None:
 
 
 def test_requests_without_an_engine_wait_until_one_attaches() -> None:
-    bench = Bench(engine=False)
+    bench = CoreBench(engine=False)
     waiting = [bench.send(LoadAdapter, "a"), bench.send(records.GenerationRequested, None)]
     waiting.append(bench.send(ActivateAdapter, "b"))
     assert all(bench.reply(request) is None for request in waiting)
@@ -73,7 +73,7 @@ def test_requests_without_an_engine_wait_until_one_attaches() -> None:
 
 
 def test_a_request_without_an_engine_is_refused_in_time_and_leaves_no_name() -> None:
-    bench = Bench(engine=False, request_timeout_ms=20)
+    bench = CoreBench(engine=False, request_timeout_ms=20)
     late = bench.send(ActivateAdapter, "a")
     bench.advance(19)
     assert bench.reply(late) is None
@@ -84,7 +84,7 @@ def test_a_request_without_an_engine_is_refused_in_time_and_leaves_no_name() -> 
 
 
 def test_a_request_for_room_that_stays_taken_is_refused_in_time() -> None:
-    bench = Bench(slots=1)
+    bench = CoreBench(slots=1)
     bench.activate("a")
     running = bench.generate("a")
     late = bench.send(ActivateAdapter, "b", timeout_ms=50)
@@ -99,7 +99,7 @@ def test_a_request_for_room_that_stays_taken_is_refused_in_time() -> None:
 
 
 def test_a_late_generation_is_refused_and_stopped_and_leased_until_its_end() -> None:
-    bench = Bench(slots=1)
+    bench = CoreBench(slots=1)
     bench.activate("a")
     request = bench.send(records.GenerationRequested, "a", 30)
     bench.settle()
@@ -113,7 +113,7 @@ def test_a_late_generation_is_refused_and_stopped_and_leased_until_its_end() -> 
 
 
 def test_an_overdue_operation_refuses_its_clients_and_its_late_report_still_counts() -> None:
-    bench = Bench(operation_timeout_ms=100, request_timeout_ms=10_000)
+    bench = CoreBench(operation_timeout_ms=100, request_timeout_ms=10_000)
     published = bench.record_events()
     request = bench.send(ActivateAdapter, "a")
     bench.transmit(1)
@@ -129,7 +129,7 @@ def test_an_overdue_operation_refuses_its_clients_and_its_late_report_still_coun
 
 
 def test_a_report_that_does_not_fit_changes_nothing() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.send(ActivateAdapter, "a")
     before, published = bench.snapshot(), bench.record_events()
     bench.handle(reports.SlotWritten(1))
@@ -143,7 +143,7 @@ def test_a_report_that_does_not_fit_changes_nothing() -> None:
 
 
 def test_an_adapter_that_can_not_be_demoted_backs_off_and_another_one_is_the_victim() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.activate("a", "b")
     request = bench.send(ActivateAdapter, "c")
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_an_adapter_that_can_not_be_demoted_backs_off_and_another_one_is_the_vic
 
 
 def test_a_held_adapter_that_fails_to_load_is_tried_again_after_its_backoff() -> None:
-    bench = Bench(slots=2, rest_ms=100)
+    bench = CoreBench(slots=2, rest_ms=100)
     bench.request(HoldAdapter, "a")
     content = bench.files.pop("a")
     bench.lose_engine()
@@ -202,7 +202,7 @@ def test_a_clock_that_is_set_back_does_not_decrease_the_time() -> None:
 
 
 def test_held_adapters_that_keep_failing_do_not_block_others() -> None:
-    bench = Bench(slots=3, host_bytes_max=15, rest_ms=10)
+    bench = CoreBench(slots=3, host_bytes_max=15, rest_ms=10)
     for name in ("a", "b"):
         bench.request(HoldAdapter, name)
         del bench.files[name]
@@ -219,7 +219,7 @@ def test_held_adapters_that_keep_failing_do_not_block_others() -> None:
 
 
 def test_a_batch_uses_the_version_that_is_current_when_it_becomes_current() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.activate("a", "b")
     running = bench.generate("a")
     for name in ("c", "d"):
@@ -234,7 +234,7 @@ def test_a_batch_uses_the_version_that_is_current_when_it_becomes_current() -> N
 
 
 def test_the_timer_is_not_set_for_ended_operations() -> None:
-    bench = Bench(operation_timeout_ms=100)
+    bench = CoreBench(operation_timeout_ms=100)
     bench.activate("a")
     assert bench.timer_ns
     bench.advance(200)
@@ -242,7 +242,7 @@ def test_the_timer_is_not_set_for_ended_operations() -> None:
 
 
 def test_a_replaced_version_whose_last_step_fails_is_removed() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.request(LoadAdapter, "a")
     bench.send(ActivateAdapter, "a")
     replaced = bench.send(LoadAdapter, "a", "b", replace=True)

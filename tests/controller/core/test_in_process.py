@@ -22,7 +22,7 @@ SUCCESS = {
 }
 
 
-class Bench:
+class InProcessBench:
     """A core with adapters of ten bytes; each command type in `failing` fails once."""
 
     def __init__(self, slots: int, capacity: int, policy: str, **limits: int) -> None:
@@ -73,7 +73,7 @@ class Bench:
 
 
 def test_a_request_returns_after_everything_that_follows_from_it() -> None:
-    bench = Bench(1, 2, "lru")
+    bench = InProcessBench(1, 2, "lru")
     bench.activate("a", "b")
     assert bench.states() == {"a": PINNED, "b": GPU_SLOT}
     assert not bench.core.world.operations
@@ -89,7 +89,7 @@ def test_a_request_returns_after_everything_that_follows_from_it() -> None:
 
 
 def test_a_request_is_refused_at_once_where_no_adapter_may_leave() -> None:
-    bench = Bench(1, 2, "none")
+    bench = InProcessBench(1, 2, "none")
     bench.activate("a")
     refusal = bench.refused(requests.ActivateAdapter, "b")
     assert refusal.code is ErrorCode.NO_ROOM
@@ -105,7 +105,7 @@ def test_a_request_is_refused_at_once_where_no_adapter_may_leave() -> None:
 
 
 def test_a_failure_has_the_engines_text_and_may_be_tried_again() -> None:
-    bench = Bench(1, 1, "lru")
+    bench = InProcessBench(1, 1, "lru")
     bench.failing = [commands.CheckAdapter]
     refusal = bench.refused(requests.LoadAdapter, "a")
     assert (refusal.code, refusal.message) == (ErrorCode.NOT_FOUND, "as ordered by the test")
@@ -121,7 +121,7 @@ def test_a_failure_has_the_engines_text_and_may_be_tried_again() -> None:
 
 def test_time_passes_to_the_end_of_a_backoff() -> None:
     """The request waits for the backoff of a victim that could not be demoted, and no longer."""
-    bench = Bench(1, 2, "lru")
+    bench = InProcessBench(1, 2, "lru")
     bench.activate("a")
     bench.failing = [commands.ResetSlot]
     before = bench.core.world.time_ns
@@ -132,7 +132,7 @@ def test_time_passes_to_the_end_of_a_backoff() -> None:
 
 
 def test_the_least_recently_used_is_resident_and_not_held() -> None:
-    bench = Bench(2, 4, "none")
+    bench = InProcessBench(2, 4, "none")
     assert bench.core.least_recently_used() is None
     bench.activate("a", "b")
     bench.core.request(requests.LoadAdapter, "c")
@@ -145,7 +145,7 @@ def test_the_least_recently_used_is_resident_and_not_held() -> None:
 
 
 def test_a_permanent_shortage_is_known_before_any_request() -> None:
-    bench = Bench(2, 4, "lru", device_bytes_max=25)
+    bench = InProcessBench(2, 4, "lru", device_bytes_max=25)
     bench.activate("a")
     bench.core.request(requests.HoldAdapter, "a")
     done = len(bench.done)
@@ -161,7 +161,7 @@ def test_a_permanent_shortage_is_known_before_any_request() -> None:
 
 
 def test_answers_are_not_stored_longer_than_needed() -> None:
-    bench = Bench(1, 1, "lru")
+    bench = InProcessBench(1, 1, "lru")
     for _ in range(50):
         bench.activate("a")
         bench.activate("b")

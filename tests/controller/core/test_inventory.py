@@ -5,12 +5,12 @@ from controller.core.limits import Limits
 from messages import records, reports, requests
 from messages.errors import ErrorCode
 from messages.requests import ActivateAdapter, AdapterDone, LoadAdapter
-from tests.support.simulation.core_bench import Bench
+from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.engine import EngineAdapter
 
 
 def test_a_restarted_controller_touches_nothing_that_agrees() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.activate("a", "b")
     running = bench.generate("a")
     before = bench.snapshot()
@@ -23,7 +23,7 @@ def test_a_restarted_controller_touches_nothing_that_agrees() -> None:
 
 
 def test_no_operation_is_sent_before_the_inventory() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.restart_controller()
     bench.send(ActivateAdapter, "a")
     assert not bench.world.operations
@@ -39,7 +39,7 @@ def test_no_operation_is_sent_before_the_inventory() -> None:
 
 
 def test_commands_lost_in_transit_are_sent_again_under_their_id() -> None:
-    bench = Bench()
+    bench = CoreBench()
     request = bench.send(ActivateAdapter, "a")
     (lost,) = bench.channel
     bench.cut_link(1)
@@ -51,7 +51,7 @@ def test_commands_lost_in_transit_are_sent_again_under_their_id() -> None:
 
 
 def test_a_restarted_controller_corrects_what_its_log_lost() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.activate("a")
     inputs = len(bench.inputs)
     bench.activate("b")
@@ -72,7 +72,7 @@ def test_a_restarted_controller_corrects_what_its_log_lost() -> None:
 
 
 def test_a_record_yields_an_id_that_the_engine_uses_for_other_content() -> None:
-    bench = Bench(slots=2, engine=False)
+    bench = CoreBench(slots=2, engine=False)
     bench.send(ActivateAdapter, "a")
     assert bench.adapter("a").id == 1
     unknown = EngineAdapter(1, "b", "b", bench.files["b"], "gpu-slot", True, 0, 7)
@@ -101,7 +101,7 @@ def test_an_inventory_that_contradicts_itself_is_refused() -> None:
 
 
 def test_a_generation_whose_prompt_is_lost_is_dropped_and_may_be_sent_again() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     request = bench.send(records.GenerationRequested, "a")
     bench.restart_controller()
@@ -116,7 +116,7 @@ def test_a_generation_whose_prompt_is_lost_is_dropped_and_may_be_sent_again() ->
 
 
 def test_a_stop_that_was_lost_is_repeated() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     running = bench.generate("a")
     bench.send(requests.CancelGeneration, running)
@@ -127,7 +127,7 @@ def test_a_stop_that_was_lost_is_repeated() -> None:
 
 
 def test_a_cancelled_generation_that_never_arrived_is_not_started_again() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     lost = bench.send(records.GenerationRequested, "a")
     bench.channel.clear()
@@ -139,7 +139,7 @@ def test_a_cancelled_generation_that_never_arrived_is_not_started_again() -> Non
 
 
 def test_a_generation_that_was_lost_with_a_replaced_version_is_refused() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     lost = bench.send(records.GenerationRequested, "a")
     del bench.channel[-1]
@@ -152,7 +152,7 @@ def test_a_generation_that_was_lost_with_a_replaced_version_is_refused() -> None
 
 
 def test_a_generation_that_was_lost_is_started_again() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     lost = bench.send(records.GenerationRequested, "a")
     del bench.channel[-1]
@@ -164,7 +164,7 @@ def test_a_generation_that_was_lost_is_started_again() -> None:
 
 
 def test_a_replacement_whose_report_was_lost_with_the_logs_tail_happens() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     request = bench.send(LoadAdapter, "a", "b", replace=True)
     for _ in range(2):

@@ -17,7 +17,7 @@ from messages.requests import (
     RemoveAdapter,
     StageAdapter,
 )
-from tests.support.simulation.core_bench import Bench
+from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.engine import Content
 
 UNKNOWN = [
@@ -32,7 +32,7 @@ UNKNOWN = [
 
 @pytest.mark.parametrize(("kind", "what"), UNKNOWN)
 def test_an_unknown_adapter_is_l006(kind: type, what: object) -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     bench.refused(ErrorCode.UNKNOWN_ADAPTER, ("'x'", "load it first"), kind, what)
 
@@ -44,7 +44,7 @@ def test_every_upward_request_promotes_the_adapter_to_its_target() -> None:
         (ActivateAdapter, "gpu-slot"),
         (HoldAdapter, "gpu-slot"),
     ):
-        bench = Bench()
+        bench = CoreBench()
         reply = bench.request(kind, "a")
         assert (reply.adapter, reply.state) == ("a", state)
         assert bench.state("a") == state
@@ -53,7 +53,7 @@ def test_every_upward_request_promotes_the_adapter_to_its_target() -> None:
 
 
 def test_a_batch_of_more_adapters_than_slots_is_refused_before_anything_moves() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.activate("a", "b")
     bench.request(LoadAdapter, "c")
     parts = ("3 slots", "2 slots", "split the batch")
@@ -62,7 +62,7 @@ def test_a_batch_of_more_adapters_than_slots_is_refused_before_anything_moves() 
 
 
 def test_a_batch_that_a_held_adapter_makes_impossible_is_refused_early() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.request(HoldAdapter, "a")
     bench.request(LoadAdapter, "b")
     bench.request(LoadAdapter, "c")
@@ -72,14 +72,14 @@ def test_a_batch_that_a_held_adapter_makes_impossible_is_refused_early() -> None
 
 
 def test_a_batch_too_large_in_bytes_is_refused_early_and_names_the_bytes() -> None:
-    bench = Bench(slots=3, device_bytes_max=25)
+    bench = CoreBench(slots=3, device_bytes_max=25)
     for name in ("a", "b", "c"):
         bench.request(LoadAdapter, name)
     bench.refused(ErrorCode.NO_ROOM, ("30 bytes", "25 bytes"), ActivateBatch, ("a", "b", "c"))
 
 
 def test_a_batch_whose_sizes_are_known_late_is_refused_then() -> None:
-    bench = Bench(slots=2, device_bytes_max=15, engine=False)
+    bench = CoreBench(slots=2, device_bytes_max=15, engine=False)
     bench.send(LoadAdapter, "a")
     bench.send(LoadAdapter, "b")
     batch = bench.send(ActivateBatch, ("a", "b"))
@@ -90,7 +90,7 @@ def test_a_batch_whose_sizes_are_known_late_is_refused_then() -> None:
 
 
 def test_a_batch_that_a_hold_made_impossible_while_it_waited_is_refused() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.activate("a", "b")
     for name in ("c", "d"):
         bench.request(StageAdapter, name)
@@ -108,7 +108,7 @@ def test_a_batch_that_a_hold_made_impossible_while_it_waited_is_refused() -> Non
 
 
 def test_everything_held_is_l001() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.request(HoldAdapter, "a")
     bench.request(HoldAdapter, "b")
     reply = bench.request(ActivateAdapter, "c")
@@ -120,7 +120,7 @@ def test_everything_held_is_l001() -> None:
 
 @pytest.mark.parametrize("kind", [DeactivateAdapter, EvictAdapter, RemoveAdapter])
 def test_an_adapter_that_is_held_leased_or_waited_for_is_not_demoted(kind: type) -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.request(HoldAdapter, "a")
     bench.refused(ErrorCode.CONFLICT, ("'a'", "held", "release it first"), kind, "a")
     bench.request(ReleaseAdapter, "a")
@@ -132,11 +132,11 @@ def test_an_adapter_that_is_held_leased_or_waited_for_is_not_demoted(kind: type)
 
 def test_every_downward_request_demotes_the_adapter_to_its_target() -> None:
     for kind, state in ((DeactivateAdapter, "pinned"), (EvictAdapter, "evicted")):
-        bench = Bench()
+        bench = CoreBench()
         bench.activate("a")
         assert bench.request(kind, "a").state == state
         assert bench.reply(bench.send(kind, "a")).state == state
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     assert bench.request(RemoveAdapter, "a").state == "unregistered"
     assert "a" not in bench.world.names
@@ -144,7 +144,7 @@ def test_every_downward_request_demotes_the_adapter_to_its_target() -> None:
 
 
 def test_a_downward_request_waits_for_the_operation_in_flight() -> None:
-    bench = Bench(request_timeout_ms=10)
+    bench = CoreBench(request_timeout_ms=10)
     slow = bench.send(ActivateAdapter, "a")
     bench.transmit(1)
     bench.advance(11)
@@ -157,7 +157,7 @@ def test_a_downward_request_waits_for_the_operation_in_flight() -> None:
 
 
 def test_a_forced_removal_ends_the_hold_and_waits_for_leases() -> None:
-    bench = Bench(slots=1)
+    bench = CoreBench(slots=1)
     bench.request(HoldAdapter, "a")
     running = bench.generate("a")
     removal = bench.send(RemoveAdapter, "a", force=True)
@@ -175,7 +175,7 @@ def test_a_forced_removal_ends_the_hold_and_waits_for_leases() -> None:
 
 
 def test_a_forced_removal_refuses_waiting_requests() -> None:
-    bench = Bench()
+    bench = CoreBench()
     waiting = bench.send(ActivateAdapter, "a")
     removal = bench.send(RemoveAdapter, "a", force=True)
     assert bench.reply(waiting).code is ErrorCode.CONFLICT
@@ -184,7 +184,7 @@ def test_a_forced_removal_refuses_waiting_requests() -> None:
 
 
 def test_a_forced_removal_without_an_engine_is_answered_at_once() -> None:
-    bench = Bench(engine=False)
+    bench = CoreBench(engine=False)
     waiting = bench.send(ActivateAdapter, "a")
     removal = bench.send(RemoveAdapter, "a", force=True)
     assert bench.reply(waiting).code is ErrorCode.CONFLICT
@@ -193,7 +193,7 @@ def test_a_forced_removal_without_an_engine_is_answered_at_once() -> None:
 
 
 def test_a_removal_that_is_refused_keeps_the_adapter() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     running = bench.generate("a")
     removal = bench.send(RemoveAdapter, "a", force=True, timeout_ms=5)
@@ -205,7 +205,7 @@ def test_a_removal_that_is_refused_keeps_the_adapter() -> None:
 
 
 def test_another_path_under_a_known_name_is_a_conflict() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     parts = ("'a'", "'b'", "load the new path with replace")
     for kind in (StageAdapter, ActivateAdapter, HoldAdapter):
@@ -213,7 +213,7 @@ def test_another_path_under_a_known_name_is_a_conflict() -> None:
 
 
 def test_other_content_under_a_known_name_is_refused_and_the_same_is_accepted() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     reply = bench.request(LoadAdapter, "a", "b")
     assert reply.code is ErrorCode.CONFLICT
@@ -226,7 +226,7 @@ def test_other_content_under_a_known_name_is_refused_and_the_same_is_accepted() 
 
 
 def test_a_replacement_receives_hold_and_goal_and_the_old_version_ends_its_requests() -> None:
-    bench = Bench(slots=2)
+    bench = CoreBench(slots=2)
     bench.request(HoldAdapter, "a")
     old = bench.adapter("a").id
     running = bench.generate("a")
@@ -246,13 +246,13 @@ def test_a_replacement_receives_hold_and_goal_and_the_old_version_ends_its_reque
 
 
 def test_a_replacement_without_waiting_requests_does_not_happen() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     late = bench.send(LoadAdapter, "a", "b", replace=True, timeout_ms=5)
     bench.transmit(1)
     bench.complete(0)
     bench.deliver(1)
-    # It is sound and is being loaded.
+    # It is valid and is being loaded.
     bench.transmit(1)
     bench.advance(6)
     assert isinstance(bench.reply(late), Refused)
@@ -262,7 +262,7 @@ def test_a_replacement_without_waiting_requests_does_not_happen() -> None:
 
 
 def test_a_second_replacement_waits_for_the_first() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     bench.send(LoadAdapter, "a", "b", replace=True)
     parts = ("'a'", "being loaded", "wait for it")
@@ -270,8 +270,8 @@ def test_a_second_replacement_waits_for_the_first() -> None:
     bench.refused(ErrorCode.CONFLICT, parts, RemoveAdapter, "a")
 
 
-def test_a_name_whose_first_version_is_unsound_goes_to_the_second() -> None:
-    bench = Bench()
+def test_a_name_whose_first_version_is_invalid_goes_to_the_second() -> None:
+    bench = CoreBench()
     first = bench.send(LoadAdapter, "a", "missing")
     second = bench.send(LoadAdapter, "a", "b", replace=True)
     bench.settle()
@@ -281,7 +281,7 @@ def test_a_name_whose_first_version_is_unsound_goes_to_the_second() -> None:
 
 
 def test_known_adapters_max_is_l001_and_requests_max_l015() -> None:
-    bench = Bench(known_adapters_max=2, requests_max=3)
+    bench = CoreBench(known_adapters_max=2, requests_max=3)
     bench.request(LoadAdapter, "a")
     bench.request(LoadAdapter, "b")
     bench.refused(ErrorCode.NO_ROOM, ("'c'", "2 adapters", "allows 2"), LoadAdapter, "c")
@@ -293,7 +293,7 @@ def test_known_adapters_max_is_l001_and_requests_max_l015() -> None:
 
 
 def test_a_repeated_request_receives_its_first_answer_while_it_is_stored() -> None:
-    bench = Bench(answers_max=3)
+    bench = CoreBench(answers_max=3)
     first = bench.send(LoadAdapter, "a")
     bench.settle()
     bench.handle(EvictAdapter("evict", "a"))
@@ -309,7 +309,7 @@ def test_a_repeated_request_receives_its_first_answer_while_it_is_stored() -> No
 
 
 def test_a_cancelled_generation_is_answered_whether_it_runs_or_waits() -> None:
-    bench = Bench(slots=1)
+    bench = CoreBench(slots=1)
     bench.activate("a")
     running, base = bench.generate("a"), bench.generate(None)
     bench.request(LoadAdapter, "b")
@@ -326,7 +326,7 @@ def test_a_cancelled_generation_is_answered_whether_it_runs_or_waits() -> None:
 
 
 def test_holding_and_releasing_are_published_once() -> None:
-    bench = Bench()
+    bench = CoreBench()
     published = bench.record_events()
     bench.request(HoldAdapter, "a")
     bench.request(HoldAdapter, "a")

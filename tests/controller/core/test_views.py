@@ -17,7 +17,7 @@ LIMITS = Limits(slots_max=2, host_adapters_max=5)
 ENGINE = reports.EngineInventory("e", 4242, "tiny", 2, 1 << 20)
 
 
-class Deployment:
+class SynchronousDeployment:
     """A core whose engine completes every command at once, except generations."""
 
     def __init__(self) -> None:
@@ -56,15 +56,15 @@ class Deployment:
 
 
 @pytest.fixture
-def deployment() -> Deployment:
-    deployment = Deployment()
+def deployment() -> SynchronousDeployment:
+    deployment = SynchronousDeployment()
     deployment.handle(rq.ActivateAdapter("r-1", "zeta"))
     deployment.handle(rq.HoldAdapter("r-2", "alpha"))
     deployment.handle(rq.StageAdapter("r-3", "mu"))
     return deployment
 
 
-def test_adapters_are_listed_by_name_with_their_counters(deployment: Deployment) -> None:
+def test_adapters_are_listed_by_name_with_their_counters(deployment: SynchronousDeployment) -> None:
     listed = deployment.list()
     assert [name for name, _ in listed] == ["alpha", "mu", "zeta"]
     assert [view.state for view in listed.values()] == ["gpu-slot", "pinned", "gpu-slot"]
@@ -75,7 +75,7 @@ def test_adapters_are_listed_by_name_with_their_counters(deployment: Deployment)
     assert listed["mu", False].device_bytes == 0
 
 
-def test_a_replaced_version_is_shown_next_to_the_new_one(deployment: Deployment) -> None:
+def test_a_replaced_version_is_shown_next_to_the_new_one(deployment: SynchronousDeployment) -> None:
     deployment.handle(records.GenerationRequested("g", "zeta"))
     deployment.content = "2"
     deployment.handle(rq.LoadAdapter("r-4", "zeta", "elsewhere", replace=True))
@@ -88,14 +88,14 @@ def test_a_replaced_version_is_shown_next_to_the_new_one(deployment: Deployment)
     assert (shown.adapter.leases, shown.retired[0].leases) == (0, 1)
 
 
-def test_an_unknown_adapter_is_refused(deployment: Deployment) -> None:
+def test_an_unknown_adapter_is_refused(deployment: SynchronousDeployment) -> None:
     with pytest.raises(Refusal) as refused:
         show_adapter(deployment.controller.world, rq.ShowAdapter("s", "missing"))
     assert refused.value.code == ErrorCode.UNKNOWN_ADAPTER
     assert "missing" in refused.value.message
 
 
-def test_the_status_has_the_totals(deployment: Deployment) -> None:
+def test_the_status_has_the_totals(deployment: SynchronousDeployment) -> None:
     deployment.handle(records.GenerationRequested("g", None))
     deployment.handle(rq.ReleaseAdapter("r-5", "missing"))
     status = show_status(deployment.controller, rq.ShowStatus("s"))
@@ -115,7 +115,7 @@ def test_without_an_engine_its_fields_are_empty() -> None:
     assert (status.engine_id, status.engine_pid, status.model) == ("", 0, "")
 
 
-def test_a_view_changes_nothing_and_stays_as_it_was(deployment: Deployment) -> None:
+def test_a_view_changes_nothing_and_stays_as_it_was(deployment: SynchronousDeployment) -> None:
     before = deployment.controller.digest()
     listed = deployment.list()
     show_adapter(deployment.controller.world, rq.ShowAdapter("s", "mu"))

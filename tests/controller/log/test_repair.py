@@ -15,6 +15,7 @@ from tests.support.simulation.log_examples import (
     HEADER,
     Crash,
     CrashingDisk,
+    files,
     flip,
     make_records,
     write,
@@ -24,15 +25,9 @@ COUNT = 60
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, name, lambda fd: None)
+def directory(tmp_path: Path, without_fsync: None) -> Path:
     write(tmp_path / "log", make_records(COUNT), segment_bytes_max=1000)
     return tmp_path / "log"
-
-
-def files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.log"))
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -14,16 +14,11 @@ from controller.log.segments import read, segments, verify
 from controller.log.writer import Log
 from messages.errors import ErrorCode
 from messages.records import Record
-from tests.support.simulation.log_examples import HEADER, flip, make_records, write
+from tests.support.simulation.log_examples import HEADER, files, flip, make_records, write
 
 COUNT = 60
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip fsync: no test here depends on it."""
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, name, lambda fd: None)
+pytestmark = pytest.mark.usefixtures("without_fsync")
 
 
 @pytest.fixture
@@ -32,10 +27,6 @@ def directory(tmp_path: Path) -> Path:
     write(tmp_path / "log", make_records(COUNT), segment_bytes_max=1000)
     assert len(files(tmp_path / "log")) >= 5
     return tmp_path / "log"
-
-
-def files(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.log"))
 
 
 def seq_of(file: Path) -> int:

@@ -12,30 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.log import writer as log_module
 from controller.log.format import LogBusy, LogForeign, LogFull, LogSyncFailed
 from controller.log.segments import read, segments, verify
 from controller.log.writer import Log, Recovered
 from messages.errors import ErrorCode
 from messages.records import Record, TimerFired
-from tests.support.simulation.log_examples import HEADER, TIME_NS, Disk, FailingDisk, make_records
+from tests.support.simulation.log_examples import (
+    HEADER,
+    TIME_NS,
+    Disk,
+    FailingDisk,
+    make_records,
+    records_in,
+    write_with,
+)
 from tests.support.simulation.message_examples import strategy
-
-
-def records_in(directory: Path) -> list[Record]:
-    return [record for _, _, record in read(directory)]
-
-
-def use(disk: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(log_module, "os", disk)
-    return disk
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip fsync, in tests that don't depend on it."""
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, name, lambda fd: None)
 
 
 def test_a_new_log_is_private_and_empty(tmp_path: Path) -> None:
@@ -50,7 +41,8 @@ def test_a_new_log_is_private_and_empty(tmp_path: Path) -> None:
     assert verify(directory) == (1, 0, 0, 0, 0, None)
 
 
-def test_records_are_numbered_from_one_and_keep_their_epoch(tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("without_fsync")
+def test_records_are_numbered_from_one_and_keep_their_epoch(tmp_path: Path) -> None:
     records = make_records(60)
     with Log.open(tmp_path, HEADER) as log:
         assert log.append(records[:1], epoch=1) == 1
@@ -64,7 +56,8 @@ def test_records_are_numbered_from_one_and_keep_their_epoch(tmp_path: Path, quic
     assert list(read(tmp_path)) == list(zip(range(1, 61), epochs, records, strict=True))
 
 
-def test_every_segment_has_the_header_that_it_was_written_with(tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("without_fsync")
+def test_every_segment_has_the_header_that_it_was_written_with(tmp_path: Path) -> None:
     other = msgspec.structs.replace(HEADER, rules=2, policy="lfu")
     for header in (HEADER, HEADER, other):
         with Log.open(tmp_path, header) as log:
@@ -77,7 +70,8 @@ def test_every_segment_has_the_header_that_it_was_written_with(tmp_path: Path, q
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_new_header_replaces_one_without_records(tmp_path: Path, quick: None, count: int) -> None:
+@pytest.mark.usefixtures("without_fsync")
+def test_a_new_header_replaces_one_without_records(tmp_path: Path, count: int) -> None:
     if count:
         with Log.open(tmp_path, HEADER) as log:
             log.append(make_records(count), epoch=1)
@@ -110,7 +104,8 @@ def test_a_closed_log_accepts_nothing(tmp_path: Path) -> None:
         log.append(make_records(1), epoch=1)
 
 
-def test_epochs_never_decrease(tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("without_fsync")
+def test_epochs_never_decrease(tmp_path: Path) -> None:
     with Log.open(tmp_path, HEADER) as log:
         log.append(make_records(1), epoch=5)
         with pytest.raises(ValueError, match="epoch 4 after epoch 5"):
@@ -126,7 +121,7 @@ def test_a_group_is_one_write_and_the_syncs_that_the_policy_specifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any, writes: int, syncs: int
 ) -> None:
     with Log.open(tmp_path, HEADER, sync=policy, sync_interval_ms=10) as log:
-        disk = use(Disk(), monkeypatch)
+        disk = write_with(Disk(), monkeypatch)
         # The groups end at 0, 9 and 10 ms.
         for end_ms in (0, 9, 10):
             times = [TIME_NS + (end_ms - back) * 1_000_000 for back in (2, 1, 0)]
@@ -142,13 +137,14 @@ def test_an_interval_ends_when_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Log.open(tmp_path, HEADER, sync="interval") as log:
-        disk = use(Disk(), monkeypatch)
+        disk = write_with(Disk(), monkeypatch)
         for time_ns in (TIME_NS, TIME_NS + 1, TIME_NS - 10**12):
             log.append([Record(time_ns, TimerFired())], epoch=1)
         assert disk.calls.count("fdatasync") == 2
 
 
-def test_a_segment_ends_when_it_is_full(tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("without_fsync")
+def test_a_segment_ends_when_it_is_full(tmp_path: Path) -> None:
     records = make_records(90)
     with Log.open(tmp_path, HEADER, segment_bytes_max=1000) as log:
         for start in range(0, 90, 3):
@@ -173,7 +169,7 @@ def test_a_full_disk_refuses_a_group_whole(
     with Log.open(tmp_path, HEADER, sync=policy) as log:
         log.append(records[:5], epoch=1)
         before = next(tmp_path.iterdir()).read_bytes()
-        disk = use(FailingDisk(room, write=error), monkeypatch)
+        disk = write_with(FailingDisk(room, write=error), monkeypatch)
         with pytest.raises(LogFull, match="nothing was written") as caught:
             log.append(records[5:10], epoch=2)
         assert caught.value.code is ErrorCode.LOG_UNAVAILABLE
@@ -192,7 +188,7 @@ def test_a_disk_that_is_full_at_the_end_of_a_segment(
     records = make_records(12)
     with Log.open(tmp_path, HEADER, segment_bytes_max=1) as log:
         log.append(records[:4], epoch=1)
-        disk = use(FailingDisk(room=10, **{fails: errno.ENOSPC}), monkeypatch)
+        disk = write_with(FailingDisk(room=10, **{fails: errno.ENOSPC}), monkeypatch)
         for _ in range(2):
             with pytest.raises(LogFull):
                 log.append(records[4:8], epoch=1)
@@ -220,7 +216,7 @@ def test_after_a_failed_disk_nothing_is_accepted_until_a_restart(
     records = make_records(10)
     log = Log.open(tmp_path, HEADER, **options)
     log.append(records[:5], epoch=1)
-    disk = use(FailingDisk(**{fails: error}), monkeypatch)
+    disk = write_with(FailingDisk(**{fails: error}), monkeypatch)
     with pytest.raises(LogSyncFailed, match="restart"):
         log.append(records[5:], epoch=1)
     disk.errors.clear()
@@ -240,7 +236,7 @@ def test_after_a_failed_disk_nothing_is_accepted_until_a_restart(
 def test_a_cut_that_fails_is_a_failed_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for fails in ("ftruncate", "fdatasync"):
         with Log.open(tmp_path, HEADER) as log:
-            use(FailingDisk(10, write=errno.ENOSPC, **{fails: errno.EIO}), monkeypatch)
+            write_with(FailingDisk(10, write=errno.ENOSPC, **{fails: errno.EIO}), monkeypatch)
             for _ in range(2):
                 with pytest.raises(LogSyncFailed):
                     log.append(make_records(5), epoch=1)
@@ -258,7 +254,7 @@ def test_a_directory_that_can_not_be_synced_is_a_failed_disk(
 
     log = Log.open(tmp_path, HEADER, segment_bytes_max=1)
     log.append(make_records(1), epoch=1)
-    use(NoDirectorySync(), monkeypatch)
+    write_with(NoDirectorySync(), monkeypatch)
     with pytest.raises(LogSyncFailed, match="directory"):
         log.append(make_records(1), epoch=1)
     log.close()
@@ -267,7 +263,8 @@ def test_a_directory_that_can_not_be_synced_is_a_failed_disk(
         assert log.recovered == Recovered(2, 1, 0, None)
 
 
-def test_every_descriptor_is_closed(tmp_path: Path, quick: None) -> None:
+@pytest.mark.usefixtures("without_fsync")
+def test_every_descriptor_is_closed(tmp_path: Path) -> None:
     def open_files() -> int:
         return len(os.listdir("/proc/self/fd"))
 

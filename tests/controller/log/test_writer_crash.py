@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 
-from controller.log import writer as log_module
-from controller.log.segments import read, verify
+from controller.log.segments import verify
 from controller.log.writer import Log
 from messages.records import Record
-from tests.support.simulation.log_examples import HEADER, Crash, CrashingDisk, make_records
-
-
-def records_in(directory: Path) -> list[Record]:
-    return [record for _, _, record in read(directory)]
-
-
-def use(disk: CrashingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "os", disk)
+from tests.support.simulation.log_examples import (
+    HEADER,
+    Crash,
+    CrashingDisk,
+    make_records,
+    records_in,
+    write_with,
+)
 
 
 def crashed_run(
@@ -45,7 +43,7 @@ def crashed_run(
 
 def crashed_again(directory: Path, disk: CrashingDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        use(disk, patch)
+        write_with(disk, patch)
         with suppress(Crash), Log.open(directory, HEADER, segment_bytes_max=700):
             pass
 
@@ -62,7 +60,7 @@ def test_a_crash_at_any_step_loses_nothing_that_was_confirmed(
         directory = tmp_path / str(at)
         disk = CrashingDisk(at, when)
         with monkeypatch.context() as patch:
-            use(disk, patch)
+            write_with(disk, patch)
             appended, confirmed = crashed_run(directory, disk)
         if not disk.is_dead:
             assert at > 30
@@ -94,7 +92,7 @@ def test_without_syncs_a_lost_end_is_not_damage(
         directory = tmp_path / str(at)
         disk = CrashingDisk(at, "before")
         with monkeypatch.context() as patch:
-            use(disk, patch)
+            write_with(disk, patch)
             appended, _ = crashed_run(directory, disk, policy)
         disk.cut_power(directory, rng)
         Log.open(directory, HEADER).close()

@@ -19,13 +19,6 @@ from tests.support.simulation.shell_examples import RawClient
 from tests.support.waiting import HANG_S
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    found = tmp_path / "d"
-    found.mkdir()
-    return found
-
-
 def start(*arguments: str, **options: Any) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "controller.shell.process", *arguments]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, **options)

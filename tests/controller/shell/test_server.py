@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
 
 from controller.client import Client
 from controller.core.limits import Limits
@@ -33,13 +32,6 @@ from tests.support.simulation.shell_examples import (
 from tests.support.waiting import HANG_S
 
 ENGINE_PID = os.getpid()
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    found = tmp_path / "d"
-    found.mkdir()
-    return found
 
 
 def segments(directory: Path) -> list[Path]:

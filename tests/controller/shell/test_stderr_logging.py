@@ -24,3 +24,4 @@ def test_a_logged_error_shows_no_local_variables(configure, capsys: pytest.Captu
     assert "Traceback" in shown
     assert "ValueError: 20 characters" in shown
     assert "a secret" not in shown
+    assert "\x1b" not in shown, "no colours where stderr is not a terminal"

@@ -140,5 +140,5 @@ def test_a_pool_is_shared_by_live_graphs_and_by_no_later_one() -> None:
 
 
 def test_a_device_without_graphs_is_refused() -> None:
-    with pytest.raises(ValueError, match="graphs are CUDA's"):
+    with pytest.raises(ValueError, match="a CUDA device is needed"):
         CudaCapture(torch.device("cpu"))

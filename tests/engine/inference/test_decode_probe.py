@@ -75,7 +75,7 @@ def test_a_window_wider_than_the_short_probe_is_found_with_the_most_columns() ->
     row = architecture("gpt_neo")
     fields = {**row.fields, "window_size": 64, "max_position_embeddings": 256}
     model = prepare(replace(row, fields=fields).build(), context=256)
-    assert "256 static columns differs" in refusal(model)
+    assert "static step over 256 columns differs" in refusal(model)
 
 
 def dynamic_rope() -> LlamaForCausalLM:
@@ -128,7 +128,7 @@ def test_steps_are_captured_only_with_the_option(
 def test_a_cpu_captures_nothing(
     make_engine: Callable[..., EngineBench], engine_config: EngineConfig
 ) -> None:
-    with pytest.raises(ValueError, match="capture_steps is on, on device 'cpu'"):
+    with pytest.raises(ValueError, match="capture_steps is on, and the device is 'cpu'"):
         make_engine(capture_steps=True)
 
 

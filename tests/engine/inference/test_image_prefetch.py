@@ -128,9 +128,9 @@ class ManualJobs:
         self.started.append(tag)
         self.running.append(tag)
 
-    def end(self, place: int) -> None:
+    def end(self, index: int) -> None:
         future: Future[OpId] = Future()
-        tag = self.running.pop(place)
+        tag = self.running.pop(index)
         future.set_result(tag)
         self._ended.append(FinishedJob(tag, future))
 

@@ -33,8 +33,6 @@ from messages.reports import OperationFailed, PoolingEnded, Report, VectorsCompu
 from tests.support.engine.vectors import unpack_vector
 from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS, TEXTS, VOCABULARY
 
-LAST_TOKEN = VOCABULARY - 1
-
 
 class SchedulerBench:
     """A scheduler on the base model; slot 0 is listed as adapter 1's, but is empty."""
@@ -85,11 +83,11 @@ def bench(model: PoolingModel, monkeypatch: pytest.MonkeyPatch) -> SchedulerBenc
     made = SchedulerBench(model, max_num_seqs=4, queue_requests_max=3)
     forward = model.forward
 
-    def counted(prompts: list[list[int]], firsts: Sequence[int] = ()) -> Tensor:
+    def counted(prompts: list[list[int]], starts: Sequence[int] = ()) -> Tensor:
         made.forwards.append([len(prompt) for prompt in prompts])
         if made.memory_tokens is not None and padded(prompts) > made.memory_tokens:
             raise torch.OutOfMemoryError("full")
-        return forward(prompts, firsts)
+        return forward(prompts, starts)
 
     monkeypatch.setattr(model, "forward", counted)
     return made

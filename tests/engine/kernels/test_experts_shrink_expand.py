@@ -37,13 +37,13 @@ from tests.support.kernels.kernel_cases import (
     mixed_rows,
 )
 
-RANK_ROOM = 48
+RANK_CAPACITY = 48
 """The columns of the intermediate, more than any rank here."""
 
 
 def shrunk(kernels: Kernels, case: Case, groups: ExpertGroups) -> Tensor:
     """Return the result of shrink: [slices, pairs, RANK_ROOM]."""
-    shape = (len(case.slices.columns), len(groups.pairs), RANK_ROOM)
+    shape = (len(case.slices.columns), len(groups.pairs), RANK_CAPACITY)
     buffer = torch.full(shape, torch.nan, dtype=accumulator_dtype(case.x.dtype))
     kernels.experts_shrink(buffer, case.x, case.slices, groups)
     return buffer
@@ -84,7 +84,7 @@ def test_shrunk_activations_are_in_the_groups_order_at_each_rank(name: str) -> N
     case = make_case(shape, [-1] * 27, torch.float32, seed=4)
     groups = groups_for(case, routing, rows)
     assert groups is not None
-    wanted = torch.full((2, 27, RANK_ROOM), torch.nan, dtype=torch.float64)
+    wanted = torch.full((2, 27, RANK_CAPACITY), torch.nan, dtype=torch.float64)
     experts = routing.top_k_index.flatten().tolist()
     for index, pair in enumerate(groups.pairs.tolist()):
         for part in range(2):

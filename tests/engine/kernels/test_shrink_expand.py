@@ -1,26 +1,94 @@
-"""Shrink with an A without outputs, and expand with a B without inputs, as for striped ranks.
-
-The columns of two ranks are in one arena, and the test performs the exchange.
-"""
+"""Shrink and expand in every implementation: each alone, and both with an exchange between them."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import LoRASlices
+from engine.kernels.operands import LoRASlices, accumulator_dtype
 from engine.layout import ModuleShape, Shard
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.punica.wrapper import ShrinkExpand
 from engine.residency.arena import Arena
 from tests.support.engine.engine_examples import relative_error
-from tests.support.kernels.kernel_cases import NAMES, kernels_of
+from tests.support.kernels.kernel_cases import (
+    BATCHES,
+    ERRORS_MAX,
+    NAMES,
+    NAMES_AND_DTYPES,
+    Batch,
+    Case,
+    batch_name,
+    error_of,
+    kernels_of,
+)
 
+OFFSET = 5
 IN, OUT, RANK_MAX, PARTS = 40, 24, 8, 2
 RANKS = (4, 8)
 SLOT_OF_ROW = (1, 0, -1, 1, 0, 0)
 
 
+@pytest.mark.parametrize("batch", BATCHES, ids=batch_name)
+@pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
+def test_adapter_rows_get_their_own_rank_and_nothing_else_is_written(
+    name: str, dtype: torch.dtype, batch: Batch
+) -> None:
+    case = batch.case(dtype)
+    slices, rank_max = len(case.slices.columns), max(batch.shape.ranks)
+    accumulator = accumulator_dtype(dtype)
+    found = torch.full((slices, batch.tokens, rank_max), torch.nan, dtype=accumulator)
+    kernels_of(name).shrink(found, case.x, case.slices, case.groups, 2.0)
+    expected = torch.full(found.shape, torch.nan, dtype=torch.float64)
+    for row, slot in enumerate(case.rows):
+        for index in range(slices):
+            if (slot, index) in case.weights:
+                a = case.weights[slot, index][0].double()
+                expected[index, row, : len(a)] = 2 * (a @ case.x[row].double())
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert error_of(found.nan_to_num(), expected.nan_to_num()) <= ERRORS_MAX[dtype]
+
+
+def expected_rows(case: Case, x: torch.Tensor, y: torch.Tensor, add_inputs: bool) -> torch.Tensor:
+    result = y.double().clone()
+    for row, slot in enumerate(case.rows):
+        first = OFFSET
+        for index, width in enumerate(case.slices.out_features):
+            if (slot, index) in case.weights:
+                b = case.weights[slot, index][1].double()
+                delta = b @ x[index, row, : b.shape[1]].double()
+                columns = slice(first, first + width)
+                result[row, columns] = delta + (result[row, columns] if add_inputs else 0)
+            first += width
+    return result
+
+
+@pytest.mark.parametrize("add_inputs", [True, False], ids=["adds", "replaces"])
+@pytest.mark.parametrize("batch", BATCHES, ids=batch_name)
+@pytest.mark.parametrize(("name", "dtype"), NAMES_AND_DTYPES)
+def test_every_slice_is_added_to_its_columns(
+    name: str, dtype: torch.dtype, batch: Batch, add_inputs: bool
+) -> None:
+    case = batch.case(dtype)
+    generator = torch.Generator().manual_seed(5)
+    shape = (len(case.slices.columns), batch.tokens, max(batch.shape.ranks))
+    # Columns after a row's own rank, and rows of the base model, must not be read.
+    x = torch.full(shape, torch.nan, dtype=accumulator_dtype(dtype))
+    for row, slot in enumerate(case.rows):
+        for index in range(shape[0]):
+            if (slot, index) in case.weights:
+                rank = case.weights[slot, index][1].shape[1]
+                x[index, row, :rank] = torch.randn(rank, generator=generator).to(x.dtype)
+    y = torch.randn(batch.tokens, case.y.shape[1] + 9, generator=generator).to(dtype)
+    found = y.clone()
+    kernels_of(name).expand(found, x, case.slices, case.groups, OFFSET, add_inputs)
+    assert error_of(found, expected_rows(case, x, y, add_inputs)) <= ERRORS_MAX[dtype]
+    untouched = [*range(OFFSET), *range(OFFSET + case.y.shape[1], y.shape[1])]
+    assert torch.equal(found[:, untouched], y[:, untouched])
+    assert torch.equal(found[case.base_rows], y[case.base_rows])
+
+
 def shrink_expand_of(arena: Arena, first: int) -> ShrinkExpand:
+    """Return an A without outputs and a B without inputs, as for striped ranks."""
     shrink = LoRASlices(arena.directory, (first,), IN, (0,))
     return ShrinkExpand(
         shrink, LoRASlices(arena.directory, (first + 1,), 0, (OUT // PARTS,)), PARTS
@@ -29,6 +97,7 @@ def shrink_expand_of(arena: Arena, first: int) -> ShrinkExpand:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shrink_and_expand_with_an_exchange_make_the_whole_product(name: str) -> None:
+    """The columns of two ranks are in one arena, and the test performs the exchange."""
     share = OUT // PARTS
     shapes = [
         ModuleShape(

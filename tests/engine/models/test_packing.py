@@ -136,7 +136,7 @@ def test_the_models_own_code_answers_as_before(changes: dict[str, bool]) -> None
 
 
 class UnlikeInputs(nn.Module):
-    """An MLP whose gate and up receive unlike inputs, in one of three ways."""
+    """An MLP whose gate and up receive different inputs, in one of three ways."""
 
     def __init__(self, mlp: nn.Module, way: str) -> None:
         super().__init__()

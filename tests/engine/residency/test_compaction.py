@@ -70,7 +70,7 @@ def fragmented() -> Extents:
 def test_a_hole_is_made_without_moving_a_fixed_extent() -> None:
     memory, extents = distinct_bytes(8 * UNIT), fragmented()
     before = memory.clone()
-    moved = make_compactor(memory, extents, 64).make_hole(2 * UNIT, fixed=[0, 1])
+    moved = make_compactor(memory, extents, 64).make_hole(2 * UNIT, unmovable=[0, 1])
     assert moved == [2]
     assert extents[2] == Extent(4 * UNIT, UNIT)
     assert torch.equal(memory[4 * UNIT : 5 * UNIT], before[5 * UNIT : 6 * UNIT])
@@ -81,8 +81,8 @@ def test_nothing_moves_where_the_hole_would_take_a_fixed_extent() -> None:
     memory, extents = distinct_bytes(8 * UNIT), fragmented()
     before = memory.clone()
     compactor = make_compactor(memory, extents, 64)
-    assert compactor.make_hole(4 * UNIT, fixed=[2]) is None
+    assert compactor.make_hole(4 * UNIT, unmovable=[2]) is None
     starts = [extents[owner].start_bytes for owner in range(4)]
     assert starts == [UNIT, 3 * UNIT, 5 * UNIT, 7 * UNIT]
     assert torch.equal(memory, before)
-    assert compactor.make_hole(4 * UNIT, fixed=()) == [0, 1, 2]
+    assert compactor.make_hole(4 * UNIT, unmovable=()) == [0, 1, 2]

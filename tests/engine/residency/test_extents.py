@@ -35,12 +35,14 @@ def holes(extents: Extents, owners: list[int]) -> list[int]:
     return [*found, extents.capacity_bytes - end]
 
 
-def cheapest(extents: Extents, owners: list[int], size_bytes: int, fixed: set[int]) -> int | None:
+def cheapest(
+    extents: Extents, owners: list[int], size_bytes: int, unmovable: set[int]
+) -> int | None:
     """Return the fewest bytes that must move for such a hole, by trying every run of neighbours."""
     costs = []
     for first, end in combinations(range(len(owners) + 1), 2):
         run = owners[first:end]
-        if fixed.intersection(run):
+        if unmovable.intersection(run):
             continue
         start_bytes = extents[owners[first - 1]].end_bytes if first else 0
         end_bytes = extents.capacity_bytes
@@ -55,21 +57,21 @@ def cheapest(extents: Extents, owners: list[int], size_bytes: int, fixed: set[in
 @settings(max_examples=400)
 @given(LAYOUTS, st.integers(0, 3), st.integers(1, 12), st.sets(st.integers(0, 6)))
 def test_a_plan_makes_the_hole_with_the_fewest_bytes(
-    layout: list[tuple[int, int]], tail: int, size: int, fixed: set[int]
+    layout: list[tuple[int, int]], tail: int, size: int, unmovable: set[int]
 ) -> None:
     extents, owners, size_bytes = laid_out(layout, tail), list(range(len(layout))), size * UNIT
     before = {owner: extents[owner] for owner in owners}
     fits_already = max(holes(extents, owners)) >= size_bytes
-    wanted = cheapest(extents, owners, size_bytes, fixed)
-    plan = extents.plan(size_bytes, fixed)
+    wanted = cheapest(extents, owners, size_bytes, unmovable)
+    plan = extents.plan(size_bytes, unmovable)
     if plan is None:
         assert wanted is None
-        assert fixed or size_bytes > extents.free_bytes
+        assert unmovable or size_bytes > extents.free_bytes
         return
     if not fits_already:
         assert wanted == sum(before[move.owner].size_bytes for move in plan)
     for move in plan:
-        assert move.owner not in fixed
+        assert move.owner not in unmovable
         assert move.start_bytes < extents[move.owner].start_bytes
         extents.apply(move)
         extents.check()

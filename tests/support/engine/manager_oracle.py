@@ -43,7 +43,7 @@ class ManagerOracle:
         if adapter_id in self.contents:
             self.touch(adapter_id)
             return False
-        self._make_host_room()
+        self._make_host_space()
         self.contents[adapter_id] = content
         self.touch(adapter_id)
         return True
@@ -133,7 +133,7 @@ class ManagerOracle:
         self._demote(oldest)
         self.evictions += 1
 
-    def _make_host_room(self) -> None:
+    def _make_host_space(self) -> None:
         if len(self.contents) < self.capacity:
             return
         # Adapters without a slot are evicted first, as they are cheaper to load again.

@@ -133,11 +133,11 @@ def layer_on(slices: LoRASlices, device: str) -> LoRASlices:
 
 def groups_on(groups: Groups, device: str) -> Groups:
     """Return a batch's tables on the device; each has the capacity of its bounds, as always."""
-    room = torch.zeros(groups.bounds.tokens, dtype=torch.int64, device=device)
-    room[: len(groups.rows)] = groups.rows.to(device)
+    padded = torch.zeros(groups.bounds.tokens, dtype=torch.int64, device=device)
+    padded[: len(groups.rows)] = groups.rows.to(device)
     return replace(
         groups,
-        rows=room[: len(groups.rows)],
+        rows=padded[: len(groups.rows)],
         token_slots=groups.token_slots.to(device),
         active=groups.active.to(device),
         tiles=tuple(tiles._replace(table=tiles.table.to(device)) for tiles in groups.tiles),

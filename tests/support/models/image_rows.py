@@ -1,6 +1,6 @@
 """Rows of texts and images as hand-made tensors, for tiny models of every type.
 
-Images have unlike sizes. All rows have the same number of tokens, so that only tiles are padded,
+Images have different sizes. All rows have the same number of tokens, so that only tiles are padded,
 and a row alone has the same tensors as in a batch.
 """
 

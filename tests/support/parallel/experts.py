@@ -39,9 +39,9 @@ SCHEMES = ("tensor", "expert", SHARDED)
 
 PROMPT = tuple(token * 11 % 64 for token in range(5))
 RANK_MAX = 8
-SIDES = (slice(None), slice(None), slice(1), slice(-1, None))
+SLICES_OF_SLOT = (slice(None), slice(None), slice(1), slice(-1, None))
 """The slices of each slot's adapter: all, all, only the first, only the last."""
-EMPTY = len(SIDES)
+EMPTY = len(SLICES_OF_SLOT)
 """A slot whose adapter contains nothing for these experts."""
 
 IDS = (11, 12, 13, 14, 15)
@@ -73,7 +73,7 @@ class AdaptedExperts:
         layer.set_mapping(self.punica)
         torch.manual_seed(7)
         ranks = (6, 8, 2, 4) if scheme == SHARDED else (3, 8, 1, 4)
-        for slot, (rank, side) in enumerate(zip(ranks, SIDES, strict=True)):
+        for slot, (rank, side) in enumerate(zip(ranks, SLICES_OF_SLOT, strict=True)):
             wholes = whole.module_shapes("experts", 0)
             all_a = [torch.randn(shape.a_shape(rank)) / shape.in_features**0.5 for shape in wholes]
             all_b = [torch.randn(shape.b_shape(rank)) / rank**0.5 for shape in wholes]

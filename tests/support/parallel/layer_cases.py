@@ -51,7 +51,7 @@ def whole(out_features: int, seed: int, bias: bool = True, in_features: int = IN
     return nn.Linear(in_features, out_features, bias)
 
 
-def halves(group: ParallelGroup, *widths: int) -> list[range]:
+def shard_rows(group: ParallelGroup, *widths: int) -> list[range]:
     """Return this rank's rows of several parts that are stored in one weight."""
     rows, first = [], 0
     for width in widths:
@@ -61,7 +61,7 @@ def halves(group: ParallelGroup, *widths: int) -> list[range]:
     return rows
 
 
-def replica(group: ParallelGroup, width: int, copies: int) -> list[range]:
+def replicated_rows(group: ParallelGroup, width: int, copies: int) -> list[range]:
     """Return the rows of a part that `copies` ranks hold alike."""
     share = width * copies // group.world_size
     first = group.rank // copies * share
@@ -134,7 +134,7 @@ def column(group: ParallelGroup, sharded: bool, gathers: bool) -> float:
 def column_pair(group: ParallelGroup, sharded: bool) -> float:
     """Two projections that a checkpoint stores as one, with one adapter tensor over both."""
     layer = whole(20, 1)
-    rows = halves(group, 12, 8)
+    rows = shard_rows(group, 12, 8)
     kind = ColumnParallelLinearWithShardedLoRA if sharded else ColumnParallelLinearWithLoRA
     adapted = AdaptedLayer(kind(ColumnParallelLinear(layer, group, rows)), [layer], False)
     (expected,) = adapted.expected(inputs())
@@ -146,7 +146,7 @@ def column_pair(group: ParallelGroup, sharded: bool) -> float:
 def merged(group: ParallelGroup, sharded: bool) -> float:
     """Gate and up of unequal widths, one without a bias."""
     wholes = [whole(20, 1), whole(12, 2, bias=False)]
-    rows = [halves(group, layer.out_features) for layer in wholes]
+    rows = [shard_rows(group, layer.out_features) for layer in wholes]
     kind = MergedColumnParallelLinearWithLoRA
     return _packed(
         group,
@@ -160,7 +160,7 @@ def merged(group: ParallelGroup, sharded: bool) -> float:
 def merged_variable(group: ParallelGroup, covers: int) -> float:
     """Three outputs: one adapter tensor each, or one over the first two."""
     wholes = [whole(20, 1), whole(12, 2), whole(4, 3)]
-    rows = [halves(group, layer.out_features) for layer in wholes]
+    rows = [shard_rows(group, layer.out_features) for layer in wholes]
     kind = MergedColumnParallelLinearVariableSliceWithLoRA
     if covers == 1:
         return _packed(group, (wholes, rows), MergedColumnParallelLinear, kind)
@@ -177,7 +177,11 @@ def merged_variable(group: ParallelGroup, covers: int) -> float:
 def qkv(group: ParallelGroup, sharded: bool, is_joined: bool, copies: int) -> float:
     """q split by rank; k and v split by rank, or held alike by `copies` ranks."""
     wholes = [whole(16, 1), whole(8, 2), whole(8, 3)]
-    rows = [halves(group, 16), replica(group, 8, copies), replica(group, 8, copies)]
+    rows = [
+        shard_rows(group, 16),
+        replicated_rows(group, 8, copies),
+        replicated_rows(group, 8, copies),
+    ]
     kinds: Mapping[tuple[bool, bool], type[BaseLayerWithLoRA]] = {
         (False, False): MergedQKVParallelLinearWithLoRA,
         (False, True): MergedQKVParallelLinearWithShardedLoRA,

@@ -19,7 +19,7 @@ NAMES = ("a", "b", "c", "d", "e")
 AMPLE_BUDGETS = {"host_bytes_max": 10_000, "pinned_bytes_max": 10_000, "device_bytes_max": 10_000}
 
 
-class Bench(Deployment):
+class CoreBench(Deployment):
     """A deployment with an engine; further limits are given by name."""
 
     def __init__(self, slots: int = 2, *, engine: bool = True, **limits: int) -> None:

@@ -1,4 +1,4 @@
-"""Damaged adapters: a sound adapter with one change each, and the expected error code."""
+"""Damaged adapters: a valid adapter with one change each, and the expected error code."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Damage = Callable[[Path], None]
 
 
 def copy_adapter(name: str, to: Path) -> Path:
-    """Copy a sound adapter's files to another directory."""
+    """Copy a valid adapter's files to another directory."""
     shutil.copytree(TINY / "adapters" / name, to)
     return to
 
@@ -103,7 +103,7 @@ def with_value(value: bytes) -> Damage:
 
 
 def over_rank(adapter: Path) -> None:
-    """Write sound tensors of a rank above the engine's maximum."""
+    """Write valid tensors of a rank above the engine's maximum."""
     header, _ = split((adapter / WEIGHTS).read_bytes())
     header.pop("__metadata__", None)
     end = 0

@@ -54,7 +54,7 @@ class Deployment:
     # The controller's side.
 
     def start_controller(self) -> None:
-        """Start the controller on the world that its log adds up to."""
+        """Start the controller on the world that results from its log."""
         self.epoch += 1
         self.prompts.clear()
         self.channel.clear()
@@ -64,7 +64,7 @@ class Deployment:
         self.request_inventory()
 
     def restart_controller(self, lost_inputs: int = 0) -> None:
-        """Kill the controller and fold its log, without the last `lost_inputs` inputs."""
+        """Kill the controller and replay its log, without the last `lost_inputs` inputs."""
         before, digest = self.oracle, self.controller.digest()
         kept = len(self.inputs) - min(lost_inputs, len(self.inputs) - 1)
         inputs, self.inputs = self.inputs[:kept], []

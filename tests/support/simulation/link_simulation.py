@@ -27,7 +27,7 @@ class Connection:
     to_controller: list[bytes] = field(default_factory=list)
 
 
-class SimulatedEngine:
+class LinkedEngine:
     """An engine process, with a loop like the worker's."""
 
     def __init__(self, number: int) -> None:
@@ -102,7 +102,7 @@ class DurableState:
     lost: dict[str, list[int]] = field(default_factory=dict)
 
 
-class SimulatedController:
+class LinkedController:
     """A controller process: it logs the inputs that the link returns, then handles them."""
 
     def __init__(self, state: DurableState, now_ns: int) -> None:
@@ -206,15 +206,15 @@ class Simulation:
     def __init__(self) -> None:
         self.now_ns = 100 * SECOND_NS
         self.state = DurableState()
-        self.controller: SimulatedController | None = None
-        self.engines: list[SimulatedEngine] = []
+        self.controller: LinkedController | None = None
+        self.engines: list[LinkedEngine] = []
         self.connections: list[Connection] = []
         self._ended = False
         self.start_controller()
         self.start_engine()
 
     @property
-    def engine(self) -> SimulatedEngine:
+    def engine(self) -> LinkedEngine:
         return self.engines[-1]
 
     @property
@@ -223,7 +223,7 @@ class Simulation:
 
     def start_controller(self) -> None:
         if self.controller is None:
-            self.controller = SimulatedController(self.state, self.now_ns)
+            self.controller = LinkedController(self.state, self.now_ns)
             self.reconnect(0, 0)
 
     def kill_controller(self, kept: int) -> None:
@@ -235,7 +235,7 @@ class Simulation:
             del connection.to_engine[kept:]
 
     def start_engine(self) -> None:
-        self.engines.append(SimulatedEngine(len(self.engines)))
+        self.engines.append(LinkedEngine(len(self.engines)))
         for connection in self.connections:
             connection.to_engine.clear()
         self.reconnect(2, 0)

@@ -9,10 +9,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import pytest
 
+from controller.log import writer
+from controller.log.segments import read
 from controller.log.writer import Log
 from messages.records import FORMAT, Header, Record
 from tests.support.simulation.message_examples import input_examples
@@ -41,6 +44,25 @@ def write(directory: Path, records: Sequence[Record], **options: Any) -> None:
     with Log.open(directory, HEADER, **options) as log:
         for start in range(0, len(records), 3):
             log.append(records[start : start + 3], epoch=1)
+
+
+def records_in(directory: Path) -> list[Record]:
+    """Return the records of the log in `directory`."""
+    return [record for _, _, record in read(directory)]
+
+
+def files(directory: Path) -> list[Path]:
+    """Return the paths of a log's segments, oldest first."""
+    return sorted(directory.glob("*.log"))
+
+
+DiskT = TypeVar("DiskT", bound="Disk")
+
+
+def write_with(disk: DiskT, monkeypatch: pytest.MonkeyPatch) -> DiskT:
+    """Let the log's writer use this disk, which is returned."""
+    monkeypatch.setattr(writer, "os", disk)
+    return disk
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:

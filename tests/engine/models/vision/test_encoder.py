@@ -1,7 +1,7 @@
 """Adapters in towers and connectors match PEFT, image by image in one batch.
 
 A batch mixes the base and three adapters: one on tower, connector and language part, one on tower
-and connector, one on the language part. Rows have no image, one, or several of unlike sizes.
+and connector, one on the language part. Rows have no image, one, or several of different sizes.
 """
 
 import json

@@ -104,7 +104,7 @@ def test_units_are_patches_images_or_tiles_that_are_not_padding() -> None:
     "tensors",
     [
         {"pixel_values": torch.ones(3, 4)},
-        # Images of 4 axes with sizes have unlike numbers of rows.
+        # Images of 4 axes with sizes have different numbers of rows.
         {"pixel_values": torch.ones(3, 3, 4, 4), "image_sizes": torch.ones(3, 2)},
         {"input_features": torch.ones(3, 4)},
     ],

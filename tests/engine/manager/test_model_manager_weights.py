@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.adapters import LoRALayerWeights, LoRAModel
-from engine.errors import (
-    AdapterDoesNotFit,
-    EngineError,
-    NotFinite,
-)
-from engine.manager import (
-    LoRAModelManager,
-)
+from engine.errors import AdapterDoesNotFit, EngineError, NotFinite
+from engine.manager import LoRAModelManager
 from tests.support.engine.manager_examples import (
     CLASSES,
     CONTENTS,
@@ -29,7 +23,6 @@ from tests.support.engine.manager_examples import (
 )
 
 torch.set_num_threads(1)
-
 
 Change = Callable[[LoRALayerWeights], LoRALayerWeights]
 

@@ -1,11 +1,11 @@
-"""Recorded histories: the same inputs add up to the same world in every version.
+"""Recorded histories: the same inputs lead to the same world in every version.
 
 A file `rules-N-….jsonl` in `tests/histories` begins with a line with rules number, policy, limits
 and the final digest. Every further line is one `records.Record` in hexadecimal, some of them with
 the digest of the world before it. A change of what the core decides changes a digest. It then needs
 a new number (`controller.core.limits.RULES`) and new histories, next to the old ones:
 
-    python -m tests.controller.core.test_histories
+    python -m tests.controller.core.test_controller_histories
 
 writes the missing ones of the current rules and replaces none. Histories of former rules stay, as
 inputs that `loradock replay` has to refuse or to replay by their own rules.
@@ -68,7 +68,7 @@ def test_there_are_histories_of_the_current_rules() -> None:
 
 
 @pytest.mark.parametrize("path", files(RULES), ids=lambda path: path.name)
-def test_a_recorded_history_adds_up_to_its_digests(path: Path) -> None:
+def test_a_recorded_history_leads_to_its_digests(path: Path) -> None:
     head, records = read(path)
     assert head["rules"] == RULES
     controller = Controller(limits_from(head["limits"]), head["policy"])

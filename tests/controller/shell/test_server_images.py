@@ -22,13 +22,6 @@ SOON = Timing(0.1, 0.4)
 LONGEST = (bytes(rq.IMAGE_BYTES_MAX),) * (rq.IMAGES_BYTES_MAX // rq.IMAGE_BYTES_MAX)
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    found = tmp_path / "d"
-    found.mkdir()
-    return found
-
-
 @pytest.mark.parametrize("images", [(b"\x89PNG",), LONGEST], ids=["small", "longest"])
 def test_images_reach_the_engine_and_no_log(directory: Path, images: tuple[bytes, ...]) -> None:
     with (

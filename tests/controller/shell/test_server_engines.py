@@ -51,13 +51,6 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    found = tmp_path / "d"
-    found.mkdir()
-    return found
-
-
-@pytest.fixture
 def process(directory: Path, request: pytest.FixtureRequest) -> Iterator[ControllerProcess]:
     timeout_ms = getattr(request, "param", LIVE_MS)
     options: dict[str, Any] = {"checked": True, "engine_timeout_ms": timeout_ms}

@@ -5,7 +5,7 @@ import pytest
 from messages import commands, events, records, requests
 from messages.errors import ErrorCode
 from messages.requests import PoolingDone, Refused
-from tests.support.simulation.core_bench import Bench
+from tests.support.simulation.core_bench import CoreBench
 
 TASKS = ("embed", "classify")
 
@@ -13,7 +13,7 @@ TASKS = ("embed", "classify")
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("name", ["a", None])
 def test_it_is_answered_with_its_counts(task: requests.PoolingTask, name: str | None) -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     published = bench.record_events()
     request_id = bench.pool(name, task)
@@ -29,7 +29,7 @@ def test_it_is_answered_with_its_counts(task: requests.PoolingTask, name: str | 
 def test_the_adapter_is_activated_first_and_leased(
     task: requests.PoolingTask,
 ) -> None:
-    bench = Bench(slots=1)
+    bench = CoreBench(slots=1)
     bench.activate("a", "b")
     request_id = bench.pool("a", task)
     assert bench.in_slots() == {"a"}
@@ -41,7 +41,7 @@ def test_the_adapter_is_activated_first_and_leased(
 
 
 def test_the_command_names_the_task() -> None:
-    bench = Bench()
+    bench = CoreBench()
     sent = []
     on_command = bench.oracle.on_command
     bench.oracle.on_command = lambda command: (sent.append(command), on_command(command))[1]  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ def test_the_command_names_the_task() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_failure_is_reported_with_its_code(task: requests.PoolingTask) -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     published = bench.record_events()
     request_id = bench.pool("a", task)
@@ -69,7 +69,7 @@ def test_a_failure_is_reported_with_its_code(task: requests.PoolingTask) -> None
 def test_one_that_takes_too_long_is_refused_stopped_and_still_leased(
     task: requests.PoolingTask,
 ) -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     request_id = bench.send(records.PoolingRequested, "a", task, 5)
     bench.settle()
@@ -86,7 +86,7 @@ def test_one_that_takes_too_long_is_refused_stopped_and_still_leased(
 
 
 def test_a_repeated_one_gets_its_first_answer() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     request_id = bench.pool("a")
     bench.end_generation(request_id)
@@ -98,7 +98,7 @@ def test_a_repeated_one_gets_its_first_answer() -> None:
 
 
 def test_inputs_lost_with_the_controller_are_sent_again() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     bench.lose_engine()
     request_id = bench.send(records.PoolingRequested, "a", "embed")
@@ -116,7 +116,7 @@ def test_inputs_lost_with_the_controller_are_sent_again() -> None:
 
 
 def test_one_for_the_base_model_starts_when_an_engine_attaches() -> None:
-    bench = Bench(engine=False)
+    bench = CoreBench(engine=False)
     request_id = bench.pool(None)
     assert not bench.world.pending_requests[request_id].op
     bench.start_engine()
@@ -126,7 +126,7 @@ def test_one_for_the_base_model_starts_when_an_engine_attaches() -> None:
 
 
 def test_a_lost_engine_ends_it() -> None:
-    bench = Bench()
+    bench = CoreBench()
     bench.activate("a")
     request_id = bench.pool("a")
     bench.lose_engine()
@@ -136,7 +136,7 @@ def test_a_lost_engine_ends_it() -> None:
 
 
 def test_it_can_not_be_cancelled_like_a_generation() -> None:
-    bench = Bench()
+    bench = CoreBench()
     request_id = bench.pool(None)
     cancelled = bench.request(requests.CancelGeneration, request_id)
     assert cancelled.found is False
@@ -145,6 +145,6 @@ def test_it_can_not_be_cancelled_like_a_generation() -> None:
 
 
 def test_an_unknown_adapter_is_refused_and_changes_nothing() -> None:
-    Bench().refused(
+    CoreBench().refused(
         ErrorCode.UNKNOWN_ADAPTER, ("missing",), records.PoolingRequested, "missing", "embed"
     )

@@ -2,7 +2,7 @@
 
 It has 720 generations on eight adapters and three slots, a controller and an engine that were
 killed, and the header of format 1 and rules 1. It is kept for ever: a change that can't read it, or
-folds it differently, needs a new number.
+replays it differently, needs a new number.
 """
 
 from pathlib import Path

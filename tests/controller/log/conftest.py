@@ -1,0 +1,12 @@
+"""Fixtures for the tests of the log."""
+
+import os
+
+import pytest
+
+
+@pytest.fixture
+def without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip fsync, in tests that don't depend on it."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda fd: None)
