@@ -181,7 +181,10 @@ Event = (
 
 
 class Published(Value, frozen=True):
-    """An event with its number in the stream and the time of the input that caused it."""
+    """An event with its number in the stream and the wall time of the input that caused it.
+
+    `time_ns` (UTC) is a label: it may decrease where the wall clock was set back before a start.
+    """
 
     seq: Seq
     time_ns: int

@@ -36,9 +36,14 @@ class PayloadLost(Message, frozen=True):
 
 
 class ControllerStarted(Message, frozen=True):
-    """The first record of every epoch."""
+    """The first record of every epoch.
+
+    `wall_offset_ns`: wall time minus recorded time, a label of the epoch's records. It is 0 where
+    recorded times are wall times.
+    """
 
     epoch: Epoch
+    wall_offset_ns: int = 0
 
 
 class EngineLost(Message, frozen=True):
@@ -70,6 +75,7 @@ class Header(Value, frozen=True):
 class Record(Value, frozen=True):
     """One input as it was handled; `digest` is that of the state before it, if not empty.
 
+    `time_ns` is logical: it never decreases, and only `ControllerStarted` relates it to wall time.
     `client` is the routing name of the client that sent it, empty for the shell and the engine.
     """
 

@@ -299,7 +299,7 @@ class Refused(_Reply, frozen=True):
 
 
 class AdapterView(Value, frozen=True):
-    """State of one adapter; sizes in bytes, times in nanoseconds (UTC)."""
+    """State of one adapter; sizes in bytes, times in nanoseconds of wall time (UTC)."""
 
     adapter: AdapterName
     adapter_id: int

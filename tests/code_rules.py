@@ -23,6 +23,9 @@ BANNED_FUNCTIONS = ("os.system", "os.popen", "torch.save")
 PICKLE_LOADER, PICKLE_LOADER_PLACE = "torch.load", "engine/adapters/files/torch_pickle.py"
 # `hash` and `id` differ from one process to the next, and a replay is another process.
 BANNED_IN_CORE = ("open", "print", "input", "id", "hash")
+# The wall clock may jump: it is read for labels and for an epoch's number, and never to wait.
+WALL_CLOCKS = ("time", "time_ns", "now", "utcnow", "today", "CLOCK_REALTIME")
+WALL_CLOCK_PLACES = ("controller/shell/logical_clock.py", "controller/cli/render.py")
 
 FUNCTION_LINES_MAX, KERNEL_LINES_MAX, FILE_LINES_MAX = 70, 100, 400
 
@@ -90,6 +93,23 @@ def impurities(files: list[Source]) -> list[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if node.func.id in BANNED_IN_CORE
     ]
+
+
+def wall_clock_reads(files: list[Source]) -> list[str]:
+    """Return every reading of the wall clock outside its places."""
+    found = []
+    for file in files:
+        if file.path in WALL_CLOCK_PLACES:
+            continue
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Attribute) and node.attr in WALL_CLOCKS:
+                owner = ast.unparse(node.value).rpartition(".")[2]
+                if owner in ("time", "datetime", "date"):
+                    found.append(file.at(node, f"reads {owner}.{node.attr}, which may jump"))
+            if isinstance(node, ast.ImportFrom) and node.module == "time":
+                names = [alias.name for alias in node.names if alias.name in WALL_CLOCKS]
+                found += [file.at(node, f"takes {name} out of time") for name in names]
+    return found
 
 
 def too_long(files: list[Source]) -> list[str]:

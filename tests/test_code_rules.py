@@ -2,7 +2,13 @@
 
 import pytest
 
-from tests.code_rules import impurities, too_long, ways_to_run_code, without_docstring
+from tests.code_rules import (
+    impurities,
+    too_long,
+    wall_clock_reads,
+    ways_to_run_code,
+    without_docstring,
+)
 from tests.support.sources import ALL, PROGRAM, SHIPPED, read_sources, source
 
 
@@ -12,6 +18,10 @@ def test_nothing_shipped_runs_code_that_it_reads() -> None:
 
 def test_the_core_is_pure() -> None:
     assert impurities(read_sources(PROGRAM)) == []
+
+
+def test_nothing_waits_on_the_wall_clock() -> None:
+    assert wall_clock_reads(read_sources(PROGRAM)) == []
 
 
 def test_every_module_has_a_docstring() -> None:
@@ -66,6 +76,18 @@ def test_pickles_are_loaded_in_one_place_and_as_tensors_only() -> None:
 def test_an_impure_call_in_the_core_is_seen() -> None:
     assert len(impurities([source("controller/core/x.py", "open('f')\nid(x)")])) == 2
     assert impurities([source("controller/shell/x.py", "open('f')")]) == []
+
+
+def test_a_reading_of_the_wall_clock_is_seen() -> None:
+    for text in (
+        *("until = time.time() + 1", "time.time_ns()", "from time import monotonic, time_ns"),
+        *("datetime.now(UTC)", "datetime.datetime.utcnow()", "clock = time.time"),
+        "time.clock_gettime_ns(time.CLOCK_REALTIME)",
+    ):
+        assert len(wall_clock_reads([source("controller/shell/server.py", text)])) == 1
+        assert wall_clock_reads([source("controller/shell/logical_clock.py", text)]) == []
+    harmless = ("time.monotonic()", "from time import sleep", "clock.time_ns", "loop.time()")
+    assert wall_clock_reads([source("controller/x.py", text) for text in harmless]) == []
 
 
 def test_long_code_and_missing_docstrings_are_seen() -> None:

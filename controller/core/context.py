@@ -69,7 +69,7 @@ class Context(Struct, gc=False):
         """Publish an event under the next number of the stream."""
         world = self.world
         world.events_seq += 1
-        self.actions.append(PublishEvent(events.Published(world.events_seq, world.time_ns, event)))
+        self.actions.append(PublishEvent(events.Published(world.events_seq, world.wall_ns, event)))
 
     def next_op(self) -> OpId:
         """Return a fresh operation id."""

@@ -330,7 +330,7 @@ def _replacement_conflict(adapter: Adapter) -> Refusal:
 
 def _count_use(context: Context, adapter: Adapter) -> None:
     adapter.uses += 1
-    adapter.last_used_ns = context.world.time_ns
+    adapter.last_used_ns = context.world.wall_ns
     if adapter.state == GPU_SLOT:
         adapter.hits += 1
     if adapter.state in context.world.lru_order:

@@ -86,6 +86,7 @@ class Adapter(Struct, array_like=True, gc=False):
     waiters: dict[RequestId, Seq] = {}
     # `World.lru_counter` at its last use or transition: victims are chosen in this order.
     lru_stamp: int = 0
+    # A wall time.
     last_used_ns: int = 0
     uses: int = 0
     loads: int = 0
@@ -165,6 +166,8 @@ class World:
     def __init__(self, limits: Limits) -> None:
         self.seq = 0
         self.time_ns = 0
+        # Wall time minus `time_ns` in this epoch: for labels, so it is no part of the digest.
+        self.wall_offset_ns = 0
         self.epoch = 0
         self.next_op = 1
         self.next_adapter_id = 1
@@ -213,6 +216,11 @@ class World:
         self.deadlines: list[Deadline] = []
         self.deadlines_max = DEADLINES_MIN
         self.timer_ns = 0
+
+    @property
+    def wall_ns(self) -> int:
+        """The wall time (UTC) of the last input, as a label for people."""
+        return self.time_ns + self.wall_offset_ns
 
     def resize_slots(self, slots_max: int) -> None:
         """Set the number of slots. No slot may be in use."""

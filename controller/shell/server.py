@@ -26,6 +26,7 @@ from controller.shell.config import ServerConfig
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
 from controller.shell.event_stream import EventStream
+from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
 from controller.shell.transport import Transport
 from messages import records
 from messages.commands import ResendTokens, StartInference
@@ -53,11 +54,18 @@ class _GroupInput(NamedTuple):
 class Server:
     """The controller between start and stop, which is one epoch."""
 
-    def __init__(self, config: ServerConfig, transport: Transport, opened: Log) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        transport: Transport,
+        opened: Log,
+        clocks: Clocks = SYSTEM_CLOCKS,
+    ) -> None:
         self._transport = transport
         self._log = opened
         self._events = EventStream(Path(config.directory) / "log")
         self._controller = _recover(config, self._events)
+        self._clock = LogicalClock(self._controller.world.time_ns, clocks)
         defaults = DefaultAdapters(config.default_mm_loras)
         for modality, default in defaults.by_modality.items():
             log.info("default adapter", modality=modality, adapter=default.name, path=default.path)
@@ -97,8 +105,10 @@ class Server:
 
     def _start_epoch(self) -> None:
         world = self._controller.world
-        epoch = max(world.epoch + 1, int(time.time()))
-        self._commit([_GroupInput(records.ControllerStarted(epoch))])
+        wall_ns = self._clock.wall_ns()
+        epoch = max(world.epoch + 1, wall_ns // 1_000_000_000)
+        started = records.ControllerStarted(epoch, wall_ns - self._clock.now_ns())
+        self._commit([_GroupInput(started)])
         engine_id = "" if world.engine is None else world.engine.engine_id
         self._link.start(epoch, engine_id, time.monotonic_ns())
         self._watch_engine()
@@ -111,11 +121,10 @@ class Server:
         now = time.monotonic_ns()
         left = (self._log_retry_ns if self._pending else self._beat_ns + BEAT_INTERVAL_NS) - now
         if self._timer_ns:
-            left = min(left, self._timer_ns - time.time_ns())
+            left = min(left, self._timer_ns - self._clock.now_ns())
         return max(0, (left + 999_999) // 1_000_000)
 
     def _iterate(self, ready: set[int]) -> None:
-        # Logged times are wall-clock times; waiting uses a clock that can't be set.
         now = time.monotonic_ns()
         group, self._pending = self._pending, []
         frames = list(self._transport.receive_reports())
@@ -124,7 +133,7 @@ class Server:
         group += self._engine_losses(now, self._engine_fd in ready)
         for client, frame in self._transport.receive_requests():
             group += [_GroupInput(*received) for received in self._sessions.receive(client, frame)]
-        if self._timer_ns and time.time_ns() >= self._timer_ns:
+        if self._timer_ns and self._clock.now_ns() >= self._timer_ns:
             self._timer_ns = 0
             group.append(_GroupInput(records.TimerFired()))
         for report in output.private:
@@ -152,7 +161,7 @@ class Server:
     def _commit(self, group: list[_GroupInput]) -> None:
         """Log a group, then handle its inputs one by one and perform their actions."""
         world = self._controller.world
-        now = max(time.time_ns(), world.time_ns)
+        now = self._clock.now_ns()
         digest = ""
         if world.seq - self._digest_seq >= self._controller.limits.digest_interval:
             digest, self._digest_seq = world.digest(), world.seq

@@ -75,6 +75,21 @@ def test_adapters_are_listed_by_name_with_their_counters(deployment: Synchronous
     assert listed["mu", False].device_bytes == 0
 
 
+def test_times_in_views_and_events_are_labels_of_their_epoch(
+    deployment: SynchronousDeployment,
+) -> None:
+    used_ns = {name: view.last_used_ns for (name, _), view in deployment.list().items()}
+    deployment.handle(records.ControllerStarted(10, 5_000))
+    deployment.handle(ENGINE)
+    deployment.handle(rq.ActivateAdapter("r-4", "zeta"))
+    world, later_ns = deployment.controller.world, deployment.time_ns
+    assert world.time_ns == later_ns
+    found = {name: view.last_used_ns for (name, _), view in deployment.list().items()}
+    assert found == used_ns | {"zeta": later_ns + 5_000}
+    [resumed, *_] = deployment.controller.handle(records.ControllerStarted(11, -7), later_ns + 10)
+    assert resumed.message.time_ns == later_ns + 3
+
+
 def test_a_replaced_version_is_shown_next_to_the_new_one(deployment: SynchronousDeployment) -> None:
     deployment.handle(records.GenerationRequested("g", "zeta"))
     deployment.content = "2"

@@ -166,7 +166,7 @@ EXAMPLES: dict[type, Any] = {
         GenerationRequested("r-10", "tenant-17", 60_000),
         PoolingRequested("r-16", "tenant-17", "embed", 60_000),
         PayloadLost("r-10"),
-        ControllerStarted(3),
+        ControllerStarted(3, 1_700_000_000_000_000_002),
         EngineLost("e-1", "its process ended"),
         TimerFired(),
         Header(FORMAT, 2, "lru", {"slots_max": 4, "host_adapters_max": 16}, 1),
