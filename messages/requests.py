@@ -15,7 +15,6 @@ from messages.ids import (
     NO_SLOT,
     AdapterName,
     AdapterState,
-    Bytes,
     Epoch,
     Generation,
     Path,
@@ -24,6 +23,7 @@ from messages.ids import (
     Slot,
     TimeoutMs,
 )
+from messages.views import AdapterView, TierView
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Meta(max_length=1_000_000)]
@@ -176,8 +176,20 @@ class CancelGeneration(_Request, frozen=True):
     target: RequestId
 
 
+LIST_PAGE_ADAPTERS_MAX: Final = 256
+"""Bound on the adapters of one reply to a `ListAdapters`."""
+
+
 class ListAdapters(_Request, frozen=True):
-    """List all known adapters, in order of their names."""
+    """List known adapters: up to `limit` of them after (`after`, `after_id`), as `AdaptersPage`.
+
+    Pages are in order of name and adapter id. `limit` 0 requests all adapters in one
+    `AdaptersListed`, and is refused if they exceed a page.
+    """
+
+    after: str = ""
+    after_id: int = 0
+    limit: Annotated[int, Meta(ge=0, le=LIST_PAGE_ADAPTERS_MAX)] = 0
 
 
 class ShowAdapter(_Request, frozen=True):
@@ -298,33 +310,6 @@ class Refused(_Reply, frozen=True):
     message: str
 
 
-class AdapterView(Value, frozen=True):
-    """State of one adapter; sizes in bytes, times in nanoseconds of wall time (UTC)."""
-
-    adapter: AdapterName
-    adapter_id: int
-    state: AdapterState
-    goal: AdapterState
-    path: Path
-    fingerprint: str
-    rank: int
-    slot: Slot
-    generation: Generation
-    held: bool
-    retired: bool
-    leases: int
-    waiting: int
-    host_bytes: Bytes
-    pinned_bytes: Bytes
-    device_bytes: Bytes
-    uses: int
-    loads: int
-    hits: int
-    evictions: int
-    failures: int
-    last_used_ns: int
-
-
 class AdaptersListed(_Reply, frozen=True):
     """All adapters as of event `events_seq`, from which a subscriber can continue."""
 
@@ -332,21 +317,19 @@ class AdaptersListed(_Reply, frozen=True):
     events_seq: Seq
 
 
+class AdaptersPage(_Reply, frozen=True):
+    """One page of a list as of event `events_seq`; `more`: other adapters follow its last one."""
+
+    adapters: tuple[AdapterView, ...]
+    events_seq: Seq
+    more: bool = False
+
+
 class AdapterShown(_Reply, frozen=True):
     """One adapter's current version, and retired versions whose requests are still running."""
 
     adapter: AdapterView
     retired: tuple[AdapterView, ...] = ()
-
-
-class TierView(Value, frozen=True):
-    """Usage and bounds of a tier; `count` is adapters on the host or slots on the device."""
-
-    name: Literal["host", "pinned", "device"]
-    count: int
-    count_max: int
-    size_bytes: Bytes
-    size_bytes_max: Bytes
 
 
 class StatusShown(_Reply, frozen=True):
@@ -386,6 +369,7 @@ Reply = (
     | CancelDone
     | Refused
     | AdaptersListed
+    | AdaptersPage
     | AdapterShown
     | StatusShown
     | EventsFetched

@@ -20,12 +20,11 @@ from messages.requests import (
     AdapterDone,
     AdapterShown,
     AdaptersListed,
-    AdapterView,
     BatchDone,
     CancelDone,
     StatusShown,
-    TierView,
 )
+from messages.views import AdapterView, TierView
 
 _SECOND_NS: Final = 1_000_000_000
 _TEXT_CHARACTERS_MAX: Final = 60

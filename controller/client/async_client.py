@@ -22,6 +22,7 @@ from controller.client.prepared import (
     PreparedCall,
     PreparedEvents,
     PreparedGeneration,
+    PreparedList,
     method,
     unary,
 )
@@ -30,6 +31,7 @@ from controller.client.sockets import open_events, open_requests, runtime_direct
 from controller.client.streams import EventCursor, Gap
 from messages.events import Published
 from messages.requests import (
+    AdaptersListed,
     CancelDone,
     EventsFetched,
     GenerationDone,
@@ -91,6 +93,11 @@ class AsyncClient:
         await self._settle(call)
         return prepared.result(call)
 
+    async def _list(self, prepared: PreparedList) -> AdaptersListed:
+        while not prepared.is_complete:
+            prepared.add(await self._answer(prepared.page()))
+        return prepared.result()
+
     async def _start_generation(self, prepared: PreparedGeneration) -> "AsyncGeneration":
         if prepared.images:
             request = await asyncio.to_thread(prepared.request)
@@ -117,7 +124,7 @@ class AsyncClient:
     evict = method(methods.evict, _answer)
     remove = method(methods.remove, _answer)
     activate_batch = method(methods.activate_batch, _answer)
-    list = method(methods.list, _answer)
+    list = method(methods.list, _list)
     show = method(methods.show, _answer)
     status = method(methods.status, _answer)
     cancel = method(methods.cancel, _answer)

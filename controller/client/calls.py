@@ -19,11 +19,11 @@ from controller.client.errors import EngineGone, LoradockError, error_of
 from controller.client.streams import TokenOutput
 from messages.errors import ErrorCode
 from messages.requests import (
-    FetchEvents,
     Generate,
     GenerationDone,
     PoolingDone,
     PrivateRequest,
+    Query,
     Refused,
     Reply,
     Request,
@@ -110,12 +110,12 @@ class ClientCall:
     def on_reply(self, reply: Reply, now: float) -> None:
         """Settle the call with the controller's answer.
 
-        A `FetchEvents` that is refused as overloaded is sent again instead: it is read-only.
+        A query that is refused as overloaded is sent again instead: it is read-only.
         """
         del now  # Only calls with streamed output schedule the next sending relative to a reply.
         if not isinstance(reply, Refused):
             self.settle(reply)
-        elif isinstance(self.request, FetchEvents) and reply.code is ErrorCode.OVERLOADED:
+        elif isinstance(self.request, Query) and reply.code is ErrorCode.OVERLOADED:
             self.overload = error_of(reply)
         else:
             self.settle(error_of(reply))

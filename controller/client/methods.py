@@ -19,6 +19,7 @@ from controller.client.prepared import (
     PreparedCall,
     PreparedEvents,
     PreparedGeneration,
+    PreparedList,
     UnaryCall,
     unary,
 )
@@ -28,14 +29,12 @@ from messages.requests import (
     ActivateBatch,
     AdapterDone,
     AdapterShown,
-    AdaptersListed,
     BatchDone,
     CancelDone,
     CancelGeneration,
     DeactivateAdapter,
     EvictAdapter,
     HoldAdapter,
-    ListAdapters,
     LoadAdapter,
     PoolingDone,
     ReleaseAdapter,
@@ -99,9 +98,13 @@ def activate_batch(adapters: Iterable[str], timeout_s: float | None = None) -> U
     return unary(ActivateBatch(NO_ID, tuple(adapters)), BatchDone, timeout_s)
 
 
-def list(timeout_s: float | None = None) -> UnaryCall[AdaptersListed]:  # noqa: A001 - the method
-    """List every known adapter, ordered by name."""
-    return unary(ListAdapters(NO_ID), AdaptersListed, timeout_s)
+def list(timeout_s: float | None = None) -> PreparedList:  # noqa: A001 - the method
+    """List every known adapter, ordered by name.
+
+    A long list is fetched in pages, each true to its moment. A subscriber can continue from the
+    event number of the result.
+    """
+    return PreparedList(timeout_s)
 
 
 def show(adapter: str, timeout_s: float | None = None) -> UnaryCall[AdapterShown]:

@@ -8,12 +8,21 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, get_args
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, cast, get_args
 
-from controller.client.calls import ClientCall
+from controller.client.calls import NO_ID, ClientCall
 from controller.client.images import ImageSource, with_images
 from controller.client.session import SamplingOptions, Session, answer_of, generate_request
-from messages.requests import Generate, Request, TextPrompt
+from messages.requests import (
+    LIST_PAGE_ADAPTERS_MAX,
+    AdaptersListed,
+    AdaptersPage,
+    Generate,
+    ListAdapters,
+    Request,
+    TextPrompt,
+)
+from messages.views import AdapterView
 
 C = TypeVar("C", bound=ClientCall)
 P = ParamSpec("P")
@@ -21,6 +30,8 @@ R = TypeVar("R")
 ClientT = TypeVar("ClientT")
 PreparedT = TypeVar("PreparedT")
 ResultT = TypeVar("ResultT")
+
+_TIMEOUT_S_MIN: Final = 0.001
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,55 @@ class PreparedGeneration:
         """Read the images and return the request."""
         prompt = with_images(self.prompt, self.images)
         return generate_request(prompt, self.adapter, self.sampling)
+
+
+class PreparedList:
+    """A list of adapters that is fetched page by page; `timeout_s` is for all of them together."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._deadline: float | None = None
+        self._views: list[AdapterView] = []
+        self._events_seq: int | None = None
+        self._request_id = NO_ID
+        self.is_complete = False
+
+    def page(self) -> PreparedCall[ClientCall, AdaptersPage | AdaptersListed]:
+        """Return the request of the next page."""
+        return PreparedCall(self._begin, _page_of)
+
+    def _begin(self, session: Session, now: float) -> ClientCall:
+        last = self._views[-1] if self._views else None
+        after, after_id = ("", 0) if last is None else (last.adapter, last.adapter_id)
+        request = ListAdapters(NO_ID, after, after_id, LIST_PAGE_ADAPTERS_MAX)
+        if self._deadline is not None:
+            return session.begin(request, now, max(_TIMEOUT_S_MIN, self._deadline - now))
+        call = session.begin(request, now, self._timeout_s)
+        self._deadline = now + call.timeout_s
+        return call
+
+    def add(self, page: AdaptersPage | AdaptersListed) -> None:
+        """Add the answer to the request of a page."""
+        self._views += page.adapters
+        self._request_id = page.request_id
+        if self._events_seq is None:
+            self._events_seq = page.events_seq
+        self.is_complete = isinstance(page, AdaptersListed) or not page.more
+
+    def result(self) -> AdaptersListed:
+        """Return all pages as one list, replaced versions after the current one.
+
+        The number of its event is the first page's, from which all changes follow.
+        """
+        ordered = sorted(self._views, key=lambda view: (view.adapter, view.retired))
+        return AdaptersListed(self._request_id, tuple(ordered), self._events_seq or 0)
+
+
+def _page_of(call: ClientCall) -> AdaptersPage | AdaptersListed:
+    # A short list may be answered whole.
+    if isinstance(call.outcome, AdaptersListed):
+        return call.outcome
+    return answer_of(call, AdaptersPage)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,9 @@ def unserved_reason(directory: Path) -> str:
         except BlockingIOError:
             return ""
         except FileNotFoundError:
-            return "no socket there"
+            # The controller renames its socket while it refuses connections.
+            is_full = Path(f"{path}.full").exists()
+            return "too many clients are connected" if is_full else "no socket there"
         except ConnectionRefusedError:
             return "nothing listens on its socket"
         except OSError as error:

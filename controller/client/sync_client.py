@@ -19,6 +19,7 @@ from controller.client.prepared import (
     PreparedCall,
     PreparedEvents,
     PreparedGeneration,
+    PreparedList,
     method,
     unary,
 )
@@ -27,6 +28,7 @@ from controller.client.sockets import open_events, open_requests, runtime_direct
 from controller.client.streams import EventCursor, Gap
 from messages.events import Published
 from messages.requests import (
+    AdaptersListed,
     CancelDone,
     EventsFetched,
     GenerationDone,
@@ -80,6 +82,11 @@ class Client:
             self._session.forget(call)
         return prepared.result(call)
 
+    def _list(self, prepared: PreparedList) -> AdaptersListed:
+        while not prepared.is_complete:
+            prepared.add(self._answer(prepared.page()))
+        return prepared.result()
+
     def _start_generation(self, prepared: PreparedGeneration) -> "Generation":
         call = self._session.begin_generation(
             prepared.request(), time.monotonic(), prepared.timeout_s, prepared.attempts
@@ -102,7 +109,7 @@ class Client:
     evict = method(methods.evict, _answer)
     remove = method(methods.remove, _answer)
     activate_batch = method(methods.activate_batch, _answer)
-    list = method(methods.list, _answer)
+    list = method(methods.list, _list)
     show = method(methods.show, _answer)
     status = method(methods.status, _answer)
     cancel = method(methods.cancel, _answer)

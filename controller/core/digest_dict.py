@@ -28,25 +28,29 @@ def entry_hash(key: int | str, value: object) -> int:
 class DigestDict(dict[K, V], Generic[K, V]):
     """Entries in insertion order, with the sum of their hashes.
 
-    `mark_changed(key)` records that the value under `key` was changed in place.
+    `mark_changed(key)` records that the value under `key` was changed in place. `membership`
+    changes whenever an entry is set or deleted.
     """
 
-    __slots__ = ("_changed", "_hashes", "_sum", "mark_changed")
+    __slots__ = ("_changed", "_hashes", "_sum", "mark_changed", "membership")
 
     def __init__(self) -> None:
         super().__init__()
         self._hashes: dict[K, int] = {}
         self._sum = 0
+        self.membership = 0
         self._changed: set[K] = set()
         # The set's own method, because it is called several times per input.
         self.mark_changed: Final[Callable[[K], None]] = self._changed.add
 
     def __setitem__(self, key: K, value: V) -> None:
         dict.__setitem__(self, key, value)
+        self.membership += 1
         self.mark_changed(key)
 
     def __delitem__(self, key: K) -> None:
         dict.__delitem__(self, key)
+        self.membership += 1
         self.mark_changed(key)
 
     def digest(self) -> int:

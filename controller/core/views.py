@@ -3,16 +3,20 @@
 A view is a copy, so that it stays true to its moment.
 """
 
+from bisect import bisect_right
+
 from controller.core.context import Refusal
 from controller.core.controller import Controller
 from controller.core.world import Adapter, World
 from messages import requests
 from messages.errors import ErrorCode
+from messages.ids import AdapterId
+from messages.views import AdapterView, TierView
 
 
-def adapter_view(adapter: Adapter) -> requests.AdapterView:
+def adapter_view(adapter: Adapter) -> AdapterView:
     """Return one record as clients see it."""
-    return requests.AdapterView(
+    return AdapterView(
         adapter=adapter.name,
         adapter_id=adapter.id,
         state=adapter.state,
@@ -43,6 +47,50 @@ def list_adapters(world: World, message: requests.ListAdapters) -> requests.Adap
     ordered = sorted(world.adapters.values(), key=lambda a: (a.name, a.retired, a.id))
     views = tuple(adapter_view(adapter) for adapter in ordered)
     return requests.AdaptersListed(message.request_id, views, world.events_seq)
+
+
+class AdapterPages:
+    """The pages of a world's list: an adapter that is known throughout is on exactly one of them.
+
+    The sorted keys are kept until an adapter is added or removed.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._keys: list[tuple[str, AdapterId]] = []
+        self._membership = -1
+
+    def answer(self, message: requests.ListAdapters) -> requests.Reply:
+        """Return the requested page, or the whole list for a request without a limit.
+
+        Raises `Refusal` if the whole list exceeds a page.
+        """
+        world, limit = self._world, message.limit
+        if limit:
+            return self._page(message, limit)
+        if len(world.adapters) > requests.LIST_PAGE_ADAPTERS_MAX:
+            raise Refusal(
+                ErrorCode.MALFORMED,
+                f"{len(world.adapters)} adapters are known, and one reply lists at most "
+                f"{requests.LIST_PAGE_ADAPTERS_MAX}; request pages by `limit`, as current clients "
+                "do",
+            )
+        return list_adapters(world, message)
+
+    def _page(self, message: requests.ListAdapters, limit: int) -> requests.AdaptersPage:
+        world, keys = self._world, self._sorted_keys()
+        first = bisect_right(keys, (message.after, message.after_id))
+        chosen = keys[first : first + limit]
+        views = tuple(adapter_view(world.adapters[adapter_id]) for _, adapter_id in chosen)
+        more = first + limit < len(keys)
+        return requests.AdaptersPage(message.request_id, views, world.events_seq, more)
+
+    def _sorted_keys(self) -> list[tuple[str, AdapterId]]:
+        adapters = self._world.adapters
+        if adapters.membership != self._membership:
+            self._keys = sorted((adapter.name, key) for key, adapter in adapters.items())
+            self._membership = adapters.membership
+        return self._keys
 
 
 def show_adapter(world: World, message: requests.ShowAdapter) -> requests.AdapterShown:
@@ -79,8 +127,8 @@ def show_status(controller: Controller, message: requests.ShowStatus) -> request
     )
 
 
-def _tiers(world: World) -> tuple[requests.TierView, ...]:
+def _tiers(world: World) -> tuple[TierView, ...]:
     return tuple(
-        requests.TierView(name, tier.count, tier.count_max, tier.size_bytes, tier.size_bytes_max)
+        TierView(name, tier.count, tier.count_max, tier.size_bytes, tier.size_bytes_max)
         for name, tier in world.tiers.items()
     )

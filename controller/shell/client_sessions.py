@@ -4,6 +4,7 @@ A payload (a prompt, or the inputs of an embedding) leaves this module only for 
 logged, and is dropped when its request is answered.
 """
 
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -11,9 +12,10 @@ import msgspec
 
 from controller.core.context import Refusal
 from controller.core.controller import Controller
-from controller.core.views import list_adapters, show_adapter, show_status
+from controller.core.views import AdapterPages, show_adapter, show_status
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.event_stream import EventStream
+from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
 from messages import requests
 from messages.commands import StartGeneration, StartInference, StartPooling
 from messages.errors import ErrorCode
@@ -31,8 +33,14 @@ Payloads of requests that are pending already, which clients resend after a rest
 same number of bytes again.
 """
 
+QUERIES_NS_MAX: Final = 2_000_000
+"""Bound on the time for queries per iteration of the main loop; the last one may exceed it."""
+
 Send = Callable[[bytes, bytes], None]
 """Sends a frame to a client."""
+
+CanReply = Callable[[bytes], bool]
+"""Whether a client has read enough earlier replies to be sent a long one."""
 
 ClientInput = tuple[LifecycleRequest | InferenceRequested, bytes]
 """An input for the log, and the client that it came from."""
@@ -48,8 +56,11 @@ class ClientSessions:
         send: Send,
         pid: int,
         defaults: DefaultAdapters,
+        can_reply: CanReply = lambda _: True,
     ) -> None:
         self._controller = controller
+        self._can_reply = can_reply
+        self._pages = AdapterPages(controller.world)
         self._defaults = defaults
         self._events = events
         self._send = send
@@ -59,7 +70,7 @@ class ClientSessions:
         self._payloads: dict[RequestId, bytes] = {}
         self._payload_bytes = 0
         self._resends: dict[RequestId, None] = {}
-        self._queries: list[tuple[bytes, requests.Query]] = []
+        self._queries = QueryQueue()
         self._routes_max = ROUTES_PER_REQUEST * controller.limits.requests_max
 
     def receive(self, client: bytes, data: bytes) -> list[ClientInput]:
@@ -70,7 +81,7 @@ class ClientSessions:
             self._reply_to(client, requests.Refused("", error.code, str(error)))
             return []
         if isinstance(message, requests.Query):
-            self._queries.append((client, message))
+            self._add_query(client, message)
             return []
         if not isinstance(message, PrivateRequest):
             inputs: list[ClientInput] = [(message, client)]
@@ -86,6 +97,15 @@ class ClientSessions:
             return []
         self._remember_route(message.request_id, client)
         return inputs
+
+    def _add_query(self, client: bytes, message: requests.Query) -> None:
+        if not self._can_reply(client):
+            busy = "earlier answers wait to be read; read them and try again"
+        elif not self._queries.add(client, message):
+            busy = f"at most {QUERIES_PER_CLIENT_MAX} queries of a client wait; try again later"
+        else:
+            return
+        self._reply_to(client, requests.Refused(message.request_id, ErrorCode.OVERLOADED, busy))
 
     def _inputs_of(self, message: PrivateRequest, client: bytes) -> list[ClientInput]:
         """The request as it is logged, after a request that loads its default adapter if new."""
@@ -184,17 +204,27 @@ class ClientSessions:
             self.answer(requests.Refused(request_id, ErrorCode.LOG_UNAVAILABLE, why))
 
     def answer_queries(self) -> None:
-        """Answer queries; called after an iteration's inputs, so a client reads its own writes."""
-        queries, self._queries = self._queries, []
-        for client, message in queries:
-            self._answer_query(client, message)
+        """Answer queries of the clients in turn, until their time in this iteration has passed.
+
+        Called after an iteration's inputs, so a client reads its own writes.
+        """
+        until = time.monotonic_ns() + QUERIES_NS_MAX
+        while self._queries:
+            self._answer_query(*self._queries.take())
+            if time.monotonic_ns() >= until:
+                return
+
+    @property
+    def has_queries(self) -> bool:
+        """Whether queries wait for the next iteration."""
+        return bool(self._queries)
 
     def _answer_query(self, client: bytes, message: requests.Query) -> None:
         world = self._controller.world
         try:
             match message:
                 case requests.ListAdapters():
-                    self._reply_to(client, list_adapters(world, message))
+                    self._reply_to(client, self._pages.answer(message))
                 case requests.ShowAdapter():
                     self._reply_to(client, show_adapter(world, message))
                 case requests.ShowStatus():

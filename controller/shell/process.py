@@ -4,6 +4,7 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from typing import Final
 
 import msgspec
 import structlog
@@ -23,6 +24,8 @@ from controller.shell.config import (
 from controller.shell.server import Server
 from controller.shell.transport import Transport, TransportError
 from messages.records import FORMAT, Header
+
+_THREAD_SWITCH_S: Final = 0.001
 
 log = structlog.get_logger("controller")
 
@@ -67,6 +70,8 @@ def _serve(config: ServerConfig, parent_fd: int) -> None:
     # Each connection is a file descriptor, and ZeroMQ aborts the process when none is left.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # The thread that guards the descriptors has to run soon after a connection was accepted.
+    sys.setswitchinterval(_THREAD_SWITCH_S)
     opened = _open_log(config)
     with Transport(Path(config.directory)) as transport:
         server = Server(config, transport, opened)

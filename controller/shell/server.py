@@ -70,7 +70,12 @@ class Server:
         for modality, default in defaults.by_modality.items():
             log.info("default adapter", modality=modality, adapter=default.name, path=default.path)
         self._sessions = ClientSessions(
-            self._controller, self._events, transport.reply, os.getpid(), defaults
+            self._controller,
+            self._events,
+            transport.reply,
+            os.getpid(),
+            defaults,
+            transport.can_reply,
         )
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
         self._interval_sync = config.sync == "interval"
@@ -118,6 +123,8 @@ class Server:
         log.info("started", epoch=epoch, seq=world.seq, adapters=len(world.adapters))
 
     def _timeout_ms(self) -> int:
+        if self._sessions.has_queries:
+            return 0
         now = time.monotonic_ns()
         left = (self._log_retry_ns if self._pending else self._beat_ns + BEAT_INTERVAL_NS) - now
         if self._timer_ns:

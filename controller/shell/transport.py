@@ -7,12 +7,16 @@ waits: no send and no receive blocks.
 
 import contextlib
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import structlog
 import zmq
 
+from controller.shell.connection_guard import ConnectionGuard, GuardThread
+from controller.shell.unread_replies import LONG_REPLY_BYTES, UnreadReplies
 from messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
 
 FRAMES_PER_ITERATION: Final = 512
@@ -31,6 +35,20 @@ _NO_WAIT_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 # the longest ones of one client take a little over 1 GiB.
 _REQUESTS_QUEUED_MAX: Final = 32
 _QUEUE_FRAMES_MAX: Final = 16_384
+# A peer that connects and is silent is disconnected after this time.
+_HANDSHAKE_MS: Final = 2000
+# Connections that the system queues for `accept` are accepted also when new ones are refused.
+_BACKLOG: Final = 32
+# Bound on the open descriptors when clients are refused, however many the system allows.
+_DESCRIPTORS_MAX: Final = 16_384
+# Bound on the connections that are accepted before the guard runs: ZeroMQ's thread waits while
+# 1,001 events of one of the three sockets are unread.
+_UNGUARDED_MAX: Final = 3 * (1001 + _BACKLOG)
+DESCRIPTORS_SAFE: Final = 4096
+"""Where the process may have this number of descriptors, connections do not exhaust them."""
+
+
+log = structlog.get_logger("controller")
 
 
 class TransportError(Exception):
@@ -57,6 +75,7 @@ class Transport:
         run.mkdir(mode=0o700, parents=True, exist_ok=True)
         run.chmod(0o700)
         self._context = zmq.Context()
+        self._monitored: list[str] = []
         self._poller = zmq.Poller()
         requests = self._open(zmq.ROUTER, _REQUEST_BYTES_HARD_MAX, _REQUESTS_QUEUED_MAX)
         engine = self._open(zmq.ROUTER, REPORTS.bytes_max, _QUEUE_FRAMES_MAX)
@@ -65,6 +84,10 @@ class Transport:
         self._engine = self._bind(engine, endpoint(directory, "engine.sock"))
         self._events = self._bind(events, endpoint(directory, "events.sock"))
         self._replies: list[tuple[bytes, bytes]] = []
+        self._unread = UnreadReplies()
+        # Long replies are not copied by pyzmq, so that their release can be observed.
+        self._requests.copy_threshold = LONG_REPLY_BYTES
+        self._guard = self._guard_connections(run)
         self._poller.register(self._requests, zmq.POLLIN)
         self._poller.register(self._engine, zmq.POLLIN)
 
@@ -73,17 +96,48 @@ class Transport:
         socket.linger = 0
         socket.sndhwm, socket.rcvhwm = _QUEUE_FRAMES_MAX, received_max
         socket.maxmsgsize = frame_bytes_max
+        socket.handshake_ivl, socket.backlog = _HANDSHAKE_MS, _BACKLOG
         if kind == zmq.ROUTER:
             # A peer that reconnects with its own name replaces the old connection at once.
             socket.router_handover = 1
         return socket
 
     def _bind(self, socket: "zmq.Socket[bytes]", address: str) -> "zmq.Socket[bytes]":
+        # Before the first connection: none is accepted until the guard is connected.
+        self._monitored.append(f"inproc://accepted-{len(self._monitored)}")
+        socket.monitor(self._monitored[-1], zmq.EVENT_ACCEPTED)
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise TransportError(f"{address}: {error}") from error
         return socket
+
+    def _guard_connections(self, run: Path) -> GuardThread:
+        """Refuse clients from a number of open descriptors on, the engine from twice that number.
+
+        The others are for what is accepted before the guard runs. Where the process may have few
+        descriptors, the guard has to run before a burst of connections takes them.
+        """
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if most < DESCRIPTORS_SAFE:
+            log.warning(
+                "few descriptors: a burst of connections can end this process; raise `ulimit -n`",
+                allowed=most,
+                needed=DESCRIPTORS_SAFE,
+            )
+        most_open = most - _UNGUARDED_MAX if most >= DESCRIPTORS_SAFE else most // 2
+        high = min(most_open // 2, _DESCRIPTORS_MAX)
+        guards = (
+            ConnectionGuard((run / "requests.sock", run / "events.sock"), high),
+            ConnectionGuard((run / "engine.sock",), 2 * high),
+        )
+        poller = zmq.Poller()
+        for address in self._monitored:
+            monitor = self._context.socket(zmq.PAIR)
+            monitor.rcvhwm = 1
+            monitor.connect(address)
+            poller.register(monitor, zmq.POLLIN)
+        return GuardThread(guards, lambda timeout_ms: _accepted(poller, timeout_ms))
 
     def watch(self, fd: int) -> None:
         """Make `poll` wake for this file descriptor too."""
@@ -110,11 +164,24 @@ class Transport:
         """Send to a client at the next `flush`; dropped if the client's queue is full."""
         self._replies.append((client, frame))
 
+    def can_reply(self, client: bytes) -> bool:
+        """Whether a long reply to this client would be sent: it has read enough earlier ones."""
+        return self._unread.allows(client, LONG_REPLY_BYTES)
+
     def flush(self) -> None:
         """Send all replies at once: one by one, each would wake the sending thread."""
         for client, frame in self._replies:
-            _send(self._requests, client, frame)
+            if len(frame) < LONG_REPLY_BYTES:
+                _send(self._requests, client, frame)
+            elif self._unread.allows(client, len(frame)):
+                self._send_long(client, frame)
         self._replies.clear()
+
+    def _send_long(self, client: bytes, frame: bytes) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._requests.send(client, _NO_WAIT_MORE)
+            tracker = self._requests.send(frame, _NO_WAIT, copy=False, track=True)
+            self._unread.add(client, tracker, len(frame))
 
     def command(self, engine: bytes, frame: bytes) -> None:
         """Send to an engine; a loss is detected as a gap in the frames' numbers."""
@@ -127,6 +194,10 @@ class Transport:
 
     def close(self) -> None:
         """Close all sockets at once."""
+        # The guard reads until the end: ZeroMQ's thread waits while events are unread.
+        for socket in (self._requests, self._engine, self._events):
+            socket.monitor(None, 0)
+        self._guard.stop()
         self._context.destroy(linger=0)
 
     def __enter__(self) -> "Transport":
@@ -138,21 +209,36 @@ class Transport:
 
 def _receive(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, bytes]]:
     size = 0
+    in_message = bool(socket.getsockopt(zmq.RCVMORE))
     for _ in range(FRAMES_PER_ITERATION):
         if size >= BYTES_PER_ITERATION:
             return
         try:
             # One part per call: pyzmq's calls for whole messages take five times as long.
-            peer = socket.recv(_NO_WAIT)
+            part = socket.recv(_NO_WAIT)
         except zmq.Again:
             return
+        if in_message:
+            # The rest of a refused message is read within the bounds too, and dropped.
+            size += len(part)
+            in_message = bool(socket.getsockopt(zmq.RCVMORE))
+            continue
         frame = socket.recv(_NO_WAIT)
-        while socket.getsockopt(zmq.RCVMORE):
-            # A message has one frame: any other is malformed, and decoding refuses it.
-            socket.recv(_NO_WAIT)
-            frame = b""
         size += len(frame)
-        yield peer, frame
+        in_message = bool(socket.getsockopt(zmq.RCVMORE))
+        # A message has one frame: any other is malformed, and decoding refuses it.
+        yield part, b"" if in_message else frame
+
+
+def _accepted(poller: zmq.Poller, timeout_ms: int) -> int:
+    """Return the number of connections accepted since the last call, after waiting for one."""
+    accepted = 0
+    for monitor, _ in poller.poll(timeout_ms):
+        with contextlib.suppress(zmq.Again):
+            while True:
+                monitor.recv(_NO_WAIT)
+                accepted += not monitor.getsockopt(zmq.RCVMORE)
+    return accepted
 
 
 def _send(socket: "zmq.Socket[bytes]", peer: bytes, frame: bytes) -> None:

@@ -21,7 +21,7 @@ from messages import events as ev
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.wire import REPLIES, REQUESTS
-from tests.support.simulation.standin_controller import StandIn
+from tests.support.simulation.standin_controller import StandIn, view
 from tests.support.waiting import HANG_S
 
 FAST = Timing(retry_s_min=0.05, retry_s_max=0.2, slack_s=0.1, lost_tokens_s=HANG_S)
@@ -283,3 +283,19 @@ def test_events_older_than_the_log_are_a_gap(client, controller):
 def test_every_error_is_a_loradock_error(client):
     with pytest.raises(LoradockError):
         client.show("nobody")
+
+
+def test_a_long_list_is_fetched_in_pages_and_returned_as_one(client, controller):
+    views = [view(f"a-{number}", adapter_id=number) for number in range(7)]
+
+    def page(request):
+        left = [v for v in views if (v.adapter, v.adapter_id) > (request.after, request.after_id)]
+        return rq.AdaptersPage(request.request_id, tuple(left[:3]), 9 + len(left), len(left) > 3)
+
+    controller.answers[rq.ListAdapters] = page
+    listed = client.list()
+    assert listed.adapters == tuple(views)
+    assert listed.request_id == controller.received[-1].request_id
+    # The number of the first page: all later changes follow it.
+    assert listed.events_seq == 16
+    assert len(controller.requests(rq.ListAdapters)) == 3

@@ -8,7 +8,7 @@ from controller.core.actions import SendCommand
 from controller.core.context import Refusal
 from controller.core.controller import Controller
 from controller.core.limits import Limits
-from controller.core.views import list_adapters, show_adapter, show_status
+from controller.core.views import AdapterPages, list_adapters, show_adapter, show_status
 from messages import commands, records, reports
 from messages import requests as rq
 from messages.errors import ErrorCode
@@ -139,3 +139,56 @@ def test_a_view_changes_nothing_and_stays_as_it_was(deployment: SynchronousDeplo
     deployment.handle(rq.ReleaseAdapter("r-6", "alpha"))
     assert listed["alpha", False].held
     assert not deployment.list()["alpha", False].held
+
+
+def pages_of(pages: AdapterPages, limit: int, between: Any = lambda: None) -> list[Any]:
+    """Return the adapters of all pages; `between` is called after each page."""
+    found: list[rq.AdapterView] = []
+    more = True
+    while more:
+        after = (found[-1].adapter, found[-1].adapter_id) if found else ("", 0)
+        page: Any = pages.answer(rq.ListAdapters("l", *after, limit))
+        assert 0 < len(page.adapters) <= limit
+        found += page.adapters
+        more = page.more
+        between()
+    return found
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 256])
+def test_the_pages_together_are_the_list(deployment: Deployment, limit: int) -> None:
+    deployment.handle(records.GenerationRequested("g", "zeta"))
+    deployment.content = "2"
+    deployment.handle(rq.LoadAdapter("r-4", "zeta", "elsewhere", replace=True))
+    found = pages_of(AdapterPages(deployment.controller.world), limit)
+    found.sort(key=lambda view: (view.adapter, view.retired))
+    assert found == list(deployment.list().values())
+
+
+def test_adapters_that_stay_are_on_exactly_one_page_of_a_changing_list(
+    deployment: Deployment,
+) -> None:
+    stay, changes = {"alpha", "mu", "zeta"}, iter(range(100))
+
+    def change() -> None:
+        number = next(changes)
+        deployment.handle(rq.LoadAdapter(f"c-{number}", f"{'an'[number % 2]}-{number}"))
+        deployment.handle(rq.EvictAdapter(f"d-{number}", "mu"))
+
+    found = pages_of(AdapterPages(deployment.controller.world), 1, change)
+    names = [view.adapter for view in found]
+    assert sorted(name for name in names if name in stay) == sorted(stay)
+    assert len(names) == len(set(names))
+
+
+def test_a_list_beyond_a_page_is_refused_to_clients_without_pages(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = AdapterPages(deployment.controller.world)
+    monkeypatch.setattr(rq, "LIST_PAGE_ADAPTERS_MAX", 3)
+    request = rq.ListAdapters("l")
+    assert pages.answer(request) == list_adapters(deployment.controller.world, request)
+    monkeypatch.setattr(rq, "LIST_PAGE_ADAPTERS_MAX", 2)
+    with pytest.raises(Refusal, match="3 adapters are known") as refused:
+        pages.answer(request)
+    assert refused.value.code == ErrorCode.MALFORMED

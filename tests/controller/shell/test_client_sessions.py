@@ -6,6 +6,7 @@ import pytest
 
 from controller.shell import client_sessions as sessions_module
 from controller.shell.client_sessions import ROUTES_PER_REQUEST
+from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX
 from messages import records, reports
 from messages import requests as rq
 from messages.errors import ErrorCode
@@ -181,3 +182,46 @@ def test_queries_are_answered_after_the_inputs_and_never_logged(bench: SessionBe
     bench.sessions.answer_queries()
     assert bench.take_sent() == []
     assert bench.controller.world.seq == seq
+
+
+def test_between_two_answers_to_a_greedy_client_the_others_are_answered(
+    bench: SessionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions_module, "QUERIES_NS_MAX", 0)
+    for number in range(QUERIES_PER_CLIENT_MAX):
+        bench.receive(rq.ListAdapters(f"greedy-{number}"), b"greedy")
+    for number in range(3):
+        bench.receive(rq.ShowStatus(f"other-{number}"), b"other")
+    order = []
+    while bench.sessions.has_queries:
+        # Without time for queries, an iteration answers one.
+        bench.sessions.answer_queries()
+        [(client, _)] = bench.take_sent()
+        order.append(client)
+    assert order[:6] == [b"greedy", b"other"] * 3
+    assert len(order) == QUERIES_PER_CLIENT_MAX + 3
+
+
+def test_queries_beyond_a_bound_are_refused_at_once(bench: SessionBench) -> None:
+    for number in range(QUERIES_PER_CLIENT_MAX):
+        bench.receive(rq.ShowStatus(f"r-{number}"), b"greedy")
+    assert bench.take_sent() == []
+    bench.receive(rq.ShowStatus("beyond"), b"greedy")
+    [(client, refused)] = bench.take_sent()
+    assert (client, refused.request_id, refused.code) == (
+        b"greedy",
+        "beyond",
+        ErrorCode.OVERLOADED,
+    )
+
+
+def test_a_client_that_does_not_read_is_refused_queries_at_once(bench: SessionBench) -> None:
+    slow = {b"slow"}
+    bench.sessions._can_reply = lambda client: client not in slow
+    for client in (b"slow", b"other"):
+        bench.receive(rq.ShowStatus(client.decode()), client)
+    [(client, refused)] = bench.take_sent()
+    assert (client, refused.code) == (b"slow", ErrorCode.OVERLOADED)
+    bench.sessions.answer_queries()
+    [(client, _)] = bench.take_sent()
+    assert client == b"other"

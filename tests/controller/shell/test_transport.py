@@ -1,12 +1,14 @@
 """The bounds on one iteration's frames, in the controller and in the engine."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
-from controller.shell import transport
+from controller.shell import transport, unread_replies
 from engine.worker import worker
+from tests.support.waiting import wait_until
 
 LONG = b"x" * (24 << 20)
 
@@ -69,3 +71,67 @@ def test_an_iteration_reads_a_bounded_number_of_bytes(
 def test_an_iteration_reads_a_bounded_number_of_frames(read: Any, frames_max: int) -> None:
     queued = Queued(*[b"x"] * (frames_max + 5))
     assert [read(queued), read(queued), read(queued)] == [frames_max, 5, 0]
+
+
+class Parts:
+    """A socket with one message of many parts, then one of a single frame."""
+
+    def __init__(self, *parts: bytes) -> None:
+        self.parts = [b"peer", *parts]
+        self.ends = [False] * len(parts) + [True]
+        self.parts += [b"other", b"frame"]
+        self.ends += [False, True]
+        self._more = False
+        self.read = 0
+
+    def recv(self, _flags: int) -> bytes:
+        if not self.parts:
+            raise zmq.Again
+        self._more = not self.ends.pop(0)
+        self.read += 1
+        return self.parts.pop(0)
+
+    def getsockopt(self, _option: int) -> int:
+        return self._more
+
+
+@pytest.mark.parametrize(
+    ("part", "per_iteration"), [(b"x", transport.FRAMES_PER_ITERATION + 1), (LONG, 4)]
+)
+def test_the_parts_of_a_refused_message_are_read_within_the_bounds(
+    part: bytes, per_iteration: int
+) -> None:
+    queued = Parts(*[part] * 3 * transport.FRAMES_PER_ITERATION)
+    received, before = list(transport._receive(queued)), 0  # type: ignore[arg-type]
+    assert received == [(b"peer", b"")]
+    while len(received) == 1:
+        assert 0 < queued.read - before <= per_iteration
+        before = queued.read
+        received += transport._receive(queued)  # type: ignore[arg-type]
+    assert received[1:] == [(b"other", b"frame")]
+
+
+def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread_replies, "UNREAD_BYTES_PER_CLIENT_MAX", 8 << 20)
+    reply = b"x" * (1 << 20)
+    with transport.Transport(tmp_path) as opened, zmq.Context() as context:
+        client = context.socket(zmq.DEALER)
+        client.linger, client.rcvhwm = 0, 1
+        client.connect(transport.endpoint(tmp_path, "requests.sock"))
+        client.send(b"hello")
+        peer = wait_until(lambda: [peer for peer, _ in opened.receive_requests()])[0]
+        for _ in range(100):
+            opened.reply(peer, reply)
+            opened.flush()
+        assert not opened.can_reply(peer)
+        opened.reply(peer, b"a refusal")
+        opened.flush()
+        read = 0
+        while client.recv() == reply:
+            read += 1
+        # Replies in the system's own buffers do not count as unread.
+        assert 8 <= read < 50
+        wait_until(lambda: opened.can_reply(peer))
+        client.close()

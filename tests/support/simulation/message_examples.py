@@ -79,7 +79,7 @@ EXAMPLES: dict[type, Any] = {
         requests.CancelGeneration("r-11", "r-10"),
         requests.Embed("r-16", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000),
         requests.Classify("r-17", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000),
-        requests.ListAdapters("r-12"),
+        requests.ListAdapters("r-12", "tenant-17", 5, 100),
         requests.ShowAdapter("r-13", "tenant-17"),
         requests.ShowStatus("r-14"),
         requests.FetchEvents("r-15", 77, 16),
@@ -92,6 +92,7 @@ EXAMPLES: dict[type, Any] = {
         requests.CancelDone("r-11", "r-10", True),
         requests.Refused("r-3", ErrorCode.NO_ROOM, "all 4 slots are held"),
         requests.AdaptersListed("r-12", (_VIEW,), 78),
+        requests.AdaptersPage("r-12", (_VIEW,), 78, True),
         requests.AdapterShown("r-13", _VIEW, (_VIEW,)),
         requests.StatusShown(
             request_id="r-14",

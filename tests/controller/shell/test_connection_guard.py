@@ -1,0 +1,121 @@
+"""Connections are refused before the process has no descriptor left."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from controller.client import Client
+from controller.client.sockets import unserved_reason
+from controller.shell.config import ServerConfig
+from controller.shell.connection_guard import ConnectionGuard
+from tests.support.parallel.processes import ROOT
+from tests.support.waiting import HANG_S, PAUSE_S, wait_until
+
+# Connects without a pause, and with more descriptors than the controller has.
+FLOOD = """
+import resource, socket, sys
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+peers = []
+for number in range(60_000):
+    peer = socket.socket(socket.AF_UNIX)
+    peer.setblocking(False)
+    try:
+        peer.connect(sys.argv[1 + number % (len(sys.argv) - 1)])
+        peers.append(peer)
+    except OSError:
+        peer.close()
+    if len(peers) > most - 100:
+        break
+"""
+
+
+def test_files_are_hidden_from_the_bound_on_until_an_eighth_is_free(tmp_path: Path) -> None:
+    files, count = [tmp_path / "a", tmp_path / "b"], 0
+    for path in files:
+        path.touch()
+    guard = ConnectionGuard(files, 80, lambda: count)
+    seen = []
+    for step in (*range(0, 100, 5), *range(100, 0, -5)):
+        count = step
+        guard.on_accepted(5)
+        assert [path.exists() for path in files] == [not guard.is_hidden] * 2
+        seen.append((step, guard.is_hidden))
+    assert seen == [(s, s >= 80) for s in range(0, 100, 5)] + [
+        (s, s > 70) for s in range(100, 0, -5)
+    ]
+
+
+def test_descriptors_are_counted_only_when_the_bound_could_be_reached(tmp_path: Path) -> None:
+    counts = []
+    guard = ConnectionGuard([tmp_path / "a"], 1000, lambda: counts.append(0) or 10 * len(counts))
+    for _ in range(900):
+        guard.on_accepted(1)
+    assert len(counts) == 1
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "c"
+
+
+def serve(directory: Path, descriptors_max: int) -> "subprocess.Popen[bytes]":
+    config = msgspec.json.encode(ServerConfig(str(directory))).decode()
+    command = f'ulimit -n {descriptors_max}; exec "$0" -m controller.shell.process "$1"'
+    with directory.with_suffix(".log").open("ab") as errors:
+        process = subprocess.Popen(
+            ["sh", "-c", command, sys.executable, config], cwd=ROOT, stderr=errors, stdout=errors
+        )
+    wait_until((directory / "run" / "events.sock").exists)
+    with Client(directory, timeout_s=HANG_S) as client:
+        client.status()
+    return process
+
+
+def served_and_ended(directory: Path, process: "subprocess.Popen[bytes]") -> bool:
+    """Whether the process still serves; it is ended."""
+    with Client(directory, timeout_s=HANG_S) as client:
+        wait_until(lambda: process.poll() is not None or client.status().seq)
+    process.terminate()
+    return process.wait(HANG_S) == 0
+
+
+def test_silent_connections_do_not_end_a_process_with_few_descriptors(directory: Path) -> None:
+    process = serve(directory, 256)
+    path = str(directory / "run" / "requests.sock")
+    peers: list[socket.socket] = []
+
+    def connect() -> bool:
+        peer = socket.socket(socket.AF_UNIX)
+        try:
+            peer.connect(path)
+        except OSError:
+            return True
+        peers.append(peer)
+        return process.poll() is not None or len(peers) > 256
+
+    # Not faster than a guard runs on a busy machine: with few descriptors it has to be in time.
+    wait_until(connect, lambda: len(peers), pause_s=PAUSE_S)
+    assert process.poll() is None
+    assert len(peers) < 256
+    assert "too many clients" in unserved_reason(directory)
+    # A silent connection ends by itself, and then others are accepted.
+    assert served_and_ended(directory, process)
+    for peer in peers:
+        peer.close()
+
+
+def test_no_burst_of_connections_ends_a_process(directory: Path) -> None:
+    process = serve(directory, 4096)
+    names = ("requests.sock", "events.sock", "engine.sock")
+    files = [str(directory / "run" / name) for name in names]
+    subprocess.run([sys.executable, "-c", FLOOD, *files], check=True, timeout=HANG_S)
+    assert served_and_ended(directory, process)
+    assert re.search(r"new ones are refused", directory.with_suffix(".log").read_text())
+    assert set(os.listdir(directory / "run")) <= set(names)

@@ -1,0 +1,48 @@
+"""Waiting queries: the clients are served in turn, and their number is bounded."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.shell import query_queue
+from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
+from messages.requests import ShowStatus
+
+
+def filled(clients: list[bytes]) -> QueryQueue:
+    queue = QueryQueue()
+    for number, client in enumerate(clients):
+        assert queue.add(client, ShowStatus(f"r-{number}"))
+    return queue
+
+
+@given(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=QUERIES_PER_CLIENT_MAX))
+def test_every_waiting_client_is_served_between_two_answers_to_another(
+    clients: list[bytes],
+) -> None:
+    queue = filled(clients)
+    taken: list[tuple[bytes, int]] = []
+    waiting = {client: clients.count(client) for client in set(clients)}
+    since = {client: set(waiting) - {client} for client in waiting}
+    while queue:
+        client, query = queue.take()
+        # Nothing that waits was passed over twice by the same client.
+        last = [other for other, _ in taken[::-1]]
+        if client in last:
+            between = set(last[: last.index(client)])
+            assert {other for other in since[client] if waiting[other]} <= between
+        waiting[client] -= 1
+        taken.append((client, int(query.request_id.removeprefix("r-"))))
+    for client in set(clients):
+        order = [number for taker, number in taken if taker == client]
+        assert order == sorted(order)
+    assert sorted(number for _, number in taken) == list(range(len(clients)))
+
+
+def test_the_waiting_queries_are_bounded_per_client_and_together(monkeypatch) -> None:
+    queue = filled([b"a"] * QUERIES_PER_CLIENT_MAX)
+    assert not queue.add(b"a", ShowStatus("r"))
+    assert queue.add(b"b", ShowStatus("r"))
+    monkeypatch.setattr(query_queue, "QUERIES_MAX", len(queue))
+    assert not queue.add(b"c", ShowStatus("r"))
+    queue.take()
+    assert queue.add(b"c", ShowStatus("r"))

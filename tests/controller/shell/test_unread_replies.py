@@ -1,0 +1,49 @@
+"""The bytes of long replies that were not read: bounded per client and together."""
+
+from controller.shell.unread_replies import (
+    UNREAD_BYTES_MAX,
+    UNREAD_BYTES_PER_CLIENT_MAX,
+    UnreadReplies,
+)
+
+
+class Reply:
+    """A tracker that a test completes."""
+
+    done = False
+
+
+def test_a_client_that_does_not_read_has_bounded_bytes() -> None:
+    unread, size = UnreadReplies(), UNREAD_BYTES_PER_CLIENT_MAX // 4
+    sent = []
+    while unread.allows(b"a", size):
+        sent.append(Reply())
+        unread.add(b"a", sent[-1], size)
+    assert len(sent) == 4
+    assert unread.allows(b"b", size)
+    sent[0].done = True
+    assert unread.allows(b"a", size)
+    assert not unread.allows(b"a", size + 1)
+    assert unread.size_bytes == 3 * size
+
+
+def test_one_reply_may_be_longer_than_the_bound() -> None:
+    unread, reply = UnreadReplies(), Reply()
+    assert unread.allows(b"a", 2 * UNREAD_BYTES_PER_CLIENT_MAX)
+    unread.add(b"a", reply, 2 * UNREAD_BYTES_PER_CLIENT_MAX)
+    assert not unread.allows(b"a", 1)
+    reply.done = True
+    assert unread.allows(b"a", 1)
+    assert unread.size_bytes == 0
+
+
+def test_beyond_the_bound_for_all_each_client_may_have_one_reply() -> None:
+    unread, size = UnreadReplies(), UNREAD_BYTES_PER_CLIENT_MAX // 2
+    replies = [Reply() for _ in range(UNREAD_BYTES_MAX // size)]
+    for number, reply in enumerate(replies):
+        unread.add(b"%d" % number, reply, size)
+    assert not unread.allows(b"0", size)
+    assert unread.allows(b"new", size)
+    # What another client has read makes room.
+    replies[-1].done = True
+    assert unread.allows(b"0", size)
