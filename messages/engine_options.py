@@ -208,6 +208,21 @@ class EngineArguments(EngineOptions, frozen=True, kw_only=True):
             extra={"metavar": "PID"},
         ),
     ] = None
+    progress: Annotated[
+        str,
+        Meta(
+            description="Shared memory in which the engine reports the step of its main loop to "
+            "its supervisor. Default: none.",
+            extra={"metavar": "FILE"},
+        ),
+    ] = ""
+    step_timeout_ms: Annotated[
+        int,
+        Meta(
+            description="The bound of a step, in milliseconds, that is reported there.",
+            extra=_NUMBER,
+        ),
+    ] = 300_000
     engine_id: Annotated[
         str,
         Meta(

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from controller.cli import adapters, log_commands, pooling, serve, streaming
+from controller.cli import adapters, engine_commands, log_commands, pooling, serve, streaming
 from controller.cli.context import Settings, settings_of
 from controller.cli.exit_codes import CommandError, exit_code_table, failure_of
 from controller.client.errors import LoradockError
@@ -45,7 +45,10 @@ app = typer.Typer(
     epilog=exit_code_table(),
     help="Keep many LoRA adapters ready for one base model.",
 )
-for group in (adapters.app, streaming.app, pooling.app, serve.app, log_commands.app):
+for group in (
+    *(adapters.app, streaming.app, pooling.app),
+    *(serve.app, engine_commands.app, log_commands.app),
+):
     app.registered_commands += group.registered_commands
     app.registered_groups += group.registered_groups
 

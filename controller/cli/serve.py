@@ -77,9 +77,22 @@ _LOG_AND_SUPERVISION: Final = {
     "segment_bytes_max": ("--segment-bytes", "Start a new log file when one reaches this size."),
     "engine_timeout_ms": (
         "--engine-timeout",
-        "The engine counts as lost after this time without a message from it.",
+        "The engine counts as lost after this time without a message from it; the time of a step "
+        "that is in progress is not counted (see --step-timeout).",
     ),
     "checked": ("--checked", "For debugging: verify every invariant after every input (slow)."),
+}
+_HANGS: Final = {
+    "hang_timeout_ms": (
+        "--hang-timeout",
+        "The controller or the engine is killed within this time if it is stopped (SIGSTOP), and "
+        "restarted.",
+    ),
+    "step_timeout_ms": (
+        "--step-timeout",
+        "The engine is killed and restarted if one step of its main loop, for example a forward "
+        "pass, takes longer.",
+    ),
 }
 """Field -> its option and its help text."""
 
@@ -96,6 +109,10 @@ SERVER_SETTINGS: Final = OptionGroup(
     settings(
         msgspec.structs.fields(ServerConfig), _LOG_AND_SUPERVISION, panel="Log and supervision"
     ),
+    in_milliseconds,
+)
+HANG_SETTINGS: Final = OptionGroup(
+    settings(msgspec.structs.fields(ServeConfig), _HANGS, panel="Log and supervision"),
     in_milliseconds,
 )
 
@@ -136,11 +153,14 @@ Policy = Annotated[
 
 
 @app.command(rich_help_panel="Server and log")
-@with_option_groups(limits=LIMITS, server=SERVER_SETTINGS, engine_options=ENGINE_OPTIONS)
+@with_option_groups(
+    limits=LIMITS, server=SERVER_SETTINGS, hangs=HANG_SETTINGS, engine_options=ENGINE_OPTIONS
+)
 def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of options
     ctx: typer.Context,
     limits: Limits,
     server: dict[str, Any],
+    hangs: dict[str, Any],
     engine_options: EngineOptions,
     model: Model = "",
     adapter_root: AdapterRoots = None,
@@ -149,7 +169,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
     policy: Policy = "lru",
     as_json: AsJson = False,
 ) -> None:
-    """Run a controller and its engine until Ctrl-C; both are restarted if they die."""
+    """Run a controller and its engine until Ctrl-C; both are restarted if they die or hang."""
     if engine == "managed" and not model:
         raise CommandError(
             ExitCode.USAGE,
@@ -165,7 +185,9 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
         **server,
     )
     roots = tuple(str(root) for root in adapter_root or ())
-    config = ServeConfig(server_config, model, roots, engine, engine_options, tensor_parallel_size)
+    config = ServeConfig(
+        server_config, model, roots, engine, engine_options, tensor_parallel_size, **hangs
+    )
     _run(ctx, config, as_json)
 
 

@@ -7,6 +7,7 @@ from msgspec import Struct
 from controller.core.limits import Limits
 from controller.log.settings import SEGMENT_BYTES_MAX, SYNC_INTERVAL_MS, SyncPolicy
 from controller.shell.default_adapters import DefaultPaths
+from controller.shell.hang_watch import HANG_TIMEOUT_MS, STEP_TIMEOUT_MS
 from messages.engine_options import EngineOptions
 
 EXIT_FAILED: Final = 1
@@ -38,6 +39,18 @@ class ServerConfig(Struct, frozen=True):
     """Modality -> path of the adapter for requests that contain it and name no adapter."""
 
 
+class Supervision(Struct, frozen=True):
+    """What a controller process shares with its supervisor; the defaults are for one without.
+
+    `parent_fd` closes when the supervisor ends. `progress` and `engine_progress` are the paths of
+    the pages in which the controller and its engine report their steps.
+    """
+
+    parent_fd: int = -1
+    progress: str = ""
+    engine_progress: str = ""
+
+
 class ServeConfig(Struct, frozen=True):
     """Configuration of `loradock serve`."""
 
@@ -47,3 +60,7 @@ class ServeConfig(Struct, frozen=True):
     engine: EngineKind = "managed"
     engine_options: EngineOptions = EngineOptions()
     tensor_parallel_size: int = 1
+    hang_timeout_ms: int = HANG_TIMEOUT_MS
+    """A child that is stopped is killed and restarted within this time."""
+    step_timeout_ms: int = STEP_TIMEOUT_MS
+    """An engine whose main loop is in one step for longer is killed and restarted."""

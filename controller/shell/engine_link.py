@@ -228,9 +228,19 @@ class EngineLink:
             self._beat_ns = now_ns
             self._transmit(commands.ControllerBeat(self._logged))
 
-    def is_overdue(self, now_ns: int) -> bool:
-        """Whether an engine is expected and has been silent for longer than the timeout."""
-        return bool(self.engine_id) and now_ns - self._received_ns > self._timeout_ns
+    def is_overdue(self, now_ns: int, step_since_ns: int | None = None) -> bool:
+        """Whether an engine is expected and has been silent for longer than the timeout.
+
+        `step_since_ns`: the start of the step that its main loop is in, if known. An engine sends
+        nothing during a step, whose bound is its supervisor's concern, so only silence before it
+        counts.
+        """
+        until_ns = now_ns if step_since_ns is None else min(now_ns, step_since_ns)
+        return bool(self.engine_id) and until_ns - self._received_ns > self._timeout_ns
+
+    def excuse(self, pause_ns: int) -> None:
+        """Do not count a time in which the controller did not run, and perhaps no process did."""
+        self._received_ns += pause_ns
 
     def detach(self, now_ns: int, *, ended: bool) -> None:
         """Forget the engine, so that the next one that introduces itself is attached.

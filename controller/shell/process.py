@@ -20,12 +20,16 @@ from controller.shell.config import (
     EXIT_LOG,
     EXIT_SOCKET,
     ServerConfig,
+    Supervision,
 )
 from controller.shell.server import Server
 from controller.shell.transport import Transport, TransportError
+from messages.progress import Progress
 from messages.records import FORMAT, Header
 
 _THREAD_SWITCH_S: Final = 0.001
+RECOVERY_S_MIN: Final = 300.0
+RECOVERY_BYTES_PER_S: Final = 100_000
 
 log = structlog.get_logger("controller")
 
@@ -35,11 +39,14 @@ class ConfigError(Exception):
 
 
 def main() -> int:
-    """Run `python -m controller.shell.process CONFIG_JSON [PARENT_FD]`; return the exit status."""
+    """Run `python -m controller.shell.process CONFIG [SUPERVISION]`; return the exit status.
+
+    Both arguments are JSON.
+    """
     stderr_logging.configure()
-    parent_fd = int(sys.argv[2]) if len(sys.argv) > 2 else -1
+    supervision = msgspec.json.decode((sys.argv[2:] or ["{}"])[0], type=Supervision)
     try:
-        _serve(_read_config(sys.argv[1]), parent_fd)
+        _serve(_read_config(sys.argv[1]), supervision)
     except LogSyncFailed as error:
         log.error("the disk failed", error=str(error))
         return EXIT_FAILED
@@ -66,18 +73,29 @@ def _read_config(text: str) -> ServerConfig:
     return config
 
 
-def _serve(config: ServerConfig, parent_fd: int) -> None:
+def _serve(config: ServerConfig, supervision: Supervision) -> None:
+    parent_fd, progress = supervision.parent_fd, Progress(supervision.progress)
     # Each connection is a file descriptor, and ZeroMQ aborts the process when none is left.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # The thread that guards the descriptors has to run soon after a connection was accepted.
     sys.setswitchinterval(_THREAD_SWITCH_S)
+    progress.enter("recover", _recovery_bound_s(Path(config.directory)))
     opened = _open_log(config)
     with Transport(Path(config.directory)) as transport:
-        server = Server(config, transport, opened)
+        engine_progress = Progress(supervision.engine_progress)
+        server = Server(
+            config, transport, opened, progress=progress, engine_progress=engine_progress
+        )
         signal.signal(signal.SIGTERM, server.stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN if parent_fd >= 0 else server.stop)
         server.run(parent_fd)
+
+
+def _recovery_bound_s(directory: Path) -> float:
+    """Return the bound of reading and replaying the log, a tenth of the usual rate or less."""
+    size_bytes = sum(path.stat().st_size for path in (directory / "log").glob("*.log"))
+    return RECOVERY_S_MIN + size_bytes / RECOVERY_BYTES_PER_S
 
 
 def _open_log(config: ServerConfig) -> Log:

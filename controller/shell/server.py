@@ -30,12 +30,18 @@ from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
 from controller.shell.transport import Transport
 from messages import records
 from messages.commands import ResendTokens, StartInference
+from messages.progress import Progress
 from messages.records import Input, Record
 from messages.reports import EngineInventory
 from messages.requests import LifecycleRequest
 from messages.wire import EVENTS
 
 LOG_RETRY_NS: Final = 1_000_000_000
+PAUSE_NS_MIN: Final = 2_000_000_000
+"""Iterations follow each other more closely, unless the process does not run or is very busy."""
+
+STEP_BOUND_S: Final = 60.0
+"""The bound of an iteration that is reported to the supervisor; a sync may take many seconds."""
 
 log = structlog.get_logger("controller")
 
@@ -60,9 +66,13 @@ class Server:
         transport: Transport,
         opened: Log,
         clocks: Clocks = SYSTEM_CLOCKS,
+        progress: Progress | None = None,
+        engine_progress: Progress | None = None,
     ) -> None:
         self._transport = transport
         self._log = opened
+        self._progress = progress or Progress()
+        self._engine_progress = engine_progress or Progress()
         self._events = EventStream(Path(config.directory) / "log")
         self._controller = _recover(config, self._events)
         self._clock = LogicalClock(self._controller.world.time_ns, clocks)
@@ -83,6 +93,7 @@ class Server:
         self._pending: list[_GroupInput] = []
         self._timer_ns = self._controller.world.timer_ns
         self._beat_ns = 0
+        self._iterated_ns = time.monotonic_ns()
         self._digest_seq = 0
         self._log_retry_ns = 0
         self._engine_fd = -1
@@ -96,10 +107,13 @@ class Server:
             self._transport.watch(parent_fd)
         try:
             while not self._stopping:
+                self._progress.enter("wait", STEP_BOUND_S)
                 ready = self._transport.poll(self._timeout_ms())
+                self._progress.enter("handle", STEP_BOUND_S)
                 self._stopping = self._stopping or parent_fd in ready
                 self._iterate(ready)
         finally:
+            self._progress.enter("stop", STEP_BOUND_S)
             self._events.close()
             self._log.close()
         log.info("stopped", seq=self._controller.world.seq)
@@ -133,6 +147,9 @@ class Server:
 
     def _iterate(self, ready: set[int]) -> None:
         now = time.monotonic_ns()
+        if now - self._iterated_ns > PAUSE_NS_MIN:
+            self._link.excuse(now - self._iterated_ns)
+        self._iterated_ns = now
         group, self._pending = self._pending, []
         frames = list(self._transport.receive_reports())
         output = self._link.receive(frames, now)
@@ -155,7 +172,7 @@ class Server:
 
     def _engine_losses(self, now: int, ended: bool) -> list[_GroupInput]:
         """An input if the engine is lost: its process `ended`, or it is silent for too long."""
-        if not ended and not self._link.is_overdue(now):
+        if not ended and not self._link.is_overdue(now, self._engine_step_since()):
             return []
         reason = "its process ended" if ended else "its heartbeats stopped"
         lost = records.EngineLost(self._link.engine_id, reason)
@@ -164,6 +181,11 @@ class Server:
         # Now, not once this is logged: an ended process stays ready, and the log may stay full.
         self._unwatch_engine()
         return [_GroupInput(lost)]
+
+    def _engine_step_since(self) -> int | None:
+        """Return the start of the step that the engine reports; None if it has no supervisor."""
+        step, engine = self._engine_progress.read(), self._controller.world.engine
+        return step.since_ns if step and engine and step.pid == engine.pid else None
 
     def _commit(self, group: list[_GroupInput]) -> None:
         """Log a group, then handle its inputs one by one and perform their actions."""

@@ -1,9 +1,11 @@
-"""`loradock serve`: the controller and its engine as child processes, restarted if they die.
+"""`loradock serve`: the controller and its engine as child processes, restarted after end or hang.
 
 The supervisor opens no socket: no message passes through it. A child survives the other child's end
-but not the supervisor's, which it detects by itself.
+but not the supervisor's, which it detects by itself. Each child reports the steps of its main loop
+on a shared page, from which the supervisor finds that it hangs.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -24,9 +26,12 @@ from controller.shell.config import (
     EXIT_SOCKET,
     ServeConfig,
     ServerConfig,
+    Supervision,
 )
+from controller.shell.hang_watch import HANG_TIMEOUT_MS, HangWatch, is_stopped, process_tree
 from controller.shell.transport import TransportError, endpoint
 from messages.engine_options import EngineArguments, command_line
+from messages.progress import Progress
 
 _FINAL: Final = frozenset({EXIT_CONFIG, EXIT_LOG, EXIT_SOCKET})
 """Exit statuses after which a restart does not help."""
@@ -46,11 +51,23 @@ log = structlog.get_logger("serve")
 
 
 class Child:
-    """A child process that is kept running: its starts, its exit statuses, its restart delay."""
+    """A child process that is kept running: its starts, its exit statuses, its restart delay.
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
+    `progress`: the page on which it reports its steps.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        progress: Progress | None = None,
+        hang_timeout_ms: int = HANG_TIMEOUT_MS,
+    ) -> None:
         self.name = name
         self._command = command
+        self._progress = progress or Progress()
+        self._watch = HangWatch(hang_timeout_ms)
+        self.tick_ms: Final = self._watch.tick_ms
         self._process: subprocess.Popen[bytes] | None = None
         self._backoff_s = _BACKOFF_S_MIN
         self._started_s = 0.0
@@ -65,6 +82,8 @@ class Child:
 
     def start(self, parent_fd: int) -> None:
         """Start the process; `fd` becomes readable when it ends."""
+        self._progress.clear()
+        self._watch.restart(time.monotonic_ns())
         # In a session of its own: only the parent receives a terminal's Ctrl-C.
         self._process = subprocess.Popen(  # noqa: S603 - our own modules, no shell
             self._command, pass_fds=(parent_fd,), start_new_session=True
@@ -88,6 +107,17 @@ class Child:
         self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
         return status
 
+    def kill_if_hung(self) -> None:
+        """Kill the process, and those that it started, if it hangs; call this once per tick."""
+        if self._process is None:
+            return
+        pids = process_tree(self._process.pid)
+        stopped = any(map(is_stopped, pids))
+        reason = self._watch.observe(time.monotonic_ns(), self._progress.read(), is_stopped=stopped)
+        if reason:
+            log.error("child hangs and is killed", child=self.name, reason=reason)
+            _kill(pids)
+
     def stop(self) -> None:
         """End the process with SIGTERM, after `_STOP_S` with SIGKILL."""
         if self._process is None:
@@ -97,10 +127,17 @@ class Child:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             log.warning("child did not end and is killed", child=self.name)
-            self._process.kill()
+            # The ranks of an engine too: one that hangs does not notice its parent's end.
+            _kill(process_tree(self._process.pid))
             self._process.wait()
         os.close(self.fd)
         self._process, self.fd = None, -1
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class Supervisor:
@@ -145,6 +182,8 @@ class Supervisor:
                 log.warning("child ended", child=child.name, status=status)
                 if status in _FINAL or not child.can_run:
                     return child.name, status
+            for child in self._children:
+                child.kill_if_hung()
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -152,11 +191,12 @@ class Supervisor:
             if child.fd < 0 and child.start_at_s <= now:
                 child.start(self._parent_fd)
 
-    def _timeout_ms(self) -> int | None:
-        due = [child.start_at_s for child in self._children if child.fd < 0]
-        if not due:
-            return None
-        return max(0, int((min(due) - time.monotonic()) * 1000) + 1)
+    def _timeout_ms(self) -> int:
+        """Return the time until the next tick or the next start."""
+        now = time.monotonic()
+        due = [child.start_at_s - now for child in self._children if child.fd < 0]
+        left_ms = [max(0, int(left_s * 1000) + 1) for left_s in due]
+        return min([*left_ms, *(child.tick_ms for child in self._children)])
 
 
 def serve(config: ServeConfig) -> int:
@@ -168,10 +208,7 @@ def serve(config: ServeConfig) -> int:
     # Nothing is ever written: children see the end of file when this process ends.
     parent_fd, write_fd = os.pipe()
     try:
-        children = [Child("controller", _controller_command(config.server, parent_fd))]
-        if config.engine == "managed":
-            children.append(Child("engine", _engine_command(config)))
-        return Supervisor(children, parent_fd).run()
+        return Supervisor(_children(config, parent_fd), parent_fd).run()
     except TransportError as error:
         log.error("can't serve here", error=str(error))
         return EXIT_SOCKET
@@ -180,12 +217,26 @@ def serve(config: ServeConfig) -> int:
         os.close(parent_fd)
 
 
-def _controller_command(config: ServerConfig, parent_fd: int) -> list[str]:
-    options = msgspec.json.encode(config).decode()
-    return [sys.executable, "-m", "controller.shell.process", options, str(parent_fd)]
+def _children(config: ServeConfig, parent_fd: int) -> list[Child]:
+    own, of_engine = Progress.share(), Progress.share()
+    managed = config.engine == "managed"
+    # An engine that is started elsewhere reports to its own supervisor, if it has one.
+    supervision = Supervision(parent_fd, own.path, of_engine.path if managed else "")
+    timeout_ms = config.hang_timeout_ms
+    command = _controller_command(config.server, supervision)
+    children = [Child("controller", command, own, timeout_ms)]
+    if managed:
+        command = _engine_command(config, of_engine.path)
+        children.append(Child("engine", command, of_engine, timeout_ms))
+    return children
 
 
-def _engine_command(config: ServeConfig) -> list[str]:
+def _controller_command(config: ServerConfig, supervision: Supervision) -> list[str]:
+    options = [msgspec.json.encode(one).decode() for one in (config, supervision)]
+    return [sys.executable, "-m", "controller.shell.process", *options]
+
+
+def _engine_command(config: ServeConfig, progress: str = "") -> list[str]:
     directory, limits = Path(config.server.directory), config.server.limits
     command = [sys.executable, "-m"]
     if config.tensor_parallel_size > 1:
@@ -200,5 +251,7 @@ def _engine_command(config: ServeConfig) -> list[str]:
         device_bytes_max=limits.device_bytes_max,
         # A pid and not the pipe, which torchrun does not pass on to the ranks.
         parent_pid=os.getpid(),
+        progress=progress,
+        step_timeout_ms=config.step_timeout_ms,
     )
     return [*command, "engine.worker", *command_line(arguments)]

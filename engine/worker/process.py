@@ -34,6 +34,7 @@ from engine.worker.leader import Leader, follow
 from engine.worker.options import configs, parse
 from engine.worker.worker import QUEUE_FRAMES, Wakeup, Worker
 from messages.engine_options import EngineArguments
+from messages.progress import Progress
 from messages.wire import COMMANDS
 
 _log = structlog.get_logger()
@@ -124,7 +125,9 @@ def _serve(
 ) -> None:
     """Serve the controller until a signal or the end of a parent."""
     with zmq.Context() as context:
-        worker = Worker(engine, _connect(context, options.connect), wakeup, setup.parents)
+        socket = _connect(context, options.connect)
+        progress, step_bound_s = Progress(options.progress), options.step_timeout_ms / 1000
+        worker = Worker(engine, socket, wakeup, setup.parents, progress, step_bound_s)
         _handle_signals(worker, wakeup, bool(setup.parents))
         model = str(setup.config.model_directory)
         _log.info("ready", engine_id=options.engine_id, model=model, ranks=setup.group.world_size)

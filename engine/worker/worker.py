@@ -18,6 +18,7 @@ from engine.worker.controller_link import ControllerLink
 from engine.worker.engine import Engine
 from engine.worker.leader import Leader
 from messages.commands import ControllerBeat, RequestInventory
+from messages.progress import Progress
 from messages.reports import EngineBeat, PrivateReport
 from messages.wire import COMMANDS, WireError
 
@@ -26,6 +27,9 @@ _log = structlog.get_logger()
 BEAT_INTERVAL_S: Final = 0.5
 SILENCE_MAX_S: Final = 5.0
 """After this long without a frame from the controller, the inventory is sent again."""
+
+WAIT_BOUND_S: Final = 30.0
+"""The bound of a wait, which ends with the next beat at the latest; the rest is for starvation."""
 
 COPY_POLL_MS: Final = 1
 """The interval at which an unfinished copy is polled while the engine is idle."""
@@ -67,6 +71,7 @@ class Worker:
     """The loop between one engine and one socket, until `stop` or the end of a parent.
 
     `parents`: pidfds of the processes that started this one; it ends when one of them does.
+    `progress`: where each step of the loop is reported, with `step_bound_s`.
     """
 
     def __init__(
@@ -75,11 +80,15 @@ class Worker:
         socket: "zmq.Socket[bytes]",
         wakeup: Wakeup,
         parents: Sequence[int],
+        progress: Progress | None = None,
+        step_bound_s: float = 300.0,
     ) -> None:
         self._engine = engine
         self._socket = socket
         self._wakeup = wakeup
         self._parents = frozenset(parents)
+        self._progress = progress or Progress()
+        self._step_bound_s: Final = step_bound_s
         self._link = ControllerLink()
         self._poller = zmq.Poller()
         self._poller.register(wakeup.read_fd, zmq.POLLIN)
@@ -96,11 +105,16 @@ class Worker:
     def run(self) -> None:
         """Serve until `stop`; every iteration is bounded, so that beats are sent in time."""
         while not self._stopping:
+            self._progress.enter("wait", WAIT_BOUND_S)
             self._wait()
+            self._progress.enter("receive", self._step_bound_s)
             self._receive()
+            self._progress.enter("step", self._step_bound_s)
             self._engine.step()
+            self._progress.enter("report", self._step_bound_s)
             self._report()
             self._send_beat_or_resync()
+        self._progress.enter("stop", self._step_bound_s)
 
     def _wait(self) -> None:
         """Wait for a frame, a wake-up, a parent's end or the next beat, unless there is work."""

@@ -93,16 +93,17 @@ def test_a_failure_occurs_on_all_ranks_and_changes_nothing(directories: tuple[Pa
         assert client.generate(PROMPT, adapter="upper", max_tokens=4).text()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_rank_that_dies_takes_its_engine_down_and_a_new_one_serves(
-    directories: tuple[Path, Path], rank: int
+def test_a_rank_that_dies_or_is_stopped_takes_its_engine_down_and_a_new_one_serves(
+    directories: tuple[Path, Path], rank: int, number: signal.Signals
 ) -> None:
     one, two = directories
     before = status_once(two, is_up)
     ranks = ranks_of(two)
     assert sorted(ranks) == [0, 1]
     assert ranks[0] == before.engine_pid
-    os.kill(ranks[rank], signal.SIGKILL)
+    os.kill(ranks[rank], number)
     status_once(two, lambda status: status.engine_id != before.engine_id)
     wait_for_end(*ranks.values())
     status_once(two, lambda status: status.engine_id not in ("", before.engine_id))

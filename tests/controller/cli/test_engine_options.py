@@ -46,6 +46,8 @@ FROM_OTHER_OPTIONS = {
     "max_loras": 3,
     "device_bytes_max": 9,
     "parent_pid": 11,
+    "progress": "p",
+    "step_timeout_ms": 12,
     "engine_id": "e",
 }
 """The supervisor specifies these from other options of `serve`, the engine's id aside."""
@@ -53,7 +55,7 @@ FROM_OTHER_OPTIONS = {
 NOT_OPTIONS = {"adapter_bounds", "max_cpu_loras"}
 """Fields of the configurations that only a program can set."""
 
-PROCESS_ONLY = {"connect", "model", "parent_pid", "engine_id"}
+PROCESS_ONLY = {"connect", "model", "parent_pid", "progress", "step_timeout_ms", "engine_id"}
 """Arguments of the process that are no field of a configuration of the same name."""
 
 
@@ -127,13 +129,15 @@ def test_an_engine_reads_the_command_line_that_its_supervisor_writes() -> None:
 def test_the_supervisor_specifies_every_argument(tmp_path: Path) -> None:
     server = ServerConfig(str(tmp_path))
     config = ServeConfig(server, "m", ("a", "b"), engine_options=EngineOptions(**OTHER_VALUES))
-    _, _, module, *words = supervisor._engine_command(config)
+    config = msgspec.structs.replace(config, step_timeout_ms=7)
+    _, _, module, *words = supervisor._engine_command(config, "page")
     assert module == "engine.worker"
     found = parse(words)
     assert (found.model, found.adapter_roots) == ("m", ("a", "b"))
     assert found.max_loras == server.limits.slots_max
     assert found.device_bytes_max == server.limits.device_bytes_max
     assert found.parent_pid
+    assert (found.progress, found.step_timeout_ms) == ("page", 7)
     assert found.connect == f"ipc://{tmp_path}/run/engine.sock"
     assert {name: getattr(found, name) for name in OTHER_VALUES} == OTHER_VALUES
 

@@ -70,6 +70,8 @@ OPTIONS = {
     "--sync-interval": "0.25",
     "--segment-bytes": "2MiB",
     "--engine-timeout": "4",
+    "--hang-timeout": "0.35",
+    "--step-timeout": "5",
     "--policy": "lru",
     "--model": "m",
     "--adapter-root": "a",
@@ -104,7 +106,7 @@ def test_every_bound_is_an_option(started, tmp_path):
     result = run("serve", *arguments, directory=tmp_path)
     assert result.exit_code == 0, result.output
     options = EngineOptions(max_lora_rank=64, default_mm_loras=("image=x=y",))
-    assert started == [ServeConfig(server, "m", ("a", "b"), "external", options, 2)]
+    assert started == [ServeConfig(server, "m", ("a", "b"), "external", options, 2, 350, 5000)]
     for changed, default in ((limits, Limits()), (server, defaults.server), (started[0], defaults)):
         for name in changed.__struct_fields__:
             only_one = name == "policy"

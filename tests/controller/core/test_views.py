@@ -156,7 +156,7 @@ def pages_of(pages: AdapterPages, limit: int, between: Any = lambda: None) -> li
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 256])
-def test_the_pages_together_are_the_list(deployment: Deployment, limit: int) -> None:
+def test_the_pages_together_are_the_list(deployment: SynchronousDeployment, limit: int) -> None:
     deployment.handle(records.GenerationRequested("g", "zeta"))
     deployment.content = "2"
     deployment.handle(rq.LoadAdapter("r-4", "zeta", "elsewhere", replace=True))
@@ -166,7 +166,7 @@ def test_the_pages_together_are_the_list(deployment: Deployment, limit: int) -> 
 
 
 def test_adapters_that_stay_are_on_exactly_one_page_of_a_changing_list(
-    deployment: Deployment,
+    deployment: SynchronousDeployment,
 ) -> None:
     stay, changes = {"alpha", "mu", "zeta"}, iter(range(100))
 
@@ -182,7 +182,7 @@ def test_adapters_that_stay_are_on_exactly_one_page_of_a_changing_list(
 
 
 def test_a_list_beyond_a_page_is_refused_to_clients_without_pages(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+    deployment: SynchronousDeployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = AdapterPages(deployment.controller.world)
     monkeypatch.setattr(rq, "LIST_PAGE_ADAPTERS_MAX", 3)

@@ -343,6 +343,24 @@ def test_an_engine_that_was_only_silent_is_attached_again() -> None:
     assert ops(bench.receive(dropped(1), inventory("e", bench.inventory_request(), 1))) == [1]
 
 
+def test_silence_during_a_step_is_no_loss_but_silence_before_it_is() -> None:
+    bench = LinkBench().opened()
+    received_ns = bench.now_ns
+    bench.now_ns += 100 * TIMEOUT_NS
+    assert bench.link.is_overdue(bench.now_ns)
+    for silent_ns in (-TIMEOUT_NS, 0, TIMEOUT_NS):
+        assert not bench.link.is_overdue(bench.now_ns, received_ns + silent_ns)
+    assert bench.link.is_overdue(bench.now_ns, received_ns + TIMEOUT_NS + 1)
+
+
+def test_a_pause_of_the_controller_is_no_silence_of_the_engine() -> None:
+    bench = LinkBench().opened()
+    bench.now_ns += 100 * TIMEOUT_NS
+    bench.link.excuse(99 * TIMEOUT_NS)
+    assert not bench.link.is_overdue(bench.now_ns)
+    assert bench.link.is_overdue(bench.now_ns + 1)
+
+
 def test_a_new_connection_of_the_same_engine_continues_its_numbers() -> None:
     bench = LinkBench().opened(3)
     bench.link.send(DROP, bench.now_ns)

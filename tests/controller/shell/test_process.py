@@ -13,7 +13,7 @@ import pytest
 from controller.log.format import LogSyncFailed
 from controller.log.segments import verify
 from controller.shell import process as controller_process
-from controller.shell.config import EXIT_CONFIG, EXIT_FAILED, EXIT_SOCKET, ServerConfig
+from controller.shell.config import EXIT_CONFIG, EXIT_FAILED, EXIT_SOCKET, ServerConfig, Supervision
 from tests.support.parallel.processes import LIMITS, ROOT
 from tests.support.simulation.shell_examples import RawClient
 from tests.support.waiting import HANG_S
@@ -27,7 +27,8 @@ def start(*arguments: str, **options: Any) -> "subprocess.Popen[bytes]":
 def test_the_controller_ends_with_its_parent(directory: Path) -> None:
     parent, child = os.pipe()
     config = msgspec.json.encode(ServerConfig(str(directory), LIMITS)).decode()
-    process = start(config, str(parent), pass_fds=(parent,))
+    supervision = msgspec.json.encode(Supervision(parent)).decode()
+    process = start(config, supervision, pass_fds=(parent,))
     os.close(parent)
     try:
         with RawClient(directory) as client:

@@ -78,9 +78,11 @@ sys.exit(Supervisor(children, os.pipe()[0]).run())
 
 
 @contextmanager
-def supervised(directory: Path, broken: str) -> Iterator[subprocess.Popen]:
+def supervised(
+    directory: Path, broken: str, program: str = SUPERVISOR
+) -> Iterator[subprocess.Popen]:
     """A supervisor of a child that sleeps and one that runs the code `broken`."""
-    command = [sys.executable, "-c", SUPERVISOR, str(directory), broken]
+    command = [sys.executable, "-c", program, str(directory), broken]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     try:
         yield process
@@ -116,6 +118,55 @@ def test_a_child_that_can_not_run_ends_them_all(
     assert "broken" in last
     assert len(pids(tmp_path, "broken")) == starts
     wait_for_end(*pids(tmp_path, "steady"))
+
+
+HANGING = """
+import os, sys
+from controller.shell import stderr_logging
+from controller.shell.supervisor import Child, Supervisor
+from messages.progress import Progress
+
+stderr_logging.configure()
+program = (
+    "import os, sys, time; from messages.progress import Progress;"
+    "print(os.getpid(), file=open(sys.argv[1], 'a')); progress = Progress(sys.argv[2]);"
+    "step = lambda: [progress.enter('work', float(sys.argv[3])), time.sleep(float(sys.argv[4]))];"
+    "[step() for _ in iter(int, 1)]"
+)
+def child(name, *words):
+    page = Progress.share()
+    command = [sys.executable, "-c", program, sys.argv[1] + "/" + name, page.path, *words]
+    return Child(name, command, page)
+
+children = [child("steady", "600", "0.1"), child("broken", "0.2", "600")]
+sys.exit(Supervisor(children, os.pipe()[0]).run())
+"""
+
+
+def test_a_child_whose_step_exceeds_its_bound_is_restarted(tmp_path: Path) -> None:
+    with supervised(tmp_path, "", HANGING) as process:
+        wait_until(
+            lambda: len(pids(tmp_path, "broken")) >= 4,
+            lambda: pids(tmp_path, "broken"),
+            "4 starts",
+        )
+        assert len(pids(tmp_path, "steady")) == 1
+        process.send_signal(signal.SIGINT)
+        _, output = process.communicate(timeout=HANG_S)
+    assert b"step work exceeds 0.2 s" in output
+    wait_for_end(*pids(tmp_path, "steady"), *pids(tmp_path, "broken"))
+
+
+def test_a_stopped_child_is_restarted_and_no_other(tmp_path: Path) -> None:
+    with supervised(tmp_path, "time.sleep(600)") as process:
+        for starts in (1, 2):
+            found = wait_until(lambda n=starts: pids(tmp_path, "broken")[n - 1 :], what="a start")
+            os.kill(found[0], signal.SIGSTOP)
+            wait_for_end(found[0])
+        assert len(pids(tmp_path, "steady")) == 1
+        process.send_signal(signal.SIGINT)
+        _, output = process.communicate(timeout=HANG_S)
+    assert output.count(b"it is stopped") == 2
 
 
 @pytest.mark.parametrize("broken", ["os.kill(os.getpid(), 9)", "sys.exit(0)"])

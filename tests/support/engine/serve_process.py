@@ -14,9 +14,10 @@ from tests.support.waiting import HANG_S, wait_until
 
 @contextmanager
 def serve(
-    directory: Path, *options: str, model: Path = TINY / "model"
+    directory: Path, *options: str, model: Path = TINY / "model", prelude: str = ""
 ) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-c", "from controller.cli.main import app; app()"]
+    """`prelude`: code that the process runs first."""
+    command = [sys.executable, "-c", f"{prelude}\nfrom controller.cli.main import app; app()"]
     command += ["--dir", str(directory), "serve", "--model", str(model)]
     command += ["--adapter-root", str(TINY / "adapters"), *options]
     with directory.with_suffix(".log").open("wb") as errors:
