@@ -18,8 +18,9 @@ WARNING_FILTERS: Final = (
     "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning",
     "ignore:Setting `save_embedding_layers` to `True`:UserWarning",
     "ignore:Model has `tie_word_embeddings=True` and a tied layer is part:UserWarning",
-    # Tests read pickles with random damage, which may be in the protocol's number.
+    # Tests read pickles with random damage: in the protocol's number, or in the name of a class.
     "ignore:Detected pickle protocol:UserWarning",
+    "ignore:TypedStorage is deprecated:UserWarning",
 )
 """The ignored warnings are those of libraries, caused on purpose or not avoidable."""
 
