@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from controller.shell.diagrams import between_marks
 from tests.support.sources import PROGRAM, Source, imports, read_sources
 
 STDLIB: Final = tuple(sys.stdlib_module_names)
@@ -246,11 +247,7 @@ def _id_of(room: str) -> str:
 
 def with_drawing(text: str, graph: Mapping[str, set[str]]) -> str:
     """`text` with the drawing between its marks; raises ValueError without marks."""
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the marks {BEGIN!r} and {END!r} are missing")
-    return f"{before}{BEGIN}\n{drawing(graph)}\n{END}{after}"
+    return between_marks(text, BEGIN, END, drawing(graph))
 
 
 def main() -> None:

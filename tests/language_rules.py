@@ -129,11 +129,7 @@ def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def avoided_prose(file: Source) -> Iterator[str]:
     """A line for each refused word in the file's prose."""
     for line, text in _prose(file):
-        for pattern, avoided in _PATTERNS:
-            for found in pattern.finditer(text):
-                if not is_allowed(file.path, found.group(0)):
-                    at = line + text[: found.start()].count("\n")
-                    yield f"{file.path}:{at}: {found.group(0)!r}; write: {avoided.instead}"
+        yield from _refused(file.path, line, text)
 
 
 def avoided_names(file: Source) -> Iterator[str]:
@@ -152,10 +148,15 @@ def is_allowed(path: str, word: str) -> bool:
 def avoided_in_document(path: str, text: str) -> Iterator[str]:
     """A line for each refused word of a Markdown document outside its code."""
     prose = _CODE.sub(lambda code: "\n" * code.group(0).count("\n"), text)
+    yield from _refused(path, 1, prose)
+
+
+def _refused(path: str, first_line: int, text: str) -> Iterator[str]:
     for pattern, avoided in _PATTERNS:
-        for found in pattern.finditer(prose):
-            at = 1 + prose[: found.start()].count("\n")
-            yield f"{path}:{at}: {found.group(0)!r}; write: {avoided.instead}"
+        for found in pattern.finditer(text):
+            if not is_allowed(path, found.group(0)):
+                line = first_line + text[: found.start()].count("\n")
+                yield f"{path}:{line}: {found.group(0)!r}; write: {avoided.instead}"
 
 
 def avoided_words(files: list[Source]) -> list[str]:

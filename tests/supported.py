@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from controller.shell.diagrams import between_marks
 from engine.adapters.peft_config import FIELD_RULES
 from engine.config import LoRAConfig
 from engine.layers import FULLY_SHARDED, WRAPPERS, BaseLayerWithLoRA
@@ -97,11 +98,7 @@ def short() -> str:
 
 def with_text(document: str, text: str) -> str:
     """Return `document` with `text` between its marks; raise `ValueError` without marks."""
-    before, _, rest = document.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the document lacks the marks {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+    return between_marks(document, BEGIN, END, text)
 
 
 def _served() -> Iterator[tuple[str, ...]]:

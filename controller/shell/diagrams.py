@@ -12,11 +12,16 @@ END: Final = "<!-- end of the life cycle -->"
 
 def with_diagram(text: str) -> str:
     """Return `text` with the current diagram between its marks; raise `ValueError` without them."""
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"the marks {BEGIN!r} and {END!r} are missing")
-    return f"{before}{BEGIN}\n```mermaid\n{mermaid()}\n```\n{END}{after}"
+    return between_marks(text, BEGIN, END, f"```mermaid\n{mermaid()}\n```")
+
+
+def between_marks(text: str, begin: str, end: str, content: str) -> str:
+    """Return `text` with `content` between two marks; raise `ValueError` if one is missing."""
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"the marks {begin!r} and {end!r} are missing")
+    return f"{before}{begin}\n{content}\n{end}{after}"
 
 
 def main() -> None:
