@@ -35,7 +35,7 @@ def main() -> None:
                 break
             group.append((client, REQUESTS.decode(frame).message))
         if fd >= 0:
-            os.write(fd, b"".join(encode(Record(1, message, client)) for client, message in group))
+            os.write(fd, b"".join(encode(Record(1, message)) for _, message in group))
             os.fdatasync(fd)
         for client, message in group:
             reply = AdapterDone(message.request_id, "upper", "gpu-slot", 0, 1)

@@ -34,12 +34,12 @@ _SUCCESS: Final[dict[type, Callable[[int], reports.OperationReport]]] = {
 class CoreFeed:
     """A controller core that handles requests and the reports that follow.
 
-    `inputs`: those recorded, in the form of log records: input, client, digest.
+    `inputs`: those recorded, in the form of log records: input, digest.
     """
 
     def __init__(self, limits: Limits, *, record: bool = False) -> None:
         self.controller = Controller(limits)
-        self.inputs: list[tuple[Input, bytes, str]] = []
+        self.inputs: list[tuple[Input, str]] = []
         self._records_inputs = record
         self._number = 0
         self.handle(records.ControllerStarted(1))
@@ -51,7 +51,7 @@ class CoreFeed:
         while pending:
             current = pending.pop(0)
             if self._records_inputs:
-                self.inputs.append((current, b"", self._digest()))
+                self.inputs.append((current, self._digest()))
             actions = self.controller.handle(current, self.controller.world.seq)
             pending += _reports(actions)
 

@@ -9,7 +9,9 @@ from messages.ids import AdapterName, Epoch, RequestId, Seq, TimeoutMs
 from messages.reports import LoggedReport
 from messages.requests import LifecycleRequest, PoolingTask
 
-FORMAT = 1
+FORMAT = 2
+FORMATS_READ = (1, 2)
+"""The formats of records that this version reads; it writes the last one."""
 
 
 class GenerationRequested(Message, frozen=True):
@@ -76,8 +78,19 @@ class Record(Value, frozen=True):
     """One input as it was handled; `digest` is that of the state before it, if not empty.
 
     `time_ns` is logical: it never decreases, and only `ControllerStarted` relates it to wall time.
-    `client` is the routing name of the client that sent it, empty for the shell and the engine.
+    `body` is a keyed hash of a client's request, which a repetition has too. `report_seq` is the
+    number of a report's frame. Both are 0 for other inputs.
     """
+
+    time_ns: int
+    input: Input
+    digest: str = ""
+    body: int = 0
+    report_seq: Seq = 0
+
+
+class RecordOfFormat1(Value, frozen=True):
+    """A record as format 1 has it; `client` was the client's routing name and is ignored."""
 
     time_ns: int
     input: Input

@@ -32,7 +32,7 @@ import xxhash
 
 from messages.errors import ErrorCode
 from messages.ids import Epoch, Seq
-from messages.records import FORMAT, Header, Record
+from messages.records import FORMATS_READ, Header, Record, RecordOfFormat1
 from messages.wire import REPLY_BYTES_MAX
 
 MARKER: Final = b"LDR1"
@@ -48,6 +48,7 @@ _digest: Final[Callable[[bytes], bytes]] = xxhash.xxh3_64_digest
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_header: Final = msgspec.msgpack.Decoder(Header).decode
 _decode_record: Final = msgspec.msgpack.Decoder(Record).decode
+_decode_record_of_format_1: Final = msgspec.msgpack.Decoder(RecordOfFormat1).decode
 
 UNDECODABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -212,19 +213,22 @@ def read_header(body: bytes, file: Path) -> Header:
     """Decode a segment's header; `LogForeign` for a format that this version can't read."""
     try:
         format_number = _decode_format(body).format
-        if format_number == FORMAT:
+        if format_number in FORMATS_READ:
             return _decode_header(body)
     except UNDECODABLE as error:
         raise LogForeign(f"{file}: its first frame is not a header: {error}") from error
     raise LogForeign(
-        f"{file}: format {format_number}; this version reads {FORMAT}; "
+        f"{file}: format {format_number}; this version reads {FORMATS_READ}; "
         "use the version that wrote it"
     )
 
 
-def read_record(body: bytes, seq: Seq, file: Path) -> Record:
+def read_record(body: bytes, seq: Seq, file: Path, format_number: int) -> Record:
     """Decode a record; `LogForeign` if this version does not know its message."""
     try:
+        if format_number == 1:
+            old = _decode_record_of_format_1(body)
+            return Record(old.time_ns, old.input, old.digest)
         return _decode_record(body)
     except UNDECODABLE as error:
         raise LogForeign(

@@ -14,6 +14,7 @@ from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, limits_from
 from controller.log.format import LogForeign
 from controller.log.segments import NumberedRecord, segments
+from controller.log.storage import DISK, Storage
 from messages.ids import Seq
 from messages.records import Header
 
@@ -95,7 +96,12 @@ class _Replayer:
 
 
 def replay(
-    directory: Path, until: Seq | None = None, sink: Sink | None = None, *, checked: bool = False
+    directory: Path,
+    until: Seq | None = None,
+    sink: Sink | None = None,
+    *,
+    checked: bool = False,
+    storage: Storage = DISK,
 ) -> ReplayResult:
     """Replay the log in `directory`, up to and including record `until`.
 
@@ -103,7 +109,7 @@ def replay(
     Raises `LogError` for a log that can't be read, and `LimitsError` for limits of other rules.
     """
     replayer = _Replayer(until, sink, checked)
-    for header, records in segments(directory, rules=(RULES,)):
+    for header, records in segments(directory, rules=(RULES,), storage=storage):
         if until is not None and header.first_seq > until and replayer.controller is not None:
             break
         controller = replayer.configure(header)

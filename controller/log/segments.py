@@ -5,8 +5,6 @@ read raise an error. A segment is named after its first record, with twenty digi
 files are not part of the log.
 """
 
-import fcntl
-import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from controller.log.format import (
     read_record,
     whole_frame,
 )
+from controller.log.storage import DISK, Storage
 from messages.ids import Epoch, Seq
 from messages.records import Header, Record
 
@@ -37,18 +36,19 @@ def segment_path(directory: Path, first_seq: Seq) -> Path:
     return directory / f"{first_seq:020}.log"
 
 
-def segment_paths(directory: Path) -> list[Path]:
+def segment_paths(directory: Path, storage: Storage = DISK) -> list[Path]:
     """Return the paths of all segments, oldest first."""
-    return sorted(p for p in directory.iterdir() if _SEGMENT_NAME.fullmatch(p.name))
+    names = sorted(filter(_SEGMENT_NAME.fullmatch, storage.names(directory)))
+    return [directory / name for name in names]
 
 
-def lock_directory(directory: Path) -> int:
+def lock_directory(directory: Path, storage: Storage = DISK) -> int:
     """Lock a log's directory for one writer; the lock ends when the descriptor is closed."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    fd = storage.open_directory(directory)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        storage.lock(fd)
     except BlockingIOError as error:
-        os.close(fd)
+        storage.close(fd)
         raise LogBusy(f"{directory}: another process writes this log; stop it first") from error
     return fd
 
@@ -60,7 +60,9 @@ class Segment:
     `scan` is at their end and `torn_bytes` is the number of bytes after it.
     """
 
-    def __init__(self, file: Path, link: ChainLink | None, is_last: bool) -> None:
+    def __init__(
+        self, file: Path, link: ChainLink | None, is_last: bool, storage: Storage = DISK
+    ) -> None:
         self.file = file
         self.first_seq = int(file.stem)
         self.torn_bytes = 0
@@ -69,7 +71,9 @@ class Segment:
         self.before = (
             CHAIN_START if link is None and self.first_seq == CHAIN_START.seq + 1 else link
         )
-        self.scan = Scan(file.read_bytes(), 0, self.before or ChainLink(self.first_seq - 1, 0, b""))
+        self.scan = Scan(
+            storage.read(file), 0, self.before or ChainLink(self.first_seq - 1, 0, b"")
+        )
         self._read_header()
 
     def _read_header(self) -> None:
@@ -93,9 +97,12 @@ class Segment:
 
     def records(self, first_seq: Seq = 0) -> Iterator[NumberedRecord]:
         """Yield number, epoch and record, from `first_seq` on."""
+        if self.header is None:
+            self._check_rest()
+            return
         for seq, epoch, body in self.frames():
             if seq >= first_seq:
-                yield seq, epoch, read_record(body, seq, self.file)
+                yield seq, epoch, read_record(body, seq, self.file, self.header.format)
 
     def _check_rest(self) -> None:
         rest = len(self.scan.data) - self.scan.offset
@@ -113,14 +120,14 @@ class Segment:
         return LogDamaged(self.file, self.scan.offset, self.scan.link.seq + 1, reason)
 
 
-def walk(directory: Path, first_seq: Seq = 0) -> Iterator[Segment]:
+def walk(directory: Path, first_seq: Seq = 0, storage: Storage = DISK) -> Iterator[Segment]:
     """Yield the segments with records from `first_seq` on; each is checked before the next."""
-    paths = segment_paths(directory)
+    paths = segment_paths(directory, storage)
     while len(paths) > 1 and int(paths[1].stem) <= first_seq:
         del paths[0]
     link: ChainLink | None = None
     for path in paths:
-        segment = Segment(path, link, path is paths[-1])
+        segment = Segment(path, link, path is paths[-1], storage)
         yield segment
         # The rest is checked also if the caller did not read all records.
         for _ in segment.frames():
@@ -129,14 +136,17 @@ def walk(directory: Path, first_seq: Seq = 0) -> Iterator[Segment]:
 
 
 def segments(
-    directory: Path, first_seq: Seq = 0, rules: Collection[int] | None = None
+    directory: Path,
+    first_seq: Seq = 0,
+    rules: Collection[int] | None = None,
+    storage: Storage = DISK,
 ) -> Iterator[tuple[Header, Iterator[NumberedRecord]]]:
     """Yield each segment's header with its records from `first_seq` on.
 
     Reading ends before a torn tail. Raises `LogDamaged`, and `LogForeign` for an unknown format or
     message, or for a rules number that is not in `rules` (if `rules` is not None).
     """
-    for segment in walk(directory, first_seq):
+    for segment in walk(directory, first_seq, storage):
         header = segment.header
         if header is None:
             continue
@@ -149,10 +159,13 @@ def segments(
 
 
 def read(
-    directory: Path, first_seq: Seq = 0, rules: Collection[int] | None = None
+    directory: Path,
+    first_seq: Seq = 0,
+    rules: Collection[int] | None = None,
+    storage: Storage = DISK,
 ) -> Iterator[NumberedRecord]:
     """Yield every record from `first_seq` on; raises as `segments` does."""
-    for _, records in segments(directory, first_seq, rules):
+    for _, records in segments(directory, first_seq, rules, storage):
         yield from records
 
 
@@ -167,12 +180,12 @@ class Verdict(NamedTuple):
     damage: LogDamaged | None
 
 
-def verify(directory: Path) -> Verdict:
+def verify(directory: Path, storage: Storage = DISK) -> Verdict:
     """Read a whole log; damage is returned and not raised, and nothing is changed."""
     count = records = first_seq = last_seq = torn_bytes = 0
     damage = None
     try:
-        for segment in walk(directory):
+        for segment in walk(directory, storage=storage):
             count += 1
             for last_seq, _, _ in segment.records():
                 first_seq = first_seq or last_seq

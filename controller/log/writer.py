@@ -9,7 +9,6 @@ is damage and not a torn tail, so an operator decides (`controller.log.repair`).
 """
 
 import errno
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +31,7 @@ from controller.log.segments import (
     segment_paths,
 )
 from controller.log.settings import SEGMENT_BYTES_MAX, SYNC_INTERVAL_MS, SyncPolicy
+from controller.log.storage import DISK, Storage
 from messages.ids import Epoch, Seq
 from messages.records import Header, Record
 
@@ -57,9 +57,16 @@ class Log:
     """
 
     def __init__(
-        self, directory: Path, header: Header, sync: SyncPolicy, interval_ms: int, bytes_max: int
+        self,
+        directory: Path,
+        header: Header,
+        sync: SyncPolicy,
+        interval_ms: int,
+        bytes_max: int,
+        storage: Storage,
     ) -> None:
-        self._directory = directory
+        self.storage: Final = storage
+        self.directory: Final = directory
         self._header = header
         self._policy: Final = sync
         self._interval_ns: Final = interval_ms * 1_000_000
@@ -71,7 +78,7 @@ class Log:
         self._file_bytes = 0
         self._first_seq = 0
         self._link = CHAIN_START
-        self._lock_fd = lock_directory(directory)
+        self._lock_fd = lock_directory(directory, storage)
         try:
             self.recovered: Final = self._recover()
         except BaseException:
@@ -87,6 +94,7 @@ class Log:
         sync: SyncPolicy = "group",
         sync_interval_ms: int = SYNC_INTERVAL_MS,
         segment_bytes_max: int = SEGMENT_BYTES_MAX,
+        storage: Storage = DISK,
     ) -> Self:
         """Open or create the log in `directory`, and cut a torn tail.
 
@@ -95,11 +103,9 @@ class Log:
         the last segment is read here. Raises `LogDamaged`, `LogForeign`, `LogBusy`, `LogFull`,
         `LogSyncFailed`.
         """
-        if not directory.is_dir():
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            directory.mkdir(mode=0o700, exist_ok=True)
-            _sync_directory(directory.parent)
-        return cls(directory, header, sync, sync_interval_ms, segment_bytes_max)
+        if not storage.is_directory(directory):
+            storage.make_directory(directory)
+        return cls(directory, header, sync, sync_interval_ms, segment_bytes_max, storage)
 
     @property
     def next_seq(self) -> Seq:
@@ -128,7 +134,7 @@ class Log:
         self._refuse_if_failed()
         if self._has_unsynced:
             try:
-                os.fdatasync(self._fd)
+                self.storage.sync_data(self._fd)
             except OSError as error:
                 raise self._fail("sync", error) from error
             self._has_unsynced = False
@@ -141,7 +147,7 @@ class Log:
         finally:
             for fd in (self._fd, self._lock_fd):
                 if fd >= 0:
-                    os.close(fd)
+                    self.storage.close(fd)
             self._fd = self._lock_fd = -1
             self._failed = self._failed or "it is closed"
 
@@ -158,17 +164,17 @@ class Log:
 
     def _refuse_if_failed(self) -> None:
         if self._failed:
-            raise LogSyncFailed(f"{self._directory}: {self._failed}; restart to read the log again")
+            raise LogSyncFailed(f"{self.directory}: {self._failed}; restart to read the log again")
 
     def _fail(self, operation: str, error: OSError) -> LogSyncFailed:
         self._failed = f"a {operation} failed: {error}"
-        return LogSyncFailed(f"{self._directory}: {self._failed}; restart to read the log again")
+        return LogSyncFailed(f"{self.directory}: {self._failed}; restart to read the log again")
 
     def _write(self, chunks: Iterable[bytes]) -> None:
         written = self._file_bytes
         for chunk in chunks:
             try:
-                count = os.write(self._fd, chunk)
+                count = self.storage.write(self._fd, chunk)
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     raise self._fail("write", error) from error
@@ -184,11 +190,11 @@ class Log:
     def _cut_group(self, reason: str) -> LogFull:
         """Cut the bytes of a refused group, durably: a crash must not restore them."""
         try:
-            os.ftruncate(self._fd, self._file_bytes)
-            os.fdatasync(self._fd)
+            self.storage.cut(self._fd, self._file_bytes)
+            self.storage.sync_data(self._fd)
         except OSError as error:
             raise self._fail("cut", error) from error
-        return LogFull(f"{self._directory}: no space left ({reason}); nothing was written")
+        return LogFull(f"{self.directory}: no space left ({reason}); nothing was written")
 
     def _sync_if_due(self, now_ns: int) -> None:
         if self._policy == "group":
@@ -203,7 +209,7 @@ class Log:
         self.sync()
         ended = self._fd
         self._begin_segment()
-        os.close(ended)
+        self.storage.close(ended)
 
     def _begin_segment(self) -> None:
         """Create the next segment: when its name appears, its header is durable."""
@@ -211,22 +217,41 @@ class Log:
         header = msgspec.structs.replace(self._header, first_seq=first_seq)
         frame, link = frame_header(header, self._link)
         try:
-            fd = _write_segment(segment_path(self._directory, first_seq), frame)
+            fd = self._write_segment(segment_path(self.directory, first_seq), frame)
         except OSError as error:
             if error.errno in _NO_ROOM:
-                raise LogFull(f"{self._directory}: no space for a segment ({error})") from error
+                raise LogFull(f"{self.directory}: no space for a segment ({error})") from error
             raise self._fail("new segment", error) from error
         try:
-            os.fsync(self._lock_fd)
+            self.storage.sync(self._lock_fd)
         except OSError as error:
-            os.close(fd)
+            self.storage.close(fd)
             raise self._fail("sync of the directory", error) from error
         self._fd, self._file_bytes = fd, len(frame)
         self._first_seq, self._link = first_seq, link
 
+    def _write_segment(self, path: Path, frame: bytes) -> int:
+        """Create a segment that contains `frame`, and return its descriptor.
+
+        Its bytes are durable, its name is not yet. Until it is renamed the file is not part of the
+        log: an error here leaves the log unchanged.
+        """
+        storage, draft = self.storage, path.with_name("segment.new")
+        fd = storage.create(draft)
+        try:
+            count = storage.write(fd, frame)
+            if count != len(frame):
+                raise OSError(errno.ENOSPC, f"{count} of {len(frame)} bytes were written")
+            storage.sync(fd)
+            storage.rename(draft, path)
+        except BaseException:
+            storage.close(fd)
+            raise
+        return fd
+
     def _recover(self) -> Recovered:
         """Continue after the last whole record, in a segment with this log's header."""
-        segment = _last_segment(segment_paths(self._directory))
+        segment = _last_segment(self.directory, self.storage)
         if segment is None:
             self._begin_segment()
             return Recovered(self.next_seq, self._link.epoch, 0, None)
@@ -245,12 +270,12 @@ class Log:
                 f"{segment.file}: written by rules {header.rules}; this version writes by rules "
                 f"{self._header.rules}; use one that knows them"
             )
-        self._fd = os.open(segment.file, os.O_WRONLY | os.O_APPEND)
+        self._fd = self.storage.open_end(segment.file)
         self._file_bytes, self._first_seq = segment.scan.offset, segment.first_seq
         self._link = segment.scan.link
         if segment.torn_bytes:
-            os.ftruncate(self._fd, self._file_bytes)
-            os.fsync(self._fd)
+            self.storage.cut(self._fd, self._file_bytes)
+            self.storage.sync(self._fd)
         if header == msgspec.structs.replace(self._header, first_seq=segment.first_seq):
             return
         if self._link.seq < segment.first_seq and segment.before is not None:
@@ -259,44 +284,17 @@ class Log:
         self._rotate()
 
 
-def _last_segment(paths: list[Path]) -> Segment | None:
+def _last_segment(directory: Path, storage: Storage) -> Segment | None:
     """Read the last segment to its end; also the one before it if the last's header is torn."""
+    paths = segment_paths(directory, storage)
     if not paths:
         return None
-    segment = Segment(paths[-1], None, True)
+    segment = Segment(paths[-1], None, True, storage)
     if segment.header is None and len(paths) > 1:
-        ended = Segment(paths[-2], None, False)
+        ended = Segment(paths[-2], None, False, storage)
         for _ in ended.frames():
             pass
-        segment = Segment(paths[-1], ended.scan.link, True)
+        segment = Segment(paths[-1], ended.scan.link, True, storage)
     for _ in segment.frames():
         pass
     return segment
-
-
-def _write_segment(path: Path, frame: bytes) -> int:
-    """Create a segment that contains `frame`, and return its descriptor.
-
-    Its bytes are durable, its name is not yet. Until it is renamed the file is not part of the log:
-    an error here leaves the log unchanged.
-    """
-    draft = path.with_name("segment.new")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-    try:
-        count = os.write(fd, frame)
-        if count != len(frame):
-            raise OSError(errno.ENOSPC, f"{count} of {len(frame)} bytes were written")
-        os.fsync(fd)
-        os.rename(draft, path)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

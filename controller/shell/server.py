@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 import time
-from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
@@ -73,8 +72,8 @@ class Server:
         self._log = opened
         self._progress = progress or Progress()
         self._engine_progress = engine_progress or Progress()
-        self._events = EventStream(Path(config.directory) / "log")
-        self._controller = _recover(config, self._events)
+        self._events = EventStream(opened.directory)
+        self._controller = _recover(config, opened, self._events)
         self._clock = LogicalClock(self._controller.world.time_ns, clocks)
         defaults = DefaultAdapters(config.default_mm_loras)
         for modality, default in defaults.by_modality.items():
@@ -194,7 +193,7 @@ class Server:
         digest = ""
         if world.seq - self._digest_seq >= self._controller.limits.digest_interval:
             digest, self._digest_seq = world.digest(), world.seq
-        batch = [Record(now, received.message, received.client) for received in group]
+        batch = [Record(now, received.message) for received in group]
         batch[0] = msgspec.structs.replace(batch[0], digest=digest)
         try:
             self._log.append(batch, world.epoch)
@@ -294,10 +293,12 @@ class Server:
                 self._log.sync()
 
 
-def _recover(config: ServerConfig, events: EventStream) -> Controller:
+def _recover(config: ServerConfig, opened: Log, events: EventStream) -> Controller:
     started = time.monotonic()
-    directory = Path(config.directory) / "log"
-    result = replay(directory, sink=events.add_recovered, checked=config.checked)
+    directory = opened.directory
+    result = replay(
+        directory, sink=events.add_recovered, checked=config.checked, storage=opened.storage
+    )
     if result.divergence is not None:
         seq, recorded, replayed = result.divergence
         raise DivergedError(

@@ -135,7 +135,7 @@ def write_log(directory, count, digests=True):
             load = LoadAdapter(f"r-{number}", f"adapter-{number}")
             message = ControllerStarted(1) if number == 1 else load
             digest = controller.world.digest() if digests else "no such digest"
-            log.append([Record(number, message, b"", digest)], epoch=1)
+            log.append([Record(number, message, digest)], epoch=1)
             controller.handle(message, number)
     return controller
 

@@ -19,7 +19,7 @@ import pytest
 
 from controller.core.controller import Controller
 from controller.core.limits import RULES, limits_from, limits_to
-from messages.records import Input, Record
+from messages.records import Input, Record, RecordOfFormat1
 from tests.support.simulation.workload import random_history
 
 HISTORIES = Path(__file__).parents[2] / "histories"
@@ -30,6 +30,7 @@ STEPS = 300
 DIGEST_INTERVAL = 50
 
 _decoder = msgspec.msgpack.Decoder(Record)
+_decoder_of_rules_1 = msgspec.msgpack.Decoder(RecordOfFormat1)
 
 
 def files(rules: int) -> list[Path]:
@@ -37,10 +38,12 @@ def files(rules: int) -> list[Path]:
     return sorted(HISTORIES.glob(f"rules-{rules}-*.jsonl"))
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[Record]]:
+def read(path: Path) -> tuple[dict[str, Any], list[Record | RecordOfFormat1]]:
     """Return a history's head and records."""
-    head, *lines = path.read_text().splitlines()
-    return msgspec.json.decode(head), [_decoder.decode(bytes.fromhex(line)) for line in lines]
+    first, *lines = path.read_text().splitlines()
+    head = msgspec.json.decode(first)
+    decoder = _decoder_of_rules_1 if head["rules"] == 1 else _decoder
+    return head, [decoder.decode(bytes.fromhex(line)) for line in lines]
 
 
 def write(path: Path, seed: int) -> None:

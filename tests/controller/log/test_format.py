@@ -21,7 +21,7 @@ from controller.log.format import (
     whole_frame,
     whole_frames,
 )
-from messages.records import Record, TimerFired
+from messages.records import FORMAT, Record, TimerFired
 from tests.support.simulation.log_examples import HEADER, make_records
 
 COUNT = 320
@@ -53,24 +53,41 @@ def image() -> Image:
 
 def test_the_bytes_never_change() -> None:
     head, link = frame_header(msgspec.structs.replace(HEADER, first_seq=1), CHAIN_START)
-    frames, link = frame_records(
-        [Record(1, TimerFired(), b"c", "d"), Record(2, TimerFired())], 3, link
-    )
+    records = [Record(1, TimerFired(), "d", 5, 6), Record(2, TimerFired())]
+    frames, link = frame_records(records, 3, link)
     assert [head.hex(), *(frame.hex() for frame in frames)] == [
+        "4c4452317a5a89a31dccb33100000027000000000000000000000000000000000000000000000000"
+        "950201a36c727582a9736c6f74735f6d617804b1686f73745f61646170746572735f6d61781001",
+        "4c44523190d7cab5bf138c2d00000012000000000000000100000000000000037a5a89a31dccb331"
+        "950191aa54696d65724669726564a1640506",
+        "4c445231b177934b9f0b92d5000000110000000000000002000000000000000390d7cab5bf138c2d"
+        "950291aa54696d65724669726564a00000",
+    ]
+    assert link == ChainLink(2, 3, frames[1][4:12])
+
+
+def test_the_bytes_of_format_1_are_still_read() -> None:
+    written = (
         "4c4452310121c7221acb089100000027000000000000000000000000000000000000000000000000"
         "950101a36c727582a9736c6f74735f6d617804b1686f73745f61646170746572735f6d61781001",
         "4c44523118a14b6a30abb23100000013000000000000000100000000000000030121c7221acb0891"
         "940191aa54696d65724669726564c40163a164",
         "4c44523162dce9cffb587c6a000000110000000000000002000000000000000318a14b6a30abb231"
         "940291aa54696d65724669726564c400a0",
-    ]
-    assert link == ChainLink(2, 3, frames[1][4:12])
+    )
+    head, *frames = [bytes.fromhex(text) for text in written]
+    parsed = whole_frame(head, 0)
+    assert parsed is not None
+    assert read_header(parsed.body, Path("x")).format == 1
+    bodies = [body for _, _, body in Scan(b"".join(frames), 0, parsed.link).frames()]
+    records = [read_record(body, 1, Path("x"), 1) for body in bodies]
+    assert records == [Record(1, TimerFired(), "d"), Record(2, TimerFired())]
 
 
 def test_a_segment_is_read_back(image: Image) -> None:
     scan = Scan(image.data, image.header_bytes, image.begin)
     bodies = [body for _, _, body in scan.frames()]
-    assert [read_record(body, 1, Path("x")) for body in bodies] == image.records
+    assert [read_record(body, 1, Path("x"), FORMAT) for body in bodies] == image.records
     assert (scan.offset, scan.link.seq) == (len(image.data), COUNT)
     assert not scan.damage()
     assert len(list(whole_frames(image.data, 0))) == COUNT + 1
@@ -126,7 +143,7 @@ def test_bytes_at_the_end_that_are_not_a_record_are_a_torn_tail(image: Image) ->
     rng = Random(seed)
     for tail in (b"\x00" * 10_000, rng.randbytes(10_000), MARKER * 1000, MARKER + b"\xff" * 99):
         assert stopped(image.data + tail, image) == (COUNT, "")
-        assert stopped(image.data[:-1] + tail, image) == (COUNT - 1, "")
+        assert stopped(image.data[:-9] + tail, image) == (COUNT - 1, "")
 
 
 def test_records_out_of_place_are_damage(image: Image) -> None:
@@ -187,7 +204,7 @@ def test_an_interrupted_scan_can_be_continued(image: Image) -> None:
 
 def test_a_record_that_is_too_long_is_not_framed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("controller.log.format.RECORD_BYTES_MAX", 100)
-    fits, too_long = Record(1, TimerFired(), b"c" * 60), Record(1, TimerFired(), b"c" * 100)
+    fits, too_long = Record(1, TimerFired(), "c" * 60), Record(1, TimerFired(), "c" * 100)
     assert len(frame_records([fits], 1, CHAIN_START)[0]) == 1
     with pytest.raises(ValueError, match="at most 100"):
         frame_records([fits, too_long], 1, CHAIN_START)
@@ -199,8 +216,8 @@ def test_a_record_that_is_too_long_is_not_framed(monkeypatch: pytest.MonkeyPatch
 
 def test_intact_bytes_of_another_version_are_reported_as_foreign() -> None:
     file = Path("00000000000000000001.log")
-    newer = msgspec.msgpack.encode([2, "a header", ["of", "another", "shape"]])
-    with pytest.raises(LogForeign, match=r"format 2; this version reads 1"):
+    newer = msgspec.msgpack.encode([3, "a header", ["of", "another", "shape"]])
+    with pytest.raises(LogForeign, match=r"format 3; this version reads \(1, 2\)"):
         read_header(newer, file)
     for body in (b"", b"\xc1", msgspec.msgpack.encode({"format": 1}), b"\x91" * 100_000):
         with pytest.raises(LogForeign, match="not a header"):
@@ -208,8 +225,8 @@ def test_intact_bytes_of_another_version_are_reported_as_foreign() -> None:
     for body in (
         b"",
         msgspec.msgpack.encode([1, ["AdapterPainted", "blue"]]),
-        msgspec.msgpack.encode([1, ["TimerFired"], b"", "", "of a later version"]),
+        msgspec.msgpack.encode([1, ["TimerFired"], "", 0, 0, "of a later version"]),
         b"\x93\x01" + b"\x91" * 100_000,
     ):
         with pytest.raises(LogForeign, match="record 17 is intact"):
-            read_record(body, 17, file)
+            read_record(body, 17, file, FORMAT)

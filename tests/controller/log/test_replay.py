@@ -45,7 +45,7 @@ def written(directory: Path, *, wrong_at: int = 0) -> list[str]:
         for seq, message in enumerate(HISTORY, start=1):
             digests.append(controller.digest())
             digest = "0" * 32 if seq == wrong_at else digests[-1]
-            log.append([Record(seq, message, b"", digest)], 1)
+            log.append([Record(seq, message, digest)], 1)
             controller.handle(message, seq)
     return [*digests, controller.digest()]
 

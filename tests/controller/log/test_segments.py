@@ -95,10 +95,10 @@ def test_rules_that_are_not_known_are_refused(directory: Path) -> None:
 
 
 def test_a_format_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    header = msgspec.structs.replace(HEADER, format=2, first_seq=1)
+    header = msgspec.structs.replace(HEADER, format=3, first_seq=1)
     (tmp_path / f"{1:020}.log").write_bytes(frame_header(header, CHAIN_START)[0])
     for use in (numbers, verify, lambda d: Log.open(d, HEADER)):
-        with pytest.raises(LogForeign, match="format 2"):
+        with pytest.raises(LogForeign, match="format 3"):
             use(tmp_path)
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from controller.log import writer
+from controller.log import storage
 from controller.log.segments import read
 from controller.log.writer import Log
 from messages.records import FORMAT, Header, Record
@@ -36,7 +36,7 @@ def _varied(example: Any, i: int) -> Record:
     if "op" in fields:
         changes["op"] = i
     varied = msgspec.structs.replace(example, **changes)
-    return Record(TIME_NS + i * 1_000_003, varied, bytes([i % 256]) * (i % 6), f"{i:x}" * (i % 3))
+    return Record(TIME_NS + i * 1_000_003, varied, f"{i:x}" * (i % 3), i % 6, i % 4)
 
 
 def write(directory: Path, records: Sequence[Record], **options: Any) -> None:
@@ -60,8 +60,8 @@ DiskT = TypeVar("DiskT", bound="Disk")
 
 
 def write_with(disk: DiskT, monkeypatch: pytest.MonkeyPatch) -> DiskT:
-    """Let the log's writer use this disk, which is returned."""
-    monkeypatch.setattr(writer, "os", disk)
+    """Let the log's storage use this disk, which is returned."""
+    monkeypatch.setattr(storage, "os", disk)
     return disk
 
 

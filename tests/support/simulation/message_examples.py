@@ -13,7 +13,6 @@ from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import NAME_PATTERN, REQUEST_PATTERN
 from messages.records import (
-    FORMAT,
     ControllerStarted,
     EngineLost,
     GenerationRequested,
@@ -22,6 +21,7 @@ from messages.records import (
     PayloadLost,
     PoolingRequested,
     Record,
+    RecordOfFormat1,
     TimerFired,
 )
 
@@ -170,8 +170,9 @@ EXAMPLES: dict[type, Any] = {
         ControllerStarted(3, 1_700_000_000_000_000_002),
         EngineLost("e-1", "its process ended"),
         TimerFired(),
-        Header(FORMAT, 2, "lru", {"slots_max": 4, "host_adapters_max": 16}, 1),
-        Record(1_700_000_000_000_000_001, TimerFired(), b"\x00client", "d1"),
+        Header(1, 2, "lru", {"slots_max": 4, "host_adapters_max": 16}, 1),
+        Record(1_700_000_000_000_000_001, TimerFired(), "d1", 2**63 + 5, 7),
+        RecordOfFormat1(1_700_000_000_000_000_001, TimerFired(), b"\x00client", "d1"),
     )
 }
 

@@ -1,0 +1,93 @@
+"""The file system as the log uses it: the only module of the log that opens, writes or syncs.
+
+A `Storage` has no state of its own, so that a simulation can replace it by one in memory. Files are
+named by paths and, while they are written, by descriptors. Errors are `OSError`.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Final
+
+
+class Storage:
+    """The files of the machine."""
+
+    def names(self, directory: Path) -> list[str]:
+        """Return the names of the files in a directory, in no particular order."""
+        return os.listdir(directory)
+
+    def is_directory(self, path: Path) -> bool:
+        """Whether `path` is a directory."""
+        return path.is_dir()
+
+    def make_directory(self, directory: Path) -> None:
+        """Create a directory that only its user can enter; its name is durable."""
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self.sync_directory(directory.parent)
+
+    def read(self, path: Path, offset: int = 0, size_bytes: int = -1) -> bytes:
+        """Return up to `size_bytes` of a file from `offset` on; -1: all."""
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(size_bytes)
+
+    def size_bytes(self, path: Path) -> int:
+        """Return the size of a file."""
+        return path.stat().st_size
+
+    def create(self, path: Path) -> int:
+        """Create an empty file, or empty an existing one, and return its descriptor."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+
+    def open_end(self, path: Path) -> int:
+        """Open an existing file for appending."""
+        return os.open(path, os.O_WRONLY | os.O_APPEND)
+
+    def write(self, fd: int, data: bytes) -> int:
+        """Append `data`; return the number of bytes that were written."""
+        return os.write(fd, data)
+
+    def cut(self, fd: int, size_bytes: int) -> None:
+        """Cut a file to a size."""
+        os.ftruncate(fd, size_bytes)
+
+    def sync_data(self, fd: int) -> None:
+        """Make the content of an existing file durable."""
+        os.fdatasync(fd)
+
+    def sync(self, fd: int) -> None:
+        """Make a file's content and size durable, or the names in a directory."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def rename(self, path: Path, new: Path) -> None:
+        """Rename a file; an existing file `new` is replaced."""
+        os.rename(path, new)
+
+    def remove(self, path: Path) -> None:
+        """Delete a file."""
+        os.remove(path)
+
+    def sync_directory(self, directory: Path) -> None:
+        """Make the names in a directory durable."""
+        fd = self.open_directory(directory)
+        try:
+            self.sync(fd)
+        finally:
+            self.close(fd)
+
+    def open_directory(self, directory: Path) -> int:
+        """Open a directory, for `lock` and `sync`."""
+        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+    def lock(self, fd: int) -> None:
+        """Lock a directory until its descriptor is closed; raises `BlockingIOError` if locked."""
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+DISK: Final = Storage()
