@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from controller.log.replay import ReplayResult
 
 app = typer.Typer()
-log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and cut off damage.")
+log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and repair damage.")
 app.add_typer(log_app, name="log", rich_help_panel="Server and log")
 
-_REPAIR_HINT = "`loradock log repair` shows what would be lost by cutting off the damage"
+_REPAIR_HINT = "`loradock log repair` shows whether it can be mended, or what a cut would lose"
 
 
 @app.command(rich_help_panel="Server and log")
@@ -108,28 +108,43 @@ def verify(ctx: typer.Context, as_json: AsJson = False) -> None:
 def repair(
     ctx: typer.Context,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Cut the log. Without this, only show what would be cut.")
+        bool, typer.Option("--yes", help="Do it. Without this, only show what would be done.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Cut the log where its damage begins; what is cut off is kept next to it."""
+    """Flip a single flipped bit back, or cut the log where its damage begins.
+
+    The damaged file is kept next to the log.
+    """
     from controller.log.repair import repair as repair_log
     from controller.log.repair import repair_plan
 
     output = output_of(ctx, as_json)
     with open_log(directory_of(ctx)) as log_directory, output.progress("reading the log"):
         plan = repair_log(log_directory) if yes else repair_plan(log_directory)
-    _print_fields(output, _plan(plan, done=yes))
+        is_damaged = plan is not None and repair_plan(log_directory) is not None
+    _print_fields(output, _plan(plan, is_damaged, done=yes))
+    if yes and is_damaged:
+        raise CommandError(ExitCode.LOG, "there is other damage after this", "repair it as well")
     if plan is not None and not yes:
+        action = "cuts the log" if plan.flip is None else "flips the bit back"
         raise CommandError(
-            ExitCode.LOG, "nothing was changed", "`loradock log repair --yes` cuts the log as shown"
+            ExitCode.LOG, "nothing was changed", f"`loradock log repair --yes` {action} as shown"
         )
 
 
-def _plan(plan: "RepairPlan | None", done: bool) -> dict[str, Any]:
+def _plan(plan: "RepairPlan | None", is_damaged: bool, done: bool) -> dict[str, Any]:
     if plan is None:
         return {"damaged": False, "repaired": False}
-    return {"damaged": not done, "repaired": done, **plan._asdict()}
+    action = "cut" if plan.flip is None else "flip"
+    flip = None if plan.flip is None else plan.flip._asdict()
+    return {
+        "damaged": is_damaged,
+        "repaired": done,
+        "action": action,
+        **plan._asdict(),
+        "flip": flip,
+    }
 
 
 def _damage(damage: "LogDamaged") -> dict[str, Any]:

@@ -44,7 +44,7 @@ _HEAD: Final = struct.Struct(">4s8sIQQ8s")
 _COVERED: Final = struct.Struct(">IQQ8s")
 _COVERED_FROM: Final = len(MARKER) + 8
 
-_digest: Final[Callable[[bytes], bytes]] = xxhash.xxh3_64_digest
+_digest: Final[Callable[[bytes | bytearray], bytes]] = xxhash.xxh3_64_digest
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_header: Final = msgspec.msgpack.Decoder(Header).decode
 _decode_record: Final = msgspec.msgpack.Decoder(Record).decode
@@ -60,14 +60,20 @@ class LogError(Exception):
 
 
 class LogDamaged(LogError):
-    """Other bytes are in `file` at `offset` (bytes), where record `seq` should be."""
+    """Other bytes are in `file` at `offset` (bytes), where record `seq` should be.
 
-    def __init__(self, file: Path, offset: int, seq: Seq, reason: str) -> None:
+    `link` is the end of the chain before them; its checksum is empty if that is not known.
+    """
+
+    def __init__(
+        self, file: Path, offset: int, seq: Seq, reason: str, link: "ChainLink | None" = None
+    ) -> None:
         super().__init__(
             f"{file}: damaged at offset {offset}, where record {seq} should be: {reason}; "
-            "`loradock log repair` shows what a cut there would lose"
+            "`loradock log repair` shows what can be done"
         )
         self.file, self.offset, self.seq, self.reason = file, offset, seq, reason
+        self.link = link
 
 
 class LogForeign(LogError):
@@ -145,7 +151,7 @@ def frame_records(
     return frames, ChainLink(seq, epoch, checksum)
 
 
-def whole_frame(data: bytes, offset: int) -> LogFrame | None:
+def whole_frame(data: bytes | bytearray, offset: int) -> LogFrame | None:
     """Return the frame at `offset`; None unless one begins there that verifies alone."""
     if offset + HEAD_BYTES > len(data):
         return None
@@ -155,7 +161,7 @@ def whole_frame(data: bytes, offset: int) -> LogFrame | None:
         return None
     if _digest(data[offset + _COVERED_FROM : end]) != checksum:
         return None
-    body = data[offset + HEAD_BYTES : end]
+    body = bytes(data[offset + HEAD_BYTES : end])
     return LogFrame(ChainLink(seq, epoch, previous), ChainLink(seq, epoch, checksum), body, end)
 
 
@@ -201,7 +207,7 @@ class Scan:
             self.offset, self.link = offset, ChainLink(seq, epoch, checksum)
 
     def damage(self) -> str:
-        """Return why the rest is not a torn tail, '' if it is: a torn tail has no whole frame."""
+        """Return why the rest can't be a torn tail, '' if it can: that has no whole frame."""
         for offset, frame in whole_frames(self.data, self.offset):
             if offset == self.offset:
                 return f"record {frame.link.seq} is there, which does not continue the last one"

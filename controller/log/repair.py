@@ -1,88 +1,132 @@
-"""Repair of a damaged log: it is cut where the damage begins.
+"""Repair of a damaged log: a single flipped bit is flipped back, other damage is cut off.
 
-Nothing is deleted: the bytes that are cut off are kept next to the log in `.damaged` files. A
-record after the damage is never moved back into the chain.
+No byte is lost: a changed file replaces the original, whose copy stays next to it with the ending
+`.damaged`. A record after the damage is never moved back into the chain. An interrupted
+repair leaves a log that can be repaired again.
 """
 
-import os
+import errno
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from controller.log.format import LogDamaged, whole_frames
+from controller.log.flipped_bits import (
+    REPAIR_BYTES_MAX,
+    Flip,
+    SearchTooLongError,
+    flipped_bit,
+    with_flip,
+)
+from controller.log.format import LogDamaged, LogFull, whole_frames
 from controller.log.segments import lock_directory, segment_paths, verify
+from controller.log.storage import DISK, Storage
 from messages.ids import Seq
+
+_SNAPSHOT_NAME: Final = re.compile(r"[0-9]{20}\.snap")
 
 
 class RepairPlan(NamedTuple):
-    """A repair: `file` is cut at `offset`, and the later segments are moved away.
+    """A repair of the first damage: `flip` is flipped back, or `file` is cut at `offset`.
 
-    `lost_bytes` are cut off; among them are `lost_records` records that verify alone.
+    Only a cut loses something: `lost_bytes` are cut off, with `lost_records` records that verify
+    alone. `later_files` are then renamed: segments, and snapshots that contain lost records.
     """
 
     file: Path
     offset: int
     seq: Seq
     reason: str
+    flip: Flip | None
     lost_bytes: int
     lost_records: int
     later_files: tuple[Path, ...]
 
 
-def repair_plan(directory: Path) -> RepairPlan | None:
-    """Return what `repair` would cut; None if nothing is damaged."""
-    damage = verify(directory).damage
-    return None if damage is None else _plan(directory, damage)
+def repair_plan(directory: Path, storage: Storage = DISK) -> RepairPlan | None:
+    """Return what `repair` would do; None if nothing is damaged."""
+    damage = verify(directory, storage).damage
+    if damage is None:
+        return None
+    try:
+        flip, reason = _flip_of(damage, storage), damage.reason
+    except SearchTooLongError:
+        flip, reason = None, f"{damage.reason} (too long to search it for a flipped bit)"
+    if flip is None:
+        return _cut_plan(directory, damage, reason, storage)
+    place = (damage.file, damage.offset, damage.seq, reason)
+    return RepairPlan(*place, flip, lost_bytes=0, lost_records=0, later_files=())
 
 
-def _plan(directory: Path, damage: LogDamaged) -> RepairPlan:
-    later = tuple(path for path in segment_paths(directory) if path.name > damage.file.name)
+def repair(directory: Path, storage: Storage = DISK) -> RepairPlan | None:
+    """Repair the first damage and return the plan; other damage may follow it.
+
+    Raises `LogBusy` while a process writes the log, and `LogFull` without space for the copies.
+    """
+    fd = lock_directory(directory, storage)
+    try:
+        plan = repair_plan(directory, storage)
+        if plan is not None:
+            _carry_out(plan, fd, storage)
+            storage.sync(fd)
+        return plan
+    except OSError as error:
+        raise LogFull(f"{directory}: not repaired: {error}; make space and repeat") from error
+    finally:
+        storage.close(fd)
+
+
+def _flip_of(damage: LogDamaged, storage: Storage) -> Flip | None:
+    """Return the flipped bit that is the damage; None if it is something else."""
+    if damage.link is None:
+        return None
+    data, is_header = storage.read(damage.file), damage.offset == 0
+    return flipped_bit(data, damage.offset, damage.link, is_header, REPAIR_BYTES_MAX)
+
+
+def _cut_plan(directory: Path, damage: LogDamaged, reason: str, storage: Storage) -> RepairPlan:
+    later = [path for path in segment_paths(directory, storage) if path.name > damage.file.name]
     lost_bytes = lost_records = 0
     for path in (damage.file, *later):
-        data = path.read_bytes()
+        data = storage.read(path)
         start = damage.offset if path == damage.file else 0
         lost_bytes += len(data) - start
         # A segment's first frame is its header, not a record.
         lost_records += sum(1 for offset, _ in whole_frames(data, start) if offset > 0)
-    return RepairPlan(
-        damage.file, damage.offset, damage.seq, damage.reason, lost_bytes, lost_records, later
-    )
+    names = sorted(filter(_SNAPSHOT_NAME.fullmatch, storage.names(directory)))
+    later += [directory / name for name in names if int(Path(name).stem) >= damage.seq]
+    place = (damage.file, damage.offset, damage.seq, reason)
+    return RepairPlan(*place, None, lost_bytes, lost_records, tuple(later))
 
 
-def repair(directory: Path) -> RepairPlan | None:
-    """Cut a damaged log and return the plan; raise `LogBusy` while a process writes the log.
-
-    An interrupted repair leaves a log that can be repaired again.
-    """
-    fd = lock_directory(directory)
-    try:
-        plan = repair_plan(directory)
-        if plan is not None:
-            _cut(plan)
-            os.fsync(fd)
-        return plan
-    finally:
-        os.close(fd)
-
-
-def _cut(plan: RepairPlan) -> None:
-    # The damage itself is cut last: until then `verify` still finds it.
+def _carry_out(plan: RepairPlan, directory_fd: int, storage: Storage) -> None:
+    # The damage itself is removed last: until then `verify` still finds it.
     for path in plan.later_files:
-        os.rename(path, _free_name(path))
-    if plan.offset == 0:
-        os.rename(plan.file, _free_name(plan.file))
+        storage.rename(path, _free_name(path, storage))
+    if plan.offset == 0 and plan.flip is None:
+        storage.rename(plan.file, _free_name(plan.file, storage))
         return
-    with plan.file.open("r+b") as segment:
-        segment.seek(plan.offset)
-        with _free_name(plan.file).open("xb") as kept:
-            kept.write(segment.read())
-            kept.flush()
-            os.fsync(kept.fileno())
-        segment.truncate(plan.offset)
-        os.fsync(segment.fileno())
+    data = storage.read(plan.file)
+    changed = data[: plan.offset] if plan.flip is None else with_flip(data, plan.flip)
+    _write(_free_name(plan.file, storage), data, storage)
+    draft = plan.file.with_name("repair.new")
+    _write(draft, changed, storage)
+    storage.sync(directory_fd)
+    storage.rename(draft, plan.file)
 
 
-def _free_name(path: Path) -> Path:
-    number = 0
-    while (name := path.with_name(f"{path.name}.{number}.damaged")).exists():
+def _write(path: Path, data: bytes, storage: Storage) -> None:
+    """Write a file durably; its name is not durable yet."""
+    fd = storage.create(path)
+    try:
+        if (count := storage.write(fd, data)) != len(data):
+            raise OSError(errno.ENOSPC, f"{count} of {len(data)} bytes of {path} were written")
+        storage.sync(fd)
+    finally:
+        storage.close(fd)
+
+
+def _free_name(path: Path, storage: Storage) -> Path:
+    names, number = set(storage.names(path.parent)), 0
+    while (name := f"{path.name}.{number}.damaged") in names:
         number += 1
-    return name
+    return path.with_name(name)

@@ -1,8 +1,10 @@
 """The log's files: a directory of segments, their names, the lock, reading and verification.
 
 Nothing here changes a file. Only the end of the last segment may be torn; other bytes that can't be
-read raise an error. A segment is named after its first record, with twenty digits and `.log`; other
-files are not part of the log.
+read raise an error, also a last record in which one bit is flipped.
+
+A segment is named after its first record, with twenty digits and `.log`. Other files are not part
+of the log.
 """
 
 import re
@@ -10,6 +12,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from controller.log.flipped_bits import START_BYTES_MAX, SearchTooLongError, flipped_bit
 from controller.log.format import (
     CHAIN_START,
     ChainLink,
@@ -114,10 +117,26 @@ class Segment:
             raise self._damaged("it ends in the middle of a record, but a later segment exists")
         if self.before is None:
             raise self._damaged("its header is incomplete, and there is no segment before it")
+        if reason := self._flipped_reason():
+            raise self._damaged(reason)
         self.torn_bytes = rest
 
+    def _flipped_reason(self) -> str:
+        """Return why the rest is one frame that was written whole, '' if it was not."""
+        scan = self.scan
+        try:
+            flip = flipped_bit(
+                scan.data, scan.offset, scan.link, self.header is None, START_BYTES_MAX
+            )
+        except SearchTooLongError:
+            return "a whole record may be there, too long to search it for a flipped bit"
+        return (
+            f"a whole record is there, in which a bit is flipped at {flip.offset}" if flip else ""
+        )
+
     def _damaged(self, reason: str) -> LogDamaged:
-        return LogDamaged(self.file, self.scan.offset, self.scan.link.seq + 1, reason)
+        offset, link = self.scan.offset, self.scan.link
+        return LogDamaged(self.file, offset, link.seq + 1, reason, link)
 
 
 def walk(directory: Path, first_seq: Seq = 0, storage: Storage = DISK) -> Iterator[Segment]:

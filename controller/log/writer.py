@@ -8,6 +8,7 @@ again. A crash of the machine in the middle of a write may leave a hole before a
 is damage and not a torn tail, so an operator decides (`controller.log.repair`).
 """
 
+import contextlib
 import errno
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ from controller.log.settings import SEGMENT_BYTES_MAX, SYNC_INTERVAL_MS, SyncPol
 from controller.log.storage import DISK, Storage
 from messages.ids import Epoch, Seq
 from messages.records import Header, Record
+
+SYNC_FAILED: Final = "sync-failed"
+"""A file of this name reports a failed disk to the next start, unless the power was lost too."""
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -168,6 +172,8 @@ class Log:
 
     def _fail(self, operation: str, error: OSError) -> LogSyncFailed:
         self._failed = f"a {operation} failed: {error}"
+        with contextlib.suppress(OSError):
+            self.storage.close(self.storage.create(self.directory / SYNC_FAILED))
         return LogSyncFailed(f"{self.directory}: {self._failed}; restart to read the log again")
 
     def _write(self, chunks: Iterable[bytes]) -> None:
@@ -270,18 +276,39 @@ class Log:
                 f"{segment.file}: written by rules {header.rules}; this version writes by rules "
                 f"{self._header.rules}; use one that knows them"
             )
-        self._fd = self.storage.open_end(segment.file)
         self._file_bytes, self._first_seq = segment.scan.offset, segment.first_seq
         self._link = segment.scan.link
-        if segment.torn_bytes:
-            self.storage.cut(self._fd, self._file_bytes)
-            self.storage.sync(self._fd)
+        try:
+            self._adopt(segment)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise LogFull(f"{self.directory}: no space to recover it ({error})") from error
+            raise self._fail("recovery", error) from error
         if header == msgspec.structs.replace(self._header, first_seq=segment.first_seq):
             return
         if self._link.seq < segment.first_seq and segment.before is not None:
             # The segment has no record: the new header replaces its header.
             self._link = segment.before
         self._rotate()
+
+    def _adopt(self, segment: Segment) -> None:
+        """Make a segment durable up to its last whole record: its process may not have synced it.
+
+        After a failed sync the system takes unwritten bytes for written ones, and no further sync
+        writes them. So they are written again.
+        """
+        storage, marker = self.storage, self.directory / SYNC_FAILED
+        if SYNC_FAILED in storage.names(self.directory):
+            kept = segment.scan.data[: segment.scan.offset]
+            self._fd = self._write_segment(segment.file, kept)
+            storage.sync(self._lock_fd)
+            storage.remove(marker)
+            return
+        self._fd = storage.open_end(segment.file)
+        if segment.torn_bytes:
+            storage.cut(self._fd, self._file_bytes)
+        storage.sync(self._fd)
+        storage.sync(self._lock_fd)
 
 
 def _last_segment(directory: Path, storage: Storage) -> Segment | None:

@@ -3,23 +3,22 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from random import Random, randrange
 
 import pytest
 
-from controller.log import repair as repair_module
-from controller.log.format import LogBusy
+from controller.log.format import LogBusy, LogFull, whole_frames
 from controller.log.repair import repair, repair_plan
-from controller.log.segments import read, verify
+from controller.log.segments import read, segment_paths, verify
 from controller.log.writer import Log
 from tests.support.simulation.log_examples import (
     HEADER,
-    Crash,
-    CrashingDisk,
     files,
     flip,
     make_records,
     write,
 )
+from tests.support.simulation.memory_storage import MemoryStorage
 
 COUNT = 60
 
@@ -32,6 +31,12 @@ def directory(tmp_path: Path, without_fsync: None) -> Path:
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def flip_two(path: Path, offset: int) -> None:
+    """Flip two bits, which no repair flips back."""
+    flip(path, offset, 1)
+    flip(path, offset, 6)
 
 
 def assert_continues(directory: Path, count: int) -> None:
@@ -53,7 +58,7 @@ def test_an_intact_log_needs_no_repair(directory: Path) -> None:
 def test_damage_in_the_middle(directory: Path) -> None:
     damaged, *later = files(directory)[2:]
     before = contents(directory)
-    flip(damaged, 600)
+    flip_two(damaged, 600)
     with_flip = contents(directory)
     plan = repair_plan(directory)
     assert plan is not None
@@ -68,7 +73,7 @@ def test_damage_in_the_middle(directory: Path) -> None:
     assert repair(directory) == plan
     after = contents(directory)
     assert after.pop(damaged.name) == with_flip[damaged.name][: plan.offset]
-    assert after.pop(f"{damaged.name}.0.damaged") == with_flip[damaged.name][plan.offset :]
+    assert after.pop(f"{damaged.name}.0.damaged") == with_flip[damaged.name]
     for path in later:
         assert after.pop(f"{path.name}.0.damaged") == with_flip[path.name]
     assert after == {path.name: before[path.name] for path in files(directory)[:2]}
@@ -87,7 +92,7 @@ def test_a_missing_segment(directory: Path) -> None:
 
 
 def test_a_damaged_beginning_leaves_an_empty_log(directory: Path) -> None:
-    flip(files(directory)[0], 50)
+    flip_two(files(directory)[0], 50)
     plan = repair(directory)
     assert plan is not None
     assert (plan.seq, plan.lost_records) == (1, COUNT)
@@ -97,9 +102,9 @@ def test_a_damaged_beginning_leaves_an_empty_log(directory: Path) -> None:
 
 def test_repairing_twice_keeps_both(directory: Path) -> None:
     first = files(directory)[0]
-    flip(first, 900)
+    flip_two(first, 900)
     assert repair(directory) is not None
-    flip(first, 400)
+    flip_two(first, 400)
     assert repair(directory) is not None
     assert (directory / f"{first.name}.0.damaged").exists()
     assert (directory / f"{first.name}.1.damaged").exists()
@@ -111,25 +116,100 @@ def test_a_log_in_use_is_not_repaired(directory: Path) -> None:
         repair(directory)
 
 
-def test_a_repair_that_is_interrupted_can_be_done_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = contents(directory)
-    for at in range(1, 100):
-        for path in directory.iterdir():
-            path.unlink()
-        for name, data in original.items():
-            (directory / name).write_bytes(data)
-        flip(files(directory)[1], 600)
-        seq = repair_plan(directory).seq
-        disk = CrashingDisk(at, "before")
-        with monkeypatch.context() as patch:
-            patch.setattr(repair_module, "os", disk)
-            with suppress(Crash):
-                repair(directory)
-        repair(directory)
-        assert_continues(directory, seq - 1)
-        if not disk.is_dead:
-            assert at > len(original)
+def test_a_cut_renames_the_snapshots_that_contain_lost_records(directory: Path) -> None:
+    flip_two(files(directory)[2], 600)
+    plan = repair_plan(directory)
+    assert plan is not None
+    snapshots = [directory / f"{seq:020}.snap" for seq in (plan.seq - 1, plan.seq, plan.seq + 9)]
+    for path in snapshots:
+        path.write_bytes(b"a snapshot")
+    assert repair(directory) is not None
+    assert [path.exists() for path in snapshots] == [True, False, False]
+    assert (directory / f"{snapshots[1].name}.0.damaged").read_bytes() == b"a snapshot"
+
+
+@pytest.mark.parametrize("damaged", [1, -1])
+@pytest.mark.parametrize("where", ["header", "head", "body", "end"])
+def test_a_flipped_bit_is_flipped_back_exactly(directory: Path, damaged: int, where: str) -> None:
+    path = files(directory)[damaged]
+    before = contents(directory)
+    frames = [offset for offset, _ in whole_frames(path.read_bytes(), 0)]
+    size = path.stat().st_size
+    offset = {"header": 50, "head": frames[-1] + 13, "body": frames[1] + 41, "end": size - 1}[where]
+    flip(path, offset, 5)
+    damaged_bytes = path.read_bytes()
+    plan = repair_plan(directory)
+    assert plan is not None
+    assert (plan.file, plan.flip) == (path, (offset, 5))
+    assert plan[-3:] == (0, 0, ())
+    assert path.read_bytes() == damaged_bytes, "a plan changes nothing"
+    inode = path.stat().st_ino
+    assert repair(directory) == plan
+    assert path.stat().st_ino != inode, "the original is never overwritten"
+    assert contents(directory) == before | {f"{path.name}.0.damaged": damaged_bytes}
+    assert_continues(directory, COUNT)
+
+
+def test_the_oldest_header_is_mended_without_the_segment_before_it(directory: Path) -> None:
+    files(directory)[0].unlink()
+    first = files(directory)[0]
+    before = first.read_bytes()
+    for offset in range(len(before)):
+        if offset in (0, 5, 13, 23, 31, 39, 41, 60):
+            flip(first, offset, 2)
+            plan = repair(directory)
+            assert plan is not None
+            assert plan.flip == (offset, 2)
+            assert first.read_bytes() == before
+
+
+def test_without_space_nothing_is_changed() -> None:
+    storage, path = memory_log()
+    storage.flip(path, 600)
+    before = storage.read(path)
+    storage.faults.bytes_max = 2 * len(before) - 1
+    with pytest.raises(LogFull, match="make space"):
+        repair(path.parent, storage)
+    assert storage.read(path) == before
+    storage.faults.bytes_max *= 10
+    assert repair(path.parent, storage) is not None
+    assert verify(path.parent, storage).damage is None
+
+
+def memory_log(rng: Random | None = None) -> tuple[MemoryStorage, Path]:
+    """A log of one segment in memory, and the segment's path."""
+    storage, directory = MemoryStorage(rng), Path("/log")
+    with Log.open(directory, HEADER, storage=storage) as log:
+        log.append(make_records(COUNT), epoch=1)
+    (path,) = segment_paths(directory, storage)
+    return storage, path
+
+
+@pytest.mark.parametrize("bits", [(3,), (3, 4)])
+def test_a_repair_that_fails_or_is_interrupted_can_be_done_again(bits: tuple[int, ...]) -> None:
+    """Each operation fails once, and the power is lost then."""
+    seed = randrange(2**32)
+    print(f"seed {seed}")
+    for number in range(100):
+        storage, path = memory_log(Random(seed + number))
+        whole = storage.read(path)
+        for bit in bits:
+            storage.flip(path, 600, bit)
+        damaged = storage.read(path)
+        calls = len(storage.calls)
+        storage.fail_call(calls + number)
+        with suppress(LogFull):
+            repair(path.parent, storage)
+        ended = len(storage.calls) <= calls + number
+        storage.lose_power()
+        kept = [storage.read(path.parent / name) for name in storage.names(path.parent)]
+        assert damaged in kept
+        repair(path.parent, storage)
+        if len(bits) == 1:
+            assert storage.read(path) == whole
+        assert whole.startswith(storage.read(path))
+        assert verify(path.parent, storage).damage is None
+        if ended:
+            assert number > 6
             return
     pytest.fail("the repair did not end")
