@@ -100,6 +100,11 @@ class MemoryStorage(Storage):
         """Let the call of a `FALLIBLE` operation with this number fail, counted from 0."""
         self._failures[number] = error
 
+    def fail_nothing(self) -> None:
+        """Forget the calls that were to fail, and set all probabilities to 0."""
+        self._failures.clear()
+        self.faults = Faults()
+
     def crash(self) -> None:
         """End the process: descriptors and locks are gone, and the files are as it saw them."""
         self._open.clear()
