@@ -33,6 +33,15 @@ class Flip(NamedTuple):
     bit: int
 
 
+def _bits(offsets: Iterable[int]) -> list[Flip]:
+    return [Flip(offset, bit) for offset in offsets for bit in range(8)]
+
+
+_LENGTH_BITS: Final = _bits(_LENGTH)
+_EPOCH_BITS: Final = _bits(_EPOCH)
+_PREVIOUS_BITS: Final = _bits(_PREVIOUS)
+
+
 class SearchTooLongError(Exception):
     """The bytes may be a frame with one flipped bit, but it is too long for the search's bound."""
 
@@ -45,9 +54,9 @@ def flipped_bit(
     The checksum of `link` is empty if the segment before a header is not known. Raises
     `SearchTooLongError` if the search would hash more than `bytes_max`.
     """
-    rest = bytearray(data[offset:])
-    if len(rest) < HEAD_BYTES:
+    if offset + HEAD_BYTES > len(data):
         return None
+    rest = bytearray(data[offset:])
     seq = link.seq if is_header else link.seq + 1
     differing = [
         *_differences(rest, 0, MARKER),
@@ -56,10 +65,10 @@ def flipped_bit(
     ]
     if len(differing) > 1:
         return None
-    undecided = _bits(*_LENGTH, *_EPOCH, *(() if link.checksum else _PREVIOUS))
+    undecided = _LENGTH_BITS if link.checksum else _LENGTH_BITS + _PREVIOUS_BITS
     found = _first_valid(rest, differing or undecided, link, is_header)
     if found is None and not differing:
-        found = _in_checksum_or_body(rest, bytes_max)
+        found = _beyond_length(rest, link, is_header, bytes_max)
     return None if found is None else Flip(offset + found.offset, found.bit)
 
 
@@ -72,15 +81,13 @@ def with_flip(data: bytes, flip: Flip) -> bytes:
 
 def _differences(rest: bytearray, offset: int, due: bytes) -> list[Flip]:
     """Return the bits in which the bytes at `offset` differ from those that are due there."""
+    if rest.startswith(due, offset):
+        return []
     return [
         flip
-        for flip in _bits(*range(offset, offset + len(due)))
+        for flip in _bits(range(offset, offset + len(due)))
         if (rest[flip.offset] ^ due[flip.offset - offset]) >> flip.bit & 1
     ]
-
-
-def _bits(*offsets: int) -> list[Flip]:
-    return [Flip(offset, bit) for offset in offsets for bit in range(8)]
 
 
 def _first_valid(
@@ -108,24 +115,28 @@ def _continues(rest: bytearray, link: ChainLink, is_header: bool) -> bool:
     return seq == link.seq + 1 and epoch >= link.epoch and checksum == link.checksum
 
 
-def _in_checksum_or_body(rest: bytearray, bytes_max: int) -> Flip | None:
-    """Return the flip in a frame whose other fields are as they were written."""
+def _beyond_length(
+    rest: bytearray, link: ChainLink, is_header: bool, bytes_max: int
+) -> Flip | None:
+    """Return the flip in the epoch, checksum or body of a frame, whose length is right."""
     size = int.from_bytes(rest[_LENGTH.start : _LENGTH.stop], "big")
     end = HEAD_BYTES + size
     if size > RECORD_BYTES_MAX or end > len(rest):
         return None
-    covered, stated = rest[_CHECKSUM.stop : end], rest[_CHECKSUM.start : _CHECKSUM.stop]
+    covered, stated = rest[_CHECKSUM.stop : end], bytes(rest[_CHECKSUM.start : _CHECKSUM.stop])
     digest = xxhash.xxh3_64_digest
-    flips = _differences(rest, _CHECKSUM.start, digest(covered))
-    if len(flips) == 1:
-        return flips[0]
+    differing = _differences(rest, _CHECKSUM.start, digest(covered))
+    if len(differing) == 1:
+        return differing[0]
+    in_epoch = _first_valid(rest, _EPOCH_BITS, link, is_header)
+    if in_epoch is not None:
+        return in_epoch
     if 8 * size * len(covered) > bytes_max:
         raise SearchTooLongError
-    due = bytes(stated)
     for index in range(HEAD_BYTES - _CHECKSUM.stop, len(covered)):
         for bit in range(8):
             covered[index] ^= 1 << bit
-            if digest(covered) == due:
+            if digest(covered) == stated:
                 return Flip(_CHECKSUM.stop + index, bit)
             covered[index] ^= 1 << bit
     return None

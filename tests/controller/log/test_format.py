@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from controller.log.flipped_bits import START_BYTES_MAX, flipped_bit
 from controller.log.format import (
     CHAIN_START,
     HEAD_BYTES,
@@ -24,7 +25,7 @@ from controller.log.format import (
 from messages.records import FORMAT, Record, TimerFired
 from tests.support.simulation.log_examples import HEADER, make_records
 
-COUNT = 320
+COUNT = 1000
 
 
 class Image:
@@ -44,6 +45,11 @@ class Image:
             parsed = whole_frame(self.data, offset)
             assert parsed is not None
             link, offset = parsed.link, offset + len(frame)
+
+    def frame(self, place: int) -> bytes:
+        """Return the bytes of a record."""
+        start, end, _ = self.record_places[place]
+        return self.data[start:end]
 
 
 @pytest.fixture(scope="module")
@@ -94,19 +100,17 @@ def test_a_segment_is_read_back(image: Image) -> None:
 
 
 def test_a_segment_cut_at_any_byte_has_its_longest_whole_prefix(image: Image) -> None:
-    ends = [image.header_bytes, *(end for _, end, _ in image.record_places)]
-    for cut in range(image.header_bytes, len(image.data) + 1):
-        scan = Scan(image.data[:cut], image.header_bytes, image.begin)
-        found = sum(1 for _ in scan.frames())
-        assert ends[found] <= cut
-        assert found == COUNT or cut < ends[found + 1]
-        assert scan.offset == ends[found]
-        assert not scan.damage(), f"cut at {cut}"
+    """A scan only reads forward, so each starts at the record that is cut."""
+    for start, end, link in image.record_places:
+        for cut in range(start, end):
+            scan = Scan(image.data[start:cut], 0, link)
+            assert next(scan.frames(), None) is None
+            assert (scan.offset, scan.link) == (0, link)
+            assert not scan.damage(), f"cut at {cut}"
+            assert flipped_bit(scan.data, 0, link, False, START_BYTES_MAX) is None
 
 
-def test_every_flip_of_one_bit_is_detected_and_only_the_last_record_can_be_a_torn_tail(
-    image: Image,
-) -> None:
+def test_every_flip_of_one_bit_is_detected_and_none_leads_to_a_torn_tail(image: Image) -> None:
     """A scan only reads forward, so each starts at the record whose bit is flipped."""
     data: Any = bytearray(image.data)
     for start, end, link in image.record_places:
@@ -116,9 +120,47 @@ def test_every_flip_of_one_bit_is_detected_and_only_the_last_record_can_be_a_tor
                 data[offset] ^= 1 << bit
                 scan = Scan(data, start, link)
                 assert next(scan.frames(), None) is None, f"bit {bit} at {offset} was not detected"
-                assert bool(scan.damage()) is not is_last, f"bit {bit} at {offset}"
+                if is_last:
+                    flip = flipped_bit(data, start, link, False, START_BYTES_MAX)
+                    assert flip == (offset, bit)
+                else:
+                    assert scan.damage(), f"bit {bit} at {offset}"
                 data[offset] ^= 1 << bit
     assert data == image.data
+
+
+def test_no_record_in_a_place_that_is_not_its_own_is_accepted(image: Image) -> None:
+    """At least 100,000 records are spliced, swapped, repeated, or of other logs."""
+    seed = randrange(2**32)
+    print(f"seed {seed}")
+    rng, count = Random(seed), 0
+    links = [link for _, _, link in image.record_places]
+    foreign = foreign_frames(image)
+    for place, link in enumerate(links):
+        near = {place - 1, place + 1, *(rng.randrange(COUNT) for _ in range(110))} - {place}
+        others = [image.frame(other) for other in near if 0 <= other < COUNT]
+        for frame in (*others, *(frames[place] for frames in foreign)):
+            scan = Scan(frame, 0, link)
+            assert next(scan.frames(), None) is None, f"record at place {place}"
+            assert "does not continue" in scan.damage()
+            count += 1
+    assert count > 100_000
+
+
+def foreign_frames(image: Image) -> list[list[bytes]]:
+    """Return the same records as other logs would have them: at each place with the same number."""
+    other_header, _ = frame_header(HEADER, ChainLink(0, 1, bytes(8)))
+    starts = [
+        ChainLink(0, 0, bytes(8)),
+        ChainLink(0, 0, image.begin.checksum[::-1]),
+        ChainLink(0, 0, other_header[4:12]),
+    ]
+    logs = [frame_records(image.records, 1, start)[0] for start in starts]
+    later_epoch, _ = frame_records(image.records, 2, image.begin)
+    changed = [msgspec.structs.replace(image.records[0], time_ns=1), *image.records[1:]]
+    fork, _ = frame_records(changed, 1, image.begin)
+    # The first record of these two continues the chain: it is the first of another valid log.
+    return [*logs, [logs[0][0], *later_epoch[1:]], [logs[0][0], *fork[1:]]]
 
 
 def test_every_flip_in_a_header_is_detected(image: Image) -> None:

@@ -1,4 +1,4 @@
-"""If writes and syncs fail, once or often: what was acknowledged stays, and what was refused never appears."""
+"""If writes and syncs fail, what was acknowledged stays, and what was refused never appears."""
 
 import errno
 from contextlib import suppress
