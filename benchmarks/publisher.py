@@ -20,6 +20,7 @@ def main() -> None:
     """Run `python -m benchmarks.publisher DIRECTORY`: wait for a subscriber, publish, wait."""
     directory = Path(sys.argv[1])
     with Transport(directory) as transport:
+        (directory / "log").mkdir()
         stream = EventStream(directory / "log")
         for _ in range(20):
             transport.publish(EVENTS.encode((), 1, 0))

@@ -203,10 +203,15 @@ class ShowStatus(_Request, frozen=True):
 
 
 class FetchEvents(_Request, frozen=True):
-    """Fetch published events from `first_seq` on, for a subscriber that has a gap."""
+    """Fetch published events from `first_seq` on, for a subscriber that has a gap.
+
+    The answer is `EventsFetched`, or `EventsTooOld` where event `first_seq` is not kept any more;
+    with `snapshot` that is replaced by `SnapshotFetched`.
+    """
 
     first_seq: Seq
     count_max: Annotated[int, Meta(ge=1, le=4096)] = 1024
+    snapshot: bool = False
 
 
 Query = ListAdapters | ShowAdapter | ShowStatus | FetchEvents
@@ -359,6 +364,28 @@ class EventsFetched(_Reply, frozen=True):
     last_seq: Seq
 
 
+class EventsTooOld(_Reply, frozen=True):
+    """The requested events are not kept: the next one that is kept is `oldest_seq`.
+
+    `last_seq` is the newest published one; `oldest_seq` is one more if no event is kept.
+    """
+
+    oldest_seq: Seq
+    last_seq: Seq
+
+
+class SnapshotFetched(_Reply, frozen=True):
+    """The adapters as of event `events_seq`, in place of events that are not kept.
+
+    It is the first page of a list, and `more` is as in `AdaptersPage`. A subscriber requests the
+    other pages, and then continues with the event after `events_seq`.
+    """
+
+    adapters: tuple[AdapterView, ...]
+    events_seq: Seq
+    more: bool = False
+
+
 Reply = (
     AdapterDone
     | BatchDone
@@ -373,4 +400,6 @@ Reply = (
     | AdapterShown
     | StatusShown
     | EventsFetched
+    | EventsTooOld
+    | SnapshotFetched
 )

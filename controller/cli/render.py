@@ -13,8 +13,7 @@ from rich.table import Table
 
 from controller.cli.sizes import format_size
 from controller.client.pooling import Classification, Embedding
-from controller.client.streams import Gap
-from messages.events import Published
+from controller.client.streams import EventItem, Gap, Snapshot
 from messages.ids import NO_SLOT
 from messages.requests import (
     AdapterDone,
@@ -46,12 +45,15 @@ def renderables(reply: Any) -> list[Table | str]:
     return _RENDERERS[type(reply)](reply)
 
 
-def event_line(item: Published | Gap) -> str:
+def event_line(item: EventItem) -> str:
     """Return one event as one line: number, time (UTC), type and fields."""
     if isinstance(item, Gap):
         if item.found > item.expected:
-            return f"events {item.expected} to {item.found - 1} are lost: the log starts later"
+            return f"events {item.expected} to {item.found - 1} are not kept any more"
         return f"the log was restarted: event {item.expected} was due, {item.found} is next"
+    if isinstance(item, Snapshot):
+        not_kept = f"events {item.expected} to {item.seq} are not kept any more"
+        return f"{not_kept}; there were {len(item.adapters)} adapters after them"
     event = item.event
     fields = (f"{name}={getattr(event, name)}" for name in event.__struct_fields__)
     line = f"{item.seq:>6}  {_clock(item.time_ns)}  {type(event).__name__:<20}  {' '.join(fields)}"

@@ -83,6 +83,9 @@ Since = Annotated[
     ),
 ]
 Follow = Annotated[bool, typer.Option(help="Continue with new events until interrupted.")]
+WithSnapshot = Annotated[
+    bool, typer.Option("--snapshot", help="Show all adapters in place of events not kept any more.")
+]
 
 
 @app.command(rich_help_panel="Inference")
@@ -158,14 +161,18 @@ def _print_generation(output: "Output", running: "Generation") -> None:
 
 @app.command(rich_help_panel="Queries")
 def events(
-    ctx: typer.Context, since: Since = None, follow: Follow = True, as_json: AsJson = False
+    ctx: typer.Context,
+    since: Since = None,
+    follow: Follow = True,
+    snapshot: WithSnapshot = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print the life-cycle events, in order and without gaps."""
     from controller.cli.render import event_line
 
     output = output_of(ctx, as_json)
     start = 0 if since is None and not follow else since
-    with open_client(ctx) as client, client.events(start, follow) as stream:
+    with open_client(ctx) as client, client.events(start, follow, snapshot) as stream:
         for item in stream:
             if as_json:
                 output.document(item)

@@ -37,7 +37,7 @@ from controller.client.errors import (
 )
 from controller.client.images import ImageSource
 from controller.client.pooling import Classification, Embedding
-from controller.client.streams import Gap
+from controller.client.streams import Gap, Snapshot
 
 if TYPE_CHECKING:
     from controller.client.async_client import AsyncClient, AsyncEventStream, AsyncGeneration
@@ -72,6 +72,7 @@ __all__ = [
     "NotServed",
     "Overloaded",
     "PathNotAllowed",
+    "Snapshot",
     "Timing",
     "UnknownAdapter",
 ]

@@ -23,18 +23,17 @@ from controller.client.prepared import (
     PreparedEvents,
     PreparedGeneration,
     PreparedList,
+    fetch,
     method,
-    unary,
 )
 from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
 from controller.client.sockets import open_events, open_requests, runtime_directory
-from controller.client.streams import EventCursor, Gap
-from messages.events import Published
+from controller.client.streams import EventCursor, EventItem
 from messages.requests import (
     AdaptersListed,
     CancelDone,
-    EventsFetched,
     GenerationDone,
+    SnapshotFetched,
     TokensStreamed,
 )
 
@@ -111,9 +110,8 @@ class AsyncClient:
 
     async def _open_events(self, prepared: PreparedEvents) -> "AsyncEventStream":
         socket = self._subscribe() if prepared.follow else None
-        since = prepared.since
-        next_seq = ((await self.status()).events_seq if since is None else since) + 1
-        return AsyncEventStream(self, socket, EventCursor(next_seq, needs_fetch=since is not None))
+        events_seq = (await self.status()).events_seq if prepared.since is None else 0
+        return AsyncEventStream(self, socket, prepared.cursor(events_seq))
 
     load = method(methods.load, _answer)
     stage = method(methods.stage, _answer)
@@ -265,7 +263,7 @@ class AsyncGeneration:
 
 
 class AsyncEventStream:
-    """The life-cycle events, each once and in order: `Published`, or a `Gap` for lost events.
+    """The life-cycle events, each once and in order; `Gap` or `Snapshot` for those not kept.
 
     Events that a subscription missed, by being late, slow or restarted, are fetched automatically.
     An error of such a fetch ends one step; another step continues the stream at its position.
@@ -283,16 +281,16 @@ class AsyncEventStream:
         """The number of the last event returned: `since` for a stream that continues from here."""
         return self._cursor.seq
 
-    def __aiter__(self) -> AsyncIterator[Published | Gap]:
+    def __aiter__(self) -> AsyncIterator[EventItem]:
         return self
 
-    async def __anext__(self) -> Published | Gap:
+    async def __anext__(self) -> EventItem:
         while (item := await self.next_within(_POLL_MS_MAX / 1000)) is None:
             if self._socket is None or self._socket.closed:
                 raise StopAsyncIteration
         return item
 
-    async def next_within(self, timeout_s: float) -> Published | Gap | None:
+    async def next_within(self, timeout_s: float) -> EventItem | None:
         """Return the next event; None if none arrived in that time, or at the stream's end."""
         until = time.monotonic() + timeout_s
         while not self._cursor.ready:
@@ -303,8 +301,13 @@ class AsyncEventStream:
         return self._cursor.pop()
 
     async def _fetch(self) -> None:
-        request = self._cursor.fetch_request()
-        self._cursor.on_fetched(await self._client._answer(unary(request, EventsFetched)))
+        reply = await self._client._answer(fetch(self._cursor.fetch_request()))
+        if isinstance(reply, SnapshotFetched):
+            rest = PreparedList(None)
+            rest.add(reply)
+            self._cursor.on_fetched(await self._client._list(rest))
+        else:
+            self._cursor.on_fetched(reply)
 
     async def _read(self, until: float) -> bool:
         """Process a frame of the subscription; False if none arrived until then."""

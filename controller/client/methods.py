@@ -180,11 +180,13 @@ def generate(
     return PreparedGeneration(prompt, adapter, images, timeout_s, attempts, sampling)
 
 
-def events(since: int | None = None, follow: bool = True) -> PreparedEvents:
+def events(since: int | None = None, follow: bool = True, snapshot: bool = False) -> PreparedEvents:
     """Return the life-cycle events after number `since`, each once and in order.
 
     `since=0` starts with the oldest event in the log, None with the next new event. With `follow`
-    False the stream ends with the newest event at that time. Events that the log no longer
-    contains are reported as a `Gap`.
+    False the stream ends with the newest event at that time.
+
+    Events that the controller does not keep any more are reported: by a `Gap`, or with `snapshot`
+    by a `Snapshot` of all adapters, from which the stream continues.
     """
-    return PreparedEvents(since, follow)
+    return PreparedEvents(since, follow, snapshot)

@@ -13,13 +13,18 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, cast, g
 from controller.client.calls import NO_ID, ClientCall
 from controller.client.images import ImageSource, with_images
 from controller.client.session import SamplingOptions, Session, answer_of, generate_request
+from controller.client.streams import EventCursor
 from messages.requests import (
     LIST_PAGE_ADAPTERS_MAX,
     AdaptersListed,
     AdaptersPage,
+    EventsFetched,
+    EventsTooOld,
+    FetchEvents,
     Generate,
     ListAdapters,
     Request,
+    SnapshotFetched,
     TextPrompt,
 )
 from messages.views import AdapterView
@@ -75,6 +80,10 @@ class PreparedGeneration:
         return generate_request(prompt, self.adapter, self.sampling)
 
 
+Page = AdaptersPage | AdaptersListed | SnapshotFetched
+"""A part of a list: one page, a short list as a whole, or the first page from a fetch of events."""
+
+
 class PreparedList:
     """A list of adapters that is fetched page by page; `timeout_s` is for all of them together."""
 
@@ -86,7 +95,7 @@ class PreparedList:
         self._request_id = NO_ID
         self.is_complete = False
 
-    def page(self) -> PreparedCall[ClientCall, AdaptersPage | AdaptersListed]:
+    def page(self) -> PreparedCall[ClientCall, Page]:
         """Return the request of the next page."""
         return PreparedCall(self._begin, _page_of)
 
@@ -100,8 +109,8 @@ class PreparedList:
         self._deadline = now + call.timeout_s
         return call
 
-    def add(self, page: AdaptersPage | AdaptersListed) -> None:
-        """Add the answer to the request of a page."""
+    def add(self, page: Page) -> None:
+        """Add the next part."""
         self._views += page.adapters
         self._request_id = page.request_id
         if self._events_seq is None:
@@ -117,7 +126,7 @@ class PreparedList:
         return AdaptersListed(self._request_id, tuple(ordered), self._events_seq or 0)
 
 
-def _page_of(call: ClientCall) -> AdaptersPage | AdaptersListed:
+def _page_of(call: ClientCall) -> Page:
     # A short list may be answered whole.
     if isinstance(call.outcome, AdaptersListed):
         return call.outcome
@@ -130,6 +139,25 @@ class PreparedEvents:
 
     since: int | None
     follow: bool
+    snapshot: bool
+
+    def cursor(self, events_seq: int) -> EventCursor:
+        """Return the position at the start; `events_seq` is the last event's number now."""
+        next_seq = (events_seq if self.since is None else self.since) + 1
+        return EventCursor(next_seq, self.since is not None, self.snapshot)
+
+
+def fetch(
+    request: FetchEvents,
+) -> PreparedCall[ClientCall, EventsFetched | EventsTooOld | SnapshotFetched]:
+    """Return the call of a fetch of events."""
+    return PreparedCall(lambda session, now: session.begin(request, now, None), _fetched)
+
+
+def _fetched(call: ClientCall) -> EventsFetched | EventsTooOld | SnapshotFetched:
+    if isinstance(call.outcome, EventsTooOld | SnapshotFetched):
+        return call.outcome
+    return answer_of(call, EventsFetched)
 
 
 def method(

@@ -2,7 +2,7 @@
 
 `TokenOutput` yields each token and character of a generation once, `EventCursor` each event once
 and in order. In any order of arrival and with any repetition, what they yield is a prefix of the
-complete stream, or contains a `Gap` where events are missing.
+complete stream, or contains a `Gap` or a `Snapshot` where events are missing.
 """
 
 from collections import deque
@@ -11,7 +11,14 @@ from typing import Final
 from msgspec import Struct
 
 from messages.events import Published
-from messages.requests import EventsFetched, FetchEvents, TokensStreamed
+from messages.requests import (
+    AdaptersListed,
+    EventsFetched,
+    EventsTooOld,
+    FetchEvents,
+    TokensStreamed,
+)
+from messages.views import AdapterView
 from messages.wire import EVENTS, WireError
 
 EVENTS_PER_FETCH: Final = 1024
@@ -61,12 +68,31 @@ class TokenOutput:
 class Gap(Struct, frozen=True, tag=True):
     """The event stream continues with number `found` where `expected` was due.
 
-    `found > expected`: the events between them are older than the controller's log.
+    `found > expected`: the controller does not keep the events between them any more.
     `found < expected`: the log was replaced or lost its end, and its numbers start again.
     """
 
     expected: int
     found: int
+
+
+class Snapshot(Struct, frozen=True, tag=True):
+    """All adapters as of event `seq`, in place of the events from number `expected` to `seq`.
+
+    The stream continues with the next event. An adapter may already be as a later event leaves it:
+    applying that event again leads to the same state.
+    """
+
+    expected: int
+    seq: int
+    adapters: tuple[AdapterView, ...]
+
+
+EventItem = Published | Gap | Snapshot
+"""An item of an event stream: an event, or what stands for events that are not kept."""
+
+FetchReply = EventsFetched | EventsTooOld | AdaptersListed
+"""The answer to a fetch of events; a snapshot is completed to a list."""
 
 
 class EventCursor:
@@ -77,10 +103,11 @@ class EventCursor:
     fetched again.
     """
 
-    def __init__(self, next_seq: int, needs_fetch: bool) -> None:
+    def __init__(self, next_seq: int, needs_fetch: bool, wants_snapshot: bool = False) -> None:
         self.next_seq = next_seq
         self.seq = next_seq - 1
-        self.ready: deque[Published | Gap] = deque()
+        self.ready: deque[EventItem] = deque()
+        self._wants_snapshot = wants_snapshot
         self._last_seq = next_seq if needs_fetch else next_seq - 1
         self._frame_seq = 0
 
@@ -89,15 +116,15 @@ class EventCursor:
         """Whether events are known to be published that have not arrived."""
         return self._last_seq >= self.next_seq
 
-    def pop(self) -> Published | Gap:
+    def pop(self) -> EventItem:
         """Return the next item of `ready` and set `seq` to its number."""
         item = self.ready.popleft()
-        self.seq = item.seq if isinstance(item, Published) else item.found - 1
+        self.seq = item.found - 1 if isinstance(item, Gap) else item.seq
         return item
 
     def fetch_request(self) -> FetchEvents:
         """Return the request for the missing events, which the session has not numbered yet."""
-        return FetchEvents("", self.next_seq, EVENTS_PER_FETCH)
+        return FetchEvents("", self.next_seq, EVENTS_PER_FETCH, self._wants_snapshot)
 
     def on_frame(self, data: bytes) -> None:
         """Process a frame of the subscription; a malformed one is ignored like a lost one."""
@@ -111,17 +138,28 @@ class EventCursor:
         self._last_seq = max(self._last_seq, frame.seq)
         self._append(frame.message)
 
-    def on_fetched(self, reply: EventsFetched) -> None:
+    def on_fetched(self, reply: FetchReply) -> None:
         """Process the reply to `fetch_request`; `next_seq` or `needs_fetch` is then another one."""
-        if reply.last_seq < self.next_seq - 1:
+        last_seq = reply.events_seq if isinstance(reply, AdaptersListed) else reply.last_seq
+        if last_seq < self.next_seq - 1:
             self._restart_numbers()
             return
-        self._last_seq = reply.last_seq
-        first = max(self.next_seq, reply.events[0].seq) if reply.events else reply.last_seq + 1
-        self._skip_to(first)
-        self._append(reply.events)
-        if self.next_seq == first and self.needs_fetch:
-            self._skip_to(reply.last_seq + 1)
+        self._last_seq = last_seq
+        due = self.next_seq
+        if isinstance(reply, AdaptersListed):
+            self._append_snapshot(reply)
+        elif isinstance(reply, EventsTooOld):
+            self._skip_to(min(reply.oldest_seq, last_seq + 1))
+        else:
+            self._skip_to(max(due, reply.events[0].seq) if reply.events else last_seq + 1)
+            self._append(reply.events)
+        if self.next_seq == due and self.needs_fetch:
+            self._skip_to(last_seq + 1)
+
+    def _append_snapshot(self, listed: AdaptersListed) -> None:
+        if listed.events_seq >= self.next_seq:
+            self.ready.append(Snapshot(self.next_seq, listed.events_seq, listed.adapters))
+            self.next_seq = listed.events_seq + 1
 
     def _append(self, batch: tuple[Published, ...]) -> None:
         for published in batch:

@@ -20,18 +20,17 @@ from controller.client.prepared import (
     PreparedEvents,
     PreparedGeneration,
     PreparedList,
+    fetch,
     method,
-    unary,
 )
 from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
 from controller.client.sockets import open_events, open_requests, runtime_directory
-from controller.client.streams import EventCursor, Gap
-from messages.events import Published
+from controller.client.streams import EventCursor, EventItem
 from messages.requests import (
     AdaptersListed,
     CancelDone,
-    EventsFetched,
     GenerationDone,
+    SnapshotFetched,
     TokensStreamed,
 )
 
@@ -96,9 +95,8 @@ class Client:
 
     def _open_events(self, prepared: PreparedEvents) -> "EventStream":
         socket = self._subscribe() if prepared.follow else None
-        since = prepared.since
-        next_seq = (self.status().events_seq if since is None else since) + 1
-        return EventStream(self, socket, EventCursor(next_seq, needs_fetch=since is not None))
+        events_seq = self.status().events_seq if prepared.since is None else 0
+        return EventStream(self, socket, prepared.cursor(events_seq))
 
     load = method(methods.load, _answer)
     stage = method(methods.stage, _answer)
@@ -219,7 +217,7 @@ class Generation:
 
 
 class EventStream:
-    """The life-cycle events, each once and in order: `Published`, or a `Gap` for lost events.
+    """The life-cycle events, each once and in order; `Gap` or `Snapshot` for those not kept.
 
     Events that a subscription missed, by being late, slow or restarted, are fetched automatically.
     An error of such a fetch ends one `next`; another `next` continues the stream at its position.
@@ -237,16 +235,16 @@ class EventStream:
         """The number of the last event returned: `since` for a stream that continues from here."""
         return self._cursor.seq
 
-    def __iter__(self) -> Iterator[Published | Gap]:
+    def __iter__(self) -> Iterator[EventItem]:
         return self
 
-    def __next__(self) -> Published | Gap:
+    def __next__(self) -> EventItem:
         while (item := self.next_within(_POLL_MS_MAX / 1000)) is None:
             if self._socket is None or self._socket.closed:
                 raise StopIteration
         return item
 
-    def next_within(self, timeout_s: float) -> Published | Gap | None:
+    def next_within(self, timeout_s: float) -> EventItem | None:
         """Return the next event; None if none arrived in that time, or at the stream's end."""
         until = time.monotonic() + timeout_s
         while not self._cursor.ready:
@@ -257,8 +255,13 @@ class EventStream:
         return self._cursor.pop()
 
     def _fetch(self) -> None:
-        request = self._cursor.fetch_request()
-        self._cursor.on_fetched(self._client._answer(unary(request, EventsFetched)))
+        reply = self._client._answer(fetch(self._cursor.fetch_request()))
+        if isinstance(reply, SnapshotFetched):
+            rest = PreparedList(None)
+            rest.add(reply)
+            self._cursor.on_fetched(self._client._list(rest))
+        else:
+            self._cursor.on_fetched(reply)
 
     def _read(self, until: float) -> bool:
         """Process a frame of the subscription; False if none arrived until then."""

@@ -77,6 +77,14 @@ class AdapterPages:
             )
         return list_adapters(world, message)
 
+    def snapshot(self, message: requests.FetchEvents) -> requests.SnapshotFetched:
+        """Return the first page, for a subscriber whose events are not kept."""
+        request = requests.ListAdapters(message.request_id, limit=requests.LIST_PAGE_ADAPTERS_MAX)
+        page = self._page(request, request.limit)
+        return requests.SnapshotFetched(
+            message.request_id, page.adapters, page.events_seq, page.more
+        )
+
     def _page(self, message: requests.ListAdapters, limit: int) -> requests.AdaptersPage:
         world, keys = self._world, self._sorted_keys()
         first = bisect_right(keys, (message.after, message.after_id))

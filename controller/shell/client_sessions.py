@@ -232,12 +232,18 @@ class ClientSessions:
                     status = msgspec.structs.replace(status, controller_pid=self._pid)
                     self._reply_to(client, status)
                 case requests.FetchEvents():
-                    self._events.fetch(
-                        message, world.events_seq, lambda reply: self._reply_to(client, reply)
-                    )
+                    self._fetch_events(client, message)
         except Refusal as refusal:
             refused = requests.Refused(message.request_id, refusal.code, refusal.message)
             self._reply_to(client, refused)
+
+    def _fetch_events(self, client: bytes, message: requests.FetchEvents) -> None:
+        def answer(reply: requests.Reply) -> None:
+            if message.snapshot and isinstance(reply, requests.EventsTooOld):
+                reply = self._pages.snapshot(message)
+            self._reply_to(client, reply)
+
+        self._events.fetch(client, message, self._controller.world.events_seq, answer)
 
     def _reply_to(self, client: bytes, reply: requests.Reply) -> None:
         self._send(client, REPLIES.encode(reply, self._controller.world.epoch))

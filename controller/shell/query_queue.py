@@ -1,8 +1,8 @@
 """Queries that wait for an answer, taken from the clients in turn."""
 
-from collections import deque
 from typing import Final
 
+from messages.ids import RequestId
 from messages.requests import Query
 
 QUERIES_PER_CLIENT_MAX: Final = 64
@@ -13,11 +13,14 @@ QUERIES_MAX: Final = 8192
 
 
 class QueryQueue:
-    """Waiting queries: one client's in the order of their arrival, the clients in turn."""
+    """Waiting queries: one client's in the order of their arrival, the clients in turn.
+
+    A query that waits already is not added again: a client repeats one under the same id.
+    """
 
     def __init__(self) -> None:
         # The client whose turn is next comes first.
-        self._by_client: dict[bytes, deque[Query]] = {}
+        self._by_client: dict[bytes, dict[RequestId, Query]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -26,10 +29,12 @@ class QueryQueue:
 
     def add(self, client: bytes, query: Query) -> bool:
         """Add a query; False if a bound does not allow it."""
-        waiting = self._by_client.get(client, ())
+        waiting = self._by_client.get(client, {})
+        if query.request_id in waiting:
+            return True
         if self._count >= QUERIES_MAX or len(waiting) >= QUERIES_PER_CLIENT_MAX:
             return False
-        self._by_client.setdefault(client, deque()).append(query)
+        self._by_client.setdefault(client, waiting)[query.request_id] = query
         self._count += 1
         return True
 
@@ -37,7 +42,7 @@ class QueryQueue:
         """Remove and return the next query and its client; the queue must not be empty."""
         client = next(iter(self._by_client))
         waiting = self._by_client.pop(client)
-        query = waiting.popleft()
+        query = waiting.pop(next(iter(waiting)))
         self._count -= 1
         if waiting:
             self._by_client[client] = waiting

@@ -24,7 +24,7 @@ from controller.shell.client_sessions import ClientSessions
 from controller.shell.config import ServerConfig
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
-from controller.shell.event_stream import EventStream
+from controller.shell.event_stream import EVENTS_BEAT_NS, EventStream
 from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
 from controller.shell.transport import Transport
 from messages import records
@@ -72,8 +72,9 @@ class Server:
         self._log = opened
         self._progress = progress or Progress()
         self._engine_progress = engine_progress or Progress()
-        self._events = EventStream(opened.directory)
+        self._events = EventStream(opened.directory, opened.storage)
         self._controller = _recover(config, opened, self._events)
+        self._events.end_recovery(self._controller.world.events_seq)
         self._clock = LogicalClock(self._controller.world.time_ns, clocks)
         defaults = DefaultAdapters(config.default_mm_loras)
         for modality, default in defaults.by_modality.items():
@@ -92,6 +93,7 @@ class Server:
         self._pending: list[_GroupInput] = []
         self._timer_ns = self._controller.world.timer_ns
         self._beat_ns = 0
+        self._published_ns = 0
         self._iterated_ns = time.monotonic_ns()
         self._digest_seq = 0
         self._log_retry_ns = 0
@@ -140,6 +142,7 @@ class Server:
             return 0
         now = time.monotonic_ns()
         left = (self._log_retry_ns if self._pending else self._beat_ns + BEAT_INTERVAL_NS) - now
+        left = min(left, self._published_ns + EVENTS_BEAT_NS - now)
         if self._timer_ns:
             left = min(left, self._timer_ns - self._clock.now_ns())
         return max(0, (left + 999_999) // 1_000_000)
@@ -260,11 +263,13 @@ class Server:
             command = complete
         self._link.send(command, time.monotonic_ns())
 
-    def _publish(self) -> None:
+    def _publish(self, *, beat: bool = False) -> None:
+        """Publish the new events; without any, only a beat has a frame."""
         batch = self._events.take_batch()
-        if batch:
+        if batch or beat:
             world = self._controller.world
             self._transport.publish(EVENTS.encode(batch, world.epoch, world.events_seq))
+            self._published_ns = time.monotonic_ns()
 
     def _watch_engine(self) -> None:
         """Watch the attached engine's process, whose end wakes the loop."""
@@ -287,10 +292,10 @@ class Server:
         self._link.tick(now)
         if now - self._beat_ns >= BEAT_INTERVAL_NS:
             self._beat_ns = now
-            world = self._controller.world
-            self._transport.publish(EVENTS.encode((), world.epoch, world.events_seq))
             if self._interval_sync:
                 self._log.sync()
+        if now - self._published_ns >= EVENTS_BEAT_NS:
+            self._publish(beat=True)
 
 
 def _recover(config: ServerConfig, opened: Log, events: EventStream) -> Controller:

@@ -109,7 +109,7 @@ def test_lost_events_are_reported(controller):
     publish(controller, 3)
     controller.first_seq = 3
     output = run("events", "--no-follow", directory=controller.directory).stdout
-    assert output.startswith("events 1 to 2 are lost")
+    assert output.startswith("events 1 to 2 are not kept")
     lines = run_json("events", "--no-follow", directory=controller.directory)
     assert lines[0] == {"type": "Gap", "expected": 1, "found": 3}
 

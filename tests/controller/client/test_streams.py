@@ -1,9 +1,10 @@
 """Tests of the assembly of output and events from lost, repeated and reordered frames."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.client.streams import EventCursor, Gap, TokenOutput
+from controller.client.streams import EventCursor, Gap, Snapshot, TokenOutput
 from messages import events as ev
 from messages import requests as rq
 from messages.wire import EVENTS
@@ -103,14 +104,15 @@ def seqs(cursor):
     total=st.integers(1, 40),
     since=st.integers(0, 40),
     first_kept=st.integers(1, 40),
-    page=st.integers(1, 5),
+    fetches=st.tuples(st.integers(1, 5), st.booleans()),
     losses=st.lists(st.booleans(), min_size=1, max_size=12),
     cuts=st.lists(st.integers(1, 6), min_size=1, max_size=12),
 )
 def test_events_are_yielded_once_and_in_order_and_only_a_gap_skips_numbers(
-    total, since, first_kept, page, losses, cuts
+    total, since, first_kept, fetches, losses, cuts
 ):
     truth = published(total)
+    page, explicit = fetches
     since, first_kept = min(since, total), min(first_kept, total + 1)
     cursor = EventCursor(since + 1, needs_fetch=True)
     position, step = 0, 0
@@ -118,7 +120,11 @@ def test_events_are_yielded_once_and_in_order_and_only_a_gap_skips_numbers(
         if cursor.needs_fetch:
             first = max(cursor.fetch_request().first_seq, first_kept)
             found = tuple(e for e in truth[:position] if e.seq >= first)[:page]
-            cursor.on_fetched(rq.EventsFetched("f", found, max(position, since)))
+            last = max(position, since)
+            if explicit and cursor.fetch_request().first_seq < first:
+                cursor.on_fetched(rq.EventsTooOld("f", min(first, last + 1), last))
+            else:
+                cursor.on_fetched(rq.EventsFetched("f", found, last))
         else:
             end = min(total, position + cuts[step % len(cuts)])
             if not losses[step % len(losses)]:
@@ -168,3 +174,32 @@ def test_a_start_after_the_newest_event_is_a_gap():
     cursor.on_fetched(rq.EventsFetched("f", (), 3))
     assert seqs(cursor) == [Gap(101, 1)]
     assert cursor.fetch_request().first_seq == 1
+
+
+def test_a_snapshot_stands_for_the_events_up_to_its_number():
+    cursor = EventCursor(3, needs_fetch=True, wants_snapshot=True)
+    assert cursor.fetch_request().snapshot
+    cursor.on_fetched(rq.AdaptersListed("f", (), 7))
+    cursor.on_frame(batch(published(9)[7:], 9))
+    items = [cursor.pop() for _ in range(3)]
+    assert items[0] == Snapshot(3, 7, ())
+    assert [item.seq for item in items] == [7, 8, 9]
+    assert cursor.seq == 9
+    assert not cursor.needs_fetch
+
+
+@pytest.mark.parametrize("oldest", [0, 3, 5, 9, 2**62])
+def test_any_answer_that_events_are_too_old_advances_the_cursor(oldest):
+    cursor = EventCursor(5, needs_fetch=True)
+    cursor.on_fetched(rq.EventsTooOld("f", oldest, 8))
+    [gap] = cursor.ready
+    assert gap.expected == 5
+    assert 5 < gap.found <= 9
+    assert cursor.next_seq == gap.found
+
+
+def test_events_of_a_log_that_was_replaced_are_a_gap():
+    cursor = EventCursor(50, needs_fetch=True, wants_snapshot=True)
+    cursor.on_fetched(rq.AdaptersListed("f", (), 7))
+    assert seqs(cursor) == [Gap(50, 1)]
+    assert cursor.needs_fetch

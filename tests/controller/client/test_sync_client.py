@@ -280,6 +280,35 @@ def test_events_older_than_the_log_are_a_gap(client, controller):
     assert [item.seq for item in items[1:]] == [3, 4]
 
 
+def test_events_that_are_not_kept_are_replaced_by_a_snapshot_on_request(client, controller):
+    controller.publish(*resumed(1, 2, 3, 4))
+    controller.first_seq = 3
+    with client.events(since=1, follow=False, snapshot=True) as stream:
+        [snapshot] = list(stream)
+        assert stream.seq == 4
+    assert (snapshot.expected, snapshot.seq) == (2, 4)
+    assert {adapter.adapter for adapter in snapshot.adapters} == {"upper", "reverse"}
+    assert [item.seq for item in client.events(since=2, follow=False, snapshot=True)] == [3, 4]
+
+
+def test_a_long_snapshot_is_fetched_in_pages(client, controller):
+    views = [view(f"a-{number}", adapter_id=number) for number in range(7)]
+    controller.publish(*resumed(1, 2, 3, 4))
+
+    def page(request):
+        left = [v for v in views if (v.adapter, v.adapter_id) > (request.after, request.after_id)]
+        return rq.AdaptersPage(request.request_id, tuple(left[:3]), 9, len(left) > 3)
+
+    controller.answers[rq.ListAdapters] = page
+    controller.answers[rq.FetchEvents] = lambda request: rq.SnapshotFetched(
+        request.request_id, tuple(views[:3]), 4, True
+    )
+    [snapshot] = client.events(since=0, follow=False, snapshot=True)
+    assert snapshot.adapters == tuple(views)
+    # The number of the first page: all later changes follow it.
+    assert (snapshot.expected, snapshot.seq) == (1, 4)
+
+
 def test_every_error_is_a_loradock_error(client):
     with pytest.raises(LoradockError):
         client.show("nobody")

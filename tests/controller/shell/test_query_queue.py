@@ -46,3 +46,16 @@ def test_the_waiting_queries_are_bounded_per_client_and_together(monkeypatch) ->
     assert not queue.add(b"c", ShowStatus("r"))
     queue.take()
     assert queue.add(b"c", ShowStatus("r"))
+
+
+def test_a_repeated_query_is_added_once() -> None:
+    queue = QueryQueue()
+    for _ in range(100):
+        assert queue.add(b"a", ShowStatus("r"))
+    assert queue.add(b"b", ShowStatus("r"))
+    assert [queue.take() for _ in range(len(queue))] == [
+        (b"a", ShowStatus("r")),
+        (b"b", ShowStatus("r")),
+    ]
+    assert queue.add(b"a", ShowStatus("r"))
+    assert len(queue) == 1

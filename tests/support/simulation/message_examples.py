@@ -82,7 +82,7 @@ EXAMPLES: dict[type, Any] = {
         requests.ListAdapters("r-12", "tenant-17", 5, 100),
         requests.ShowAdapter("r-13", "tenant-17"),
         requests.ShowStatus("r-14"),
-        requests.FetchEvents("r-15", 77, 16),
+        requests.FetchEvents("r-15", 77, 16, True),
         requests.AdapterDone("r-1", "tenant-17", "gpu-slot", 3, 9),
         requests.BatchDone("r-9", (requests.Placement("tenant-17", 3, 9),)),
         requests.TokensStreamed("r-10", 4, (11, 12), "ab"),
@@ -115,6 +115,8 @@ EXAMPLES: dict[type, Any] = {
         requests.EventsFetched(
             "r-15", (events.Published(77, 17, events.AdapterCached("tenant-17")),), 78
         ),
+        requests.EventsTooOld("r-15", 76, 78),
+        requests.SnapshotFetched("r-15", (_VIEW,), 78, True),
         commands.CheckAdapter(1, 5, "tenant-17", "tenants/17"),
         commands.LoadWeights(2, 5, "tenant-17", "tenants/17", "xxh3:0f0f"),
         commands.StageWeights(3, 5),

@@ -255,6 +255,11 @@ class StandIn:
         )
 
     def _fetch(self, request):
-        first = max(request.first_seq, self.first_seq)
+        first, last = request.first_seq, len(self.published)
+        if first < self.first_seq and request.snapshot:
+            views = tuple(self.adapters.values())
+            return rq.SnapshotFetched(request.request_id, views, last)
+        if first < self.first_seq:
+            return rq.EventsTooOld(request.request_id, self.first_seq, last)
         found = tuple(self.published[first - 1 : first - 1 + request.count_max])
         return rq.EventsFetched(request.request_id, found, len(self.published))
