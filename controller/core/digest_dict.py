@@ -7,8 +7,8 @@ hash of Bellare and Micciancio, 1997, without its cryptographic claim: divergenc
 here).
 """
 
-from collections.abc import Callable
-from typing import Final, Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Final, Generic, Self, TypeVar
 
 import msgspec
 import xxhash
@@ -42,6 +42,15 @@ class DigestDict(dict[K, V], Generic[K, V]):
         self._changed: set[K] = set()
         # The set's own method, because it is called several times per input.
         self.mark_changed: Final[Callable[[K], None]] = self._changed.add
+
+    @classmethod
+    def of(cls, entries: Iterable[tuple[K, V]]) -> Self:
+        """Return a dict with these entries."""
+        made = cls()
+        dict.update(made, entries)
+        made._changed.update(made)
+        made.membership = len(made)
+        return made
 
     def __setitem__(self, key: K, value: V) -> None:
         dict.__setitem__(self, key, value)

@@ -1,10 +1,13 @@
 """Replay of a log: for recovery, for audits, and to see the state at any record.
 
 The log's inputs are handled by the same core as before, and the recorded digests are compared with
-the replayed state's. The replay stops at the first digest that differs.
+the replayed state's. The replay stops at the first digest that differs. It begins with a snapshot
+where there is one.
 """
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,10 +15,12 @@ from controller.core.actions import Action
 from controller.core.controller import Controller
 from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, limits_from
-from controller.log.format import LogForeign
-from controller.log.segments import NumberedRecord, segments
+from controller.log.format import CHAIN_START, LogForeign, read_record
+from controller.log.segments import Segment
+from controller.log.snapshots import LogPosition, Snapshot, restore_newest
 from controller.log.storage import DISK, Storage
-from messages.ids import Seq
+from controller.log.tail import walk_after, walk_from_start
+from messages.ids import Epoch, Seq
 from messages.records import Header
 
 Sink = Callable[[list[Action]], None]
@@ -33,17 +38,30 @@ class Divergence(NamedTuple):
 
 
 class ReplayResult(NamedTuple):
-    """The state that a log leads to; `controller` is None for an empty log."""
+    """The state that a log leads to; `controller` is None for an empty log.
+
+    `inputs` is the number of the last input, of which those after `snapshot` were handled here.
+    `skipped` has the reasons why later snapshots were not used. `position` is that of the next
+    record.
+    """
 
     controller: Controller | None
     inputs: int
     digests_compared: int
     divergence: Divergence | None
+    snapshot: Snapshot | None
+    skipped: tuple[str, ...]
+    position: LogPosition
 
     @property
     def digest(self) -> str:
         """The replayed state's digest, empty for an empty log."""
         return "" if self.controller is None else self.controller.digest()
+
+    @property
+    def snapshot_seq(self) -> Seq:
+        """The last record of the snapshot that the replay began with, 0 without one."""
+        return 0 if self.snapshot is None else self.snapshot.seq
 
 
 class _Replayer:
@@ -53,6 +71,7 @@ class _Replayer:
         self.controller: Controller | None = None
         self.compared = 0
         self.divergence: Divergence | None = None
+        self.position = LogPosition(1, 0, CHAIN_START)
         self._until = until
         self._sink = sink
         self._checked = checked
@@ -74,17 +93,41 @@ class _Replayer:
                 self._sink(actions)
         return controller
 
-    def handle(self, controller: Controller, records: Iterator[NumberedRecord]) -> bool:
+    @property
+    def is_done(self) -> bool:
+        """Whether record `until` has been handled."""
+        return self._until is not None and self.position.link.seq >= self._until
+
+    def handle(self, segment: Segment, header: Header) -> bool:
         """Handle a segment's records; return whether to continue with the next segment."""
+        if self.controller is not None and self.is_done:
+            return False
+        controller = self.configure(header)
+        with closing(segment.frames()) as frames:
+            completed = self._handle_frames(controller, frames, segment.file, header.format)
+        scan = segment.scan
+        self.position = LogPosition(segment.first_seq, scan.offset, scan.link)
+        return completed
+
+    def _handle_frames(
+        self,
+        controller: Controller,
+        frames: Iterator[tuple[Seq, Epoch, bytes]],
+        file: Path,
+        format_number: int,
+    ) -> bool:
         handle, sink, until = controller.handle, self._sink, self._until
-        for seq, _, record in records:
-            if until is not None and seq > until:
-                return False
+        if self.is_done:
+            return False
+        for seq, _, body in frames:
+            record = read_record(body, seq, file, format_number)
             if record.digest and not self._matches(controller, seq, record.digest):
                 return False
             actions = handle(record.input, record.time_ns)
             if sink is not None:
                 sink(actions)
+            if seq == until:
+                return False
         return True
 
     def _matches(self, controller: Controller, seq: Seq, recorded: str) -> bool:
@@ -101,19 +144,63 @@ def replay(
     sink: Sink | None = None,
     *,
     checked: bool = False,
+    from_start: bool = False,
     storage: Storage = DISK,
 ) -> ReplayResult:
     """Replay the log in `directory`, up to and including record `until`.
 
-    `sink` is called with the actions of each record; `checked` verifies every invariant after it.
-    Raises `LogError` for a log that can't be read, and `LimitsError` for limits of other rules.
+    It begins with the newest valid snapshot that contains no later record, or with the log's first
+    record if there is none or with `from_start`. `sink` is called with the actions of each record
+    that is replayed; `checked` verifies every invariant after it. Raises `LogError` for a log that
+    can't be read or of which records are missing, and `LimitsError` for limits of other rules.
     """
     replayer = _Replayer(until, sink, checked)
-    for header, records in segments(directory, rules=(RULES,), storage=storage):
-        if until is not None and header.first_seq > until and replayer.controller is not None:
-            break
-        controller = replayer.configure(header)
-        if not replayer.handle(controller, records):
-            break
-    inputs = 0 if replayer.controller is None else replayer.controller.world.seq
-    return ReplayResult(replayer.controller, inputs, replayer.compared, replayer.divergence)
+    snapshot: Snapshot | None = None
+    skipped: tuple[str, ...] = ()
+    with _without_garbage_collection():
+        if not from_start:
+            snapshot, replayer.controller, skipped = restore_newest(
+                directory, until, checked=checked, storage=storage
+            )
+        if snapshot is None:
+            segments = walk_from_start(directory, storage)
+        else:
+            replayer.position = snapshot.position
+            segments = walk_after(directory, snapshot.position, storage)
+        _replay_segments(replayer, segments)
+    controller = replayer.controller
+    return ReplayResult(
+        controller,
+        0 if controller is None else controller.world.seq,
+        replayer.compared,
+        replayer.divergence,
+        snapshot,
+        skipped,
+        replayer.position,
+    )
+
+
+def _replay_segments(replayer: _Replayer, segments: Iterator[Segment]) -> None:
+    for segment in segments:
+        if segment.header is None:
+            continue
+        if segment.header.rules != RULES:
+            raise LogForeign(
+                f"{segment.file}: written by rules {segment.header.rules}; this version knows "
+                f"rules {RULES}; carry its state over with `loradock log export` and `loradock "
+                "log import`, or use the version that wrote it"
+            )
+        if not replayer.handle(segment, segment.header):
+            return
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Suspend it: a replay makes many objects that stay, and each collection would visit them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

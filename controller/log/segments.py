@@ -8,7 +8,7 @@ of the log.
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -92,7 +92,7 @@ class Segment:
         self.header = header
         self.scan = Scan(self.scan.data, frame.end, frame.link)
 
-    def frames(self) -> Iterator[tuple[Seq, Epoch, bytes]]:
+    def frames(self) -> Generator[tuple[Seq, Epoch, bytes]]:
         """Yield number, epoch and body of each record, up to the end or a torn tail."""
         if self.header is not None:
             yield from self.scan.frames()

@@ -7,3 +7,5 @@ SyncPolicy = Literal["group", "always", "interval", "never"]
 
 SEGMENT_BYTES_MAX: Final = 64 << 20
 SYNC_INTERVAL_MS: Final = 100
+SNAPSHOT_INTERVAL: Final = 50_000
+LOG_KEEP_HOURS: Final = 168

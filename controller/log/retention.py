@@ -1,0 +1,135 @@
+"""Retention: which files of a log are no longer needed, and what is done with them.
+
+A restart needs the two newest valid snapshots and the segments after the older one. Segments and
+event files before it are kept for some hours of recorded time, and are then dropped or archived. No
+wall clock is read, so no jump of it removes anything.
+"""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Final, Literal
+
+from msgspec import Struct
+
+from controller.log.durable_files import write_file
+from controller.log.event_files import event_files_before
+from controller.log.format import LogError
+from controller.log.segments import segment_paths
+from controller.log.settings import LOG_KEEP_HOURS
+from controller.log.snapshots import (
+    SNAPSHOTS_KEPT,
+    Mark,
+    Snapshot,
+    SnapshotInvalidError,
+    read_snapshot,
+    restore_controller,
+    snapshot_paths,
+)
+from controller.log.storage import DISK, Storage
+
+_NANOS_PER_HOUR: Final = 3_600_000_000_000
+_ARCHIVE: Final = "archive:"
+
+
+class Retention(Struct, frozen=True):
+    """What is done with files that no restart needs, once they are `hours` old.
+
+    `archive` is the directory to which `action` "archive" moves them.
+    """
+
+    action: Literal["drop", "archive", "keep"] = "drop"
+    hours: float = LOG_KEEP_HOURS
+    archive: str = ""
+
+
+def retention_from(text: str, hours: float = LOG_KEEP_HOURS) -> Retention:
+    """Return the retention for `drop`, `keep` or `archive:DIRECTORY`; raises `ValueError`."""
+    match text:
+        case "drop" | "keep":
+            return Retention(text, hours)
+        case _ if text.startswith(_ARCHIVE) and text != _ARCHIVE:
+            return Retention("archive", hours, text.removeprefix(_ARCHIVE))
+    raise ValueError(f"log retention {text!r} is not drop, keep or archive:DIRECTORY")
+
+
+def prune_snapshots(directory: Path, storage: Storage = DISK) -> list[Snapshot]:
+    """Remove all but the newest valid snapshots, and return those that are kept, newest first."""
+    kept: list[Snapshot] = []
+    removed = False
+    for path in reversed(snapshot_paths(directory, storage)):
+        snapshot = _read_valid(path, storage) if len(kept) < SNAPSHOTS_KEPT else None
+        if snapshot is None:
+            storage.remove(path)
+            removed = True
+        else:
+            kept.append(snapshot)
+    if removed:
+        storage.sync_directory(directory)
+    return kept
+
+
+def _read_valid(path: Path, storage: Storage) -> Snapshot | None:
+    try:
+        snapshot = read_snapshot(path, storage)
+        restore_controller(snapshot, path)
+    except SnapshotInvalidError:
+        return None
+    return snapshot
+
+
+def unneeded_files(
+    directory: Path, kept: list[Snapshot], retention: Retention, storage: Storage = DISK
+) -> list[Path]:
+    """Return the segments and event files that retention applies to, the oldest first.
+
+    `kept` are the snapshots that are kept, newest first; with fewer than two, all files are needed.
+    """
+    if retention.action == "keep" or len(kept) < SNAPSHOTS_KEPT:
+        return []
+    until_ns = kept[0].marks[-1].time_ns - int(retention.hours * _NANOS_PER_HOUR)
+    mark = _last_mark(kept[-1], until_ns)
+    if mark is None:
+        return []
+    segments = segment_paths(directory, storage)
+    unneeded = [
+        path
+        for path, later in pairwise(segments)
+        if int(later.stem) <= mark.seq + 1
+    ]
+    return unneeded + event_files_before(directory, mark.events_seq + 1, storage)
+
+
+def _last_mark(snapshot: Snapshot, until_ns: int) -> Mark | None:
+    """Return the last mark up to a time: everything before it is old enough."""
+    old = [mark for mark in snapshot.marks if mark.time_ns <= until_ns]
+    return old[-1] if old else None
+
+
+def apply_retention(
+    directory: Path, kept: list[Snapshot], retention: Retention, storage: Storage = DISK
+) -> list[Path]:
+    """Drop or archive the files that are no longer needed; return their paths.
+
+    An interrupted run is continued by the next one. Raises `OSError`, and `LogError` where the
+    archive has another file of a name.
+    """
+    unneeded = unneeded_files(directory, kept, retention, storage)
+    for path in unneeded:
+        if retention.action == "archive":
+            _copy(path, Path(retention.archive), storage)
+        storage.remove(path)
+    if unneeded:
+        storage.sync_directory(directory)
+    return unneeded
+
+
+def _copy(path: Path, archive: Path, storage: Storage) -> None:
+    if not storage.is_directory(archive):
+        storage.make_directory(archive)
+    data = storage.read(path)
+    copy = archive / path.name
+    if path.name in storage.names(archive):
+        if storage.read(copy) != data:
+            raise LogError(f"{copy} is a file of another log; archive this log elsewhere")
+        return
+    write_file(copy, data, storage)

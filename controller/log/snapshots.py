@@ -1,0 +1,236 @@
+"""Snapshots: files from which a log is continued without its earlier records.
+
+A snapshot is named after the last record that it contains, with twenty digits and `.snap`:
+
+    marker 4 | checksum 16 | msgpack body
+
+`checksum` is xxh3_128 of the body. A snapshot is made from the log alone and verified when it is
+written and when it is read; one that does not verify is skipped, and the one before it is used.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import xxhash
+from msgspec import Struct
+
+from controller.core.controller import Controller
+from controller.core.eviction import POLICIES
+from controller.core.limits import RULES, LimitsError, limits_from, limits_to
+from controller.log.durable_files import write_file
+from controller.log.format import UNDECODABLE, ChainLink, LogError
+from controller.log.storage import DISK, Storage
+from controller.log.world_state import encode_world, restore_world
+from messages.ids import Seq
+from messages.records import FORMAT
+
+SNAPSHOTS_KEPT: Final = 2
+MARKS_MAX: Final = 4096
+
+_MARKER: Final = b"LDS2"
+_BODY_AT: Final = len(_MARKER) + 16
+_NAME: Final = re.compile(r"[0-9]{20}\.snap")
+
+
+class SnapshotInvalidError(LogError):
+    """A snapshot that can't be used: its bytes are changed, or another version wrote it."""
+
+
+class Mark(NamedTuple):
+    """The state of the numbers when a snapshot was made, by which retention finds old files."""
+
+    seq: Seq
+    time_ns: int
+    events_seq: Seq
+
+
+class LogPosition(NamedTuple):
+    """The place of the next record: a segment, the offset in it, and the chain before it."""
+
+    segment: Seq
+    offset: int
+    link: ChainLink
+
+
+class Snapshot(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The content of a file; `marks` are those of the snapshots before it, and its own.
+
+    `digest` is that of the world after record `position.link.seq`.
+    """
+
+    format: int
+    rules: int
+    policy: str
+    limits: dict[str, int]
+    position: LogPosition
+    digest: str
+    marks: tuple[Mark, ...]
+    world: msgspec.Raw
+
+    @property
+    def seq(self) -> Seq:
+        """The number of the last record that the snapshot contains."""
+        return self.position.link.seq
+
+
+class _AnySnapshot(Struct, array_like=True):
+    """The part of a snapshot that is equal in all formats."""
+
+    format: int
+    rules: int
+
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(Snapshot).decode
+_decode_versions: Final = msgspec.msgpack.Decoder(_AnySnapshot).decode
+
+
+def snapshot_path(directory: Path, seq: Seq) -> Path:
+    """Return the path of the snapshot after record `seq`."""
+    return directory / f"{seq:020}.snap"
+
+
+def snapshot_paths(directory: Path, storage: Storage = DISK) -> list[Path]:
+    """Return the paths of all snapshots, oldest first."""
+    names = sorted(filter(_NAME.fullmatch, storage.names(directory)))
+    return [directory / name for name in names]
+
+
+def take_snapshot(
+    controller: Controller, position: LogPosition, marks: tuple[Mark, ...] = ()
+) -> Snapshot:
+    """Return the snapshot of a controller that has handled the records before `position`."""
+    world = controller.world
+    mark = Mark(world.seq, world.time_ns, world.events_seq)
+    return Snapshot(
+        format=FORMAT,
+        rules=RULES,
+        policy=controller.policy_name,
+        limits=limits_to(controller.limits),
+        position=position,
+        digest=controller.digest(),
+        marks=(*_thinned(marks), mark),
+        world=msgspec.Raw(encode_world(world)),
+    )
+
+
+def _thinned(marks: tuple[Mark, ...]) -> tuple[Mark, ...]:
+    """Return every second mark if there are too many."""
+    return marks if len(marks) < MARKS_MAX else marks[::2]
+
+
+def write_snapshot(directory: Path, snapshot: Snapshot, storage: Storage = DISK) -> Path:
+    """Write a snapshot, read it back, and return its path; raises `OSError` and `LogError`.
+
+    One that is not read back as it was written is removed.
+    """
+    path = snapshot_path(directory, snapshot.seq)
+    body = _encode(snapshot)
+    write_file(path, _MARKER + xxhash.xxh3_128_digest(body) + body, storage)
+    try:
+        restored = restore_controller(read_snapshot(path, storage), path)
+        if encode_world(restored.world) != bytes(snapshot.world):
+            raise SnapshotInvalidError(f"{path}: it is restored to another world")
+    except SnapshotInvalidError:
+        storage.remove(path)
+        raise
+    return path
+
+
+def read_snapshot(path: Path, storage: Storage = DISK) -> Snapshot:
+    """Read a snapshot of these rules; raises `SnapshotInvalidError`, and `OSError`."""
+    data = storage.read(path)
+    body = memoryview(data)[_BODY_AT:]
+    if data[:_BODY_AT] != _MARKER + xxhash.xxh3_128_digest(body):
+        raise SnapshotInvalidError(f"{path}: its bytes are not those that were written")
+    try:
+        versions = _decode_versions(body)
+        if (versions.format, versions.rules) != (FORMAT, RULES):
+            raise SnapshotInvalidError(
+                f"{path}: format {versions.format} and rules {versions.rules}; this version reads "
+                f"snapshots of format {FORMAT} and rules {RULES}"
+            )
+        snapshot = _decode(body)
+    except UNDECODABLE as error:
+        raise SnapshotInvalidError(f"{path}: it is intact, but unknown here: {error}") from error
+    if path.name != snapshot_path(path.parent, snapshot.seq).name:
+        raise SnapshotInvalidError(f"{path}: it is the snapshot after record {snapshot.seq}")
+    return snapshot
+
+
+def restore_controller(snapshot: Snapshot, path: Path, *, checked: bool = False) -> Controller:
+    """Return the controller of a snapshot; its digest is compared."""
+    if snapshot.policy not in POLICIES:
+        raise SnapshotInvalidError(f"{path}: policy {snapshot.policy!r} is not known")
+    try:
+        controller = Controller(limits_from(snapshot.limits), snapshot.policy, checked=checked)
+        restore_world(controller.world, snapshot.world)
+    except (LimitsError, *UNDECODABLE) as error:
+        raise SnapshotInvalidError(f"{path}: it is intact, but unknown here: {error}") from error
+    if controller.digest() != snapshot.digest:
+        raise SnapshotInvalidError(
+            f"{path}: the digest was {snapshot.digest}, the restored one is {controller.digest()}"
+        )
+    return controller
+
+
+class Restored(NamedTuple):
+    """The newest snapshot that can be used, None if there is none, and why later ones can't."""
+
+    snapshot: Snapshot | None
+    controller: Controller | None
+    skipped: tuple[str, ...]
+
+
+def restore_newest(
+    directory: Path, until: Seq | None = None, *, checked: bool = False, storage: Storage = DISK
+) -> Restored:
+    """Restore the newest snapshot that verifies and contains no record after `until`."""
+    skipped = []
+    for path in reversed(snapshot_paths(directory, storage)):
+        if until is not None and int(path.stem) > until:
+            continue
+        try:
+            snapshot = read_snapshot(path, storage)
+            controller = restore_controller(snapshot, path, checked=checked)
+        except FileNotFoundError:
+            # A snapshotter has removed it after writing a later one.
+            continue
+        except SnapshotInvalidError as error:
+            skipped.append(str(error))
+        else:
+            return Restored(snapshot, controller, tuple(skipped))
+    return Restored(None, None, tuple(skipped))
+
+
+class SnapshotVerdict(NamedTuple):
+    """The result of verifying one snapshot; `problem` is empty for a valid one."""
+
+    file: Path
+    seq: Seq
+    size_bytes: int
+    problem: str
+
+
+def verify_snapshots(directory: Path, storage: Storage = DISK) -> Iterator[SnapshotVerdict]:
+    """Read and restore every snapshot, the oldest first."""
+    for path in snapshot_paths(directory, storage):
+        problem = ""
+        try:
+            restore_controller(read_snapshot(path, storage), path)
+        except SnapshotInvalidError as error:
+            problem = str(error)
+        yield SnapshotVerdict(path, int(path.stem), storage.size_bytes(path), problem)
+
+
+def drop_snapshots(directory: Path, first_seq: Seq, storage: Storage = DISK) -> list[Path]:
+    """Remove the snapshots that contain record `first_seq`, and return their paths."""
+    dropped = [path for path in snapshot_paths(directory, storage) if int(path.stem) >= first_seq]
+    for path in dropped:
+        storage.remove(path)
+    if dropped:
+        storage.sync_directory(directory)
+    return dropped

@@ -1,0 +1,181 @@
+"""The snapshotter: makes a snapshot and the event files from the log, in a process of its own.
+
+`python -m controller.log.snapshotter DIRECTORY ORDER` continues the newest valid snapshot with the
+records after it, so no request waits for it. Its output is a `SnapshotMade` in JSON. It ends with
+status 1 and a message if it fails, and with 3 if another one is at work.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from controller.core.actions import Action, PublishEvent
+from controller.core.limits import LimitsError
+from controller.log.event_files import EventWriter
+from controller.log.format import LogError
+from controller.log.replay import ReplayResult, replay
+from controller.log.retention import Retention, apply_retention, prune_snapshots
+from controller.log.segments import segment_paths
+from controller.log.snapshots import take_snapshot, write_snapshot
+from controller.log.storage import DISK, Storage
+from messages.ids import Seq
+
+EXIT_FAILED: Final = 1
+EXIT_BUSY: Final = 3
+
+LOCK_NAME: Final = "snapshotter.lock"
+NICENESS: Final = 10
+
+
+class SnapshotOrder(Struct, frozen=True):
+    """What a snapshotter is to do; `until` is the last record that its server has handled."""
+
+    until: Seq
+    retention: Retention = Retention()
+
+
+class SnapshotMade(Struct, frozen=True):
+    """A snapshot's last record and event, its size, and how it was made.
+
+    `inputs` were handled after the snapshot `base`, 0 for none. `removed` files were dropped or
+    archived. `skipped`: why later snapshots were not used.
+    """
+
+    seq: Seq
+    events_seq: Seq
+    time_ns: int
+    size_bytes: int
+    base: Seq
+    inputs: int
+    removed: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+
+class SnapshotterBusyError(LogError):
+    """Another process makes a snapshot of this log."""
+
+
+def make_snapshot(
+    directory: Path, order: SnapshotOrder, storage: Storage = DISK
+) -> SnapshotMade | None:
+    """Make the snapshot after record `order.until` and apply retention; None for an empty log.
+
+    The log may be written meanwhile. After a failure or a crash at any step the log has the
+    snapshots and segments that a restart needs. Raises `LogError`, `LimitsError` and `OSError`.
+    """
+    with _locked(directory, storage):
+        _remove_drafts(directory, storage)
+        with _EventSink(directory, storage) as events:
+            result = replay(directory, order.until, events.add, storage=storage)
+        controller = result.controller
+        if controller is None or not result.inputs:
+            return None
+        if result.divergence is not None:
+            seq, recorded, replayed = result.divergence
+            raise LogError(
+                f"{directory}: before record {seq} the digest was {recorded}, its replay computes "
+                f"{replayed}; no snapshot is made"
+            )
+        if result.snapshot_seq < result.inputs:
+            _sync_segments(directory, result, storage)
+            marks = () if result.snapshot is None else result.snapshot.marks
+            snapshot = take_snapshot(controller, result.position, marks)
+            write_snapshot(directory, snapshot, storage)
+        kept = prune_snapshots(directory, storage)
+        removed = apply_retention(directory, kept, order.retention, storage)
+    world = controller.world
+    return SnapshotMade(
+        seq=world.seq,
+        events_seq=world.events_seq,
+        time_ns=world.time_ns,
+        size_bytes=len(kept[0].world),
+        base=result.snapshot_seq,
+        inputs=result.inputs - result.snapshot_seq,
+        removed=tuple(str(path) for path in removed),
+        skipped=result.skipped,
+    )
+
+
+@contextmanager
+def _locked(directory: Path, storage: Storage) -> Iterator[None]:
+    """Exclude other snapshotters, for example that of a server which was killed."""
+    fd = storage.create(directory / LOCK_NAME)
+    try:
+        try:
+            storage.lock(fd)
+        except BlockingIOError as error:
+            busy = f"{directory}: another process makes a snapshot of this log; try again later"
+            raise SnapshotterBusyError(busy) from error
+        yield
+    finally:
+        storage.close(fd)
+
+
+def _remove_drafts(directory: Path, storage: Storage) -> None:
+    for name in storage.names(directory):
+        if name.endswith(".snap.new"):
+            storage.remove(directory / name)
+
+
+class _EventSink:
+    """Writes the events of a replay to the event files; they are durable when it ends."""
+
+    def __init__(self, directory: Path, storage: Storage) -> None:
+        self._writer = EventWriter(directory, storage)
+        self._continues = False
+
+    def add(self, actions: list[Action]) -> None:
+        """Add the events among the actions."""
+        events = [action.message for action in actions if isinstance(action, PublishEvent)]
+        if events and not self._continues:
+            # What an interrupted snapshotter wrote is replaced: the log may have been cut since.
+            self._continues = True
+            self._writer.cut_after(events[0].seq - 1)
+        self._writer.add(events)
+
+    def __enter__(self) -> "_EventSink":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._writer.close()
+
+
+def _sync_segments(directory: Path, result: ReplayResult, storage: Storage) -> None:
+    """Make the records that were read durable: a snapshot must not have more than the log."""
+    last = result.position.segment
+    first = last if result.snapshot is None else result.snapshot.position.segment
+    for path in segment_paths(directory, storage):
+        if result.snapshot is None or first <= int(path.stem) <= last:
+            fd = storage.open_end(path)
+            try:
+                storage.sync_data(fd)
+            finally:
+                storage.close(fd)
+
+
+def main() -> int:
+    """Make a snapshot by the arguments of the command line; return the exit status."""
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    directory, order = Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=SnapshotOrder)
+    try:
+        made = make_snapshot(directory, order)
+    except SnapshotterBusyError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BUSY
+    except (LogError, LimitsError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    print(msgspec.json.encode(made).decode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
