@@ -15,6 +15,7 @@ from messages.ids import (
     NO_SLOT,
     AdapterName,
     AdapterState,
+    Bytes,
     Epoch,
     Generation,
     Path,
@@ -355,6 +356,9 @@ class StatusShown(_Reply, frozen=True):
     tiers: tuple[TierView, ...]
     events_seq: Seq
     controller_pid: int = 0
+    snapshot_seq: Seq = 0  # The last record that the newest snapshot contains; 0 for none.
+    snapshot_age_ms: int = 0  # Recorded time since then.
+    log_bytes: Bytes = 0
 
 
 class EventsFetched(_Reply, frozen=True):

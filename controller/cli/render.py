@@ -180,7 +180,8 @@ def _status_fields(status: StatusShown) -> dict[str, str]:
     engine = f"{status.engine_id} (pid {status.engine_pid})" if status.engine_id else "none"
     return {
         "controller": f"epoch {status.epoch} (pid {status.controller_pid})",
-        "log": f"record {status.seq}, event {status.events_seq}",
+        "log": f"record {status.seq}, event {status.events_seq}, {format_size(status.log_bytes)}",
+        "snapshot": _snapshot(status),
         "digest": status.digest,
         "policy": status.policy,
         "engine": engine,
@@ -189,6 +190,12 @@ def _status_fields(status: StatusShown) -> dict[str, str]:
         "under way": f"{status.requests} requests, {status.operations} operations",
         "so far": f"{status.answered} answered, {status.refused} refused",
     }
+
+
+def _snapshot(status: StatusShown) -> str:
+    if not status.snapshot_seq:
+        return "none"
+    return f"record {status.snapshot_seq}, {status.snapshot_age_ms // 1000} s old"
 
 
 def _tiers(tiers: tuple[TierView, ...]) -> Table:

@@ -80,6 +80,21 @@ _LOG_AND_SUPERVISION: Final = {
         "The engine counts as lost after this time without a message from it; the time of a step "
         "that is in progress is not counted (see --step-timeout).",
     ),
+    "snapshot_interval": (
+        "--snapshot-interval",
+        "Make a snapshot of the state once per this number of records; a restart reads the last "
+        "snapshot and the records after it.",
+    ),
+    "log_retention": (
+        "--log-retention",
+        "What is done with log files that no restart needs, once they are --log-keep-hours old: "
+        "drop, archive:DIRECTORY (move them there) or keep.",
+    ),
+    "log_keep_hours": (
+        "--log-keep-hours",
+        "How long log files are kept that no restart needs, in hours of the server's running "
+        "time; 0 keeps none.",
+    ),
     "checked": ("--checked", "For debugging: verify every invariant after every input (slow)."),
 }
 _HANGS: Final = {

@@ -118,7 +118,7 @@ class Operation(Struct, array_like=True, gc=False):
     command: OperationCommand
     adapter_id: AdapterId
     deadline_ns: int
-    request_id: RequestId = ""
+    request_id: str = ""
     overdue: bool = False
 
 

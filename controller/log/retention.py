@@ -91,11 +91,7 @@ def unneeded_files(
     if mark is None:
         return []
     segments = segment_paths(directory, storage)
-    unneeded = [
-        path
-        for path, later in pairwise(segments)
-        if int(later.stem) <= mark.seq + 1
-    ]
+    unneeded = [path for path, later in pairwise(segments) if int(later.stem) <= mark.seq + 1]
     return unneeded + event_files_before(directory, mark.events_seq + 1, storage)
 
 

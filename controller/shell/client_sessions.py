@@ -16,6 +16,7 @@ from controller.core.views import AdapterPages, show_adapter, show_status
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.event_stream import EventStream
 from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
+from controller.shell.snapshot_process import LogFacts
 from messages import requests
 from messages.commands import StartGeneration, StartInference, StartPooling
 from messages.errors import ErrorCode
@@ -58,6 +59,7 @@ class ClientSessions:
         defaults: DefaultAdapters,
         can_reply: CanReply = lambda _: True,
     ) -> None:
+        self.log_facts: Callable[[], LogFacts] = LogFacts
         self._controller = controller
         self._can_reply = can_reply
         self._pages = AdapterPages(controller.world)
@@ -229,8 +231,7 @@ class ClientSessions:
                     self._reply_to(client, show_adapter(world, message))
                 case requests.ShowStatus():
                     status = show_status(self._controller, message)
-                    status = msgspec.structs.replace(status, controller_pid=self._pid)
-                    self._reply_to(client, status)
+                    self._reply_to(client, self._with_process_facts(status))
                 case requests.FetchEvents():
                     self._fetch_events(client, message)
         except Refusal as refusal:
@@ -244,6 +245,18 @@ class ClientSessions:
             self._reply_to(client, reply)
 
         self._events.fetch(client, message, self._controller.world.events_seq, answer)
+
+    def _with_process_facts(self, status: requests.StatusShown) -> requests.StatusShown:
+        """Return a status with what only the process knows."""
+        facts, world = self.log_facts(), self._controller.world
+        age_ns = world.time_ns - facts.snapshot_time_ns if facts.snapshot_seq else 0
+        return msgspec.structs.replace(
+            status,
+            controller_pid=self._pid,
+            snapshot_seq=facts.snapshot_seq,
+            snapshot_age_ms=age_ns // 1_000_000,
+            log_bytes=facts.log_bytes,
+        )
 
     def _reply_to(self, client: bytes, reply: requests.Reply) -> None:
         self._send(client, REPLIES.encode(reply, self._controller.world.epoch))

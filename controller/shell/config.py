@@ -5,7 +5,13 @@ from typing import Final, Literal
 from msgspec import Struct
 
 from controller.core.limits import Limits
-from controller.log.settings import SEGMENT_BYTES_MAX, SYNC_INTERVAL_MS, SyncPolicy
+from controller.log.settings import (
+    LOG_KEEP_HOURS,
+    SEGMENT_BYTES_MAX,
+    SNAPSHOT_INTERVAL,
+    SYNC_INTERVAL_MS,
+    SyncPolicy,
+)
 from controller.shell.default_adapters import DefaultPaths
 from controller.shell.hang_watch import HANG_TIMEOUT_MS, STEP_TIMEOUT_MS
 from messages.engine_options import EngineOptions
@@ -37,6 +43,12 @@ class ServerConfig(Struct, frozen=True):
     """Verify every invariant after every input; slow, for tests and for debugging."""
     default_mm_loras: DefaultPaths = {}
     """Modality -> path of the adapter for requests that contain it and name no adapter."""
+    snapshot_interval: int = SNAPSHOT_INTERVAL
+    """Inputs between two snapshots."""
+    log_retention: str = "drop"
+    """What is done with files of the log that no restart needs: drop, archive:DIRECTORY or keep."""
+    log_keep_hours: int = LOG_KEEP_HOURS
+    """How long such files are kept before."""
 
 
 class Supervision(Struct, frozen=True):

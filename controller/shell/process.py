@@ -12,6 +12,7 @@ import structlog
 from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, LimitsError, check_limits, limits_to
 from controller.log.format import LogError, LogSyncFailed
+from controller.log.retention import retention_from
 from controller.log.writer import Log
 from controller.shell import stderr_logging
 from controller.shell.config import (
@@ -66,7 +67,8 @@ def _read_config(text: str) -> ServerConfig:
     try:
         config = msgspec.json.decode(text, type=ServerConfig)
         check_limits(config.limits)
-    except (msgspec.MsgspecError, LimitsError) as error:
+        retention_from(config.log_retention)
+    except (msgspec.MsgspecError, LimitsError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if config.policy not in POLICIES:
         raise ConfigError(f"policy {config.policy!r} is not known; known are {sorted(POLICIES)}")

@@ -19,6 +19,7 @@ from controller.core.actions import Action, PublishEvent, SendCommand, SendReply
 from controller.core.controller import Controller
 from controller.log.format import LogError, LogFull
 from controller.log.replay import replay
+from controller.log.retention import retention_from
 from controller.log.writer import Log
 from controller.shell.client_sessions import ClientSessions
 from controller.shell.config import ServerConfig
@@ -26,6 +27,7 @@ from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
 from controller.shell.event_stream import EVENTS_BEAT_NS, EventStream
 from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
+from controller.shell.snapshot_process import SnapshotProcess
 from controller.shell.transport import Transport
 from messages import records
 from messages.commands import ResendTokens, StartInference
@@ -73,7 +75,13 @@ class Server:
         self._progress = progress or Progress()
         self._engine_progress = engine_progress or Progress()
         self._events = EventStream(opened.directory, opened.storage)
-        self._controller = _recover(config, opened, self._events)
+        self._snapshots = SnapshotProcess(
+            opened.directory,
+            config.snapshot_interval,
+            retention_from(config.log_retention, config.log_keep_hours),
+            opened.storage,
+        )
+        self._controller = _recover(config, opened, self._events, self._snapshots)
         self._events.end_recovery(self._controller.world.events_seq)
         self._clock = LogicalClock(self._controller.world.time_ns, clocks)
         defaults = DefaultAdapters(config.default_mm_loras)
@@ -87,6 +95,7 @@ class Server:
             defaults,
             transport.can_reply,
         )
+        self._sessions.log_facts = self._snapshots.facts
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
         self._interval_sync = config.sync == "interval"
         # The server's own inputs for the next group.
@@ -113,8 +122,12 @@ class Server:
                 self._progress.enter("handle", STEP_BOUND_S)
                 self._stopping = self._stopping or parent_fd in ready
                 self._iterate(ready)
+            self._progress.enter("stop", STEP_BOUND_S)
+            self._log.sync()
+            self._snapshots.finish(self._controller.world.seq)
         finally:
             self._progress.enter("stop", STEP_BOUND_S)
+            self._snapshots.close()
             self._events.close()
             self._log.close()
         log.info("stopped", seq=self._controller.world.seq)
@@ -296,14 +309,19 @@ class Server:
                 self._log.sync()
         if now - self._published_ns >= EVENTS_BEAT_NS:
             self._publish(beat=True)
+            self._snapshots.tick(self._controller.world.seq)
 
 
-def _recover(config: ServerConfig, opened: Log, events: EventStream) -> Controller:
+def _recover(
+    config: ServerConfig, opened: Log, events: EventStream, snapshots: SnapshotProcess
+) -> Controller:
     started = time.monotonic()
     directory = opened.directory
     result = replay(
         directory, sink=events.add_recovered, checked=config.checked, storage=opened.storage
     )
+    for reason in result.skipped:
+        log.warning("a snapshot can't be used", reason=reason)
     if result.divergence is not None:
         seq, recorded, replayed = result.divergence
         raise DivergedError(
@@ -312,10 +330,12 @@ def _recover(config: ServerConfig, opened: Log, events: EventStream) -> Controll
         )
     log.info(
         "recovered",
-        inputs=result.inputs,
+        snapshot=result.snapshot_seq,
+        inputs=result.inputs - result.snapshot_seq,
         digests_compared=result.digests_compared,
         seconds=round(time.monotonic() - started, 3),
     )
     if result.controller is None:
         raise DivergedError(f"{directory}: the log has no header")
+    snapshots.note_recovered(result.snapshot)
     return result.controller
