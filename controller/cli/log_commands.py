@@ -40,6 +40,12 @@ def replay(
         int | None,
         typer.Option(min=1, metavar="SEQ", help="Stop after the record with this number."),
     ] = None,
+    from_start: Annotated[
+        bool,
+        typer.Option(
+            "--from-start", help="Begin with the first record instead of the last snapshot."
+        ),
+    ] = False,
     checked: Annotated[
         bool,
         typer.Option(
@@ -56,7 +62,9 @@ def replay(
         open_log(directory or directory_of(ctx)) as log_directory,
         output.progress("replaying"),
     ):
-        result = replay_log(log_directory, until, checked=checked)
+        result = replay_log(log_directory, until, checked=checked, from_start=from_start)
+    for reason in result.skipped:
+        output.note(reason)
     _show_replay(output, result)
     if result.divergence is not None:
         seq, recorded, replayed = result.divergence
@@ -76,6 +84,7 @@ def _show_replay(output: "Output", result: "ReplayResult") -> None:
     listed = None if controller is None else list_adapters(controller.world, ListAdapters(""))
     fields = {
         "inputs": result.inputs,
+        "snapshot": result.snapshot_seq,
         "digest": result.digest,
         "digests_compared": result.digests_compared,
     }
@@ -90,18 +99,25 @@ def _show_replay(output: "Output", result: "ReplayResult") -> None:
 
 @log_app.command()
 def verify(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """Read the whole log and print its size and its damage; a torn tail is not damage."""
-    from controller.log.segments import verify as verify_log
+    """Read the whole log, its snapshots and event files; print their size and their damage.
+
+    A torn tail is not damage.
+    """
+    from controller.log.verification import verify as verify_log
 
     output = output_of(ctx, as_json)
     with open_log(directory_of(ctx)) as log_directory, output.progress("reading the log"):
         result = verify_log(log_directory)
-    fields = {**result._asdict(), "damage": None}
-    if result.damage is not None:
-        fields["damage"] = _damage(result.damage)
-    _print_fields(output, fields)
-    if result.damage is not None:
-        raise CommandError(ExitCode.LOG, str(result.damage), _REPAIR_HINT)
+    fields = {**result.segments._asdict(), "damage": None}
+    if result.segments.damage is not None:
+        fields["damage"] = _damage(result.segments.damage)
+    fields |= {name: value for name, value in result._asdict().items() if name != "segments"}
+    print_fields(output, fields)
+    if result.segments.damage is not None:
+        raise CommandError(ExitCode.LOG, str(result.segments.damage), _REPAIR_HINT)
+    if result.problems:
+        hint = "`loradock log compact` makes what is wrong again from the records"
+        raise CommandError(ExitCode.LOG, result.problems[0], hint)
 
 
 @log_app.command()
@@ -123,7 +139,7 @@ def repair(
     with open_log(directory_of(ctx)) as log_directory, output.progress("reading the log"):
         plan = repair_log(log_directory) if yes else repair_plan(log_directory)
         is_damaged = plan is not None and repair_plan(log_directory) is not None
-    _print_fields(output, _plan(plan, is_damaged, done=yes))
+    print_fields(output, _plan(plan, is_damaged, done=yes))
     if yes and is_damaged:
         raise CommandError(ExitCode.LOG, "there is other damage after this", "repair it as well")
     if plan is not None and not yes:
@@ -156,7 +172,8 @@ def _damage(damage: "LogDamaged") -> dict[str, Any]:
     }
 
 
-def _print_fields(output: "Output", fields: dict[str, Any]) -> None:
+def print_fields(output: "Output", fields: dict[str, Any]) -> None:
+    """Print named values: as JSON, or as a table for a person."""
     from controller.cli.render import field_table
 
     if output.as_json:

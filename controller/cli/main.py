@@ -11,7 +11,14 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from controller.cli import adapters, engine_commands, log_commands, pooling, serve, streaming
+from controller.cli import (
+    adapters,
+    engine_commands,
+    log_state_commands,
+    pooling,
+    serve,
+    streaming,
+)
 from controller.cli.context import Settings, settings_of
 from controller.cli.exit_codes import CommandError, exit_code_table, failure_of
 from controller.client.errors import LoradockError
@@ -47,7 +54,7 @@ app = typer.Typer(
 )
 for group in (
     *(adapters.app, streaming.app, pooling.app),
-    *(serve.app, engine_commands.app, log_commands.app),
+    *(serve.app, engine_commands.app, log_state_commands.app),
 ):
     app.registered_commands += group.registered_commands
     app.registered_groups += group.registered_groups

@@ -7,7 +7,7 @@ from typing import Final
 from controller.log.storage import DISK, Storage
 
 CHUNK_BYTES: Final = 1 << 20
-"""A sync waits for at most so many bytes, so that the log's own syncs are not delayed by many."""
+"""The most bytes that one sync waits for, so that the log's own syncs are not delayed for long."""
 
 
 def write_file(path: Path, data: bytes, storage: Storage = DISK) -> None:

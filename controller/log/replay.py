@@ -6,7 +6,7 @@ where there is one.
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from controller.core.controller import Controller
 from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, limits_from
 from controller.log.format import CHAIN_START, LogForeign, read_record
-from controller.log.segments import Segment
+from controller.log.segments import Segment, segment_paths
 from controller.log.snapshots import LogPosition, Snapshot, restore_newest
 from controller.log.storage import DISK, Storage
 from controller.log.tail import walk_after, walk_from_start
@@ -104,7 +104,7 @@ class _Replayer:
             return False
         controller = self.configure(header)
         with closing(segment.frames()) as frames:
-            completed = self._handle_frames(controller, frames, segment.file, header.format)
+            completed = self._handle_frames(controller, frames, segment.file, header)
         scan = segment.scan
         self.position = LogPosition(segment.first_seq, scan.offset, scan.link)
         return completed
@@ -114,14 +114,15 @@ class _Replayer:
         controller: Controller,
         frames: Iterator[tuple[Seq, Epoch, bytes]],
         file: Path,
-        format_number: int,
+        header: Header,
     ) -> bool:
         handle, sink, until = controller.handle, self._sink, self._until
+        format_number, has_digests = header.format, header.rules == RULES
         if self.is_done:
             return False
         for seq, _, body in frames:
             record = read_record(body, seq, file, format_number)
-            if record.digest and not self._matches(controller, seq, record.digest):
+            if record.digest and has_digests and not self._matches(controller, seq, record.digest):
                 return False
             actions = handle(record.input, record.time_ns)
             if sink is not None:
@@ -129,6 +130,18 @@ class _Replayer:
             if seq == until:
                 return False
         return True
+
+    def result(self, snapshot: Snapshot | None, skipped: tuple[str, ...]) -> ReplayResult:
+        """Return the result of a replay that began with a snapshot, or with the first record."""
+        return ReplayResult(
+            self.controller,
+            0 if self.controller is None else self.controller.world.seq,
+            self.compared,
+            self.divergence,
+            snapshot,
+            skipped,
+            self.position,
+        )
 
     def _matches(self, controller: Controller, seq: Seq, recorded: str) -> bool:
         self.compared += 1
@@ -167,31 +180,48 @@ def replay(
         else:
             replayer.position = snapshot.position
             segments = walk_after(directory, snapshot.position, storage)
-        _replay_segments(replayer, segments)
-    controller = replayer.controller
-    return ReplayResult(
-        controller,
-        0 if controller is None else controller.world.seq,
-        replayer.compared,
-        replayer.divergence,
-        snapshot,
-        skipped,
-        replayer.position,
-    )
+        _replay_segments(replayer, segments, (RULES,))
+    return replayer.result(snapshot, skipped)
 
 
-def _replay_segments(replayer: _Replayer, segments: Iterator[Segment]) -> None:
+def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResult:
+    """Replay a whole log of any rules by the current ones, without comparing its digests.
+
+    The state may differ from the one at that time in what the rules have changed.
+    """
+    replayer = _Replayer(None, None, checked=False)
+    with _without_garbage_collection():
+        _replay_segments(replayer, walk_from_start(directory, storage), None)
+    return replayer.result(None, ())
+
+
+def _replay_segments(
+    replayer: _Replayer, segments: Iterator[Segment], rules: Collection[int] | None
+) -> None:
     for segment in segments:
         if segment.header is None:
             continue
-        if segment.header.rules != RULES:
-            raise LogForeign(
-                f"{segment.file}: written by rules {segment.header.rules}; this version knows "
-                f"rules {RULES}; carry its state over with `loradock log export` and `loradock "
-                "log import`, or use the version that wrote it"
-            )
+        if rules is not None and segment.header.rules not in rules:
+            raise _foreign_rules(segment, segment.header)
         if not replayer.handle(segment, segment.header):
             return
+
+
+def check_rules(directory: Path, storage: Storage = DISK) -> None:
+    """Raise `LogForeign` if the log's last segment was written by other rules than the current."""
+    paths = segment_paths(directory, storage) if storage.is_directory(directory) else []
+    if paths:
+        segment = Segment(paths[-1], None, True, storage)
+        if segment.header is not None and segment.header.rules != RULES:
+            raise _foreign_rules(segment, segment.header)
+
+
+def _foreign_rules(segment: Segment, header: Header) -> LogForeign:
+    return LogForeign(
+        f"{segment.file}: written by rules {header.rules}; this version knows rules {RULES}; carry "
+        "its state over with `loradock log export` and `loradock log import`, or use the version "
+        "that wrote it"
+    )
 
 
 @contextmanager

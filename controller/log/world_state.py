@@ -48,7 +48,7 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     refused: int
     engine: AttachedEngine | None
     engine_ready: bool
-    unknown_operations: list[OpId]
+    unknown_operations: dict[OpId, int | None]
     adapters: list[Adapter]
     slots: list[Slot]
     answers: list[Reply]
@@ -69,12 +69,20 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
 _SAME: Final = (
     *("seq", "time_ns", "wall_offset_ns", "epoch", "next_op", "next_adapter_id"),
     *("next_generation", "events_seq", "lru_counter", "answered", "refused", "engine"),
-    *("engine_ready", "operations", "pending_requests", "tiers", "current_batch", "deadlines"),
+    *(
+        "engine_ready",
+        "unknown_operations",
+        "operations",
+        "pending_requests",
+        "tiers",
+        "current_batch",
+        "deadlines",
+    ),
     *("deadlines_max", "timer_ns"),
 )
 """The fields that are stored as they are."""
 
-_KEYS: Final = ("unknown_operations", "demoting", "promoting", "held")
+_KEYS: Final = ("demoting", "promoting", "held")
 """Dicts of keys without values, which are stored as lists."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode

@@ -12,6 +12,7 @@ import structlog
 from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, LimitsError, check_limits, limits_to
 from controller.log.format import LogError, LogSyncFailed
+from controller.log.replay import check_rules
 from controller.log.retention import retention_from
 from controller.log.writer import Log
 from controller.shell import stderr_logging
@@ -103,8 +104,11 @@ def _recovery_bound_s(directory: Path) -> float:
 def _open_log(config: ServerConfig) -> Log:
     """Open the log for writing; its lock makes this the only controller of the directory."""
     header = Header(FORMAT, RULES, config.policy, limits_to(config.limits), 0)
+    directory = Path(config.directory) / "log"
+    # Before a segment is begun, which the version that wrote the log could not read.
+    check_rules(directory)
     opened = Log.open(
-        Path(config.directory) / "log",
+        directory,
         header,
         sync=config.sync,
         sync_interval_ms=config.sync_interval_ms,

@@ -1,8 +1,8 @@
 """Snapshots of a running controller: a process of low priority makes them from the log.
 
 It is started when enough inputs were handled since the last snapshot. If it fails or hangs, that is
-reported, and the next one is due after as many inputs again: nothing but the time of a restart
-depends on it.
+reported, and the next one is due an interval later: nothing but the time of a restart depends on
+it.
 """
 
 import contextlib

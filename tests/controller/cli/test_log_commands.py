@@ -69,6 +69,9 @@ OPTIONS = {
     "--sync": "interval",
     "--sync-interval": "0.25",
     "--segment-bytes": "2MiB",
+    "--snapshot-interval": "15",
+    "--log-retention": "keep",
+    "--log-keep-hours": "16",
     "--engine-timeout": "4",
     "--hang-timeout": "0.35",
     "--step-timeout": "5",
@@ -97,7 +100,8 @@ def test_every_bound_is_an_option(started, tmp_path):
         digest_interval=14,
     )
     server = ServerConfig(
-        *(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True, {"image": "x=y"})
+        *(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True, {"image": "x=y"}),
+        *(15, "keep", 16),
     )
     defaults = ServeConfig(ServerConfig(""))
     arguments = [word for option in OPTIONS.items() for word in option]

@@ -18,6 +18,7 @@ from messages.records import (
     GenerationRequested,
     Header,
     Input,
+    InputSkipped,
     PayloadLost,
     PoolingRequested,
     Record,
@@ -111,6 +112,9 @@ EXAMPLES: dict[type, Any] = {
             tiers=(requests.TierView("device", 1, 4, 8192, 65536),),
             events_seq=78,
             controller_pid=4141,
+            snapshot_seq=90,
+            snapshot_age_ms=12_000,
+            log_bytes=1 << 20,
         ),
         requests.EventsFetched(
             "r-15", (events.Published(77, 17, events.AdapterCached("tenant-17")),), 78
@@ -172,6 +176,7 @@ EXAMPLES: dict[type, Any] = {
         ControllerStarted(3, 1_700_000_000_000_000_002),
         EngineLost("e-1", "its process ended"),
         TimerFired(),
+        InputSkipped(7, "r-10"),
         Header(1, 2, "lru", {"slots_max": 4, "host_adapters_max": 16}, 1),
         Record(1_700_000_000_000_000_001, TimerFired(), "d1", 2**63 + 5, 7),
         RecordOfFormat1(1_700_000_000_000_000_001, TimerFired(), b"\x00client", "d1"),
