@@ -142,7 +142,14 @@ def write_snapshot(directory: Path, snapshot: Snapshot, storage: Storage = DISK)
 
 def read_snapshot(path: Path, storage: Storage = DISK) -> Snapshot:
     """Read a snapshot of these rules; raises `SnapshotInvalidError`, and `OSError`."""
-    data = storage.read(path)
+    snapshot = decode_snapshot(storage.read(path), path)
+    if path.name != snapshot_path(path.parent, snapshot.seq).name:
+        raise SnapshotInvalidError(f"{path}: it is the snapshot after record {snapshot.seq}")
+    return snapshot
+
+
+def decode_snapshot(data: bytes, path: Path) -> Snapshot:
+    """Decode the content of a file; raises `SnapshotInvalidError` with its path."""
     body = memoryview(data)[_BODY_AT:]
     if data[:_BODY_AT] != _MARKER + xxhash.xxh3_128_digest(body):
         raise SnapshotInvalidError(f"{path}: its bytes are not those that were written")
@@ -153,12 +160,9 @@ def read_snapshot(path: Path, storage: Storage = DISK) -> Snapshot:
                 f"{path}: format {versions.format} and rules {versions.rules}; this version reads "
                 f"snapshots of format {FORMAT} and rules {RULES}"
             )
-        snapshot = _decode(body)
+        return _decode(body)
     except UNDECODABLE as error:
         raise SnapshotInvalidError(f"{path}: it is intact, but unknown here: {error}") from error
-    if path.name != snapshot_path(path.parent, snapshot.seq).name:
-        raise SnapshotInvalidError(f"{path}: it is the snapshot after record {snapshot.seq}")
-    return snapshot
 
 
 def restore_controller(snapshot: Snapshot, path: Path, *, checked: bool = False) -> Controller:

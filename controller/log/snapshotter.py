@@ -75,14 +75,14 @@ def make_snapshot(
         with _EventSink(directory, storage) as events:
             result = replay(directory, order.until, events.add, storage=storage)
         controller = result.controller
-        if controller is None or not result.inputs:
-            return None
         if result.divergence is not None:
             seq, recorded, replayed = result.divergence
             raise LogError(
                 f"{directory}: before record {seq} the digest was {recorded}, its replay computes "
                 f"{replayed}; no snapshot is made"
             )
+        if controller is None or not result.inputs:
+            return None
         if result.snapshot_seq < result.inputs:
             _sync_segments(directory, result, storage)
             marks = () if result.snapshot is None else result.snapshot.marks

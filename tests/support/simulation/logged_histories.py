@@ -1,0 +1,51 @@
+"""Logs of random histories, for the tests of snapshots."""
+
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from controller.core.actions import Action
+from controller.core.controller import Controller
+from controller.core.limits import RULES, Limits, limits_to
+from controller.log.storage import DISK, Storage
+from controller.log.writer import Log
+from messages.records import FORMAT, Header, Record
+from tests.support.simulation.workload import random_history
+
+_decode = msgspec.msgpack.Decoder(Record).decode
+
+SEGMENT_BYTES = 900
+"""A history has several segments of this size."""
+
+
+@cache
+def history(seed: int, steps: int = 60) -> tuple[Limits, tuple[Record, ...]]:
+    """Return the limits and the records of a random history; the same ones for a seed."""
+    deployment = random_history(seed, steps).deployment
+    return deployment.limits, tuple(_decode(data) for data in deployment.inputs)
+
+
+def header_of(limits: Limits) -> Header:
+    """Return the header of a log under these limits."""
+    return Header(FORMAT, RULES, "lru", limits_to(limits), 0)
+
+
+def fold(limits: Limits, records: tuple[Record, ...]) -> tuple[Controller, list[list[Action]]]:
+    """Return a controller that has handled the records, and the actions of each."""
+    controller = Controller(limits)
+    return controller, [controller.handle(record.input, record.time_ns) for record in records]
+
+
+def write_history(directory: Path, seed: int = 3, storage: Storage = DISK) -> tuple[Record, ...]:
+    """Write a history with a digest in every tenth record; return its records."""
+    limits, records = history(seed, 100)
+    controller = Controller(limits)
+    with Log.open(
+        directory, header_of(limits), segment_bytes_max=SEGMENT_BYTES, storage=storage
+    ) as log:
+        for number, record in enumerate(records):
+            digest = "" if number % 10 else controller.digest()
+            log.append([msgspec.structs.replace(record, digest=digest)], 1)
+            controller.handle(record.input, record.time_ns)
+    return records
