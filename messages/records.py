@@ -59,8 +59,20 @@ class TimerFired(Message, frozen=True):
     """A deadline that the core has set has passed."""
 
 
+class InputSkipped(Message, frozen=True):
+    """Handling record `seq` failed: it is skipped, and the state is as if it had never come.
+
+    `request_id` is that of the client's request in the record, if it is one.
+    """
+
+    seq: Seq
+    request_id: str = ""
+
+
 InferenceRequested = GenerationRequested | PoolingRequested
-ShellInput = InferenceRequested | PayloadLost | ControllerStarted | EngineLost | TimerFired
+ShellInput = (
+    InferenceRequested | PayloadLost | ControllerStarted | EngineLost | TimerFired | InputSkipped
+)
 Input = LifecycleRequest | LoggedReport | ShellInput
 
 

@@ -152,13 +152,17 @@ class PendingRequest(Struct, array_like=True, gc=False):
 
 
 class AttachedEngine(Struct, array_like=True, gc=False):
-    """The attached engine's identity and capacity."""
+    """The attached engine's identity and capacity.
+
+    `reported` is the number of its last report in the log, which is acknowledged to it.
+    """
 
     engine_id: str
     pid: int
     model: str
     slots_max: int
     device_bytes_max: int
+    reported: Seq = 0
 
 
 class Tier(Struct, array_like=True, gc=False):

@@ -46,8 +46,10 @@ class EventStream:
         self._batch.append(event)
 
     def add_recovered(self, actions: list[Action]) -> None:
-        """Keep the events of a recovery, which an earlier epoch published."""
-        self._kept.extend(action.message for action in actions if isinstance(action, PublishEvent))
+        """Keep the events of a recovery; one that is tried again brings the same ones again."""
+        last_seq = self._kept[-1].seq if self._kept else 0
+        published = (action.message for action in actions if isinstance(action, PublishEvent))
+        self._kept.extend(event for event in published if event.seq > last_seq)
 
     def take_batch(self) -> tuple[Published, ...]:
         """Return and clear the events that were added since the last batch."""
