@@ -27,6 +27,7 @@ class ErrorCode(StrEnum):
     LOG_UNAVAILABLE = "L014"
     OVERLOADED = "L015"
     NOT_SERVED = "L016"
+    HANDLING_FAILED = "L017"
 
 
 class Meaning(NamedTuple):
@@ -73,5 +74,8 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ErrorCode.OVERLOADED: Meaning("too many requests in flight", "a queue reached its bound", True),
     ErrorCode.NOT_SERVED: Meaning(
         "the engine's model has another task", "embedding requested from a generating model", False
+    ),
+    ErrorCode.HANDLING_FAILED: Meaning(
+        "handling failed in the controller; nothing was changed", "a defect of LoRADock", False
     ),
 }

@@ -46,9 +46,12 @@ ROOMS: Final = (
     # The controller.
     _package("controller"),
     _package("controller.states", "messages", "transitions")._replace(stdlib=PURE),
-    _package("controller.core", "messages controller.states", "msgspec xxhash")._replace(
-        stdlib=PURE
-    ),
+    _package("controller.core.tables", "messages.ids", "msgspec xxhash")._replace(stdlib=PURE),
+    _package(
+        "controller.core",
+        "messages controller.states controller.core.tables",
+        "msgspec xxhash",
+    )._replace(stdlib=PURE),
     _package("controller.log", "messages controller.core", "msgspec xxhash"),
     _package(
         "controller.shell",

@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
 
 EXIT_MEANINGS: Final[dict[ExitCode, str]] = {
     ExitCode.OK: "done",
-    ExitCode.FAILURE: "failed for a reason that has no exit code of its own",
+    ExitCode.FAILURE: "failed for a reason that has no exit code of its own (also L017)",
     ExitCode.USAGE: "wrong usage: an invalid option, name or request (L012)",
     ExitCode.NOT_FOUND: "unknown adapter, or its files were not found (L002, L006)",
     ExitCode.REFUSED: "refused: the adapter or the request is not acceptable "
@@ -56,6 +56,7 @@ EXIT_CODES: Final[dict[ErrorCode, ExitCode]] = {
     ErrorCode.LOG_UNAVAILABLE: ExitCode.LOG,
     ErrorCode.OVERLOADED: ExitCode.NO_ROOM,
     ErrorCode.NOT_SERVED: ExitCode.REFUSED,
+    ErrorCode.HANDLING_FAILED: ExitCode.FAILURE,
 }
 
 HINTS: Final[dict[ErrorCode, str]] = {
@@ -86,6 +87,7 @@ HINTS: Final[dict[ErrorCode, str]] = {
     ErrorCode.OVERLOADED: "try again in a moment",
     ErrorCode.NOT_SERVED: "serve a model for this task, or name the task: "
     "`loradock serve --task generate|embed|classify`",
+    ErrorCode.HANDLING_FAILED: "report a bug, with the controller's messages and its log",
 }
 
 

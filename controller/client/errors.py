@@ -18,7 +18,8 @@ The codes and their meanings are in `messages.errors`.
     ├── NotAllowed         L013
     ├── LogUnavailable     L014
     ├── Overloaded         L015
-    └── NotServed          L016
+    ├── NotServed          L016
+    └── HandlingFailed     L017
 """
 # Classes are named by what happened, like the codes, and not with the suffix `Error`.
 # ruff: noqa: N818
@@ -148,6 +149,12 @@ class NotServed(LoradockError):
     code = ErrorCode.NOT_SERVED
 
 
+class HandlingFailed(LoradockError):
+    """The controller could not handle the request, a defect; nothing was changed."""
+
+    code = ErrorCode.HANDLING_FAILED
+
+
 ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
     error.code: error
     for error in (
@@ -167,6 +174,7 @@ ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
         LogUnavailable,
         Overloaded,
         NotServed,
+        HandlingFailed,
     )
 }
 

@@ -32,4 +32,12 @@ class SetTimer(Struct, frozen=True, gc=False):
     at_ns: int
 
 
-Action = SendReply | SendCommand | PublishEvent | SetTimer
+class RestartEngine(Struct, frozen=True, gc=False):
+    """Have the supervisor end the engine and start another one; the core has detached it."""
+
+    engine_id: str
+    pid: int
+    reason: str
+
+
+Action = SendReply | SendCommand | PublishEvent | SetTimer | RestartEngine

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from controller.core.context import Context
-from controller.core.tier_queues import TIERS, TierName
+from controller.core.tables.tier_queues import TIERS, TierName
 from controller.core.world import Adapter
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
 
@@ -22,7 +22,7 @@ class Amount(NamedTuple):
 
 
 PLACES_PER_ADAPTER: Final[dict[TierName, int]] = {"host": 1, "pinned": 0, "device": 1}
-"""Pinned memory is bounded by bytes alone."""
+"""What counts against a tier's bound: pinned memory is bounded by bytes alone."""
 
 STATES_HOLDING: Final[dict[TierName, tuple[AdapterState, ...]]] = {
     "host": (CPU_CACHED, PINNED, GPU_SLOT),
@@ -53,11 +53,10 @@ def usage_of(adapter: Adapter, tier: TierName) -> Amount:
 
 def fits(context: Context, adapter: Adapter, tier: TierName) -> bool:
     """Whether the adapter can enter the tier as it is now."""
-    usage = context.world.tiers[tier]
+    usage, places = context.world.tiers[tier], PLACES_PER_ADAPTER[tier]
     return (
-        usage.count + PLACES_PER_ADAPTER[tier] <= usage.count_max
-        and usage.size_bytes + needed_bytes(adapter, tier) <= usage.size_bytes_max
-    )
+        not places or usage.count + places <= usage.count_max
+    ) and usage.size_bytes + needed_bytes(adapter, tier) <= usage.size_bytes_max
 
 
 def charge(context: Context, adapter: Adapter, tier: TierName) -> None:
@@ -84,10 +83,12 @@ def _add_bytes(context: Context, adapter: Adapter, tier: TierName, change: int) 
 def enter(context: Context, adapter: Adapter, tier: TierName) -> None:
     """Reserve room in a tier that the adapter `fits`; on the device, assign it a slot."""
     charge(context, adapter, tier)
-    context.world.tiers[tier].count += PLACES_PER_ADAPTER[tier]
+    context.world.tiers[tier].count += 1
     if tier == "host":
         adapter.on_host = True
-    elif tier == "device":
+    elif tier == "pinned":
+        adapter.is_staged = True
+    else:
         generation = context.world.next_generation
         context.world.next_generation += 1
         assign_slot(context, adapter, heapq.heappop(context.world.free_slots), generation)
@@ -95,12 +96,20 @@ def enter(context: Context, adapter: Adapter, tier: TierName) -> None:
 
 def leave(context: Context, adapter: Adapter, tier: TierName) -> None:
     """Free everything that the adapter uses in a tier."""
-    context.world.tiers[tier].count -= usage_of(adapter, tier).places
+    context.world.tiers[tier].count -= _is_in(adapter, tier)
     refund(context, adapter, tier)
     if tier == "host":
         adapter.on_host = False
+    elif tier == "pinned":
+        adapter.is_staged = False
     elif tier == "device" and adapter.slot != NO_SLOT:
         _free_slot(context, adapter)
+
+
+def _is_in(adapter: Adapter, tier: TierName) -> bool:
+    if tier == "host":
+        return adapter.on_host
+    return adapter.is_staged if tier == "pinned" else adapter.slot != NO_SLOT
 
 
 def assign_slot(context: Context, adapter: Adapter, index: int, generation: int) -> None:
@@ -125,7 +134,7 @@ def shortage(context: Context, tier: TierName) -> Amount:
     What demoting adapters use counts as free.
     """
     usage = context.world.tiers[tier]
-    places = usage.count - usage.count_max
+    places = PLACES_PER_ADAPTER[tier] * (usage.count - usage.count_max)
     size_bytes = usage.size_bytes - usage.size_bytes_max
     for adapter_id in context.world.demoting:
         adapter = context.world.adapters[adapter_id]

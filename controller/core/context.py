@@ -80,9 +80,8 @@ class Context(Struct, gc=False):
     def issue(self, command: commands.Operation, adapter: Adapter) -> None:
         """Send the operation that moves an adapter, and store it until its report."""
         world, op = self.world, command.op
-        deadline_ns = world.time_ns + self.limits.operation_timeout_ms * NANOS_PER_MS
-        world.add_deadline(deadline_ns, "operation", op)
-        world.operations[op] = Operation(command, adapter.id, deadline_ns)
+        world.operations[op] = Operation(command, adapter.id, 0)
+        self.bound_operation(op)
         adapter.op = op
         world.adapters.mark_changed(adapter.id)
         self.actions.append(SendCommand(command))
@@ -93,6 +92,13 @@ class Context(Struct, gc=False):
         world.operations[command.op] = Operation(command, 0, 0, request_id)
         world.pending_requests[request_id].op = command.op
         self.actions.append(SendCommand(command))
+
+    def bound_operation(self, op: OpId) -> None:
+        """Set the time at which the engine must have reported on an operation."""
+        world = self.world
+        deadline_ns = world.time_ns + self.limits.operation_timeout_ms * NANOS_PER_MS
+        world.operations[op].deadline_ns = deadline_ns
+        world.add_deadline(deadline_ns, "operation", op)
 
     def mark_changed(self, adapter: Adapter) -> None:
         """Record for the digest that the adapter was changed in place."""
@@ -122,10 +128,18 @@ class Context(Struct, gc=False):
         order.move_to_end(adapter.id)
         world.adapters.mark_changed(adapter.id)
 
+    def keep(self, adapter: Adapter, state: AdapterState) -> None:
+        """Record that a request was granted `state`: later refusals do not lower it."""
+        if RESIDENCY_LEVEL[state] > RESIDENCY_LEVEL[adapter.kept]:
+            adapter.kept = state
+            self.world.adapters.mark_changed(adapter.id)
+
     def set_goal(self, adapter: Adapter, goal: AdapterState) -> None:
         """Set the goal; an adapter whose goal is not above its state leaves its queue."""
         world, adapter_id = self.world, adapter.id
         adapter.goal = goal
+        if RESIDENCY_LEVEL[goal] < RESIDENCY_LEVEL[adapter.kept]:
+            adapter.kept = goal
         rise = RESIDENCY_LEVEL[goal] - RESIDENCY_LEVEL[adapter.state]
         if rise > 0:
             world.promoting[adapter_id] = None

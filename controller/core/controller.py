@@ -23,6 +23,7 @@ from controller.core.reconcile import reconcile
 from controller.core.world import World
 from messages import records, reports
 from messages.errors import ErrorCode
+from messages.ids import Seq
 
 
 class Controller:
@@ -37,10 +38,11 @@ class Controller:
         self._context = Context(self.world, self.limits, self.policy, [])
         self._checked = checked
 
-    def handle(self, message: records.Input, time_ns: int) -> list[Action]:
+    def handle(self, message: records.Input, time_ns: int, report_seq: Seq = 0) -> list[Action]:
         """Handle one input at `time_ns`; returns the actions to perform.
 
         A time before the last one counts as the last one, so that the log's time never decreases.
+        `report_seq` is the number of a report's frame. After an exception the state is undefined.
         """
         world, context = self.world, self._context
         world.seq += 1
@@ -48,8 +50,26 @@ class Controller:
         actions: list[Action] = []
         context.actions = actions
         _HANDLERS[type(message)](context, message)
+        if report_seq and world.engine is not None:
+            world.engine.reported = max(world.engine.reported, report_seq)
         self._finish(context)
         return actions
+
+    def skip(self, time_ns: int) -> None:
+        """Count an input whose handling fails, and change nothing else for it."""
+        self.world.seq += 1
+        self.world.time_ns = max(self.world.time_ns, time_ns)
+
+    def adopt(self, other: "Controller") -> None:
+        """Continue with the state of another controller, in this one's objects.
+
+        For a state that an exception has left half changed: views of the world stay valid.
+        """
+        self.limits, self.policy_name, self.policy = other.limits, other.policy_name, other.policy
+        # What was computed from the former adapters must not pass for computed from these.
+        other.world.adapters.membership += self.world.adapters.membership + 1
+        vars(self.world).update(vars(other.world))
+        self._context = Context(self.world, self.limits, self.policy, [])
 
     def reconfigure(self, limits: Limits, policy: str) -> list[Action]:
         """Continue under other limits; the attached engine counts as lost."""
@@ -89,4 +109,6 @@ _HANDLERS: Final[dict[type, Callable[[Context, Any], None]]] = {
     records.PayloadLost: engine_lifecycle.on_payload_lost,
     records.ControllerStarted: engine_lifecycle.on_started,
     records.TimerFired: deadlines.on_timer,
+    # The input that it names was skipped in its own place.
+    records.InputSkipped: lambda _context, _message: None,
 }

@@ -1,17 +1,19 @@
 """Expired deadlines, and the timer for the next one.
 
-A deadline ends the waiting of clients, never an operation: a late report still counts.
+A deadline ends the waiting of clients, and not an operation, whose late report still counts. An
+operation that is not ended by its second deadline either keeps its room for ever, so the engine
+counts as lost then.
 """
 
 import heapq
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller.core import leases, pending_requests
-from controller.core.actions import SetTimer
+from controller.core import engine_lifecycle, leases, pending_requests
+from controller.core.actions import SendCommand, SetTimer
 from controller.core.context import Context
-from controller.core.world import PendingRequest
-from messages import events, records
+from controller.core.world import Operation, PendingRequest
+from messages import commands, events, records
 from messages.errors import ErrorCode
 from messages.ids import AdapterId, OpId, RequestId
 
@@ -45,12 +47,43 @@ def set_timer(context: Context) -> None:
 
 
 def _expire_operation(context: Context, op: OpId) -> None:
-    """Refuse the requests that wait for the operation, which stays open."""
-    world = context.world
-    operation = world.operations[op]
+    """Refuse the requests that wait for an operation, which stays open until the next deadline.
+
+    The inventory shows whether the engine still runs it.
+    """
+    operation = context.world.operations[op]
+    if operation.overdue:
+        engine_lifecycle.abandon(context, _overdue_reason(context, op, operation))
+        return
     operation.overdue = True
-    adapter, kind = world.adapters[operation.adapter_id], type(operation.command).__name__
-    context.publish(events.OperationOverdue(op, kind, adapter.name))
+    name, kind = _adapter_name(context, operation), type(operation.command).__name__
+    context.publish(events.OperationOverdue(op, kind, name))
+    if operation.adapter_id:
+        _refuse_waiters(context, operation)
+    context.bound_operation(op)
+    context.actions.append(SendCommand(commands.RequestInventory(0)))
+
+
+def _adapter_name(context: Context, operation: Operation) -> str:
+    """Return the name of the adapter that an operation is of; empty if of none or of several."""
+    world = context.world
+    adapters: tuple[AdapterId, ...] = (operation.adapter_id,)
+    if operation.request_id:
+        adapters = world.pending_requests[operation.request_id].adapters
+    return world.adapters[adapters[0]].name if len(adapters) == 1 else ""
+
+
+def _overdue_reason(context: Context, op: OpId, operation: Operation) -> str:
+    name, kind = _adapter_name(context, operation), type(operation.command).__name__
+    return (
+        f"operation {op} ({kind}{f' of adapter {name!r}' if name else ''}) did not end within "
+        f"twice {context.limits.operation_timeout_ms} ms"
+    )
+
+
+def _refuse_waiters(context: Context, operation: Operation) -> None:
+    adapter = context.world.adapters[operation.adapter_id]
+    kind = type(operation.command).__name__
     late = (
         f"the engine did not report on {kind} of adapter {adapter.name!r} within "
         f"{context.limits.operation_timeout_ms} ms"
@@ -67,8 +100,10 @@ def _expire_request(context: Context, request_id: RequestId) -> None:
         too_slow = _TOO_SLOW[pending.kind]
         pending_requests.refuse_request(context, request_id, ErrorCode.ENGINE_GONE, too_slow)
         leases.stop_inference(context, pending)
-    else:
-        pending_requests.refuse_request(context, request_id, *_timeout_reason(context, pending))
+        return
+    if pending.op:
+        context.bound_operation(pending.op)
+    pending_requests.refuse_request(context, request_id, *_timeout_reason(context, pending))
 
 
 def _timeout_reason(context: Context, pending: PendingRequest) -> tuple[ErrorCode, str]:
@@ -94,8 +129,18 @@ def _end_backoff(context: Context, adapter_id: AdapterId) -> None:
     context.dirty_adapters[adapter_id] = None
 
 
+def _expire_unknown(context: Context, op: OpId) -> None:
+    """Abandon an engine that does not end an operation which is not in the log."""
+    engine_lifecycle.abandon(
+        context,
+        f"operation {op}, which is not in the log, did not end within "
+        f"{context.limits.operation_timeout_ms} ms of the order to",
+    )
+
+
 _EXPIRE: Final[dict[str, Callable[[Context, Any], None]]] = {
     "operation": _expire_operation,
     "request": _expire_request,
     "retry": _end_backoff,
+    "unknown": _expire_unknown,
 }

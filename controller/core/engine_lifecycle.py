@@ -4,9 +4,9 @@ An adapter that agrees with the engine's inventory is not touched.
 """
 
 from controller.core import leases, pending_requests
-from controller.core.actions import SendCommand
-from controller.core.context import Context
-from controller.core.inventory import contradiction, correct
+from controller.core.actions import RestartEngine, SendCommand
+from controller.core.context import NANOS_PER_MS, Context
+from controller.core.inventory import contradiction, correct, surviving
 from controller.core.report_handlers import discard_operation, mark_lost
 from controller.core.world import AttachedEngine, Operation
 from messages import commands, events, records, reports
@@ -59,12 +59,20 @@ def lose(context: Context, reason: str) -> None:
             pending_requests.refuse_request(context, request_id, ErrorCode.ENGINE_GONE, why)
 
 
+def abandon(context: Context, reason: str) -> None:
+    """Lose an engine that does not do its work, and have its process ended."""
+    engine = context.world.engine
+    if engine is not None:
+        lose(context, reason)
+        context.actions.append(RestartEngine(engine.engine_id, engine.pid, reason))
+
+
 def on_inventory(context: Context, inventory: reports.EngineInventory) -> None:
     """Handle an inventory: attach a new engine, then correct the records that differ from it."""
     world = context.world
     if world.engine is not None and world.engine.engine_id != inventory.engine_id:
         lose(context, f"engine {inventory.engine_id} took its place")
-    problem = contradiction(world, inventory)
+    problem = contradiction(world, context.limits, inventory)
     if problem is not None:
         context.publish(events.ReportRefused(inventory.last_op, problem))
         lose(context, problem)
@@ -114,9 +122,14 @@ def _advance_numbers(context: Context, inventory: reports.EngineInventory) -> No
 
 def _stop_unknown(context: Context, unknown: list[OpId]) -> None:
     """Stop operations that are not in the log; the inventory is requested again after them."""
+    world = context.world
+    deadline_ns = world.time_ns + context.limits.operation_timeout_ms * NANOS_PER_MS
+    # Further inventories do not extend the time.
+    deadlines = {op: world.unknown_operations.get(op, deadline_ns) for op in unknown}
     _mark_unready(context)
     for op in unknown:
-        context.world.unknown_operations[op] = None
+        world.unknown_operations[op] = deadlines[op]
+        world.add_deadline(deadlines[op], "unknown", op)
         context.actions.append(SendCommand(commands.StopGeneration(context.next_op(), op)))
 
 
@@ -127,9 +140,9 @@ def _discard_lost(
 ) -> None:
     # Unacknowledged reports arrived before the inventory. So an operation that is not after the
     # engine's last one, does not run and is still open was lost in transit. A new one replaces it.
-    running = set(inventory.running)
+    kept = {op for op, _ in surviving(context.world, inventory)}
     for op, operation in operations:
-        if op <= inventory.last_op and op not in running:
+        if op not in kept:
             del context.world.operations[op]
             discard_operation(context, operation)
             if operation.request_id:
@@ -170,7 +183,7 @@ def _reconcile_all(context: Context) -> None:
         context.dirty_adapters.update(dict.fromkeys(pending.adapters))
     adapters = [world.adapters[a] for a in {**world.promoting, **world.demoting}]
     # After the requested ones: held ones, then the most recently used.
-    for adapter in sorted(adapters, key=lambda a: (not a.held, -a.lru_stamp)):
+    for adapter in sorted(adapters, key=lambda a: (not a.held, -a.lru_stamp, a.id)):
         context.dirty_adapters[adapter.id] = None
 
 

@@ -10,7 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from controller.core import capacity
-from controller.core.actions import Action, PublishEvent, SendCommand, SendReply, SetTimer
+from controller.core.actions import (
+    Action,
+    PublishEvent,
+    RestartEngine,
+    SendCommand,
+    SendReply,
+    SetTimer,
+)
 from controller.core.context import Context, Refusal
 from controller.core.controller import Controller
 from controller.core.limits import Limits
@@ -125,6 +132,8 @@ class InProcessController:
             case SetTimer():
                 # `World.timer_ns` is read when nothing else is left to do.
                 pass
+            case RestartEngine():
+                raise RuntimeError(f"the engine did not complete its commands: {action.reason}")
 
     def _let_time_pass(self) -> None:
         """Advance to the next deadline, at the latest the waiting request's own."""

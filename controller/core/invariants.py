@@ -6,7 +6,7 @@ They share no counter and no index with the code that they check, and change not
 from collections import Counter
 
 from controller.core.limits import Limits
-from controller.core.tier_queues import TIERS
+from controller.core.tables.tier_queues import TIERS
 from controller.core.world import NO_PRIORITY, RESIDENT, Adapter, World
 from controller.states.table import RESIDENCY_LEVEL
 from messages import commands
@@ -84,7 +84,7 @@ def _command_type(world: World, adapter: Adapter) -> type | None:
 
 
 def _expected_usage(world: World, adapter: Adapter) -> tuple[bool, bool, bool, bool]:
-    """Whether it is on the host, and is charged for pageable, pinned and device memory."""
+    """Whether it counts on the host, and is charged for pageable, pinned and device memory."""
     kind = _command_type(world, adapter)
     loaded, staged = adapter.state == CPU_CACHED, adapter.state in (PINNED, GPU_SLOT)
     return (
@@ -97,7 +97,7 @@ def _expected_usage(world: World, adapter: Adapter) -> tuple[bool, bool, bool, b
 
 def _check_usage(world: World) -> None:
     """Each adapter is charged by its state and operation, and the tiers are charged the sums."""
-    count, slots, sums = 0, 0, [0, 0, 0]
+    counts, sums = [0, 0, 0], [0, 0, 0]
     for adapter in world.adapters.values():
         on_host, host, pinned, device = _expected_usage(world, adapter)
         _require(adapter.on_host == on_host, f"{adapter} is on the host or is not")
@@ -105,15 +105,14 @@ def _check_usage(world: World) -> None:
         expected = (host * pageable, pinned * adapter.blob_bytes, device * adapter.blob_bytes)
         charges = (adapter.host_bytes, adapter.pinned_bytes, adapter.device_bytes)
         _require(charges == expected, f"{adapter} is charged {charges}, not {expected}")
-        count += on_host
-        slots += device
+        _require(adapter.is_staged == pinned, f"{adapter} is staged or is not")
+        places = (on_host, pinned, device)
+        counts = [total + part for total, part in zip(counts, places, strict=True)]
         sums = [total + part for total, part in zip(sums, charges, strict=True)]
     found = [world.tiers[tier].size_bytes for tier in TIERS]
     _require(found == sums, f"the tiers count {found} bytes, the adapters {sums}")
-    counts = (world.tiers["host"].count, world.tiers["device"].count)
-    _require(
-        counts == (count, slots), f"the tiers count {counts} places, the adapters {(count, slots)}"
-    )
+    found = [world.tiers[tier].count for tier in TIERS]
+    _require(found == counts, f"the tiers count {found} adapters, it is {counts}")
 
 
 def _check_indexes(world: World) -> None:
@@ -128,6 +127,9 @@ def _check_indexes(world: World) -> None:
         members = [a.id for a in world.adapters.values() if a.state == state]
         by_stamp = sorted(members, key=lambda a: world.adapters[a].lru_stamp)
         _require(list(index) == by_stamp, f"the order of {state} is {list(index)}, not {by_stamp}")
+    for adapter in world.adapters.values():
+        is_above = RESIDENCY_LEVEL[adapter.kept] > RESIDENCY_LEVEL[adapter.goal]
+        _require(not is_above, f"the goal of {adapter} is below what it keeps")
     names = {a.name: a.id for a in world.adapters.values() if not (a.retired or a.predecessor)}
     _require(names == world.names, f"names {world.names} are not {names}")
     _require(list(world.answers) == list(world.answer_order), "the order of answers")

@@ -5,12 +5,14 @@ content receives another id.
 """
 
 import heapq
+from collections.abc import Iterator
 from typing import Final
 
 from controller.core import capacity, pending_requests
 from controller.core.context import Context
+from controller.core.limits import Limits
 from controller.core.report_handlers import mark_lost, promote_version, publish_if_current
-from controller.core.world import RESIDENT, Adapter, Slot, World
+from controller.core.world import RESIDENT, Adapter, Operation, Slot, World
 from controller.states.table import (
     RESIDENCY_LEVEL,
     SLOT_WRITTEN,
@@ -18,7 +20,7 @@ from controller.states.table import (
     WEIGHTS_STAGED,
 )
 from messages import events
-from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, UNREGISTERED, AdapterId
+from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, UNREGISTERED, AdapterId, OpId
 from messages.reports import EngineInventory, InventoryAdapter
 
 _TRANSITIONS_TO: Final = {
@@ -29,33 +31,109 @@ _TRANSITIONS_TO: Final = {
 """The inputs that lead from an adapter without weights to each resident state."""
 
 
-def contradiction(world: World, inventory: EngineInventory) -> str | None:
+PID_MAX: Final = 1 << 22
+"""Bound of Linux; 0 is an engine in the same process."""
+
+SLOTS_MAX: Final = 65_536
+RUNNING_MAX: Final = 65_536
+TEXT_LENGTH_MAX: Final = 256
+SIZE_BYTES_MAX: Final = 1 << 53
+"""Bound on the bytes of all adapters together, as read and as packed."""
+
+NUMBERS_LOST_MAX: Final = 1 << 40
+"""Bound on how far an engine's numbers may be ahead of the log, whose tail may be lost."""
+
+
+def contradiction(world: World, limits: Limits, inventory: EngineInventory) -> str | None:
     """Return what contradicts the log or itself in an inventory; None where nothing does.
 
     Refusals quote the text, so another wording needs another `RULES` number.
     """
-    slots: dict[int, AdapterId] = {}
-    entries: dict[AdapterId, InventoryAdapter] = {}
+    return (
+        _unbounded(world, limits, inventory)
+        or _contradicts_itself(inventory)
+        or _taken_slot(world, inventory)
+        or _missing_lease(world, inventory)
+    )
+
+
+def _unbounded(world: World, limits: Limits, inventory: EngineInventory) -> str | None:
+    """Return the first number or text that is out of its bounds."""
+    numbers = [
+        ("pid", inventory.pid, 0, PID_MAX),
+        ("slots_max", inventory.slots_max, 1, SLOTS_MAX),
+        ("last_op", inventory.last_op, 0, world.next_op + NUMBERS_LOST_MAX),
+        ("operations", len(inventory.running), 0, RUNNING_MAX),
+        ("adapters", len(inventory.adapters), 0, limits.known_adapters_max),
+        ("length of a name", max(map(len, _texts(inventory))), 0, TEXT_LENGTH_MAX),
+        ("bytes", sum(a.host_bytes + a.blob_bytes for a in inventory.adapters), 0, SIZE_BYTES_MAX),
+        *(("operation", op, 1, inventory.last_op) for op in inventory.running),
+    ]
+    for entry in inventory.adapters:
+        newest_id = world.next_adapter_id + NUMBERS_LOST_MAX
+        newest_generation = world.next_generation + NUMBERS_LOST_MAX
+        in_slot = entry.slot != NO_SLOT
+        numbers.append(("adapter id", entry.adapter_id, 1, newest_id))
+        numbers.append(("generation", entry.generation, int(in_slot), newest_generation))
+        numbers.append(("rank", entry.rank, 0, SIZE_BYTES_MAX))
+    for name, number, least, most in numbers:
+        if not least <= number <= most:
+            return f"{name} {number} is reported, {least} to {most} are allowed"
+    return None
+
+
+def _texts(inventory: EngineInventory) -> Iterator[str]:
+    yield from (inventory.engine_id, inventory.model)
+    yield from (entry.fingerprint for entry in inventory.adapters)
+
+
+def _contradicts_itself(inventory: EngineInventory) -> str | None:
+    slots: set[int] = set()
+    known: set[AdapterId] = set()
     for entry in inventory.adapters:
         in_slot = entry.slot != NO_SLOT
         if entry.state not in RESIDENT or in_slot != (entry.state == GPU_SLOT):
-            return f"adapter {entry.adapter_id} is told to be {entry.state} in slot {entry.slot}"
-        if entry.adapter_id in entries or (in_slot and entry.slot in slots):
-            return f"adapter {entry.adapter_id} or slot {entry.slot} is told twice"
+            return (
+                f"adapter {entry.adapter_id} is reported to be {entry.state} in slot {entry.slot}"
+            )
+        if entry.adapter_id in known or (in_slot and entry.slot in slots):
+            return f"adapter {entry.adapter_id} or slot {entry.slot} is reported twice"
         if entry.slot >= inventory.slots_max:
-            return f"slot {entry.slot} is told of {inventory.slots_max} slots"
-        entries[entry.adapter_id] = entry
+            return f"slot {entry.slot} is reported of {inventory.slots_max} slots"
+        known.add(entry.adapter_id)
         if in_slot:
-            slots[entry.slot] = entry.adapter_id
-    return _missing_lease(world, inventory, entries)
+            slots.add(entry.slot)
+    return None
 
 
-def _missing_lease(
-    world: World, inventory: EngineInventory, entries: dict[AdapterId, InventoryAdapter]
-) -> str | None:
+def surviving(world: World, inventory: EngineInventory) -> Iterator[tuple[OpId, Operation]]:
+    """Yield the operations that the engine runs, or has not received yet."""
     running = set(inventory.running)
     for op, operation in world.operations.items():
-        if not operation.request_id or (op not in running and op <= inventory.last_op):
+        if op in running or op > inventory.last_op:
+            yield op, operation
+
+
+def _taken_slot(world: World, inventory: EngineInventory) -> str | None:
+    """Return the slot of one adapter that an operation has reserved for another, if there is one.
+
+    An adapter in motion keeps its slot also where the inventory does not report it there.
+    """
+    moving = {operation.adapter_id for _, operation in surviving(world, inventory)} - {0}
+    reserved = {world.adapters[a].slot: a for a in moving if world.adapters[a].slot != NO_SLOT}
+    for entry in inventory.adapters:
+        if reserved.get(entry.slot, entry.adapter_id) != entry.adapter_id:
+            owner = reserved[entry.slot]
+            return (
+                f"adapter {entry.adapter_id} is reported in slot {entry.slot}, which {owner} uses"
+            )
+    return None
+
+
+def _missing_lease(world: World, inventory: EngineInventory) -> str | None:
+    entries = {entry.adapter_id: entry for entry in inventory.adapters}
+    for op, operation in surviving(world, inventory):
+        if not operation.request_id:
             continue
         for adapter_id in world.pending_requests[operation.request_id].adapters:
             if _differs(world.adapters[adapter_id], entries.get(adapter_id)):
@@ -168,6 +246,7 @@ def _replay_transitions(context: Context, adapter: Adapter, entry: InventoryAdap
         # The state is assumed to be wanted, by inputs that were lost with the log's tail.
         goal = max(goal, adapter.state, key=RESIDENCY_LEVEL.__getitem__)
     context.set_goal(adapter, goal)
+    context.keep(adapter, min(goal, adapter.state, key=RESIDENCY_LEVEL.__getitem__))
     context.dirty_adapters[adapter.id] = None
     promote_version(context, adapter)
     _publish_state(context, adapter)

@@ -4,6 +4,8 @@ A hold lasts from its answer until it is released. A lease lasts as long as the 
 engine runs for an inference or a batch.
 """
 
+from typing import Final
+
 from controller.core import capacity
 from controller.core.actions import SendCommand
 from controller.core.context import Context
@@ -19,7 +21,23 @@ from controller.core.pending_requests import (
 from controller.core.world import Adapter, PendingRequest, RequestKind
 from messages import commands, events
 from messages.errors import ErrorCode
-from messages.ids import BASE_MODEL, NO_SLOT, RequestId
+from messages.ids import (
+    BASE_MODEL,
+    CPU_CACHED,
+    GPU_SLOT,
+    NO_SLOT,
+    PINNED,
+    AdapterState,
+    RequestId,
+)
+
+GRANTED: Final[dict[RequestKind, AdapterState]] = {
+    "load": CPU_CACHED,
+    "stage": PINNED,
+    "activate": GPU_SLOT,
+    "hold": GPU_SLOT,
+}
+"""The state that an adapter is in when a request of each kind is granted."""
 
 
 def serve(
@@ -44,6 +62,8 @@ def answer_granted(
     """Answer a request that the adapter satisfies; a hold begins with its answer."""
     if kind == "hold" and not adapter.held:
         hold(context, adapter)
+    if kind in GRANTED:
+        context.keep(adapter, GRANTED[kind])
     context.answer(adapter_done(request_id, adapter))
 
 
@@ -73,6 +93,7 @@ def lease(context: Context, pending: PendingRequest) -> tuple[Adapter, ...]:
     adapters = tuple([context.world.adapters[adapter_id] for adapter_id in pending.adapters])
     for adapter in adapters:
         adapter.leases += 1
+        context.keep(adapter, GPU_SLOT)
         context.mark_changed(adapter)
     return adapters
 
@@ -103,6 +124,8 @@ def start_inference(context: Context, request_id: RequestId, pending: PendingReq
 def stop_inference(context: Context, pending: PendingRequest) -> None:
     """Order the engine to end a request's inference; the report of its end ends the lease."""
     pending.stopping = True
+    if not context.world.operations[pending.op].deadline_ns:
+        context.bound_operation(pending.op)
     context.actions.append(SendCommand(commands.StopGeneration(context.next_op(), pending.op)))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-RULES = 1
+RULES = 2
 """The number of the core's rules. A change of what `handle` decides, or of a refusal's text (which
 is part of the digest), needs a new one."""
 

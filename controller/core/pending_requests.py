@@ -125,9 +125,11 @@ def _cancel_demotion(context: Context, pending: PendingRequest) -> None:
             continue
         if not adapter.op:
             context.set_goal(adapter, adapter.state)
+            context.keep(adapter, adapter.state)
         elif adapter.goal == UNREGISTERED != adapter.state:
             # The operation in flight can't be recalled, but the record need not be removed.
             context.set_goal(adapter, EVICTED)
+            context.keep(adapter, EVICTED)
 
 
 def refuse_waiters(

@@ -9,7 +9,7 @@ from typing import Final
 
 from controller.core import capacity, leases, pending_requests
 from controller.core.context import NANOS_PER_MS, Context
-from controller.core.tier_queues import TierName
+from controller.core.tables.tier_queues import TierName
 from controller.core.world import NO_PRIORITY, Adapter
 from controller.states.machine import next_state
 from controller.states.table import ADAPTER_REMOVED, RESIDENCY_LEVEL
@@ -96,7 +96,18 @@ def _release_goal(context: Context, adapter: Adapter) -> None:
     if adapter.held:
         start_backoff(context, adapter)
     else:
-        context.set_goal(adapter, adapter.state)
+        context.set_goal(adapter, _goal_without_requests(adapter))
+        context.dirty_adapters[adapter.id] = None
+
+
+def _goal_without_requests(adapter: Adapter) -> AdapterState:
+    """Return where an adapter stays when a request for more is refused: nothing is loaded for it.
+
+    That is the state that requests were granted, or its own if that is lower.
+    """
+    state: AdapterState = min(adapter.state, adapter.kept, key=RESIDENCY_LEVEL.__getitem__)
+    # Its name must not pass to a version that is not loaded yet.
+    return EVICTED if adapter.successor and state != adapter.state else state
 
 
 def take_next_step(context: Context, adapter: Adapter) -> None:
@@ -116,7 +127,8 @@ def load(context: Context, adapter: Adapter) -> None:
     Its sizes are then known before room is made, and no adapter is evicted for an invalid one.
     """
     if adapter.fingerprint:
-        _request_room(context, adapter, "host")
+        if not _refuse_unreachable(context, adapter):
+            _request_room(context, adapter, "host")
     else:
         op = context.next_op()
         context.issue(commands.CheckAdapter(op, adapter.id, adapter.name, adapter.path), adapter)
@@ -251,6 +263,21 @@ def _refuse_impossible(context: Context, adapter: Adapter, tier: TierName) -> No
         leases.refuse_impossible_batch(context)
 
 
+def _refuse_unreachable(context: Context, adapter: Adapter) -> bool:
+    """Refuse the requests of an adapter before it is loaded if none of them can be granted."""
+    pending = [context.world.pending_requests[request_id] for request_id in adapter.waiters]
+    targets = [p.target for p in pending if p.kind not in pending_requests.DOWNWARD]
+    if not targets:
+        return False
+    lowest = min(targets, key=RESIDENCY_LEVEL.__getitem__)
+    for tier, states in capacity.STATES_HOLDING.items():
+        shortage = capacity.permanent_shortage(context, adapter, tier) if lowest in states else None
+        if shortage is not None:
+            abandon_goal(context, adapter, ErrorCode.NO_ROOM, shortage)
+            return True
+    return False
+
+
 def _enter(context: Context, adapter: Adapter, tier: TierName) -> None:
     capacity.enter(context, adapter, tier)
     context.issue(_entry_command(context, adapter, tier), adapter)
@@ -307,14 +334,14 @@ def _demote(context: Context, victim: Adapter, tier: TierName) -> None:
 
 
 def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: str) -> None:
-    """Leave the adapter in its state and refuse the requests that wanted it higher.
+    """Refuse the requests that wanted the adapter higher, and undo what was done for them alone.
 
     A held adapter keeps its goal and is tried again after a backoff.
     """
     if adapter.held and RESIDENCY_LEVEL[adapter.goal] > RESIDENCY_LEVEL[adapter.state]:
         start_backoff(context, adapter)
     else:
-        context.set_goal(adapter, UNREGISTERED if adapter.retired else adapter.state)
+        context.set_goal(adapter, _goal_without_requests(adapter))
     pending_requests.refuse_waiters(context, adapter, code, message, downward=False)
     context.dirty_adapters[adapter.id] = None
 
@@ -323,7 +350,8 @@ def start_backoff(context: Context, adapter: Adapter) -> None:
     """Leave the adapter unmoved for `rest_ms`: the step that failed would fail again now."""
     world = context.world
     adapter.backing_off = adapter.failed = True
+    adapter.retry_ns = world.time_ns + context.limits.rest_ms * NANOS_PER_MS
     if adapter.id in world.queues.members:
         world.queues.leave(adapter.id)
-    world.add_deadline(world.time_ns + context.limits.rest_ms * NANOS_PER_MS, "retry", adapter.id)
+    world.add_deadline(adapter.retry_ns, "retry", adapter.id)
     context.mark_changed(adapter)

@@ -11,7 +11,7 @@ from controller.core import capacity, leases, pending_requests
 from controller.core.actions import SendCommand
 from controller.core.context import Context
 from controller.core.reconcile import abandon_goal, start_backoff
-from controller.core.tier_queues import TIERS, TierName
+from controller.core.tables.tier_queues import TIERS, TierName
 from controller.core.world import Adapter, Operation, PendingRequest
 from controller.states.machine import IllegalTransitionError
 from controller.states.table import ENGINE_LOST, RESIDENCY_LEVEL
@@ -202,6 +202,7 @@ def promote_version(context: Context, new: Adapter) -> None:
     context.publish(events.AdapterReplaced(new.name, new.fingerprint))
     _move_waiters(context, old, new)
     context.set_goal(new, max(new.goal, old.goal, key=RESIDENCY_LEVEL.__getitem__))
+    context.keep(new, old.kept)
     if old.held:
         # The name stays held, so no event is published.
         old.held, new.held = False, True

@@ -12,9 +12,9 @@ import msgspec
 import xxhash
 from msgspec import Struct
 
-from controller.core.digest_dict import DigestDict
 from controller.core.limits import Limits
-from controller.core.tier_queues import TIERS, TierName, TierQueues
+from controller.core.tables.digest_dict import DigestDict
+from controller.core.tables.tier_queues import TIERS, TierName, TierQueues
 from messages.commands import Operation as OperationCommand
 from messages.ids import (
     CPU_CACHED,
@@ -35,8 +35,10 @@ RequestKind = (
     Literal["load", "stage", "activate", "hold", "deactivate", "evict", "remove", "batch"]
     | InferenceKind
 )
-DeadlineKind = Literal["operation", "request", "retry"]
-"""`retry` ends an adapter's backoff. Deadlines of one moment expire in the order of these names."""
+DeadlineKind = Literal["operation", "request", "retry", "unknown"]
+"""`retry` ends an adapter's backoff, `unknown` is of an operation that is not in the log.
+
+Deadlines of one moment expire in the order of these names."""
 Deadline = tuple[int, DeadlineKind, int | str]
 """Time, kind of the thing that expires, and its key."""
 
@@ -51,7 +53,9 @@ class Adapter(Struct, array_like=True, gc=False):
 
     The state is what the engine reported, the goal is the state to reach. `host_bytes`,
     `pinned_bytes` and `device_bytes` are charged now, reservations of an operation in flight
-    included. `load_bytes` is its size as read, `blob_bytes` its size as packed. `waiters` maps the
+    included; `on_host` and `is_staged` state whether it counts there. `kept` is the highest state
+    that requests were granted, unless its goal was lowered since: a refused request leaves it
+    there. `load_bytes` is its size as read, `blob_bytes` its size as packed. `waiters` maps the
     requests that wait for it, the oldest first, to the `seq` of the input that each arrived with.
     """
 
@@ -60,6 +64,7 @@ class Adapter(Struct, array_like=True, gc=False):
     path: str
     state: AdapterState = UNREGISTERED
     goal: AdapterState = UNREGISTERED
+    kept: AdapterState = UNREGISTERED
     fingerprint: str = ""
     rank: int = 0
     load_bytes: int = 0
@@ -68,6 +73,7 @@ class Adapter(Struct, array_like=True, gc=False):
     pinned_bytes: int = 0
     device_bytes: int = 0
     on_host: bool = False
+    is_staged: bool = False
     slot: int = NO_SLOT
     generation: int = 0
     held: bool = False
@@ -76,6 +82,8 @@ class Adapter(Struct, array_like=True, gc=False):
     retired: bool = False
     # The last move failed: the adapter stays until its backoff ends or a request arrives.
     backing_off: bool = False
+    # When its last backoff ends or ended.
+    retry_ns: int = 0
     # No move succeeded since a failure: a hold alone does not make its priority the first.
     failed: bool = False
     # The version that may replace this one, and the version that this one may replace.
@@ -112,7 +120,9 @@ class Slot(Struct, array_like=True, gc=False):
 class Operation(Struct, array_like=True, gc=False):
     """One command that the engine has not reported on.
 
-    It moves `adapter_id`; where that is 0, it serves the request `request_id`.
+    It moves `adapter_id`; where that is 0, it serves the request `request_id`. `deadline_ns` is 0
+    as long as the request's own deadline bounds it. When it is `overdue`, the engine is lost at the
+    next deadline.
     """
 
     command: OperationCommand
@@ -142,13 +152,17 @@ class PendingRequest(Struct, array_like=True, gc=False):
 
 
 class AttachedEngine(Struct, array_like=True, gc=False):
-    """The attached engine's identity and capacity."""
+    """The attached engine's identity and capacity.
+
+    `reported` is the number of its last report in the log, which is acknowledged to it.
+    """
 
     engine_id: str
     pid: int
     model: str
     slots_max: int
     device_bytes_max: int
+    reported: Seq = 0
 
 
 class Tier(Struct, array_like=True, gc=False):
@@ -181,8 +195,8 @@ class World:
         # Whether the engine sent its inventory since the controller started. No operation is sent
         # before.
         self.engine_ready = False
-        # Operations that the engine runs and that are not in the log.
-        self.unknown_operations: dict[OpId, None] = {}
+        # Operations that the engine runs and that are not in the log, with their deadlines.
+        self.unknown_operations: dict[OpId, int] = {}
         self.names: dict[str, AdapterId] = {}
         self.adapters: DigestDict[AdapterId, Adapter] = DigestDict()
         self.slots: DigestDict[int, Slot] = DigestDict()
@@ -197,7 +211,7 @@ class World:
         self._derive(limits)
 
     def _derive(self, limits: Limits) -> None:
-        """Create the indexes, which could be rebuilt from the fields above."""
+        """Create the indexes, which `controller.core.restore` computes from the fields above."""
         self.resize_slots(limits.slots_max)
         self.set_bounds(limits)
         # Keys of `answers` in order: a dict's own first key is slow to find once many are gone.
@@ -254,14 +268,18 @@ class World:
             self.deadlines_max = 2 * len(self.deadlines) + DEADLINES_MIN
 
     def is_live(self, entry: Deadline) -> bool:
-        """Whether the thing that the deadline is for still exists."""
-        _, kind, key = entry
+        """Whether the thing that the deadline is for still exists, and still has this deadline."""
+        at_ns, kind, key = entry
         if kind == "operation":
-            return key in self.operations
+            operation = self.operations.get(key)  # type: ignore[arg-type]
+            return operation is not None and operation.deadline_ns == at_ns
         if kind == "request":
-            return key in self.pending_requests
+            pending = self.pending_requests.get(key)  # type: ignore[arg-type]
+            return pending is not None and pending.deadline_ns == at_ns and not pending.answered
+        if kind == "unknown":
+            return self.unknown_operations.get(key) == at_ns  # type: ignore[arg-type]
         adapter = self.adapters.get(key)  # type: ignore[arg-type]
-        return adapter is not None and adapter.backing_off
+        return adapter is not None and adapter.backing_off and adapter.retry_ns == at_ns
 
     def digest(self) -> str:
         """Return a hash of all state: 32 hex characters, equal for equal histories.
@@ -283,7 +301,7 @@ class World:
             (self.seq, self.time_ns, self.epoch, self.events_seq, self.lru_counter),
             (self.next_op, self.next_adapter_id, self.next_generation),
             (self.answered, self.refused),
-            (self.engine, self.engine_ready, list(self.unknown_operations)),
+            (self.engine, self.engine_ready, list(self.unknown_operations.items())),
             [self.tiers[tier] for tier in TIERS],
             [self.queues.by_tier[tier] for tier in TIERS],
             (list(self.batches), self.current_batch),

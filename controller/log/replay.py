@@ -2,7 +2,8 @@
 
 The log's inputs are handled by the same core as before, and the recorded digests are compared with
 the replayed state's. The replay stops at the first digest that differs. It begins with a snapshot
-where there is one.
+where there is one. Inputs that a later record skips are skipped in their place, whether or not
+their handling would fail here.
 """
 
 import gc
@@ -14,16 +15,29 @@ from typing import NamedTuple
 from controller.core.actions import Action
 from controller.core.controller import Controller
 from controller.core.eviction import POLICIES
+from controller.core.invariants import InvariantError
 from controller.core.limits import RULES, limits_from
-from controller.log.format import CHAIN_START, LogForeign, read_record
+from controller.log.format import CHAIN_START, LogError, LogForeign, read_record
 from controller.log.segments import Segment, segment_paths
+from controller.log.skips import skipped_inputs
 from controller.log.snapshots import LogPosition, Snapshot, restore_newest
 from controller.log.storage import DISK, Storage
 from controller.log.tail import walk_after, walk_from_start
 from messages.ids import Epoch, Seq
-from messages.records import Header
+from messages.records import Header, Record
 
 Sink = Callable[[list[Action]], None]
+
+
+class HandlingFailed(LogError):  # noqa: N818 - named after the event, as its relatives
+    """The handling of record `seq` raises an exception, and no later record skips it."""
+
+    def __init__(self, seq: Seq, record: Record, error: Exception) -> None:
+        super().__init__(
+            f"handling record {seq} ({type(record.input).__name__}) fails: "
+            f"{type(error).__name__}: {error}"
+        )
+        self.seq, self.record = seq, record
 
 
 class Divergence(NamedTuple):
@@ -68,6 +82,9 @@ class _Replayer:
     """A controller that handles segments, up to record `until`."""
 
     def __init__(self, until: Seq | None, sink: Sink | None, checked: bool) -> None:
+        self.skips: Collection[Seq] = ()
+        self.policy = ""
+        """Replaces the log's policy; its digests are not compared then."""
         self.controller: Controller | None = None
         self.compared = 0
         self.divergence: Divergence | None = None
@@ -78,17 +95,17 @@ class _Replayer:
 
     def configure(self, header: Header) -> Controller:
         """Return the controller, with the limits and the policy of a segment."""
-        limits = limits_from(header.limits)
-        if header.policy not in POLICIES:
+        limits, policy = limits_from(header.limits), self.policy or header.policy
+        if policy not in POLICIES:
             raise LogForeign(
-                f"written with policy {header.policy!r}; this version knows {sorted(POLICIES)}; "
+                f"written with policy {policy!r}; this version knows {sorted(POLICIES)}; "
                 "use one that knows it"
             )
         controller = self.controller
         if controller is None:
-            self.controller = controller = Controller(limits, header.policy, checked=self._checked)
-        elif (limits, header.policy) != (controller.limits, controller.policy_name):
-            actions = controller.reconfigure(limits, header.policy)
+            self.controller = controller = Controller(limits, policy, checked=self._checked)
+        elif (limits, policy) != (controller.limits, controller.policy_name):
+            actions = controller.reconfigure(limits, policy)
             if self._sink is not None:
                 self._sink(actions)
         return controller
@@ -116,15 +133,26 @@ class _Replayer:
         file: Path,
         header: Header,
     ) -> bool:
-        handle, sink, until = controller.handle, self._sink, self._until
-        format_number, has_digests = header.format, header.rules == RULES
+        handle, sink, until, skips = controller.handle, self._sink, self._until, self.skips
+        format_number = header.format
+        compares = header.rules == RULES and not self.policy
         if self.is_done:
             return False
         for seq, _, body in frames:
             record = read_record(body, seq, file, format_number)
-            if record.digest and has_digests and not self._matches(controller, seq, record.digest):
+            if record.digest and compares and not self._matches(controller, seq, record.digest):
                 return False
-            actions = handle(record.input, record.time_ns)
+            if seq in skips:
+                controller.skip(record.time_ns)
+                actions = []
+            else:
+                try:
+                    actions = handle(record.input, record.time_ns, record.report_seq)
+                except InvariantError:
+                    raise
+                # Any exception: the caller skips this input, or reports it.
+                except Exception as error:
+                    raise HandlingFailed(seq, record, error) from error
             if sink is not None:
                 sink(actions)
             if seq == until:
@@ -151,7 +179,7 @@ class _Replayer:
         return replayed == recorded
 
 
-def replay(
+def replay(  # noqa: PLR0913 - one parameter per way of replaying
     directory: Path,
     until: Seq | None = None,
     sink: Sink | None = None,
@@ -159,19 +187,26 @@ def replay(
     checked: bool = False,
     from_start: bool = False,
     storage: Storage = DISK,
+    skips: Collection[Seq] = (),
+    policy: str = "",
 ) -> ReplayResult:
     """Replay the log in `directory`, up to and including record `until`.
 
     It begins with the newest valid snapshot that contains no later record, or with the log's first
     record if there is none or with `from_start`. `sink` is called with the actions of each record
-    that is replayed; `checked` verifies every invariant after it. Raises `LogError` for a log that
-    can't be read or of which records are missing, and `LimitsError` for limits of other rules.
+    that is replayed; `checked` verifies every invariant after it. `skips` are inputs to skip
+    besides those that the log skips. With a `policy` the whole log is replayed as if that had been
+    its own, without comparing digests: reports that no longer fit are refused.
+
+    Raises `LogError` for a log that can't be read or of which records are missing, `HandlingFailed`
+    where the handling of a record fails, and `LimitsError` for limits of other rules.
     """
     replayer = _Replayer(until, sink, checked)
+    replayer.policy = policy
     snapshot: Snapshot | None = None
     skipped: tuple[str, ...] = ()
     with _without_garbage_collection():
-        if not from_start:
+        if not from_start and not policy:
             snapshot, replayer.controller, skipped = restore_newest(
                 directory, until, checked=checked, storage=storage
             )
@@ -180,6 +215,8 @@ def replay(
         else:
             replayer.position = snapshot.position
             segments = walk_after(directory, snapshot.position, storage)
+        first_seq = replayer.position.link.seq + 1
+        replayer.skips = frozenset(skips) | skipped_inputs(directory, storage, first_seq)
         _replay_segments(replayer, segments, (RULES,))
     return replayer.result(snapshot, skipped)
 
@@ -190,6 +227,7 @@ def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResu
     The state may differ from the one at that time in what the rules have changed.
     """
     replayer = _Replayer(None, None, checked=False)
+    replayer.skips = skipped_inputs(directory, storage)
     with _without_garbage_collection():
         _replay_segments(replayer, walk_from_start(directory, storage), None)
     return replayer.result(None, ())

@@ -22,6 +22,7 @@ from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, LimitsError, limits_from, limits_to
 from controller.log.durable_files import write_file
 from controller.log.format import UNDECODABLE, ChainLink, LogError
+from controller.log.skips import skipped_inputs
 from controller.log.storage import DISK, Storage
 from controller.log.world_state import encode_world, restore_world
 from messages.ids import Seq
@@ -198,6 +199,7 @@ def restore_newest(
         if until is not None and int(path.stem) > until:
             continue
         try:
+            _refuse_skipped(path, storage)
             snapshot = read_snapshot(path, storage)
             controller = restore_controller(snapshot, path, checked=checked)
         except FileNotFoundError:
@@ -208,6 +210,14 @@ def restore_newest(
         else:
             return Restored(snapshot, controller, tuple(skipped))
     return Restored(None, None, tuple(skipped))
+
+
+def _refuse_skipped(path: Path, storage: Storage) -> None:
+    """Raise `SnapshotInvalidError` if a later record skips an input that the snapshot contains."""
+    seq = int(path.stem)
+    skipped = [s for s in skipped_inputs(path.parent, storage, seq + 1) if s <= seq]
+    if skipped:
+        raise SnapshotInvalidError(f"{path}: it contains record {skipped[0]}, which is skipped")
 
 
 class SnapshotVerdict(NamedTuple):

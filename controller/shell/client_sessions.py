@@ -196,14 +196,16 @@ class ClientSessions:
             if not isinstance(reply, requests.GenerationDone | requests.PoolingDone):
                 self._routes.pop(reply.request_id, None)
 
-    def refuse_unlogged(self, request_id: RequestId, why: str) -> None:
-        """Refuse a request that could not be logged, unless an earlier copy is known."""
+    def refuse_unlogged(
+        self, request_id: RequestId, why: str, code: ErrorCode = ErrorCode.LOG_UNAVAILABLE
+    ) -> None:
+        """Refuse a request that could not be logged or handled, unless an earlier copy is known."""
         world = self._controller.world
         kept = world.answers.get(request_id)
         if kept is not None:
             self.answer(kept)
         elif request_id not in world.pending_requests:
-            self.answer(requests.Refused(request_id, ErrorCode.LOG_UNAVAILABLE, why))
+            self.answer(requests.Refused(request_id, code, why))
 
     def answer_queries(self) -> None:
         """Answer queries of the clients in turn, until their time in this iteration has passed.

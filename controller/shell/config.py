@@ -1,5 +1,6 @@
 """Configurations of the controller's process and of `loradock serve`, and their exit statuses."""
 
+import struct
 from typing import Final, Literal
 
 from msgspec import Struct
@@ -24,6 +25,9 @@ EXIT_SOCKET: Final = 6
 """A socket can't be opened."""
 EXIT_LOG: Final = 7
 """The log is damaged, foreign, in use or diverges: a restart does not help."""
+
+RESTART: Final = struct.Struct("<Q")
+"""What a controller writes to `Supervision.restart_fd`: the process id of an engine to restart."""
 
 EngineKind = Literal["managed", "external"]
 """Whether `serve` starts the engine, or waits for one that is started elsewhere."""
@@ -54,11 +58,13 @@ class ServerConfig(Struct, frozen=True):
 class Supervision(Struct, frozen=True):
     """What a controller process shares with its supervisor; the defaults are for one without.
 
-    `parent_fd` closes when the supervisor ends. `progress` and `engine_progress` are the paths of
+    `parent_fd` closes when the supervisor ends. The controller writes to `restart_fd` which engine
+    has to be restarted. `progress` and `engine_progress` are the paths of
     the pages in which the controller and its engine report their steps.
     """
 
     parent_fd: int = -1
+    restart_fd: int = -1
     progress: str = ""
     engine_progress: str = ""
 

@@ -7,7 +7,8 @@ No command is sent between a request for an inventory and the handling of that i
 the inventory covers every command that was sent. A command that is withheld or lost meanwhile is
 not repeated here: the core finds from the inventory that the engine did not receive it, and issues
 it again. Reports that arrive meanwhile are kept until the inventory arrives, because the first one
-to arrive need not be the first one that the log lacks. Only what is in the log is acknowledged.
+to arrive need not be the first one that the log lacks. Only what is in the log is acknowledged,
+and what is in the log is acknowledged in every later epoch too: no report is logged twice.
 """
 
 from collections.abc import Callable
@@ -36,10 +37,17 @@ class Phase(Enum):
     OPEN = auto()
 
 
+class NumberedReport(NamedTuple):
+    """A report for the log, with the number of its frame."""
+
+    report: reports.LoggedReport
+    seq: Seq
+
+
 class LinkOutput(NamedTuple):
     """Results of one iteration's frames: inputs for the log, and output that is never logged."""
 
-    inputs: list[reports.LoggedReport]
+    inputs: list[NumberedReport]
     private: list[reports.PrivateReport]
 
 
@@ -65,12 +73,18 @@ class EngineLink:
         self._beat_ns = 0
         self._ended_id = ""
         self._ended_ns = 0
+        # The last report in the log of the engine that was detached last.
+        self._detached: tuple[str, Seq] = ("", 0)
         self._malformed = 0
 
-    def start(self, epoch: Epoch, engine_id: str, now_ns: int) -> None:
-        """Start an epoch; the engine that the log knows (if any) has the timeout to connect."""
+    def start(self, epoch: Epoch, engine_id: str, now_ns: int, reported: Seq = 0) -> None:
+        """Start an epoch; the engine that the log knows (if any) has the timeout to connect.
+
+        `reported` is the number of its last report that is in the log.
+        """
         self._epoch = epoch
         self.engine_id = engine_id
+        self._delivered = self._logged = reported
         self._received_ns = now_ns
 
     @property
@@ -131,7 +145,8 @@ class EngineLink:
             return False
         if peer != self._peer:
             if engine_id != self.engine_id:
-                self._delivered = self._logged = 0
+                known_id, logged = self._detached
+                self._delivered = self._logged = logged if engine_id == known_id else 0
             self.engine_id, self._peer = engine_id, peer
             self._synchronise(now_ns)
         return True
@@ -149,8 +164,9 @@ class EngineLink:
             self._synchronise(now_ns)
         elif answers >= self._requested:
             self._phase = Phase.ANSWERED
-            output.inputs.extend(self._reordered[number] for number in sorted(self._reordered))
-            output.inputs.append(report)
+            numbered = sorted(self._reordered.items())
+            output.inputs.extend(NumberedReport(report, number) for number, report in numbered)
+            output.inputs.append(NumberedReport(report, seq))
             self._reordered.clear()
             self._delivered = seq
 
@@ -168,7 +184,7 @@ class EngineLink:
             self._reordered[seq] = report
         elif seq == self._delivered + 1:
             self._delivered = seq
-            output.inputs.append(report)
+            output.inputs.append(NumberedReport(report, seq))
         else:
             self._synchronise(now_ns)
 
@@ -247,6 +263,7 @@ class EngineLink:
 
         `ended`: its process has ended, so frames that still arrive from it are ignored.
         """
+        self._detached = (self.engine_id, self._logged)
         if ended:
             self._ended_id, self._ended_ns = self.engine_id, now_ns
         self.engine_id, self._peer = "", b""

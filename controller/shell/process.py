@@ -24,7 +24,7 @@ from controller.shell.config import (
     ServerConfig,
     Supervision,
 )
-from controller.shell.server import Server
+from controller.shell.server import Server, SupervisorLink
 from controller.shell.transport import Transport, TransportError
 from messages.progress import Progress
 from messages.records import FORMAT, Header
@@ -88,7 +88,10 @@ def _serve(config: ServerConfig, supervision: Supervision) -> None:
     with Transport(Path(config.directory)) as transport:
         engine_progress = Progress(supervision.engine_progress)
         server = Server(
-            config, transport, opened, progress=progress, engine_progress=engine_progress
+            config,
+            transport,
+            opened,
+            supervisor=SupervisorLink(progress, engine_progress, supervision.restart_fd),
         )
         signal.signal(signal.SIGTERM, server.stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN if parent_fd >= 0 else server.stop)

@@ -15,22 +15,30 @@ from typing import Final, NamedTuple
 import msgspec
 import structlog
 
-from controller.core.actions import Action, PublishEvent, SendCommand, SendReply, SetTimer
-from controller.core.controller import Controller
-from controller.log.format import LogError, LogFull
-from controller.log.replay import replay
+from controller.core.actions import (
+    Action,
+    PublishEvent,
+    RestartEngine,
+    SendCommand,
+    SendReply,
+    SetTimer,
+)
+from controller.log.format import LogFull
 from controller.log.retention import retention_from
 from controller.log.writer import Log
 from controller.shell.client_sessions import ClientSessions
-from controller.shell.config import ServerConfig
+from controller.shell.config import RESTART, ServerConfig
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
 from controller.shell.event_stream import EVENTS_BEAT_NS, EventStream
+from controller.shell.input_handler import InputHandler, recover
 from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
 from controller.shell.snapshot_process import SnapshotProcess
 from controller.shell.transport import Transport
 from messages import records
-from messages.commands import ResendTokens, StartInference
+from messages.commands import RequestInventory, ResendTokens, StartInference
+from messages.errors import ErrorCode
+from messages.ids import Seq
 from messages.progress import Progress
 from messages.records import Input, Record
 from messages.reports import EngineInventory
@@ -44,18 +52,28 @@ PAUSE_NS_MIN: Final = 2_000_000_000
 STEP_BOUND_S: Final = 60.0
 """The bound of an iteration that is reported to the supervisor; a sync may take many seconds."""
 
+NOT_HANDLED: Final = "handling failed in the controller; the input was skipped and changed nothing"
+
 log = structlog.get_logger("controller")
 
 
-class DivergedError(LogError):
-    """Replaying the log's inputs leads to another state than when they were written."""
-
-
 class _GroupInput(NamedTuple):
-    """An input of a group, and the client that sent it; none for the engine and the server."""
+    """An input of a group, and the client that sent it; none for the engine and the server.
+
+    `report_seq` is the number of a report's frame.
+    """
 
     message: Input
     client: bytes = b""
+    report_seq: Seq = 0
+
+
+class SupervisorLink(NamedTuple):
+    """What the server shares with its supervisor: pages of steps, and where it reads restarts."""
+
+    progress: Progress
+    engine_progress: Progress
+    restart_fd: int = -1
 
 
 class Server:
@@ -67,13 +85,12 @@ class Server:
         transport: Transport,
         opened: Log,
         clocks: Clocks = SYSTEM_CLOCKS,
-        progress: Progress | None = None,
-        engine_progress: Progress | None = None,
+        supervisor: SupervisorLink | None = None,
     ) -> None:
         self._transport = transport
         self._log = opened
-        self._progress = progress or Progress()
-        self._engine_progress = engine_progress or Progress()
+        supervisor = supervisor or SupervisorLink(Progress(), Progress())
+        self._progress, self._engine_progress, self._restart_fd = supervisor
         self._events = EventStream(opened.directory, opened.storage)
         self._snapshots = SnapshotProcess(
             opened.directory,
@@ -81,8 +98,9 @@ class Server:
             retention_from(config.log_retention, config.log_keep_hours),
             opened.storage,
         )
-        self._controller = _recover(config, opened, self._events, self._snapshots)
+        self._controller, unlogged_skips = recover(config, opened, self._events, self._snapshots)
         self._events.end_recovery(self._controller.world.events_seq)
+        self._handler = InputHandler(self._controller, opened, config.checked, self._progress)
         self._clock = LogicalClock(self._controller.world.time_ns, clocks)
         defaults = DefaultAdapters(config.default_mm_loras)
         for modality, default in defaults.by_modality.items():
@@ -99,7 +117,7 @@ class Server:
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
         self._interval_sync = config.sync == "interval"
         # The server's own inputs for the next group.
-        self._pending: list[_GroupInput] = []
+        self._pending = [_GroupInput(skipped) for skipped in unlogged_skips]
         self._timer_ns = self._controller.world.timer_ns
         self._beat_ns = 0
         self._published_ns = 0
@@ -141,9 +159,12 @@ class Server:
         wall_ns = self._clock.wall_ns()
         epoch = max(world.epoch + 1, wall_ns // 1_000_000_000)
         started = records.ControllerStarted(epoch, wall_ns - self._clock.now_ns())
-        self._commit([_GroupInput(started)])
-        engine_id = "" if world.engine is None else world.engine.engine_id
-        self._link.start(epoch, engine_id, time.monotonic_ns())
+        group, self._pending = [*self._pending, _GroupInput(started)], []
+        self._commit(group)
+        engine_id, reported = "", 0
+        if world.engine is not None:
+            engine_id, reported = world.engine.engine_id, world.engine.reported
+        self._link.start(epoch, engine_id, time.monotonic_ns(), reported)
         self._watch_engine()
         # Objects made by the recovery live as long as the process: garbage collection skips them.
         gc.collect()
@@ -168,7 +189,7 @@ class Server:
         group, self._pending = self._pending, []
         frames = list(self._transport.receive_reports())
         output = self._link.receive(frames, now)
-        group += [_GroupInput(report) for report in output.inputs]
+        group += [_GroupInput(report, report_seq=seq) for report, seq in output.inputs]
         group += self._engine_losses(now, self._engine_fd in ready)
         for client, frame in self._transport.receive_requests():
             group += [_GroupInput(*received) for received in self._sessions.receive(client, frame)]
@@ -209,26 +230,54 @@ class Server:
         digest = ""
         if world.seq - self._digest_seq >= self._controller.limits.digest_interval:
             digest, self._digest_seq = world.digest(), world.seq
-        batch = [Record(now, received.message) for received in group]
+        batch = [Record(now, g.message, report_seq=g.report_seq) for g in group]
         batch[0] = msgspec.structs.replace(batch[0], digest=digest)
         try:
-            self._log.append(batch, world.epoch)
+            last_seq = self._log.append(batch, world.epoch)
         except LogFull as error:
             self._refuse_group(group, str(error))
             return
         self._link.note_logged()
-        handle = self._controller.handle
-        for received in group:
+        first_seq = last_seq - len(group) + 1
+        for seq, (received, record) in enumerate(zip(group, batch, strict=True), first_seq):
             if type(received.message) is EngineInventory:
                 self._link.open()
             if isinstance(received.message, records.InferenceRequested):
                 self._sessions.note_resend(received.message.request_id)
-            for action in handle(received.message, now):
+            actions = self._handler.handle(seq, record)
+            if actions is None:
+                self._after_skip(received.message)
+            for action in actions or ():
                 self._perform(action)
+        self._handler.end_group(now)
         if self._link.is_open:
             self._request_resends()
         self._publish()
         self._watch_engine()
+
+    def _after_skip(self, message: Input) -> None:
+        """Answer the client, or find what the engine did: its report is lost."""
+        self._timer_ns = self._controller.world.timer_ns
+        if isinstance(message, EngineInventory):
+            reason = "its inventory can't be handled"
+            self._pending.append(_GroupInput(records.EngineLost(message.engine_id, reason)))
+            self._restart_engine(message.engine_id, message.pid, reason)
+        elif isinstance(message, LifecycleRequest | records.InferenceRequested):
+            self._sessions.refuse_unlogged(
+                message.request_id, NOT_HANDLED, ErrorCode.HANDLING_FAILED
+            )
+        elif not isinstance(message, records.ShellInput):
+            self._link.send(RequestInventory(0), time.monotonic_ns())
+
+    def _restart_engine(self, engine_id: str, pid: int, reason: str) -> None:
+        """Detach an engine, and have its supervisor (if it is ours) restart it."""
+        log.error("engine has to be restarted", engine=engine_id, pid=pid, reason=reason)
+        self._link.detach(time.monotonic_ns(), ended=True)
+        self._unwatch_engine()
+        if self._restart_fd >= 0:
+            # The pipe is full only if the supervisor has not read thousands of these.
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._restart_fd, RESTART.pack(pid))
 
     def _request_resends(self) -> None:
         """Have the engine send output again to clients that may lack some."""
@@ -265,6 +314,8 @@ class Server:
                 self._send_command(action)
             case SetTimer():
                 self._timer_ns = action.at_ns
+            case RestartEngine():
+                self._restart_engine(action.engine_id, action.pid, action.reason)
 
     def _send_command(self, action: SendCommand) -> None:
         command = action.message
@@ -307,35 +358,6 @@ class Server:
             self._beat_ns = now
             if self._interval_sync:
                 self._log.sync()
+            self._snapshots.tick(self._controller.world.seq)
         if now - self._published_ns >= EVENTS_BEAT_NS:
             self._publish(beat=True)
-            self._snapshots.tick(self._controller.world.seq)
-
-
-def _recover(
-    config: ServerConfig, opened: Log, events: EventStream, snapshots: SnapshotProcess
-) -> Controller:
-    started = time.monotonic()
-    directory = opened.directory
-    result = replay(
-        directory, sink=events.add_recovered, checked=config.checked, storage=opened.storage
-    )
-    for reason in result.skipped:
-        log.warning("a snapshot can't be used", reason=reason)
-    if result.divergence is not None:
-        seq, recorded, replayed = result.divergence
-        raise DivergedError(
-            f"{directory}: before record {seq} the digest was {recorded}, its replay computes "
-            f"{replayed}; serve it with the version that wrote it"
-        )
-    log.info(
-        "recovered",
-        snapshot=result.snapshot_seq,
-        inputs=result.inputs - result.snapshot_seq,
-        digests_compared=result.digests_compared,
-        seconds=round(time.monotonic() - started, 3),
-    )
-    if result.controller is None:
-        raise DivergedError(f"{directory}: the log has no header")
-    snapshots.note_recovered(result.snapshot)
-    return result.controller

@@ -24,6 +24,7 @@ from controller.shell.config import (
     EXIT_FAILED,
     EXIT_LOG,
     EXIT_SOCKET,
+    RESTART,
     ServeConfig,
     ServerConfig,
     Supervision,
@@ -53,7 +54,7 @@ log = structlog.get_logger("serve")
 class Child:
     """A child process that is kept running: its starts, its exit statuses, its restart delay.
 
-    `progress`: the page on which it reports its steps.
+    `progress`: the page on which it reports its steps. `fds`: descriptors that it inherits.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class Child:
         command: Sequence[str],
         progress: Progress | None = None,
         hang_timeout_ms: int = HANG_TIMEOUT_MS,
+        fds: tuple[int, ...] = (),
     ) -> None:
         self.name = name
+        self._fds = fds
         self._command = command
         self._progress = progress or Progress()
         self._watch = HangWatch(hang_timeout_ms)
@@ -86,7 +89,7 @@ class Child:
         self._watch.restart(time.monotonic_ns())
         # In a session of its own: only the parent receives a terminal's Ctrl-C.
         self._process = subprocess.Popen(  # noqa: S603 - our own modules, no shell
-            self._command, pass_fds=(parent_fd,), start_new_session=True
+            self._command, pass_fds=(parent_fd, *self._fds), start_new_session=True
         )
         self._started_s = time.monotonic()
         self.fd = os.pidfd_open(self._process.pid)
@@ -118,6 +121,13 @@ class Child:
             log.error("child hangs and is killed", child=self.name, reason=reason)
             _kill(pids)
 
+    def kill_if_of(self, pid: int) -> None:
+        """Kill the process, and those that it started, if `pid` is one of them."""
+        pids = [] if self._process is None else process_tree(self._process.pid)
+        if pid in pids:
+            log.error("child is killed at the controller's request", child=self.name, pid=pid)
+            _kill(pids)
+
     def stop(self) -> None:
         """End the process with SIGTERM, after `_STOP_S` with SIGKILL."""
         if self._process is None:
@@ -143,9 +153,18 @@ def _kill(pids: Sequence[int]) -> None:
 class Supervisor:
     """Keeps its children running until a signal comes or one of them can't run."""
 
-    def __init__(self, children: Sequence[Child], parent_fd: int) -> None:
+    def __init__(
+        self,
+        children: Sequence[Child],
+        parent_fd: int,
+        restarts_fd: int = -1,
+        restartable: Child | None = None,
+    ) -> None:
+        """`restarts_fd`: where process ids of `restartable` are read that have to be restarted."""
         self._children = children
         self._parent_fd = parent_fd
+        self._restarts_fd = restarts_fd
+        self._restartable = restartable
         self._signals, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> int:
@@ -170,6 +189,8 @@ class Supervisor:
             self._start_due()
             poller = select.poll()
             poller.register(self._signals, select.POLLIN)
+            if self._restarts_fd >= 0:
+                poller.register(self._restarts_fd, select.POLLIN)
             running = {child.fd: child for child in self._children if child.fd >= 0}
             for fd in running:
                 poller.register(fd, select.POLLIN)
@@ -177,6 +198,9 @@ class Supervisor:
                 if fd == self._signals:
                     log.info("stopping")
                     return None
+                if fd == self._restarts_fd:
+                    self._restart()
+                    continue
                 child = running[fd]
                 status = child.reap()
                 log.warning("child ended", child=child.name, status=status)
@@ -184,6 +208,12 @@ class Supervisor:
                     return child.name, status
             for child in self._children:
                 child.kill_if_hung()
+
+    def _restart(self) -> None:
+        """Kill the child that the controller reports; it is started again as after any end."""
+        (pid,) = RESTART.unpack(os.read(self._restarts_fd, RESTART.size))
+        if self._restartable is not None:
+            self._restartable.kill_if_of(pid)
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -207,24 +237,28 @@ def serve(config: ServeConfig) -> int:
         return EXIT_CONFIG
     # Nothing is ever written: children see the end of file when this process ends.
     parent_fd, write_fd = os.pipe()
+    # Both ends stay open here, so that no end of a child closes the pipe.
+    restarts_fd, restart_fd = os.pipe2(os.O_NONBLOCK)
     try:
-        return Supervisor(_children(config, parent_fd), parent_fd).run()
+        children = _children(config, parent_fd, restart_fd)
+        engine = next((child for child in children if child.name == "engine"), None)
+        return Supervisor(children, parent_fd, restarts_fd, engine).run()
     except TransportError as error:
         log.error("can't serve here", error=str(error))
         return EXIT_SOCKET
     finally:
-        os.close(write_fd)
-        os.close(parent_fd)
+        for fd in (write_fd, parent_fd, restarts_fd, restart_fd):
+            os.close(fd)
 
 
-def _children(config: ServeConfig, parent_fd: int) -> list[Child]:
+def _children(config: ServeConfig, parent_fd: int, restart_fd: int) -> list[Child]:
     own, of_engine = Progress.share(), Progress.share()
     managed = config.engine == "managed"
     # An engine that is started elsewhere reports to its own supervisor, if it has one.
-    supervision = Supervision(parent_fd, own.path, of_engine.path if managed else "")
+    supervision = Supervision(parent_fd, restart_fd, own.path, of_engine.path if managed else "")
     timeout_ms = config.hang_timeout_ms
     command = _controller_command(config.server, supervision)
-    children = [Child("controller", command, own, timeout_ms)]
+    children = [Child("controller", command, own, timeout_ms, (restart_fd,))]
     if managed:
         command = _engine_command(config, of_engine.path)
         children.append(Child("engine", command, of_engine, timeout_ms))

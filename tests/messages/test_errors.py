@@ -24,6 +24,7 @@ CODES = {
     "L014": ("LOG_UNAVAILABLE", True),
     "L015": ("OVERLOADED", True),
     "L016": ("NOT_SERVED", False),
+    "L017": ("HANDLING_FAILED", False),
 }
 
 

@@ -1,9 +1,11 @@
 """Budgets, victims and fairness: which adapter enters, which leaves for it, in which order."""
 
+from typing import Any
+
 import pytest
 
 from controller.core.limits import Limits, LimitsError, check_limits
-from messages import records, requests
+from messages import commands, records, requests
 from messages.errors import ErrorCode
 from messages.requests import (
     ActivateAdapter,
@@ -82,7 +84,7 @@ def test_a_victim_of_pinned_room_is_dropped_without_pageable_room() -> None:
 
 
 def test_an_adapter_larger_than_a_budget_is_refused_with_numbers_and_evicts_none() -> None:
-    for tier, reached in (("host", "unregistered"), ("pinned", "cpu-cached"), ("device", "pinned")):
+    for tier in ("host", "pinned", "device"):
         bench = CoreBench(slots=2, **{f"{tier}_bytes_max": 25})
         bench.activate("a", "b")
         bench.files["c"] = Content("content of c", 30, 30)
@@ -91,9 +93,88 @@ def test_an_adapter_larger_than_a_budget_is_refused_with_numbers_and_evicts_none
         for part in ("'c'", "30 bytes", f"of {tier} memory", "25", f"{tier}_bytes_max"):
             assert part in reply.message
         assert bench.in_slots() == {"a", "b"}
-        assert ("c" in bench.world.names) == (reached != "unregistered")
-        if reached != "unregistered":
-            assert bench.state("c") == reached
+        assert "c" not in bench.world.names
+
+
+def loads_of(bench: CoreBench) -> list[Any]:
+    """Return the commands that load weights, from now on."""
+    sent: list[Any] = []
+    on_command = bench.oracle.on_command
+
+    def record(command: Any) -> None:
+        if isinstance(command, commands.LoadWeights):
+            sent.append(command)
+        on_command(command)
+
+    bench.oracle.on_command = record  # type: ignore[method-assign]
+    return sent
+
+
+def test_a_request_that_can_not_be_granted_loads_nothing() -> None:
+    bench = CoreBench(slots=1)
+    bench.request(requests.HoldAdapter, "a")
+    loads, before = loads_of(bench), bench.snapshot()["tiers"]
+    assert bench.request(ActivateAdapter, "b").code is ErrorCode.NO_ROOM
+    assert loads == []
+    assert bench.snapshot()["tiers"] == before
+    # A load can be granted, and then the activation's refusal leaves it as it was.
+    assert bench.request(requests.LoadAdapter, "b").state == "cpu-cached"
+    assert bench.request(ActivateAdapter, "b").code is ErrorCode.NO_ROOM
+    assert bench.state("b") == "cpu-cached"
+
+
+@pytest.mark.parametrize(
+    ("granted", "left"),
+    [(None, None), (requests.LoadAdapter, "cpu-cached"), (requests.StageAdapter, "pinned")],
+)
+def test_a_late_refusal_undoes_what_was_loaded_for_its_request_alone(
+    granted: type | None, left: str | None
+) -> None:
+    bench = CoreBench(slots=1)
+    bench.activate("a")
+    running = bench.generate("a")
+    if granted is not None:
+        bench.request(granted, "b")
+    before = bench.snapshot()["tiers"]
+    waiting = bench.send(ActivateAdapter, "b", timeout_ms=50)
+    bench.settle()
+    assert bench.state("b") == "pinned"
+    bench.advance(51)
+    bench.settle()
+    assert bench.reply(waiting).code is ErrorCode.NO_ROOM
+    assert left == (bench.state("b") if "b" in bench.world.names else None)
+    assert bench.snapshot()["tiers"] == before
+    bench.end_generation(running)
+
+
+def test_a_refusal_leaves_what_another_request_was_granted_meanwhile() -> None:
+    bench = CoreBench(slots=1)
+    bench.activate("a")
+    bench.generate("a")
+    waiting = bench.send(ActivateAdapter, "b", timeout_ms=50)
+    assert bench.request(requests.LoadAdapter, "b").state in ("cpu-cached", "pinned")
+    bench.advance(51)
+    bench.settle()
+    assert bench.reply(waiting).code is ErrorCode.NO_ROOM
+    assert bench.state("b") == "cpu-cached"
+
+
+def test_every_tier_counts_its_adapters() -> None:
+    bench = CoreBench(slots=2)
+
+    def counts() -> tuple[int, ...]:
+        return tuple(bench.world.tiers[tier].count for tier in ("host", "pinned", "device"))
+
+    bench.request(requests.LoadAdapter, "a")
+    assert counts() == (1, 0, 0)
+    bench.request(requests.StageAdapter, "a")
+    assert counts() == (1, 1, 0)
+    bench.activate("b", "c")
+    assert counts() == (3, 3, 2)
+    bench.request(requests.EvictAdapter, "b")
+    assert counts() == (2, 2, 1)
+    bench.lose_engine()
+    assert counts() == (0, 0, 0)
 
 
 def test_an_invalid_adapter_evicts_none() -> None:

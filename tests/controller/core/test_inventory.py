@@ -1,8 +1,13 @@
 """Corrections by the inventory: after a restart, lost messages, or the loss of the log's tail."""
 
+from typing import Any
+
+import msgspec
+import pytest
+
 from controller.core.controller import Controller
 from controller.core.limits import Limits
-from messages import records, reports, requests
+from messages import commands, records, reports, requests
 from messages.errors import ErrorCode
 from messages.requests import ActivateAdapter, AdapterDone, LoadAdapter
 from tests.support.simulation.core_bench import CoreBench
@@ -88,7 +93,9 @@ def test_an_inventory_that_contradicts_itself_is_refused() -> None:
     contradictions = {
         "twice": (good, good),
         "of 2 slots": (reports.InventoryAdapter(1, "a", "a", "f", 8, "gpu-slot", 5, 1, 10, 10),),
-        "is told to be": (reports.InventoryAdapter(1, "a", "a", "f", 8, "evicted", -1, 0, 10, 10),),
+        "is reported to be": (
+            reports.InventoryAdapter(1, "a", "a", "f", 8, "evicted", -1, 0, 10, 10),
+        ),
         "in slot -1": (reports.InventoryAdapter(1, "a", "a", "f", 8, "gpu-slot", -1, 0, 10, 10),),
     }
     for text, adapters in contradictions.items():
@@ -98,6 +105,71 @@ def test_an_inventory_that_contradicts_itself_is_refused() -> None:
         actions = controller.handle(inventory, 2)
         assert text in str(actions)
         assert controller.world.engine is None
+
+
+def inventory_of(*adapters: reports.InventoryAdapter, **fields: Any) -> reports.EngineInventory:
+    given = {"pid": 1, "model": "m", "slots_max": 3, "device_bytes_max": 100, **fields}
+    return reports.EngineInventory("e", adapters=adapters, **given)
+
+
+def entry(**fields: Any) -> reports.InventoryAdapter:
+    given = {"adapter_id": 1, "state": "gpu-slot", "slot": 0, "generation": 1, "rank": 8}
+    given |= {"host_bytes": 10, "blob_bytes": 10, "fingerprint": "f", **fields}
+    return reports.InventoryAdapter(adapter="a", path="a", **given)
+
+
+OUT_OF_BOUNDS = {
+    "pid 1099511627776": inventory_of(pid=2**40),
+    "pid -1": inventory_of(pid=-1),
+    "slots_max 0": inventory_of(slots_max=0),
+    "slots_max 65537": inventory_of(slots_max=65_537),
+    "last_op": inventory_of(last_op=2**53),
+    "operation 0": inventory_of(last_op=5, running=(0,)),
+    "operation 6": inventory_of(last_op=5, running=(6,)),
+    "operations 65537": inventory_of(last_op=1, running=(1,) * 65_537),
+    "adapters 3": inventory_of(entry(), entry(adapter_id=2, slot=1), entry(adapter_id=3, slot=2)),
+    "length of a name": inventory_of(model="m" * 257),
+    "length": inventory_of(entry(fingerprint="f" * 257)),
+    "bytes": inventory_of(entry(host_bytes=2**53)),
+    "adapter id 0": inventory_of(entry(adapter_id=0)),
+    "adapter id 9007199254740992": inventory_of(entry(adapter_id=2**53)),
+    "generation 0": inventory_of(entry(generation=0)),
+    "generation 9007199254740992": inventory_of(entry(generation=2**53)),
+    "rank -1": inventory_of(entry(rank=-1)),
+}
+
+
+@pytest.mark.parametrize("text", OUT_OF_BOUNDS)
+def test_an_inventory_out_of_bounds_is_refused_and_changes_nothing(text: str) -> None:
+    controller = Controller(Limits(slots_max=2, known_adapters_max=2), checked=True)
+    controller.handle(records.ControllerStarted(1), 1)
+    before = (controller.world.next_op, controller.world.next_adapter_id)
+    actions = controller.handle(OUT_OF_BOUNDS[text], 2)
+    assert text in str(actions)
+    assert controller.world.engine is None
+    assert not controller.world.adapters
+    assert (controller.world.next_op, controller.world.next_adapter_id) == before
+
+
+def test_a_slot_that_an_operation_has_reserved_is_not_reported_of_another_adapter() -> None:
+    bench = CoreBench(slots=1)
+    bench.send(ActivateAdapter, "a")
+    while not any(isinstance(command, commands.WriteSlot) for command in bench.channel):
+        bench.transmit(9)
+        bench.complete(0)
+        bench.deliver(9)
+    (write,) = [command for command in bench.channel if isinstance(command, commands.WriteSlot)]
+    bench.transmit(9)
+    assert bench.engine is not None
+    reported = bench.engine.inventory(0)
+    other = msgspec.structs.replace(
+        reported.adapters[0], adapter_id=9, state="gpu-slot", slot=write.slot, generation=99
+    )
+    actions = bench.controller.handle(
+        msgspec.structs.replace(reported, adapters=(*reported.adapters, other)), bench.now + 1
+    )
+    assert "which 1 uses" in str(actions)
+    assert bench.world.engine is None
 
 
 def test_a_generation_whose_prompt_is_lost_is_dropped_and_may_be_sent_again() -> None:

@@ -148,7 +148,7 @@ class Deployment:
         deadlines += [
             operation.deadline_ns
             for operation in self.world.operations.values()
-            if operation.deadline_ns and not operation.overdue
+            if operation.deadline_ns
         ]
         if deadlines:
             assert 0 < self.timer_ns <= min(deadlines), f"timer {self.timer_ns}, {min(deadlines)}"

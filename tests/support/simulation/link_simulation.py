@@ -94,6 +94,8 @@ class DurableState:
     unsent: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
     tasks: int = 0
+    # The number of the attached engine's last report in the log.
+    reported: Seq = 0
     losses: int = 0
     # Engine, (epoch, losses) and operation of each logged report. In an epoch and between two
     # losses of the engine, no report may be logged twice.
@@ -113,7 +115,7 @@ class LinkedController:
         # Handled inventories that do not cover an operation sent after their request.
         self.overtaken: list[reports.EngineInventory] = []
         self.link = EngineLink(self._on_send, TIMEOUT_NS)
-        self.link.start(state.epoch, state.engine_id, now_ns)
+        self.link.start(state.epoch, state.engine_id, now_ns, state.reported)
 
     def _on_send(self, peer: bytes, data: bytes) -> None:
         _, seq, command = COMMANDS.decode(data)
@@ -142,7 +144,7 @@ class LinkedController:
             self.link.forget_unlogged(now_ns)
         elif output.inputs:
             self.link.note_logged()
-            for report in output.inputs:
+            for report, self.state.reported in output.inputs:
                 self._handle(report, now_ns)
         if log == "crash after the log":
             del self.outgoing[sent:]
@@ -187,6 +189,7 @@ class LinkedController:
     def _on_lost(self) -> None:
         self.state.losses += 1
         self.state.engine_id = ""
+        self.state.reported = 0
         self.state.unsent += list(self.state.open.values())
         self.state.open.clear()
 

@@ -34,7 +34,9 @@ def header_of(limits: Limits) -> Header:
 def fold(limits: Limits, records: tuple[Record, ...]) -> tuple[Controller, list[list[Action]]]:
     """Return a controller that has handled the records, and the actions of each."""
     controller = Controller(limits)
-    return controller, [controller.handle(record.input, record.time_ns) for record in records]
+    return controller, [
+        controller.handle(record.input, record.time_ns, record.report_seq) for record in records
+    ]
 
 
 def write_history(directory: Path, seed: int = 3, storage: Storage = DISK) -> tuple[Record, ...]:
@@ -47,5 +49,5 @@ def write_history(directory: Path, seed: int = 3, storage: Storage = DISK) -> tu
         for number, record in enumerate(records):
             digest = "" if number % 10 else controller.digest()
             log.append([msgspec.structs.replace(record, digest=digest)], 1)
-            controller.handle(record.input, record.time_ns)
+            controller.handle(record.input, record.time_ns, record.report_seq)
     return records

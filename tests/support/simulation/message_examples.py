@@ -176,7 +176,7 @@ EXAMPLES: dict[type, Any] = {
         ControllerStarted(3, 1_700_000_000_000_000_002),
         EngineLost("e-1", "its process ended"),
         TimerFired(),
-        InputSkipped(7, "r-10"),
+        InputSkipped(98, "r-10"),
         Header(1, 2, "lru", {"slots_max": 4, "host_adapters_max": 16}, 1),
         Record(1_700_000_000_000_000_001, TimerFired(), "d1", 2**63 + 5, 7),
         RecordOfFormat1(1_700_000_000_000_000_001, TimerFired(), b"\x00client", "d1"),

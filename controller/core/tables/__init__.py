@@ -1,0 +1,1 @@
+"""The core's tables: a dict with an incremental digest, and the queues of the memory tiers."""

@@ -1,0 +1,155 @@
+"""Handling of logged inputs, and of those that the core can't handle.
+
+An input whose handling raises an exception is a defect of the core, and raises it again at every
+start. So the log gets a record that skips it, and the state is rebuilt from the log, as if the
+input had never come. Every later replay skips it too.
+"""
+
+import time
+from typing import Final
+
+import structlog
+
+from controller.core.actions import Action
+from controller.core.controller import Controller
+from controller.core.invariants import InvariantError
+from controller.log.format import LogError, LogFull, LogSyncFailed
+from controller.log.replay import HandlingFailed, replay
+from controller.log.writer import Log
+from controller.shell.config import ServerConfig
+from controller.shell.event_stream import EventStream
+from controller.shell.snapshot_process import SnapshotProcess
+from messages import records
+from messages.ids import Seq
+from messages.progress import Progress
+from messages.records import InputSkipped, Record
+
+REBUILD_BOUND_S: Final = 3_600.0
+"""The bound of rebuilding the state from the log, a step that is reported to the supervisor."""
+
+OWN_SKIPS_MAX: Final = 8
+"""The most inputs of the server itself that one process skips before it ends."""
+
+RECOVERED_SKIPS_MAX: Final = 64
+"""The most inputs that a recovery skips; each one costs a replay."""
+
+log = structlog.get_logger("controller")
+
+
+class DivergedError(LogError):
+    """Replaying the log's inputs leads to another state than when they were written."""
+
+
+class InputHandler:
+    """The controller of a server, whose inputs are in the log when they are handled."""
+
+    def __init__(
+        self, controller: Controller, opened: Log, checked: bool, progress: Progress
+    ) -> None:
+        self._controller = controller
+        self._log = opened
+        self._checked = checked
+        self._progress = progress
+        # Skips that are in the log and have not been handled: the group's other inputs come first.
+        self._skips: list[InputSkipped] = []
+        self._own_skips = 0
+
+    def handle(self, seq: Seq, record: Record) -> list[Action] | None:
+        """Return the actions of record `seq`; None, and no change, if its handling fails.
+
+        Raises the exception where the server can't go on without this input.
+        """
+        try:
+            return self._controller.handle(record.input, record.time_ns, record.report_seq)
+        except InvariantError:
+            raise
+        # Any exception: the log would raise it again at every start.
+        except Exception as error:
+            log.exception("an input can't be handled and is skipped", seq=seq)
+            is_of_client = isinstance(record.input, records.InferenceRequested)
+            is_own = isinstance(record.input, records.ShellInput) and not is_of_client
+            self._own_skips += is_own
+            is_vital = isinstance(record.input, records.ControllerStarted)
+            if is_vital or self._own_skips > OWN_SKIPS_MAX:
+                raise
+            self._skip(seq, record, error)
+            return None
+
+    def end_group(self, time_ns: int) -> None:
+        """Handle the records that skip inputs of a group: in the log they follow the group."""
+        for skipped in self._skips:
+            self._controller.handle(skipped, time_ns)
+        self._skips.clear()
+
+    def _skip(self, seq: Seq, record: Record, error: Exception) -> None:
+        """Log that an input is skipped, and return to the state before it."""
+        skipped = _skip_of(seq, record)
+        try:
+            # Before anything that follows from it: another process may not fail to handle it.
+            self._log.append([Record(record.time_ns, skipped)], self._controller.world.epoch)
+        except LogFull as full:
+            raise LogSyncFailed(f"record {seq} can't be skipped ({error}): {full}") from full
+        self._skips.append(skipped)
+        self._rebuild(seq)
+
+    def _rebuild(self, until: Seq) -> None:
+        """Replace the state by that of the log's inputs up to `until`."""
+        before = self._progress.read()
+        self._progress.enter("recover", REBUILD_BOUND_S)
+        directory, storage = self._log.directory, self._log.storage
+        result = replay(directory, until, checked=self._checked, storage=storage)
+        if result.controller is None or result.divergence is not None:
+            raise DivergedError(f"{directory}: its replay diverges: {result.divergence}")
+        self._controller.adopt(result.controller)
+        if before is not None:
+            self._progress.enter(before.name, before.bound_ns / 1e9)
+
+
+def _skip_of(seq: Seq, record: Record) -> InputSkipped:
+    return InputSkipped(seq, getattr(record.input, "request_id", ""))
+
+
+def recover(
+    config: ServerConfig, opened: Log, events: EventStream, snapshots: SnapshotProcess
+) -> tuple[Controller, list[InputSkipped]]:
+    """Return the state of the log, and the inputs that were skipped and are not in the log so.
+
+    `snapshots` is told which one it begins with.
+    """
+    started = time.monotonic()
+    directory, skips = opened.directory, dict[Seq, InputSkipped]()
+    while True:
+        try:
+            result = replay(
+                directory,
+                sink=events.add_recovered,
+                checked=config.checked,
+                storage=opened.storage,
+                skips=skips,
+            )
+            break
+        except HandlingFailed as failed:
+            # The process that logged it ended before it logged that it is skipped.
+            log.exception("an input can't be handled and is skipped", seq=failed.seq)
+            if len(skips) == RECOVERED_SKIPS_MAX:
+                raise
+            skips[failed.seq] = _skip_of(failed.seq, failed.record)
+    for reason in result.skipped:
+        log.warning("a snapshot can't be used", reason=reason)
+    if result.divergence is not None:
+        seq, recorded, replayed = result.divergence
+        raise DivergedError(
+            f"{directory}: before record {seq} the digest was {recorded}, its replay computes "
+            f"{replayed}; serve it with the version that wrote it"
+        )
+    log.info(
+        "recovered",
+        snapshot=result.snapshot_seq,
+        inputs=result.inputs - result.snapshot_seq,
+        digests_compared=result.digests_compared,
+        seconds=round(time.monotonic() - started, 3),
+    )
+    if result.controller is None:
+        raise DivergedError(f"{directory}: the log has no header")
+    snapshots.note_recovered(result.snapshot)
+    return result.controller, list(skips.values())

@@ -1,0 +1,100 @@
+"""Every field of a world is in the digest, derived or a label; derived ones can be forgotten."""
+
+import copy
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core.actions import SetTimer
+from controller.core.controller import Controller
+from controller.core.limits import Limits
+from controller.core.restore import derive
+from controller.core.tables.digest_dict import DigestDict
+from controller.core.world import World
+from messages.records import Record
+from tests.support.simulation.workload import random_history
+
+IN_DIGEST = {
+    *("seq", "time_ns", "epoch", "events_seq", "lru_counter", "answered", "refused"),
+    *("next_op", "next_adapter_id", "next_generation"),
+    *("engine", "engine_ready", "unknown_operations"),
+    *("adapters", "slots", "answers", "operations", "pending_requests", "tiers"),
+    *("batches", "current_batch"),
+}
+DERIVED = {
+    *("names", "free_slots", "answer_order", "lru_order", "queues", "demoting", "promoting"),
+    *("held", "deadlines", "deadlines_max", "timer_ns"),
+}
+LABELS = {"wall_offset_ns"}
+
+_decoder = msgspec.msgpack.Decoder(Record)
+
+
+def test_every_field_of_a_world_is_of_one_kind() -> None:
+    kinds = (IN_DIGEST, DERIVED, LABELS)
+    assert set(vars(World(Limits()))) == set.union(*kinds)
+    assert sum(map(len, kinds)) == len(set.union(*kinds))
+
+
+CHANGES: dict[str, Any] = {
+    "epoch": 9,
+    "current_batch": "r",
+    "engine_ready": True,
+    "engine": "an engine",
+    "unknown_operations": {3: 4},
+    "operations": {3: 4},
+    "pending_requests": {"r": 4},
+    "batches": {"r": None},
+}
+
+
+@pytest.mark.parametrize("name", sorted(IN_DIGEST))
+def test_the_digest_depends_on_each_of_its_fields(name: str) -> None:
+    world = World(Limits())
+    before, value = world.digest(), getattr(world, name)
+    if name in ("adapters", "slots", "answers"):
+        value["key"] = "value"
+    elif name == "tiers":
+        value["pinned"].count += 1
+    else:
+        setattr(world, name, CHANGES.get(name, value + 1 if isinstance(value, int) else value))
+    assert world.digest() != before
+
+
+def without_derived(controller: Controller) -> Controller:
+    """Return a controller whose world has copies of the stored fields, and computes the others."""
+    made = Controller(controller.limits, controller.policy_name, checked=True)
+    for name in IN_DIGEST | LABELS:
+        value = getattr(controller.world, name)
+        if isinstance(value, DigestDict):
+            setattr(made.world, name, DigestDict())
+            for key, entry in value.items():
+                getattr(made.world, name)[key] = copy.deepcopy(entry)
+        else:
+            setattr(made.world, name, copy.deepcopy(value))
+    derive(made.world)
+    return made
+
+
+def decisions(actions: list[Any]) -> list[Any]:
+    """Return the actions but for timers, which may be set again."""
+    return [action for action in actions if not isinstance(action, SetTimer)]
+
+
+@settings(max_examples=25)
+@given(seed=st.integers(0, 1_000_000), at=st.integers(0, 120))
+def test_a_world_that_computes_its_derived_fields_decides_as_before(seed: int, at: int) -> None:
+    deployment = random_history(seed, 80).deployment
+    inputs = [_decoder.decode(data) for data in deployment.inputs]
+    controller = Controller(deployment.limits)
+    for record in inputs[:at]:
+        controller.handle(record.input, record.time_ns)
+    restored = without_derived(controller)
+    assert restored.digest() == controller.digest()
+    for record in inputs[at:]:
+        expected = decisions(controller.handle(record.input, record.time_ns))
+        assert decisions(restored.handle(record.input, record.time_ns)) == expected
+        assert restored.digest() == controller.digest()

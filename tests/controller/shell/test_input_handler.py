@@ -1,0 +1,181 @@
+"""An input whose handling raises leaves the state as if it had never come: live and on replay."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core.actions import Action, PublishEvent
+from controller.core.controller import Controller
+from controller.core.limits import RULES, Limits, limits_to
+from controller.log.replay import HandlingFailed, replay
+from controller.log.retention import Retention
+from controller.log.segments import read
+from controller.log.writer import Log
+from controller.shell.config import ServerConfig
+from controller.shell.event_stream import EventStream
+from controller.shell.input_handler import OWN_SKIPS_MAX, InputHandler, recover
+from controller.shell.snapshot_process import SnapshotProcess
+from messages.ids import Seq
+from messages.progress import Progress
+from messages.records import FORMAT, ControllerStarted, Header, InputSkipped, Record, TimerFired
+from messages.requests import LoadAdapter
+from tests.support.simulation.failing_handlers import Poison, failing
+from tests.support.simulation.log_examples import Crash
+from tests.support.simulation.workload import random_history
+
+GROUP = 4
+_decoder = msgspec.msgpack.Decoder(Record)
+
+
+class CrashingLog(Log):
+    """A log whose process ends before it writes that an input is skipped."""
+
+    def append(self, records: Sequence[Record], epoch: int) -> Seq:
+        if isinstance(records[0].input, InputSkipped):
+            raise Crash
+        return super().append(records, epoch)
+
+
+def none_of(log: Log) -> SnapshotProcess:
+    return SnapshotProcess(log.directory, 0, Retention())
+
+
+def opened(directory: Path, limits: Limits, kind: type[Log] = Log) -> Log:
+    header = Header(FORMAT, RULES, "lru", limits_to(limits), 0)
+    return kind.open(directory, header, sync="never")
+
+
+def write_and_handle(log: Log, controller: Controller, history: Sequence[Record]) -> list[Action]:
+    """Log and handle inputs in groups, as a server does; return the actions."""
+    handler = InputHandler(controller, log, True, Progress())
+    actions: list[Action] = []
+    for start in range(0, len(history), GROUP):
+        group = history[start : start + GROUP]
+        last_seq = log.append(group, controller.world.epoch)
+        for seq, record in enumerate(group, last_seq - len(group) + 1):
+            actions += handler.handle(seq, record) or []
+        handler.end_group(group[-1].time_ns)
+    return actions
+
+
+def without(directory: Path, limits: Limits, skipped: Sequence[Seq]) -> tuple[Controller, Any]:
+    """Handle a log's inputs without some of them; return the state and the actions."""
+    controller, actions = Controller(limits, checked=True), []
+    for seq, _, record in read(directory):
+        if seq in skipped or isinstance(record.input, InputSkipped):
+            # Apart from the numbers of later inputs, nothing is left of it.
+            controller.world.seq += 1
+        else:
+            actions += controller.handle(record.input, record.time_ns)
+    return controller, actions
+
+
+def assert_same(found: Controller, expected: Controller) -> None:
+    expected.world.time_ns = found.world.time_ns
+    assert found.digest() == expected.digest()
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 1_000_000),
+    failures=st.dictionaries(st.integers(2, 90), st.integers(0, 6), min_size=1, max_size=4),
+)
+def test_a_history_with_failing_inputs_is_that_without_them(
+    seed: int, failures: dict[int, int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("history") / "log"
+    deployment = random_history(seed, 60).deployment
+    history = [_decoder.decode(data) for data in deployment.inputs]
+    controller = Controller(deployment.limits, checked=True)
+    with opened(directory, deployment.limits) as log, failing(failures) as raised:
+        actions = write_and_handle(log, controller, history)
+    expected, expected_actions = without(directory, deployment.limits, raised)
+    assert_same(controller, expected)
+    published = [a for a in actions if isinstance(a, PublishEvent)]
+    assert published == [a for a in expected_actions if isinstance(a, PublishEvent)]
+    skipped = [r.input.seq for _, _, r in read(directory) if isinstance(r.input, InputSkipped)]
+    assert skipped == raised
+    # The handlers of this process do not fail, and skip all the same.
+    assert replay(directory, checked=True).digest == controller.digest()
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1_000_000), failing_seq=st.integers(2, 40), change=st.integers(0, 6))
+def test_a_crash_before_the_skip_is_logged_ends_in_the_same_state(
+    seed: int, failing_seq: int, change: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("crash") / "log"
+    deployment = random_history(seed, 60).deployment
+    history = [_decoder.decode(data) for data in deployment.inputs]
+    limits, controller = deployment.limits, Controller(deployment.limits, checked=True)
+    with failing({failing_seq: change}) as raised:
+        with opened(directory, limits, CrashingLog) as log:
+            try:
+                write_and_handle(log, controller, history)
+            except Crash:
+                assert raised == [failing_seq]
+            else:
+                return
+        with pytest.raises(HandlingFailed, match=f"record {failing_seq} "):
+            replay(directory)
+        with opened(directory, limits) as log:
+            recovered, skips = recover_from(log, limits)
+            assert [skip.seq for skip in skips] == [failing_seq]
+            group = [Record(recovered.world.time_ns, skip) for skip in skips]
+            write_and_handle(log, recovered, group)
+    expected, _ = without(directory, limits, [failing_seq])
+    assert_same(recovered, expected)
+    assert replay(directory, checked=True).digest == recovered.digest()
+
+
+def recover_from(log: Log, limits: Limits) -> tuple[Controller, list[InputSkipped]]:
+    events = EventStream(log.directory)
+    try:
+        return recover(ServerConfig("", limits, checked=True), log, events, none_of(log))
+    finally:
+        events.close()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    with opened(tmp_path / "log", Limits()) as log:
+        yield log
+
+
+def test_a_recovery_brings_each_event_once(log: Log) -> None:
+    controller = Controller(Limits())
+    history = [Record(1, ControllerStarted(1)), Record(2, LoadAdapter("r", "a"))]
+    log.append(history, 0)
+    events = EventStream(log.directory)
+    with failing({2: 1}):
+        recover(ServerConfig("", Limits()), log, events, none_of(log))
+    assert list(events._kept) == [1]
+    events.close()
+    assert controller.world.seq == 0
+
+
+def test_a_controller_that_does_not_start_ends(log: Log) -> None:
+    controller = Controller(Limits())
+    with failing({1: 0}), pytest.raises(Poison):
+        handler = InputHandler(controller, log, True, Progress())
+        # As a start that fails: the type that `failing` spares is handled by hand.
+        controller.handle = _raise  # type: ignore[method-assign]
+        handler.handle(1, Record(1, ControllerStarted(1)))
+
+
+def _raise(*_: Any) -> list[Action]:
+    raise Poison
+
+
+def test_too_many_failing_inputs_of_the_server_itself_end_the_process(log: Log) -> None:
+    controller = Controller(Limits())
+    write_and_handle(log, controller, [Record(1, ControllerStarted(1))])
+    timers = [Record(2, TimerFired())] * (2 * OWN_SKIPS_MAX)
+    with failing(dict.fromkeys(range(2, 100), 0)) as raised, pytest.raises(Poison):
+        write_and_handle(log, controller, timers)
+    assert len(raised) == OWN_SKIPS_MAX + 1
