@@ -19,6 +19,7 @@ import msgspec
 import zmq
 from transitions import Machine
 
+from benchmarks import control_recovery
 from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, best_seconds, interleave
 from benchmarks.publisher import EVENTS_COUNT
@@ -52,6 +53,7 @@ def run() -> Iterator[Figure]:
             with _echo(directory, synced=False) as bare:
                 yield _single(directory, bare)
     yield _replay()
+    yield from control_recovery.run()
     yield _state_step()
     yield _events()
     yield from _known_adapters()

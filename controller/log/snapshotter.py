@@ -5,8 +5,6 @@ records after it, so no request waits for it. Its output is a `SnapshotMade` in 
 status 1 and a message if it fails, and with 3 if another one is at work.
 """
 
-import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +29,8 @@ EXIT_FAILED: Final = 1
 EXIT_BUSY: Final = 3
 
 LOCK_NAME: Final = "snapshotter.lock"
-NICENESS: Final = 10
+NICENESS: Final = 19
+"""The priority of the process, set by the one that starts it: its imports take time too."""
 
 
 class SnapshotOrder(Struct, frozen=True):
@@ -162,8 +161,6 @@ def _sync_segments(directory: Path, result: ReplayResult, storage: Storage) -> N
 
 def main() -> int:
     """Make a snapshot by the arguments of the command line; return the exit status."""
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
     directory, order = Path(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=SnapshotOrder)
     try:
         made = make_snapshot(directory, order)

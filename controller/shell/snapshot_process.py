@@ -6,6 +6,7 @@ it.
 """
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import structlog
 from controller.log.retention import Retention
 from controller.log.segments import segment_paths
 from controller.log.snapshots import Snapshot
-from controller.log.snapshotter import EXIT_BUSY, SnapshotMade, SnapshotOrder
+from controller.log.snapshotter import EXIT_BUSY, NICENESS, SnapshotMade, SnapshotOrder
 from controller.log.storage import DISK, Storage
 from messages.ids import Seq
 
@@ -120,6 +121,7 @@ class SnapshotProcess:
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
         except OSError as error:
             log.warning("a snapshot can't be made", error=str(error))
 

@@ -48,7 +48,8 @@ class DigestDict(dict[K, V], Generic[K, V]):
         """Return a dict with these entries."""
         made = cls()
         dict.update(made, entries)
-        made._changed.update(made)
+        made._hashes = {key: entry_hash(key, value) for key, value in made.items()}
+        made._sum = sum(made._hashes.values()) % _MODULUS
         made.membership = len(made)
         return made
 
