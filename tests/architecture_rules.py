@@ -52,7 +52,7 @@ ROOMS: Final = (
         "messages controller.states controller.core.tables",
         "msgspec xxhash",
     )._replace(stdlib=PURE),
-    _package("controller.log", "messages controller.core", "msgspec xxhash"),
+    _package("controller.log", "messages controller.core controller.core.tables", "msgspec xxhash"),
     _package(
         "controller.shell",
         "messages controller.states controller.core controller.log",

@@ -194,9 +194,9 @@ def replay(  # noqa: PLR0913 - one parameter per way of replaying
 
     It begins with the newest valid snapshot that contains no later record, or with the log's first
     record if there is none or with `from_start`. `sink` is called with the actions of each record
-    that is replayed; `checked` verifies every invariant after it. `skips` are inputs to skip
-    besides those that the log skips. With a `policy` the whole log is replayed as if that had been
-    its own, without comparing digests: reports that no longer fit are refused.
+    that is replayed; `checked` verifies every invariant after it. `skips` are inputs to skip in
+    addition to those that the log skips. With a `policy` the whole log is replayed as if that had
+    been its own, without comparing digests: reports that no longer fit are refused.
 
     Raises `LogError` for a log that can't be read or of which records are missing, `HandlingFailed`
     where the handling of a record fails, and `LimitsError` for limits of other rules.

@@ -114,7 +114,7 @@ def recover(
 ) -> tuple[Controller, list[InputSkipped]]:
     """Return the state of the log, and the inputs that were skipped and are not in the log so.
 
-    `snapshots` is told which one it begins with.
+    `snapshots` notes the one that it begins with.
     """
     started = time.monotonic()
     directory, skips = opened.directory, dict[Seq, InputSkipped]()

@@ -1,4 +1,4 @@
-"""A snapshot at any point and the records after it are the whole log, whatever interrupts it."""
+"""A snapshot at any point and the records after it are the whole log, also after failures."""
 
 import shutil
 from contextlib import suppress
