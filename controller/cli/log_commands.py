@@ -52,6 +52,13 @@ def replay(
             "--checked", help="Debugging: check internal consistency after every record (slow)."
         ),
     ] = False,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Replay as if this had been the eviction policy; no digests are compared.",
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Rebuild the controller's state from the log, compare digests, and show the adapters."""
@@ -62,7 +69,9 @@ def replay(
         open_log(directory or directory_of(ctx)) as log_directory,
         output.progress("replaying"),
     ):
-        result = replay_log(log_directory, until, checked=checked, from_start=from_start)
+        result = replay_log(
+            log_directory, until, checked=checked, from_start=from_start, policy=policy
+        )
     for reason in result.skipped:
         output.note(reason)
     _show_replay(output, result)

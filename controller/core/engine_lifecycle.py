@@ -85,6 +85,8 @@ def on_inventory(context: Context, inventory: reports.EngineInventory) -> None:
         _stop_unknown(context, unknown)
         return
     world.engine_ready = True
+    # Which adapters wait for room follows from the corrected states; all are reconciled below.
+    world.queues.clear()
     open_operations = list(world.operations.items())
     _discard_lost(context, inventory, open_operations)
     correct(context, inventory)

@@ -15,6 +15,7 @@ from controller.core.controller import Controller
 from controller.core.invariants import InvariantError
 from controller.log.format import LogError, LogFull, LogSyncFailed
 from controller.log.replay import HandlingFailed, replay
+from controller.log.segments import read
 from controller.log.writer import Log
 from controller.shell.config import ServerConfig
 from controller.shell.event_stream import EventStream
@@ -105,6 +106,17 @@ class InputHandler:
             self._progress.enter(before.name, before.bound_ns / 1e9)
 
 
+def _was_handled(opened: Log, failed: HandlingFailed) -> bool:
+    """Whether an input is before the log's last group, of which all records have one time.
+
+    Every group is handled, or its inputs are skipped, before the next one is logged.
+    """
+    last = failed.record
+    for _, _, record in read(opened.directory, failed.seq, storage=opened.storage):
+        last = record
+    return last.time_ns != failed.record.time_ns
+
+
 def _skip_of(seq: Seq, record: Record) -> InputSkipped:
     return InputSkipped(seq, getattr(record.input, "request_id", ""))
 
@@ -129,7 +141,12 @@ def recover(
             )
             break
         except HandlingFailed as failed:
-            # The process that logged it ended before it logged that it is skipped.
+            # The process that logged it may have ended before it logged that it is skipped.
+            if _was_handled(opened, failed):
+                raise DivergedError(
+                    f"{failed}; a former process has handled it: serve the log with the version "
+                    f"that wrote it, or skip it with `loradock log skip {failed.seq}`"
+                ) from failed
             log.exception("an input can't be handled and is skipped", seq=failed.seq)
             if len(skips) == RECOVERED_SKIPS_MAX:
                 raise

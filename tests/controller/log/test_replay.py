@@ -2,10 +2,14 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from controller.core.actions import Action, PublishEvent
 from controller.core.controller import Controller
+from controller.core.invariants import check
 from controller.core.limits import RULES, Limits, limits_to
 from controller.log.format import LogForeign
 from controller.log.replay import replay
@@ -20,6 +24,7 @@ from messages.reports import (
     WeightsStaged,
 )
 from messages.requests import HoldAdapter, ReleaseAdapter
+from tests.support.simulation.workload import random_history
 
 LIMITS = Limits(slots_max=2, host_adapters_max=4)
 HISTORY: list[Input] = [
@@ -99,3 +104,36 @@ def test_rules_that_are_not_known_are_refused(tmp_path: Path) -> None:
         log.append([Record(1, ControllerStarted(1))], 1)
     with pytest.raises(LogForeign, match=str(RULES + 1)):
         replay(tmp_path / "log")
+
+
+def test_another_policy_replays_without_digests(tmp_path: Path) -> None:
+    written(tmp_path / "log", wrong_at=3)
+    result = replay(tmp_path / "log", checked=True, policy="none")
+    assert (result.digests_compared, result.divergence) == (0, None)
+    assert result.controller is not None
+    assert result.controller.policy_name == "none"
+    assert result.inputs == len(HISTORY)
+    with pytest.raises(LogForeign, match="'fifo'"):
+        replay(tmp_path / "log", policy="fifo")
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 1_000_000))
+@example(seed=23)
+@example(seed=33)
+@example(seed=42)
+def test_every_history_can_be_replayed_with_another_policy(seed: int) -> None:
+    """Reports no longer fit then; they are refused, and every invariant but the bounds holds.
+
+    An inventory of adapters that would not have been loaded may exceed the bounds.
+    """
+    deployment = random_history(seed, 300).deployment
+    limits = deployment.limits
+    ample = msgspec.structs.replace(
+        limits, host_adapters_max=1_000, host_bytes_max=1 << 40, pinned_bytes_max=1 << 40
+    )
+    controller = Controller(limits, "none")
+    for data in deployment.inputs:
+        record = msgspec.msgpack.decode(data, type=Record)
+        controller.handle(record.input, record.time_ns)
+        check(controller.world, ample)

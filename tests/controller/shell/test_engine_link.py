@@ -71,7 +71,7 @@ def no_report_is_skipped(simulation: Simulation) -> None:
 
 
 def no_report_is_logged_twice(simulation: Simulation) -> None:
-    """Within an epoch and an attachment; later, unacknowledged reports are sent again."""
+    """Within an attachment, in however many epochs the controller starts again."""
     inputs = simulation.state.inputs
     assert len(inputs) == len(set(inputs))
 
@@ -139,11 +139,11 @@ DROP = commands.DropWeights(1, 1)
 class LinkBench:
     """A link, and the frames that it sent; time changes only where a test sets `now_ns`."""
 
-    def __init__(self, engine_id: str = "") -> None:
+    def __init__(self, engine_id: str = "", reported: int = 0) -> None:
         self.sent: list[tuple[bytes, DecodedFrame[commands.Command]]] = []
         self.link = EngineLink(self._on_send, TIMEOUT_NS)
         self.now_ns = 100 * SECOND_NS
-        self.link.start(EPOCH, engine_id, self.now_ns)
+        self.link.start(EPOCH, engine_id, self.now_ns, reported)
 
     def _on_send(self, peer: bytes, data: bytes) -> None:
         self.sent.append((peer, COMMANDS.decode(data)))
@@ -311,6 +311,25 @@ def test_any_answer_of_a_round_is_valid() -> None:
     bench.link.tick(bench.now_ns)
     assert bench.inventory_request() > first
     assert len(bench.receive(inventory("e", first, 0))) == 1
+
+
+def test_a_later_epoch_acknowledges_what_the_log_has() -> None:
+    bench = LinkBench("e", reported=7)
+    bench.receive(beat("e", 8))
+    [(_, frame)] = bench.take_sent()
+    assert frame.message == commands.RequestInventory(7)
+    answer = inventory("e", frame.seq, 8)
+    assert ops(bench.receive(dropped(6), dropped(7), dropped(8), answer)) == [8]
+
+
+def test_an_engine_that_is_attached_again_continues_its_numbers() -> None:
+    bench = LinkBench().opened(3)
+    assert ops(bench.receive(dropped(4))) == [4]
+    bench.link.detach(bench.now_ns, ended=False)
+    bench.take_sent()
+    bench.receive(beat("e", 5))
+    answer = inventory("e", bench.inventory_request(), 5)
+    assert ops(bench.receive(dropped(4), dropped(5), answer)) == [5]
 
 
 def test_a_second_engine_waits_for_the_first_ones_end() -> None:

@@ -3,6 +3,7 @@
 The engines are stand-ins; the process that the controller watches is one that sleeps.
 """
 
+import os
 import resource
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT
 from messages.wire import COMMANDS, REPORTS
-from tests.support.parallel.processes import ControllerProcess, controller
+from tests.support.parallel.processes import LIMITS, ControllerProcess, controller
 from tests.support.simulation.shell_examples import (
     Peer,
     RawClient,
@@ -271,3 +272,22 @@ def test_a_large_inventory_is_read(directory: Path, client: RawClient) -> None:
         assert len(frame) > 9 << 20
         peer.send(frame)
         wait_until_attached(client, "large")
+
+
+def test_an_operation_without_a_report_costs_the_engine_and_returns_its_room(
+    directory: Path,
+) -> None:
+    limits = msgspec.structs.replace(LIMITS, operation_timeout_ms=300)
+    with (
+        controller(directory, limits=limits, checked=True, engine_timeout_ms=LIVE_MS) as process,
+        StandInEngine(directory, "e", os.getpid()) as engine,
+        RawClient(directory) as client,
+    ):
+        engine.delayed = {commands.LoadWeights}
+        load = rq.LoadAdapter(client.new_id(), "a")
+        assert client.call(load).code == ErrorCode.ENGINE_GONE
+        eventually(lambda: "engine has to be restarted" in process.output(), "the loss")
+        assert all(tier.count == 0 for tier in client.status().tiers)
+        # No supervisor restarts this engine; it is attached again and has ended the operation.
+        engine.finish()
+        eventually(lambda: getattr(client.load("b"), "state", "") == "cpu-cached", "a load")

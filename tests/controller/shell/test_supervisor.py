@@ -181,3 +181,44 @@ def test_a_child_that_is_ended_on_request_is_always_restarted(tmp_path: Path, br
         process.send_signal(signal.SIGINT)
         assert process.wait(HANG_S) == 0
     wait_for_end(*pids(tmp_path, "steady"))
+
+
+RESTARTING = """
+import os, sys
+from controller.shell import stderr_logging
+from controller.shell.supervisor import Child, Supervisor
+
+stderr_logging.configure()
+note = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'a'));"
+restarts, restart = os.pipe()
+ask = "fd = int(sys.argv[2]); [os.write(fd, bytes.fromhex(line)) for line in sys.stdin]"
+steady = [sys.executable, "-c", note + ask, sys.argv[1] + "/steady", str(restart)]
+engine = [sys.executable, "-c", note + "time.sleep(600)", sys.argv[1] + "/broken"]
+children = [Child("steady", steady, fds=(restart,)), Child("engine", engine)]
+sys.exit(Supervisor(children, os.pipe()[0], restarts, children[1]).run())
+"""
+"""Its first child passes on what it reads, as a controller that asks for restarts."""
+
+
+def test_an_engine_is_restarted_when_the_controller_asks_for_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RESTARTING, str(tmp_path), ""]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        for starts in (1, 2):
+            wait_until(lambda: pids(tmp_path, "steady"), what="the first child")
+            found = wait_until(lambda n=starts: pids(tmp_path, "broken")[n - 1 :], what="a start")
+            # Another process is not the engine's, so nothing is killed for it.
+            for pid in (os.getpid(), found[0]):
+                process.stdin.write(pid.to_bytes(8, "little").hex() + "\n")
+            process.stdin.flush()
+            wait_for_end(found[0])
+        wait_until(lambda: len(pids(tmp_path, "broken")) == 3, what="the third start")
+        assert len(pids(tmp_path, "steady")) == 1
+        process.send_signal(signal.SIGINT)
+        _, output = process.communicate(timeout=HANG_S)
+        assert output.count("at the controller's request") == 2
+    finally:
+        process.kill()
+        process.wait()

@@ -97,9 +97,9 @@ class DurableState:
     # The number of the attached engine's last report in the log.
     reported: Seq = 0
     losses: int = 0
-    # Engine, (epoch, losses) and operation of each logged report. In an epoch and between two
-    # losses of the engine, no report may be logged twice.
-    inputs: list[tuple[str, tuple[int, int], int]] = field(default_factory=list)
+    # Engine, number of losses and operation of each logged report. Between two losses of the
+    # engine, no report may be logged twice, in however many epochs.
+    inputs: list[tuple[str, int, int]] = field(default_factory=list)
     # By engine: operations that an inventory showed as not received.
     lost: dict[str, list[int]] = field(default_factory=dict)
 
@@ -144,8 +144,10 @@ class LinkedController:
             self.link.forget_unlogged(now_ns)
         elif output.inputs:
             self.link.note_logged()
-            for report, self.state.reported in output.inputs:
+            for report, seq in output.inputs:
                 self._handle(report, now_ns)
+                if self.state.engine_id:
+                    self.state.reported = seq
         if log == "crash after the log":
             del self.outgoing[sent:]
             return False
@@ -167,7 +169,7 @@ class LinkedController:
 
     def _on_report(self, report: reports.OperationReport) -> None:
         state = self.state
-        state.inputs.append((self.link.engine_id, (state.epoch, state.losses), report.op))
+        state.inputs.append((self.link.engine_id, state.losses, report.op))
         if report.op in state.open:
             task = state.open.pop(report.op)
             state.done.append(task)
