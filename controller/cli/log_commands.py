@@ -63,15 +63,17 @@ def replay(
 ) -> None:
     """Rebuild the controller's state from the log, compare digests, and show the adapters."""
     from controller.log.replay import replay as replay_log
+    from controller.log.replay import replay_with_policy
 
     output = output_of(ctx, as_json)
     with (
         open_log(directory or directory_of(ctx)) as log_directory,
         output.progress("replaying"),
     ):
-        result = replay_log(
-            log_directory, until, checked=checked, from_start=from_start, policy=policy
-        )
+        if policy:
+            result = replay_with_policy(log_directory, policy, until, checked=checked)
+        else:
+            result = replay_log(log_directory, until, checked=checked, from_start=from_start)
     for reason in result.skipped:
         output.note(reason)
     _show_replay(output, result)

@@ -188,25 +188,22 @@ def replay(  # noqa: PLR0913 - one parameter per way of replaying
     from_start: bool = False,
     storage: Storage = DISK,
     skips: Collection[Seq] = (),
-    policy: str = "",
 ) -> ReplayResult:
     """Replay the log in `directory`, up to and including record `until`.
 
     It begins with the newest valid snapshot that contains no later record, or with the log's first
     record if there is none or with `from_start`. `sink` is called with the actions of each record
     that is replayed; `checked` verifies every invariant after it. `skips` are inputs to skip in
-    addition to those that the log skips. With a `policy` the whole log is replayed as if that had
-    been its own, without comparing digests: reports that no longer fit are refused.
+    addition to those that the log skips.
 
     Raises `LogError` for a log that can't be read or of which records are missing, `HandlingFailed`
     where the handling of a record fails, and `LimitsError` for limits of other rules.
     """
     replayer = _Replayer(until, sink, checked)
-    replayer.policy = policy
     snapshot: Snapshot | None = None
     skipped: tuple[str, ...] = ()
     with _without_garbage_collection():
-        if not from_start and not policy:
+        if not from_start:
             snapshot, replayer.controller, skipped = restore_newest(
                 directory, until, checked=checked, storage=storage
             )
@@ -230,6 +227,20 @@ def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResu
     replayer.skips = skipped_inputs(directory, storage)
     with _without_garbage_collection():
         _replay_segments(replayer, walk_from_start(directory, storage), None)
+    return replayer.result(None, ())
+
+
+def replay_with_policy(
+    directory: Path, policy: str, until: Seq | None = None, *, checked: bool = False
+) -> ReplayResult:
+    """Replay a whole log as if another eviction policy had decided; digests are not compared.
+
+    Reports that no longer fit are refused, so the result is what the same reports would lead to.
+    """
+    replayer = _Replayer(until, None, checked)
+    replayer.policy, replayer.skips = policy, skipped_inputs(directory)
+    with _without_garbage_collection():
+        _replay_segments(replayer, walk_from_start(directory, DISK), (RULES,))
     return replayer.result(None, ())
 
 

@@ -58,7 +58,7 @@ class InputHandler:
     def handle(self, seq: Seq, record: Record) -> list[Action] | None:
         """Return the actions of record `seq`; None, and no change, if its handling fails.
 
-        Raises the exception where the server can't go on without this input.
+        Raises the exception where the server can't do without this input.
         """
         try:
             return self._controller.handle(record.input, record.time_ns, record.report_seq)

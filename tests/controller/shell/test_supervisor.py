@@ -197,10 +197,10 @@ engine = [sys.executable, "-c", note + "time.sleep(600)", sys.argv[1] + "/broken
 children = [Child("steady", steady, fds=(restart,)), Child("engine", engine)]
 sys.exit(Supervisor(children, os.pipe()[0], restarts, children[1]).run())
 """
-"""Its first child passes on what it reads, as a controller that asks for restarts."""
+"""Its first child passes on what it reads, as a controller that requests restarts."""
 
 
-def test_an_engine_is_restarted_when_the_controller_asks_for_it(tmp_path: Path) -> None:
+def test_an_engine_is_restarted_when_the_controller_requests_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RESTARTING, str(tmp_path), ""]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True

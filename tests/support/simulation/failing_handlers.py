@@ -1,8 +1,9 @@
-"""A core whose handling of one input raises, at any point of its changes to the world."""
+"""A core whose handling of some inputs raises, at any point of its changes to the world."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from controller.core.context import Context
 from controller.core.controller import Controller
@@ -12,59 +13,70 @@ MUTATIONS = (
     *("answer", "publish", "next_op", "issue", "issue_for", "mark_changed", "keep"),
     *("apply_transition", "touch_lru", "set_goal"),
 )
+_handle = Controller.handle
 
 
 class Poison(Exception):  # noqa: N818 - named like what it stands for
     """Raised by a handler that fails."""
 
 
-@contextmanager
-def failing(seqs: dict[int, int]) -> Iterator[list[int]]:
-    """Make the handling of inputs raise at a change: `seqs` maps an input's `seq` to the change.
+class _Failures:
+    """The inputs that fail, each at one of its changes, and those that have failed."""
 
-    0 is before the first change; an input with fewer changes raises after the last one. Yields a
-    list of the inputs that have raised.
-    """
-    raised: list[int] = []
-    left = {"seq": 0, "changes": 0}
-    handle = Controller.handle
-    originals = {name: getattr(Context, name) for name in MUTATIONS}
+    def __init__(self, changes_before: dict[int, int]) -> None:
+        self.raised: list[int] = []
+        self._changes_before = changes_before
+        self._failing_seq = 0
+        self._changes_left = 0
 
-    def fail(seq: int) -> None:
-        raised.append(seq)
-        raise Poison(f"input {seq}")
+    def handle(self, controller: Controller, message: Any, *rest: Any, **named: Any) -> Any:
+        """Handle an input, or fail in the middle of it, at the latest at its end."""
+        seq = controller.world.seq + 1
+        if seq not in self._changes_before or isinstance(message, ControllerStarted | InputSkipped):
+            return _handle(controller, message, *rest, **named)
+        self._failing_seq, self._changes_left = seq, self._changes_before[seq]
+        try:
+            _handle(controller, message, *rest, **named)
+            self._fail()
+        finally:
+            self._failing_seq = 0
 
-    def count(context: Context) -> None:
-        if context.world.seq == left["seq"]:
-            if left["changes"] == 0:
-                left["seq"] = 0
-                fail(context.world.seq)
-            left["changes"] -= 1
+    def handler(self) -> Callable[..., Any]:
+        """Return `handle` as a method of a controller."""
 
-    def changing(name: str) -> Any:
-        def method(context: Context, *arguments: Any, **named: Any) -> Any:
-            count(context)
-            return originals[name](context, *arguments, **named)
+        def method(controller: Controller, message: Any, *rest: Any, **named: Any) -> Any:
+            return self.handle(controller, message, *rest, **named)
 
         return method
 
-    def handle_or_fail(controller: Controller, *arguments: Any, **named: Any) -> Any:
-        seq = controller.world.seq + 1
-        if seq not in seqs or isinstance(arguments[0], ControllerStarted | InputSkipped):
-            return handle(controller, *arguments, **named)
-        left.update(seq=seq, changes=seqs[seq])
-        try:
-            handle(controller, *arguments, **named)
-        finally:
-            left["seq"] = 0
-        return fail(seq)
+    def changing(self, name: str) -> Callable[..., Any]:
+        """Return a method of a context that counts its calls."""
+        original = getattr(Context, name)
 
-    Controller.handle = handle_or_fail  # type: ignore[method-assign]
-    for name in MUTATIONS:
-        setattr(Context, name, changing(name))
-    try:
-        yield raised
-    finally:
-        Controller.handle = handle  # type: ignore[method-assign]
-        for name, original in originals.items():
-            setattr(Context, name, original)
+        def method(context: Context, *arguments: Any, **named: Any) -> Any:
+            if self._failing_seq:
+                if not self._changes_left:
+                    self._fail()
+                self._changes_left -= 1
+            return original(context, *arguments, **named)
+
+        return method
+
+    def _fail(self) -> None:
+        self.raised.append(self._failing_seq)
+        raise Poison(f"input {self._failing_seq}")
+
+
+@contextmanager
+def failing(changes_before: dict[int, int]) -> Iterator[list[int]]:
+    """Make the handling of inputs raise: an input's `seq` -> the changes before that.
+
+    An input with fewer changes raises after the last one. Yields the inputs that have raised.
+    """
+    failures = _Failures(changes_before)
+    methods = {name: failures.changing(name) for name in MUTATIONS}
+    with (
+        patch.object(Controller, "handle", failures.handler()),
+        patch.multiple(Context, **methods),
+    ):
+        yield failures.raised
