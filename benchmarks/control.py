@@ -6,7 +6,6 @@ of the engine is not measured.
 
 import gc
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,14 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
 import zmq
 from transitions import Machine
 
-from benchmarks import control_recovery
+from benchmarks import control_events, control_recovery
 from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, best_seconds, interleave
 from benchmarks.publisher import EVENTS_COUNT
+from benchmarks.serving import running, serving
 from controller.client import Client
 from controller.client.streams import EventCursor
 from controller.core.limits import RULES, Limits, limits_to
@@ -56,6 +55,7 @@ def run() -> Iterator[Figure]:
     yield from control_recovery.run()
     yield _state_step()
     yield _events()
+    yield control_events.old_events()
     yield from _known_adapters()
 
 
@@ -67,13 +67,7 @@ def _controller(directory: Path) -> Iterator[None]:
         model=str(TINY / "model"),
         adapter_roots=(str(TINY / "adapters"),),
     )
-    code = (
-        "import sys, msgspec; from controller.shell.config import ServeConfig; "
-        "from controller.shell.supervisor import serve; "
-        "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)))"
-    )
-    argument = msgspec.json.encode(config).decode()
-    with _process([sys.executable, "-c", code, argument], directory / "serve.log"):
+    with serving(config):
         with Client(directory, timeout_s=120) as client:
             client.activate("upper")
         yield
@@ -84,19 +78,8 @@ def _echo(directory: Path, *, synced: bool) -> Iterator[str]:
     address = f"ipc://{directory}/echo-{int(synced)}.sock"
     file = str(directory / "echo.log") if synced else "-"
     command = [sys.executable, "-m", "benchmarks.echo", address, file]
-    with _process(command, directory / "echo.err"):
+    with running(command, directory / "echo.err"):
         yield address
-
-
-@contextmanager
-def _process(command: list[str], errors: Path) -> Iterator[None]:
-    with errors.open("ab") as sink:
-        process = subprocess.Popen(command, stderr=sink)
-        try:
-            yield
-        finally:
-            process.terminate()
-            process.wait(30)
 
 
 class _BareClient:
@@ -264,7 +247,7 @@ def _subscribed(receive: Callable[[Path], float]) -> float:
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
         command = [sys.executable, "-m", "benchmarks.publisher", name]
         (Path(name) / "run").mkdir()
-        with _process(command, Path(name) / "publisher.err"):
+        with running(command, Path(name) / "publisher.err"):
             return receive(Path(name))
 
 

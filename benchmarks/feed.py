@@ -6,10 +6,11 @@ For measurements of the controller alone.
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from controller.core.actions import Action, SendCommand
+from controller.core.actions import Action, PublishEvent, SendCommand
 from controller.core.controller import Controller
 from controller.core.limits import Limits
 from messages import commands, records, reports, requests
+from messages.events import Published
 from messages.records import Input
 
 SKEW = 13.5
@@ -34,12 +35,13 @@ _SUCCESS: Final[dict[type, Callable[[int], reports.OperationReport]]] = {
 class CoreFeed:
     """A controller core that handles requests and the reports that follow.
 
-    `inputs`: those recorded, in the form of log records: input, digest.
+    `inputs`: those recorded, in the form of log records: input, digest. `events`: what they led to.
     """
 
     def __init__(self, limits: Limits, *, record: bool = False) -> None:
         self.controller = Controller(limits)
         self.inputs: list[tuple[Input, str]] = []
+        self.events: list[Published] = []
         self._records_inputs = record
         self._number = 0
         self.handle(records.ControllerStarted(1))
@@ -53,6 +55,8 @@ class CoreFeed:
             if self._records_inputs:
                 self.inputs.append((current, self._digest()))
             actions = self.controller.handle(current, self.controller.world.seq)
+            if self._records_inputs:
+                self.events += [a.message for a in actions if isinstance(a, PublishEvent)]
             pending += _reports(actions)
 
     def _digest(self) -> str:

@@ -72,7 +72,7 @@ class ClientSessions:
         self._payloads: dict[RequestId, bytes] = {}
         self._payload_bytes = 0
         self._resends: dict[RequestId, None] = {}
-        self._queries = QueryQueue()
+        self._queries: QueryQueue[requests.Query] = QueryQueue()
         self._routes_max = ROUTES_PER_REQUEST * controller.limits.requests_max
 
     def receive(self, client: bytes, data: bytes) -> list[ClientInput]:
@@ -103,7 +103,7 @@ class ClientSessions:
     def _add_query(self, client: bytes, message: requests.Query) -> None:
         if not self._can_reply(client):
             busy = "earlier answers wait to be read; read them and try again"
-        elif not self._queries.add(client, message):
+        elif not self._queries.add(client, message.request_id, message):
             busy = f"at most {QUERIES_PER_CLIENT_MAX} queries of a client wait; try again later"
         else:
             return

@@ -1,9 +1,10 @@
 """Queries that wait for an answer, taken from the clients in turn."""
 
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from messages.ids import RequestId
-from messages.requests import Query
+
+QueryT = TypeVar("QueryT")
 
 QUERIES_PER_CLIENT_MAX: Final = 64
 """Bound on the waiting queries of one client; further ones are refused."""
@@ -12,7 +13,7 @@ QUERIES_MAX: Final = 8192
 """Bound on the waiting queries of all clients."""
 
 
-class QueryQueue:
+class QueryQueue(Generic[QueryT]):
     """Waiting queries: one client's in the order of their arrival, the clients in turn.
 
     A query that waits already is not added again: a client repeats one under the same id.
@@ -20,25 +21,25 @@ class QueryQueue:
 
     def __init__(self) -> None:
         # The client whose turn is next comes first.
-        self._by_client: dict[bytes, dict[RequestId, Query]] = {}
+        self._by_client: dict[bytes, dict[RequestId, QueryT]] = {}
         self._count = 0
 
     def __len__(self) -> int:
         """Return the number of waiting queries."""
         return self._count
 
-    def add(self, client: bytes, query: Query) -> bool:
+    def add(self, client: bytes, request_id: RequestId, query: QueryT) -> bool:
         """Add a query; False if a bound does not allow it."""
         waiting = self._by_client.get(client, {})
-        if query.request_id in waiting:
+        if request_id in waiting:
             return True
         if self._count >= QUERIES_MAX or len(waiting) >= QUERIES_PER_CLIENT_MAX:
             return False
-        self._by_client.setdefault(client, waiting)[query.request_id] = query
+        self._by_client.setdefault(client, waiting)[request_id] = query
         self._count += 1
         return True
 
-    def take(self) -> tuple[bytes, Query]:
+    def take(self) -> tuple[bytes, QueryT]:
         """Remove and return the next query and its client; the queue must not be empty."""
         client = next(iter(self._by_client))
         waiting = self._by_client.pop(client)

@@ -8,10 +8,14 @@ from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
 from messages.requests import ShowStatus
 
 
-def filled(clients: list[bytes]) -> QueryQueue:
-    queue = QueryQueue()
+def add(queue: QueryQueue[ShowStatus], client: bytes, request_id: str = "r") -> bool:
+    return queue.add(client, request_id, ShowStatus(request_id))
+
+
+def filled(clients: list[bytes]) -> QueryQueue[ShowStatus]:
+    queue: QueryQueue[ShowStatus] = QueryQueue()
     for number, client in enumerate(clients):
-        assert queue.add(client, ShowStatus(f"r-{number}"))
+        assert add(queue, client, f"r-{number}")
     return queue
 
 
@@ -40,22 +44,22 @@ def test_every_waiting_client_is_served_between_two_answers_to_another(
 
 def test_the_waiting_queries_are_bounded_per_client_and_together(monkeypatch) -> None:
     queue = filled([b"a"] * QUERIES_PER_CLIENT_MAX)
-    assert not queue.add(b"a", ShowStatus("r"))
-    assert queue.add(b"b", ShowStatus("r"))
+    assert not add(queue, b"a")
+    assert add(queue, b"b")
     monkeypatch.setattr(query_queue, "QUERIES_MAX", len(queue))
-    assert not queue.add(b"c", ShowStatus("r"))
+    assert not add(queue, b"c")
     queue.take()
-    assert queue.add(b"c", ShowStatus("r"))
+    assert add(queue, b"c")
 
 
 def test_a_repeated_query_is_added_once() -> None:
-    queue = QueryQueue()
+    queue: QueryQueue[ShowStatus] = QueryQueue()
     for _ in range(100):
-        assert queue.add(b"a", ShowStatus("r"))
-    assert queue.add(b"b", ShowStatus("r"))
+        assert add(queue, b"a")
+    assert add(queue, b"b")
     assert [queue.take() for _ in range(len(queue))] == [
         (b"a", ShowStatus("r")),
         (b"b", ShowStatus("r")),
     ]
-    assert queue.add(b"a", ShowStatus("r"))
+    assert add(queue, b"a")
     assert len(queue) == 1

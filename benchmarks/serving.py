@@ -1,0 +1,37 @@
+"""Processes for measurements: a controller with its supervisor, or any other command."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from controller.shell.config import ServeConfig
+
+_SERVE = (
+    "import sys, msgspec; from controller.shell.config import ServeConfig; "
+    "from controller.shell.supervisor import serve; "
+    "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)))"
+)
+
+
+@contextmanager
+def serving(config: ServeConfig) -> Iterator[None]:
+    """Serve as `loradock serve` does; it may still be starting."""
+    command = [sys.executable, "-c", _SERVE, msgspec.json.encode(config).decode()]
+    with running(command, Path(config.server.directory) / "serve.log"):
+        yield
+
+
+@contextmanager
+def running(command: list[str], errors: Path) -> Iterator[None]:
+    """Run a command whose standard error is appended to a file."""
+    with errors.open("ab") as sink:
+        process = subprocess.Popen(command, stderr=sink)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(30)
