@@ -204,11 +204,7 @@ class ShowStatus(_Request, frozen=True):
 
 
 class FetchEvents(_Request, frozen=True):
-    """Fetch published events from `first_seq` on, for a subscriber that has a gap.
-
-    The answer is `EventsFetched`, or `EventsTooOld` where event `first_seq` is not kept any more;
-    with `snapshot` that is replaced by `SnapshotFetched`.
-    """
+    """Fetch published events from `first_seq` on; with `snapshot`, adapters if they are too old."""
 
     first_seq: Seq
     count_max: Annotated[int, Meta(ge=1, le=4096)] = 1024
@@ -369,21 +365,14 @@ class EventsFetched(_Reply, frozen=True):
 
 
 class EventsTooOld(_Reply, frozen=True):
-    """The requested events are not kept: the next one that is kept is `oldest_seq`.
-
-    `last_seq` is the newest published one; `oldest_seq` is one more if no event is kept.
-    """
+    """The requested event is not kept; of the later ones `oldest_seq` is the first that is."""
 
     oldest_seq: Seq
     last_seq: Seq
 
 
 class SnapshotFetched(_Reply, frozen=True):
-    """The adapters as of event `events_seq`, in place of events that are not kept.
-
-    It is the first page of a list, and `more` is as in `AdaptersPage`. A subscriber requests the
-    other pages, and then continues with the event after `events_seq`.
-    """
+    """The first page of a list as of event `events_seq`, in place of events that are too old."""
 
     adapters: tuple[AdapterView, ...]
     events_seq: Seq
