@@ -163,12 +163,14 @@ def test_a_file_cut_at_any_byte_is_continued_after_its_last_whole_frame(tmp_path
     data = path.read_bytes()
     ends = [frame.end for frame in event_frames(data, 1)]
     for cut in range(len(data) + 1):
+        assert [frame.end for frame in event_frames(data[:cut], 1)] == [
+            end for end in ends if end <= cut
+        ]
+    for cut in (*range(0, len(data), 97), *ends):
         path.write_bytes(data[:cut])
-        whole = 60 * sum(end <= cut for end in ends)
-        assert EventReader(tmp_path).read(1, 1000) == events[:whole]
-        if cut % 37 == 0:
-            assert write(tmp_path, events) == 300
-            assert EventReader(tmp_path).read(1, 1000) == events
+        assert EventReader(tmp_path).newest_seq == 60 * sum(end <= cut for end in ends)
+        assert write(tmp_path, events) == 300
+        assert EventReader(tmp_path).read(1, 1000) == events
 
 
 def test_a_flip_of_any_bit_is_never_believed() -> None:
