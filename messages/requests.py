@@ -49,11 +49,9 @@ Image = Annotated[bytes, Meta(min_length=1, max_length=IMAGE_BYTES_MAX)]
 
 
 class IllustratedPrompt(Value, frozen=True, array_like=False):
-    """A text with images: `text` has the model's placeholder once per image, in their order.
+    """A text with images: `text` has the model's placeholder once per image, in their order."""
 
-    Encoded as a map, to distinguish it from token ids, which are an array.
-    """
-
+    # Encoded as a map, to distinguish it from token ids, which are an array.
     text: Text
     images: Annotated[tuple[Image, ...], Meta(min_length=1, max_length=IMAGES_MAX)]
 
@@ -184,8 +182,7 @@ LIST_PAGE_ADAPTERS_MAX: Final = 256
 class ListAdapters(_Request, frozen=True):
     """List known adapters: up to `limit` of them after (`after`, `after_id`), as `AdaptersPage`.
 
-    Pages are in order of name and adapter id. `limit` 0 requests all adapters in one
-    `AdaptersListed`, and is refused if they exceed a page.
+    Pages are in order of name and id. `limit` 0: one `AdaptersListed`, refused beyond a page.
     """
 
     after: str = ""
@@ -379,6 +376,7 @@ class SnapshotFetched(_Reply, frozen=True):
     more: bool = False
 
 
+EventsReply = EventsFetched | EventsTooOld | SnapshotFetched
 Reply = (
     AdapterDone
     | BatchDone
@@ -392,7 +390,5 @@ Reply = (
     | AdaptersPage
     | AdapterShown
     | StatusShown
-    | EventsFetched
-    | EventsTooOld
-    | SnapshotFetched
+    | EventsReply
 )

@@ -19,6 +19,7 @@ from messages.requests import (
     AdaptersListed,
     AdaptersPage,
     EventsFetched,
+    EventsReply,
     EventsTooOld,
     FetchEvents,
     Generate,
@@ -149,12 +150,12 @@ class PreparedEvents:
 
 def fetch(
     request: FetchEvents,
-) -> PreparedCall[ClientCall, EventsFetched | EventsTooOld | SnapshotFetched]:
+) -> PreparedCall[ClientCall, EventsReply]:
     """Return the call of a fetch of events."""
     return PreparedCall(lambda session, now: session.begin(request, now, None), _fetched)
 
 
-def _fetched(call: ClientCall) -> EventsFetched | EventsTooOld | SnapshotFetched:
+def _fetched(call: ClientCall) -> EventsReply:
     if isinstance(call.outcome, EventsTooOld | SnapshotFetched):
         return call.outcome
     return answer_of(call, EventsFetched)
