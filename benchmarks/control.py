@@ -94,7 +94,8 @@ class _BareClient:
     def _send(self) -> None:
         _BareClient._number += 1
         kind = HoldAdapter if _BareClient._number % 2 else ReleaseAdapter
-        self._socket.send(REQUESTS.encode(kind(f"client-{_BareClient._number}", "upper")))
+        request = kind(f"client-{_BareClient._number}", "upper")
+        self._socket.send(REQUESTS.encode((request,)))
 
     def rate(self) -> float:
         """Return requests per second with `OUTSTANDING` requests in flight."""

@@ -33,13 +33,13 @@ def main() -> None:
                 client, frame = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            group.append((client, REQUESTS.decode(frame).message))
+            group += [(client, message) for message in REQUESTS.decode(frame).message]
         if fd >= 0:
             os.write(fd, b"".join(encode(Record(1, message)) for _, message in group))
             os.fdatasync(fd)
         for client, message in group:
             reply = AdapterDone(message.request_id, "upper", "gpu-slot", 0, 1)
-            socket.send_multipart((client, REPLIES.encode(reply)))
+            socket.send_multipart((client, REPLIES.encode((reply,))))
 
 
 if __name__ == "__main__":

@@ -16,10 +16,14 @@ AdapterName = Annotated[str, Meta(pattern=NAME_PATTERN)]
 AdapterId = Annotated[int, Meta(ge=0, le=2**53)]
 """One version of an adapter: other bytes of the same name have another id. 0: base model."""
 
-REQUEST_PATTERN: Final = r"^[!-~]{1,64}\Z"
+REQUEST_PATTERN: Final = r"^[!-~]{1,96}\Z"
 
 RequestId = Annotated[str, Meta(pattern=REQUEST_PATTERN)]
-"""Chosen by the client and never used twice; a repeated request gets its first answer again."""
+"""Chosen by the client and never used twice; a repeated request gets its first answer again.
+
+A client's own id has at most 64 characters. Inside the controller, in the log and in the engine it
+follows the client's name (`messages.scoped_ids`).
+"""
 
 OpId = Annotated[int, Meta(ge=0, le=2**53)]
 """One operation of the engine, numbered by the controller; ids only increase."""

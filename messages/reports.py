@@ -16,11 +16,10 @@ from messages.ids import (
     Generation,
     OpId,
     Path,
-    RequestId,
     Seq,
     Slot,
 )
-from messages.requests import FinishReason, Vector
+from messages.requests import FinishReason, TokensStreamed, VectorsStreamed
 
 
 class _Report(Message, frozen=True):
@@ -125,26 +124,6 @@ class EngineInventory(Message, frozen=True):
     answers: Seq = 0
 
 
-# `TokensGenerated` and `requests.TokensStreamed` have the same fields: when `PROTOCOL_VERSION` is
-# next raised, one message replaces both, on the engine link and for clients.
-class TokensGenerated(Message, frozen=True):
-    """Tokens for the client. Never logged."""
-
-    request_id: RequestId
-    offset: int
-    tokens: tuple[int, ...]
-    text: str = ""
-
-
-class VectorsComputed(Message, frozen=True):
-    """Vectors or scores for the client. Never logged."""
-
-    request_id: RequestId
-    offset: int
-    vectors: tuple[Vector, ...]
-    labels: tuple[str, ...] = ()
-
-
 class EngineBeat(Message, frozen=True):
     """Heartbeat of the engine's main loop, with its identity and last operation."""
 
@@ -167,5 +146,7 @@ OperationReport = (
     | OperationFailed
 )
 LoggedReport = OperationReport | EngineInventory
-PrivateReport = TokensGenerated | VectorsComputed
+PrivateReport = TokensStreamed | VectorsStreamed
+"""Output for a client; it is never logged."""
+
 Report = LoggedReport | PrivateReport | EngineBeat

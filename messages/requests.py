@@ -257,7 +257,8 @@ class BatchDone(_Reply, frozen=True):
 class TokensStreamed(_Reply, frozen=True):
     """Tokens of a generation: `tokens[i]` is output number `offset + i`.
 
-    `text` is the text that they complete; an incomplete character is in a later message.
+    `text` is the text that they complete; an incomplete character is in a later message. The
+    controller receives them from the engine, sends them on and does not log them.
     """
 
     offset: int
@@ -278,7 +279,7 @@ class VectorsStreamed(_Reply, frozen=True):
     """Results of an `Embed` or `Classify`: `vectors[i]` is that of input `offset + i`.
 
     An embedding's vector has the model's dimensions; a classification's has one score per label.
-    `labels` is empty for an embedding.
+    `labels` is empty for an embedding. They are sent on and not logged, as `TokensStreamed`.
     """
 
     offset: int
@@ -303,10 +304,14 @@ class CancelDone(_Reply, frozen=True):
 
 
 class Refused(_Reply, frozen=True):
-    """The request was refused, and it changed nothing."""
+    """The request was refused, and it changed nothing.
+
+    `retry_after_ms`: when the same request may succeed; 0 where that is not known.
+    """
 
     code: ErrorCode
     message: str
+    retry_after_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
 
 
 class AdaptersListed(_Reply, frozen=True):

@@ -1,4 +1,7 @@
-"""The wire format: one frame per message, with magic, version, channel, epoch, seq, msgpack body.
+"""The wire format: frames of magic, version, channel, epoch, seq and a msgpack body.
+
+The header of a frame with requests continues with the client's token. Frames with requests or
+replies hold 1 to `BATCH_MAX` of them, frames of the engine link one message.
 
 For any bytes, `decode` either returns a message of the channel's type or raises `WireError`.
 Recursion is bounded by the types: no field is untyped and unknown fields are refused, so a decoder
@@ -6,18 +9,28 @@ descends no further than its Structs, however deeply a frame is nested.
 """
 
 import struct
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta, Raw
 
 from messages.commands import Command
 from messages.errors import ErrorCode
 from messages.events import Published
-from messages.ids import Epoch, Seq
+from messages.ids import Epoch, RequestId, Seq
 from messages.reports import Report
-from messages.requests import IMAGES_BYTES_MAX, Generate, IllustratedPrompt, Reply, Request
+from messages.requests import (
+    IMAGES_BYTES_MAX,
+    CancelGeneration,
+    Generate,
+    IllustratedPrompt,
+    Refused,
+    Reply,
+    Request,
+)
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 FRAME_BYTES_MAX: Final = 1 << 20
 """Bound on a request without its images, in bytes; only prompts are long."""
 
@@ -27,6 +40,15 @@ ILLUSTRATED_BYTES_MAX: Final = IMAGES_BYTES_MAX + FRAME_BYTES_MAX
 REPLY_BYTES_MAX: Final = 256 << 20
 """Bound on a reply or a report, in bytes: a list of 100,000 adapters fits."""
 
+BATCH_MAX: Final = 256
+"""Bound on the requests, and on the replies, of one frame."""
+
+TOKEN_BYTES: Final = 12
+NO_TOKEN: Final = bytes(TOKEN_BYTES)
+
+REQUEST_ID_LENGTH_MAX: Final = 64
+"""Bound on an id that a client chooses. `RequestId` allows more: the controller adds a prefix."""
+
 _MAGIC: Final = b"LD"
 _HEADER: Final = struct.Struct(">2sBcQQ")
 
@@ -34,9 +56,16 @@ T = TypeVar("T")
 
 
 class WireError(Exception):
-    """Bytes that are not a message of this channel; always `L012`."""
+    """Bytes that are not a message of this channel; always `L012`.
+
+    `request_id` is that of the frame's first request, empty where it can't be read.
+    """
 
     code = ErrorCode.MALFORMED
+
+    def __init__(self, message: str, request_id: RequestId = "") -> None:
+        super().__init__(message)
+        self.request_id = request_id
 
 
 class DecodedFrame(NamedTuple, Generic[T]):
@@ -87,30 +116,150 @@ class Channel(Generic[T]):
         return f"a frame of channel {frame[3:4]!r} where a {self.name} was expected"
 
 
-# The tag of `Generate`, which follows the byte with the number of fields.
+class ReceivedRequests(NamedTuple):
+    """A frame of a client: its token, its requests, and refusals of those that can't be read."""
+
+    token: bytes
+    requests: tuple[Request, ...]
+    refused: tuple[Refused, ...] = ()
+
+
+_TOKEN: Final = slice(_HEADER.size, _HEADER.size + TOKEN_BYTES)
+_BODY: Final = slice(_TOKEN.stop, None)
+
+# The tag of `Generate`, which follows the bytes with the numbers of requests and of fields.
+_ONE_ELEMENT: Final = 0x91
 _GENERATE: Final = msgspec.msgpack.encode(Generate.__name__)
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+Requests = Annotated[tuple[Request, ...], Meta(min_length=1, max_length=BATCH_MAX)]
+Replies = Annotated[tuple[Reply, ...], Meta(min_length=1, max_length=BATCH_MAX)]
 
 
-class _Requests(Channel[Request]):
-    """Requests, of which only a `Generate` may be long, by its images.
+class RequestChannel(Channel[tuple[Request, ...]]):
+    """Requests, of which only a `Generate` may be long, by its images, and only alone in a frame.
 
     No other request is decoded from a long frame: arrays take many times their bytes in memory.
     """
 
-    def _read(self, body: memoryview) -> Request:
-        size = _HEADER.size + len(body)
+    def __init__(self) -> None:
+        super().__init__("request", b"Q", Requests, ILLUSTRATED_BYTES_MAX)
+        bodies = Annotated[tuple[Raw, ...], Meta(min_length=1, max_length=BATCH_MAX)]
+        self._split = msgspec.msgpack.Decoder(bodies).decode
+        self._decode_one = msgspec.msgpack.Decoder(Request).decode
+
+    def encode(
+        self, message: tuple[Request, ...], epoch: Epoch = 0, seq: Seq = 0, token: bytes = NO_TOKEN
+    ) -> bytes:
+        """Return a frame with requests of the client that `token` belongs to."""
+        return self._head(epoch, seq, token) + self._encode(message)
+
+    def encode_body(self, request: Request) -> bytes:
+        """Return one request's part of a frame."""
+        return self._encode(request)
+
+    def decode_body(self, body: bytes) -> Request:
+        """Return the request that `encode_body` encoded."""
+        request: Request = self._decode_one(body)
+        return request
+
+    def join(self, bodies: Sequence[bytes], token: bytes, epoch: Epoch = 0) -> bytes:
+        """Return a frame with the requests that `encode_body` encoded."""
+        return self._head(epoch, 0, token) + self._encode([Raw(body) for body in bodies])
+
+    def _head(self, epoch: Epoch, seq: Seq, token: bytes) -> bytes:
+        return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, self._letter, epoch, seq) + token
+
+    def decode_each(self, frame: bytes) -> ReceivedRequests:
+        """Decode a frame's requests one by one; raises `WireError` where they can't be separated.
+
+        Those that can't be read are refused, under their own ids where these can be read.
+        """
+        try:
+            return ReceivedRequests(frame[_TOKEN], self.decode(frame).message)
+        except WireError:
+            if len(frame) > self.bytes_max or frame[:4] != self.prefix:
+                raise
+            body = memoryview(frame)[_BODY]
+            try:
+                bodies = self._split(body)
+            except _UNREADABLE as error:
+                raise WireError(f"not a {self.name}: {error}", _first_id(body)) from error
+        return self._read_each(frame[_TOKEN], [memoryview(raw) for raw in bodies], len(frame))
+
+    def _read_each(self, token: bytes, bodies: list[memoryview], size: int) -> ReceivedRequests:
+        readable, refused = [], []
+        for body in bodies:
+            try:
+                if size > FRAME_BYTES_MAX:
+                    raise _too_long(size, 0)
+                readable.append(_checked(self._decode_one(body)))
+            except (WireError, *_UNREADABLE) as error:
+                text = str(error) if isinstance(error, WireError) else f"not a request: {error}"
+                refused.append(Refused(_id_of(body), ErrorCode.MALFORMED, text))
+        return ReceivedRequests(token, tuple(readable), tuple(refused))
+
+    def _read(self, body: memoryview) -> tuple[Request, ...]:
+        body = body[TOKEN_BYTES:]
+        size = _BODY.start + len(body)
         if size <= FRAME_BYTES_MAX:
-            return super()._read(body)
+            batch = super()._read(body)
+            for request in batch:
+                _checked(request)
+            return batch
         images = 0
-        if body[1 : 1 + len(_GENERATE)] == _GENERATE:
-            request = super()._read(body)
-            images = _image_bytes(request)
+        if body[0] == _ONE_ELEMENT and body[2 : 2 + len(_GENERATE)] == _GENERATE:
+            batch = super()._read(body)
+            images = _image_bytes(batch[0])
             if size - images <= FRAME_BYTES_MAX and images <= IMAGES_BYTES_MAX:
-                return request
+                _checked(batch[0])
+                return batch
+        raise _too_long(size, images)
+
+
+def _too_long(size: int, images: int) -> WireError:
+    return WireError(
+        f"request of {size - images} bytes and {images} bytes of images; at most "
+        f"{FRAME_BYTES_MAX} and {IMAGES_BYTES_MAX} are read"
+    )
+
+
+def _checked(request: Request) -> Request:
+    """Return a request whose ids have a client's length; raises `WireError`."""
+    longest = len(request.request_id)
+    if type(request) is CancelGeneration:
+        longest = max(longest, len(request.target))
+    if longest > REQUEST_ID_LENGTH_MAX:
         raise WireError(
-            f"request of {size - images} bytes and {images} bytes of images; at most "
-            f"{FRAME_BYTES_MAX} and {IMAGES_BYTES_MAX} are read"
+            f"an id of {longest} characters; at most {REQUEST_ID_LENGTH_MAX} are allowed"
         )
+    return request
+
+
+def _first_id(body: memoryview) -> RequestId:
+    """Return the id of a frame's first request, as `_id_of`."""
+    longer = {0xDC: 3, 0xDD: 5}
+    return _id_of(body[longer.get(body[0], 1) :]) if body else ""
+
+
+def _id_of(body: memoryview) -> RequestId:
+    """Return the id of an unreadable request; empty where it is not at its place."""
+    head = bytes(body[: 4 + 31 + REQUEST_ID_LENGTH_MAX])
+    try:
+        # An array of up to 15 elements, the tag of up to 31 bytes, then the id.
+        is_short = head[1] >> 5 == 0b101
+        at = 2 + (head[1] & 31)
+        start = at + (2 if head[at] == 0xD9 else 1)
+        length = head[at + 1] if head[at] == 0xD9 else head[at] & 31
+        if head[0] >> 4 != 9 or not is_short or not (head[at] == 0xD9 or head[at] >> 5 == 0b101):
+            return ""
+        encoded = head[at : start + length]
+        return msgspec.msgpack.decode(encoded, type=_ClientsId)
+    except (IndexError, *_UNREADABLE):
+        return ""
+
+
+_ClientsId = Annotated[RequestId, Meta(max_length=REQUEST_ID_LENGTH_MAX)]
 
 
 def _image_bytes(request: Request) -> int:
@@ -120,8 +269,8 @@ def _image_bytes(request: Request) -> int:
     return 0
 
 
-REQUESTS: Final[Channel[Request]] = _Requests("request", b"Q", Request, ILLUSTRATED_BYTES_MAX)
-REPLIES: Final[Channel[Reply]] = Channel("reply", b"A", Reply, REPLY_BYTES_MAX)
+REQUESTS: Final = RequestChannel()
+REPLIES: Final[Channel[tuple[Reply, ...]]] = Channel("reply", b"A", Replies, REPLY_BYTES_MAX)
 COMMANDS: Final[Channel[Command]] = Channel(
     "command", b"C", Command, ILLUSTRATED_BYTES_MAX + FRAME_BYTES_MAX
 )

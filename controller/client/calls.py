@@ -1,6 +1,6 @@
 """Requests in flight, without I/O and without a clock.
 
-`ClientCall` holds one request until it is settled: its frame, when the frame is sent next, the
+`ClientCall` holds one request until it is settled: its encoding, when that is sent next, the
 deadline and the outcome. `StreamingCall` and `GenerationCall` add output that is streamed before a
 final reply; the call of embeddings and classifications is in `controller.client.pooling`. The
 table of all calls is `controller.client.session.Session`.
@@ -69,7 +69,7 @@ class ClientCall:
         self.request = request
         self.timeout_s = timeout_s
         self.timing = timing
-        self.frame = b""
+        self.body = b""
         self.send_at = self.deadline = math.inf
         self.retry_interval_s = timing.retry_s_min
         self.sent = False
@@ -89,13 +89,13 @@ class ClientCall:
 
     @property
     def wake_at(self) -> float:
-        """When the call next has a frame to send or reaches its deadline."""
+        """When the call next has a request to send or reaches its deadline."""
         return min(self.send_at, self.deadline)
 
     @property
     def retry_scale(self) -> float:
         """The factor by which retry intervals are longer because the frame is long."""
-        return max(1.0, len(self.frame) / FRAME_BYTES_MAX)
+        return max(1.0, len(self.body) / FRAME_BYTES_MAX)
 
     def start(self, at: float, slack_s: float) -> None:
         """Schedule the first sending at `at` and set the deadline."""
@@ -110,13 +110,14 @@ class ClientCall:
     def on_reply(self, reply: Reply, now: float) -> None:
         """Settle the call with the controller's answer.
 
-        A query that is refused as overloaded is sent again instead: it is read-only.
+        A query that is refused as overloaded is sent again instead, not before the controller
+        suggests: it is read-only.
         """
-        del now  # Only calls with streamed output schedule the next sending relative to a reply.
         if not isinstance(reply, Refused):
             self.settle(reply)
         elif isinstance(self.request, Query) and reply.code is ErrorCode.OVERLOADED:
             self.overload = error_of(reply)
+            self.send_at = max(self.send_at, now + self.overload.retry_after_s)
         else:
             self.settle(error_of(reply))
 
@@ -125,8 +126,8 @@ class ClientCall:
         self.outcome = outcome
         self.on_change()
 
-    def next_frame(self, now: float) -> bytes | None:
-        """Return the frame to send now; None if the call was settled instead."""
+    def next_body(self, now: float) -> bytes | None:
+        """Return the encoded request to send now; None if the call was settled instead."""
         if now >= self.deadline:
             no_answer = EngineGone(f"no answer within {self.timeout_s:g} s", self.request_id)
             self.settle(self.overload or no_answer)
@@ -134,7 +135,7 @@ class ClientCall:
         self.send_at = now + self.retry_interval_s * self.retry_scale
         self.retry_interval_s = min(2 * self.retry_interval_s, self.timing.retry_s_max)
         self.sent = True
-        return self.frame
+        return self.body
 
 
 F = TypeVar("F", GenerationDone, PoolingDone)
@@ -176,8 +177,8 @@ class StreamingCall(ClientCall, Generic[F]):
     def _extend_output_deadline(self, now: float) -> None:
         self._output_deadline = now + self.timing.lost_tokens_s
 
-    def next_frame(self, now: float) -> bytes | None:
-        """Return the frame to send now; None if the call was settled instead.
+    def next_body(self, now: float) -> bytes | None:
+        """Return the encoded request to send now; None if the call was settled instead.
 
         After the final reply, output that is overdue settles the call.
         """
@@ -186,7 +187,7 @@ class StreamingCall(ClientCall, Generic[F]):
             lost = EngineGone(self._lost_output(final), self.request_id)
             self.settle(final if self._has_all_output(final) else lost)
             return None
-        return super().next_frame(now)
+        return super().next_body(now)
 
     def retry_after(self, error: LoradockError) -> bool:
         """Whether another attempt follows this failure.

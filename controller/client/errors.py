@@ -33,8 +33,9 @@ from messages.requests import Refused
 class LoradockError(Exception):
     """A request that was refused or failed.
 
-    `code` is stable, `message` is for people. `request_id` names the request in the controller's
-    log; it is empty if no request was sent.
+    `code` is stable, `message` is for people. `request_id` is the client's id of the request, empty
+    if none was sent. `retry_after_s`: when the controller suggests another attempt; 0 where it
+    suggests nothing.
     """
 
     code: ClassVar[ErrorCode]
@@ -43,6 +44,7 @@ class LoradockError(Exception):
         super().__init__(message)
         self.message = message
         self.request_id = request_id
+        self.retry_after_s = 0.0
 
     @property
     def retryable(self) -> bool:
@@ -181,4 +183,6 @@ ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
 
 def error_of(refused: Refused) -> LoradockError:
     """Return the exception for a refusal."""
-    return ERRORS[refused.code](refused.message, refused.request_id)
+    error = ERRORS[refused.code](refused.message, refused.request_id)
+    error.retry_after_s = refused.retry_after_ms / 1000
+    return error

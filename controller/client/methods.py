@@ -118,7 +118,7 @@ def status(timeout_s: float | None = None) -> UnaryCall[StatusShown]:
 
 
 def cancel(request_id: str, timeout_s: float | None = None) -> UnaryCall[CancelDone]:
-    """End a generation of this or another client; `found` is False if none was running."""
+    """End a generation of this client; `found` is False if none was running."""
     return unary(CancelGeneration(NO_ID, request_id), CancelDone, timeout_s)
 
 

@@ -8,6 +8,7 @@ id when its frame is sent again, so that a repeated frame can't cause a second e
 import heapq
 import math
 import re
+from collections.abc import Iterator
 from typing import Final, TypedDict, TypeVar
 
 import msgspec
@@ -27,16 +28,20 @@ from messages.requests import (
     Prompt,
     Refused,
     ReleaseAdapter,
+    Reply,
     Request,
     Sampling,
     ShowAdapter,
     ShowStatus,
 )
-from messages.wire import REPLIES, REQUESTS, WireError
+from messages.wire import BATCH_MAX, FRAME_BYTES_MAX, REPLIES, REQUESTS, WireError
 
 TIMEOUT_S: Final = 30.0
 GENERATION_TIMEOUT_S: Final = 600.0
 TIMEOUT_S_MAX: Final = 3600.0
+
+_BATCH_BYTES_MAX: Final = FRAME_BYTES_MAX - 64
+"""Bound on the requests that share a frame, in bytes, which leaves space for the frame's header."""
 
 R = TypeVar("R")
 
@@ -78,12 +83,13 @@ class Session:
     """All calls of one client.
 
     `receive` processes frames from the controller, `due` returns the frames to send, `wake_at`
-    returns when to call `due` next. Times are seconds of any monotonic clock.
+    returns when to call `due` next. Times are seconds of any monotonic clock. `token` is secret and
+    of this session alone: it proves that its frames, from any connection, are of one client.
     """
 
     def __init__(
         self,
-        client_id: str,
+        token: bytes,
         timing: Timing,
         timeout_s: float = TIMEOUT_S,
         generation_timeout_s: float = GENERATION_TIMEOUT_S,
@@ -91,7 +97,7 @@ class Session:
         self.timing = timing
         self._timeout_s = _checked_timeout(timeout_s)
         self._generation_timeout_s = _checked_timeout(generation_timeout_s)
-        self._client_id = client_id
+        self._token = token
         self._count = 0
         self._epoch = 0
         self._calls: dict[str, ClientCall] = {}
@@ -164,30 +170,36 @@ class Session:
         return self._timers[0][0] if self._timers else math.inf
 
     def due(self, now: float) -> list[bytes]:
-        """Return the frames to send now, and settle the calls whose deadline has passed."""
-        frames = []
+        """Return the frames to send now, and settle the calls whose deadline has passed.
+
+        Requests that are due at the same moment share frames.
+        """
+        bodies = []
         while self._timers and self._timers[0][0] <= now:
             _, _, call = heapq.heappop(self._timers)
             if self._calls.get(call.request_id) is not call:
                 continue
             if call.wake_at <= now:
-                frame = call.next_frame(now)
-                if frame is None:
+                body = call.next_body(now)
+                if body is None:
                     self._on_settled(call, now)
                     continue
-                frames.append(frame)
+                bodies.append(body)
             self._set_timer(call)
-        return frames
+        return [REQUESTS.join(batch, self._token, self._epoch) for batch in _batches(bodies)]
 
     def receive(self, data: bytes, now: float) -> None:
-        """Process a frame from the controller; one that answers no call is ignored."""
+        """Process a frame from the controller; replies that answer no call are ignored."""
         try:
             frame = REPLIES.decode(data)
         except WireError as error:
             self._unmatched_error = str(error)
             return
         self._note_epoch(frame.epoch, now)
-        reply = frame.message
+        for reply in frame.message:
+            self._on_reply(reply, now)
+
+    def _on_reply(self, reply: Reply, now: float) -> None:
         call = self._calls.get(reply.request_id)
         if call is None:
             if isinstance(reply, Refused) and not reply.request_id:
@@ -216,22 +228,21 @@ class Session:
         return call
 
     def _number(self, call: ClientCall) -> None:
-        """Set a call's id, time limit and frame.
+        """Set a call's id, time limit and body.
 
-        The frame is decoded again, so that a request which the controller would refuse to read
+        A frame with it is decoded, so that a request which the controller would refuse to read
         raises `Malformed` here.
         """
         self._count += 1
-        fields = {"request_id": f"{self._client_id}-{self._count}"}
-        request = msgspec.structs.replace(call.request, **fields)
+        request = msgspec.structs.replace(call.request, request_id=str(self._count))
         if not isinstance(request, _WITHOUT_TIMEOUT):
             milliseconds = max(1, math.ceil(call.timeout_s * 1000))
             request = msgspec.structs.replace(request, timeout_ms=milliseconds)
         call.request = request
         _check_names(request)
         try:
-            call.frame = REQUESTS.encode(request, self._epoch, self._count)
-            REQUESTS.decode(call.frame)
+            call.body = REQUESTS.encode_body(request)
+            REQUESTS.decode(REQUESTS.join((call.body,), self._token))
         except (WireError, msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
             raise Malformed(str(error), call.request_id) from error
 
@@ -248,7 +259,7 @@ class Session:
         if self._unmatched_error and isinstance(error, EngineGone):
             error.message += f" (an answer could not be used: {self._unmatched_error})"
         if isinstance(call, StreamingCall) and call.retry_after(error):
-            self._start(call, now + call.retry_interval_s)
+            self._start(call, now + max(call.retry_interval_s, error.retry_after_s))
             call.retry_interval_s = min(2 * call.retry_interval_s, self.timing.retry_s_max)
 
     def _note_epoch(self, epoch: int, now: float) -> None:
@@ -261,6 +272,20 @@ class Session:
             for call in self._calls.values():
                 call.on_restart(now)
                 self._set_timer(call)
+
+
+def _batches(bodies: list[bytes]) -> Iterator[list[bytes]]:
+    """Group bodies by the bounds of a frame; one that is longer than the bound is alone."""
+    batch: list[bytes] = []
+    size = 0
+    for body in bodies:
+        size += len(body)
+        if batch and (size > _BATCH_BYTES_MAX or len(batch) >= BATCH_MAX):
+            yield batch
+            batch, size = [], len(body)
+        batch.append(body)
+    if batch:
+        yield batch
 
 
 _WITHOUT_TIMEOUT: Final = (

@@ -33,6 +33,7 @@ from messages.requests import (
     SnapshotFetched,
     TokensStreamed,
 )
+from messages.wire import TOKEN_BYTES
 
 C = TypeVar("C", bound=ClientCall)
 R = TypeVar("R")
@@ -59,7 +60,9 @@ class Client:
     ) -> None:
         self._directory = runtime_directory(directory)
         self._context = context or zmq.Context.instance()
-        self._session = Session(secrets.token_hex(6), timing, timeout_s, generation_timeout_s)
+        self._session = Session(
+            secrets.token_bytes(TOKEN_BYTES), timing, timeout_s, generation_timeout_s
+        )
         self._socket = open_requests(self._context, self._directory)
 
     def __enter__(self) -> Self:

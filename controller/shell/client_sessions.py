@@ -22,7 +22,7 @@ from messages.commands import StartGeneration, StartInference, StartPooling
 from messages.errors import ErrorCode
 from messages.ids import AdapterName, RequestId
 from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
-from messages.reports import PrivateReport, TokensGenerated
+from messages.reports import PrivateReport
 from messages.requests import LifecycleRequest, PrivateRequest
 from messages.wire import REPLIES, REQUESTS, WireError
 
@@ -78,16 +78,21 @@ class ClientSessions:
     def receive(self, client: bytes, data: bytes) -> list[ClientInput]:
         """Return inputs for the log: none for a malformed frame, a refused request or a query."""
         try:
-            message = REQUESTS.decode(data).message
+            received = REQUESTS.decode_each(data)
         except WireError as error:
-            self._reply_to(client, requests.Refused("", error.code, str(error)))
+            self._reply_to(client, requests.Refused(error.request_id, error.code, str(error)))
             return []
+        for refused in received.refused:
+            self._reply_to(client, refused)
+        return [each for message in received.requests for each in self._receive(client, message)]
+
+    def _receive(self, client: bytes, message: requests.Request) -> list[ClientInput]:
         if isinstance(message, requests.Query):
             self._add_query(client, message)
             return []
         if not isinstance(message, PrivateRequest):
             inputs: list[ClientInput] = [(message, client)]
-        elif self._store_payload(message.request_id, data):
+        elif self._store_payload(message.request_id, REQUESTS.encode_body(message)):
             inputs = self._inputs_of(message, client)
         else:
             busy = (
@@ -150,7 +155,7 @@ class ClientSessions:
     def with_payload(self, command: StartInference) -> StartInference | None:
         """Return the command with its payload; None where an earlier process had the payload."""
         data = self._payloads.get(command.request_id)
-        match None if data is None else REQUESTS.decode(data).message, command:
+        match None if data is None else REQUESTS.decode_body(data), command:
             case requests.Generate() as request, StartGeneration():
                 return msgspec.structs.replace(
                     command, prompt=request.prompt, sampling=request.sampling
@@ -161,16 +166,7 @@ class ClientSessions:
 
     def forward(self, output: PrivateReport) -> None:
         """Send output of the engine to the client that it is for."""
-        reply: requests.Reply
-        if isinstance(output, TokensGenerated):
-            reply = requests.TokensStreamed(
-                output.request_id, output.offset, output.tokens, output.text
-            )
-        else:
-            reply = requests.VectorsStreamed(
-                output.request_id, output.offset, output.vectors, output.labels
-            )
-        self.answer(reply)
+        self.answer(output)
 
     def note_resend(self, request_id: RequestId) -> None:
         """Note a request whose client may lack output: it is repeated after inference started."""
@@ -189,7 +185,7 @@ class ClientSessions:
         """Send a reply to its request's client; without a route, the client has to repeat it."""
         client = self._routes.get(reply.request_id)
         if client is not None:
-            self._send(client, REPLIES.encode(reply, self._controller.world.epoch))
+            self._send(client, REPLIES.encode((reply,), self._controller.world.epoch))
         if not isinstance(reply, requests.TokensStreamed | requests.VectorsStreamed):
             self._drop_payload(reply.request_id)
             # Output that is sent again may follow the final reply.
@@ -261,7 +257,7 @@ class ClientSessions:
         )
 
     def _reply_to(self, client: bytes, reply: requests.Reply) -> None:
-        self._send(client, REPLIES.encode(reply, self._controller.world.epoch))
+        self._send(client, REPLIES.encode((reply,), self._controller.world.epoch))
 
 
 def _without_payload(message: PrivateRequest, adapter: AdapterName | None) -> InferenceRequested:

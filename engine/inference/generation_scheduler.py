@@ -24,8 +24,8 @@ from engine.models.tokenization import prompt_tokens
 from engine.punica.wrapper import PunicaWrapper
 from messages.commands import StartGeneration
 from messages.ids import OpId, RequestId
-from messages.reports import GenerationEnded, OperationFailed, Report, TokensGenerated
-from messages.requests import FinishReason, IllustratedPrompt
+from messages.reports import GenerationEnded, OperationFailed, Report
+from messages.requests import FinishReason, IllustratedPrompt, TokensStreamed
 
 PREFILL_TOKENS_MAX: Final = 8192
 """The most prompt tokens, padding included, in one forward pass; a longer prompt runs alone."""
@@ -246,7 +246,7 @@ class GenerationScheduler:
         if tokens or text:
             offset = len(sequence.output.tokens) - len(tokens)
             request_id = sequence.command.request_id
-            self._emit(TokensGenerated(request_id, offset, tuple(tokens), text))
+            self._emit(TokensStreamed(request_id, offset, tuple(tokens), text))
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         op, tokens = sequence.command.op, len(sequence.output.tokens)

@@ -6,7 +6,8 @@ The cache is bounded in outputs and bytes, and the oldest output is evicted firs
 from typing import Final
 
 from messages.ids import RequestId
-from messages.reports import PrivateReport, TokensGenerated
+from messages.reports import PrivateReport
+from messages.requests import TokensStreamed
 
 OUTPUTS_MAX: Final = 256
 """The most outputs in the cache."""
@@ -45,6 +46,6 @@ class OutputCache:
 
 
 def _size_bytes(output: PrivateReport) -> int:
-    if isinstance(output, TokensGenerated):
+    if isinstance(output, TokensStreamed):
         return _TOKEN_BYTES * len(output.tokens) + len(output.text)
     return sum(map(len, output.vectors))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from messages.commands import StartPooling
-from messages.reports import VectorsComputed
+from messages.requests import VectorsStreamed
 
 
 class TokenizedText(NamedTuple):
@@ -43,10 +43,10 @@ class PoolingRequest:
         self.is_finite = self.is_finite and is_finite
         self.vectors[self.remaining.pop()] = pack_vector(row)
 
-    def report(self, labels: tuple[str, ...]) -> VectorsComputed:
+    def report(self, labels: tuple[str, ...]) -> VectorsStreamed:
         """Return all vectors, in the order of the inputs."""
         vectors = tuple(self.vectors[index] for index in range(len(self.texts)))
-        return VectorsComputed(self.command.request_id, 0, vectors, labels)
+        return VectorsStreamed(self.command.request_id, 0, vectors, labels)
 
     @property
     def input_tokens(self) -> int:

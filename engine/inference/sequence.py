@@ -13,8 +13,7 @@ from engine.models.causal_model import CausalModel
 from engine.models.image_processor import ProcessedPrompt
 from engine.models.vision.image_inputs import ImageInputs
 from messages.commands import StartGeneration
-from messages.reports import TokensGenerated
-from messages.requests import FinishReason
+from messages.requests import FinishReason, TokensStreamed
 
 
 @dataclass
@@ -69,11 +68,11 @@ class Sequence:
         text += self.flush()
         return text, "stop" if self._stop_filter.has_matched else "length"
 
-    def full_output(self) -> TokensGenerated:
+    def full_output(self) -> TokensStreamed:
         """Return the output so far, from its first token."""
         output = self.output
         text = "".join(output.text)
-        return TokensGenerated(self.command.request_id, 0, tuple(output.tokens), text)
+        return TokensStreamed(self.command.request_id, 0, tuple(output.tokens), text)
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the output."""

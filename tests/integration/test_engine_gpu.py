@@ -10,6 +10,7 @@ from engine.models.loading import load_model
 from examples.transformations import TRANSFORMATIONS, answer_of, prompt_of
 from messages import commands as cm
 from messages import reports as rp
+from messages import requests
 from messages.ids import GPU_SLOT
 from messages.requests import Sampling
 from tests.support.engine.engine_bench import EngineBench
@@ -41,7 +42,7 @@ def test_every_adapter_answers_correctly_from_a_slot_on_the_device() -> None:
         sampling = Sampling(max_tokens=32)
         op = bench.submit(cm.StartGeneration, **start, prompt=prompt_of("hello"), sampling=sampling)
         assert isinstance(bench.wait(op), rp.GenerationEnded)
-        parts = [r for r in bench.reports if isinstance(r, rp.TokensGenerated)]
+        parts = [r for r in bench.reports if isinstance(r, requests.TokensStreamed)]
         text = "".join(part.text for part in parts if part.request_id == name)
         assert text == answer_of(name, "hello")
     bench.engine.close()

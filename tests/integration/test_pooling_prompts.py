@@ -15,7 +15,8 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from engine.config import EngineConfig, LoRAConfig
 from engine.models.loading import load_model
 from messages.commands import StartPooling
-from messages.reports import OperationFailed, Report, VectorsComputed
+from messages.reports import OperationFailed, Report
+from messages.requests import VectorsStreamed
 from tests.support.engine.engine_bench import EngineBench
 from tests.support.engine.vectors import unpack_vector
 from tests.support.models.pooling_examples import write_sentence_modules
@@ -76,7 +77,7 @@ def embed(bench: EngineBench, *inputs: object) -> Report:
     request_id = f"r{bench.op}"
     base = {"adapter_id": 0, "slot": -1, "generation": 0}
     end = bench.do(StartPooling, request_id=request_id, task="embed", inputs=inputs, **base)
-    found = [one for one in bench.reports if isinstance(one, VectorsComputed)]
+    found = [one for one in bench.reports if isinstance(one, VectorsStreamed)]
     return found[-1] if found else end
 
 
@@ -129,7 +130,7 @@ def test_a_text_without_tokens_of_its_own_is_refused_if_the_prompt_is_not_pooled
     model: BertModel, tmp_path: Path
 ) -> None:
     bench = start(model, tmp_path / "ends", pooling_mode="mean", include_prompt=False)
-    assert isinstance(embed(bench, ""), VectorsComputed)
+    assert isinstance(embed(bench, ""), VectorsStreamed)
     bench = start(model, tmp_path / "none", ends=False, pooling_mode="mean", include_prompt=False)
     failed = embed(bench, "a", "")
     assert isinstance(failed, OperationFailed)
@@ -139,7 +140,7 @@ def test_a_text_without_tokens_of_its_own_is_refused_if_the_prompt_is_not_pooled
 def test_a_text_may_be_as_long_as_the_tokenizer_reads(model: BertModel, tmp_path: Path) -> None:
     bench = start(model, tmp_path, pooling_mode="mean")
     longest = "a " * (12 - 2 - len(tokens_of(PROMPT)))
-    assert isinstance(embed(bench, longest), VectorsComputed)
+    assert isinstance(embed(bench, longest), VectorsStreamed)
     bench.reports.clear()
     failed = embed(bench, longest + "a")
     assert isinstance(failed, OperationFailed)

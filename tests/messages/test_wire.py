@@ -6,8 +6,11 @@ last is written by this version, and all of them are read. Entries are added, ne
 - A new message: write its example in `message_examples.py`, then run
   `PYTHONPATH=. python tests/messages/test_wire.py`; it adds what is missing and nothing else.
 - A new field at the end, with a default: set it in the example, then run the same with the names
-  of the longer messages (`request/LoadAdapter record/LoadAdapter`). The old bytes stay.
-- Any other change needs a new `PROTOCOL_VERSION` or `FORMAT` and a second file.
+  of the longer messages (`request of protocol 2/LoadAdapter record/LoadAdapter`). The old bytes
+  stay.
+- Any other change needs a new `PROTOCOL_VERSION` or `FORMAT`, which is part of the new names.
+
+Frames of protocol 1 (`request/LoadAdapter`) are refused by their version.
 """
 
 import json
@@ -29,25 +32,12 @@ from messages.events import Event, Published
 from messages.records import Header, Input, Record, RecordOfFormat1
 from messages.reports import Report
 from messages.requests import (
-    IMAGE_BYTES_MAX,
-    IMAGES_BYTES_MAX,
-    IMAGES_MAX,
-    ActivateAdapter,
-    ActivateBatch,
-    Classify,
-    Embed,
-    Generate,
-    IllustratedPrompt,
-    ListAdapters,
-    LoadAdapter,
     Reply,
     Request,
 )
 from messages.wire import (
     COMMANDS,
     EVENTS,
-    FRAME_BYTES_MAX,
-    ILLUSTRATED_BYTES_MAX,
     PROTOCOL_VERSION,
     REPLIES,
     REPORTS,
@@ -63,8 +53,11 @@ from tests.support.simulation.message_examples import (
 )
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "messages.json"
+TOKEN = b"a client's t"
 EPOCH, SEQ, TIME_NS = 3, 2**40 + 7, 1_700_000_000_000_000_001
-HEAD_BYTES = 20
+HEAD_BYTES = dict.fromkeys((REPLIES, COMMANDS, REPORTS, EVENTS), 20) | {REQUESTS: 32}
+BATCHES = (REQUESTS, REPLIES, EVENTS)
+PROTOCOL_1_CHANNELS = ("request", "reply", "command", "report", "event batch")
 UNIONS = {REQUESTS: Request, REPLIES: Reply, COMMANDS: Command, REPORTS: Report, EVENTS: Event}
 CHANNELS = {channel.name: channel for channel in UNIONS}
 
@@ -77,11 +70,17 @@ class Golden(msgspec.Struct, frozen=True):
     decode: Any
 
 
+def encode_on(channel: Any, message: Any) -> bytes:
+    if channel is REQUESTS:
+        return REQUESTS.encode(message, EPOCH, SEQ, TOKEN)
+    frame: bytes = channel.encode(message, EPOCH, SEQ)
+    return frame
+
+
 def on_channel(channel: Any, message: Any) -> Golden:
-    value = (Published(SEQ, TIME_NS, message),) if channel is EVENTS else message
-    return Golden(
-        value, lambda v: channel.encode(v, EPOCH, SEQ), lambda b: channel.decode(b).message
-    )
+    message = Published(SEQ, TIME_NS, message) if channel is EVENTS else message
+    value = (message,) if channel in BATCHES else message
+    return Golden(value, lambda v: encode_on(channel, v), lambda b: channel.decode(b).message)
 
 
 def in_log(value: Any) -> Golden:
@@ -90,13 +89,14 @@ def in_log(value: Any) -> Golden:
 
 
 CASES: dict[str, Golden] = {
-    f"{channel.name}/{member.__name__}": on_channel(channel, EXAMPLES[member])
+    f"{channel.name} of protocol 2/{member.__name__}": on_channel(channel, EXAMPLES[member])
     for channel, union in UNIONS.items()
     for member in members(union)
     if member in EXAMPLES
 }
 CASES |= {
-    name: on_channel(CHANNELS[name.split("/")[0]], message) for name, message in VARIANTS.items()
+    name.replace("/", " of protocol 2/"): on_channel(CHANNELS[name.split("/")[0]], message)
+    for name, message in VARIANTS.items()
 }
 for member in members(Input):
     if member in EXAMPLES:
@@ -118,9 +118,17 @@ def begins_with(longer: Any, shorter: Any) -> bool:
     return bool(longer == shorter)
 
 
+def channel_of(name: str) -> Any:
+    """Return the channel of a case; None for what is in the log."""
+    return CHANNELS.get(name.split(" of ", maxsplit=1)[0])
+
+
 def body_of(name: str, data: bytes) -> Any:
-    channel, _, _ = name.partition("/")
-    return msgspec.msgpack.decode(data[HEAD_BYTES:] if channel in CHANNELS else data)
+    return msgspec.msgpack.decode(data[HEAD_BYTES.get(channel_of(name), 0) :])
+
+
+def is_of_protocol_1(name: str) -> bool:
+    return name.split("/", maxsplit=1)[0] in PROTOCOL_1_CHANNELS
 
 
 def test_every_message_has_an_example() -> None:
@@ -130,7 +138,17 @@ def test_every_message_has_an_example() -> None:
 
 
 def test_the_golden_file_has_every_message_and_no_other() -> None:
-    assert sorted(golden_entries()) == sorted(CASES)
+    current = [name for name in golden_entries() if not is_of_protocol_1(name)]
+    assert sorted(current) == sorted(CASES)
+
+
+def test_frames_of_protocol_1_are_refused_by_their_version() -> None:
+    old = {name: data for name, data in golden_entries().items() if is_of_protocol_1(name)}
+    assert len(old) > 80
+    for name, entries in old.items():
+        for data in map(bytes.fromhex, entries):
+            error = str(refused(CHANNELS[name.split("/")[0]], data))
+            assert error == "protocol version 1; this side uses version 2"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -160,7 +178,8 @@ def test_an_example_uses_every_field() -> None:
 def test_a_message_is_decoded_unchanged(name: str, data: Any, epoch: int, seq: int) -> None:
     channel = CHANNELS[name]
     kind = strategy(Published if channel is EVENTS else UNIONS[channel])
-    message = data.draw(st.lists(kind, max_size=3).map(tuple) if channel is EVENTS else kind)
+    batches = st.lists(kind, min_size=channel is not EVENTS, max_size=3).map(tuple)
+    message = data.draw(batches if channel in BATCHES else kind)
     assert channel.decode(channel.encode(message, epoch, seq)) == (epoch, seq, message)
 
 
@@ -179,14 +198,14 @@ def refused(channel: Any, frame: bytes) -> WireError:
 
 
 def head(channel: Any) -> bytes:
-    return channel.encode(() if channel is EVENTS else None, EPOCH, SEQ)[:HEAD_BYTES]
+    return encode_on(channel, ())[: HEAD_BYTES[channel]]
 
 
 def frames_of_every_message() -> list[tuple[Any, bytes]]:
     return [
-        (CHANNELS[name.split("/")[0]], case.encode(case.value))
+        (channel_of(name), case.encode(case.value))
         for name, case in CASES.items()
-        if name.split("/")[0] in CHANNELS
+        if channel_of(name) is not None
     ]
 
 
@@ -194,8 +213,8 @@ def frames_of_every_message() -> list[tuple[Any, bytes]]:
 def test_foreign_frames_are_refused(name: str) -> None:
     channel, others = CHANNELS[name], set(CHANNELS.values()) - {CHANNELS[name]}
     good = next(frame for owner, frame in frames_of_every_message() if owner is channel)
-    assert "protocol version 2" in str(refused(channel, good[:2] + b"\x02" + good[3:]))
-    assert PROTOCOL_VERSION == 1
+    assert "protocol version 3" in str(refused(channel, good[:2] + b"\x03" + good[3:]))
+    assert PROTOCOL_VERSION == 2
     assert "not a LoRADock frame" in str(refused(channel, b"XX" + good[2:]))
     assert "not a LoRADock frame" in str(refused(channel, b""))
     for other in others:
@@ -216,58 +235,19 @@ def test_trailing_bytes_are_refused() -> None:
 
 def test_more_elements_than_fields_are_refused() -> None:
     for channel, frame in frames_of_every_message():
-        if channel is not EVENTS:
-            elements = msgspec.msgpack.decode(frame[HEAD_BYTES:])
-            refused(channel, frame[:HEAD_BYTES] + msgspec.msgpack.encode([*elements, 0]))
+        head_bytes = HEAD_BYTES[channel]
+        elements = msgspec.msgpack.decode(frame[head_bytes:])
+        longer = [[*elements[0], 0]] if channel in BATCHES else [*elements, 0]
+        refused(channel, frame[:head_bytes] + msgspec.msgpack.encode(longer))
 
 
 @pytest.mark.parametrize(("channel", "bytes_max"), [(REQUESTS, 1 << 20), (COMMANDS, 34 << 20)])
 def test_a_frame_beyond_its_bound_is_not_read(channel: Any, bytes_max: int) -> None:
-    frame = head(channel) + bytes(bytes_max - HEAD_BYTES + 1)
+    frame = head(channel) + bytes(bytes_max - HEAD_BYTES[channel] + 1)
     error = str(refused(channel, frame))
     assert f"of {bytes_max + 1} bytes" in error
     assert f"at most {bytes_max}" in error
     assert "at most" not in str(refused(channel, frame[:-1]))
-
-
-def illustrated(text: str, *sizes: int) -> bytes:
-    """Return a request's frame, with images of these sizes in bytes."""
-    prompt = IllustratedPrompt(text, tuple(map(bytes, sizes)))
-    return REQUESTS.encode(Generate("r", None, prompt))
-
-
-def test_images_alone_make_a_request_long() -> None:
-    whole = [IMAGE_BYTES_MAX] * (IMAGES_BYTES_MAX // IMAGE_BYTES_MAX)
-    wide = "𝄞" * (FRAME_BYTES_MAX // 4 - 50)
-    largest = illustrated(wide, *whole)
-    assert ILLUSTRATED_BYTES_MAX - 200 < len(largest) <= ILLUSTRATED_BYTES_MAX
-    assert REQUESTS.encode(REQUESTS.decode(largest).message) == largest
-    assert f"and {IMAGES_BYTES_MAX + 1} bytes" in str(refused(REQUESTS, illustrated("", *whole, 1)))
-    assert "at most" in str(refused(REQUESTS, illustrated("", *whole, IMAGE_BYTES_MAX)))
-    # The rest of the request has its own bound.
-    assert "bytes of images" in str(refused(REQUESTS, illustrated(wide + "𝄞" * 50, 2 << 20)))
-
-
-@pytest.mark.parametrize("sizes", [(), (0,), (1, 0), (IMAGE_BYTES_MAX + 1,), (1,) * 17])
-def test_images_are_bounded_in_number_and_size(sizes: tuple[int, ...]) -> None:
-    assert IMAGES_MAX == 16
-    error = str(refused(REQUESTS, illustrated("t", *sizes)))
-    assert "$[3].images" in error
-
-
-@pytest.mark.parametrize("kind", [Embed, Classify, ActivateBatch])
-def test_no_other_request_is_decoded_from_a_long_frame(kind: Any) -> None:
-    images = {"text": "t", "images": [bytes(2 << 20)]}
-    for field in (["x" * 900_000, "x" * 900_000], [images]):
-        frame = head(REQUESTS) + msgspec.msgpack.encode([kind.__name__, "r", None, field])
-        assert "and 0 bytes of images" in str(refused(REQUESTS, frame))
-
-
-@pytest.mark.parametrize("kind", [Embed, Classify])
-def test_only_generation_accepts_images(kind: Any) -> None:
-    fields = [kind.__name__, "r", None, [{"text": "t", "images": [b"x"]}]]
-    error = refused(REQUESTS, head(REQUESTS) + msgspec.msgpack.encode(fields))
-    assert "got `object`" in str(error)
 
 
 Place = tuple[int, ...]
@@ -314,11 +294,23 @@ HOSTILE_VALUES = {
 }
 
 
+def refused_or_read_each(frame: bytes) -> tuple[Request, ...]:
+    """Return the requests of a frame that are read one by one."""
+    try:
+        return REQUESTS.decode_each(frame).requests
+    except WireError:
+        return ()
+
+
 def refused_everywhere(hostile: bytes) -> None:
     for channel, frame in frames_of_every_message():
-        body = msgspec.msgpack.decode(frame[HEAD_BYTES:])
+        head_bytes = HEAD_BYTES[channel]
+        body = msgspec.msgpack.decode(frame[head_bytes:])
         for place in places(body):
-            error = refused(channel, frame[:HEAD_BYTES] + with_value(body, place, hostile))
+            hostile_frame = frame[:head_bytes] + with_value(body, place, hostile)
+            error = refused(channel, hostile_frame)
+            if channel is REQUESTS:
+                assert not refused_or_read_each(hostile_frame)
             assert "at most" not in str(error), "refused for its size before it was read"
 
 
@@ -363,26 +355,6 @@ def test_frames_with_wrong_bytes_are_refused_or_read() -> None:
             for _ in range(rng.randint(1, 4)):
                 wrong[rng.randrange(len(wrong))] = rng.randrange(256)
             read_or_refused(channel, bytes(wrong))
-
-
-BAD_NAMES = ["", ".", "..", "../x", "a/b", "a..b", "a\n", "a\x00", "a b", "ä", "a\\b", "n" * 129]
-
-
-@pytest.mark.parametrize("name", BAD_NAMES)
-def test_names_that_could_leave_a_directory_are_refused(name: str) -> None:
-    for message in (LoadAdapter("r", name), ActivateAdapter("r", name), Generate("r", name, "")):
-        refused(REQUESTS, REQUESTS.encode(message))
-
-
-@pytest.mark.parametrize("name", ["a", "A-1_b.c", ".hidden", "n" * 128, "v1.2.3", "-"])
-def test_names_within_the_pattern_are_read(name: str) -> None:
-    message = LoadAdapter("r", name)
-    assert REQUESTS.decode(REQUESTS.encode(message)).message == message
-
-
-@pytest.mark.parametrize("request_id", ["", "r" * 65])
-def test_request_ids_have_bounds(request_id: str) -> None:
-    refused(REQUESTS, REQUESTS.encode(ListAdapters(request_id)))
 
 
 def add_entries(longer: list[str]) -> None:

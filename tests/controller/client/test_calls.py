@@ -8,7 +8,6 @@ from controller.client.errors import EngineGone, LoradockError, NoRoom
 from controller.client.session import answer_of
 from messages import requests as rq
 from messages.errors import ErrorCode
-from messages.wire import REQUESTS
 from tests.support.simulation.client_examples import (
     OUTPUT,
     TIMING,
@@ -78,7 +77,7 @@ def test_a_gap_is_requested_soon_also_if_chunks_follow_it():
     for now in (13.0, 13.2, 13.4):
         client.receive(reply(tokens_streamed(call.request_id, 7, OUTPUT)), now)
     assert client.wake_at() == call.send_at == 13.0 + TIMING.retry_s_min
-    assert client.due(13.5) == [call.frame]
+    assert sent(client.due(13.5)) == [call.request]
 
 
 def test_the_wait_for_tokens_grows_with_the_pauses_between_them():
@@ -184,7 +183,9 @@ class RepeatingController:
         self.executed = []
 
     def on_frame(self, frame):
-        request = REQUESTS.decode(frame).message
+        return [answer for request in sent([frame]) for answer in self.on_request(request)]
+
+    def on_request(self, request):
         repeated = request.request_id in self.answers
         if not repeated:
             self.executed.append(request)

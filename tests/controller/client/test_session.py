@@ -115,7 +115,7 @@ def test_after_a_restart_unanswered_frames_are_sent_at_once():
     third = load(client, now=0.2)
     client.due(0.2)
     client.receive(reply(done(third), epoch=4), 0.3)
-    assert client.due(0.3) == [waiting.frame]
+    assert sent(client.due(0.3)) == [waiting.request]
 
 
 def test_an_overloaded_fetch_is_sent_again_and_other_requests_fail():
@@ -126,7 +126,7 @@ def test_an_overloaded_fetch_is_sent_again_and_other_requests_fail():
     for call in (fetch, other):
         client.receive(reply(rq.Refused(call.request_id, ErrorCode.OVERLOADED, "later")), 0.1)
     assert isinstance(other.outcome, Overloaded)
-    assert client.due(0.5) == [fetch.frame]
+    assert sent(client.due(0.5)) == [fetch.request]
     client.due(1000.0)
     with pytest.raises(Overloaded, match="later"):
         answer_of(fetch, rq.EventsFetched)

@@ -134,9 +134,10 @@ def test_malformed_frames_are_ignored(tmp_path):
             router.send_multipart([route, b"two", b"parts"])
             # The client sends its frame again, because nothing of this answers it.
             route, frame = router.recv_multipart()
-            request_id = REQUESTS.decode(frame).message.request_id
+            [request] = REQUESTS.decode(frame).message
+            request_id = request.request_id
             done = rq.AdapterDone(request_id, "upper", "cpu-cached")
-            router.send_multipart([route, REPLIES.encode(done, 1, 0)])
+            router.send_multipart([route, REPLIES.encode((done,), 1, 0)])
 
         thread = threading.Thread(target=answer)
         thread.start()

@@ -7,7 +7,7 @@ import pytest
 from controller.shell import client_sessions as sessions_module
 from controller.shell.client_sessions import ROUTES_PER_REQUEST
 from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX
-from messages import records, reports
+from messages import records
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.wire import REQUESTS
@@ -41,14 +41,14 @@ def test_inputs_are_sent_to_the_engine_and_vectors_to_the_client(
     logged = bench.receive(kind("r", None, ("hello", (1, 2)), 700))
     assert logged == records.PoolingRequested("r", None, task, 700)
     assert bench.pool("r", task).inputs == ("hello", (1, 2))
-    bench.sessions.forward(reports.VectorsComputed("r", 0, (b"1234",), ("good",)))
+    bench.sessions.forward(rq.VectorsStreamed("r", 0, (b"1234",), ("good",)))
     assert bench.take_sent() == [(b"c", rq.VectorsStreamed("r", 0, (b"1234",), ("good",)))]
     assert bench.pool("r", task) is not None
     bench.sessions.answer(rq.PoolingDone("r", None, task, 2, 5))
     assert bench.pool("r", task) is None
     bench.take_sent()
     # Its output may be sent again after the final reply.
-    bench.sessions.forward(reports.VectorsComputed("r", 1, (b"5678",)))
+    bench.sessions.forward(rq.VectorsStreamed("r", 1, (b"5678",)))
     assert bench.take_sent() == [(b"c", rq.VectorsStreamed("r", 1, (b"5678",)))]
 
 
@@ -64,7 +64,7 @@ def test_the_latest_of_two_prompts_is_used(bench: SessionBench) -> None:
 
 
 def test_prompts_take_bounded_memory(bench: SessionBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    frame_bytes = len(REQUESTS.encode(generate("r-1")))
+    frame_bytes = len(REQUESTS.encode_body(generate("r-1")))
     monkeypatch.setattr(sessions_module, "PAYLOAD_BYTES_MAX", 2 * frame_bytes)
     for request_id in ("r-1", "r-2", "r-1"):
         assert bench.receive(generate(request_id)) is not None
@@ -81,7 +81,7 @@ def test_prompts_take_bounded_memory(bench: SessionBench, monkeypatch: pytest.Mo
 def test_prompts_of_pending_requests_have_a_bound_of_their_own(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frame_bytes = len(REQUESTS.encode(generate("r-1")))
+    frame_bytes = len(REQUESTS.encode_body(generate("r-1")))
     monkeypatch.setattr(sessions_module, "PAYLOAD_BYTES_MAX", frame_bytes)
     for request_id in ("r-1", "r-2", "r-3"):
         bench.controller.handle(records.GenerationRequested(request_id, None, 0), 1)
@@ -131,11 +131,11 @@ def test_routes_are_bounded_and_the_least_recently_used_is_dropped_first(
     bench: SessionBench,
 ) -> None:
     routes_max = ROUTES_PER_REQUEST * LIMITS.requests_max
-    bench.sessions.receive(b"old", REQUESTS.encode(rq.LoadAdapter("old", "a")))
-    bench.sessions.receive(b"kept", REQUESTS.encode(rq.LoadAdapter("kept", "a")))
+    bench.sessions.receive(b"old", REQUESTS.encode((rq.LoadAdapter("old", "a"),)))
+    bench.sessions.receive(b"kept", REQUESTS.encode((rq.LoadAdapter("kept", "a"),)))
     for number in range(routes_max - 1):
-        bench.sessions.receive(b"kept", REQUESTS.encode(rq.LoadAdapter("kept", "a")))
-        bench.sessions.receive(b"c", REQUESTS.encode(rq.LoadAdapter(f"r-{number}", "a")))
+        bench.sessions.receive(b"kept", REQUESTS.encode((rq.LoadAdapter("kept", "a"),)))
+        bench.sessions.receive(b"c", REQUESTS.encode((rq.LoadAdapter(f"r-{number}", "a"),)))
     for request_id in ("old", "kept"):
         bench.sessions.answer(rq.Refused(request_id, ErrorCode.CONFLICT, "x"))
     assert [client for client, _ in bench.take_sent()] == [b"kept"]
@@ -148,7 +148,7 @@ def test_a_request_that_can_not_be_logged_is_refused_unless_an_earlier_copy_is_k
     [(_, answer)] = bench.take_sent()
     bench.receive(generate("waits"))
     for request_id in ("answered", "waits", "new"):
-        bench.sessions.receive(b"c", REQUESTS.encode(generate(request_id)))
+        bench.sessions.receive(b"c", REQUESTS.encode((generate(request_id),)))
         bench.sessions.refuse_unlogged(request_id, "full")
     assert [reply for _, reply in bench.take_sent()] == [
         answer,

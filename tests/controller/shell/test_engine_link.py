@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.shell.engine_link import BEAT_INTERVAL_NS, LATE_FRAMES_NS, SYNC_RETRY_NS
-from messages import commands, reports
+from messages import commands, reports, requests
 from messages.wire import REPORTS
 from tests.support.simulation.link_bench import (
     DROP,
@@ -361,6 +361,6 @@ def test_frames_without_a_valid_sender_are_ignored() -> None:
 def test_tokens_are_forwarded_in_any_phase() -> None:
     bench = LinkBench()
     bench.receive(beat("e", 0))
-    tokens = reports.TokensGenerated("r", 0, (1,), "x")
+    tokens = requests.TokensStreamed("r", 0, (1,), "x")
     frame = REPORTS.encode(tokens, EPOCH, 0)
     assert bench.link.receive([(b"a", frame), (b"b", frame)], bench.now_ns).private == [tokens]

@@ -12,8 +12,8 @@ from engine.inference import output_cache
 from engine.models.causal_model import CausalModel
 from examples.tiny_recipe import BOS_ID
 from messages.errors import ErrorCode
-from messages.reports import GenerationEnded, TokensGenerated
-from messages.requests import Prompt, Sampling
+from messages.reports import GenerationEnded
+from messages.requests import Prompt, Sampling, TokensStreamed
 from tests.support.engine.engine_examples import CONTEXT_TOKENS_MAX, VOCABULARY
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, SIXTEEN, GenerationBench
 
@@ -99,7 +99,7 @@ def test_text_that_only_began_like_a_stop_string_is_shown_later(
     stops = (text[1:3] + "x", text[5:7] + "x")
     op = bench.start(name, prompt, Sampling(max_tokens=7, stop=stops))
     bench.run()
-    pieces = [r.text for r in bench.reports if isinstance(r, TokensGenerated)]
+    pieces = [r.text for r in bench.reports if isinstance(r, TokensStreamed)]
     assert pieces == [text[0], "", "", text[1:4], text[4], "", text[5:7]]
     assert bench.end(op) == GenerationEnded(op, "length", len(prompt), 7)
 
@@ -112,7 +112,7 @@ def test_text_held_back_is_shown_when_the_model_ends(
     monkeypatch.setattr(bench.model, "eos_ids", frozenset({ord(text[4]) - 0x100}))
     op = bench.start(name, prompt, Sampling(max_tokens=8, stop=(text[3] + "x",)))
     bench.run()
-    pieces = [r.text for r in bench.reports if isinstance(r, TokensGenerated)]
+    pieces = [r.text for r in bench.reports if isinstance(r, TokensStreamed)]
     assert pieces == [*text[:3], "", text[3]]
     assert bench.end(op) == GenerationEnded(op, "stop", len(prompt), 4)
 
@@ -222,9 +222,9 @@ def test_an_output_can_be_resent_while_it_runs_and_after(
         before = bench.output(op)
         bench.reports.clear()
         bench.scheduler.resend(str(op))
-        assert bench.reports == [TokensGenerated(str(op), 0, tuple(before[0]), before[1])]
+        assert bench.reports == [TokensStreamed(str(op), 0, tuple(before[0]), before[1])]
         bench.reports.clear()
-        bench.reports.append(TokensGenerated(str(op), 0, tuple(before[0]), before[1]))
+        bench.reports.append(TokensStreamed(str(op), 0, tuple(before[0]), before[1]))
         pieces[moment] = before[0]
         bench.run()
     assert len(pieces["running"]) == 6

@@ -6,23 +6,24 @@ from hypothesis import strategies as st
 
 from engine.inference import output_cache
 from engine.inference.output_cache import OutputCache
-from messages.reports import PrivateReport, TokensGenerated, VectorsComputed
+from messages.reports import PrivateReport
+from messages.requests import TokensStreamed, VectorsStreamed
 
 COUNT_MAX, BYTES_MAX = 3, 100
 IDS = ("a", "b", "c", "d", "e")
 
 tokens = st.builds(
-    lambda name, count, text: TokensGenerated(name, 0, (7,) * count, text),
+    lambda name, count, text: TokensStreamed(name, 0, (7,) * count, text),
     *(st.sampled_from(IDS), st.integers(0, 9), st.text("x", max_size=40)),
 )
 vectors = st.builds(
-    lambda name, widths: VectorsComputed(name, 0, tuple(bytes(width) for width in widths)),
+    lambda name, widths: VectorsStreamed(name, 0, tuple(bytes(width) for width in widths)),
     *(st.sampled_from(IDS), st.lists(st.integers(0, 60), max_size=3)),
 )
 
 
 def size_of(output: PrivateReport) -> int:
-    if isinstance(output, TokensGenerated):
+    if isinstance(output, TokensStreamed):
         return 8 * len(output.tokens) + len(output.text)
     return sum(len(vector) for vector in output.vectors)
 

@@ -29,7 +29,8 @@ from engine.punica import PunicaWrapper
 from engine.residency.arena import Arena
 from messages.commands import StartPooling
 from messages.errors import ErrorCode
-from messages.reports import OperationFailed, PoolingEnded, Report, VectorsComputed
+from messages.reports import OperationFailed, PoolingEnded, Report
+from messages.requests import VectorsStreamed
 from tests.support.engine.vectors import unpack_vector
 from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS, TEXTS, VOCABULARY
 
@@ -160,7 +161,7 @@ def test_a_stale_request_is_refused(bench: SchedulerBench) -> None:
     for slot, word in ((7, "slots are 0 to 0"), (0, "generation")):
         with pytest.raises(NotResident, match=word):
             bench.start((5, 6), adapter_id=1, slot=slot, generation=9)
-    assert [type(report) for report in bench.run()] == [VectorsComputed, PoolingEnded]
+    assert [type(report) for report in bench.run()] == [VectorsStreamed, PoolingEnded]
     assert op == 1
 
 
@@ -208,7 +209,7 @@ def test_a_stopped_request_ends_with_the_count_of_computed_vectors(bench: Schedu
     bench.scheduler.stop(op)
     assert bench.reports == [PoolingEnded(op, 4, 12)]
     bench.scheduler.stop(op)
-    assert [type(report) for report in bench.run()] == [PoolingEnded, VectorsComputed, PoolingEnded]
+    assert [type(report) for report in bench.run()] == [PoolingEnded, VectorsStreamed, PoolingEnded]
 
 
 def test_vectors_of_an_ended_request_are_resent_while_cached(
@@ -236,7 +237,7 @@ def test_an_ended_request_is_released_except_for_its_vectors(bench: SchedulerBen
     gc.collect()
     assert request() is None
     bench.scheduler.resend("r1")
-    assert [type(report) for report in bench.run()] == [VectorsComputed]
+    assert [type(report) for report in bench.run()] == [VectorsStreamed]
 
 
 def test_an_output_that_is_not_finite_fails_its_request(
@@ -281,7 +282,7 @@ def test_a_text_that_runs_out_of_memory_alone_fails_its_request_alone(
     bench.memory_tokens = 20
     first, large = bench.start((7,) * 8, (7,) * 8), bench.start((7,) * 9, (7,) * 21)
     third = bench.start((7,) * 8)
-    ends = {one.op: one for one in bench.run() if not isinstance(one, VectorsComputed)}
+    ends = {one.op: one for one in bench.run() if not isinstance(one, VectorsStreamed)}
     assert {op for op, end in ends.items() if isinstance(end, PoolingEnded)} == {first, third}
     failed = ends[large]
     assert isinstance(failed, OperationFailed)

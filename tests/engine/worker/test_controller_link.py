@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from engine.worker.controller_link import ControllerLink
 from messages.commands import Command, ControllerBeat, DropWeights, RequestInventory, ResendTokens
-from messages.reports import EngineBeat, EngineInventory, TokensGenerated, WeightsDropped
+from messages.reports import EngineBeat, EngineInventory, WeightsDropped
+from messages.requests import TokensStreamed
 from messages.wire import REPORTS, DecodedFrame
 
 DROP = DropWeights(op=1, adapter_id=1)
@@ -80,7 +81,7 @@ def test_an_earlier_epoch_can_not_acknowledge() -> None:
 def test_reports_of_operations_are_counted_and_the_others_carry_the_last_number() -> None:
     link = attached(epoch=3)
     inventory = EngineInventory("e", 1, "m", 1, 1)
-    tokens, beat = TokensGenerated("r", 0, (1,)), EngineBeat("e", 0)
+    tokens, beat = TokensStreamed("r", 0, (1,)), EngineBeat("e", 0)
     numbers = []
     for report in (inventory, WeightsDropped(1), tokens, WeightsDropped(2), beat, inventory):
         frame = REPORTS.decode(link.encode(report))

@@ -2,6 +2,7 @@
 
 from engine.worker.leader import OutcomeDigest
 from messages import reports as rp
+from messages import requests
 from messages.errors import ErrorCode
 
 
@@ -18,4 +19,4 @@ def test_digests_differ_where_operations_ended_differently() -> None:
     assert digest(done, rp.SlotReset(2)) != digest(rp.SlotReset(2), done)
     # Texts and private reports may differ between ranks, so they are left out.
     assert digest(failed) == digest(rp.OperationFailed(1, ErrorCode.CONFLICT, "there"))
-    assert digest(done) == digest(done, rp.TokensGenerated("r", 0, (1,), "x"))
+    assert digest(done) == digest(done, requests.TokensStreamed("r", 0, (1,), "x"))

@@ -13,6 +13,7 @@ import zmq
 
 from messages import commands as cm
 from messages import reports as rp
+from messages import requests
 from messages.requests import Sampling
 from messages.wire import COMMANDS, REPORTS, DecodedFrame
 from tests.support.engine.engine_examples import ADAPTERS
@@ -194,7 +195,7 @@ def test_commands_are_executed_and_their_reports_are_numbered(attached: Controll
     assert isinstance(generated, rp.GenerationEnded)
     assert isinstance(attached.do(cm.StageWeights, adapter_id=9), rp.OperationFailed)
     frames = attached.received[start:]
-    tokens = [f.message for f in frames if isinstance(f.message, rp.TokensGenerated)]
+    tokens = [f.message for f in frames if isinstance(f.message, requests.TokensStreamed)]
     assert sum(len(report.tokens) for report in tokens) == generated.output_tokens
     numbered = [f.seq for f in frames if hasattr(f.message, "op")]
     assert numbered == list(range(seq + 1, seq + 8))
@@ -268,12 +269,12 @@ def test_the_engine_outlives_its_controller(start: Callable[[bool], EngineProces
     first.attach()
     first.do(cm.SetMapping, active=())
     op = first.start_generation("survivor", max_tokens=120)
-    first.until(lambda report: isinstance(report, rp.TokensGenerated))
+    first.until(lambda report: isinstance(report, requests.TokensStreamed))
     # Ctrl-C in the terminal reaches the engine too; its supervisor decides.
     engine.popen.send_signal(signal.SIGINT)
     first.close()
     second = Controller(engine.path, epoch=6)
-    while not second.received or isinstance(second.received[-1].message, rp.TokensGenerated):
+    while not second.received or isinstance(second.received[-1].message, requests.TokensStreamed):
         second.receive()
     assert second.received[0].epoch == 5
     # Commands that the first controller sent late are ignored by the engine.
@@ -292,7 +293,7 @@ def test_the_engine_outlives_its_controller(start: Callable[[bool], EngineProces
     assert frames[-1].message.running == ()
     assert not [f for f in second.received if getattr(f.message, "op", 0) == 99_998]
     second.send(cm.ResendTokens("survivor"))
-    again = second.until(lambda report: isinstance(report, rp.TokensGenerated))[-1].message
+    again = second.until(lambda report: isinstance(report, requests.TokensStreamed))[-1].message
     (ended,) = [f.message for f in frames if isinstance(f.message, rp.GenerationEnded)]
     assert (again.offset, len(again.tokens)) == (0, ended.output_tokens)
     engine.end_parent()

@@ -9,6 +9,7 @@ from engine.models.causal_model import CausalModel
 from engine.worker.engine import Engine
 from messages import commands as cm
 from messages import reports as rp
+from messages import requests
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT, PINNED
 from messages.requests import Sampling
@@ -94,7 +95,7 @@ class EngineBench:
         )
 
     def tokens(self, op: int) -> list[int]:
-        streamed = [r for r in self.reports if isinstance(r, rp.TokensGenerated)]
+        streamed = [r for r in self.reports if isinstance(r, requests.TokensStreamed)]
         return [token for r in streamed if r.request_id == f"r{op - 1}" for token in r.tokens]
 
 

@@ -17,8 +17,8 @@ from engine.punica import PunicaWrapper
 from engine.residency.staging import stage
 from messages.commands import StartGeneration
 from messages.ids import OpId
-from messages.reports import GenerationEnded, OperationFailed, TokensGenerated
-from messages.requests import Prompt, Sampling
+from messages.reports import GenerationEnded, OperationFailed
+from messages.requests import Prompt, Sampling, TokensStreamed
 from tests.support.engine.engine_examples import ADAPTERS
 
 NAMES = tuple(ADAPTERS)
@@ -78,7 +78,7 @@ class SchedulerDriver:
         tokens: list[int] = []
         text = ""
         for report in self.reports:
-            if isinstance(report, TokensGenerated) and report.request_id == str(op):
+            if isinstance(report, TokensStreamed) and report.request_id == str(op):
                 assert report.offset == len(tokens), "offsets have a gap"
                 assert report.tokens or report.text
                 tokens += report.tokens
@@ -87,10 +87,10 @@ class SchedulerDriver:
 
     def end(self, op: int) -> GenerationEnded | OperationFailed:
         """Return the one report that ended an operation; nothing may be streamed after it."""
-        ends = [r for r in self.reports if not isinstance(r, TokensGenerated) and r.op == op]
+        ends = [r for r in self.reports if not isinstance(r, TokensStreamed) and r.op == op]
         assert len(ends) == 1, ends
         later = self.reports[self.reports.index(ends[0]) :]
-        assert not [r for r in later if isinstance(r, TokensGenerated) and r.request_id == str(op)]
+        assert not [r for r in later if isinstance(r, TokensStreamed) and r.request_id == str(op)]
         return ends[0]
 
     def alone(self, name: str | None, prompt: Prompt, sampling: Sampling = SIXTEEN):

@@ -9,15 +9,16 @@ TIMING = Timing(retry_s_min=0.5, retry_s_max=5.0, slack_s=2.0, lost_tokens_s=10.
 
 
 def session():
-    return Session("c0ffee", TIMING)
+    return Session(b"c0ffeec0ffee", TIMING)
 
 
 def sent(frames):
-    return [REQUESTS.decode(frame).message for frame in frames]
+    """The requests of frames, in order."""
+    return [request for frame in frames for request in REQUESTS.decode(frame).message]
 
 
 def reply(message, epoch=1):
-    return REPLIES.encode(message, epoch, 0)
+    return REPLIES.encode((message,), epoch, 0)
 
 
 def load(client, now=0.0, timeout_s=10.0):

@@ -11,44 +11,53 @@ from messages.wire import FRAME_BYTES_MAX, REPLIES, REPORTS, REQUESTS
 NAMES = ("..", "a..b", ".", "", "a/b", "/etc", "a\n", "a\0", "a b", "ä", "x" * 129)
 
 
+HEAD_BYTES = 32
+
+
+def _frame(request: rq.Request) -> bytes:
+    return REQUESTS.encode((request,))
+
+
 def _nested(depth: int) -> bytes:
-    return REQUESTS.encode(rq.ShowStatus("x"))[:20] + b"\x91" * depth
+    return _frame(rq.ShowStatus("x"))[:HEAD_BYTES] + b"\x91" * depth
 
 
 FRAMES: dict[str, tuple[bytes, ...]] = {
     "nothing": (b"",),
     "one byte": (b"L",),
-    "a header alone": (REQUESTS.encode(rq.ShowStatus("x"))[:20],),
-    "half a header": (REQUESTS.encode(rq.ShowStatus("x"))[:11],),
-    "half a body": (REQUESTS.encode(rq.LoadAdapter("x", "caesar"))[:-4],),
-    "a byte too much": (REQUESTS.encode(rq.ShowStatus("x")) + b"\0",),
-    "another version": (b"LD\x63Q" + REQUESTS.encode(rq.ShowStatus("x"))[4:],),
+    "a header alone": (_frame(rq.ShowStatus("x"))[:HEAD_BYTES],),
+    "half a header": (_frame(rq.ShowStatus("x"))[:11],),
+    "half a body": (_frame(rq.LoadAdapter("x", "caesar"))[:-4],),
+    "a byte too much": (_frame(rq.ShowStatus("x")) + b"\0",),
+    "another version": (b"LD\x63Q" + _frame(rq.ShowStatus("x"))[4:],),
     "another channel": (REPORTS.encode(rp.WeightsLoaded(1)),),
-    "a reply": (REPLIES.encode(rq.Refused("x", ErrorCode.CONFLICT, "x")),),
+    "a reply": (REPLIES.encode((rq.Refused("x", ErrorCode.CONFLICT, "x"),)),),
     "deep nesting": (_nested(500_000),),
-    "two frames": (REQUESTS.encode(rq.ShowStatus("x")), REQUESTS.encode(rq.ShowStatus("y"))),
-    "an empty frame first": (b"", REQUESTS.encode(rq.ShowStatus("x"))),
-    "two megabytes of prompt": (REQUESTS.encode(rq.Generate("x", None, "p" * (2 << 20))),),
+    "two frames": (_frame(rq.ShowStatus("x")), _frame(rq.ShowStatus("y"))),
+    "an empty frame first": (b"", _frame(rq.ShowStatus("x"))),
+    "two megabytes of prompt": (_frame(rq.Generate("x", None, "p" * (2 << 20))),),
     "two megabytes of nothing": (bytes(2 * FRAME_BYTES_MAX),),
     "two megabytes of an image to embed": (
-        REQUESTS.encode(rq.Embed("x", None, (rq.IllustratedPrompt("i", (bytes(2 << 20),)),))),
+        _frame(rq.Embed("x", None, (rq.IllustratedPrompt("i", (bytes(2 << 20),)),))),
     ),
     "an image to classify": (
-        REQUESTS.encode(rq.Classify("x", None, (rq.IllustratedPrompt("i", (b"x",)),))),
+        _frame(rq.Classify("x", None, (rq.IllustratedPrompt("i", (b"x",)),))),
     ),
     "more images than may be": (
-        REQUESTS.encode(rq.Generate("x", None, rq.IllustratedPrompt("i", (b"x",) * 17))),
+        _frame(rq.Generate("x", None, rq.IllustratedPrompt("i", (b"x",) * 17))),
     ),
-    "an id with a newline": (REQUESTS.encode(rq.ShowStatus("a\nb")),),
-    "an id that is too long": (REQUESTS.encode(rq.ShowStatus("x" * 65)),),
-    "an endless timeout": (REQUESTS.encode(rq.StageAdapter("x", "caesar", "", 2**40)),),
-    "an empty batch": (REQUESTS.encode(rq.ActivateBatch("x", ())),),
-    "a negative place": (REQUESTS.encode(rq.FetchEvents("x", -1)),),
-    "no temperature": (
-        REQUESTS.encode(rq.Generate("x", None, "p", rq.Sampling(temperature=float("nan")))),
-    ),
-    **{
-        f"a name {name[:4]!r}": (REQUESTS.encode(rq.LoadAdapter("x", name, "caesar")),)
-        for name in NAMES
-    },
+    "an id with a newline": (_frame(rq.ShowStatus("a\nb")),),
+    "an id that is too long": (_frame(rq.ShowStatus("x" * 65)),),
+    "an endless timeout": (_frame(rq.StageAdapter("x", "caesar", "", 2**40)),),
+    "an empty batch": (_frame(rq.ActivateBatch("x", ())),),
+    "a negative place": (_frame(rq.FetchEvents("x", -1)),),
+    "no temperature": (_frame(rq.Generate("x", None, "p", rq.Sampling(temperature=float("nan")))),),
+    **{f"a name {name[:4]!r}": (_frame(rq.LoadAdapter("x", name, "caesar")),) for name in NAMES},
 }
+
+WITHOUT_ID = (
+    *("nothing", "one byte", "a header alone", "half a header", "another version"),
+    *("another channel", "a reply", "deep nesting", "two frames", "an empty frame first"),
+    *("two megabytes of nothing", "an id with a newline", "an id that is too long"),
+)
+"""Frames whose request's id can't be read; the others are refused under the id `x`."""

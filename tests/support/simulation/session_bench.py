@@ -32,7 +32,7 @@ class SessionBench:
         )
 
     def _send(self, client: bytes, frame: bytes) -> None:
-        self.sent.append((client, REPLIES.decode(frame).message))
+        self.sent += [(client, reply) for reply in REPLIES.decode(frame).message]
 
     def take_sent(self) -> list[tuple[bytes, Any]]:
         sent, self.sent = self.sent, []
@@ -40,7 +40,7 @@ class SessionBench:
 
     def receive(self, message: rq.Request, client: bytes = b"c") -> Any:
         """Handle all inputs of the message, send their replies, return the last input."""
-        inputs = self.sessions.receive(client, REQUESTS.encode(message))
+        inputs = self.sessions.receive(client, REQUESTS.encode((message,)))
         assert [sender for _, sender in inputs] in ([], [client], [b"", client])
         for received, _ in inputs:
             self.handle(received)

@@ -4,10 +4,12 @@ They are plain sockets, and every wait has a generous deadline.
 """
 
 import resource
+import secrets
 import struct
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from controller.shell.transport import endpoint
 from engine.worker.controller_link import ControllerLink
 from messages import commands, reports, requests
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED
-from messages.wire import COMMANDS, EVENTS, REPLIES, REQUESTS
+from messages.wire import COMMANDS, EVENTS, REPLIES, REQUESTS, TOKEN_BYTES
 from tests.support.parallel.processes import ControllerProcess
 from tests.support.waiting import HANG_S, wait_until
 
@@ -76,17 +78,21 @@ class RawClient(Peer):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, "requests.sock")
+        self.token = secrets.token_bytes(TOKEN_BYTES)
         self._count = 0
+        self._replies: deque[requests.Reply] = deque()
 
     def new_id(self) -> str:
         self._count += 1
         return f"raw-{id(self)}-{self._count}"
 
-    def send_request(self, request: requests.Request) -> None:
-        self.send(REQUESTS.encode(request))
+    def send_request(self, *batch: requests.Request) -> None:
+        self.send(REQUESTS.encode(batch, token=self.token))
 
     def reply(self) -> requests.Reply:
-        return REPLIES.decode(self.receive()).message
+        while not self._replies:
+            self._replies += REPLIES.decode(self.receive()).message
+        return self._replies.popleft()
 
     def call(self, request: requests.Request) -> requests.Reply:
         """Send a request and return its final reply; other replies are dropped.
@@ -236,10 +242,10 @@ class StandInEngine:
     def _report(self, command: Any) -> None:
         self._apply(command)
         if isinstance(command, commands.StartGeneration):
-            self._send(reports.TokensGenerated(command.request_id, 0, (1, 2), "ab"))
+            self._send(requests.TokensStreamed(command.request_id, 0, (1, 2), "ab"))
         if isinstance(command, commands.StartPooling):
             vectors = tuple(struct.pack("<2f", place, 1) for place in range(len(command.inputs)))
-            self._send(reports.VectorsComputed(command.request_id, 0, vectors))
+            self._send(requests.VectorsStreamed(command.request_id, 0, vectors))
         self._send(DONE[type(command)](command))
 
     def _apply(self, command: Any) -> None:

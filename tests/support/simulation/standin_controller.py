@@ -19,6 +19,7 @@ from messages.wire import EVENTS, REPLIES, REQUESTS
 from tests.support.waiting import HANG_S
 
 BEAT_S = 0.05
+TOKEN = slice(20, 32)
 
 
 def view(name, state="gpu-slot", **changes):
@@ -108,6 +109,11 @@ class StandIn:
         if not silently:
             self._queue.append(tuple(batch))
 
+    @property
+    def answered(self):
+        """The number of requests that were answered, repeats not counted."""
+        return len(self._kept)
+
     def requests(self, kind):
         """The requests of a type that arrived, repeats included."""
         return [request for request in self.received if isinstance(request, kind)]
@@ -129,7 +135,8 @@ class StandIn:
                     self._send_events(pub, ())
                 if router.poll(5):
                     route, frame = router.recv_multipart()
-                    self._on_request(router, route, REQUESTS.decode(frame).message)
+                    for request in REQUESTS.decode(frame).message:
+                        self._on_request(router, route, frame[TOKEN], request)
             router.close()
             pub.close()
 
@@ -137,19 +144,20 @@ class StandIn:
         seq = batch[-1].seq if batch else len(self.published)
         pub.send(EVENTS.encode(batch, self.epoch, seq))
 
-    def _on_request(self, router, route, request):
+    def _on_request(self, router, route, token, request):
         self.received.append(request)
 
         def send(reply):
-            router.send_multipart([route, REPLIES.encode(reply, self.epoch, 0)])
+            router.send_multipart([route, REPLIES.encode((reply,), self.epoch, 0)])
 
-        answered = request.request_id in self._kept
+        key = (token, request.request_id)
+        answered = key in self._kept
         if not answered:
             reply = self._answer(request)
             if reply is None:
                 return
-            self._kept[request.request_id] = reply
-        reply = self._kept[request.request_id]
+            self._kept[key] = reply
+        reply = self._kept[key]
         streams = isinstance(reply, rq.GenerationDone | rq.PoolingDone)
         done_first = answered or self.done_first
         if streams and not done_first:
