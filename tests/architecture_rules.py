@@ -46,7 +46,7 @@ ROOMS: Final = (
     # The controller.
     _package("controller"),
     _package("controller.states", "messages", "transitions")._replace(stdlib=PURE),
-    _package("controller.core.tables", "messages.ids", "msgspec xxhash")._replace(stdlib=PURE),
+    _package("controller.core.tables", "messages", "msgspec xxhash")._replace(stdlib=PURE),
     _package(
         "controller.core",
         "messages controller.states controller.core.tables",

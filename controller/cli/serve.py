@@ -45,6 +45,8 @@ _LIMITS: Final = {
         "--answers",
         "Past answers to keep, so that a repeated request is not executed twice.",
     ),
+    "answers_per_client_max": ("--answers-per-client", "Past answers to keep of one client."),
+    "answers_kept_ms": ("--answers-kept", "How long past answers are kept."),
     "request_timeout_ms": (
         "--request-timeout",
         "Time limit of a request whose client sets none.",

@@ -10,6 +10,7 @@ from msgspec import Struct
 from controller.core.actions import Action, PublishEvent, SendCommand, SendReply
 from controller.core.eviction import Policy
 from controller.core.limits import Limits
+from controller.core.tables.answer_windows import Answer
 from controller.core.world import Adapter, Operation, World
 from controller.states.machine import next_state
 from controller.states.table import RESIDENCY_LEVEL
@@ -26,17 +27,23 @@ class Refusal(Exception):  # noqa: N818 - an answer to a client, not an error of
     Clients and the digest receive the message, so another wording needs another `RULES` number.
     """
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    def __init__(self, code: ErrorCode, message: str, retry_after_ms: int = 0) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.retry_after_ms = retry_after_ms
+
+    def reply(self, request_id: RequestId) -> requests.Refused:
+        """Return the answer to the refused request."""
+        return requests.Refused(request_id, self.code, self.message, self.retry_after_ms)
 
 
 class Context(Struct, gc=False):
     """The world, its limits and policy, and the actions collected for the current input.
 
     `dirty_adapters` are those whose state, goal or requests changed. They are reconciled when the
-    input is handled completely, so that no decision sees a part of it.
+    input is handled completely, so that no decision sees a part of it. `body` is the hash of the
+    current request's body.
     """
 
     world: World
@@ -44,22 +51,19 @@ class Context(Struct, gc=False):
     policy: Policy
     actions: list[Action]
     dirty_adapters: dict[AdapterId, None] = {}
+    body: int = 0
 
     def answer(self, reply: requests.Reply) -> None:
         """Send a request's final answer, and store it for repetitions of the request."""
         world = self.world
-        world.answers[reply.request_id] = reply
-        world.answer_order.append(reply.request_id)
-        if len(world.answer_order) > self.limits.answers_max:
-            self.drop_oldest_answer()
+        # A request that is not pending is answered by the input that it arrived with.
+        pending = world.pending_requests.get(reply.request_id)
+        body = self.body if pending is None else pending.body
+        world.answers.add(Answer(reply, body, world.time_ns))
         world.answered += 1
         if type(reply) is requests.Refused:
             world.refused += 1
         self.actions.append(SendReply(reply))
-
-    def drop_oldest_answer(self) -> None:
-        """Drop the oldest answer; a repetition of its request would count as a new one."""
-        del self.world.answers[self.world.answer_order.popleft()]
 
     def refuse(self, request_id: RequestId, code: ErrorCode, message: str) -> None:
         """Answer a request with a refusal."""

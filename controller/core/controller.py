@@ -18,12 +18,14 @@ from controller.core.actions import Action
 from controller.core.context import Context
 from controller.core.eviction import POLICIES
 from controller.core.invariants import check
-from controller.core.limits import Limits, check_limits
+from controller.core.limits import Limits, check_limits, window_bounds
 from controller.core.reconcile import reconcile
+from controller.core.request_handlers import Pending, Request
 from controller.core.world import World
 from messages import records, reports
 from messages.errors import ErrorCode
 from messages.ids import Seq
+from messages.requests import Reply
 
 
 class Controller:
@@ -38,17 +40,28 @@ class Controller:
         self._context = Context(self.world, self.limits, self.policy, [])
         self._checked = checked
 
-    def handle(self, message: records.Input, time_ns: int, report_seq: Seq = 0) -> list[Action]:
+    def screen(self, message: Request, body: int) -> Reply | Pending | None:
+        """Return how a request would be answered at once, without changing anything.
+
+        That is its answer if it is a repetition, `PENDING` if it is a repetition of a request that
+        waits, and a refusal where handling it would refuse it. None: it has to be handled.
+        """
+        return request_handlers.screen(self._context, message, body)
+
+    def handle(
+        self, message: records.Input, time_ns: int, body: int = 0, report_seq: Seq = 0
+    ) -> list[Action]:
         """Handle one input at `time_ns`; returns the actions to perform.
 
         A time before the last one counts as the last one, so that the log's time never decreases.
-        `report_seq` is the number of a report's frame. After an exception the state is undefined.
+        `body` is the hash of a request's body, by which its repetitions are known, `report_seq` the
+        number of a report's frame. After an exception the state is undefined.
         """
         world, context = self.world, self._context
         world.seq += 1
         world.time_ns = max(world.time_ns, time_ns)
         actions: list[Action] = []
-        context.actions = actions
+        context.actions, context.body = actions, body
         _HANDLERS[type(message)](context, message)
         if report_seq and world.engine is not None:
             world.engine.reported = max(world.engine.reported, report_seq)
@@ -82,8 +95,7 @@ class Controller:
         for request_id in tuple(self.world.pending_requests)[limits.requests_max :]:
             fewer = f"requests_max was lowered to {limits.requests_max}; try again later"
             pending_requests.refuse_request(context, request_id, ErrorCode.OVERLOADED, fewer)
-        while len(self.world.answers) > limits.answers_max:
-            context.drop_oldest_answer()
+        self.world.answers.set_bounds(window_bounds(limits))
         self._finish(context)
         return context.actions
 

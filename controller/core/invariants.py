@@ -5,12 +5,13 @@ They share no counter and no index with the code that they check, and change not
 
 from collections import Counter
 
-from controller.core.limits import Limits
+from controller.core.limits import Limits, window_bounds
 from controller.core.tables.tier_queues import TIERS
 from controller.core.world import NO_PRIORITY, RESIDENT, Adapter, World
 from controller.states.table import RESIDENCY_LEVEL
 from messages import commands
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, UNREGISTERED, AdapterId
+from messages.scoped_ids import client_of
 
 
 class InvariantError(AssertionError):
@@ -41,6 +42,7 @@ def _check_bounds(world: World, limits: Limits) -> None:
     """No tier exceeds its bounds, also during a change."""
     answers, pending = len(world.answers), len(world.pending_requests)
     _require(answers <= limits.answers_max, f"{answers} answers")
+    _require(world.answers.bounds == window_bounds(limits), "the bounds of answers")
     _require(pending <= limits.requests_max, f"{pending} requests")
     if _has_unknown_adapters(world):
         return
@@ -132,7 +134,13 @@ def _check_indexes(world: World) -> None:
         _require(not is_above, f"the goal of {adapter} is below what it keeps")
     names = {a.name: a.id for a in world.adapters.values() if not (a.retired or a.predecessor)}
     _require(names == world.names, f"names {world.names} are not {names}")
-    _require(list(world.answers) == list(world.answer_order), "the order of answers")
+    windows: dict[str, list[str]] = {}
+    for request_id in world.answers:
+        windows.setdefault(client_of(request_id), []).append(request_id)
+    for client, window in windows.items():
+        is_bounded = len(window) <= world.answers.bounds.client_max
+        _require(is_bounded, f"{len(window)} answers of {client}")
+        _require(window == list(world.answers.window(client)), f"the window of {client}")
     for adapter in world.adapters.values():
         successor = world.adapters.get(adapter.successor)
         is_mutual = successor is None or successor.predecessor == adapter.id

@@ -52,8 +52,8 @@ def serve(
             start_inference(context, request_id, pending)
     else:
         stop_waiting(context, adapter, request_id)
-        del context.world.pending_requests[request_id]
         answer_granted(context, adapter, request_id, pending.kind)
+        del context.world.pending_requests[request_id]
 
 
 def answer_granted(

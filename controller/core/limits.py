@@ -9,6 +9,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from controller.core.tables.answer_windows import WindowBounds
+
 RULES = 2
 """The number of the core's rules. A change of what `handle` decides, or of a refusal's text (which
 is part of the digest), needs a new one."""
@@ -41,8 +43,13 @@ class Limits(Struct, frozen=True):
     """Adapters known by name, evicted ones and replaced versions included."""
     requests_max: Count = 16_384
     """Pending requests, running generations included."""
-    answers_max: Count = 65_536
-    """Answers stored for repeated requests; a request older than these counts as new."""
+    answers_max: Count = 262_144
+    """Answers stored for repeated requests; beyond it, the client with the most loses its oldest.
+    A request whose answer is dropped counts as new."""
+    answers_per_client_max: Count = 1024
+    """Answers stored of one client."""
+    answers_kept_ms: DurationMs = 3_600_000
+    """How long answers are stored."""
     request_timeout_ms: DurationMs = 30_000
     """How long a request waits where the client does not specify it."""
     generation_timeout_ms: DurationMs = 600_000
@@ -53,6 +60,12 @@ class Limits(Struct, frozen=True):
     """How long an adapter that the engine failed to move is not moved again without a request."""
     digest_interval: Count = 1024
     """Inputs between two digests in the log."""
+
+
+def window_bounds(limits: Limits) -> WindowBounds:
+    """Return the bounds on stored answers."""
+    kept_ns = limits.answers_kept_ms * 1_000_000
+    return WindowBounds(limits.answers_max, limits.answers_per_client_max, kept_ns)
 
 
 def check_limits(limits: Limits) -> Limits:

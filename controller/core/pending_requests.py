@@ -45,7 +45,7 @@ def accept(
     world = context.world
     deadline_ns = world.time_ns + timeout_ms * NANOS_PER_MS
     ids = tuple([adapter.id for adapter in adapters])
-    pending = PendingRequest(kind, ids, target, deadline_ns, world.seq)
+    pending = PendingRequest(kind, ids, target, deadline_ns, world.seq, body=context.body)
     world.pending_requests[request_id] = pending
     world.add_deadline(deadline_ns, "request", request_id)
     return pending
@@ -86,9 +86,10 @@ def dequeue_batch(context: Context, request_id: RequestId) -> None:
 def end_request(context: Context, request_id: RequestId, reply: requests.Reply | None) -> None:
     """Remove a pending request and answer it; None as a reply: its client will send it again."""
     world = context.world
-    pending = world.pending_requests.pop(request_id)
+    pending = world.pending_requests[request_id]
     if reply is not None and not pending.answered:
         context.answer(reply)
+    del world.pending_requests[request_id]
     if pending.kind == "batch":
         dequeue_batch(context, request_id)
     for adapter_id in pending.adapters:

@@ -1,14 +1,16 @@
 """Handlers of client requests: one function per request.
 
-Everything that can be refused is refused by raising `Refusal`, before anything is changed.
+What `request_checks` returned for a request is its handler's last argument.
 """
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any, Final
 
-from controller.core import capacity, leases, pending_requests
+from controller.core import leases, pending_requests
 from controller.core.actions import SendReply
 from controller.core.context import Context, Refusal
+from controller.core.request_checks import StateRequest, check, is_replacement
 from controller.core.world import Adapter, InferenceKind, RequestKind
 from controller.states.table import RESIDENCY_LEVEL
 from messages import records, requests
@@ -22,84 +24,98 @@ from messages.ids import (
     AdapterState,
     RequestId,
 )
+from messages.scoped_ids import unscoped
+
+Request = requests.LifecycleRequest | records.InferenceRequested
+
+
+class Pending(Enum):
+    """The answer to a request that waits already."""
+
+    PENDING = auto()
 
 
 def on_request(context: Context, message: Any) -> None:
     """Handle a request; a repeated one receives its first answer."""
-    world, request_id = context.world, message.request_id
-    answer = world.answers.get(request_id)
-    if answer is not None:
-        context.actions.append(SendReply(answer))
-        return
-    if request_id in world.pending_requests:
+    known = _find_known(context, message.request_id, context.body)
+    if known is not None:
+        if not isinstance(known, Pending):
+            context.actions.append(SendReply(known))
         return
     try:
-        if len(world.pending_requests) >= context.limits.requests_max:
-            _refuse_overload(context, message)
-        _HANDLERS[type(message)](context, message)
+        checked = check(context, message)
     except Refusal as refusal:
-        context.refuse(request_id, refusal.code, refusal.message)
+        context.answer(refusal.reply(message.request_id))
+        return
+    _HANDLERS[type(message)](context, message, checked)
 
 
-def _refuse_overload(context: Context, message: Any) -> None:
-    # Requests that end others and never wait are handled even then.
-    if not isinstance(message, requests.CancelGeneration | requests.ReleaseAdapter):
-        raise Refusal(
-            ErrorCode.OVERLOADED,
-            f"{len(context.world.pending_requests)} requests wait, at most "
-            f"{context.limits.requests_max} may; try again later",
-        )
+def screen(context: Context, message: Request, body: int) -> requests.Reply | Pending | None:
+    """Return the answer that needs no change of the world, None if there is none."""
+    known = _find_known(context, message.request_id, body)
+    if known is not None:
+        return known
+    try:
+        check(context, message)
+    except Refusal as refusal:
+        return refusal.reply(message.request_id)
+    return None
 
 
-def _load(context: Context, message: requests.LoadAdapter) -> None:
-    adapter = context.world.current(message.adapter)
+def _find_known(
+    context: Context, request_id: RequestId, body: int
+) -> requests.Reply | Pending | None:
+    """Return the answer to a repeated request; a refusal if its id was another request's."""
+    world = context.world
+    answer, pending = world.answers.get(request_id), world.pending_requests.get(request_id)
+    if answer is not None and answer.body == body:
+        return answer.reply
+    if answer is not None or (pending is not None and pending.body != body):
+        return id_conflict(request_id)
+    return None if pending is None else Pending.PENDING
+
+
+def id_conflict(request_id: RequestId) -> requests.Refused:
+    """Return the refusal of a request under the id of another one."""
+    used = f"the id {unscoped(request_id)!r} belongs to another request; use a new one"
+    return requests.Refused(request_id, ErrorCode.CONFLICT, used)
+
+
+def _load(context: Context, message: requests.LoadAdapter, adapter: Adapter | None) -> None:
     if adapter is None:
         adapter = _register(context, message.adapter, message.path)
-    else:
-        _refuse_if_removing(adapter)
-        if message.replace or message.path not in ("", adapter.path):
-            adapter = _register_successor(context, adapter, message)
+    elif is_replacement(message, adapter):
+        adapter = _register_successor(context, adapter, message)
     _request_up(context, message, "load", CPU_CACHED, adapter)
 
 
-def _stage(context: Context, message: requests.StageAdapter) -> None:
-    _request_state(context, message, "stage", PINNED)
+def _stage(context: Context, message: requests.StageAdapter, adapter: Adapter | None) -> None:
+    _request_state(context, message, "stage", PINNED, adapter)
 
 
-def _activate(context: Context, message: requests.ActivateAdapter) -> None:
-    _request_state(context, message, "activate", GPU_SLOT)
+def _activate(context: Context, message: requests.ActivateAdapter, adapter: Adapter | None) -> None:
+    _request_state(context, message, "activate", GPU_SLOT, adapter)
 
 
-def _hold(context: Context, message: requests.HoldAdapter) -> None:
-    _request_state(context, message, "hold", GPU_SLOT)
+def _hold(context: Context, message: requests.HoldAdapter, adapter: Adapter | None) -> None:
+    _request_state(context, message, "hold", GPU_SLOT, adapter)
 
 
 def _request_state(
     context: Context,
-    message: requests.StageAdapter | requests.ActivateAdapter | requests.HoldAdapter,
+    message: StateRequest,
     kind: RequestKind,
     target: AdapterState,
+    adapter: Adapter | None,
 ) -> None:
-    adapter = context.world.current(message.adapter)
     if adapter is None:
         adapter = _register(context, message.adapter, message.path)
-    elif message.path not in ("", adapter.path):
-        raise Refusal(
-            ErrorCode.CONFLICT,
-            f"adapter {adapter.name!r} was loaded from {adapter.path!r}, not {message.path!r}; "
-            "load the new path with replace",
-        )
-    else:
-        _refuse_if_removing(adapter)
     _request_up(context, message, kind, target, adapter)
 
 
 def _request_up(
     context: Context,
-    message: requests.LoadAdapter
-    | requests.StageAdapter
-    | requests.ActivateAdapter
-    | requests.HoldAdapter,
+    message: requests.LoadAdapter | StateRequest,
     kind: RequestKind,
     target: AdapterState,
     adapter: Adapter,
@@ -132,29 +148,21 @@ def _add_waiter(
         context.dirty_adapters[adapter_id] = None
 
 
-def _release(context: Context, message: requests.ReleaseAdapter) -> None:
-    adapter = _known_adapter(context, message.adapter)
+def _release(context: Context, message: requests.ReleaseAdapter, adapter: Adapter) -> None:
     if adapter.held:
         leases.release(context, adapter)
     context.answer(pending_requests.adapter_done(message.request_id, adapter))
 
 
-def _deactivate(context: Context, message: requests.DeactivateAdapter) -> None:
-    adapter = _known_adapter(context, message.adapter)
-    _refuse_if_in_use(context, adapter)
+def _deactivate(context: Context, message: requests.DeactivateAdapter, adapter: Adapter) -> None:
     _request_down(context, message, "deactivate", PINNED, adapter)
 
 
-def _evict(context: Context, message: requests.EvictAdapter) -> None:
-    adapter = _known_adapter(context, message.adapter)
-    _refuse_if_in_use(context, adapter)
+def _evict(context: Context, message: requests.EvictAdapter, adapter: Adapter) -> None:
     _request_down(context, message, "evict", EVICTED, adapter)
 
 
-def _remove(context: Context, message: requests.RemoveAdapter) -> None:
-    adapter = _known_adapter(context, message.adapter)
-    if adapter.successor:
-        raise _replacement_conflict(adapter)
+def _remove(context: Context, message: requests.RemoveAdapter, adapter: Adapter) -> None:
     if message.force:
         if adapter.held:
             leases.release(context, adapter)
@@ -162,8 +170,6 @@ def _remove(context: Context, message: requests.RemoveAdapter) -> None:
         pending_requests.refuse_waiters(
             context, adapter, ErrorCode.CONFLICT, being_removed, downward=False
         )
-    else:
-        _refuse_if_in_use(context, adapter)
     _request_down(context, message, "remove", UNREGISTERED, adapter)
 
 
@@ -184,13 +190,9 @@ def _request_down(
     context.dirty_adapters[adapter.id] = None
 
 
-def _activate_batch(context: Context, message: requests.ActivateBatch) -> None:
-    adapters = tuple([_known_adapter(context, name) for name in dict.fromkeys(message.adapters)])
-    for adapter in adapters:
-        _refuse_if_removing(adapter)
-    shortage = capacity.permanent_shortage_of_batch(context, adapters)
-    if shortage is not None:
-        raise Refusal(ErrorCode.NO_ROOM, shortage)
+def _activate_batch(
+    context: Context, message: requests.ActivateBatch, adapters: tuple[Adapter, ...]
+) -> None:
     for adapter in adapters:
         _count_use(context, adapter)
     timeout_ms = _timeout_ms(context, message)
@@ -201,26 +203,29 @@ def _activate_batch(context: Context, message: requests.ActivateBatch) -> None:
     leases.confirm_batch(context, message.request_id, pending)
 
 
-def _generate(context: Context, message: records.GenerationRequested) -> None:
-    _request_inference(context, message, "generate")
+def _generate(
+    context: Context, message: records.GenerationRequested, adapter: Adapter | None
+) -> None:
+    _request_inference(context, message, "generate", adapter)
 
 
-def _pool(context: Context, message: records.PoolingRequested) -> None:
-    _request_inference(context, message, message.task)
+def _pool(context: Context, message: records.PoolingRequested, adapter: Adapter | None) -> None:
+    _request_inference(context, message, message.task, adapter)
 
 
 def _request_inference(
-    context: Context, message: records.InferenceRequested, kind: InferenceKind
+    context: Context,
+    message: records.InferenceRequested,
+    kind: InferenceKind,
+    adapter: Adapter | None,
 ) -> None:
     timeout_ms = message.timeout_ms or context.limits.generation_timeout_ms
     request_id = message.request_id
-    if message.adapter is None:
+    if adapter is None:
         pending = pending_requests.accept(context, request_id, kind, GPU_SLOT, timeout_ms, ())
         if context.world.engine_ready:
             leases.start_inference(context, request_id, pending)
         return
-    adapter = _known_adapter(context, message.adapter)
-    _refuse_if_removing(adapter)
     _count_use(context, adapter)
     pending = pending_requests.accept(context, request_id, kind, GPU_SLOT, timeout_ms, (adapter,))
     if context.world.engine_ready and pending_requests.has_reached(adapter, GPU_SLOT):
@@ -229,7 +234,7 @@ def _request_inference(
         _add_waiter(context, adapter, request_id, GPU_SLOT)
 
 
-def _cancel(context: Context, message: requests.CancelGeneration) -> None:
+def _cancel(context: Context, message: requests.CancelGeneration, _checked: None) -> None:
     target = context.world.pending_requests.get(message.target)
     found = target is not None and target.kind == "generate"
     context.answer(requests.CancelDone(message.request_id, message.target, found))
@@ -242,7 +247,7 @@ def _cancel(context: Context, message: requests.CancelGeneration) -> None:
         pending_requests.end_request(context, message.target, cancelled)
 
 
-_HANDLERS: Final[dict[type, Callable[[Context, Any], None]]] = {
+_HANDLERS: Final[dict[type, Callable[[Context, Any, Any], None]]] = {
     requests.LoadAdapter: _load,
     requests.StageAdapter: _stage,
     requests.ActivateAdapter: _activate,
@@ -265,42 +270,8 @@ def _timeout_ms(context: Context, message: Any) -> int:
     return int(message.timeout_ms or context.limits.request_timeout_ms)
 
 
-def _known_adapter(context: Context, name: str) -> Adapter:
-    adapter = context.world.current(name)
-    if adapter is None:
-        raise Refusal(ErrorCode.UNKNOWN_ADAPTER, f"adapter {name!r} is not known; load it first")
-    return adapter
-
-
-def _refuse_if_removing(adapter: Adapter) -> None:
-    if adapter.goal == UNREGISTERED:
-        raise Refusal(
-            ErrorCode.CONFLICT, f"adapter {adapter.name!r} is being removed; load it afterwards"
-        )
-
-
-def _refuse_if_in_use(context: Context, adapter: Adapter) -> None:
-    reasons = []
-    if adapter.held:
-        reasons.append("is held (release it first)")
-    if adapter.leases:
-        reasons.append(f"serves {adapter.leases} running requests (wait for them)")
-    kinds = [context.world.pending_requests[request_id].kind for request_id in adapter.waiters]
-    upward = sum(1 for kind in kinds if kind not in pending_requests.DOWNWARD)
-    if upward:
-        reasons.append(f"is waited for by {upward} requests")
-    if reasons:
-        raise Refusal(ErrorCode.CONFLICT, f"adapter {adapter.name!r} {' and '.join(reasons)}")
-
-
 def _register(context: Context, name: str, path: str) -> Adapter:
     world = context.world
-    if len(world.adapters) >= context.limits.known_adapters_max:
-        raise Refusal(
-            ErrorCode.NO_ROOM,
-            f"adapter {name!r} can't be added: {len(world.adapters)} adapters are known, "
-            f"known_adapters_max allows {context.limits.known_adapters_max}; remove some",
-        )
     adapter = Adapter(id=world.next_adapter_id, name=name, path=path or name)
     world.next_adapter_id += 1
     world.adapters[adapter.id] = adapter
@@ -312,20 +283,11 @@ def _register_successor(
     context: Context, current: Adapter, message: requests.LoadAdapter
 ) -> Adapter:
     # The content may be the same: that is known only when the engine has read it.
-    if current.successor:
-        raise _replacement_conflict(current)
     successor = _register(context, current.name, message.path or current.path)
     successor.predecessor = current.id
     current.successor = successor.id
     context.mark_changed(current)
     return successor
-
-
-def _replacement_conflict(adapter: Adapter) -> Refusal:
-    return Refusal(
-        ErrorCode.CONFLICT,
-        f"another version of adapter {adapter.name!r} is being loaded; wait for it",
-    )
 
 
 def _count_use(context: Context, adapter: Adapter) -> None:

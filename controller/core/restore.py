@@ -6,7 +6,7 @@ record, a slot's record or a deadline that a record has.
 """
 
 import heapq
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from controller.core.tables.tier_queues import TierName, TierQueues
 from controller.core.world import (
@@ -34,7 +34,6 @@ def derive(world: World) -> None:
     adapters = sorted(world.adapters.values(), key=lambda adapter: adapter.id)
     world.names = {a.name: a.id for a in adapters if not (a.retired or a.predecessor)}
     world.free_slots = sorted(i for i, slot in world.slots.items() if not slot.adapter_id)
-    world.answer_order = deque(world.answers)
     world.lru_order = {state: OrderedDict() for state in RESIDENT}
     for adapter in sorted(adapters, key=lambda adapter: adapter.lru_stamp):
         if adapter.state in world.lru_order:

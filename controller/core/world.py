@@ -5,14 +5,15 @@ leads to the same digest anywhere. Only `Controller` and the modules that it cal
 """
 
 import heapq
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import Final, Literal
 
 import msgspec
 import xxhash
 from msgspec import Struct
 
-from controller.core.limits import Limits
+from controller.core.limits import Limits, window_bounds
+from controller.core.tables.answer_windows import Answer, AnswerWindows
 from controller.core.tables.digest_dict import DigestDict
 from controller.core.tables.tier_queues import TIERS, TierName, TierQueues
 from messages.commands import Operation as OperationCommand
@@ -28,7 +29,6 @@ from messages.ids import (
     RequestId,
     Seq,
 )
-from messages.requests import Reply
 
 InferenceKind = Literal["generate", "embed", "classify"]
 RequestKind = (
@@ -137,7 +137,8 @@ class PendingRequest(Struct, array_like=True, gc=False):
 
     `arrived_seq` is the `seq` of the input that it arrived with. While `op` is set, the engine runs
     that operation for it and its adapters are leased. `answered`: its client has an answer, but the
-    engine still works. `stopping`: the engine was ordered to end its inference.
+    engine still works. `stopping`: the engine was ordered to end its inference. `body` is the hash
+    of the request's body, which a repetition has too.
     """
 
     kind: RequestKind
@@ -149,6 +150,7 @@ class PendingRequest(Struct, array_like=True, gc=False):
     op: OpId = 0
     answered: bool = False
     stopping: bool = False
+    body: int = 0
 
 
 class AttachedEngine(Struct, array_like=True, gc=False):
@@ -200,7 +202,7 @@ class World:
         self.names: dict[str, AdapterId] = {}
         self.adapters: DigestDict[AdapterId, Adapter] = DigestDict()
         self.slots: DigestDict[int, Slot] = DigestDict()
-        self.answers: DigestDict[RequestId, Reply] = DigestDict()
+        self.answers = AnswerWindows(DigestDict[RequestId, Answer](), window_bounds(limits))
         # Few and changed by every input, so they are hashed whole.
         self.operations: dict[OpId, Operation] = {}
         self.pending_requests: dict[RequestId, PendingRequest] = {}
@@ -214,8 +216,6 @@ class World:
         """Create the indexes, which `controller.core.restore` computes from the fields above."""
         self.resize_slots(limits.slots_max)
         self.set_bounds(limits)
-        # Keys of `answers` in order: a dict's own first key is slow to find once many are gone.
-        self.answer_order: deque[RequestId] = deque()
         # Adapters by state in the order of `lru_stamp`: the first is the first victim.
         self.lru_order: dict[AdapterState, OrderedDict[AdapterId, None]] = {
             state: OrderedDict() for state in RESIDENT
@@ -293,7 +293,7 @@ class World:
         return self._digest([entries.digest_from_scratch() for entries in self._digest_dicts()])
 
     def _digest_dicts(self) -> tuple[DigestDict, ...]:  # type: ignore[type-arg]
-        return (self.adapters, self.slots, self.answers)
+        return (self.adapters, self.slots, self.answers.by_id)
 
     def _digest(self, sums: list[int]) -> str:
         state = (

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from controller.core.restore import derive
+from controller.core.tables.answer_windows import Answer
 from controller.core.tables.digest_dict import DigestDict
 from controller.core.tables.tier_queues import TierName
 from controller.core.world import (
@@ -23,7 +24,6 @@ from controller.core.world import (
     World,
 )
 from messages.ids import AdapterId, Epoch, OpId, RequestId, Seq
-from messages.requests import Reply
 
 
 class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -45,7 +45,7 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     unknown_operations: dict[OpId, int]
     adapters: list[Adapter]
     slots: list[Slot]
-    answers: list[Reply]
+    answers: list[Answer]
     operations: dict[OpId, Operation]
     pending_requests: dict[RequestId, PendingRequest]
     tiers: dict[TierName, Tier]
@@ -69,7 +69,7 @@ def encode_world(world: World) -> bytes:
         **{name: getattr(world, name) for name in _SAME},
         "adapters": list(world.adapters.values()),
         "slots": list(world.slots.values()),
-        "answers": list(world.answers.values()),
+        "answers": list(world.answers.by_id.values()),
         "batches": list(world.batches),
     }
     return _encode([values[name] for name in WorldState.__struct_fields__])
@@ -85,6 +85,6 @@ def restore_world(world: World, data: bytes) -> None:
         setattr(world, name, getattr(state, name))
     world.adapters = DigestDict.of((adapter.id, adapter) for adapter in state.adapters)
     world.slots = DigestDict.of(enumerate(state.slots))
-    world.answers = DigestDict.of((reply.request_id, reply) for reply in state.answers)
+    world.answers.restore(state.answers)
     world.batches = OrderedDict.fromkeys(state.batches)
     derive(world)

@@ -199,7 +199,7 @@ class ClientSessions:
         world = self._controller.world
         kept = world.answers.get(request_id)
         if kept is not None:
-            self.answer(kept)
+            self.answer(kept.reply)
         elif request_id not in world.pending_requests:
             self.answer(requests.Refused(request_id, code, why))
 

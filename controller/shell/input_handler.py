@@ -61,7 +61,9 @@ class InputHandler:
         Raises the exception where the server can't do without this input.
         """
         try:
-            return self._controller.handle(record.input, record.time_ns, record.report_seq)
+            return self._controller.handle(
+                record.input, record.time_ns, record.body, record.report_seq
+            )
         except InvariantError:
             raise
         # Any exception: the log would raise it again at every start.

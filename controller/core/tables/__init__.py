@@ -1,1 +1,1 @@
-"""The core's tables: a dict with an incremental digest, and the queues of the memory tiers."""
+"""The core's tables: a dict with an incremental digest, windows of answers, queues of the tiers."""

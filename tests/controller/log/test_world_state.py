@@ -54,9 +54,9 @@ def test_from_every_point_of_a_history_the_same_follows(seed: int) -> None:
         is_whole = point % 7 == 0
         for number in range(point, len(records) if is_whole else point + 1):
             later = records[number]
-            found = copy.handle(later.input, later.time_ns, later.report_seq)
+            found = copy.handle(later.input, later.time_ns, later.body, later.report_seq)
             assert decisions(found) == decisions(actions[number]), f"after record {point}"
-        controller.handle(record.input, record.time_ns, record.report_seq)
+        controller.handle(record.input, record.time_ns, record.body, record.report_seq)
         assert copy.digest() == (whole if is_whole else controller).digest()
         assert not is_whole or encode_world(copy.world) == final
 
@@ -73,5 +73,5 @@ def test_a_restored_world_shares_nothing_with_the_first() -> None:
     controller, _ = fold(limits, records[:40])
     before, copy = encode_world(controller.world), restored(controller)
     for record in records[40:]:
-        copy.handle(record.input, record.time_ns, record.report_seq)
+        copy.handle(record.input, record.time_ns, record.body, record.report_seq)
     assert encode_world(controller.world) == before != encode_world(copy.world)

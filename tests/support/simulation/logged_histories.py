@@ -35,7 +35,7 @@ def fold(limits: Limits, records: tuple[Record, ...]) -> tuple[Controller, list[
     """Return a controller that has handled the records, and the actions of each."""
     controller = Controller(limits)
     return controller, [
-        controller.handle(record.input, record.time_ns, record.report_seq) for record in records
+        controller.handle(record.input, record.time_ns, record.body, record.report_seq) for record in records
     ]
 
 
@@ -49,5 +49,5 @@ def write_history(directory: Path, seed: int = 3, storage: Storage = DISK) -> tu
         for number, record in enumerate(records):
             digest = "" if number % 10 else controller.digest()
             log.append([msgspec.structs.replace(record, digest=digest)], 1)
-            controller.handle(record.input, record.time_ns, record.report_seq)
+            controller.handle(record.input, record.time_ns, record.body, record.report_seq)
     return records

@@ -1,0 +1,146 @@
+"""The final answers of past requests: a window per client, bounded by number, time and in total.
+
+An answer inside its client's window is returned again to a repeated request. Only the bound on all
+windows together takes an answer of one client for the requests of another, and only from the
+largest window.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from msgspec import Struct
+
+from messages.ids import RequestId
+from messages.requests import Reply
+from messages.scoped_ids import client_of
+
+_EXPIRED_PER_ANSWER: Final = 2
+"""Bound on the answers that one new answer drops per window for their age, so its cost has one."""
+
+
+D = TypeVar("D", bound="dict[RequestId, Answer]")
+
+
+class Answer(Struct, frozen=True, array_like=True, gc=False):
+    """The final reply to a request, the hash of the request's body, and the time of the answer."""
+
+    reply: Reply
+    body: int
+    time_ns: int
+
+
+class WindowBounds(NamedTuple):
+    """Bounds on the answers of all clients and of one, and how long they are kept."""
+
+    count_max: int
+    client_max: int
+    kept_ns: int
+
+
+class AnswerWindows(Generic[D]):
+    """Answers by request id, the oldest first, and each client's window of them.
+
+    All indexes can be derived from `by_id` in its order, except that a window's size in `_largest`
+    may be an earlier one.
+    """
+
+    def __init__(self, by_id: D, bounds: WindowBounds) -> None:
+        """`by_id` must be empty; only this object may change it."""
+        self.by_id: Final = by_id
+        self.bounds = bounds
+        # The client whose newest answer is the oldest comes first.
+        self._windows: OrderedDict[str, list[RequestId]] = OrderedDict()
+        # A heap of (-size, client), which exists once the bound of all windows was reached.
+        self._largest: list[tuple[int, str]] = []
+
+    def __len__(self) -> int:
+        """Return the number of answers."""
+        return len(self.by_id)
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a request has an answer."""
+        return request_id in self.by_id
+
+    def __iter__(self) -> Iterator[RequestId]:
+        """Iterate over the requests, the oldest answer first."""
+        return iter(self.by_id)
+
+    def get(self, request_id: RequestId) -> Answer | None:
+        """Return a request's answer, None if it is not kept."""
+        return self.by_id.get(request_id)
+
+    def window(self, client: str) -> tuple[RequestId, ...]:
+        """Return a client's answered requests, the oldest first."""
+        return tuple(self._windows.get(client, ()))
+
+    def add(self, answer: Answer) -> None:
+        """Keep the answer of a request that has none, and drop those beyond the bounds."""
+        request_id = answer.reply.request_id
+        client = client_of(request_id)
+        self.by_id[request_id] = answer
+        window = self._windows.get(client)
+        if window is None:
+            window = self._windows[client] = [request_id]
+        else:
+            window.append(request_id)
+            self._windows.move_to_end(client)
+        if self._largest:
+            heappush(self._largest, (-len(window), client))
+        expired_ns = answer.time_ns - self.bounds.kept_ns
+        self._drop_expired(client, expired_ns)
+        self._drop_expired(next(iter(self._windows)), expired_ns)
+        self._drop_beyond_bounds(client)
+
+    def restore(self, answers: Iterable[Answer]) -> None:
+        """Put the answers of earlier windows, the oldest first, into empty ones."""
+        for answer in answers:
+            request_id = answer.reply.request_id
+            client = client_of(request_id)
+            self.by_id[request_id] = answer
+            self._windows.setdefault(client, []).append(request_id)
+            self._windows.move_to_end(client)
+
+    def set_bounds(self, bounds: WindowBounds) -> None:
+        """Replace the bounds, and drop the answers beyond the new ones."""
+        self.bounds = bounds
+        for client in tuple(self._windows):
+            self._drop_beyond_bounds(client)
+
+    def _drop_expired(self, client: str, expired_ns: int) -> None:
+        window = self._windows[client]
+        for _ in range(_EXPIRED_PER_ANSWER):
+            if not window or self.by_id[window[0]].time_ns > expired_ns:
+                return
+            self._drop_oldest(client)
+
+    def _drop_beyond_bounds(self, client: str) -> None:
+        while len(self._windows.get(client, ())) > self.bounds.client_max:
+            self._drop_oldest(client)
+        while len(self.by_id) > self.bounds.count_max:
+            self._drop_oldest(self._largest_window())
+
+    def _drop_oldest(self, client: str) -> None:
+        window = self._windows[client]
+        # A window has few enough answers that this takes less than a linked list's bookkeeping.
+        del self.by_id[window.pop(0)]
+        if not window:
+            del self._windows[client]
+
+    def _largest_window(self) -> str:
+        """Return the client with the most answers; of several, the first by name."""
+        sizes = self._largest
+        if not sizes or len(sizes) > 4 * len(self._windows) + 64:
+            sizes[:] = [(-len(window), client) for client, window in self._windows.items()]
+            heapify(sizes)
+        while True:
+            size, client = sizes[0]
+            actual = -len(self._windows.get(client, ()))
+            if size == actual:
+                return client
+            # Windows grow by an entry in the heap, and shrink without one.
+            if actual:
+                heapreplace(sizes, (actual, client))
+            else:
+                heappop(sizes)
