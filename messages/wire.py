@@ -136,7 +136,25 @@ Requests = Annotated[tuple[Request, ...], Meta(min_length=1, max_length=BATCH_MA
 Replies = Annotated[tuple[Reply, ...], Meta(min_length=1, max_length=BATCH_MAX)]
 
 
-class RequestChannel(Channel[tuple[Request, ...]]):
+def _array_head(count: int) -> bytes:
+    """Return the first bytes of a msgpack array of up to 65,535 elements."""
+    return bytes((0x90 + count,)) if count < 16 else b"\xdc" + count.to_bytes(2)
+
+
+class BatchChannel(Channel[tuple[T, ...]]):
+    """A channel whose frames hold several messages."""
+
+    def encode_body(self, message: T) -> bytes:
+        """Return one message's part of a frame."""
+        return self._encode(message)
+
+    def join(self, bodies: Sequence[bytes], epoch: Epoch = 0) -> bytes:
+        """Return a frame with the messages that `encode_body` encoded."""
+        head = _HEADER.pack(_MAGIC, PROTOCOL_VERSION, self._letter, epoch, 0)
+        return b"".join((head, _array_head(len(bodies)), *bodies))
+
+
+class RequestChannel(BatchChannel[Request]):
     """Requests, of which only a `Generate` may be long, by its images, and only alone in a frame.
 
     No other request is decoded from a long frame: arrays take many times their bytes in memory.
@@ -154,18 +172,14 @@ class RequestChannel(Channel[tuple[Request, ...]]):
         """Return a frame with requests of the client that `token` belongs to."""
         return self._head(epoch, seq, token) + self._encode(message)
 
-    def encode_body(self, request: Request) -> bytes:
-        """Return one request's part of a frame."""
-        return self._encode(request)
-
     def decode_body(self, body: bytes) -> Request:
         """Return the request that `encode_body` encoded."""
         request: Request = self._decode_one(body)
         return request
 
-    def join(self, bodies: Sequence[bytes], token: bytes, epoch: Epoch = 0) -> bytes:
-        """Return a frame with the requests that `encode_body` encoded."""
-        return self._head(epoch, 0, token) + self._encode([Raw(body) for body in bodies])
+    def join_for(self, token: bytes, bodies: Sequence[bytes], epoch: Epoch = 0) -> bytes:
+        """Return a frame of the client that `token` belongs to, as `join`."""
+        return b"".join((self._head(epoch, 0, token), _array_head(len(bodies)), *bodies))
 
     def _head(self, epoch: Epoch, seq: Seq, token: bytes) -> bytes:
         return _HEADER.pack(_MAGIC, PROTOCOL_VERSION, self._letter, epoch, seq) + token
@@ -270,7 +284,7 @@ def _image_bytes(request: Request) -> int:
 
 
 REQUESTS: Final = RequestChannel()
-REPLIES: Final[Channel[tuple[Reply, ...]]] = Channel("reply", b"A", Replies, REPLY_BYTES_MAX)
+REPLIES: Final[BatchChannel[Reply]] = BatchChannel("reply", b"A", Replies, REPLY_BYTES_MAX)
 COMMANDS: Final[Channel[Command]] = Channel(
     "command", b"C", Command, ILLUSTRATED_BYTES_MAX + FRAME_BYTES_MAX
 )

@@ -53,9 +53,11 @@ ROOMS: Final = (
         "msgspec xxhash",
     )._replace(stdlib=PURE),
     _package("controller.log", "messages controller.core controller.core.tables", "msgspec xxhash"),
+    _package("controller.shell.clients", "messages", "msgspec xxhash"),
     _package(
         "controller.shell",
-        "messages controller.states controller.core controller.log",
+        "messages controller.states controller.core controller.core.tables controller.log "
+        "controller.shell.clients",
         "msgspec structlog",
     ),
     _package("controller.client", "messages", "msgspec"),

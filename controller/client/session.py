@@ -186,7 +186,7 @@ class Session:
                     continue
                 bodies.append(body)
             self._set_timer(call)
-        return [REQUESTS.join(batch, self._token, self._epoch) for batch in _batches(bodies)]
+        return [REQUESTS.join_for(self._token, batch, self._epoch) for batch in _batches(bodies)]
 
     def receive(self, data: bytes, now: float) -> None:
         """Process a frame from the controller; replies that answer no call are ignored."""
@@ -242,7 +242,7 @@ class Session:
         _check_names(request)
         try:
             call.body = REQUESTS.encode_body(request)
-            REQUESTS.decode(REQUESTS.join((call.body,), self._token))
+            REQUESTS.decode(REQUESTS.join_for(self._token, (call.body,)))
         except (WireError, msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
             raise Malformed(str(error), call.request_id) from error
 

@@ -1,50 +1,60 @@
-"""Client sessions: requests decoded, routes back to clients, payloads stored, queries answered.
+"""Client sessions: who sent a request, what is answered at once, and the inputs for the log.
 
-A payload (a prompt, or the inputs of an embedding) leaves this module only for the engine, is never
-logged, and is dropped when its request is answered.
+A request that repeats an earlier one, or that would be refused, is answered without an input.
+Inside the controller, ids of requests carry the client's name (`messages.scoped_ids`).
 """
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple, get_args
 
 import msgspec
 
 from controller.core.context import Refusal
 from controller.core.controller import Controller
+from controller.core.request_handlers import Pending, id_conflict
+from controller.core.tables.answer_windows import Answer, AnswerWindows, WindowBounds
 from controller.core.views import AdapterPages, show_adapter, show_status
+from controller.shell.clients.client_table import Client, ClientTable
+from controller.shell.clients.outbox import Outbox, Send
+from controller.shell.clients.payloads import PAYLOAD_BYTES_MAX, Payloads
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.event_stream import EventStream
 from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
 from controller.shell.snapshot_process import LogFacts
 from messages import requests
-from messages.commands import StartGeneration, StartInference, StartPooling
+from messages.commands import StartInference
 from messages.errors import ErrorCode
 from messages.ids import AdapterName, RequestId
 from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
 from messages.reports import PrivateReport
 from messages.requests import LifecycleRequest, PrivateRequest
-from messages.wire import REPLIES, REQUESTS, WireError
-
-ROUTES_PER_REQUEST: Final = 4
-PAYLOAD_BYTES_MAX: Final = 1 << 30
-"""Bound on the payloads of unanswered requests, in bytes together.
-
-Payloads of requests that are pending already, which clients resend after a restart, may take the
-same number of bytes again.
-"""
+from messages.scoped_ids import scoped
+from messages.wire import REQUESTS, WireError
 
 QUERIES_NS_MAX: Final = 2_000_000
 """Bound on the time for queries per iteration of the main loop; the last one may exceed it."""
 
-Send = Callable[[bytes, bytes], None]
-"""Sends a frame to a client."""
+REFUSALS: Final = WindowBounds(65_536, 256, 3_600_000_000_000)
+"""Bounds on the unlogged refusals that are repeated: in all, per client, and nanoseconds."""
+
+QUERY_RETRY_MS: Final = 100
+PAYLOAD_RETRY_MS: Final = 1000
+LOG_RETRY_MS: Final = 1000
+
+_QUERIES: Final = frozenset(get_args(requests.Query))
+_PRIVATE: Final = frozenset(get_args(PrivateRequest))
+_STREAMED: Final = frozenset(get_args(PrivateReport))
 
 CanReply = Callable[[bytes], bool]
 """Whether a client has read enough earlier replies to be sent a long one."""
 
-ClientInput = tuple[LifecycleRequest | InferenceRequested, bytes]
-"""An input for the log, and the client that it came from."""
+
+class ClientInput(NamedTuple):
+    """An input for the log, and the hash of the client's request that it came from."""
+
+    message: LifecycleRequest | InferenceRequested
+    body: int = 0
 
 
 class ClientSessions:
@@ -65,104 +75,136 @@ class ClientSessions:
         self._pages = AdapterPages(controller.world)
         self._defaults = defaults
         self._events = events
-        self._send = send
         self._pid = pid
-        self._routes: dict[RequestId, bytes] = {}
-        # Frames as received: decoded, a prompt of token ids takes many times the memory.
-        self._payloads: dict[RequestId, bytes] = {}
-        self._payload_bytes = 0
+        self._clients = ClientTable()
+        self._outbox = Outbox(send)
+        self._payloads = Payloads()
+        self._refusals = AnswerWindows[dict[RequestId, Answer]]({}, REFUSALS)
         self._resends: dict[RequestId, None] = {}
         self._queries: QueryQueue[requests.Query] = QueryQueue()
-        self._routes_max = ROUTES_PER_REQUEST * controller.limits.requests_max
+        self._group: list[ClientInput] = []
+        self._group_clients: set[str] = set()
 
-    def receive(self, client: bytes, data: bytes) -> list[ClientInput]:
-        """Return inputs for the log: none for a malformed frame, a refused request or a query."""
+    def receive(self, route: bytes, data: bytes, user: str = "") -> None:
+        """Process a frame that arrived over a connection; `user` is that of its key."""
         try:
-            received = REQUESTS.decode_each(data)
+            frame = REQUESTS.decode_each(data)
         except WireError as error:
-            self._reply_to(client, requests.Refused(error.request_id, error.code, str(error)))
-            return []
-        for refused in received.refused:
-            self._reply_to(client, refused)
-        return [each for message in received.requests for each in self._receive(client, message)]
+            self._outbox.add(route, requests.Refused(error.request_id, error.code, str(error)))
+            return
+        client = self._clients.admit(route, frame.token, user)
+        for refused in frame.refused:
+            self._outbox.add(route, refused)
+        for message in frame.requests:
+            if type(message) in _QUERIES:
+                self._add_query(route, message)  # type: ignore[arg-type]
+            else:
+                self._receive(client, message)  # type: ignore[arg-type]
 
-    def _receive(self, client: bytes, message: requests.Request) -> list[ClientInput]:
-        if isinstance(message, requests.Query):
-            self._add_query(client, message)
-            return []
-        if not isinstance(message, PrivateRequest):
-            inputs: list[ClientInput] = [(message, client)]
-        elif self._store_payload(message.request_id, REQUESTS.encode_body(message)):
-            inputs = self._inputs_of(message, client)
-        else:
+    def take_group(self) -> list[ClientInput]:
+        """Return and clear the inputs for the log; call it once per group, before logging it."""
+        group, self._group = self._group, []
+        self._group_clients.clear()
+        return group
+
+    def _receive(self, client: Client, message: LifecycleRequest | PrivateRequest) -> None:
+        body = REQUESTS.encode_body(message)
+        body_hash = client.hash_body(body)
+        request_id = scoped(client.name, message.request_id)
+        refused = self._refusals.get(request_id)
+        if refused is not None:
+            is_same = refused.body == body_hash
+            self.answer(refused.reply if is_same else id_conflict(request_id))
+            return
+        inputs = self._inputs_of(message, request_id, client)
+        # What an earlier input of this group does for its client is not known yet.
+        if len(inputs) == 1 and client.name not in self._group_clients:
+            known = self._controller.screen(inputs[0], body_hash)
+            if known is not None:
+                self._answer_known(inputs[0], known, body, body_hash)
+                return
+        is_private = type(message) in _PRIVATE
+        if is_private and not self._store_payload(request_id, body, body_hash):
             busy = (
-                f"prompts of {self._payload_bytes} bytes wait for answers; at most "
+                f"prompts of {self._payloads.size_bytes} bytes wait for answers; at most "
                 f"{PAYLOAD_BYTES_MAX} may; try again later"
             )
-            refused = requests.Refused(message.request_id, ErrorCode.OVERLOADED, busy)
-            self._reply_to(client, refused)
-            return []
-        self._remember_route(message.request_id, client)
-        return inputs
+            self._refuse(request_id, ErrorCode.OVERLOADED, busy, PAYLOAD_RETRY_MS, body_hash)
+            return
+        self._group_clients.add(client.name)
+        self._group += [ClientInput(each) for each in inputs[:-1]]
+        self._group.append(ClientInput(inputs[-1], body_hash))
 
-    def _add_query(self, client: bytes, message: requests.Query) -> None:
-        if not self._can_reply(client):
+    def _answer_known(
+        self,
+        message: LifecycleRequest | InferenceRequested,
+        known: requests.Reply | Pending,
+        body: bytes,
+        body_hash: int,
+    ) -> None:
+        """Answer a request that needs no input, or let it wait again."""
+        world, request_id = self._controller.world, message.request_id
+        answer = world.answers.get(request_id)
+        if isinstance(known, Pending):
+            if isinstance(message, InferenceRequested):
+                self._store_payload(request_id, body, body_hash)
+        else:
+            if answer is None and request_id not in world.pending_requests:
+                self._refusals.add(Answer(known, body_hash, world.time_ns))
+            self.answer(known)
+        is_repeated = isinstance(known, Pending) or (answer is not None and answer.reply is known)
+        if is_repeated and isinstance(message, InferenceRequested):
+            self.note_resend(request_id)
+
+    def _refuse(
+        self, request_id: RequestId, code: ErrorCode, why: str, retry_ms: int, body_hash: int
+    ) -> None:
+        """Refuse a request without an input; a repetition is refused likewise."""
+        refused = requests.Refused(request_id, code, why, retry_ms)
+        self._refusals.add(Answer(refused, body_hash, self._controller.world.time_ns))
+        self.answer(refused)
+
+    def _add_query(self, route: bytes, message: requests.Query) -> None:
+        if not self._can_reply(route):
             busy = "earlier answers wait to be read; read them and try again"
-        elif not self._queries.add(client, message.request_id, message):
+        elif not self._queries.add(route, message.request_id, message):
             busy = f"at most {QUERIES_PER_CLIENT_MAX} queries of a client wait; try again later"
         else:
             return
-        self._reply_to(client, requests.Refused(message.request_id, ErrorCode.OVERLOADED, busy))
+        code = ErrorCode.OVERLOADED
+        self._outbox.add(route, requests.Refused(message.request_id, code, busy, QUERY_RETRY_MS))
 
-    def _inputs_of(self, message: PrivateRequest, client: bytes) -> list[ClientInput]:
+    def _inputs_of(
+        self, message: LifecycleRequest | PrivateRequest, request_id: RequestId, client: Client
+    ) -> list[LifecycleRequest | InferenceRequested]:
         """The request as it is logged, after a request that loads its default adapter if new."""
+        if isinstance(message, requests.CancelGeneration):
+            target = scoped(client.name, message.target)
+            return [requests.CancelGeneration(request_id, target)]
+        if not isinstance(message, PrivateRequest):
+            return [msgspec.structs.replace(message, request_id=request_id)]
         default = self._defaults.adapter_of(message)
         if default is None:
-            return [(_without_payload(message, message.adapter), client)]
-        logged: ClientInput = (_without_payload(message, default.name), client)
-        world, request_id = self._controller.world, message.request_id
+            return [_without_payload(message, request_id, message.adapter)]
+        logged = _without_payload(message, request_id, default.name)
+        world = self._controller.world
         is_new = request_id not in world.pending_requests and request_id not in world.answers
         if is_new and world.current(default.name) is None:
-            return [(default.load(), b""), logged]
+            return [default.load(), logged]
         return [logged]
 
-    def _store_payload(self, request_id: RequestId, data: bytes) -> bool:
+    def _store_payload(self, request_id: RequestId, body: bytes, body_hash: int) -> bool:
         """Keep a payload until its request is answered; False if the bound does not allow it."""
         world = self._controller.world
-        if request_id in world.answers:
+        pending = world.pending_requests.get(request_id)
+        if request_id in world.answers or (pending is not None and pending.body != body_hash):
+            # The core answers it, without its payload.
             return True
-        before = self._payloads.get(request_id, b"")
-        known = bool(before) or request_id in world.pending_requests
-        if self._payload_bytes - len(before) + len(data) > PAYLOAD_BYTES_MAX * (1 + known):
-            # A pending request continues with the payload it has, or ends as if that were lost.
-            return known
-        # The latest payload counts: after a restart it is the only one.
-        self._drop_payload(request_id)
-        self._payloads[request_id] = data
-        self._payload_bytes += len(data)
-        return True
-
-    def _drop_payload(self, request_id: RequestId) -> None:
-        self._payload_bytes -= len(self._payloads.pop(request_id, b""))
-
-    def _remember_route(self, request_id: RequestId, client: bytes) -> None:
-        # Reinserted at the end: the route that was used least recently is dropped first.
-        self._routes.pop(request_id, None)
-        self._routes[request_id] = client
-        if len(self._routes) > self._routes_max:
-            del self._routes[next(iter(self._routes))]
+        return self._payloads.store(request_id, body, pending is not None)
 
     def with_payload(self, command: StartInference) -> StartInference | None:
         """Return the command with its payload; None where an earlier process had the payload."""
-        data = self._payloads.get(command.request_id)
-        match None if data is None else REQUESTS.decode_body(data), command:
-            case requests.Generate() as request, StartGeneration():
-                return msgspec.structs.replace(
-                    command, prompt=request.prompt, sampling=request.sampling
-                )
-            case (requests.Embed() | requests.Classify()) as request, StartPooling():
-                return msgspec.structs.replace(command, inputs=request.inputs)
-        return None
+        return self._payloads.complete(command)
 
     def forward(self, output: PrivateReport) -> None:
         """Send output of the engine to the client that it is for."""
@@ -183,25 +225,32 @@ class ClientSessions:
 
     def answer(self, reply: requests.Reply) -> None:
         """Send a reply to its request's client; without a route, the client has to repeat it."""
-        client = self._routes.get(reply.request_id)
-        if client is not None:
-            self._send(client, REPLIES.encode((reply,), self._controller.world.epoch))
-        if not isinstance(reply, requests.TokensStreamed | requests.VectorsStreamed):
-            self._drop_payload(reply.request_id)
-            # Output that is sent again may follow the final reply.
-            if not isinstance(reply, requests.GenerationDone | requests.PoolingDone):
-                self._routes.pop(reply.request_id, None)
+        request_id = reply.request_id
+        client, _, own_id = request_id.partition(":")
+        route = self._clients.route_of(client)
+        if route is not None:
+            self._outbox.add(route, _unscoped(reply, own_id))
+        if type(reply) not in _STREAMED:
+            waiting = self._controller.world.pending_requests.get(request_id)
+            # Another request under a waiting one's id is refused, and the waiting one goes on.
+            if waiting is None or waiting.answered:
+                self._payloads.drop(request_id)
 
     def refuse_unlogged(
-        self, request_id: RequestId, why: str, code: ErrorCode = ErrorCode.LOG_UNAVAILABLE
+        self, request: ClientInput, why: str, code: ErrorCode = ErrorCode.LOG_UNAVAILABLE
     ) -> None:
         """Refuse a request that could not be logged or handled, unless an earlier copy is known."""
-        world = self._controller.world
+        world, request_id = self._controller.world, request.message.request_id
         kept = world.answers.get(request_id)
         if kept is not None:
             self.answer(kept.reply)
-        elif request_id not in world.pending_requests:
-            self.answer(requests.Refused(request_id, code, why))
+        elif request_id not in world.pending_requests and request_id not in self._refusals:
+            retry_ms = LOG_RETRY_MS if code is ErrorCode.LOG_UNAVAILABLE else 0
+            self._refuse(request_id, code, why, retry_ms, request.body)
+
+    def flush(self) -> None:
+        """Send the replies of this iteration, those to one connection in one frame."""
+        self._outbox.flush(self._controller.world.epoch)
 
     def answer_queries(self) -> None:
         """Answer queries of the clients in turn, until their time in this iteration has passed.
@@ -219,30 +268,29 @@ class ClientSessions:
         """Whether queries wait for the next iteration."""
         return bool(self._queries)
 
-    def _answer_query(self, client: bytes, message: requests.Query) -> None:
-        world = self._controller.world
+    def _answer_query(self, route: bytes, message: requests.Query) -> None:
+        world, add = self._controller.world, self._outbox.add
         try:
             match message:
                 case requests.ListAdapters():
-                    self._reply_to(client, self._pages.answer(message))
+                    add(route, self._pages.answer(message))
                 case requests.ShowAdapter():
-                    self._reply_to(client, show_adapter(world, message))
+                    add(route, show_adapter(world, message))
                 case requests.ShowStatus():
                     status = show_status(self._controller, message)
-                    self._reply_to(client, self._with_process_facts(status))
+                    add(route, self._with_process_facts(status))
                 case requests.FetchEvents():
-                    self._fetch_events(client, message)
+                    self._fetch_events(route, message)
         except Refusal as refusal:
-            refused = requests.Refused(message.request_id, refusal.code, refusal.message)
-            self._reply_to(client, refused)
+            add(route, refusal.reply(message.request_id))
 
-    def _fetch_events(self, client: bytes, message: requests.FetchEvents) -> None:
+    def _fetch_events(self, route: bytes, message: requests.FetchEvents) -> None:
         def answer(reply: requests.Reply) -> None:
             if message.snapshot and isinstance(reply, requests.EventsTooOld):
                 reply = self._pages.snapshot(message)
-            self._reply_to(client, reply)
+            self._outbox.add(route, reply)
 
-        self._events.fetch(client, message, self._controller.world.events_seq, answer)
+        self._events.fetch(route, message, self._controller.world.events_seq, answer)
 
     def _with_process_facts(self, status: requests.StatusShown) -> requests.StatusShown:
         """Return a status with what only the process knows."""
@@ -256,14 +304,21 @@ class ClientSessions:
             log_bytes=facts.log_bytes,
         )
 
-    def _reply_to(self, client: bytes, reply: requests.Reply) -> None:
-        self._send(client, REPLIES.encode((reply,), self._controller.world.epoch))
 
-
-def _without_payload(message: PrivateRequest, adapter: AdapterName | None) -> InferenceRequested:
+def _without_payload(
+    message: PrivateRequest, request_id: RequestId, adapter: AdapterName | None
+) -> InferenceRequested:
     """The request as it is logged, with the adapter that it runs with."""
-    request_id, timeout_ms = message.request_id, message.timeout_ms
+    timeout_ms = message.timeout_ms
     if isinstance(message, requests.Generate):
         return GenerationRequested(request_id, adapter, timeout_ms)
     task: requests.PoolingTask = "embed" if isinstance(message, requests.Embed) else "classify"
     return PoolingRequested(request_id, adapter, task, timeout_ms)
+
+
+def _unscoped(reply: requests.Reply, own_id: RequestId) -> requests.Reply:
+    """Return a reply with the ids that the client chose."""
+    if isinstance(reply, requests.CancelDone):
+        _, _, target = reply.target.partition(":")
+        return requests.CancelDone(own_id, target, reply.found)
+    return msgspec.structs.replace(reply, request_id=own_id)

@@ -26,7 +26,7 @@ from controller.core.actions import (
 from controller.log.format import LogFull
 from controller.log.retention import retention_from
 from controller.log.writer import Log
-from controller.shell.client_sessions import ClientSessions
+from controller.shell.client_sessions import ClientInput, ClientSessions
 from controller.shell.config import RESTART, ServerConfig
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
@@ -58,13 +58,10 @@ log = structlog.get_logger("controller")
 
 
 class _GroupInput(NamedTuple):
-    """An input of a group, and the client that sent it; none for the engine and the server.
-
-    `report_seq` is the number of a report's frame.
-    """
+    """An input of a group: the hash of a client's request, or the number of a report's frame."""
 
     message: Input
-    client: bytes = b""
+    body: int = 0
     report_seq: Seq = 0
 
 
@@ -191,8 +188,9 @@ class Server:
         output = self._link.receive(frames, now)
         group += [_GroupInput(report, report_seq=seq) for report, seq in output.inputs]
         group += self._engine_losses(now, self._engine_fd in ready)
-        for client, frame in self._transport.receive_requests():
-            group += [_GroupInput(*received) for received in self._sessions.receive(client, frame)]
+        for route, frame in self._transport.receive_requests():
+            self._sessions.receive(route, frame)
+        group += [_GroupInput(*received) for received in self._sessions.take_group()]
         if self._timer_ns and self._clock.now_ns() >= self._timer_ns:
             self._timer_ns = 0
             group.append(_GroupInput(records.TimerFired()))
@@ -200,9 +198,12 @@ class Server:
             self._sessions.forward(report)
         if group:
             self._commit(group)
+        if self._link.is_open:
+            self._request_resends()
         self._sessions.answer_queries()
         if self._events.wake_fd in ready:
             self._events.deliver()
+        self._sessions.flush()
         self._transport.flush()
         self._tick(now)
 
@@ -230,7 +231,7 @@ class Server:
         digest = ""
         if world.seq - self._digest_seq >= self._controller.limits.digest_interval:
             digest, self._digest_seq = world.digest(), world.seq
-        batch = [Record(now, g.message, report_seq=g.report_seq) for g in group]
+        batch = [Record(now, g.message, "", g.body, g.report_seq) for g in group]
         batch[0] = msgspec.structs.replace(batch[0], digest=digest)
         try:
             last_seq = self._log.append(batch, world.epoch)
@@ -246,26 +247,24 @@ class Server:
                 self._sessions.note_resend(received.message.request_id)
             actions = self._handler.handle(seq, record)
             if actions is None:
-                self._after_skip(received.message)
+                self._after_skip(received)
             for action in actions or ():
                 self._perform(action)
         self._handler.end_group(now)
-        if self._link.is_open:
-            self._request_resends()
         self._publish()
         self._watch_engine()
 
-    def _after_skip(self, message: Input) -> None:
+    def _after_skip(self, received: _GroupInput) -> None:
         """Answer the client, or find what the engine did: its report is lost."""
+        message = received.message
         self._timer_ns = self._controller.world.timer_ns
         if isinstance(message, EngineInventory):
             reason = "its inventory can't be handled"
             self._pending.append(_GroupInput(records.EngineLost(message.engine_id, reason)))
             self._restart_engine(message.engine_id, message.pid, reason)
         elif isinstance(message, LifecycleRequest | records.InferenceRequested):
-            self._sessions.refuse_unlogged(
-                message.request_id, NOT_HANDLED, ErrorCode.HANDLING_FAILED
-            )
+            refused = ClientInput(message, received.body)
+            self._sessions.refuse_unlogged(refused, NOT_HANDLED, ErrorCode.HANDLING_FAILED)
         elif not isinstance(message, records.ShellInput):
             self._link.send(RequestInventory(0), time.monotonic_ns())
 
@@ -299,7 +298,7 @@ class Server:
         for received in group:
             message = received.message
             if isinstance(message, LifecycleRequest | records.InferenceRequested):
-                self._sessions.refuse_unlogged(message.request_id, why)
+                self._sessions.refuse_unlogged(ClientInput(message, received.body), why)
             elif isinstance(message, records.ShellInput):
                 # Clients and the engine repeat their inputs; this one would be lost.
                 self._pending.append(received)

@@ -44,6 +44,12 @@ _DESCRIPTORS_MAX: Final = 16_384
 # Bound on the connections that are accepted before the guard runs: ZeroMQ's thread waits while
 # 1,001 events of one of the three sockets are unread.
 _UNGUARDED_MAX: Final = 3 * (1001 + _BACKLOG)
+UNSENT_BYTES_PER_CLIENT_MAX: Final = 4 << 20
+"""Bound on the replies that wait for a client to read others, in bytes."""
+
+UNSENT_CLIENTS_MAX: Final = 64
+"""Bound on the clients that replies wait for."""
+
 DESCRIPTORS_SAFE: Final = 4096
 """Where the process may have this number of descriptors, connections do not exhaust them."""
 
@@ -83,6 +89,9 @@ class Transport:
         self._requests = self._bind(requests, endpoint(directory, "requests.sock"))
         self._engine = self._bind(engine, endpoint(directory, "engine.sock"))
         self._events = self._bind(events, endpoint(directory, "events.sock"))
+        # Replies to a client that is gone are refused instead of dropped silently, and so are those
+        # to a client whose queue is full.
+        self._requests.router_mandatory = 1
         self._replies: list[tuple[bytes, bytes]] = []
         self._unread = UnreadReplies()
         # Long replies are not copied by pyzmq, so that their release can be observed.
@@ -97,9 +106,6 @@ class Transport:
         socket.sndhwm, socket.rcvhwm = _QUEUE_FRAMES_MAX, received_max
         socket.maxmsgsize = frame_bytes_max
         socket.handshake_ivl, socket.backlog = _HANDSHAKE_MS, _BACKLOG
-        if kind == zmq.ROUTER:
-            # A peer that reconnects with its own name replaces the old connection at once.
-            socket.router_handover = 1
         return socket
 
     def _bind(self, socket: "zmq.Socket[bytes]", address: str) -> "zmq.Socket[bytes]":
@@ -161,7 +167,7 @@ class Transport:
         return _receive(self._engine)
 
     def reply(self, client: bytes, frame: bytes) -> None:
-        """Send to a client at the next `flush`; dropped if the client's queue is full."""
+        """Send to a client at the next `flush`."""
         self._replies.append((client, frame))
 
     def can_reply(self, client: bytes) -> bool:
@@ -169,19 +175,37 @@ class Transport:
         return self._unread.allows(client, LONG_REPLY_BYTES)
 
     def flush(self) -> None:
-        """Send all replies at once: one by one, each would wake the sending thread."""
-        for client, frame in self._replies:
-            if len(frame) < LONG_REPLY_BYTES:
-                _send(self._requests, client, frame)
-            elif self._unread.allows(client, len(frame)):
-                self._send_long(client, frame)
-        self._replies.clear()
+        """Send all replies at once: one by one, each would wake the sending thread.
 
-    def _send_long(self, client: bytes, frame: bytes) -> None:
-        with contextlib.suppress(zmq.Again):
+        Those to a client that has too much to read wait for the next `flush`, up to a bound. Beyond
+        it they are dropped: a repeated request is answered again.
+        """
+        replies, self._replies = self._replies, []
+        unsent_bytes: dict[bytes, int] = {}
+        for client, frame in replies:
+            if client not in unsent_bytes and self._try_reply(client, frame):
+                continue
+            size = unsent_bytes[client] = unsent_bytes.get(client, 0) + len(frame)
+            if size <= UNSENT_BYTES_PER_CLIENT_MAX and len(unsent_bytes) <= UNSENT_CLIENTS_MAX:
+                self._replies.append((client, frame))
+
+    def _try_reply(self, client: bytes, frame: bytes) -> bool:
+        """Send a reply; False if the client has to read others first."""
+        is_long = len(frame) >= LONG_REPLY_BYTES
+        if is_long and not self._unread.allows(client, len(frame)):
+            return False
+        try:
             self._requests.send(client, _NO_WAIT_MORE)
-            tracker = self._requests.send(frame, _NO_WAIT, copy=False, track=True)
+            tracker = self._requests.send(frame, _NO_WAIT, copy=not is_long, track=is_long)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return True
+        if tracker is not None:
             self._unread.add(client, tracker, len(frame))
+        return True
 
     def command(self, engine: bytes, frame: bytes) -> None:
         """Send to an engine; a loss is detected as a gap in the frames' numbers."""

@@ -114,9 +114,9 @@ def test_a_frame_has_bounds() -> None:
 def test_requests_are_joined_as_they_are_encoded_together() -> None:
     together = (LoadAdapter("a", "x"), ListAdapters("b"))
     bodies = [REQUESTS.encode_body(request) for request in together]
-    assert REQUESTS.join(bodies, TOKEN, EPOCH) == REQUESTS.encode(together, EPOCH, 0, TOKEN)
+    assert REQUESTS.join_for(TOKEN, bodies, EPOCH) == REQUESTS.encode(together, EPOCH, 0, TOKEN)
     assert [REQUESTS.decode_body(body) for body in bodies] == list(together)
-    assert REQUESTS.decode_each(REQUESTS.join(bodies, TOKEN)) == (TOKEN, together, ())
+    assert REQUESTS.decode_each(REQUESTS.join_for(TOKEN, bodies)) == (TOKEN, together, ())
 
 
 UNREADABLE: dict[str, Any] = {

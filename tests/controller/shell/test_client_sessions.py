@@ -5,13 +5,16 @@ from typing import Any
 import pytest
 
 from controller.shell import client_sessions as sessions_module
-from controller.shell.client_sessions import ROUTES_PER_REQUEST
+from controller.shell.client_sessions import LOG_RETRY_MS, ClientInput
+from controller.shell.clients import payloads
+from controller.shell.clients.outbox import SHARED_BYTES_MAX
 from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX
 from messages import records
 from messages import requests as rq
+from messages.commands import StartGeneration, StopGeneration
 from messages.errors import ErrorCode
-from messages.wire import REQUESTS
-from tests.support.simulation.session_bench import LIMITS, SessionBench
+from messages.wire import BATCH_MAX, REQUESTS, TOKEN_BYTES
+from tests.support.simulation.session_bench import LIMITS, TOKEN, SessionBench, id_of
 
 
 def generate(request_id: str, prompt: Any = "hello") -> rq.Generate:
@@ -25,12 +28,12 @@ def bench() -> SessionBench:
 
 def test_a_prompt_is_sent_to_the_engine_and_not_logged(bench: SessionBench) -> None:
     logged = bench.receive(generate("r", (1, 2, 3)))
-    assert logged == records.GenerationRequested("r", None, 700)
+    assert logged == records.GenerationRequested(id_of("r"), None, 700)
     complete = bench.start("r")
     assert (complete.prompt, complete.sampling) == ((1, 2, 3), rq.Sampling(5, seed=3))
-    bench.sessions.answer(rq.TokensStreamed("r", 0, (1,), "x"))
+    bench.sessions.answer(rq.TokensStreamed(id_of("r"), 0, (1,), "x"))
     assert bench.start("r") is not None
-    bench.sessions.answer(rq.GenerationDone("r", None, "stop", 1, 1))
+    bench.end("r")
     assert bench.start("r") is None
 
 
@@ -39,16 +42,16 @@ def test_inputs_are_sent_to_the_engine_and_vectors_to_the_client(
     bench: SessionBench, kind: type, task: rq.PoolingTask
 ) -> None:
     logged = bench.receive(kind("r", None, ("hello", (1, 2)), 700))
-    assert logged == records.PoolingRequested("r", None, task, 700)
+    assert logged == records.PoolingRequested(id_of("r"), None, task, 700)
     assert bench.pool("r", task).inputs == ("hello", (1, 2))
-    bench.sessions.forward(rq.VectorsStreamed("r", 0, (b"1234",), ("good",)))
+    bench.sessions.forward(rq.VectorsStreamed(id_of("r"), 0, (b"1234",), ("good",)))
     assert bench.take_sent() == [(b"c", rq.VectorsStreamed("r", 0, (b"1234",), ("good",)))]
     assert bench.pool("r", task) is not None
-    bench.sessions.answer(rq.PoolingDone("r", None, task, 2, 5))
+    bench.end("r")
     assert bench.pool("r", task) is None
     bench.take_sent()
     # Its output may be sent again after the final reply.
-    bench.sessions.forward(rq.VectorsStreamed("r", 1, (b"5678",)))
+    bench.sessions.forward(rq.VectorsStreamed(id_of("r"), 1, (b"5678",)))
     assert bench.take_sent() == [(b"c", rq.VectorsStreamed("r", 1, (b"5678",)))]
 
 
@@ -57,117 +60,214 @@ def test_a_payload_of_another_kind_is_not_used(bench: SessionBench) -> None:
     assert bench.start("r") is None
 
 
-def test_the_latest_of_two_prompts_is_used(bench: SessionBench) -> None:
-    bench.receive(generate("r", "old"))
-    bench.receive(generate("r", "new"))
-    assert bench.start("r").prompt == "new"
-
-
 def test_prompts_take_bounded_memory(bench: SessionBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    frame_bytes = len(REQUESTS.encode_body(generate("r-1")))
-    monkeypatch.setattr(sessions_module, "PAYLOAD_BYTES_MAX", 2 * frame_bytes)
-    for request_id in ("r-1", "r-2", "r-1"):
+    body_bytes = len(REQUESTS.encode_body(generate("r-1")))
+    monkeypatch.setattr(payloads, "PAYLOAD_BYTES_MAX", 2 * body_bytes)
+    for request_id in ("r-1", "r-2"):
         assert bench.receive(generate(request_id)) is not None
     assert bench.receive(generate("r-3")) is None
     [(client, refused)] = bench.take_sent()
     assert (client, refused.request_id, refused.code) == (b"c", "r-3", ErrorCode.OVERLOADED)
+    assert refused.retry_after_ms > 0
     assert bench.start("r-3") is None
-    # An answer frees its bytes, and the refused request may be repeated.
-    bench.sessions.answer(rq.GenerationDone("r-1", None, "stop", 1, 1))
-    assert bench.receive(generate("r-3")) is not None
-    assert bench.start("r-3").prompt == "hello"
+    # An answer frees its bytes.
+    bench.end("r-1")
+    assert bench.receive(generate("r-4")) is not None
+    assert bench.start("r-4").prompt == "hello"
 
 
 def test_prompts_of_pending_requests_have_a_bound_of_their_own(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frame_bytes = len(REQUESTS.encode_body(generate("r-1")))
-    monkeypatch.setattr(sessions_module, "PAYLOAD_BYTES_MAX", frame_bytes)
+    body_bytes = len(REQUESTS.encode_body(generate("r-1")))
+    monkeypatch.setattr(payloads, "PAYLOAD_BYTES_MAX", body_bytes)
     for request_id in ("r-1", "r-2", "r-3"):
-        bench.controller.handle(records.GenerationRequested(request_id, None, 0), 1)
+        bench.receive(generate(request_id))
+        bench.restart()
     assert bench.receive(generate("new")) is not None
-    assert bench.receive(generate("r-1")) is not None
+    assert bench.receive(generate("r-1")) is None
     assert bench.start("r-1").prompt == "hello"
     # The next one counts as lost; it is answered when the core ends it, not before.
-    assert bench.receive(generate("r-2")) is not None
+    assert bench.receive(generate("r-2")) is None
     assert bench.start("r-2") is None
     assert bench.take_sent() == []
-    # A longer prompt does not replace the one that is stored.
-    assert bench.receive(generate("new", "longer than before" * 10)) is not None
-    assert bench.start("new").prompt == "hello"
-    bench.sessions.answer(rq.GenerationDone("r-1", None, "stop", 1, 1))
-    assert bench.receive(generate("r-3")) is not None
+    bench.end("r-1")
+    assert bench.receive(generate("r-3")) is None
     assert bench.start("r-3").prompt == "hello"
 
 
 def test_images_are_sent_to_the_engine_and_count_as_prompts(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions_module, "PAYLOAD_BYTES_MAX", 5 << 20)
+    monkeypatch.setattr(payloads, "PAYLOAD_BYTES_MAX", 5 << 20)
     prompt = rq.IllustratedPrompt("<image>", (bytes(2 << 20), b"x"))
     logged = bench.receive(generate("r-1", prompt))
-    assert logged == records.GenerationRequested("r-1", None, 700)
+    assert logged == records.GenerationRequested(id_of("r-1"), None, 700)
     assert bench.receive(generate("r-2", prompt)) is not None
     assert bench.receive(generate("r-3", prompt)) is None
     assert bench.start("r-1").prompt == bench.start("r-2").prompt == prompt
 
 
-def test_an_answer_is_sent_to_the_last_client_of_its_request(bench: SessionBench) -> None:
+OTHER = b"o" * TOKEN_BYTES
+
+
+def test_an_answer_is_sent_over_the_last_connection_of_its_client(bench: SessionBench) -> None:
     bench.receive(generate("r"), b"first")
-    bench.receive(generate("r"), b"second")
-    bench.sessions.answer(rq.GenerationDone("r", None, "stop", 1, 1))
-    assert [client for client, _ in bench.take_sent()] == [b"second"]
+    assert bench.receive(generate("r"), b"second") is None
+    bench.sessions.answer(rq.GenerationDone(id_of("r"), None, "stop", 1, 1))
+    done = rq.GenerationDone("r", None, "stop", 1, 1)
+    assert bench.take_sent() == [(b"second", done)]
     # Its output may be sent again after the final reply.
-    bench.sessions.answer(rq.TokensStreamed("r", 0, (1,), "x"))
-    assert [client for client, _ in bench.take_sent()] == [b"second"]
+    bench.sessions.answer(rq.TokensStreamed(id_of("r"), 0, (1,), "x"))
+    assert [route for route, _ in bench.take_sent()] == [b"second"]
 
 
 def test_an_answer_without_a_route_is_not_sent(bench: SessionBench) -> None:
-    bench.sessions.answer(rq.Refused("nobody", ErrorCode.CONFLICT, "x"))
+    bench.sessions.answer(rq.Refused(id_of("nobody"), ErrorCode.CONFLICT, "x"))
+    bench.sessions.answer(rq.Refused("made-by-the-controller", ErrorCode.CONFLICT, "x"))
     assert bench.take_sent() == []
 
 
-def test_routes_are_bounded_and_the_least_recently_used_is_dropped_first(
+def test_clients_with_the_same_request_ids_do_not_meet(bench: SessionBench) -> None:
+    bench.receive(generate("r", "mine"), b"mine")
+    bench.receive(generate("r", "other"), b"other", OTHER)
+    assert bench.start("r").prompt == "mine"
+    # Neither sees nor cancels the other's generation.
+    bench.receive(rq.CancelGeneration("cancel", "unknown"), b"other", OTHER)
+    bench.receive(rq.CancelGeneration("too", "r"), b"other", OTHER)
+    assert [reply for _, reply in bench.take_sent()] == [
+        rq.CancelDone("cancel", "unknown", False),
+        rq.CancelDone("too", "r", True),
+    ]
+    stopped = [command for command in bench.commands if isinstance(command, StopGeneration)]
+    started = {c.op: c.request_id for c in bench.commands if isinstance(c, StartGeneration)}
+    assert [started[command.target] for command in stopped] == [id_of("r", OTHER)]
+
+
+def test_another_request_under_a_used_id_is_refused_and_changes_nothing(
     bench: SessionBench,
 ) -> None:
-    routes_max = ROUTES_PER_REQUEST * LIMITS.requests_max
-    bench.sessions.receive(b"old", REQUESTS.encode((rq.LoadAdapter("old", "a"),)))
-    bench.sessions.receive(b"kept", REQUESTS.encode((rq.LoadAdapter("kept", "a"),)))
-    for number in range(routes_max - 1):
-        bench.sessions.receive(b"kept", REQUESTS.encode((rq.LoadAdapter("kept", "a"),)))
-        bench.sessions.receive(b"c", REQUESTS.encode((rq.LoadAdapter(f"r-{number}", "a"),)))
-    for request_id in ("old", "kept"):
-        bench.sessions.answer(rq.Refused(request_id, ErrorCode.CONFLICT, "x"))
-    assert [client for client, _ in bench.take_sent()] == [b"kept"]
+    bench.receive(generate("waits", "first"))
+    bench.receive(rq.ReleaseAdapter("refused", "nobody"))
+    bench.receive(rq.LoadAdapter("loads", "a"))
+    bench.receive(rq.CancelGeneration("answered", "x"))
+    bench.take_sent()
+    digest = bench.controller.digest()
+    for request_id in ("waits", "refused", "loads", "answered"):
+        for other in (rq.EvictAdapter(request_id, "a"), generate(request_id, "another")):
+            assert bench.receive(other, b"thief") is None
+            [(route, refused)] = bench.take_sent()
+            assert (route, refused.code) == (b"thief", ErrorCode.CONFLICT)
+            assert "belongs to another request" in refused.message
+    assert bench.controller.digest() == digest
+    assert bench.start("waits").prompt == "first"
+    assert bench.sessions.take_resends() == ()
+
+
+def test_another_request_under_an_id_of_the_same_frame_is_refused(bench: SessionBench) -> None:
+    logged = bench.group(generate("r", "first"), generate("r", "second"), generate("r", "first"))
+    assert len(logged) == 3
+    [(_, refused)] = bench.take_sent()
+    assert (refused.request_id, refused.code) == ("r", ErrorCode.CONFLICT)
+    assert bench.start("r").prompt == "first"
+
+
+def test_what_is_repeated_or_refused_is_not_logged(bench: SessionBench) -> None:
+    bench.receive(rq.CancelGeneration("c", "x"))
+    bench.receive(generate("g"))
+    bench.take_sent()
+    seq = bench.controller.world.seq
+    for _ in range(3):
+        bench.receive(rq.CancelGeneration("c", "x"))
+        bench.receive(generate("g"))
+        bench.receive(rq.ReleaseAdapter("unknown", "nobody"))
+    for number in range(LIMITS.requests_max - 1):
+        bench.receive(rq.LoadAdapter(f"fills-{number}", f"a-{number}"))
+    seq += LIMITS.requests_max - 1
+    bench.take_sent()
+    for _ in range(3):
+        bench.receive(rq.LoadAdapter("overload", "b"))
+    refusals = [reply for _, reply in bench.take_sent()]
+    assert len(refusals) == 3
+    assert refusals.count(refusals[0]) == 3
+    assert refusals[0].code is ErrorCode.OVERLOADED
+    assert refusals[0].retry_after_ms > 0
+    assert bench.controller.world.seq == seq
+
+
+def test_a_refusal_is_repeated_also_when_the_reason_is_gone(bench: SessionBench) -> None:
+    bench.receive(rq.Generate("r", "a", "p"))
+    [(_, refused)] = bench.take_sent()
+    bench.receive(rq.LoadAdapter("l", "a"))
+    assert bench.receive(rq.Generate("r", "a", "p")) is None
+    assert bench.take_sent() == [(b"c", refused)]
+    assert bench.receive(rq.Generate("new", "a", "p")) is not None
+
+
+def test_a_request_sees_those_before_it_in_its_frame(bench: SessionBench) -> None:
+    assert len(bench.group(rq.LoadAdapter("l", "a"), rq.Generate("g", "a", "p"))) == 2
+    assert not [reply for _, reply in bench.take_sent() if isinstance(reply, rq.Refused)]
+
+
+def test_replies_of_an_iteration_share_frames_in_order(bench: SessionBench) -> None:
+    count = BATCH_MAX + 10
+    first = [rq.CancelGeneration(f"c-{n}", "x") for n in range(BATCH_MAX)]
+    bench.group(*first)
+    bench.group(*[rq.CancelGeneration(f"c-{n}", "x") for n in range(BATCH_MAX, count)])
+    bench.group(rq.CancelGeneration("other", "x"), route=b"other", token=OTHER)
+    sent = bench.take_sent()
+    assert bench.frames == 3
+    assert [reply.request_id for route, reply in sent if route == b"c"] == [
+        f"c-{n}" for n in range(count)
+    ]
+    for n in range(4):
+        bench.sessions.forward(rq.TokensStreamed(id_of("c-1"), n, (1,), "x" * SHARED_BYTES_MAX))
+    assert [reply.offset for _, reply in bench.take_sent()] == [0, 1, 2, 3]
+    assert bench.frames == 3 + 4
 
 
 def test_a_request_that_can_not_be_logged_is_refused_unless_an_earlier_copy_is_known(
     bench: SessionBench,
 ) -> None:
-    bench.receive(rq.ReleaseAdapter("answered", "nobody"))
+    bench.receive(rq.CancelGeneration("answered", "nothing"))
     [(_, answer)] = bench.take_sent()
     bench.receive(generate("waits"))
-    for request_id in ("answered", "waits", "new"):
-        bench.sessions.receive(b"c", REQUESTS.encode((generate(request_id),)))
-        bench.sessions.refuse_unlogged(request_id, "full")
-    assert [reply for _, reply in bench.take_sent()] == [
-        answer,
-        rq.Refused("new", ErrorCode.LOG_UNAVAILABLE, "full"),
-    ]
+    frame = REQUESTS.encode((generate("new"),), token=TOKEN)
+    bench.sessions.receive(b"c", frame)
+    [new] = bench.sessions.take_group()
+    known = [records.GenerationRequested(id_of(name), None, 700) for name in ("answered", "waits")]
+    for logged in (*map(ClientInput, known), new):
+        bench.sessions.refuse_unlogged(logged, "full")
+    refused = rq.Refused("new", ErrorCode.LOG_UNAVAILABLE, "full", LOG_RETRY_MS)
+    assert [reply for _, reply in bench.take_sent()] == [answer, refused]
     assert bench.start("waits") is not None
     assert bench.start("new") is None
+    # Its client may have been told so: a late copy of its frame is not executed.
+    bench.sessions.receive(b"c", frame)
+    assert bench.sessions.take_group() == []
+    assert bench.take_sent() == [(b"c", refused)]
 
 
 def test_a_repeated_request_of_a_started_generation_lacks_its_output(bench: SessionBench) -> None:
-    bench.sessions.note_resend("r")
     bench.receive(generate("r"))
     assert bench.sessions.take_resends() == ()
-    bench.sessions.note_resend("r")
-    assert bench.sessions.take_resends() == ("r",)
+    bench.receive(generate("r"))
+    assert bench.sessions.take_resends() == (id_of("r"),)
     assert bench.sessions.take_resends() == ()
 
 
-def test_queries_are_answered_after_the_inputs_and_never_logged(bench: SessionBench) -> None:
+def test_a_payload_that_a_restart_lost_is_taken_from_a_repetition(bench: SessionBench) -> None:
+    bench.receive(generate("r"))
+    bench.restart()
+    assert bench.start("r") is None
+    assert bench.receive(generate("r")) is None
+    assert bench.start("r").prompt == "hello"
+
+
+def test_queries_are_answered_after_the_inputs_and_never_logged(
+    bench: SessionBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sessions_module, "QUERIES_NS_MAX", 1 << 60)
     seq = bench.controller.world.seq
     assert bench.receive(rq.ShowStatus("s")) is None
     assert bench.receive(rq.ShowAdapter("a", "nobody"), b"other") is None
@@ -176,8 +276,8 @@ def test_queries_are_answered_after_the_inputs_and_never_logged(bench: SessionBe
     bench.sessions.answer_queries()
     assert [(client, reply.request_id) for client, reply in bench.take_sent()] == [
         (b"c", "s"),
-        (b"other", "a"),
         (b"c", "l"),
+        (b"other", "a"),
     ]
     bench.sessions.answer_queries()
     assert bench.take_sent() == []

@@ -17,7 +17,7 @@ from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.ids import NAME_PATTERN
 from tests.support.parallel.processes import ControllerProcess, controller
-from tests.support.simulation.session_bench import ENGINE, LIMITS, SessionBench
+from tests.support.simulation.session_bench import ENGINE, LIMITS, SessionBench, id_of
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
 
 PATH = "tenants/vision"
@@ -102,8 +102,8 @@ def bench() -> DefaultBench:
 
 
 def test_the_first_request_loads_the_adapter_and_runs_with_it(bench: DefaultBench) -> None:
-    assert bench.receive(generate("r-1")) == records.GenerationRequested("r-1", NAME)
-    assert bench.receive(generate("r-2")) == records.GenerationRequested("r-2", NAME)
+    assert bench.receive(generate("r-1")) == records.GenerationRequested(id_of("r-1"), NAME)
+    assert bench.receive(generate("r-2")) == records.GenerationRequested(id_of("r-2"), NAME)
     view = bench.controller.world.current(NAME)
     assert (view.path, len(view.waiters)) == (PATH, 3)
     bench.load_into_slot()
@@ -116,7 +116,7 @@ def test_the_first_request_loads_the_adapter_and_runs_with_it(bench: DefaultBenc
 def test_no_other_request_runs_with_it(bench: DefaultBench) -> None:
     assert bench.receive(generate("r-1", "text")).adapter is None
     assert bench.receive(generate("r-2", (1, 2))).adapter is None
-    assert bench.receive(generate("r-3", PICTURE, "own")).adapter == "own"
+    assert bench.receive(generate("r-3", PICTURE, "own")) is None
     assert bench.controller.world.current(NAME) is None
     [(_, refused)] = bench.take_sent()
     assert (refused.request_id, refused.code) == ("r-3", ErrorCode.UNKNOWN_ADAPTER)
@@ -159,17 +159,17 @@ def test_after_its_removal_it_is_loaded_again(bench: DefaultBench) -> None:
 
 def test_the_log_is_sufficient_for_a_replay(bench: DefaultBench) -> None:
     """The core has no option and no default: the same inputs lead to the same state."""
-    inputs: list[Any] = [records.ControllerStarted(1), ENGINE]
+    inputs: list[Any] = [(records.ControllerStarted(1), 1), (ENGINE, 1)]
     handle = bench.controller.handle
-    bench.controller.handle = lambda *a: inputs.append(a[0]) or handle(*a)  # type: ignore
+    bench.controller.handle = lambda *a: inputs.append(a) or handle(*a)  # type: ignore
     bench.receive(generate("r-1"))
     bench.load_into_slot()
     bench.receive(generate("r-2"))
     again = Controller(LIMITS, checked=True)
-    for message in inputs:
-        again.handle(message, 1)
+    for arguments in inputs:
+        again.handle(*arguments)
     assert again.digest() == bench.controller.digest()
-    kinds = [type(message) for message in inputs]
+    kinds = [type(arguments[0]) for arguments in inputs]
     assert kinds.count(rq.LoadAdapter) == 1
     assert kinds.count(records.GenerationRequested) == 2
 

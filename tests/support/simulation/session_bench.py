@@ -8,52 +8,87 @@ from controller.shell.client_sessions import ClientSessions
 from controller.shell.default_adapters import DefaultAdapters
 from messages import commands, records, reports
 from messages import requests as rq
-from messages.wire import REPLIES, REQUESTS
+from messages.scoped_ids import client_name, scoped
+from messages.wire import REPLIES, REQUESTS, TOKEN_BYTES
 
 LIMITS = Limits(requests_max=4)
 ENGINE = reports.EngineInventory("e", 1, "m", 8, 1 << 30)
+TOKEN = b"t" * TOKEN_BYTES
+
+
+def id_of(request_id: str, token: bytes = TOKEN) -> str:
+    """Return a client's request id as it is inside the controller."""
+    return scoped(client_name(token, ""), request_id)
 
 
 class SessionBench:
     """Client sessions, the core that handles their inputs, and the replies that were sent."""
 
-    def __init__(self, default_path: str = "") -> None:
-        self.controller = Controller(LIMITS, checked=True)
+    def __init__(self, default_path: str = "", limits: Limits = LIMITS) -> None:
+        self.controller = Controller(limits, checked=True)
         self.controller.handle(records.ControllerStarted(1), 1)
         self.controller.handle(ENGINE, 1)
+        self.defaults = DefaultAdapters({"image": default_path} if default_path else {})
         self.sent: list[tuple[bytes, Any]] = []
-        defaults = DefaultAdapters({"image": default_path} if default_path else {})
+        self.commands: list[commands.Command] = []
+        self.frames = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Continue with sessions that know no client and no payload."""
         self.sessions = ClientSessions(
             self.controller,
             None,  # type: ignore[arg-type]
             self._send,
             1,
-            defaults,
+            self.defaults,
         )
 
-    def _send(self, client: bytes, frame: bytes) -> None:
-        self.sent += [(client, reply) for reply in REPLIES.decode(frame).message]
+    def _send(self, route: bytes, frame: bytes) -> None:
+        self.frames += 1
+        self.sent += [(route, reply) for reply in REPLIES.decode(frame).message]
 
     def take_sent(self) -> list[tuple[bytes, Any]]:
+        """Send the replies of the iteration, and return and clear what was sent."""
+        self.sessions.flush()
         sent, self.sent = self.sent, []
         return sent
 
-    def receive(self, message: rq.Request, client: bytes = b"c") -> Any:
-        """Handle all inputs of the message, send their replies, return the last input."""
-        inputs = self.sessions.receive(client, REQUESTS.encode((message,)))
-        assert [sender for _, sender in inputs] in ([], [client], [b"", client])
-        for received, _ in inputs:
-            self.handle(received)
-        return inputs[-1][0] if inputs else None
+    def group(self, *messages: rq.Request, route: bytes = b"c", token: bytes = TOKEN) -> list[Any]:
+        """Handle requests of one frame as one group; return its inputs."""
+        self.sessions.receive(route, REQUESTS.encode(messages, token=token))
+        inputs = self.sessions.take_group()
+        for received in inputs:
+            self.handle(received.message, received.body)
+        return [received.message for received in inputs]
 
-    def handle(self, message: Any) -> None:
+    def receive(self, message: rq.Request, route: bytes = b"c", token: bytes = TOKEN) -> Any:
+        """Handle all inputs of the message, and return the last one; None if there is none."""
+        inputs = self.group(message, route=route, token=token)
+        return inputs[-1] if inputs else None
+
+    def handle(self, message: Any, body: int = 0) -> None:
         """Handle an input, and send its replies."""
-        for action in self.controller.handle(message, 1):
+        for action in self.controller.handle(message, 1, body):
             if isinstance(getattr(action, "message", None), rq.Reply):
                 self.sessions.answer(action.message)
+            if isinstance(getattr(action, "message", None), commands.Command):
+                self.commands.append(action.message)
+
+    def end(self, request_id: str, token: bytes = TOKEN) -> None:
+        """Let the engine end a running inference."""
+        pending = self.controller.world.pending_requests[id_of(request_id, token)]
+        if pending.kind == "generate":
+            self.handle(reports.GenerationEnded(pending.op, "stop", 1, 1))
+        else:
+            self.handle(reports.PoolingEnded(pending.op, 1, 1))
 
     def start(self, request_id: str, op: int = 1) -> commands.StartGeneration | None:
-        return self.sessions.with_payload(commands.StartGeneration(op, request_id, 0, -1, 0))
+        """Return a generation's command with its payload."""
+        scoped_id = id_of(request_id)
+        return self.sessions.with_payload(commands.StartGeneration(op, scoped_id, 0, -1, 0))
 
     def pool(self, request_id: str, task: rq.PoolingTask) -> commands.StartPooling | None:
-        return self.sessions.with_payload(commands.StartPooling(1, request_id, 0, -1, 0, task))
+        """Return a pooling's command with its payload."""
+        scoped_id = id_of(request_id)
+        return self.sessions.with_payload(commands.StartPooling(1, scoped_id, 0, -1, 0, task))

@@ -1,0 +1,57 @@
+"""Payloads of unanswered requests: prompts, and inputs of embeddings and classifications.
+
+They leave this module only for the engine, are never logged, and are dropped with the answer.
+"""
+
+from typing import Final
+
+import msgspec
+
+from messages import requests
+from messages.commands import StartGeneration, StartInference, StartPooling
+from messages.ids import RequestId
+from messages.wire import REQUESTS
+
+PAYLOAD_BYTES_MAX: Final = 1 << 30
+"""Bound on the payloads of unanswered requests, in bytes together.
+
+Payloads of requests that are pending already, which clients resend after a restart, may take the
+same number of bytes again.
+"""
+
+
+class Payloads:
+    """Encoded requests: decoded, a prompt of token ids takes many times the memory."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[RequestId, bytes] = {}
+        self.size_bytes = 0
+
+    def store(self, request_id: RequestId, body: bytes, is_pending: bool) -> bool:
+        """Keep a request's payload unless it is kept already; False if the bound is reached.
+
+        A pending request without its payload then ends as if that were lost.
+        """
+        if request_id in self._by_id:
+            return True
+        if self.size_bytes + len(body) > PAYLOAD_BYTES_MAX * (1 + is_pending):
+            return is_pending
+        self._by_id[request_id] = body
+        self.size_bytes += len(body)
+        return True
+
+    def drop(self, request_id: RequestId) -> None:
+        """Drop a request's payload, if there is one."""
+        self.size_bytes -= len(self._by_id.pop(request_id, b""))
+
+    def complete(self, command: StartInference) -> StartInference | None:
+        """Return the command with its payload; None where an earlier process had the payload."""
+        body = self._by_id.get(command.request_id)
+        match None if body is None else REQUESTS.decode_body(body), command:
+            case requests.Generate() as request, StartGeneration():
+                return msgspec.structs.replace(
+                    command, prompt=request.prompt, sampling=request.sampling
+                )
+            case (requests.Embed() | requests.Classify()) as request, StartPooling():
+                return msgspec.structs.replace(command, inputs=request.inputs)
+        return None
