@@ -16,7 +16,7 @@ import structlog
 import zmq
 
 from controller.shell.connection_guard import ConnectionGuard, GuardThread
-from controller.shell.unread_replies import LONG_REPLY_BYTES, UnreadReplies
+from controller.shell.unread_replies import LONG_REPLY_BYTES, UnreadReplies, UnsentReplies
 from messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
 
 FRAMES_PER_ITERATION: Final = 512
@@ -44,9 +44,6 @@ _DESCRIPTORS_MAX: Final = 16_384
 # Bound on the connections that are accepted before the guard runs: ZeroMQ's thread waits while
 # 1,001 events of one of the three sockets are unread.
 _UNGUARDED_MAX: Final = 3 * (1001 + _BACKLOG)
-UNSENT_BYTES_PER_CLIENT_MAX: Final = 4 << 20
-"""Bound on the replies that wait for a client to read others, in bytes."""
-
 UNSENT_CLIENTS_MAX: Final = 64
 """Bound on the clients that replies wait for."""
 
@@ -92,7 +89,7 @@ class Transport:
         # Replies to a client that is gone are refused instead of dropped silently, and so are those
         # to a client whose queue is full.
         self._requests.router_mandatory = 1
-        self._replies: list[tuple[bytes, bytes]] = []
+        self._replies: dict[bytes, UnsentReplies] = {}
         self._unread = UnreadReplies()
         # Long replies are not copied by pyzmq, so that their release can be observed.
         self._requests.copy_threshold = LONG_REPLY_BYTES
@@ -168,7 +165,10 @@ class Transport:
 
     def reply(self, client: bytes, frame: bytes) -> None:
         """Send to a client at the next `flush`."""
-        self._replies.append((client, frame))
+        unsent = self._replies.get(client)
+        if unsent is None:
+            unsent = self._replies[client] = UnsentReplies()
+        unsent.add(frame)
 
     def can_reply(self, client: bytes) -> bool:
         """Whether a long reply to this client would be sent: it has read enough earlier ones."""
@@ -180,14 +180,13 @@ class Transport:
         Those to a client that has too much to read wait for the next `flush`, up to a bound. Beyond
         it they are dropped: a repeated request is answered again.
         """
-        replies, self._replies = self._replies, []
-        unsent_bytes: dict[bytes, int] = {}
-        for client, frame in replies:
-            if client not in unsent_bytes and self._try_reply(client, frame):
-                continue
-            size = unsent_bytes[client] = unsent_bytes.get(client, 0) + len(frame)
-            if size <= UNSENT_BYTES_PER_CLIENT_MAX and len(unsent_bytes) <= UNSENT_CLIENTS_MAX:
-                self._replies.append((client, frame))
+        replies, self._replies = self._replies, {}
+        for client, unsent in replies.items():
+            while unsent.frames and self._try_reply(client, unsent.frames[0]):
+                unsent.remove_first()
+            if unsent.frames and len(self._replies) < UNSENT_CLIENTS_MAX:
+                unsent.drop_beyond_bound()
+                self._replies[client] = unsent
 
     def _try_reply(self, client: bytes, frame: bytes) -> bool:
         """Send a reply; False if the client has to read others first."""

@@ -1,4 +1,4 @@
-"""The bytes of long replies that clients have not read yet.
+"""Replies that wait to be sent, and the bytes of long ones that clients have not read yet.
 
 ZeroMQ bounds a client's unread replies in frames, whose sizes differ by a factor of a million. A
 long reply is therefore sent with a tracker, which is done once the reply has left this process.
@@ -15,6 +15,34 @@ UNREAD_BYTES_PER_CLIENT_MAX: Final = 32 << 20
 
 UNREAD_BYTES_MAX: Final = 512 << 20
 """Bound on the long replies of all clients; beyond it each client may have one."""
+
+
+UNSENT_BYTES_PER_CLIENT_MAX: Final = 4 << 20
+"""Bound on the replies to one client that wait until it has read others, in bytes."""
+
+
+class UnsentReplies:
+    """Replies to one client that were not sent yet, in order."""
+
+    __slots__ = ("frames", "size_bytes")
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.size_bytes = 0
+
+    def add(self, frame: bytes) -> None:
+        """Add a reply."""
+        self.frames.append(frame)
+        self.size_bytes += len(frame)
+
+    def remove_first(self) -> None:
+        """Remove the first reply, which was sent."""
+        self.size_bytes -= len(self.frames.popleft())
+
+    def drop_beyond_bound(self) -> None:
+        """Drop the last replies, so that the others are within the bound."""
+        while self.size_bytes > UNSENT_BYTES_PER_CLIENT_MAX:
+            self.size_bytes -= len(self.frames.pop())
 
 
 class Tracker(Protocol):

@@ -19,6 +19,7 @@ from controller.shell.config import EXIT_LOG
 from messages import commands, records
 from messages import requests as rq
 from messages.errors import ErrorCode
+from messages.scoped_ids import unscoped
 from tests.support.parallel.processes import LIMITS, ControllerProcess, controller
 from tests.support.simulation.log_examples import flip
 from tests.support.simulation.shell_examples import (
@@ -39,18 +40,19 @@ def segments(directory: Path) -> list[Path]:
 
 
 def ids_in_log(directory: Path) -> set[str]:
-    return {getattr(message, "request_id", "") for message in logged(directory)}
+    """The ids, as clients chose them, of the requests in a log."""
+    return {unscoped(getattr(message, "request_id", "")) for message in logged(directory)}
 
 
 def test_a_reply_follows_its_record(directory: Path) -> None:
     with controller(directory) as _, RawClient(directory) as client:
         for count in (1, 1, 1, 50):
-            sent_requests = [rq.ReleaseAdapter(client.new_id(), "nobody") for _ in range(count)]
+            sent_requests = [rq.CancelGeneration(client.new_id(), "nothing") for _ in range(count)]
             for request in sent_requests:
                 client.send_request(request)
             for _ in sent_requests:
                 reply = client.reply()
-                assert reply.code == ErrorCode.UNKNOWN_ADAPTER
+                assert not reply.found
                 assert reply.request_id in ids_in_log(directory)
 
 
@@ -58,7 +60,7 @@ def test_requests_that_arrive_together_share_one_group(directory: Path) -> None:
     with controller(directory) as process, RawClient(directory) as client:
         client.status()
         os.kill(process.pid, signal.SIGSTOP)
-        sent_requests = [rq.ReleaseAdapter(client.new_id(), "nobody") for _ in range(200)]
+        sent_requests = [rq.CancelGeneration(client.new_id(), "nothing") for _ in range(200)]
         for request in sent_requests:
             client.send_request(request)
         os.kill(process.pid, signal.SIGCONT)
@@ -85,7 +87,7 @@ def test_a_full_disk_refuses_requests_and_nothing_else(directory: Path) -> None:
     ):
         engine.delayed = {commands.LoadWeights}
         waits = rq.LoadAdapter(client.new_id(), "waits")
-        done = rq.ReleaseAdapter(client.new_id(), "nobody")
+        done = rq.CancelGeneration(client.new_id(), "nothing")
         client.send_request(waits)
         first = client.call(done)
         eventually(lambda: engine.commands_of(commands.LoadWeights))
@@ -102,7 +104,11 @@ def test_a_full_disk_refuses_requests_and_nothing_else(directory: Path) -> None:
         _assert_queries_are_answered(client, subscriber, seq)
         set_file_limit(process, resource.RLIM_INFINITY)
         assert client.final_reply(waits.request_id).state == "cpu-cached"
-        assert client.call(refused).state == "cpu-cached"
+        # A repetition is refused again: its client has been answered. A new request is not.
+        assert client.call(refused).code == ErrorCode.LOG_UNAVAILABLE
+        again = rq.LoadAdapter(client.new_id(), "refused")
+        assert client.call(again).state == "cpu-cached"
+        prompt = rq.Generate(client.new_id(), None, "hello")
         assert client.call(prompt).finish_reason == "length"
     assert replay(directory / "log", checked=True).divergence is None
 

@@ -111,6 +111,45 @@ def test_the_parts_of_a_refused_message_are_read_within_the_bounds(
     assert received[1:] == [(b"other", b"frame")]
 
 
+def _read(opened: transport.Transport, client: "zmq.Socket[bytes]") -> bytes:
+    """Receive a reply, while the controller's iterations go on."""
+
+    def has_frame() -> bool:
+        opened.flush()
+        return bool(client.poll(1))
+
+    wait_until(has_frame)
+    return client.recv()
+
+
+def test_replies_beyond_the_bound_of_a_clients_queue_arrive_when_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_QUEUE_FRAMES_MAX", 4)
+    count = 600
+    with transport.Transport(tmp_path) as opened, zmq.Context() as context:
+        client = context.socket(zmq.DEALER)
+        client.linger, client.rcvhwm = 0, 1
+        client.connect(transport.endpoint(tmp_path, "requests.sock"))
+        client.send(b"hello")
+        peer = wait_until(lambda: [peer for peer, _ in opened.receive_requests()])[0]
+        for number in range(count):
+            opened.reply(peer, number.to_bytes(2) * 2000)
+        opened.flush()
+        assert opened._replies, "the queue was not full"
+        replies = [_read(opened, client) for _ in range(count)]
+        assert replies == [number.to_bytes(2) * 2000 for number in range(count)]
+        client.close()
+
+
+def test_a_reply_to_a_client_that_is_gone_is_dropped(tmp_path: Path) -> None:
+    with transport.Transport(tmp_path) as opened:
+        for reply in (b"short", b"x" * (1 << 20)):
+            opened.reply(b"nobody", reply)
+        opened.flush()
+        assert not opened._replies
+
+
 def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,12 +165,17 @@ def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(
             opened.reply(peer, reply)
             opened.flush()
         assert not opened.can_reply(peer)
-        opened.reply(peer, b"a refusal")
-        opened.flush()
+        [unsent] = opened._replies.values()
+        waiting = len(unsent.frames)
+        assert waiting == unread_replies.UNSENT_BYTES_PER_CLIENT_MAX // len(reply)
         read = 0
-        while client.recv() == reply:
+        while len(unsent.frames) == waiting:
+            assert _read(opened, client) == reply
+            read += 1
+        opened.reply(peer, b"a refusal")
+        while _read(opened, client) == reply:
             read += 1
         # Replies in the system's own buffers do not count as unread.
-        assert 8 <= read < 50
+        assert 8 <= read - waiting < 50
         wait_until(lambda: opened.can_reply(peer))
         client.close()
