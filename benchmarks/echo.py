@@ -1,7 +1,8 @@
 """The yardstick of the control plane: a bare ZeroMQ and msgspec echo.
 
 It batches, encodes and syncs exactly as the controller does: a ROUTER that decodes each request,
-writes the requests of one poll with one write and one sync (if a log is given), and replies.
+writes the requests of one poll with one write and one sync (if a log is given), and replies to
+each client in one frame.
 """
 
 import os
@@ -10,8 +11,8 @@ import sys
 import zmq
 
 from messages.records import Record
-from messages.requests import AdapterDone
-from messages.wire import REPLIES, REQUESTS
+from messages.requests import AdapterDone, Request
+from messages.wire import BATCH_MAX, REPLIES, REQUESTS
 
 FRAMES_PER_GROUP = 512
 
@@ -27,19 +28,24 @@ def main() -> None:
     socket.bind(address)
     while True:
         socket.poll()
-        group = []
+        group: dict[bytes, list[Request]] = {}
         for _ in range(FRAMES_PER_GROUP):
             try:
                 client, frame = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            group += [(client, message) for message in REQUESTS.decode(frame).message]
+            group.setdefault(client, []).extend(REQUESTS.decode(frame).message)
         if fd >= 0:
-            os.write(fd, b"".join(encode(Record(1, message)) for _, message in group))
+            batch = [message for messages in group.values() for message in messages]
+            os.write(fd, b"".join([encode(Record(1, message)) for message in batch]))
             os.fdatasync(fd)
-        for client, message in group:
-            reply = AdapterDone(message.request_id, "upper", "gpu-slot", 0, 1)
-            socket.send_multipart((client, REPLIES.encode((reply,))))
+        for client, messages in group.items():
+            for first in range(0, len(messages), BATCH_MAX):
+                replies = [
+                    AdapterDone(message.request_id, "upper", "gpu-slot", 0, 1)
+                    for message in messages[first : first + BATCH_MAX]
+                ]
+                socket.send_multipart((client, REPLIES.encode(tuple(replies))))
 
 
 if __name__ == "__main__":

@@ -156,24 +156,6 @@ def remove(
     )
 
 
-@app.command(rich_help_panel=_LIFE_CYCLE)
-def cancel(
-    ctx: typer.Context,
-    request_id: Annotated[
-        str,
-        typer.Argument(
-            metavar="REQUEST", help="The generation's request id, from `generate --json`."
-        ),
-    ],
-    timeout: Timeout = None,
-    as_json: AsJson = False,
-) -> None:
-    """Stop a running generation, also one of another client."""
-    run_request(
-        ctx, as_json, f"cancelling {request_id}", lambda client: client.cancel(request_id, timeout)
-    )
-
-
 @app.command("list", rich_help_panel=_QUERIES)
 def list_adapters(
     ctx: typer.Context, timeout: QueryTimeout = QUERY_TIMEOUT_S, as_json: AsJson = False

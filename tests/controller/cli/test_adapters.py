@@ -17,7 +17,6 @@ REQUESTS = [
     (["release", "upper"], rq.ReleaseAdapter("", "upper")),
     (["evict", "upper"], rq.EvictAdapter("", "upper")),
     (["remove", "upper", "--force"], rq.RemoveAdapter("", "upper", True)),
-    (["cancel", "some-id"], rq.CancelGeneration("", "some-id")),
     (["list"], rq.ListAdapters("", limit=rq.LIST_PAGE_ADAPTERS_MAX)),
     (["show", "upper"], rq.ShowAdapter("", "upper")),
     (["status"], rq.ShowStatus("")),

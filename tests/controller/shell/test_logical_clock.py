@@ -93,7 +93,7 @@ def test_a_jump_between_two_epochs_changes_no_deadline(tmp_path: Path, jump_ns: 
         client.send_request(LONG)
         assert client.outcomes() == []
         clocks.advance(400)
-        client.call(rq.ReleaseAdapter("recorded", "nobody"))
+        client.call(rq.CancelGeneration("recorded", "nothing"))
     clocks.jump(jump_ns)
     # The time in which no controller runs does not count.
     clocks.advance(1_200_000)
@@ -157,7 +157,7 @@ def test_events_show_the_wall_time_of_their_epoch(tmp_path: Path) -> None:
             epoch = client.status().epoch
             starts.append((epoch, clocks.wall_ns))
             clocks.advance(1000)
-            client.call(rq.ReleaseAdapter(f"r{epoch}", "nobody"))
+            client.call(rq.CancelGeneration(f"r{epoch}", "nothing"))
             fetched = client.call(rq.FetchEvents(client.new_id(), 1)).events
     assert [(item.event.epoch, item.time_ns) for item in fetched] == starts
     assert [epoch for epoch, _ in starts] == sorted({epoch for epoch, _ in starts})

@@ -290,16 +290,43 @@ def test_an_answered_request_gets_its_first_answer_again(stack: Stack, unharmed:
     client, done, refused = stack.client, stack.client.new_id(), stack.client.new_id()
     first = client.call(rq.DeactivateAdapter(done, "devowel"))
     assert isinstance(first, rq.AdapterDone)
-    assert is_refused(client.call(rq.EvictAdapter(refused, "count")), ErrorCode.CONFLICT)
+    held = client.call(rq.EvictAdapter(refused, "count"))
+    assert is_refused(held, ErrorCode.CONFLICT)
+    seq = client.status().seq
     for request_id in (done, refused):
-        answer = client.call(rq.EvictAdapter(request_id, "count"))
-        for again in (
+        for other in (
+            rq.EvictAdapter(request_id, "caesar"),
             rq.RemoveAdapter(request_id, "caesar", force=True),
             rq.Generate(request_id, None, "hello>"),
             rq.LoadAdapter(request_id, "fresh", "caesar"),
         ):
-            assert client.call(again) == answer
+            answer = client.call(other)
+            assert is_refused(answer, ErrorCode.CONFLICT)
+            assert "belongs to another request" in answer.message
     assert client.call(rq.DeactivateAdapter(done, "devowel")) == first
+    assert client.call(rq.EvictAdapter(refused, "count")) == held
+    assert client.status().seq == seq, "repetitions and refusals were logged"
+
+
+def test_another_client_with_the_same_request_id_is_another_request(
+    stack: Stack, unharmed: Any
+) -> None:
+    request_id = stack.client.new_id()
+    assert stack.client.call(rq.DeactivateAdapter(request_id, "devowel")).adapter == "devowel"
+    with RawClient(stack.directory) as other:
+        reply = other.call(rq.EvictAdapter(request_id, "count"))
+        assert is_refused(reply, ErrorCode.CONFLICT)
+        assert "is held" in reply.message
+
+
+def test_a_client_on_a_new_connection_is_answered_there(stack: Stack, unharmed: Any) -> None:
+    request = rq.Generate(stack.client.new_id(), WITNESS, "hello>", rq.Sampling(3))
+    with RawClient(stack.directory) as lost:
+        lost.token = stack.client.token
+        lost.send_request(request)
+    done = stack.client.call(request)
+    assert done.output_tokens == 3
+    assert stack.client.call(request) == done
 
 
 def test_a_request_that_waits_is_answered_once(stack: Stack, unharmed: Any) -> None:
@@ -308,7 +335,8 @@ def test_a_request_that_waits_is_answered_once(stack: Stack, unharmed: Any) -> N
     try:
         for path in ("reverse", "reverse", "spell"):
             client.send_request(rq.LoadAdapter(request_id, "fresh", path))
-        assert client.replies_until(rq.ShowStatus(client.new_id())) == []
+        [refused] = client.replies_until(rq.ShowStatus(client.new_id()))
+        assert is_refused(refused, ErrorCode.CONFLICT)
     finally:
         os.kill(stack.engine_pid, signal.SIGCONT)
     assert client.final_reply(request_id).state == "cpu-cached"
