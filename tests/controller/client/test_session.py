@@ -16,10 +16,10 @@ from controller.client.errors import (
     Overloaded,
     error_of,
 )
-from controller.client.session import answer_of
+from controller.client.session import Session, answer_of, generate_request
 from messages import requests as rq
 from messages.errors import MEANINGS, ErrorCode
-from messages.wire import FRAME_BYTES_MAX, REPLIES
+from messages.wire import BATCH_MAX, FRAME_BYTES_MAX, REPLIES, REQUESTS
 from tests.support.simulation.client_examples import TIMING, done, load, reply, sent, session
 
 
@@ -130,6 +130,52 @@ def test_an_overloaded_fetch_is_sent_again_and_other_requests_fail():
     client.due(1000.0)
     with pytest.raises(Overloaded, match="later"):
         answer_of(fetch, rq.EventsFetched)
+
+
+def test_requests_that_are_due_together_share_frames():
+    client = session()
+    calls = [load(client) for _ in range(BATCH_MAX + 3)]
+    frames = client.due(0.0)
+    assert [len(REQUESTS.decode(frame).message) for frame in frames] == [BATCH_MAX, 3]
+    assert sent(frames) == [call.request for call in calls]
+    client.receive(REPLIES.encode(tuple(done(call) for call in calls[:10]), 1), 0.1)
+    assert [call.settled for call in calls] == [True] * 10 + [False] * (BATCH_MAX - 7)
+
+
+def test_frames_are_shared_within_the_bound_on_their_bytes():
+    client = session()
+    texts = [100, 524_288, 520_000, 100, 990_000, 9]
+    for size in texts:
+        client.begin(rq.Generate(NO_ID, None, "x" * size), 0.0, 1.0)
+    image = rq.IllustratedPrompt("<image>", (bytes(2 << 20),))
+    client.begin(rq.Generate(NO_ID, None, image), 0.0, 1.0)
+    load(client)
+    frames = client.due(0.0)
+    assert [len(REQUESTS.decode(frame).message) for frame in frames] == [4, 2, 1, 1]
+    assert [request.request_id for request in sent(frames)] == [str(n) for n in range(1, 9)]
+
+
+def test_a_session_has_its_own_token_in_every_frame():
+    first, second = session(), Session(b"another's t.", TIMING)
+    for client, token in ((first, b"c0ffeec0ffee"), (second, b"another's t.")):
+        load(client)
+        [frame] = client.due(0.0)
+        assert REQUESTS.decode_each(frame).token == token
+
+
+def test_a_suggested_pause_is_kept():
+    client = session()
+    fetch = client.begin(rq.FetchEvents(NO_ID, 1), 0.0, 100.0)
+    other = load(client)
+    generation = client.begin_generation(generate_request("p", None, {}), 0.0, 60.0, 2)
+    client.due(0.0)
+    for call in (fetch, other, generation):
+        refused = rq.Refused(call.request_id, ErrorCode.OVERLOADED, "later", 7000)
+        client.receive(reply(refused), 0.1)
+    assert other.outcome.retry_after_s == 7.0
+    assert client.due(7.0) == []
+    again = sorted(sent(client.due(7.2)), key=lambda request: request.request_id)
+    assert again == [fetch.request, generation.request]
 
 
 @pytest.mark.parametrize(

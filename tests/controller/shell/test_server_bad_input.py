@@ -320,7 +320,7 @@ def test_another_client_with_the_same_request_id_is_another_request(
 
 
 def test_a_client_on_a_new_connection_is_answered_there(stack: Stack, unharmed: Any) -> None:
-    request = rq.Generate(stack.client.new_id(), WITNESS, "hello>", rq.Sampling(3))
+    request = rq.Generate(stack.client.new_id(), None, "hello>", rq.Sampling(3))
     with RawClient(stack.directory) as lost:
         lost.token = stack.client.token
         lost.send_request(request)

@@ -12,7 +12,8 @@ import msgspec
 from controller.core.actions import Action, PublishEvent, SendCommand, SendReply, SetTimer
 from controller.core.controller import Controller
 from controller.core.limits import Limits
-from messages import commands, records, reports
+from controller.core.request_handlers import REQUESTS, Pending
+from messages import commands, records, reports, requests
 from messages.errors import ErrorCode
 from tests.support.simulation.engine import Files, SimulatedEngine
 from tests.support.simulation.oracle import Oracle
@@ -106,7 +107,11 @@ class Deployment:
         self.oracle.on_input(message)
         if isinstance(message, records.InferenceRequested):
             self.prompts.add(message.request_id)
+        screened = self._screen(message)
         actions = self.controller.handle(message, now)
+        if screened is not None:
+            expected = [] if isinstance(screened, Pending) else [SendReply(screened)]
+            assert [a for a in actions if not isinstance(a, SetTimer)] == expected
         self.shadow.handle(_decoder.decode(record).input, now)
         assert self.controller.digest() == self.shadow.digest(), "a second controller differs"
         for action in actions:
@@ -114,6 +119,14 @@ class Deployment:
         self.oracle.check()
         if not replaying:
             self._check_timer()
+
+    def _screen(self, message: Any) -> requests.Reply | Pending | None:
+        """Return what is known of a request before it is handled, which must change nothing."""
+        if not isinstance(message, REQUESTS):
+            return None
+        screened = self.controller.screen(message, 0)  # type: ignore[arg-type]
+        assert self.controller.digest() == self.shadow.digest(), "screening changed the state"
+        return screened
 
     def _perform(self, action: Action, replaying: bool) -> None:
         match action:
