@@ -1,4 +1,4 @@
-"""Client sessions: who sent a request, what is answered at once, and the inputs for the log.
+"""Client sessions: which client sent a request, what is answered at once, and the inputs for the log.
 
 A request that repeats an earlier one, or that would be refused, is answered without an input.
 Inside the controller, ids of requests carry the client's name (`messages.scoped_ids`).

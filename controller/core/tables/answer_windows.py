@@ -88,10 +88,13 @@ class AnswerWindows(Generic[D]):
             self._windows.move_to_end(client)
         if self._largest:
             heappush(self._largest, (-len(window), client))
-        expired_ns = answer.time_ns - self.bounds.kept_ns
-        self._drop_expired(client, expired_ns)
-        self._drop_expired(next(iter(self._windows)), expired_ns)
-        self._drop_beyond_bounds(client)
+        count_max, client_max, kept_ns = self.bounds
+        expired_ns = answer.time_ns - kept_ns
+        for first in (window, next(iter(self._windows.values()))):
+            if self.by_id[first[0]].time_ns <= expired_ns:
+                self._drop_expired(client_of(first[0]), expired_ns)
+        if len(window) > client_max or len(self.by_id) > count_max:
+            self._drop_beyond_bounds(client)
 
     def restore(self, answers: Iterable[Answer]) -> None:
         """Put the answers of earlier windows, the oldest first, into empty ones."""

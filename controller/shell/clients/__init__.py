@@ -1,1 +1,1 @@
-"""Parts of the client sessions: who a client is, its payloads, and the replies to it."""
+"""Parts of the client sessions: a client's identity, its payloads and the replies to it."""

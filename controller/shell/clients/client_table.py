@@ -1,8 +1,8 @@
 """Clients by their session tokens, and the connection that each one's replies are sent to.
 
-A token proves that a frame is of a client, whichever connection it arrives on. So a client that
-reconnects is answered on its new connection, and nobody receives another client's replies by
-choosing a routing id.
+A token proves that a frame is of a client, on any connection. So a client that reconnects is
+answered on its new connection, and no peer receives another client's replies by choosing a routing
+id.
 """
 
 from collections import OrderedDict

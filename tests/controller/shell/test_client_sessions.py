@@ -242,7 +242,7 @@ def test_a_request_that_can_not_be_logged_is_refused_unless_an_earlier_copy_is_k
     assert [reply for _, reply in bench.take_sent()] == [answer, refused]
     assert bench.start("waits") is not None
     assert bench.start("new") is None
-    # Its client may have been told so: a late copy of its frame is not executed.
+    # Its client may have been answered: a late copy of its frame is not executed.
     bench.sessions.receive(b"c", frame)
     assert bench.sessions.take_group() == []
     assert bench.take_sent() == [(b"c", refused)]

@@ -112,7 +112,7 @@ def test_the_parts_of_a_refused_message_are_read_within_the_bounds(
 
 
 def _read(opened: transport.Transport, client: "zmq.Socket[bytes]") -> bytes:
-    """Receive a reply, while the controller's iterations go on."""
+    """Receive a reply, while the controller's iterations continue."""
 
     def has_frame() -> bool:
         opened.flush()
