@@ -1,4 +1,4 @@
-"""Client sessions: which client sent a request, what is answered at once, and the inputs for the log.
+"""Client sessions: the client of a request, what is answered at once, the inputs for the log.
 
 A request that repeats an earlier one, or that would be refused, is answered without an input.
 Inside the controller, ids of requests carry the client's name (`messages.scoped_ids`).
@@ -232,7 +232,7 @@ class ClientSessions:
             self._outbox.add(route, _unscoped(reply, own_id))
         if type(reply) not in _STREAMED:
             waiting = self._controller.world.pending_requests.get(request_id)
-            # Another request under a waiting one's id is refused, and the waiting one goes on.
+            # Another request under a waiting one's id is refused, and the waiting one keeps it.
             if waiting is None or waiting.answered:
                 self._payloads.drop(request_id)
 
