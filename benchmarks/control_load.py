@@ -41,9 +41,7 @@ class RedisClient:
         # As long as a request: command, a key that changes, and the adapter's name.
         self._number += 1
         key = b"client-%d" % self._number
-        self._socket.send(
-            b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$5\r\nupper\r\n" % (len(key), key)
-        )
+        self._socket.send(b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$5\r\nupper\r\n" % (len(key), key))
 
     def rate(self) -> float:
         """Return requests per second with `OUTSTANDING` requests in flight."""

@@ -147,9 +147,7 @@ class _Replayer:
                 actions = []
             else:
                 try:
-                    actions = handle(
-                        record.input, record.time_ns, record.body, record.report_seq
-                    )
+                    actions = handle(record.input, record.time_ns, record.body, record.report_seq)
                 except InvariantError:
                     raise
                 # Any exception: the caller skips this input, or reports it.

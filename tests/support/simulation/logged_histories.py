@@ -35,7 +35,8 @@ def fold(limits: Limits, records: tuple[Record, ...]) -> tuple[Controller, list[
     """Return a controller that has handled the records, and the actions of each."""
     controller = Controller(limits)
     return controller, [
-        controller.handle(record.input, record.time_ns, record.body, record.report_seq) for record in records
+        controller.handle(record.input, record.time_ns, record.body, record.report_seq)
+        for record in records
     ]
 
 
