@@ -7,10 +7,13 @@ defaults.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Final, NamedTuple, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta, Struct
+
+LogFormat = Literal["console", "json"]
+"""The format of the log of every process on stderr."""
 
 _NUMBER: Final = {"metavar": "NUMBER"}
 
@@ -178,7 +181,9 @@ class EngineArguments(EngineOptions, frozen=True, kw_only=True):
     connect: Annotated[
         str,
         Meta(
-            description="The controller's ipc:// socket for engines.", extra={"metavar": "ADDRESS"}
+            description="The controller's ipc:// socket for engines, or its tcp:// address for "
+            "engines: two ports above the address that `loradock serve --listen` names.",
+            extra={"metavar": "ADDRESS"},
         ),
     ]
     model: Annotated[
@@ -201,6 +206,29 @@ class EngineArguments(EngineOptions, frozen=True, kw_only=True):
     device_bytes_max: Annotated[
         int, Meta(description="Device memory for adapters.", extra={"metavar": "BYTES"})
     ] = 1 << 30
+    key: Annotated[
+        str,
+        Meta(
+            description="File of this engine's key pair, whose public key the controller allows "
+            "as an engine's; only its user may be able to read it.",
+            extra={"metavar": "FILE"},
+        ),
+    ]
+    server_key: Annotated[
+        str,
+        Meta(
+            description="File of the controller's public key: keys/server.key.pub in its "
+            "directory.",
+            extra={"metavar": "FILE"},
+        ),
+    ]
+    log_format: Annotated[
+        str,
+        Meta(
+            description="Format of the lines on stderr: console or json.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = "console"
     parent_pid: Annotated[
         int | None,
         Meta(

@@ -156,6 +156,10 @@ class EngineDetached(Message, frozen=True):
     reason: str
 
 
+class EventWithheld(Message, frozen=True):
+    """An event whose content the key that fetches may not see; its number is kept."""
+
+
 Event = (
     AdapterAccepted
     | AdapterCached
@@ -177,6 +181,7 @@ Event = (
     | ControllerResumed
     | EngineAttached
     | EngineDetached
+    | EventWithheld
 )
 
 

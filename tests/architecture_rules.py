@@ -42,7 +42,7 @@ def _package(name: str, may: str = "", libraries: str = "") -> Room:
 
 
 ROOMS: Final = (
-    _package("messages", libraries="msgspec"),
+    _package("messages", libraries="msgspec structlog"),
     # The controller.
     _package("controller"),
     _package("controller.states", "messages", "transitions")._replace(stdlib=PURE),
@@ -54,16 +54,18 @@ ROOMS: Final = (
     )._replace(stdlib=PURE),
     _package("controller.log", "messages controller.core controller.core.tables", "msgspec xxhash"),
     _package("controller.shell.clients", "messages", "msgspec xxhash"),
+    _package("controller.shell.access", "messages controller.core.context", "msgspec structlog"),
     _package(
         "controller.shell",
         "messages controller.states controller.core controller.core.tables controller.log "
-        "controller.shell.clients",
+        "controller.shell.clients controller.shell.access",
         "msgspec structlog",
     ),
     _package("controller.client", "messages", "msgspec"),
     _package(
         "controller.cli",
-        "messages controller.core controller.log controller.shell controller.client",
+        "messages controller.core controller.log controller.shell controller.shell.access "
+        "controller.client",
         "msgspec rich structlog typer",
     ),
     # The engine, from the ground up.
@@ -126,7 +128,8 @@ ROOMS: Final = (
 
 PLACES: Final[dict[str, tuple[str, ...]]] = {
     "zmq": (
-        "controller.shell.transport",
+        *("controller.shell.transport", "controller.shell.listener"),
+        *("controller.shell.access.keys", "controller.shell.access.authenticator"),
         *("controller.client.async_client", "controller.client.sync_client"),
         *("controller.client.sockets", "engine.worker.process", "engine.worker.worker"),
     ),

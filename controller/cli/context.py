@@ -38,17 +38,20 @@ class Settings:
 
     directory: str | None = None
     as_json: bool = False
+    address: str = ""
+    key: str = ""
+    server_key: str = ""
 
 
 def complete_adapter(ctx: typer.Context) -> list[str]:
     """Return the names that the controller knows; none if it does not answer at once."""
     from controller.client import Client, LoradockError, Timing
-    from controller.client.sockets import runtime_directory, unserved_reason
+    from controller.client.sockets import connection_to, runtime_directory, unserved_reason
 
     directory = runtime_directory(ctx.find_root().params.get("directory"))
     timing = Timing(slack_s=0.0)
     try:
-        if unserved_reason(directory):
+        if unserved_reason(connection_to(directory)):
             return []
         with Client(directory, timeout_s=_COMPLETION_TIMEOUT_S, timing=timing) as client:
             return sorted({view.adapter for view in client.list().adapters})
@@ -119,17 +122,23 @@ def output_of(ctx: typer.Context, as_json: bool) -> "Output":
 
 @contextmanager
 def open_client(ctx: typer.Context) -> "Iterator[Client]":
-    """Open a client of the controller of `--dir`.
+    """Open a client of the controller at `--address`, else of the one of `--dir`.
 
-    Raises `ServerNotRunning` if no server accepts connections after `SERVER_START_S`, or after the
-    command's own `--timeout` if that is shorter.
+    For the latter, raises `ServerNotRunning` if no server accepts connections after
+    `SERVER_START_S`, or after the command's own `--timeout` if that is shorter.
     """
     from controller.client import Client
 
-    directory = directory_of(ctx)
+    settings = settings_of(ctx)
     try:
-        _wait_for_server(directory, ctx.params.get("timeout"))
-        client = Client(directory)
+        if settings.address:
+            client = Client(
+                address=settings.address, key=settings.key, server_key=settings.server_key
+            )
+        else:
+            directory = directory_of(ctx)
+            _wait_for_server(directory, ctx.params.get("timeout"))
+            client = Client(directory)
     except ValueError as error:
         raise CommandError(ExitCode.USAGE, str(error)) from error
     with client:
@@ -137,10 +146,11 @@ def open_client(ctx: typer.Context) -> "Iterator[Client]":
 
 
 def _wait_for_server(directory: Path, timeout: float | None) -> None:
-    from controller.client.sockets import unserved_reason
+    from controller.client.sockets import connection_to, unserved_reason
 
+    connection = connection_to(directory)
     until = time.monotonic() + min(SERVER_START_S, timeout or SERVER_START_S)
-    while reason := unserved_reason(directory):
+    while reason := unserved_reason(connection):
         if time.monotonic() >= until:
             raise ServerNotRunning(directory, reason)
         time.sleep(_CONNECT_INTERVAL_S)

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from controller.cli import (
     adapters,
     engine_commands,
+    keys,
     log_state_commands,
     pooling,
     serve,
@@ -54,7 +55,7 @@ app = typer.Typer(
 )
 for group in (
     *(adapters.app, streaming.app, pooling.app),
-    *(serve.app, engine_commands.app, log_state_commands.app),
+    *(serve.app, engine_commands.app, log_state_commands.app, keys.app),
 ):
     app.registered_commands += group.registered_commands
     app.registered_groups += group.registered_groups
@@ -79,6 +80,33 @@ def main(
             show_default="./.loradock",
         ),
     ] = None,
+    address: Annotated[
+        str,
+        typer.Option(
+            envvar="LORADOCK_ADDRESS",
+            metavar="tcp://HOST:PORT",
+            help="The address of a controller on another machine, instead of --dir.",
+            show_default=False,
+        ),
+    ] = "",
+    key: Annotated[
+        str,
+        typer.Option(
+            envvar="LORADOCK_KEY",
+            metavar="FILE",
+            help="Your key pair, made by `loradock keys new`; for --address.",
+            show_default=False,
+        ),
+    ] = "",
+    server_key: Annotated[
+        str,
+        typer.Option(
+            envvar="LORADOCK_SERVER_KEY",
+            metavar="FILE",
+            help="The server's public key, keys/server.key.pub of its directory; for --address.",
+            show_default=False,
+        ),
+    ] = "",
     version: Annotated[
         bool,
         typer.Option(
@@ -88,7 +116,7 @@ def main(
 ) -> None:
     """Store the global options."""
     del version  # Its callback has already ended the program.
-    ctx.obj = Settings(directory)
+    ctx.obj = Settings(directory, False, address, key, server_key)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Every bound of the controller is an option, with the default of its field in `Li
 # Heavy modules are imported when a command needs them: help and completion answer at once.
 # ruff: noqa: PLC0415
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -26,7 +25,8 @@ from controller.cli.option_groups import (
 from controller.core.limits import Limits, LimitsError, limits_from
 from controller.shell.config import EngineKind, ServeConfig, ServerConfig
 from controller.shell.default_adapters import DefaultPaths, default_paths
-from messages.engine_options import EngineOptions
+from messages.addresses import with_port_offset
+from messages.engine_options import EngineOptions, LogFormat
 
 app = typer.Typer()
 
@@ -168,6 +168,20 @@ Policy = Annotated[
     ),
 ]
 
+Listen = Annotated[
+    str,
+    typer.Option(
+        metavar="tcp://HOST:PORT",
+        help="Accept clients over a network, at this port and the two after it, encrypted and with "
+        "a key that `loradock keys allow` has admitted. Default: only local clients.",
+        show_default=False,
+    ),
+]
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option(help="Format of the log on stderr, of the engine too; --json implies json."),
+]
+
 
 @app.command(rich_help_panel="Server and log")
 @with_option_groups(
@@ -184,6 +198,8 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
     engine: Engine = "managed",
     tensor_parallel_size: TensorParallelSize = 1,
     policy: Policy = "lru",
+    listen: Listen = "",
+    log_format: LogFormatOption = "console",
     as_json: AsJson = False,
 ) -> None:
     """Run a controller and its engine until Ctrl-C; both are restarted if they die or hang."""
@@ -198,14 +214,23 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
         directory=str(directory_of(ctx)),
         limits=limits,
         policy=policy,
+        listen=_checked_address(listen),
         default_mm_loras=_default_paths(engine_options),
         **server,
     )
+    hangs["log_format"] = "json" if as_json else log_format
     roots = tuple(str(root) for root in adapter_root or ())
     config = ServeConfig(
         server_config, model, roots, engine, engine_options, tensor_parallel_size, **hangs
     )
     _run(ctx, config, as_json)
+
+
+def _checked_address(address: str) -> str:
+    try:
+        return address and with_port_offset(address, 0)
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, str(error)) from error
 
 
 def _check_policy(policy: str) -> None:
@@ -224,25 +249,15 @@ def _default_paths(options: EngineOptions) -> DefaultPaths:
 
 
 def _run(ctx: typer.Context, config: ServeConfig, as_json: bool) -> None:
-    import structlog
-
-    from controller.shell import stderr_logging
     from controller.shell.supervisor import serve as run
+    from messages import process_log
 
-    output = output_of(ctx, as_json)
+    output = output_of(ctx, config.log_format == "json")
     if as_json:
         output.document(config)
-        structlog.configure(
-            processors=[
-                structlog.processors.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso", utc=True),
-                structlog.processors.JSONRenderer(),
-            ],
-            logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        )
-    else:
-        stderr_logging.configure()
+    process_log.configure(config.log_format, "serve")
     status = run(config)
+    process_log.flush()
     if status:
         # A status of the children that is one of the command's exit codes is kept.
         known = status in ExitCode.__members__.values()

@@ -27,8 +27,8 @@ from controller.client.prepared import (
     method,
 )
 from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
-from controller.client.sockets import open_events, open_requests, runtime_directory
-from controller.client.streams import EventCursor, EventItem
+from controller.client.sockets import connection_to, open_events, open_requests
+from controller.client.streams import SILENCE_S, EventCursor, EventItem
 from messages.requests import (
     AdaptersListed,
     CancelDone,
@@ -53,21 +53,24 @@ class AsyncClient:
     Use it with `async with`. The arguments are those of `Client`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - named options
         self,
         directory: str | os.PathLike[str] | None = None,
         *,
+        address: str = "",
+        key: str | os.PathLike[str] = "",
+        server_key: str | os.PathLike[str] = "",
         timeout_s: float = TIMEOUT_S,
         generation_timeout_s: float = GENERATION_TIMEOUT_S,
         timing: Timing = TIMING,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
-        self._directory = runtime_directory(directory)
+        self._connection = connection_to(directory, address, key, server_key)
         self._context = zmq.asyncio.Context(context or zmq.Context.instance())
         self._session = Session(
             secrets.token_bytes(TOKEN_BYTES), timing, timeout_s, generation_timeout_s
         )
-        self._socket = open_requests(self._context, self._directory)
+        self._socket = open_requests(self._context, self._connection)
         self._wakeup = asyncio.Event()
         self._sleeps_until = math.inf
         self._tasks: list[asyncio.Task[None]] = []
@@ -158,7 +161,7 @@ class AsyncClient:
         self._session.forget(call)
 
     def _subscribe(self) -> zmq.asyncio.Socket:
-        return open_events(self._context, self._directory)
+        return open_events(self._context, self._connection)
 
     async def _wait(self, call: ClientCall, ready: Callable[[], bool]) -> None:
         if not self._tasks:
@@ -278,6 +281,13 @@ class AsyncEventStream:
         self._client = client
         self._socket = socket
         self._cursor = cursor
+        self._heard_at = math.inf
+        self._hear()
+
+    def _hear(self) -> None:
+        """Note that the subscription is not silent; a local one may be."""
+        if self._client._connection.keys is not None:
+            self._heard_at = time.monotonic()
 
     @property
     def seq(self) -> int:
@@ -316,9 +326,15 @@ class AsyncEventStream:
         """Process a frame of the subscription; False if none arrived until then."""
         if self._socket is None or self._socket.closed:
             return False
-        wait_s = until - time.monotonic()
+        silent_at = self._heard_at + SILENCE_S
+        wait_s = min(until, silent_at) - time.monotonic()
         if not await self._socket.poll(max(0, math.ceil(wait_s * 1000))):
-            return False
+            if time.monotonic() < silent_at:
+                return False
+            self._cursor.expect_more()
+            self._hear()
+            return True
+        self._hear()
         self._cursor.on_frame(await self._socket.recv())
         return True
 

@@ -1,12 +1,14 @@
-"""The controller's runtime directory and its sockets, and the socket options of both clients."""
+"""The addresses of a controller, local or remote, and the socket options of both clients."""
 
 import os
 import socket as os_socket
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import zmq
 
+from messages.addresses import EVENTS_PORT_OFFSET, with_port_offset
+from messages.key_files import KeyPair, read_key_pair, read_public_key
 from messages.wire import EVENTS, REPLY_BYTES_MAX
 
 Socket = TypeVar("Socket", bound="zmq.Socket[Any]")
@@ -22,6 +24,8 @@ _RECONNECT_MS_MAX: Final = 1000
 _QUEUE_FRAMES_MAX: Final = 100_000
 # How long a closed socket may still send: a cancellation whose answer is not awaited.
 _LINGER_MS: Final = 100
+# A remote controller that has vanished is connected to again after this time.
+_REMOTE_SILENCE_MS: Final = 30_000
 
 
 def runtime_directory(directory: str | os.PathLike[str] | None = None) -> Path:
@@ -39,34 +43,75 @@ def events_endpoint(directory: Path) -> str:
     return _endpoint(directory, "events.sock")
 
 
-def open_requests(context: "zmq.Context[Socket]", directory: Path) -> Socket:
-    """Return a DEALER that is connected to the controller's ROUTER, which may be bound later.
+class Keys(NamedTuple):
+    """A client's own key pair and its controller's public key."""
 
-    Raises `ValueError` for a path that is too long.
+    own: KeyPair
+    server: str
+
+
+class Connection(NamedTuple):
+    """How to reach a controller: its two addresses, and for a remote one the keys."""
+
+    requests: str
+    events: str
+    keys: Keys | None = None
+
+
+def connection_to(
+    directory: str | os.PathLike[str] | None = None,
+    address: str = "",
+    key: str | os.PathLike[str] = "",
+    server_key: str | os.PathLike[str] = "",
+) -> Connection:
+    """Return the connection to the controller of a directory, or to the one at `address`.
+
+    `address` is `tcp://HOST:PORT`, `key` the file of the client's key pair, `server_key` that of
+    the controller's public key. Raises `ValueError` for a path that is too long, another address,
+    or files without keys.
     """
-    endpoint = requests_endpoint(directory)
+    if not address:
+        if key or server_key:
+            raise ValueError("keys are for remote controllers: they need an address")
+        local = runtime_directory(directory)
+        return Connection(requests_endpoint(local), events_endpoint(local))
+    if directory is not None:
+        raise ValueError("a controller is reached by its directory or by its address, not by both")
+    if not key or not server_key:
+        raise ValueError(
+            f"{address} needs the file of your key (`loradock keys new`) and the file of the "
+            "server's public key (keys/server.key.pub in its directory)"
+        )
+    keys = Keys(read_key_pair(key), read_public_key(server_key))
+    events = with_port_offset(address, EVENTS_PORT_OFFSET)
+    return Connection(with_port_offset(address, 0), events, keys)
+
+
+def open_requests(context: "zmq.Context[Socket]", connection: Connection) -> Socket:
+    """Return a DEALER that is connected to the controller's ROUTER, which may be bound later."""
     socket = context.socket(zmq.DEALER)
-    _set_options(socket)
-    socket.connect(endpoint)
+    _set_options(socket, connection.keys)
+    socket.connect(connection.requests)
     return socket
 
 
-def open_events(context: "zmq.Context[Socket]", directory: Path) -> Socket:
-    """Return a SUB that is connected to the controller's PUB; raises as `open_requests`."""
-    endpoint = events_endpoint(directory)
+def open_events(context: "zmq.Context[Socket]", connection: Connection) -> Socket:
+    """Return a SUB that is connected to the controller's PUB, which may be bound later."""
     socket = context.socket(zmq.SUB)
-    _set_options(socket)
+    _set_options(socket, connection.keys)
     socket.setsockopt(zmq.SUBSCRIBE, EVENTS.prefix)
-    socket.connect(endpoint)
+    socket.connect(connection.events)
     return socket
 
 
-def unserved_reason(directory: Path) -> str:
+def unserved_reason(connection: Connection) -> str:
     """Return why no process accepts connections for requests; empty if one does.
 
-    Raises `ValueError` for a path that is too long.
+    A remote address is not tried: a connection to it may take long.
     """
-    path = requests_endpoint(directory).removeprefix("ipc://")
+    if connection.keys is not None:
+        return ""
+    path = connection.requests.removeprefix("ipc://")
     with os_socket.socket(os_socket.AF_UNIX, os_socket.SOCK_STREAM) as probe:
         # A local connection is made or refused at once, unless the listener's queue is full.
         probe.setblocking(False)
@@ -85,7 +130,13 @@ def unserved_reason(directory: Path) -> str:
     return ""
 
 
-def _set_options(socket: "zmq.Socket[Any]") -> None:
+def _set_options(socket: "zmq.Socket[Any]", keys: Keys | None) -> None:
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.own.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.own.secret.encode())
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _REMOTE_SILENCE_MS // 3)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _REMOTE_SILENCE_MS)
     socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX)

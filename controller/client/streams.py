@@ -10,7 +10,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from messages.events import Published
+from messages.events import EventWithheld, Published
 from messages.requests import (
     AdaptersListed,
     EventsFetched,
@@ -22,6 +22,12 @@ from messages.views import AdapterView
 from messages.wire import EVENTS, WireError
 
 EVENTS_PER_FETCH: Final = 1024
+
+SILENCE_S: Final = 1.0
+"""A subscription to a remote controller without a frame for this long is not admitted, or lost.
+
+A subscription receives beats, and a key that is limited to some adapters can only fetch events.
+"""
 
 
 class TokenOutput:
@@ -126,6 +132,10 @@ class EventCursor:
         """Return the request for the missing events, which the session has not numbered yet."""
         return FetchEvents("", self.next_seq, EVENTS_PER_FETCH, self._wants_snapshot)
 
+    def expect_more(self) -> None:
+        """Suppose that events were published, because the subscription has been silent."""
+        self._last_seq = max(self._last_seq, self.next_seq)
+
     def on_frame(self, data: bytes) -> None:
         """Process a frame of the subscription; a malformed one is ignored like a lost one."""
         try:
@@ -164,7 +174,8 @@ class EventCursor:
     def _append(self, batch: tuple[Published, ...]) -> None:
         for published in batch:
             if published.seq == self.next_seq:
-                self.ready.append(published)
+                if not isinstance(published.event, EventWithheld):
+                    self.ready.append(published)
                 self.next_seq += 1
 
     def _skip_to(self, seq: int) -> None:

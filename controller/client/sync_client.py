@@ -24,8 +24,8 @@ from controller.client.prepared import (
     method,
 )
 from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
-from controller.client.sockets import open_events, open_requests, runtime_directory
-from controller.client.streams import EventCursor, EventItem
+from controller.client.sockets import connection_to, open_events, open_requests
+from controller.client.streams import SILENCE_S, EventCursor, EventItem
 from messages.requests import (
     AdaptersListed,
     CancelDone,
@@ -44,26 +44,31 @@ _POLL_MS_MAX = 60_000
 class Client:
     """A blocking client of one controller.
 
-    `directory` is the controller's (default: `$LORADOCK_DIR`, else `./.loradock`). `timeout_s` is
+    `directory` is the controller's (default: `$LORADOCK_DIR`, else `./.loradock`). A controller on
+    another machine is reached by its `address` (`tcp://HOST:PORT`) instead, with the file of this
+    client's key pair, `key`, and that of the controller's public key, `server_key`. `timeout_s` is
     the default time limit of a request, `generation_timeout_s` that of inference. Nothing is sent
     before the first call. A controller that is not running yet is waited for.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - named options
         self,
         directory: str | os.PathLike[str] | None = None,
         *,
+        address: str = "",
+        key: str | os.PathLike[str] = "",
+        server_key: str | os.PathLike[str] = "",
         timeout_s: float = TIMEOUT_S,
         generation_timeout_s: float = GENERATION_TIMEOUT_S,
         timing: Timing = TIMING,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
-        self._directory = runtime_directory(directory)
+        self._connection = connection_to(directory, address, key, server_key)
         self._context = context or zmq.Context.instance()
         self._session = Session(
             secrets.token_bytes(TOKEN_BYTES), timing, timeout_s, generation_timeout_s
         )
-        self._socket = open_requests(self._context, self._directory)
+        self._socket = open_requests(self._context, self._connection)
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +137,7 @@ class Client:
         self._session.forget(call)
 
     def _subscribe(self) -> "zmq.Socket[bytes]":
-        return open_events(self._context, self._directory)
+        return open_events(self._context, self._connection)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Exchange frames until `ready`, at the latest at the call's deadline."""
@@ -232,6 +237,13 @@ class EventStream:
         self._client = client
         self._socket = socket
         self._cursor = cursor
+        self._heard_at = math.inf
+        self._hear()
+
+    def _hear(self) -> None:
+        """Note that the subscription is not silent; a local one may be."""
+        if self._client._connection.keys is not None:
+            self._heard_at = time.monotonic()
 
     @property
     def seq(self) -> int:
@@ -270,9 +282,15 @@ class EventStream:
         """Process a frame of the subscription; False if none arrived until then."""
         if self._socket is None or self._socket.closed:
             return False
-        wait_s = until - time.monotonic()
+        silent_at = self._heard_at + SILENCE_S
+        wait_s = min(until, silent_at) - time.monotonic()
         if not self._socket.poll(max(0, math.ceil(wait_s * 1000))):
-            return False
+            if time.monotonic() < silent_at:
+                return False
+            self._cursor.expect_more()
+            self._hear()
+            return True
+        self._hear()
         self._cursor.on_frame(self._socket.recv(zmq.NOBLOCK))
         return True
 

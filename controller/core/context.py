@@ -38,6 +38,11 @@ class Refusal(Exception):  # noqa: N818 - an answer to a client, not an error of
         return requests.Refused(request_id, self.code, self.message, self.retry_after_ms)
 
 
+def unknown_adapter(name: str) -> Refusal:
+    """Return the refusal of a request for a name that no adapter has."""
+    return Refusal(ErrorCode.UNKNOWN_ADAPTER, f"adapter {name!r} is not known; load it first")
+
+
 class Context(Struct, gc=False):
     """The world, its limits and policy, and the actions collected for the current input.
 

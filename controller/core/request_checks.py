@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from controller.core import capacity, pending_requests
-from controller.core.context import Context, Refusal
+from controller.core.context import Context, Refusal, unknown_adapter
 from controller.core.world import Adapter
 from messages import records, requests
 from messages.errors import ErrorCode
@@ -113,7 +113,7 @@ def _check_cancel(context: Context, message: requests.CancelGeneration) -> None:
 def _known_adapter(context: Context, name: str) -> Adapter:
     adapter = context.world.current(name)
     if adapter is None:
-        raise Refusal(ErrorCode.UNKNOWN_ADAPTER, f"adapter {name!r} is not known; load it first")
+        raise unknown_adapter(name)
     return adapter
 
 

@@ -4,14 +4,19 @@ A view is a copy, so that it stays true to its moment.
 """
 
 from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from itertools import islice
 
-from controller.core.context import Refusal
+from controller.core.context import Refusal, unknown_adapter
 from controller.core.controller import Controller
 from controller.core.world import Adapter, World
 from messages import requests
 from messages.errors import ErrorCode
 from messages.ids import AdapterId
 from messages.views import AdapterView, TierView
+
+Sees = Callable[[str], bool]
+"""Whether a client may see the adapters of a name."""
 
 
 def adapter_view(adapter: Adapter) -> AdapterView:
@@ -44,7 +49,13 @@ def adapter_view(adapter: Adapter) -> AdapterView:
 
 def list_adapters(world: World, message: requests.ListAdapters) -> requests.AdaptersListed:
     """Return every record by name, replaced versions after the current one."""
-    ordered = sorted(world.adapters.values(), key=lambda a: (a.name, a.retired, a.id))
+    return _listed(world, message, world.adapters.values())
+
+
+def _listed(
+    world: World, message: requests.ListAdapters, adapters: Iterable[Adapter]
+) -> requests.AdaptersListed:
+    ordered = sorted(adapters, key=lambda a: (a.name, a.retired, a.id))
     views = tuple(adapter_view(adapter) for adapter in ordered)
     return requests.AdaptersListed(message.request_id, views, world.events_seq)
 
@@ -60,37 +71,46 @@ class AdapterPages:
         self._keys: list[tuple[str, AdapterId]] = []
         self._membership = -1
 
-    def answer(self, message: requests.ListAdapters) -> requests.Reply:
+    def answer(self, message: requests.ListAdapters, sees: Sees | None = None) -> requests.Reply:
         """Return the requested page, or the whole list for a request without a limit.
 
-        Raises `Refusal` if the whole list exceeds a page.
+        `sees`: which names the client may see; None: all. Raises `Refusal` if the whole list
+        exceeds a page.
         """
         world, limit = self._world, message.limit
         if limit:
-            return self._page(message, limit)
-        if len(world.adapters) > requests.LIST_PAGE_ADAPTERS_MAX:
+            return self._page(message, limit, sees)
+        known = [a for a in world.adapters.values() if sees is None or sees(a.name)]
+        if len(known) > requests.LIST_PAGE_ADAPTERS_MAX:
             raise Refusal(
                 ErrorCode.MALFORMED,
-                f"{len(world.adapters)} adapters are known, and one reply lists at most "
+                f"{len(known)} adapters are known, and one reply lists at most "
                 f"{requests.LIST_PAGE_ADAPTERS_MAX}; request pages by `limit`, as current clients "
                 "do",
             )
-        return list_adapters(world, message)
+        return _listed(world, message, known)
 
-    def snapshot(self, message: requests.FetchEvents) -> requests.SnapshotFetched:
+    def snapshot(
+        self, message: requests.FetchEvents, sees: Sees | None = None
+    ) -> requests.SnapshotFetched:
         """Return the first page, for a subscriber whose events are not kept."""
         request = requests.ListAdapters(message.request_id, limit=requests.LIST_PAGE_ADAPTERS_MAX)
-        page = self._page(request, request.limit)
+        page = self._page(request, request.limit, sees)
         return requests.SnapshotFetched(
             message.request_id, page.adapters, page.events_seq, page.more
         )
 
-    def _page(self, message: requests.ListAdapters, limit: int) -> requests.AdaptersPage:
+    def _page(
+        self, message: requests.ListAdapters, limit: int, sees: Sees | None
+    ) -> requests.AdaptersPage:
         world, keys = self._world, self._sorted_keys()
         first = bisect_right(keys, (message.after, message.after_id))
-        chosen = keys[first : first + limit]
-        views = tuple(adapter_view(world.adapters[adapter_id]) for _, adapter_id in chosen)
-        more = first + limit < len(keys)
+        places = range(first, len(keys))
+        visible = places if sees is None else (i for i in places if sees(keys[i][0]))
+        # One more than the page has, to know whether any follow.
+        chosen = [keys[place] for place in islice(visible, limit + 1)]
+        views = tuple(adapter_view(world.adapters[adapter_id]) for _, adapter_id in chosen[:limit])
+        more = len(chosen) > limit
         return requests.AdaptersPage(message.request_id, views, world.events_seq, more)
 
     def _sorted_keys(self) -> list[tuple[str, AdapterId]]:
@@ -105,9 +125,7 @@ def show_adapter(world: World, message: requests.ShowAdapter) -> requests.Adapte
     """Return a name's current and replaced versions; raises `Refusal` for an unknown name."""
     current = world.current(message.adapter)
     if current is None:
-        raise Refusal(
-            ErrorCode.UNKNOWN_ADAPTER, f"adapter {message.adapter!r} is not known; load it first"
-        )
+        raise unknown_adapter(message.adapter)
     demoting = (world.adapters[adapter_id] for adapter_id in world.demoting)
     retired = tuple(adapter_view(a) for a in demoting if a.retired and a.name == current.name)
     return requests.AdapterShown(message.request_id, adapter_view(current), retired)

@@ -15,6 +15,7 @@ from controller.core.controller import Controller
 from controller.core.request_handlers import Pending, id_conflict
 from controller.core.tables.answer_windows import Answer, AnswerWindows, WindowBounds
 from controller.core.views import AdapterPages, show_adapter, show_status
+from controller.shell.access.permissions import LOCAL_ONLY, Access
 from controller.shell.clients.client_table import Client, ClientTable
 from controller.shell.clients.outbox import Outbox, Send
 from controller.shell.clients.payloads import PAYLOAD_BYTES_MAX, Payloads
@@ -60,7 +61,7 @@ class ClientInput(NamedTuple):
 class ClientSessions:
     """Requests of clients, and the replies to them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what it works with
         self,
         controller: Controller,
         events: EventStream,
@@ -68,9 +69,11 @@ class ClientSessions:
         pid: int,
         defaults: DefaultAdapters,
         can_reply: CanReply = lambda _: True,
+        access: Access = LOCAL_ONLY,
     ) -> None:
         self.log_facts: Callable[[], LogFacts] = LogFacts
         self._controller = controller
+        self._access = access
         self._can_reply = can_reply
         self._pages = AdapterPages(controller.world)
         self._defaults = defaults
@@ -81,7 +84,7 @@ class ClientSessions:
         self._payloads = Payloads()
         self._refusals = AnswerWindows[dict[RequestId, Answer]]({}, REFUSALS)
         self._resends: dict[RequestId, None] = {}
-        self._queries: QueryQueue[requests.Query] = QueryQueue()
+        self._queries: QueryQueue[tuple[str, requests.Query]] = QueryQueue()
         self._group: list[ClientInput] = []
         self._group_clients: set[str] = set()
 
@@ -96,8 +99,11 @@ class ClientSessions:
         for refused in frame.refused:
             self._outbox.add(route, refused)
         for message in frame.requests:
-            if type(message) in _QUERIES:
-                self._add_query(route, message)  # type: ignore[arg-type]
+            refusal = self._access.refusal(user, message)
+            if refusal is not None:
+                self._outbox.add(route, refusal.reply(message.request_id))
+            elif type(message) in _QUERIES:
+                self._add_query(route, user, message)  # type: ignore[arg-type]
             else:
                 self._receive(client, message)  # type: ignore[arg-type]
 
@@ -164,10 +170,10 @@ class ClientSessions:
         self._refusals.add(Answer(refused, body_hash, self._controller.world.time_ns))
         self.answer(refused)
 
-    def _add_query(self, route: bytes, message: requests.Query) -> None:
+    def _add_query(self, route: bytes, user: str, message: requests.Query) -> None:
         if not self._can_reply(route):
             busy = "earlier answers wait to be read; read them and try again"
-        elif not self._queries.add(route, message.request_id, message):
+        elif not self._queries.add(route, message.request_id, (user, message)):
             busy = f"at most {QUERIES_PER_CLIENT_MAX} queries of a client wait; try again later"
         else:
             return
@@ -259,7 +265,8 @@ class ClientSessions:
         """
         until = time.monotonic_ns() + QUERIES_NS_MAX
         while self._queries:
-            self._answer_query(*self._queries.take())
+            client, (user, message) = self._queries.take()
+            self._answer_query(client, user, message)
             if time.monotonic_ns() >= until:
                 return
 
@@ -268,27 +275,27 @@ class ClientSessions:
         """Whether queries wait for the next iteration."""
         return bool(self._queries)
 
-    def _answer_query(self, route: bytes, message: requests.Query) -> None:
+    def _answer_query(self, route: bytes, user: str, message: requests.Query) -> None:
         world, add = self._controller.world, self._outbox.add
         try:
             match message:
                 case requests.ListAdapters():
-                    add(route, self._pages.answer(message))
+                    add(route, self._pages.answer(message, self._access.sees(user)))
                 case requests.ShowAdapter():
                     add(route, show_adapter(world, message))
                 case requests.ShowStatus():
                     status = show_status(self._controller, message)
                     add(route, self._with_process_facts(status))
                 case requests.FetchEvents():
-                    self._fetch_events(route, message)
+                    self._fetch_events(route, user, message)
         except Refusal as refusal:
             add(route, refusal.reply(message.request_id))
 
-    def _fetch_events(self, route: bytes, message: requests.FetchEvents) -> None:
+    def _fetch_events(self, route: bytes, user: str, message: requests.FetchEvents) -> None:
         def answer(reply: requests.Reply) -> None:
             if message.snapshot and isinstance(reply, requests.EventsTooOld):
-                reply = self._pages.snapshot(message)
-            self._outbox.add(route, reply)
+                reply = self._pages.snapshot(message, self._access.sees(user))
+            self._outbox.add(route, self._access.shown(user, reply))
 
         self._events.fetch(route, message, self._controller.world.events_seq, answer)
 

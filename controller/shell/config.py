@@ -15,7 +15,7 @@ from controller.log.settings import (
 )
 from controller.shell.default_adapters import DefaultPaths
 from controller.shell.hang_watch import HANG_TIMEOUT_MS, STEP_TIMEOUT_MS
-from messages.engine_options import EngineOptions
+from messages.engine_options import EngineOptions, LogFormat
 
 EXIT_FAILED: Final = 1
 """The disk failed: a restart reads what it holds."""
@@ -45,6 +45,8 @@ class ServerConfig(Struct, frozen=True):
     engine_timeout_ms: int = 10_000
     checked: bool = False
     """Verify every invariant after every input; slow, for tests and for debugging."""
+    listen: str = ""
+    """Where clients and engines connect over a network: `tcp://HOST:PORT`; empty: nowhere."""
     default_mm_loras: DefaultPaths = {}
     """Modality -> path of the adapter for requests that contain it and name no adapter."""
     snapshot_interval: int = SNAPSHOT_INTERVAL
@@ -59,14 +61,17 @@ class Supervision(Struct, frozen=True):
     """What a controller process shares with its supervisor; the defaults are for one without.
 
     `parent_fd` closes when the supervisor ends. The controller writes to `restart_fd` which engine
-    has to be restarted. `progress` and `engine_progress` are the paths of
-    the pages in which the controller and its engine report their steps.
+    has to be restarted. `progress` and `engine_progress` are the paths of the pages in which the
+    controller and its engine report their steps. `engine_key`: the public key of the engine that
+    the supervisor starts, made for this run.
     """
 
     parent_fd: int = -1
     restart_fd: int = -1
     progress: str = ""
     engine_progress: str = ""
+    engine_key: str = ""
+    log_format: LogFormat = "console"
 
 
 class ServeConfig(Struct, frozen=True):
@@ -80,5 +85,6 @@ class ServeConfig(Struct, frozen=True):
     tensor_parallel_size: int = 1
     hang_timeout_ms: int = HANG_TIMEOUT_MS
     """A child that is stopped is killed and restarted within this time."""
+    log_format: LogFormat = "console"
     step_timeout_ms: int = STEP_TIMEOUT_MS
     """An engine whose main loop is in one step for longer is killed and restarted."""

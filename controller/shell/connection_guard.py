@@ -7,9 +7,10 @@ that is woken by each accepted connection renames them while too many descriptor
 
 import contextlib
 import os
+import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -55,9 +56,9 @@ class ConnectionGuard:
         for path in self._files:
             _hidden(path).unlink(missing_ok=True)
 
-    def on_accepted(self, connections: int) -> None:
-        """Note new connections, or with 0 that time has passed."""
-        self._until_count -= connections
+    def on_accepted(self, descriptors: Sequence[int]) -> None:
+        """Note new connections, or with none that time has passed."""
+        self._until_count -= len(descriptors)
         if self.is_hidden or self._until_count <= 0:
             self._check()
 
@@ -81,13 +82,50 @@ class ConnectionGuard:
             log.info("new connections are accepted again", descriptors=count)
 
 
+class RemoteGuard:
+    """Ends new remote connections while `descriptors_max` descriptors are open.
+
+    A port can't be hidden as a file can; its peers find their connections closed and try again.
+    """
+
+    def __init__(self, descriptors_max: int, count: Callable[[], int] = open_descriptors) -> None:
+        self._high = descriptors_max
+        self._count = count
+        self._until_count = 0
+
+    def on_accepted(self, descriptors: Sequence[int]) -> None:
+        """End these connections if there are too many."""
+        self._until_count -= len(descriptors)
+        if not descriptors or self._until_count > 0:
+            return
+        count = self._count()
+        self._until_count = max(1, self._high - count)
+        if count >= self._high:
+            log.warning("too many connections: remote ones are ended", descriptors=count)
+            for descriptor in descriptors:
+                _end_connection(descriptor)
+
+    def show(self) -> None:
+        """Do nothing: nothing is hidden."""
+
+
+def _end_connection(descriptor: int) -> None:
+    """Shut a connection down; its owner, another thread, may have closed it meanwhile."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class GuardThread:
     """Drives guards by the connections that are accepted.
 
-    `wait(timeout_ms)` returns their number since its last call, at the latest after that time.
+    `wait(timeout_ms)` returns their descriptors since its last call, at the latest after that time.
     """
 
-    def __init__(self, guards: tuple[ConnectionGuard, ...], wait: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        guards: tuple[ConnectionGuard | RemoteGuard, ...],
+        wait: Callable[[int], Sequence[int]],
+    ) -> None:
         self._guards = guards
         self._wait = wait
         self._stopping = threading.Event()

@@ -15,7 +15,9 @@ from controller.log.format import LogError, LogSyncFailed
 from controller.log.replay import check_rules
 from controller.log.retention import retention_from
 from controller.log.writer import Log
-from controller.shell import stderr_logging
+from controller.shell.access.directories import DirectoryRefused, check_controller_directory
+from controller.shell.access.keys import AllowedKey, KeyListError, KeyStore
+from controller.shell.access.permissions import OWN_ENGINE, Access
 from controller.shell.config import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -26,6 +28,8 @@ from controller.shell.config import (
 )
 from controller.shell.server import Server, SupervisorLink
 from controller.shell.transport import Transport, TransportError
+from messages import process_log
+from messages.key_files import KeyFileError
 from messages.progress import Progress
 from messages.records import FORMAT, Header
 
@@ -45,8 +49,8 @@ def main() -> int:
 
     Both arguments are JSON.
     """
-    stderr_logging.configure()
     supervision = msgspec.json.decode((sys.argv[2:] or ["{}"])[0], type=Supervision)
+    process_log.configure(supervision.log_format)
     try:
         _serve(_read_config(sys.argv[1]), supervision)
     except LogSyncFailed as error:
@@ -55,10 +59,10 @@ def main() -> int:
     except (LogError, LimitsError) as error:
         log.error("the log can't be used", error=str(error))
         return EXIT_LOG
-    except ConfigError as error:
+    except (ConfigError, KeyFileError, KeyListError) as error:
         log.error("wrong configuration", error=str(error))
         return EXIT_CONFIG
-    except TransportError as error:
+    except (TransportError, DirectoryRefused) as error:
         log.error("a socket can't be opened", error=str(error))
         return EXIT_SOCKET
     return 0
@@ -84,8 +88,11 @@ def _serve(config: ServerConfig, supervision: Supervision) -> None:
     # The thread that guards the descriptors has to run soon after a connection was accepted.
     sys.setswitchinterval(_THREAD_SWITCH_S)
     progress.enter("recover", _recovery_bound_s(Path(config.directory)))
+    directory = Path(config.directory)
+    check_controller_directory(directory)
+    access = _access(config, supervision)
     opened = _open_log(config)
-    with Transport(Path(config.directory)) as transport:
+    with Transport(directory, access, config.listen) as transport:
         engine_progress = Progress(supervision.engine_progress)
         server = Server(
             config,
@@ -96,6 +103,21 @@ def _serve(config: ServerConfig, supervision: Supervision) -> None:
         signal.signal(signal.SIGTERM, server.stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN if parent_fd >= 0 else server.stop)
         server.run(parent_fd)
+
+
+def _access(config: ServerConfig, supervision: Supervision) -> Access:
+    """Return the allowed keys; raises `ConfigError` if remote clients would have none."""
+    store = KeyStore(Path(config.directory))
+    store.read()
+    own = supervision.engine_key
+    engine = (AllowedKey(OWN_ENGINE, own, "engine"),) if own else ()
+    access = Access(store, engine)
+    if config.listen and not access.clients:
+        raise ConfigError(
+            f"{config.listen}: no client is allowed, so none could connect; allow one with "
+            "`loradock keys allow`"
+        )
+    return access
 
 
 def _recovery_bound_s(directory: Path) -> float:

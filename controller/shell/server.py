@@ -109,6 +109,7 @@ class Server:
             os.getpid(),
             defaults,
             transport.can_reply,
+            transport.access,
         )
         self._sessions.log_facts = self._snapshots.facts
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
@@ -188,8 +189,8 @@ class Server:
         output = self._link.receive(frames, now)
         group += [_GroupInput(report, report_seq=seq) for report, seq in output.inputs]
         group += self._engine_losses(now, self._engine_fd in ready)
-        for route, frame in self._transport.receive_requests():
-            self._sessions.receive(route, frame)
+        for route, user, frame in self._transport.receive_requests():
+            self._sessions.receive(route, frame, user)
         group += [_GroupInput(*received) for received in self._sessions.take_group()]
         if self._timer_ns and self._clock.now_ns() >= self._timer_ns:
             self._timer_ns = 0

@@ -19,6 +19,9 @@ from typing import Final
 import msgspec
 import structlog
 
+from controller.shell.access.directories import DirectoryRefused
+from controller.shell.access.keys import KeyStore, new_pair
+from controller.shell.child_output import ChildOutput
 from controller.shell.config import (
     EXIT_CONFIG,
     EXIT_FAILED,
@@ -30,8 +33,9 @@ from controller.shell.config import (
     Supervision,
 )
 from controller.shell.hang_watch import HANG_TIMEOUT_MS, HangWatch, is_stopped, process_tree
-from controller.shell.transport import TransportError, endpoint
-from messages.engine_options import EngineArguments, command_line
+from controller.shell.listener import TransportError, endpoint
+from messages.engine_options import EngineArguments, LogFormat, command_line
+from messages.key_files import KeyFileError, share_key_pair
 from messages.progress import Progress
 
 _FINAL: Final = frozenset({EXIT_CONFIG, EXIT_LOG, EXIT_SOCKET})
@@ -47,6 +51,7 @@ _BACKOFF_S_MIN: Final = 0.1
 _BACKOFF_S_MAX: Final = 5.0
 _HEALTHY_S: Final = 30.0
 _STOP_S: Final = 10.0
+_LAST_LINES_S: Final = 1.0
 
 log = structlog.get_logger("serve")
 
@@ -63,10 +68,13 @@ class Child:
         command: Sequence[str],
         progress: Progress | None = None,
         hang_timeout_ms: int = HANG_TIMEOUT_MS,
+        log_format: LogFormat = "console",
         fds: tuple[int, ...] = (),
     ) -> None:
         self.name = name
         self._fds = fds
+        self._log_format = log_format
+        self._output: ChildOutput | None = None
         self._command = command
         self._progress = progress or Progress()
         self._watch = HangWatch(hang_timeout_ms)
@@ -87,10 +95,16 @@ class Child:
         """Start the process; `fd` becomes readable when it ends."""
         self._progress.clear()
         self._watch.restart(time.monotonic_ns())
+        self._output = ChildOutput(self.name) if self._log_format == "json" else None
         # In a session of its own: only the parent receives a terminal's Ctrl-C.
         self._process = subprocess.Popen(  # noqa: S603 - our own modules, no shell
-            self._command, pass_fds=(parent_fd, *self._fds), start_new_session=True
+            self._command,
+            pass_fds=(parent_fd, *self._fds),
+            start_new_session=True,
+            stderr=self._output.write_fd if self._output else None,
         )
+        if self._output:
+            self._output.close()
         self._started_s = time.monotonic()
         self.fd = os.pidfd_open(self._process.pid)
         log.info("child started", child=self.name, pid=self._process.pid)
@@ -100,8 +114,7 @@ class Child:
         if self._process is None:
             raise RuntimeError(f"{self.name} was not started")
         status = self._process.wait()
-        os.close(self.fd)
-        self._process, self.fd = None, -1
+        self._forget_process()
         now = time.monotonic()
         if now - self._started_s > _HEALTHY_S:
             self._backoff_s, self._failures = _BACKOFF_S_MIN, 0
@@ -140,8 +153,15 @@ class Child:
             # The ranks of an engine too: one that hangs does not notice its parent's end.
             _kill(process_tree(self._process.pid))
             self._process.wait()
+        self._forget_process()
+
+    def _forget_process(self) -> None:
         os.close(self.fd)
         self._process, self.fd = None, -1
+        if self._output:
+            # Its last words come before the line about its end.
+            self._output.join(_LAST_LINES_S)
+            self._output = None
 
 
 def _kill(pids: Sequence[int]) -> None:
@@ -243,7 +263,7 @@ def serve(config: ServeConfig) -> int:
         children = _children(config, parent_fd, restart_fd)
         engine = next((child for child in children if child.name == "engine"), None)
         return Supervisor(children, parent_fd, restarts_fd, engine).run()
-    except TransportError as error:
+    except (TransportError, DirectoryRefused, KeyFileError) as error:
         log.error("can't serve here", error=str(error))
         return EXIT_SOCKET
     finally:
@@ -255,13 +275,22 @@ def _children(config: ServeConfig, parent_fd: int, restart_fd: int) -> list[Chil
     own, of_engine = Progress.share(), Progress.share()
     managed = config.engine == "managed"
     # An engine that is started elsewhere reports to its own supervisor, if it has one.
-    supervision = Supervision(parent_fd, restart_fd, own.path, of_engine.path if managed else "")
+    key = new_pair() if managed else None
+    supervision = Supervision(
+        parent_fd,
+        restart_fd,
+        own.path,
+        of_engine.path if managed else "",
+        key.public if key else "",
+        config.log_format,
+    )
     timeout_ms = config.hang_timeout_ms
     command = _controller_command(config.server, supervision)
-    children = [Child("controller", command, own, timeout_ms, (restart_fd,))]
-    if managed:
-        command = _engine_command(config, of_engine.path)
-        children.append(Child("engine", command, of_engine, timeout_ms))
+    log_format = config.log_format
+    children = [Child("controller", command, own, timeout_ms, log_format, (restart_fd,))]
+    if key:
+        command = _engine_command(config, of_engine.path, share_key_pair(key))
+        children.append(Child("engine", command, of_engine, timeout_ms, log_format))
     return children
 
 
@@ -270,8 +299,10 @@ def _controller_command(config: ServerConfig, supervision: Supervision) -> list[
     return [sys.executable, "-m", "controller.shell.process", *options]
 
 
-def _engine_command(config: ServeConfig, progress: str = "") -> list[str]:
+def _engine_command(config: ServeConfig, progress: str = "", key: str = "") -> list[str]:
     directory, limits = Path(config.server.directory), config.server.limits
+    store = KeyStore(directory)
+    store.server_pair()
     command = [sys.executable, "-m"]
     if config.tensor_parallel_size > 1:
         command += ["engine.worker.torchrun", "--standalone"]
@@ -286,6 +317,9 @@ def _engine_command(config: ServeConfig, progress: str = "") -> list[str]:
         # A pid and not the pipe, which torchrun does not pass on to the ranks.
         parent_pid=os.getpid(),
         progress=progress,
+        key=key,
+        server_key=str(store.server_public_path),
+        log_format=config.log_format,
         step_timeout_ms=config.step_timeout_ms,
     )
     return [*command, "engine.worker", *command_line(arguments)]

@@ -1,13 +1,12 @@
-"""The controller's sockets and its poller.
+"""The controller's sockets and its poller: local ones, and remote ones if an address is given.
 
-`requests.sock` is a ROUTER for clients, `engine.sock` a ROUTER for the engine's DEALER,
-`events.sock` a PUB. All are `ipc://` in a directory that only its user can enter. Only `poll`
-waits: no send and no receive blocks.
+Only `poll` waits: no send and no receive blocks. A peer's route names its socket and its
+connection; routes are made by this side, and no connection can take over another one's.
 """
 
 import contextlib
-import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -15,132 +14,127 @@ from typing import Final
 import structlog
 import zmq
 
-from controller.shell.connection_guard import ConnectionGuard, GuardThread
+from controller.shell.access.keys import KeyStore
+from controller.shell.access.permissions import Access
+from controller.shell.connection_guard import ConnectionGuard, GuardThread, RemoteGuard
+from controller.shell.listener import (
+    BACKLOG,
+    Listener,
+    TransportError,
+    endpoint,
+    local_addresses,
+    remote_addresses,
+)
 from controller.shell.unread_replies import LONG_REPLY_BYTES, UnreadReplies, UnsentReplies
-from messages.wire import FRAME_BYTES_MAX, REPORTS, REQUESTS
 
-FRAMES_PER_ITERATION: Final = 512
-"""Bound on the frames read from one socket per iteration of the main loop; bounds its latency."""
+__all__ = ["DESCRIPTORS_SAFE", "Transport", "TransportError", "endpoint"]
 
-BYTES_PER_ITERATION: Final = 64 << 20
-"""Bound on their bytes; the last frame may exceed it. Images are copied more than once."""
-
-# ZeroMQ disconnects a peer that sends a longer frame; a shorter one that is too long is answered.
-_REQUEST_BYTES_HARD_MAX: Final = REQUESTS.bytes_max + 8 * FRAME_BYTES_MAX
-_PATH_BYTES_MAX: Final = 107
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 _NO_WAIT_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-# Bounds on the frames queued per peer. A client that sends more has to wait; one that does not read
-# loses replies and events, which it can request again. Requests can be long, so few are queued:
-# the longest ones of one client take a little over 1 GiB.
-_REQUESTS_QUEUED_MAX: Final = 32
-_QUEUE_FRAMES_MAX: Final = 16_384
-# A peer that connects and is silent is disconnected after this time.
-_HANDSHAKE_MS: Final = 2000
-# Connections that the system queues for `accept` are accepted also when new ones are refused.
-_BACKLOG: Final = 32
 # Bound on the open descriptors when clients are refused, however many the system allows.
 _DESCRIPTORS_MAX: Final = 16_384
 # Bound on the connections that are accepted before the guard runs: ZeroMQ's thread waits while
 # 1,001 events of one of the three sockets are unread.
-_UNGUARDED_MAX: Final = 3 * (1001 + _BACKLOG)
+_UNGUARDED_MAX: Final = 3 * (1001 + BACKLOG)
 UNSENT_CLIENTS_MAX: Final = 64
 """Bound on the clients that replies wait for."""
 
 DESCRIPTORS_SAFE: Final = 4096
 """Where the process may have this number of descriptors, connections do not exhaust them."""
 
+_REFRESH_NS: Final = 20_000_000
+"""Interval at which the list of keys is checked for changes while the main loop runs."""
+
+_LOCAL: Final = b"l"
+_REMOTE: Final = b"r"
+"""The first byte of a route: which listener the connection belongs to."""
 
 log = structlog.get_logger("controller")
 
 
-class TransportError(Exception):
-    """A socket can't be opened in this directory."""
-
-
-def endpoint(directory: Path, name: str) -> str:
-    """Return the address of a controller's socket; raise `TransportError` if it is too long."""
-    path = (directory / "run" / name).absolute()
-    length = len(os.fsencode(path))
-    if length > _PATH_BYTES_MAX:
-        raise TransportError(
-            f"{path} has {length} bytes, a socket's path may have at most {_PATH_BYTES_MAX}; "
-            "choose a shorter directory"
-        )
-    return f"ipc://{path}"
-
-
 class Transport:
-    """Three bound sockets and a poller; a context manager that closes them."""
+    """The listeners of a controller and a poller; a context manager that closes them.
 
-    def __init__(self, directory: Path) -> None:
-        run = directory / "run"
-        run.mkdir(mode=0o700, parents=True, exist_ok=True)
-        run.chmod(0o700)
-        self._context = zmq.Context()
-        self._monitored: list[str] = []
+    `remote_address`: where clients and engines connect over a network. When a key is revoked, all
+    remote connections are closed; those with other keys are accepted again.
+    """
+
+    def __init__(
+        self, directory: Path, access: Access | None = None, remote_address: str = ""
+    ) -> None:
+        store = KeyStore(directory)
+        self._pair = store.server_pair()
+        self.access: Final = access or Access(store)
         self._poller = zmq.Poller()
-        requests = self._open(zmq.ROUTER, _REQUEST_BYTES_HARD_MAX, _REQUESTS_QUEUED_MAX)
-        engine = self._open(zmq.ROUTER, REPORTS.bytes_max, _QUEUE_FRAMES_MAX)
-        events = self._open(zmq.PUB, FRAME_BYTES_MAX, _QUEUE_FRAMES_MAX)
-        self._requests = self._bind(requests, endpoint(directory, "requests.sock"))
-        self._engine = self._bind(engine, endpoint(directory, "engine.sock"))
-        self._events = self._bind(events, endpoint(directory, "events.sock"))
-        # Replies to a client that is gone are refused instead of dropped silently, and so are those
-        # to a client whose queue is full.
-        self._requests.router_mandatory = 1
         self._replies: dict[bytes, UnsentReplies] = {}
         self._unread = UnreadReplies()
-        # Long replies are not copied by pyzmq, so that their release can be observed.
-        self._requests.copy_threshold = LONG_REPLY_BYTES
-        self._guard = self._guard_connections(run)
-        self._poller.register(self._requests, zmq.POLLIN)
-        self._poller.register(self._engine, zmq.POLLIN)
+        (directory / "run").mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._remote_address = remote_address
+        self._listeners: dict[bytes, Listener] = {}
+        local = Listener(local_addresses(directory), self._pair, self.access, is_remote=False)
+        self._add(_LOCAL, local)
+        self._guards = [self._guard_local(directory / "run", local)]
+        self._refreshed_ns = 0
+        self._revocations = self.access.revocations
+        if remote_address:
+            try:
+                self._open_remote()
+            except (TransportError, ValueError) as error:
+                self.close()
+                raise TransportError(str(error)) from error
 
-    def _open(self, kind: int, frame_bytes_max: int, received_max: int) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(kind)
-        socket.linger = 0
-        socket.sndhwm, socket.rcvhwm = _QUEUE_FRAMES_MAX, received_max
-        socket.maxmsgsize = frame_bytes_max
-        socket.handshake_ivl, socket.backlog = _HANDSHAKE_MS, _BACKLOG
-        return socket
+    def _add(self, letter: bytes, listener: Listener) -> None:
+        self._listeners[letter] = listener
+        self._poller.register(listener.requests, zmq.POLLIN)
+        self._poller.register(listener.engine, zmq.POLLIN)
 
-    def _bind(self, socket: "zmq.Socket[bytes]", address: str) -> "zmq.Socket[bytes]":
-        # Before the first connection: none is accepted until the guard is connected.
-        self._monitored.append(f"inproc://accepted-{len(self._monitored)}")
-        socket.monitor(self._monitored[-1], zmq.EVENT_ACCEPTED)
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            raise TransportError(f"{address}: {error}") from error
-        return socket
-
-    def _guard_connections(self, run: Path) -> GuardThread:
+    def _guard_local(self, run: Path, listener: Listener) -> GuardThread:
         """Refuse clients from a number of open descriptors on, the engine from twice that number.
 
         The others are for what is accepted before the guard runs. Where the process may have few
         descriptors, the guard has to run before a burst of connections takes them.
         """
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        high, most = _descriptors_high()
         if most < DESCRIPTORS_SAFE:
             log.warning(
                 "few descriptors: a burst of connections can end this process; raise `ulimit -n`",
                 allowed=most,
                 needed=DESCRIPTORS_SAFE,
             )
-        most_open = most - _UNGUARDED_MAX if most >= DESCRIPTORS_SAFE else most // 2
-        high = min(most_open // 2, _DESCRIPTORS_MAX)
         guards = (
             ConnectionGuard((run / "requests.sock", run / "events.sock"), high),
             ConnectionGuard((run / "engine.sock",), 2 * high),
         )
-        poller = zmq.Poller()
-        for address in self._monitored:
-            monitor = self._context.socket(zmq.PAIR)
-            monitor.rcvhwm = 1
-            monitor.connect(address)
-            poller.register(monitor, zmq.POLLIN)
-        return GuardThread(guards, lambda timeout_ms: _accepted(poller, timeout_ms))
+        return GuardThread(guards, listener.accepted().wait)
+
+    def _open_remote(self) -> None:
+        addresses = remote_addresses(self._remote_address)
+        listener = Listener(addresses, self._pair, self.access, is_remote=True)
+        self._add(_REMOTE, listener)
+        guard = RemoteGuard(_descriptors_high()[0] // 2)
+        self._guards.append(GuardThread((guard,), listener.accepted().wait))
+
+    def _close_remote(self) -> None:
+        listener = self._listeners.pop(_REMOTE)
+        self._poller.unregister(listener.requests)
+        self._poller.unregister(listener.engine)
+        _close(listener, self._guards.pop())
+
+    def _refresh_access(self) -> None:
+        """Apply changes of the list of keys; a revoked key's connections are closed."""
+        now = time.monotonic_ns()
+        if now - self._refreshed_ns < _REFRESH_NS:
+            return
+        self._refreshed_ns = now
+        self.access.refresh()
+        if not self._remote_address:
+            return
+        if self.access.revocations != self._revocations and _REMOTE in self._listeners:
+            self._close_remote()
+        if _REMOTE not in self._listeners:
+            with contextlib.suppress(TransportError):
+                self._open_remote()
+        self._revocations = self.access.revocations
 
     def watch(self, fd: int) -> None:
         """Make `poll` wake for this file descriptor too."""
@@ -153,26 +147,37 @@ class Transport:
     def poll(self, timeout_ms: int) -> set[int]:
         """Wait for a frame or a watched descriptor; return the descriptors that are ready."""
         ready = self._poller.poll(timeout_ms)
+        self._refresh_access()
         return {source for source, _ in ready if isinstance(source, int)}
 
-    def receive_requests(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (client, frame) for requests, up to the bounds of an iteration."""
-        return _receive(self._requests)
+    def receive_requests(self) -> Iterator[tuple[bytes, str, bytes]]:
+        """Yield (route, user, frame) for requests, up to the bounds of an iteration.
+
+        The user is empty for a local connection.
+        """
+        for letter, listener in self._listeners.items():
+            for peer, user, frame in listener.receive_requests():
+                yield letter + peer, user, frame
 
     def receive_reports(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (engine, frame) for reports, up to the bounds of an iteration."""
-        return _receive(self._engine)
+        """Yield (route, frame) for reports, up to the bounds of an iteration."""
+        is_engine = self.access.is_engine
+        for letter, listener in self._listeners.items():
+            for peer, user, frame in listener.receive_reports():
+                # A local engine whose key was revoked stays connected.
+                if is_engine(user):
+                    yield letter + peer, frame
 
-    def reply(self, client: bytes, frame: bytes) -> None:
+    def reply(self, route: bytes, frame: bytes) -> None:
         """Send to a client at the next `flush`."""
-        unsent = self._replies.get(client)
+        unsent = self._replies.get(route)
         if unsent is None:
-            unsent = self._replies[client] = UnsentReplies()
+            unsent = self._replies[route] = UnsentReplies()
         unsent.add(frame)
 
-    def can_reply(self, client: bytes) -> bool:
+    def can_reply(self, route: bytes) -> bool:
         """Whether a long reply to this client would be sent: it has read enough earlier ones."""
-        return self._unread.allows(client, LONG_REPLY_BYTES)
+        return self._unread.allows(route, LONG_REPLY_BYTES)
 
     def flush(self) -> None:
         """Send all replies at once: one by one, each would wake the sending thread.
@@ -181,21 +186,24 @@ class Transport:
         it they are dropped: a repeated request is answered again.
         """
         replies, self._replies = self._replies, {}
-        for client, unsent in replies.items():
-            while unsent.frames and self._try_reply(client, unsent.frames[0]):
+        for route, unsent in replies.items():
+            while unsent.frames and self._try_reply(route, unsent.frames[0]):
                 unsent.remove_first()
             if unsent.frames and len(self._replies) < UNSENT_CLIENTS_MAX:
                 unsent.drop_beyond_bound()
-                self._replies[client] = unsent
+                self._replies[route] = unsent
 
-    def _try_reply(self, client: bytes, frame: bytes) -> bool:
+    def _try_reply(self, route: bytes, frame: bytes) -> bool:
         """Send a reply; False if the client has to read others first."""
+        listener = self._listeners.get(route[:1])
+        if listener is None:
+            return True
         is_long = len(frame) >= LONG_REPLY_BYTES
-        if is_long and not self._unread.allows(client, len(frame)):
+        if is_long and not self._unread.allows(route, len(frame)):
             return False
         try:
-            self._requests.send(client, _NO_WAIT_MORE)
-            tracker = self._requests.send(frame, _NO_WAIT, copy=not is_long, track=is_long)
+            listener.requests.send(route[1:], _NO_WAIT_MORE)
+            tracker = listener.requests.send(frame, _NO_WAIT, copy=not is_long, track=is_long)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -203,25 +211,25 @@ class Transport:
                 raise
             return True
         if tracker is not None:
-            self._unread.add(client, tracker, len(frame))
+            self._unread.add(route, tracker, len(frame))
         return True
 
-    def command(self, engine: bytes, frame: bytes) -> None:
+    def command(self, route: bytes, frame: bytes) -> None:
         """Send to an engine; a loss is detected as a gap in the frames' numbers."""
-        _send(self._engine, engine, frame)
+        listener = self._listeners.get(route[:1])
+        if listener is not None:
+            _send(listener.engine, route[1:], frame)
 
     def publish(self, frame: bytes) -> None:
         """Send to every subscriber; a loss is detected as a gap in the events' numbers."""
-        with contextlib.suppress(zmq.Again):
-            self._events.send(frame, _NO_WAIT)
+        for listener in self._listeners.values():
+            with contextlib.suppress(zmq.Again):
+                listener.events.send(frame, _NO_WAIT)
 
     def close(self) -> None:
         """Close all sockets at once."""
-        # The guard reads until the end: ZeroMQ's thread waits while events are unread.
-        for socket in (self._requests, self._engine, self._events):
-            socket.monitor(None, 0)
-        self._guard.stop()
-        self._context.destroy(linger=0)
+        for listener, guard in zip(self._listeners.values(), self._guards, strict=True):
+            _close(listener, guard)
 
     def __enter__(self) -> "Transport":
         return self
@@ -230,38 +238,18 @@ class Transport:
         self.close()
 
 
-def _receive(socket: "zmq.Socket[bytes]") -> Iterator[tuple[bytes, bytes]]:
-    size = 0
-    in_message = bool(socket.getsockopt(zmq.RCVMORE))
-    for _ in range(FRAMES_PER_ITERATION):
-        if size >= BYTES_PER_ITERATION:
-            return
-        try:
-            # One part per call: pyzmq's calls for whole messages take five times as long.
-            part = socket.recv(_NO_WAIT)
-        except zmq.Again:
-            return
-        if in_message:
-            # The rest of a refused message is read within the bounds too, and dropped.
-            size += len(part)
-            in_message = bool(socket.getsockopt(zmq.RCVMORE))
-            continue
-        frame = socket.recv(_NO_WAIT)
-        size += len(frame)
-        in_message = bool(socket.getsockopt(zmq.RCVMORE))
-        # A message has one frame: any other is malformed, and decoding refuses it.
-        yield part, b"" if in_message else frame
+def _close(listener: Listener, guard: GuardThread) -> None:
+    # The guard reads until the end: ZeroMQ's thread waits while events are unread.
+    listener.stop_monitoring()
+    guard.stop()
+    listener.close()
 
 
-def _accepted(poller: zmq.Poller, timeout_ms: int) -> int:
-    """Return the number of connections accepted since the last call, after waiting for one."""
-    accepted = 0
-    for monitor, _ in poller.poll(timeout_ms):
-        with contextlib.suppress(zmq.Again):
-            while True:
-                monitor.recv(_NO_WAIT)
-                accepted += not monitor.getsockopt(zmq.RCVMORE)
-    return accepted
+def _descriptors_high() -> tuple[int, int]:
+    """Return from which number of descriptors clients are refused, and how many are allowed."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most_open = most - _UNGUARDED_MAX if most >= DESCRIPTORS_SAFE else most // 2
+    return min(most_open // 2, _DESCRIPTORS_MAX), most
 
 
 def _send(socket: "zmq.Socket[bytes]", peer: bytes, frame: bytes) -> None:

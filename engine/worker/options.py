@@ -30,8 +30,10 @@ def parse(arguments: Sequence[str] | None) -> EngineArguments:
         if (value := parsed[option.field]) is not None
     }
     found = EngineArguments(**{"engine_id": uuid4().hex, **values})
-    if not found.connect.startswith("ipc://"):
-        parser.error(f"--connect {found.connect}: only ipc:// is supported (no CURVE keys)")
+    if not found.connect.startswith(("ipc://", "tcp://")):
+        parser.error(f"--connect {found.connect}: only ipc:// and tcp:// are supported")
+    if found.log_format not in ("console", "json"):
+        parser.error(f"--log-format {found.log_format}: only console and json are known")
     return found
 
 

@@ -33,7 +33,9 @@ from engine.worker.engine import Engine
 from engine.worker.leader import Leader, follow
 from engine.worker.options import configs, parse
 from engine.worker.worker import QUEUE_FRAMES, Wakeup, Worker
+from messages import process_log
 from messages.engine_options import EngineArguments
+from messages.key_files import KeyPair, read_key_pair, read_public_key
 from messages.progress import Progress
 from messages.wire import COMMANDS
 
@@ -45,10 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Every rank that `torchrun` starts runs this: rank 0 serves, and the others follow it.
     """
-    _log_to_stderr()
     options = parse(arguments)
+    process_log.configure(options.log_format)
     try:
         config, lora_config = configs(options)
+        keys = read_key_pair(options.key), read_public_key(options.server_key)
         _check_default_adapters(config, lora_config)
         parents = _open_parents(options.parent_pid)
         group = SINGLE
@@ -62,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _log.error("wrong configuration", error=str(error))
         return 2
     try:
-        return _run(RankSetup(config, lora_config, group, parents), options)
+        return _run(RankSetup(config, lora_config, group, parents, *keys), options)
     except RankLost as error:
         _log.error("the ranks of the engine can't continue", rank=group.rank, error=str(error))
         return 1
@@ -85,12 +88,18 @@ def _check_default_adapters(config: EngineConfig, lora_config: LoRAConfig) -> No
 
 
 class RankSetup(NamedTuple):
-    """The configuration of a rank; `parents`: pidfds of the processes that started it."""
+    """The configuration of a rank.
+
+    `parents`: pidfds of the processes that started it. `key`: its own keys; `server_key`: the
+    controller's public key.
+    """
 
     config: EngineConfig
     lora_config: LoRAConfig
     group: ParallelGroup
     parents: Sequence[int]
+    key: KeyPair
+    server_key: str
 
 
 def _run(setup: RankSetup, options: EngineArguments) -> int:
@@ -125,7 +134,7 @@ def _serve(
 ) -> None:
     """Serve the controller until a signal or the end of a parent."""
     with zmq.Context() as context:
-        socket = _connect(context, options.connect)
+        socket = _connect(context, options.connect, setup.key, setup.server_key)
         progress, step_bound_s = Progress(options.progress), options.step_timeout_ms / 1000
         worker = Worker(engine, socket, wakeup, setup.parents, progress, step_bound_s)
         _handle_signals(worker, wakeup, bool(setup.parents))
@@ -147,8 +156,12 @@ def _open_parents(supervisor_pid: int | None) -> list[int]:
     return [os.pidfd_open(pid) for pid in pids]
 
 
-def _connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.Socket[bytes]":
+def _connect(
+    context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, key: KeyPair, server_key: str
+) -> "zmq.Socket[bytes]":
     """Return the socket to the controller, which may start later and restart.
+
+    Both sides prove that they have their secret keys, so neither talks to another process.
 
     With IMMEDIATE, nothing is queued while no controller is connected, so a new one receives no old
     beats; `ControllerLink` keeps the reports that must not be lost. The routing id is chosen by
@@ -161,6 +174,8 @@ def _connect(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> "zmq.S
     socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.MAXMSGSIZE, COMMANDS.bytes_max)
+    socket.curve_publickey, socket.curve_secretkey = key.public.encode(), key.secret.encode()
+    socket.curve_serverkey = server_key.encode()
     socket.connect(endpoint)
     return socket
 
@@ -173,22 +188,13 @@ def _handle_signals(worker: Worker, wakeup: Wakeup, has_supervisor: bool) -> Non
     signal.signal(signal.SIGINT, interrupt)
 
 
-def _log_to_stderr() -> None:
-    # Plain tracebacks: structlog's own show the local variables of every frame, which may be
-    # prompts, and printing a model's takes seconds in which the main loop stands still.
-    renderer = structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-    )
-    processors = [*structlog.get_config()["processors"][:-1], renderer]
-    structlog.configure(processors, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-
-
 def end(status: int) -> None:
     """End the process; a rank skips the interpreter's cleanup.
 
     In it the distributed library would wait several seconds for ranks that have ended.
     """
     if is_rank():
+        process_log.flush()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

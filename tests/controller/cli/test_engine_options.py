@@ -48,14 +48,22 @@ FROM_OTHER_OPTIONS = {
     "parent_pid": 11,
     "progress": "p",
     "step_timeout_ms": 12,
+    "key": "/k",
+    "server_key": "/s",
+    "log_format": "json",
     "engine_id": "e",
 }
 """The supervisor specifies these from other options of `serve`, the engine's id aside."""
 
+KEYS = ("--key", "k", "--server-key", "s")
+
 NOT_OPTIONS = {"adapter_bounds", "max_cpu_loras"}
 """Fields of the configurations that only a program can set."""
 
-PROCESS_ONLY = {"connect", "model", "parent_pid", "progress", "step_timeout_ms", "engine_id"}
+PROCESS_ONLY = {
+    *("connect", "model", "key", "server_key", "log_format"),
+    *("parent_pid", "progress", "step_timeout_ms", "engine_id"),
+}
 """Arguments of the process that are no field of a configuration of the same name."""
 
 
@@ -67,7 +75,7 @@ def _logs_as_before() -> Iterator[None]:
 
 
 def parsed(*words: str) -> EngineArguments:
-    return parse(["--connect", "ipc://x", "--model", "m", *words])
+    return parse(["--connect", "ipc://x", "--model", "m", *KEYS, *words])
 
 
 def configured(arguments: EngineArguments, name: str) -> Any:
@@ -108,7 +116,7 @@ def test_the_defaults_of_an_engine_without_options_are_those_of_its_configuratio
 
 @pytest.mark.parametrize("name", [*OTHER_VALUES, "adapter_roots", "max_loras", "device_bytes_max"])
 def test_an_argument_reaches_its_configuration(name: str) -> None:
-    default = EngineArguments(connect="ipc://x", model="m")
+    default = EngineArguments(connect="ipc://x", model="m", key="k", server_key="s")
     assert configured(default, name) == getattr(default, name)
     values = OTHER_VALUES | FROM_OTHER_OPTIONS
     other = msgspec.structs.replace(default, **{name: values[name]})
@@ -119,7 +127,11 @@ def test_an_argument_reaches_its_configuration(name: str) -> None:
 def test_an_engine_reads_the_command_line_that_its_supervisor_writes() -> None:
     assert command_line(EngineOptions()) == []
     for values in ({}, OTHER_VALUES, FROM_OTHER_OPTIONS):
-        written = EngineArguments(connect="ipc://x", model="-m", **{"engine_id": "i", **values})
+        written = EngineArguments(
+            connect="ipc://x",
+            model="-m",
+            **{"key": "k", "server_key": "s", "engine_id": "i"} | values,
+        )
         assert parse(command_line(written)) == written
         assert {*OTHER_VALUES, *FROM_OTHER_OPTIONS, "connect", "model"} == {
             *written.__struct_fields__
@@ -129,8 +141,8 @@ def test_an_engine_reads_the_command_line_that_its_supervisor_writes() -> None:
 def test_the_supervisor_specifies_every_argument(tmp_path: Path) -> None:
     server = ServerConfig(str(tmp_path))
     config = ServeConfig(server, "m", ("a", "b"), engine_options=EngineOptions(**OTHER_VALUES))
-    config = msgspec.structs.replace(config, step_timeout_ms=7)
-    _, _, module, *words = supervisor._engine_command(config, "page")
+    config = msgspec.structs.replace(config, step_timeout_ms=7, log_format="json")
+    _, _, module, *words = supervisor._engine_command(config, "page", "pair")
     assert module == "engine.worker"
     found = parse(words)
     assert (found.model, found.adapter_roots) == ("m", ("a", "b"))
@@ -138,6 +150,8 @@ def test_the_supervisor_specifies_every_argument(tmp_path: Path) -> None:
     assert found.device_bytes_max == server.limits.device_bytes_max
     assert found.parent_pid
     assert (found.progress, found.step_timeout_ms) == ("page", 7)
+    assert (found.key, found.log_format) == ("pair", "json")
+    assert found.server_key == f"{tmp_path}/keys/server.key.pub"
     assert found.connect == f"ipc://{tmp_path}/run/engine.sock"
     assert {name: getattr(found, name) for name in OTHER_VALUES} == OTHER_VALUES
 
@@ -175,7 +189,9 @@ def test_serve_refuses_numbers_that_the_configurations_refuse(name: str, tmp_pat
     words = command_line(EngineOptions(**{name: 0}))
     with pytest.raises(ValueError, match=name):
         configs(parsed(*words))
-    result = CliRunner().invoke(app, ["--dir", str(tmp_path), "serve", "--model", "m", *words])
+    result = CliRunner().invoke(
+        app, ["--dir", str(tmp_path), "serve", "--model", "m", *KEYS, *words]
+    )
     assert result.exit_code == 2
     assert words[0].partition("=")[0] in result.output
 

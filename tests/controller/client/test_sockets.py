@@ -8,6 +8,7 @@ import pytest
 from controller.client import Client
 from controller.client.sockets import (
     SOCKET_PATH_BYTES_MAX,
+    connection_to,
     events_endpoint,
     requests_endpoint,
     runtime_directory,
@@ -34,12 +35,12 @@ def test_a_socket_path_that_is_too_long_is_refused(tmp_path):
 
 
 def test_a_directory_is_served_while_a_controller_listens(tmp_path):
-    assert unserved_reason(tmp_path) == "no socket there"
+    assert unserved_reason(connection_to(tmp_path)) == "no socket there"
     with StandIn(tmp_path):
-        assert not unserved_reason(tmp_path)
-    assert unserved_reason(tmp_path) == "nothing listens on its socket"
+        assert not unserved_reason(connection_to(tmp_path))
+    assert unserved_reason(connection_to(tmp_path)) == "nothing listens on its socket"
     (tmp_path / "file").touch()
-    assert unserved_reason(tmp_path / "file") == "Not a directory"
+    assert unserved_reason(connection_to(tmp_path / "file")) == "Not a directory"
 
 
 def test_a_listener_with_a_full_queue_serves_its_directory(tmp_path):
@@ -52,4 +53,4 @@ def test_a_listener_with_a_full_queue_serves_its_directory(tmp_path):
             connection.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 connection.connect(listener.getsockname())
-        assert not unserved_reason(tmp_path)
+        assert not unserved_reason(connection_to(tmp_path))

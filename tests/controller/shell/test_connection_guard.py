@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from controller.client import Client
-from controller.client.sockets import unserved_reason
+from controller.client.sockets import connection_to, unserved_reason
 from controller.shell.config import ServerConfig
 from controller.shell.connection_guard import ConnectionGuard
 from tests.support.parallel.processes import ROOT
@@ -44,7 +44,7 @@ def test_files_are_hidden_from_the_bound_on_until_an_eighth_is_free(tmp_path: Pa
     seen = []
     for step in (*range(0, 100, 5), *range(100, 0, -5)):
         count = step
-        guard.on_accepted(5)
+        guard.on_accepted([0] * 5)
         assert [path.exists() for path in files] == [not guard.is_hidden] * 2
         seen.append((step, guard.is_hidden))
     assert seen == [(s, s >= 80) for s in range(0, 100, 5)] + [
@@ -56,7 +56,7 @@ def test_descriptors_are_counted_only_when_the_bound_could_be_reached(tmp_path: 
     counts = []
     guard = ConnectionGuard([tmp_path / "a"], 1000, lambda: counts.append(0) or 10 * len(counts))
     for _ in range(900):
-        guard.on_accepted(1)
+        guard.on_accepted([0])
     assert len(counts) == 1
 
 
@@ -106,7 +106,7 @@ def test_silent_connections_do_not_end_a_process_with_few_descriptors(directory:
     wait_until(connect, lambda: len(peers), pause_s=0.05)
     assert process.poll() is None
     assert len(peers) < 256
-    assert "too many clients" in unserved_reason(directory)
+    assert "too many clients" in unserved_reason(connection_to(directory))
     # A silent connection ends by itself, and then others are accepted.
     assert served_and_ended(directory, process)
     for peer in peers:

@@ -65,10 +65,10 @@ def test_a_directory_without_a_model_ends_the_supervisor(tmp_path: Path, model: 
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
-from controller.shell import stderr_logging
+from messages import process_log
 from controller.shell.supervisor import Child, Supervisor
 
-stderr_logging.configure()
+process_log.configure()
 note = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'a'));"
 steady = [sys.executable, "-c", note + "time.sleep(600)", sys.argv[1] + "/steady"]
 broken = [sys.executable, "-c", note + sys.argv[2], sys.argv[1] + "/broken"]
@@ -122,11 +122,11 @@ def test_a_child_that_can_not_run_ends_them_all(
 
 HANGING = """
 import os, sys
-from controller.shell import stderr_logging
+from messages import process_log
 from controller.shell.supervisor import Child, Supervisor
 from messages.progress import Progress
 
-stderr_logging.configure()
+process_log.configure()
 program = (
     "import os, sys, time; from messages.progress import Progress;"
     "print(os.getpid(), file=open(sys.argv[1], 'a')); progress = Progress(sys.argv[2]);"

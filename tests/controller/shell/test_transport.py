@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import zmq
 
-from controller.shell import transport, unread_replies
+from controller.shell import listener, transport, unread_replies
 from engine.worker import worker
 from tests.support.waiting import wait_until
 
@@ -36,7 +36,7 @@ class Queued:
 
 
 def read_by_controller(queued: Any) -> int:
-    return len(list(transport._receive(queued)))
+    return len(list(listener.receive(queued)))
 
 
 def read_by_engine(queued: Any) -> int:
@@ -59,14 +59,14 @@ def read_by_engine(queued: Any) -> int:
 def test_an_iteration_reads_a_bounded_number_of_bytes(
     read: Any, frames: list[bytes], counts: list[int]
 ) -> None:
-    assert transport.BYTES_PER_ITERATION == worker.BYTES_MAX == 64 << 20
+    assert listener.BYTES_PER_ITERATION == worker.BYTES_MAX == 64 << 20
     queued = Queued(*frames)
     assert [read(queued) for _ in counts] == counts
 
 
 @pytest.mark.parametrize(
     ("read", "frames_max"),
-    [(read_by_controller, transport.FRAMES_PER_ITERATION), (read_by_engine, worker.FRAMES_MAX)],
+    [(read_by_controller, listener.FRAMES_PER_ITERATION), (read_by_engine, worker.FRAMES_MAX)],
 )
 def test_an_iteration_reads_a_bounded_number_of_frames(read: Any, frames_max: int) -> None:
     queued = Queued(*[b"x"] * (frames_max + 5))
@@ -96,18 +96,18 @@ class Parts:
 
 
 @pytest.mark.parametrize(
-    ("part", "per_iteration"), [(b"x", transport.FRAMES_PER_ITERATION + 1), (LONG, 4)]
+    ("part", "per_iteration"), [(b"x", listener.FRAMES_PER_ITERATION + 1), (LONG, 4)]
 )
 def test_the_parts_of_a_refused_message_are_read_within_the_bounds(
     part: bytes, per_iteration: int
 ) -> None:
-    queued = Parts(*[part] * 3 * transport.FRAMES_PER_ITERATION)
-    received, before = list(transport._receive(queued)), 0  # type: ignore[arg-type]
+    queued = Parts(*[part] * 3 * listener.FRAMES_PER_ITERATION)
+    received, before = list(listener.receive(queued)), 0  # type: ignore[arg-type]
     assert received == [(b"peer", b"")]
     while len(received) == 1:
         assert 0 < queued.read - before <= per_iteration
         before = queued.read
-        received += transport._receive(queued)  # type: ignore[arg-type]
+        received += listener.receive(queued)  # type: ignore[arg-type]
     assert received[1:] == [(b"other", b"frame")]
 
 
@@ -160,7 +160,7 @@ def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(
         client.linger, client.rcvhwm = 0, 1
         client.connect(transport.endpoint(tmp_path, "requests.sock"))
         client.send(b"hello")
-        peer = wait_until(lambda: [peer for peer, _ in opened.receive_requests()])[0]
+        peer = wait_until(lambda: [peer for peer, _, _ in opened.receive_requests()])[0]
         for _ in range(100):
             opened.reply(peer, reply)
             opened.flush()

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from engine.worker import process
+from messages import process_log
 from tests.support.plain_logs import reset_logs
+from tests.support.simulation.key_examples import engine_arguments
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
@@ -20,13 +22,18 @@ def _default_logging() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_default_logging")
 def test_wrong_options_end_the_start_with_an_error(
-    tmp_path: Path, model_directory: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model_directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     right = ["--connect", f"ipc://{tmp_path}/s", "--model", str(model_directory)]
-    with pytest.raises(SystemExit) as caught:
-        process.main([*right, "--connect", "tcp://127.0.0.1:1"])
-    assert caught.value.code == 2
-    assert "CURVE" in capsys.readouterr().err
+    right += engine_arguments(tmp_path / "d")
+    for options, text in [
+        (["--connect", "inproc://x"], "only ipc:// and tcp://"),
+        (["--log-format", "xml"], "only console and json"),
+    ]:
+        with pytest.raises(SystemExit) as caught:
+            process.main([*right, *options])
+        assert caught.value.code == 2
+        assert text in capfd.readouterr().err
     for options, status, text in [
         (["--max-lora-rank", "7"], 2, "max_lora_rank"),
         (["--lora-dtype", "int8"], 2, "lora_dtype"),
@@ -34,6 +41,8 @@ def test_wrong_options_end_the_start_with_an_error(
         (["--model", str(tmp_path)], 1, "config.json"),
         (["--target-module", "nothing"], 1, "nothing"),
         (["--adapter-root", str(tmp_path), "--default-mm-lora", "image=/etc"], 2, "image=/etc"),
+        (["--key", str(tmp_path / "nothing")], 2, "No such file"),
+        (["--server-key", "/dev/null"], 2, "not a regular file"),
         (["--default-mm-lora", "image=a"], 2, "below none of the adapter roots"),
         # A missing default adapter is logged; the wrong device ends the start.
         (
@@ -42,4 +51,5 @@ def test_wrong_options_end_the_start_with_an_error(
         ),
     ]:
         assert process.main([*right, *options]) == status
-        assert text in capsys.readouterr().err
+        process_log.flush()
+        assert text in capfd.readouterr().err

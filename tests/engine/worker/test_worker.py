@@ -11,12 +11,14 @@ from random import Random
 import pytest
 import zmq
 
+from controller.shell.access.keys import KeyStore
 from messages import commands as cm
 from messages import reports as rp
 from messages import requests
 from messages.requests import Sampling
 from messages.wire import COMMANDS, REPORTS, DecodedFrame
 from tests.support.engine.engine_examples import ADAPTERS
+from tests.support.simulation.key_examples import engine_arguments
 from tests.support.waiting import HANG_S
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
@@ -35,6 +37,11 @@ class Controller:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # Without a ZAP handler every key is admitted; here the engine's own is the only one.
+        pair = KeyStore(path.parent).server_pair()
+        self._socket.curve_publickey = pair.public.encode()
+        self._socket.curve_secretkey = pair.secret.encode()
+        self._socket.curve_server = 1
         self._socket.bind(f"ipc://{path}")
 
     def close(self) -> None:
@@ -104,7 +111,7 @@ class EngineProcess:
             [sys.executable, "-m", "engine.worker", "--connect", f"ipc://{self.path}",
              "--model", model, "--adapter-root", root, "--device", "cpu", "--max-loras", "3",
              "--max-lora-rank", "16", "--device-bytes-max", "1000000", "--engine-id", "a" * 32,
-             *options],
+             *engine_arguments(directory), *options],
             cwd=ROOT, stderr=subprocess.PIPE, text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip

@@ -16,6 +16,7 @@ import msgspec
 from controller.core.limits import Limits
 from controller.shell.config import ServerConfig
 from controller.shell.transport import endpoint
+from tests.support.simulation.key_examples import engine_arguments
 from tests.support.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
@@ -90,6 +91,7 @@ def engine(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     command = [sys.executable, "-m", "engine.worker"]
     command += ["--connect", endpoint(directory, "engine.sock"), "--model", str(model)]
+    command += engine_arguments(directory)
     command += ["--max-loras", str(limits.slots_max), "--max-lora-rank", "64"]
     command += ["--device-bytes-max", str(limits.device_bytes_max), *options]
     for root in roots:

@@ -24,6 +24,7 @@ from messages import commands, reports, requests
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED
 from messages.wire import COMMANDS, EVENTS, REPLIES, REQUESTS, TOKEN_BYTES
 from tests.support.parallel.processes import ControllerProcess
+from tests.support.simulation.key_examples import use_engine_keys
 from tests.support.waiting import HANG_S, wait_until
 
 RETRY_S = 2.0
@@ -54,6 +55,8 @@ class Peer:
         self.socket.linger = 0
         if kind == zmq.SUB:
             self.socket.subscribe(b"")
+        if name == "engine.sock":
+            use_engine_keys(self.socket, directory)
         self.socket.connect(endpoint(directory, name))
 
     def send(self, *frames: bytes) -> None:

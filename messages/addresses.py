@@ -1,0 +1,24 @@
+"""The addresses of a controller that listens on a network: three consecutive ports of one host."""
+
+import re
+from typing import Final
+
+EVENTS_PORT_OFFSET: Final = 1
+ENGINE_PORT_OFFSET: Final = 2
+
+_ADDRESS: Final = re.compile(r"tcp://([^:/\s]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})\Z")
+_PORT_MAX: Final = 65_535 - ENGINE_PORT_OFFSET
+
+
+def with_port_offset(address: str, offset: int) -> str:
+    """Return `tcp://HOST:PORT` with a higher port; raises `ValueError` for another address.
+
+    Clients send requests to the port itself, events are published at the next one, and the one
+    after that is for engines.
+    """
+    matched = _ADDRESS.match(address)
+    if not matched or not 0 < int(matched[2]) <= _PORT_MAX:
+        raise ValueError(
+            f"{address!r} is not an address: tcp://HOST:PORT, with a port from 1 to {_PORT_MAX}"
+        )
+    return f"tcp://{matched[1]}:{int(matched[2]) + offset}"
