@@ -5,6 +5,7 @@ number is kept, later ones are dropped, and their number is reported with the ne
 """
 
 import atexit
+import json
 import os
 import select
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final
 
+import msgspec
 import structlog
 
 from messages.engine_options import LogFormat
@@ -183,8 +185,21 @@ def _json_processors() -> list[Any]:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
         _cut,
-        structlog.processors.JSONRenderer(default=str),
+        _as_json,
     ]
+
+
+def _as_json(_logger: object, _method: str, line: Any) -> str:
+    """Return a line as strict JSON; values that have no form in it become texts."""
+    try:
+        return msgspec.json.encode(line, enc_hook=str).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return json.dumps({_text(key): _text(value) for key, value in line.items()})
+
+
+def _text(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _cut(_logger: object, _method: str, line: Any) -> Any:

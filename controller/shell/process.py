@@ -50,7 +50,7 @@ def main() -> int:
     Both arguments are JSON.
     """
     supervision = msgspec.json.decode((sys.argv[2:] or ["{}"])[0], type=Supervision)
-    process_log.configure(supervision.log_format)
+    process_log.configure(supervision.log_format, "controller")
     try:
         _serve(_read_config(sys.argv[1]), supervision)
     except LogSyncFailed as error:

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Every rank that `torchrun` starts runs this: rank 0 serves, and the others follow it.
     """
     options = parse(arguments)
-    process_log.configure(options.log_format)
+    process_log.configure(options.log_format, "engine")
     try:
         config, lora_config = configs(options)
         keys = read_key_pair(options.key), read_public_key(options.server_key)

@@ -59,8 +59,9 @@ def private_directory(path: Path) -> int:
     Permissions of other users are removed. Raises `DirectoryRefused` for a link, or for a directory
     of another user.
     """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
+        path.mkdir(mode=0o700)
     fd = _open(path, _FLAGS | os.O_NOFOLLOW)
     try:
         status = os.fstat(fd)

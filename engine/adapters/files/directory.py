@@ -1,9 +1,9 @@
 """An adapter's directory and its two files, opened so that they can't be replaced while in use.
 
 Below a root no link is followed and no name is resolved twice: every name is opened in the
-directory that was opened before it. A file that changes while it is read is an error. The root
-itself may be reached through links, because its operator named it. Files are read and never mapped:
-a mapped file that shrinks would end the process.
+directory that was opened before it. A file that changes while it is read, or that has a second name
+(a hard link), is an error. The root itself may be reached through links, because its operator named
+it. Files are read and never mapped: a mapped file that shrinks would end the process.
 """
 
 import errno
@@ -53,6 +53,12 @@ class OpenFile:
         if not stat.S_ISREG(self._opened.st_mode):
             raise PathNotAllowed(
                 f"{name} is not a regular file; an adapter consists of regular files only"
+            )
+        if self._opened.st_nlink > 1:
+            # The other name may be outside all roots, in a directory that its owner keeps closed.
+            raise PathNotAllowed(
+                f"{name} has {self._opened.st_nlink} names (hard links), and some may be outside "
+                "the adapter roots; replace it by a copy"
             )
 
     @property

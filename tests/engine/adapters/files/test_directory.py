@@ -100,6 +100,20 @@ def link_the_config(root: Path) -> None:
     (root / "bad" / CONFIG_NAME).symlink_to(root.parent / "outside" / "secret" / CONFIG_NAME)
 
 
+def hard_link(root: Path, name: str) -> None:
+    write(root / "bad")
+    (root / "bad" / name).unlink()
+    (root / "bad" / name).hardlink_to(root.parent / "outside" / "secret" / name)
+
+
+def hard_link_the_weights(root: Path) -> None:
+    hard_link(root, WEIGHTS_NAME)
+
+
+def hard_link_the_config(root: Path) -> None:
+    hard_link(root, CONFIG_NAME)
+
+
 def pipe_for_weights(root: Path) -> None:
     write(root / "bad")
     (root / "bad" / WEIGHTS_NAME).unlink()
@@ -132,6 +146,8 @@ TRAPS: list[tuple[Callable[[Path], None], str, str]] = [
     (link_a_parent, "team2/secret", "is a link"),
     (link_the_weights, "bad", "is a link"),
     (link_the_config, "bad", "is a link"),
+    (hard_link_the_weights, "bad", "hard links"),
+    (hard_link_the_config, "bad", "hard links"),
     (pipe_for_weights, "bad", "not a regular file"),
     (pipe_for_config, "bad", "not a regular file"),
     (directory_for_weights, "bad", "not a regular file"),
