@@ -94,6 +94,11 @@ def remote_addresses(address: str) -> Addresses:
     )
 
 
+def own_user() -> int:
+    """Return the only user whose processes may connect to local sockets."""
+    return os.geteuid()
+
+
 class Listener:
     """Three bound sockets; raises `TransportError` if one can't be bound.
 
@@ -143,7 +148,7 @@ class Listener:
             socket.heartbeat_ivl = _REMOTE_SILENCE_MS // 3
             socket.heartbeat_timeout = _REMOTE_SILENCE_MS
         else:
-            socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+            socket.setsockopt(zmq.IPC_FILTER_UID, own_user())
         return socket
 
     def _bind(self, socket: "zmq.Socket[bytes]", address: str) -> None:

@@ -1,0 +1,155 @@
+"""Peers of a controller that listens on a network: right ones, and sockets of any kind."""
+
+import socket
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from messages import requests
+from messages.addresses import ENGINE_PORT_OFFSET
+from messages.key_files import KeyPair, read_key_pair
+from messages.wire import REPLIES, REQUESTS
+from tests.support.simulation.key_examples import server_key, use_keys
+from tests.support.waiting import HANG_S
+
+_PORTS: Final = 3
+_FAILED: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
+
+
+def free_address() -> str:
+    """Return an address of this machine whose ports are free at the moment."""
+    while True:
+        with socket.socket() as first:
+            first.bind(("127.0.0.1", 0))
+            port = first.getsockname()[1]
+        try:
+            for offset in range(_PORTS):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port + offset))
+        except (OSError, OverflowError):
+            continue
+        return f"tcp://127.0.0.1:{port}"
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def engine_address(address: str) -> str:
+    return f"tcp://127.0.0.1:{port_of(address) + ENGINE_PORT_OFFSET}"
+
+
+class Remote:
+    """One socket to an address, with keys or without; `is_admitted` waits for the handshake."""
+
+    def __init__(
+        self, address: str, pair: KeyPair | None = None, server: str = "", kind: int = zmq.DEALER
+    ) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(kind)
+        self.socket.linger = 0
+        self._monitor = self.socket.get_monitor_socket()
+        if pair is not None:
+            use_keys(self.socket, pair, server)
+        if kind == zmq.SUB:
+            self.socket.subscribe(b"")
+        self._address = address
+
+    def connect(self) -> None:
+        self.socket.connect(self._address)
+
+    def is_admitted(self, *frames: bytes) -> bool:
+        """Connect and send, and return whether the handshake succeeds."""
+        self.connect()
+        for frame in frames:
+            self.socket.send(frame)
+        while True:
+            event = self.next_event()
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                return True
+            if event in (*_FAILED, zmq.EVENT_DISCONNECTED):
+                return False
+
+    def next_event(self) -> int:
+        assert self._monitor.poll(HANG_S * 1000), "nothing happens to the connection"
+        found: Any = parse_monitor_message(self._monitor.recv_multipart())
+        return int(found["event"])
+
+    def send(self, request: requests.Request) -> None:
+        self.socket.send(REQUESTS.encode(request))
+
+    def call(self, request: requests.Request) -> Any:
+        self.send(request)
+        return self.reply()
+
+    def reply(self) -> Any:
+        assert self.socket.poll(HANG_S * 1000), "no reply"
+        return REPLIES.decode(self.socket.recv()).message
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> "Remote":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def remote_client(directory: Path, address: str, key: Path, kind: int = zmq.DEALER) -> Remote:
+    """Return a client with an allowed key; it is connected."""
+    remote = Remote(address, read_key_pair(key), server_key(directory), kind)
+    assert remote.is_admitted()
+    return remote
+
+
+class RecordingProxy:
+    """Forwards one connection, and keeps the bytes that the client sent."""
+
+    def __init__(self, port: int) -> None:
+        self.sent = b""
+        self._target = socket.create_connection(("127.0.0.1", port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        client, _ = self._listener.accept()
+        back = threading.Thread(target=_copy, args=(self._target, client), daemon=True)
+        back.start()
+        while data := client.recv(65_536):
+            self.sent += data
+            self._target.sendall(data)
+        self._target.close()
+
+    def close(self) -> None:
+        self._thread.join()
+        self._listener.close()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    try:
+        while data := source.recv(65_536):
+            target.sendall(data)
+    except OSError:
+        return
+
+
+def is_closed_by_peer(connection: socket.socket) -> bool:
+    """Read until the peer closes the connection."""
+    connection.settimeout(HANG_S)
+    try:
+        while connection.recv(65_536):
+            continue
+    except ConnectionError:
+        return True
+    return True
