@@ -1,6 +1,6 @@
 """The log of a process on stderr, in one format for all processes; it never waits and never raises.
 
-A thread writes the lines. While nobody reads them (a full pipe, a stopped terminal), a bounded
+A thread writes the lines. While none is read (a full pipe, a stopped terminal), a bounded
 number is kept, later ones are dropped, and their number is reported with the next line.
 """
 

@@ -281,13 +281,13 @@ class AsyncEventStream:
         self._client = client
         self._socket = socket
         self._cursor = cursor
-        self._heard_at = math.inf
-        self._hear()
+        self._received_at = math.inf
+        self._note_frame()
 
-    def _hear(self) -> None:
+    def _note_frame(self) -> None:
         """Note that the subscription is not silent; a local one may be."""
         if self._client._connection.keys is not None:
-            self._heard_at = time.monotonic()
+            self._received_at = time.monotonic()
 
     @property
     def seq(self) -> int:
@@ -326,15 +326,15 @@ class AsyncEventStream:
         """Process a frame of the subscription; False if none arrived until then."""
         if self._socket is None or self._socket.closed:
             return False
-        silent_at = self._heard_at + SILENCE_S
+        silent_at = self._received_at + SILENCE_S
         wait_s = min(until, silent_at) - time.monotonic()
         if not await self._socket.poll(max(0, math.ceil(wait_s * 1000))):
             if time.monotonic() < silent_at:
                 return False
             self._cursor.expect_more()
-            self._hear()
+            self._note_frame()
             return True
-        self._hear()
+        self._note_frame()
         self._cursor.on_frame(await self._socket.recv())
         return True
 

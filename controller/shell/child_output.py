@@ -1,6 +1,6 @@
 """The stderr of child processes in JSON: a line that is not JSON becomes the event of one that is.
 
-Libraries write to stderr without asking, and a process that is killed by a signal can't wrap its
+Libraries write to stderr on their own, and a process that is killed by a signal can't wrap its
 last words itself.
 """
 

@@ -1,7 +1,7 @@
 """Authentication of encrypted connections: ZeroMQ's ZAP protocol, answered on a thread.
 
-ZeroMQ asks once per connection, after the peer has proved that it has the secret key. The answer
-names the user, and ZeroMQ adds that name to each frame of the connection.
+ZeroMQ sends one request per connection, after the peer has proved that it has the secret key. The
+answer names the user, and ZeroMQ adds that name to each frame of the connection.
 """
 
 import contextlib

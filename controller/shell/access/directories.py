@@ -1,7 +1,7 @@
 """The controller's directories, which have to belong to its user and to be no links.
 
-Whoever can write to one of them could replace the log, the keys or a socket. The directory itself
-may be reached through links, because its operator named it.
+With write permission for one of them the log, the keys or a socket can be replaced. The directory
+itself may be reached through links, because its operator named it.
 """
 
 import os

@@ -1,7 +1,7 @@
 """The controller's own key pair and the list of allowed keys, in the directory `keys`.
 
-The list is replaced as a whole, so a reader sees either the old or the new one. Whoever may write
-to the directory decides about access, so it belongs to its user alone.
+The list is replaced as a whole, so a reader sees either the old or the new one. Write permission
+for the directory is the right to decide about access, so it belongs to its user alone.
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""The list of keys: what may be in it, who may read it, and changes by several processes."""
+"""The list of keys: what may be in it, its permissions, and changes by several processes."""
 
 import os
 import stat

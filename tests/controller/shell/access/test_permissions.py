@@ -83,8 +83,8 @@ def test_a_key_may_send_what_its_right_includes(access: Access, kind: type) -> N
         expected = None if place >= level else ErrorCode.NOT_ALLOWED
         assert code_of(access, user, EXAMPLES[kind]) is expected, user
     assert access.refusal("", EXAMPLES[kind]) is None
-    for stranger in ("engine", "nobody", "(own engine)"):
-        assert code_of(access, stranger, EXAMPLES[kind]) is ErrorCode.NOT_ALLOWED
+    for unknown in ("engine", "nobody", "(own engine)"):
+        assert code_of(access, unknown, EXAMPLES[kind]) is ErrorCode.NOT_ALLOWED
 
 
 def test_replacing_an_adapter_needs_more_than_loading_one(access: Access) -> None:
@@ -160,8 +160,8 @@ def test_a_limited_key_fetches_only_its_own_events(access: Access) -> None:
     assert shown.last_seq == 9
     for user in ("", "admin", "reader"):
         assert access.shown(user, fetched) is fetched
-    nobody: Any = access.shown("nobody", fetched)
-    assert {type(one.event) for one in nobody.events} == {events.EventWithheld}
+    of_none: Any = access.shown("nobody", fetched)
+    assert {type(one.event) for one in of_none.events} == {events.EventWithheld}
     assert core.world.epoch
 
 
@@ -224,7 +224,7 @@ def test_a_change_of_the_list_applies_at_the_next_refresh(store: KeyStore, acces
     assert code_of(access, "admin", EXAMPLES[rq.EvictAdapter]) is ErrorCode.NOT_ALLOWED
 
 
-def test_a_damaged_list_admits_nobody_but_the_own_engine(store: KeyStore) -> None:
+def test_a_damaged_list_admits_the_own_engine_alone(store: KeyStore) -> None:
     own = new_pair().public
     access = Access(store, (AllowedKey(permissions.OWN_ENGINE, own, "engine"),))
     (store.directory / "allowed.json").write_text("[{]")
