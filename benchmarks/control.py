@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq
 from transitions import Machine
 
-from benchmarks import control_events, control_recovery
+from benchmarks import control_curve, control_events, control_recovery
 from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, best_seconds, interleave
 from benchmarks.publisher import EVENTS_COUNT
@@ -63,6 +63,7 @@ def run() -> Iterator[Figure]:
     yield _events()
     yield control_events.old_events()
     yield from _known_adapters()
+    yield from control_curve.run()
 
 
 @contextmanager
