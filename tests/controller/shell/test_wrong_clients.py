@@ -95,8 +95,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def unharmed(served: Served) -> Iterator[None]:
     """What right peers see is as before; the wrong client has changed nothing."""
     before, listed = served.client.status(), served.client.list().adapters
-    received = len(served.engine.received)
+    received, requested = len(served.engine.received), served.engine.inventory_requests
     yield
+    # An engine that took the link over would lose it to the next beats of the right one.
+    beats = served.engine.beats
+    wait_until(lambda: served.engine.beats > beats + 2)
+    served.client.status()
+    assert served.engine.inventory_requests == requested
     after = served.client.status()
     assert (after.engine_id, after.epoch, after.tiers) == (
         before.engine_id,
@@ -105,8 +110,7 @@ def unharmed(served: Served) -> Iterator[None]:
     )
     assert served.client.list().adapters == listed
     assert len(served.engine.received) == received
-    served.witness.send(rq.ShowStatus("still-served"))
-    while served.witness.reply().request_id != "still-served":
+    while served.witness.call(rq.ShowStatus("still-served")).request_id != "still-served":
         continue
 
 

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from tests.support.simulation.key_examples import server_key, use_keys
 from tests.support.waiting import HANG_S
 
 _PORTS: Final = 3
+_RETRY_MS: Final = 2000
 _FAILED: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
@@ -86,7 +88,12 @@ class Remote:
         self.socket.send(REQUESTS.encode(request))
 
     def call(self, request: requests.Request) -> Any:
+        """Send until a reply comes: a revocation of any key closes all remote connections."""
         self.send(request)
+        deadline = time.monotonic() + HANG_S
+        while not self.socket.poll(_RETRY_MS):
+            assert time.monotonic() < deadline, "no reply"
+            self.send(request)
         return self.reply()
 
     def reply(self) -> Any:

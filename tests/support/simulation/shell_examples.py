@@ -165,8 +165,8 @@ class StandInEngine:
     """An engine without a model: a thread that reports each command's operation as done.
 
     `delayed`: the commands whose reports wait for `finish`. While `paused` it neither reads nor
-    sends, as a stopped process. `inventory_requests` is their number so far, `adapters` is the
-    inventory. `pid`: the process that the controller watches.
+    sends, as a stopped process. `inventory_requests` and `beats` are their numbers so far,
+    `adapters` is the inventory. `pid`: the process that the controller watches.
     """
 
     def __init__(self, directory: Path, engine_id: str, pid: int, slots_max: int = 3) -> None:
@@ -176,7 +176,7 @@ class StandInEngine:
         self.received: list[Any] = []
         self.running: dict[int, Any] = {}
         self.failure = ""
-        self.inventory_requests = 0
+        self.inventory_requests = self.beats = 0
         self._pid, self._slots_max = pid, slots_max
         self.adapters: dict[int, reports.InventoryAdapter] = {}
         self._last_op = 0
@@ -222,6 +222,7 @@ class StandInEngine:
                 if time.monotonic() >= beat_at:
                     beat_at = time.monotonic() + BEAT_S
                     self._send(reports.EngineBeat(self.engine_id, self._last_op))
+                    self.beats += 1
         except Exception:
             self.failure = traceback.format_exc()
 
