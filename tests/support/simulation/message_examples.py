@@ -168,6 +168,7 @@ EXAMPLES: dict[type, Any] = {
         events.ControllerResumed(3),
         events.EngineAttached("e-1", "tiny"),
         events.EngineDetached("e-1", "its process ended"),
+        events.EventWithheld(),
         GenerationRequested("r-10", "tenant-17", 60_000),
         PoolingRequested("r-16", "tenant-17", "embed", 60_000),
         PayloadLost("r-10"),
