@@ -77,7 +77,7 @@ def _server(address: str, directory: Path, kind: str) -> Iterator[None]:
 
 def _rate(connected: "zmq.Socket[bytes]") -> float:
     """Return requests per second with `OUTSTANDING` requests in flight."""
-    frame = REQUESTS.encode(HoldAdapter("client-1234567", "upper"))
+    frame = REQUESTS.encode((HoldAdapter("client-1234567", "upper"),))
     connected.send(frame)
     connected.recv()
     started = time.perf_counter()
@@ -112,10 +112,10 @@ def main() -> None:
 
 
 def _answer(router: "zmq.Socket[bytes]", peer: bytes, frame: bytes) -> None:
-    request = REQUESTS.decode(frame).message
+    [request] = REQUESTS.decode(frame).message
     reply = AdapterDone(request.request_id, "upper", "gpu-slot", 0, 1)
     router.send(peer, zmq.SNDMORE)
-    router.send(REPLIES.encode(reply))
+    router.send(REPLIES.encode((reply,)))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Peers of a controller that listens on a network: right ones, and sockets of any kind."""
 
+import secrets
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from zmq.utils.monitor import parse_monitor_message
 from messages import requests
 from messages.addresses import ENGINE_PORT_OFFSET
 from messages.key_files import KeyPair, read_key_pair
-from messages.wire import REPLIES, REQUESTS
+from messages.wire import REPLIES, REQUESTS, TOKEN_BYTES
 from tests.support.simulation.key_examples import server_key, use_keys
 from tests.support.waiting import HANG_S
 
@@ -63,6 +64,8 @@ class Remote:
         if kind == zmq.SUB:
             self.socket.subscribe(b"")
         self._address = address
+        self._token = secrets.token_bytes(TOKEN_BYTES)
+        self._replies: list[requests.Reply] = []
 
     def connect(self) -> None:
         self.socket.connect(self._address)
@@ -85,20 +88,22 @@ class Remote:
         return int(found["event"])
 
     def send(self, request: requests.Request) -> None:
-        self.socket.send(REQUESTS.encode(request))
+        self.socket.send(REQUESTS.encode((request,), token=self._token))
 
     def call(self, request: requests.Request) -> Any:
         """Send until a reply comes: a revocation of any key closes all remote connections."""
         self.send(request)
         deadline = time.monotonic() + HANG_S
-        while not self.socket.poll(_RETRY_MS):
+        while not self._replies and not self.socket.poll(_RETRY_MS):
             assert time.monotonic() < deadline, "no reply"
             self.send(request)
         return self.reply()
 
     def reply(self) -> Any:
-        assert self.socket.poll(HANG_S * 1000), "no reply"
-        return REPLIES.decode(self.socket.recv()).message
+        while not self._replies:
+            assert self.socket.poll(HANG_S * 1000), "no reply"
+            self._replies += REPLIES.decode(self.socket.recv()).message
+        return self._replies.pop(0)
 
     def close(self) -> None:
         self.socket.disable_monitor()
