@@ -57,7 +57,8 @@ def test_each_method_sends_its_request_and_returns_its_answer(client, controller
         (client.status(), rq.ShowStatus, rq.StatusShown),
         (client.cancel("some-id"), rq.CancelGeneration, rq.CancelDone),
     ]
-    for expected, request in zip(replies, controller.received, strict=True):
+    received = {request.request_id: request for request in controller.received}
+    for expected, request in zip(replies, received.values(), strict=True):
         reply, request_type, reply_type = expected
         assert type(request) is request_type
         assert type(reply) is reply_type

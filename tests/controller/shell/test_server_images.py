@@ -14,6 +14,7 @@ from controller.log.replay import replay
 from controller.log.segments import verify
 from messages import commands, records
 from messages import requests as rq
+from messages.scoped_ids import unscoped
 from tests.support.parallel.processes import controller
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
 from tests.support.waiting import HANG_S
@@ -39,6 +40,11 @@ def test_images_reach_the_engine_and_no_log(directory: Path, images: tuple[bytes
     assert replay(directory / "log").divergence is None
 
 
+def lost_payloads(directory: Path) -> list[str]:
+    lost = [each for each in logged(directory) if isinstance(each, records.PayloadLost)]
+    return [unscoped(each.request_id) for each in lost]
+
+
 def test_images_that_were_lost_with_a_controller_are_sent_again(directory: Path) -> None:
     """The next process starts the logged request before its client sends the images again."""
     images = (bytes(3 << 20), b"\x89PNG")
@@ -52,12 +58,11 @@ def test_images_that_were_lost_with_a_controller_are_sent_again(directory: Path)
         process.kill()
         process.start()
         with StandInEngine(directory, "e", os.getpid()) as engine:
-            lost = records.PayloadLost(generation.request_id)
-            eventually(lambda: lost in logged(directory), "the loss")
+            eventually(lambda: lost_payloads(directory) == [generation.request_id], "the loss")
             assert not engine.commands_of(commands.StartGeneration)
             assert generation.text() == "ab"
             [start] = engine.commands_of(commands.StartGeneration)
             assert start.prompt == rq.IllustratedPrompt("a text", images)
-            assert start.request_id == generation.request_id
+            assert unscoped(start.request_id) == generation.request_id
         assert process.stop() == 0, process.output()
     assert replay(directory / "log", checked=True).divergence is None

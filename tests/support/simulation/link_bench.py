@@ -1,4 +1,4 @@
-"""A link without a peer: a test gives it reports and sees the frames that it sends."""
+"""A link without a peer: a test returns it reports and sees the frames that it sends."""
 
 from controller.shell.engine_link import EngineLink
 from messages import commands, reports

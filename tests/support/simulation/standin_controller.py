@@ -161,17 +161,17 @@ class StandIn:
         streams = isinstance(reply, rq.GenerationDone | rq.PoolingDone)
         done_first = answered or self.done_first
         if streams and not done_first:
-            self._stream(send, reply)
+            self._stream(send, key, reply)
         if self.lose:
             self.lose -= 1
         else:
             send(reply)
         if streams and done_first:
-            self._stream(send, reply)
+            self._stream(send, key, reply)
 
-    def _stream(self, send, done):
+    def _stream(self, send, key, done):
         # Each repetition is sent in larger chunks than the one before.
-        size = self._streamed[done.request_id] = self._streamed.get(done.request_id, 0) + 1
+        size = self._streamed[key] = self._streamed.get(key, 0) + 1
         if isinstance(done, rq.PoolingDone):
             self._stream_vectors(send, done, size)
             return
