@@ -9,12 +9,13 @@ Only `log repair --yes` changes a file.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import typer
 
 from controller.cli.context import AsJson, directory_of, output_of
 from controller.cli.exit_codes import CommandError, ExitCode
+from controller.cli.option_groups import OptionGroup, parameter, with_option_groups
 
 if TYPE_CHECKING:
     from controller.cli.output import Output
@@ -29,51 +30,63 @@ app.add_typer(log_app, name="log", rich_help_panel="Server and log")
 _REPAIR_HINT = "`loradock log repair` shows whether it can be mended, or what a cut would lose"
 
 
+class ReplayOptions(NamedTuple):
+    """Which records are replayed, and how."""
+
+    until: int | None
+    from_start: bool
+    checked: bool
+    policy: str
+
+    def replay(self, log_directory: Path) -> "ReplayResult":
+        """Replay a log."""
+        from controller.log.replay import replay, replay_with_policy
+
+        if self.policy:
+            return replay_with_policy(log_directory, self.policy, self.until, checked=self.checked)
+        return replay(log_directory, self.until, checked=self.checked, from_start=self.from_start)
+
+
+_UNTIL: Final = typer.Option(min=1, metavar="SEQ", help="Stop after the record with this number.")
+_FROM_START: Final = typer.Option(
+    "--from-start", help="Begin with the first record instead of the last snapshot."
+)
+_CHECKED: Final = typer.Option(
+    "--checked", help="Debugging: check internal consistency after every record (slow)."
+)
+_POLICY: Final = typer.Option(
+    metavar="NAME",
+    help="Replay the whole log as if this had been the eviction policy; no digests are compared.",
+)
+_REPLAY_OPTIONS: Final = OptionGroup(
+    (
+        parameter("until", int | None, None, _UNTIL),
+        parameter("from_start", bool, False, _FROM_START),
+        parameter("checked", bool, False, _CHECKED),
+        parameter("policy", str, "", _POLICY),
+    ),
+    lambda values: ReplayOptions(**values),
+)
+
+
 @app.command(rich_help_panel="Server and log")
+@with_option_groups(options=_REPLAY_OPTIONS)
 def replay(
     ctx: typer.Context,
+    options: ReplayOptions,
     directory: Annotated[
         Path | None,
         typer.Argument(help="The controller's directory. Default: that of --dir."),
     ] = None,
-    until: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="SEQ", help="Stop after the record with this number."),
-    ] = None,
-    from_start: Annotated[
-        bool,
-        typer.Option(
-            "--from-start", help="Begin with the first record instead of the last snapshot."
-        ),
-    ] = False,
-    checked: Annotated[
-        bool,
-        typer.Option(
-            "--checked", help="Debugging: check internal consistency after every record (slow)."
-        ),
-    ] = False,
-    policy: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Replay as if this had been the eviction policy; no digests are compared.",
-        ),
-    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Rebuild the controller's state from the log, compare digests, and show the adapters."""
-    from controller.log.replay import replay as replay_log
-    from controller.log.replay import replay_with_policy
-
     output = output_of(ctx, as_json)
     with (
         open_log(directory or directory_of(ctx)) as log_directory,
         output.progress("replaying"),
     ):
-        if policy:
-            result = replay_with_policy(log_directory, policy, until, checked=checked)
-        else:
-            result = replay_log(log_directory, until, checked=checked, from_start=from_start)
+        result = options.replay(log_directory)
     for reason in result.skipped:
         output.note(reason)
     _show_replay(output, result)
