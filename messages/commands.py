@@ -6,7 +6,8 @@ one report with its `op`, and the engine does not execute an `op` twice.
 
 from messages.base import Message, Value
 from messages.ids import AdapterId, AdapterName, Generation, OpId, Path, RequestId, Seq, Slot
-from messages.requests import PoolingTask, Prompt, Sampling, TextPrompt
+from messages.prompts import Prompt, Sampling, TextPrompt
+from messages.requests import PoolingTask
 
 
 class _Command(Message, frozen=True):

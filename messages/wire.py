@@ -19,16 +19,9 @@ from messages.commands import Command
 from messages.errors import ErrorCode
 from messages.events import Published
 from messages.ids import Epoch, RequestId, Seq
+from messages.prompts import IMAGES_BYTES_MAX, IllustratedPrompt
 from messages.reports import Report
-from messages.requests import (
-    IMAGES_BYTES_MAX,
-    CancelGeneration,
-    Generate,
-    IllustratedPrompt,
-    Refused,
-    Reply,
-    Request,
-)
+from messages.requests import CancelGeneration, Generate, Refused, Reply, Request
 
 PROTOCOL_VERSION: Final = 2
 FRAME_BYTES_MAX: Final = 1 << 20

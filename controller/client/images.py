@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from controller.client.errors import Malformed
-from messages.requests import (
+from messages.prompts import (
     IMAGE_BYTES_MAX,
     IMAGES_BYTES_MAX,
     IMAGES_MAX,

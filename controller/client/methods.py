@@ -24,6 +24,7 @@ from controller.client.prepared import (
     unary,
 )
 from controller.client.session import SamplingOptions, answer_of
+from messages.prompts import TextPrompt
 from messages.requests import (
     ActivateAdapter,
     ActivateBatch,
@@ -43,7 +44,6 @@ from messages.requests import (
     ShowStatus,
     StageAdapter,
     StatusShown,
-    TextPrompt,
 )
 
 

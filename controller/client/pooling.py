@@ -11,15 +11,8 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from controller.client.calls import NO_ID, StreamingCall
-from messages.requests import (
-    Classify,
-    Embed,
-    Inputs,
-    PoolingDone,
-    Reply,
-    TextPrompt,
-    VectorsStreamed,
-)
+from messages.prompts import Inputs, TextPrompt
+from messages.requests import Classify, Embed, PoolingDone, Reply, VectorsStreamed
 
 
 class Embedding(Struct, frozen=True):

@@ -14,6 +14,7 @@ from controller.client.calls import NO_ID, ClientCall
 from controller.client.images import ImageSource, with_images
 from controller.client.session import SamplingOptions, Session, answer_of, generate_request
 from controller.client.streams import EventCursor
+from messages.prompts import TextPrompt
 from messages.requests import (
     LIST_PAGE_ADAPTERS_MAX,
     AdaptersListed,
@@ -26,7 +27,6 @@ from messages.requests import (
     ListAdapters,
     Request,
     SnapshotFetched,
-    TextPrompt,
 )
 from messages.views import AdapterView
 

@@ -17,6 +17,7 @@ from controller.client.calls import NO_ID, ClientCall, GenerationCall, Streaming
 from controller.client.errors import EngineGone, LoradockError, Malformed
 from controller.client.pooling import PoolingCall
 from messages.ids import NAME_PATTERN
+from messages.prompts import Prompt, Sampling
 from messages.requests import (
     CancelGeneration,
     Classify,
@@ -25,12 +26,10 @@ from messages.requests import (
     Generate,
     GenerationDone,
     ListAdapters,
-    Prompt,
     Refused,
     ReleaseAdapter,
     Reply,
     Request,
-    Sampling,
     ShowAdapter,
     ShowStatus,
 )

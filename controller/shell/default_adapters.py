@@ -14,7 +14,8 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from messages.ids import AdapterName
-from messages.requests import Generate, IllustratedPrompt, LoadAdapter, PrivateRequest
+from messages.prompts import IllustratedPrompt
+from messages.requests import Generate, LoadAdapter, PrivateRequest
 
 Modality = Literal["image"]
 """A kind of content that a prompt can have in addition to text."""

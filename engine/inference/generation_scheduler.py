@@ -24,8 +24,9 @@ from engine.models.tokenization import prompt_tokens
 from engine.punica.wrapper import PunicaWrapper
 from messages.commands import StartGeneration
 from messages.ids import OpId, RequestId
+from messages.prompts import IllustratedPrompt
 from messages.reports import GenerationEnded, OperationFailed, Report
-from messages.requests import FinishReason, IllustratedPrompt, TokensStreamed
+from messages.requests import FinishReason, TokensStreamed
 
 PREFILL_TOKENS_MAX: Final = 8192
 """The most prompt tokens, padding included, in one forward pass; a longer prompt runs alone."""

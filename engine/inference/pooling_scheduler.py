@@ -30,8 +30,8 @@ from engine.punica.mapping import BASE
 from engine.punica.wrapper import PunicaWrapper
 from messages.commands import StartPooling
 from messages.ids import OpId, RequestId
+from messages.prompts import TextPrompt
 from messages.reports import OperationFailed, PoolingEnded, Report
-from messages.requests import TextPrompt
 
 BATCH_TOKENS_MAX: Final = 8192
 """The most tokens, padding included, in one forward pass; a longer text runs alone."""

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from messages.requests import Sampling
+from messages.prompts import Sampling
 
 NOT_FINITE: Final = -1
 """Stands for a token where a row's logits are not finite."""

@@ -11,7 +11,7 @@ from engine.errors import MODEL_CODE_ERRORS, ModelRefused, RequestRefused
 from engine.models.image_processor import ImagePromptReader, ImagesRefused, ProcessedPrompt
 from engine.models.probe import Forward, check_same, prefill_and_decode
 from engine.models.vision.decoding import sample_png
-from messages.requests import IllustratedPrompt
+from messages.prompts import IllustratedPrompt
 
 _IMAGE_SIZES: Final = ((64, 48), (48, 120))
 """The sizes of the probe's images; they differ so that rows differ where sizes matter."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from engine.errors import RequestRefused
 from engine.models.served_model import ServedModel
-from messages.requests import IllustratedPrompt, Prompt, TextPrompt
+from messages.prompts import IllustratedPrompt, Prompt, TextPrompt
 
 CHARACTERS_PER_TOKEN_MAX: Final = 32
 """A text longer than this many times the context is refused before it is tokenized."""

@@ -12,7 +12,7 @@ from messages import commands as cm
 from messages import reports as rp
 from messages import requests
 from messages.ids import GPU_SLOT
-from messages.requests import Sampling
+from messages.prompts import Sampling
 from tests.support.engine.engine_bench import EngineBench
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"

@@ -16,7 +16,7 @@ from engine.kernels import choose_kernels
 from engine.models.causal_model import CausalModel
 from engine.models.loading import load_model
 from engine.punica import PunicaWrapper
-from messages.requests import Sampling
+from messages.prompts import Sampling
 from tests.support.engine.decode_examples import NOT_STATIC
 from tests.support.engine.generation_bench import NAMES, REQUESTS, GenerationBench
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX

@@ -7,17 +7,14 @@ import msgspec
 import pytest
 
 from messages.errors import ErrorCode
+from messages.prompts import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, IMAGES_MAX, IllustratedPrompt
 from messages.requests import (
-    IMAGE_BYTES_MAX,
-    IMAGES_BYTES_MAX,
-    IMAGES_MAX,
     ActivateAdapter,
     ActivateBatch,
     CancelGeneration,
     Classify,
     Embed,
     Generate,
-    IllustratedPrompt,
     ListAdapters,
     LoadAdapter,
 )

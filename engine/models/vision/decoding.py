@@ -13,7 +13,7 @@ from typing import Final
 from PIL import Image, ImageOps
 
 from engine.errors import MODEL_CODE_ERRORS, RequestRefused
-from messages.requests import IMAGE_BYTES_MAX
+from messages.prompts import IMAGE_BYTES_MAX
 
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF")
 """The formats that are read; no input reaches other decoders of the library."""

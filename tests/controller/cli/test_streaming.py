@@ -11,6 +11,7 @@ from controller.cli.main import app
 from messages import events as ev
 from messages import requests as rq
 from messages.errors import ErrorCode
+from messages.prompts import IllustratedPrompt, Sampling
 from tests.support.simulation.command_runs import run, run_json, start_command
 from tests.support.simulation.standin_controller import StandIn
 from tests.support.waiting import HANG_S
@@ -39,7 +40,7 @@ def test_images_are_sent_with_the_text_in_order(controller, prompt):
     assert result.exit_code == 0, result.output
     assert result.stdout == "one\n"
     (request,) = controller.requests(rq.Generate)
-    assert request.prompt == rq.IllustratedPrompt("<image> and <image>", (JPEG, PNG))
+    assert request.prompt == IllustratedPrompt("<image> and <image>", (JPEG, PNG))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_generate_prints_text_and_json_lines(controller):
     *chunks, result = run_json(*arguments, directory=controller.directory)
     assert [chunk["text"] for chunk in chunks] == ["o", "n"]
     assert (result["type"], result["output_tokens"]) == ("GenerationDone", 2)
-    sampling = rq.Sampling(max_tokens=2, seed=3, top_k=4, top_p=0.5, stop=("x", "y"))
+    sampling = Sampling(max_tokens=2, seed=3, top_k=4, top_p=0.5, stop=("x", "y"))
     assert {request.sampling for request in controller.requests(rq.Generate)} == {sampling}
 
 

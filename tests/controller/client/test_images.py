@@ -9,7 +9,7 @@ from controller.client import AsyncClient, Client, Malformed
 from controller.client.images import with_images
 from controller.client.session import generate_request
 from messages import requests as rq
-from messages.requests import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, IMAGES_MAX, IllustratedPrompt
+from messages.prompts import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, IMAGES_MAX, IllustratedPrompt
 from messages.wire import FRAME_BYTES_MAX, REQUESTS
 from tests.support.simulation.client_examples import TIMING, sent, session, stream
 from tests.support.waiting import HANG_S

@@ -19,6 +19,7 @@ from controller.client.errors import (
 from controller.client.session import Session, answer_of, generate_request
 from messages import requests as rq
 from messages.errors import MEANINGS, ErrorCode
+from messages.prompts import IllustratedPrompt, Sampling
 from messages.wire import BATCH_MAX, FRAME_BYTES_MAX, REPLIES, REQUESTS
 from tests.support.simulation.client_examples import TIMING, done, load, reply, sent, session
 
@@ -147,7 +148,7 @@ def test_frames_are_shared_within_the_bound_on_their_bytes():
     texts = [100, 524_288, 520_000, 100, 990_000, 9]
     for size in texts:
         client.begin(rq.Generate(NO_ID, None, "x" * size), 0.0, 1.0)
-    image = rq.IllustratedPrompt("<image>", (bytes(2 << 20),))
+    image = IllustratedPrompt("<image>", (bytes(2 << 20),))
     client.begin(rq.Generate(NO_ID, None, image), 0.0, 1.0)
     load(client)
     frames = client.due(0.0)
@@ -187,10 +188,10 @@ def test_a_suggested_pause_is_kept():
         rq.ActivateBatch(NO_ID, ()),
         rq.Generate(NO_ID, None, "x" * FRAME_BYTES_MAX),
         rq.Generate(NO_ID, None, (-1,)),
-        rq.Generate(NO_ID, None, "x", rq.Sampling(temperature=-1.0)),
-        rq.Generate(NO_ID, None, "x", rq.Sampling(max_tokens=0)),
+        rq.Generate(NO_ID, None, "x", Sampling(temperature=-1.0)),
+        rq.Generate(NO_ID, None, "x", Sampling(max_tokens=0)),
         rq.Generate(NO_ID, None, "lone \ud800"),
-        rq.Generate(NO_ID, None, "x", rq.Sampling(seed=2**70)),
+        rq.Generate(NO_ID, None, "x", Sampling(seed=2**70)),
         rq.CancelGeneration(NO_ID, ""),
     ],
 )

@@ -20,6 +20,7 @@ from controller.client.sockets import requests_endpoint
 from messages import events as ev
 from messages import requests as rq
 from messages.errors import ErrorCode
+from messages.prompts import Sampling
 from messages.wire import REPLIES, REQUESTS
 from tests.support.simulation.standin_controller import StandIn, view
 from tests.support.waiting import HANG_S
@@ -168,7 +169,7 @@ def test_tokens_arrive_as_chunks_and_the_result_at_the_end(client, controller):
     assert generation.text() == "on"
     assert generation.result.output_tokens == 2
     (request,) = controller.requests(rq.Generate)
-    assert request.sampling == rq.Sampling(max_tokens=2, temperature=0.5, stop=("x",))
+    assert request.sampling == Sampling(max_tokens=2, temperature=0.5, stop=("x",))
     assert (request.adapter, request.prompt, request.timeout_ms) == ("upper", "p", 600_000)
     assert request.request_id == generation.request_id
 

@@ -13,12 +13,13 @@ from messages import records
 from messages import requests as rq
 from messages.commands import StartGeneration, StopGeneration
 from messages.errors import ErrorCode
+from messages.prompts import IllustratedPrompt, Sampling
 from messages.wire import BATCH_MAX, REQUESTS, TOKEN_BYTES
 from tests.support.simulation.session_bench import LIMITS, TOKEN, SessionBench, id_of
 
 
 def generate(request_id: str, prompt: Any = "hello") -> rq.Generate:
-    return rq.Generate(request_id, None, prompt, rq.Sampling(5, seed=3), 700)
+    return rq.Generate(request_id, None, prompt, Sampling(5, seed=3), 700)
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def test_a_prompt_is_sent_to_the_engine_and_not_logged(bench: SessionBench) -> N
     logged = bench.receive(generate("r", (1, 2, 3)))
     assert logged == records.GenerationRequested(id_of("r"), None, 700)
     complete = bench.start("r")
-    assert (complete.prompt, complete.sampling) == ((1, 2, 3), rq.Sampling(5, seed=3))
+    assert (complete.prompt, complete.sampling) == ((1, 2, 3), Sampling(5, seed=3))
     bench.sessions.answer(rq.TokensStreamed(id_of("r"), 0, (1,), "x"))
     assert bench.start("r") is not None
     bench.end("r")
@@ -100,7 +101,7 @@ def test_images_are_sent_to_the_engine_and_count_as_prompts(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(payloads, "PAYLOAD_BYTES_MAX", 5 << 20)
-    prompt = rq.IllustratedPrompt("<image>", (bytes(2 << 20), b"x"))
+    prompt = IllustratedPrompt("<image>", (bytes(2 << 20), b"x"))
     logged = bench.receive(generate("r-1", prompt))
     assert logged == records.GenerationRequested(id_of("r-1"), None, 700)
     assert bench.receive(generate("r-2", prompt)) is not None

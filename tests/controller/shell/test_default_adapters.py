@@ -16,12 +16,13 @@ from messages import commands, records, reports
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.ids import NAME_PATTERN
+from messages.prompts import IllustratedPrompt
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation.session_bench import ENGINE, LIMITS, SessionBench, id_of
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
 
 PATH = "tenants/vision"
-PICTURE = rq.IllustratedPrompt("<image>", (b"x",))
+PICTURE = IllustratedPrompt("<image>", (b"x",))
 NAME = DefaultAdapters({"image": PATH}).by_modality["image"].name
 
 

@@ -21,6 +21,7 @@ from messages import reports as rp
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT
+from messages.prompts import Sampling
 from messages.wire import REPORTS, REQUESTS, WireError
 from tests.support.parallel.processes import TINY, ControllerProcess, controller, engine
 from tests.support.simulation.damaged_adapters import (
@@ -51,11 +52,11 @@ class Stack:
         return self.client.call(kind(self.client.new_id(), *fields, **named))
 
     def generate(self, adapter: str | None, prompt: Any, **sampling: Any) -> rq.Reply:
-        return self.call(rq.Generate, adapter, prompt, rq.Sampling(**sampling))
+        return self.call(rq.Generate, adapter, prompt, Sampling(**sampling))
 
     def text(self, adapter: str, prompt: str) -> str:
         """Generate a text."""
-        request = rq.Generate(self.client.new_id(), adapter, prompt, rq.Sampling(16))
+        request = rq.Generate(self.client.new_id(), adapter, prompt, Sampling(16))
         self.client.send_request(request)
         parts = []
         while isinstance(reply := self.client.reply(), rq.TokensStreamed):
@@ -320,7 +321,7 @@ def test_another_client_with_the_same_request_id_is_another_request(
 
 
 def test_a_client_on_a_new_connection_is_answered_there(stack: Stack, unharmed: Any) -> None:
-    request = rq.Generate(stack.client.new_id(), None, "hello>", rq.Sampling(3))
+    request = rq.Generate(stack.client.new_id(), None, "hello>", Sampling(3))
     with RawClient(stack.directory) as lost:
         lost.token = stack.client.token
         lost.send_request(request)
@@ -388,7 +389,7 @@ def test_an_intruder_at_the_engine_socket_can_not_send_output(stack: Stack, unha
     client, request_id = stack.client, stack.client.new_id()
     os.kill(stack.engine_pid, signal.SIGSTOP)
     try:
-        client.send_request(rq.Generate(request_id, WITNESS, "hello>", rq.Sampling(3)))
+        client.send_request(rq.Generate(request_id, WITNESS, "hello>", Sampling(3)))
         frames = [REPORTS.encode(rq.TokensStreamed(request_id, 0, (1,), "x"))]
         ended = [rp.GenerationEnded(op, "stop", 1, 0) for op in range(1, 2000)]
         frames += [REPORTS.encode(report, 0, report.op) for report in ended]

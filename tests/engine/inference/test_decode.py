@@ -18,7 +18,7 @@ from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
 from engine.models.kv_cache_layer import StaticKVLayer
 from engine.punica import PunicaWrapper
-from messages.requests import Sampling
+from messages.prompts import Sampling
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, GenerationBench
 from tests.support.engine.tape_capture import TapeCapture
 

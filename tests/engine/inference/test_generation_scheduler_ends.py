@@ -12,8 +12,9 @@ from engine.inference import output_cache
 from engine.models.causal_model import CausalModel
 from examples.tiny_recipe import BOS_ID
 from messages.errors import ErrorCode
+from messages.prompts import Prompt, Sampling
 from messages.reports import GenerationEnded
-from messages.requests import Prompt, Sampling, TokensStreamed
+from messages.requests import TokensStreamed
 from tests.support.engine.engine_examples import CONTEXT_TOKENS_MAX, VOCABULARY
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, SIXTEEN, GenerationBench
 

@@ -17,8 +17,8 @@ from engine.inference.image_prefetch import PREFETCHED_MAX
 from engine.jobs import FinishedJob
 from messages.errors import ErrorCode
 from messages.ids import OpId
+from messages.prompts import Sampling
 from messages.reports import GenerationEnded, OperationFailed
-from messages.requests import Sampling
 from tests.support.engine.image_bench import EVERY_KIND, ImageBench, PeftReference, PromptRow
 from tests.support.models.image_examples import image_prompt, picture
 

@@ -9,7 +9,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelRefused
 from engine.models.loading import load_model
 from engine.punica import MappingType
-from messages.requests import Sampling
+from messages.prompts import Sampling
 from tests.support.engine.image_bench import (
     EVERY_KIND,
     EVERYWHERE,

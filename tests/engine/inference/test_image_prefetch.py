@@ -21,8 +21,8 @@ from engine.models.vision.image_inputs import ImageInputs
 from engine.worker.engine import Engine
 from messages.commands import StartGeneration, StopGeneration
 from messages.ids import OpId
+from messages.prompts import IllustratedPrompt, Sampling
 from messages.reports import GenerationEnded, Report
-from messages.requests import IllustratedPrompt, Sampling
 from tests.support.engine.image_bench import LORA
 from tests.support.models.image_examples import build_with_processor, image_prompt, picture
 from tests.support.waiting import HANG_S

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.inference.sampler import Sampler
-from messages.requests import Sampling
+from messages.prompts import Sampling
 
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2]))
 

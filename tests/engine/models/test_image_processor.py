@@ -14,7 +14,7 @@ from engine.models.causal_model import CausalModel
 from engine.models.image_processor import load_processor
 from engine.models.loading import load_model
 from engine.models.tokenization import CHARACTERS_PER_TOKEN_MAX, prompt_tokens
-from messages.requests import IllustratedPrompt
+from messages.prompts import IllustratedPrompt
 from tests.support.engine.image_bench import KINDS
 from tests.support.models.image_examples import (
     IMAGE_MODELS,

@@ -15,7 +15,7 @@ from controller.shell.access.keys import KeyStore
 from messages import commands as cm
 from messages import reports as rp
 from messages import requests
-from messages.requests import Sampling
+from messages.prompts import Sampling
 from messages.wire import COMMANDS, REPORTS, DecodedFrame
 from tests.support.engine.engine_examples import ADAPTERS
 from tests.support.simulation.key_examples import engine_arguments

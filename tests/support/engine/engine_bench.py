@@ -12,7 +12,7 @@ from messages import reports as rp
 from messages import requests
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT, PINNED
-from messages.requests import Sampling
+from messages.prompts import Sampling
 from tests.support.waiting import PAUSE_S, wait_until
 
 PROMPT = (72, 101, 108, 108, 111)

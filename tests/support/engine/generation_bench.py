@@ -17,8 +17,9 @@ from engine.punica import PunicaWrapper
 from engine.residency.staging import stage
 from messages.commands import StartGeneration
 from messages.ids import OpId
+from messages.prompts import Prompt, Sampling
 from messages.reports import GenerationEnded, OperationFailed
-from messages.requests import Prompt, Sampling, TokensStreamed
+from messages.requests import TokensStreamed
 from tests.support.engine.engine_examples import ADAPTERS
 
 NAMES = tuple(ADAPTERS)

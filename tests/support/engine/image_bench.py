@@ -28,7 +28,7 @@ from engine.parallel import SINGLE, ParallelGroup
 from engine.punica import LoRAMapping
 from engine.residency.staging import stage
 from messages.ids import OpId
-from messages.requests import Prompt
+from messages.prompts import Prompt
 from tests.support.engine.generation_bench import SchedulerDriver
 from tests.support.models.image_examples import IMAGE_MODELS, build_with_processor, image_prompt
 from tests.support.models.image_text_examples import KINDS as FIRST_KINDS

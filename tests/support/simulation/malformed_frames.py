@@ -6,6 +6,7 @@ Each violates the format in one place and would be valid without that.
 from messages import reports as rp
 from messages import requests as rq
 from messages.errors import ErrorCode
+from messages.prompts import IllustratedPrompt, Sampling
 from messages.wire import FRAME_BYTES_MAX, REPLIES, REPORTS, REQUESTS
 
 NAMES = ("..", "a..b", ".", "", "a/b", "/etc", "a\n", "a\0", "a b", "ä", "x" * 129)
@@ -38,20 +39,18 @@ FRAMES: dict[str, tuple[bytes, ...]] = {
     "two megabytes of prompt": (_frame(rq.Generate("x", None, "p" * (2 << 20))),),
     "two megabytes of nothing": (bytes(2 * FRAME_BYTES_MAX),),
     "two megabytes of an image to embed": (
-        _frame(rq.Embed("x", None, (rq.IllustratedPrompt("i", (bytes(2 << 20),)),))),
+        _frame(rq.Embed("x", None, (IllustratedPrompt("i", (bytes(2 << 20),)),))),
     ),
-    "an image to classify": (
-        _frame(rq.Classify("x", None, (rq.IllustratedPrompt("i", (b"x",)),))),
-    ),
+    "an image to classify": (_frame(rq.Classify("x", None, (IllustratedPrompt("i", (b"x",)),))),),
     "more images than may be": (
-        _frame(rq.Generate("x", None, rq.IllustratedPrompt("i", (b"x",) * 17))),
+        _frame(rq.Generate("x", None, IllustratedPrompt("i", (b"x",) * 17))),
     ),
     "an id with a newline": (_frame(rq.ShowStatus("a\nb")),),
     "an id that is too long": (_frame(rq.ShowStatus("x" * 65)),),
     "an endless timeout": (_frame(rq.StageAdapter("x", "caesar", "", 2**40)),),
     "an empty batch": (_frame(rq.ActivateBatch("x", ())),),
     "a negative place": (_frame(rq.FetchEvents("x", -1)),),
-    "no temperature": (_frame(rq.Generate("x", None, "p", rq.Sampling(temperature=float("nan")))),),
+    "no temperature": (_frame(rq.Generate("x", None, "p", Sampling(temperature=float("nan")))),),
     **{f"a name {name[:4]!r}": (_frame(rq.LoadAdapter("x", name, "caesar")),) for name in NAMES},
 }
 

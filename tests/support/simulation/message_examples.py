@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import NAME_PATTERN, REQUEST_PATTERN
+from messages.prompts import IllustratedPrompt, Sampling
 from messages.records import (
     ControllerStarted,
     EngineLost,
@@ -62,7 +63,7 @@ _HELD = reports.InventoryAdapter(
     host_bytes=4096,
     blob_bytes=8192,
 )
-_SAMPLING = requests.Sampling(64, 0.75, 40, 0.9, 12345, ("\n\n", "###"))
+_SAMPLING = Sampling(64, 0.75, 40, 0.9, 12345, ("\n\n", "###"))
 
 EXAMPLES: dict[type, Any] = {
     type(message): message
@@ -182,7 +183,7 @@ EXAMPLES: dict[type, Any] = {
     )
 }
 
-_ILLUSTRATED = requests.IllustratedPrompt("<image> Grüße <image>", (b"\x89PNG\r\n", b"\xff\xd8"))
+_ILLUSTRATED = IllustratedPrompt("<image> Grüße <image>", (b"\x89PNG\r\n", b"\xff\xd8"))
 VARIANTS: dict[str, Any] = {
     "request/Generate with images": requests.Generate(
         "r-18", "tenant-17", _ILLUSTRATED, _SAMPLING, 60_000

@@ -14,7 +14,7 @@ from PIL import Image
 from engine.errors import RequestRefused
 from engine.models.vision import decoding
 from engine.models.vision.decoding import FORMATS, PIXELS_MAX, SIDE_MAX, open_image, open_images
-from messages.requests import IMAGE_BYTES_MAX
+from messages.prompts import IMAGE_BYTES_MAX
 from tests.support.models.image_examples import picture, png
 
 NOISE = picture(7, 5, 3)

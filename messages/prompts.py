@@ -1,0 +1,51 @@
+"""What a client wants continued, embedded or classified, and how tokens are sampled.
+
+Prompts and inputs are never logged.
+"""
+
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from messages.base import Value
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Text = Annotated[str, Meta(max_length=1_000_000)]
+TextPrompt = Text | Annotated[tuple[TokenId, ...], Meta(max_length=262_144)]
+Inputs = Annotated[tuple[TextPrompt, ...], Meta(min_length=1, max_length=2048)]
+
+IMAGE_BYTES_MAX: Final = 8 << 20
+"""Bound on the size of an image file, in bytes: a camera's photograph fits."""
+
+IMAGES_MAX: Final = 16
+"""Bound on the number of images of a prompt."""
+
+IMAGES_BYTES_MAX: Final = 32 << 20
+"""Bound on the size of all images of a prompt together, in bytes."""
+
+Image = Annotated[bytes, Meta(min_length=1, max_length=IMAGE_BYTES_MAX)]
+"""The bytes of an image file (PNG, JPEG, ...); the engine decides which formats it reads."""
+
+
+class IllustratedPrompt(Value, frozen=True, array_like=False):
+    """A text with images: `text` has the model's placeholder once per image, in their order."""
+
+    # Encoded as a map, to distinguish it from token ids, which are an array.
+    text: Text
+    images: Annotated[tuple[Image, ...], Meta(min_length=1, max_length=IMAGES_MAX)]
+
+
+Prompt = TextPrompt | IllustratedPrompt
+
+
+class Sampling(Value, frozen=True):
+    """Sampling parameters; temperature 0 is greedy, top_k 0 and top_p 1 do not filter."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 128
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    stop: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)
+    ] = ()
