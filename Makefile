@@ -5,15 +5,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ONLY   ?=
-SEED   ?= 0
+SEED   ?=
+N      ?= 20000
 STEPS  ?= 200
 DIR    ?= .loradock-demo
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences test check bench gpu replay sim diagrams supported clean
+.PHONY: help setup demo sentences test check bench gpu replay sim sim-bugs histories diagrams supported clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -49,9 +50,15 @@ gpu: $(STAMP)  ## run the tests and benchmarks that need a CUDA device
 replay: $(STAMP)  ## replay the demo's log and compare its digests (DIR=...)
 	$(BIN)/loradock --dir $(DIR) replay
 
-sim: $(STAMP)  ## run the core through long random histories (SEED=1 STEPS=500)
+sim: $(STAMP)  ## run simulated schedules with faults (SEED=7 repeats one; N=1000000)
+	$(BIN)/python -m tests.support.campaign $(if $(SEED),--seed $(SEED)) --count $(N) --steps $(STEPS)
+
+sim-bugs: $(STAMP)  ## plant each bug, and print which check of the simulation finds it
+	$(BIN)/python -m tests.support.campaign --bugs --count 3000
+
+histories: $(STAMP)  ## run the core through long random histories (STEPS=500)
 	LORADOCK_SIM_EXAMPLES=2000 LORADOCK_SIM_STEPS=$(STEPS) \
-	  $(BIN)/python -m pytest tests/controller/core/test_controller.py --hypothesis-seed=$(SEED) -p no:xdist
+	  $(BIN)/python -m pytest tests/controller/core/test_controller.py -p no:xdist
 
 diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 	$(BIN)/python -m controller.shell.diagrams ARCHITECTURE.md

@@ -17,6 +17,8 @@ CLOCK_USERS: Final = frozenset(
     {
         # The bound on a run that hangs.
         "tests/support/waiting.py",
+        # The clocks of a simulated machine.
+        "tests/support/campaign/machine.py",
         # Stand-ins send beats at intervals.
         "tests/support/simulation/shell_examples.py",
         "tests/support/simulation/standin_controller.py",

@@ -1,6 +1,6 @@
 """Random histories of the core: requests, reports, losses and restarts in any order.
 
-The same machine runs longer with LORADOCK_SIM_EXAMPLES and LORADOCK_SIM_STEPS set (`make sim`).
+`make histories` runs the same machine longer, with LORADOCK_SIM_EXAMPLES and LORADOCK_SIM_STEPS.
 Hypothesis prints the smallest failing history and the seed that repeats it.
 """
 

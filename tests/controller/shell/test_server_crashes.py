@@ -1,13 +1,15 @@
-"""200 real SIGKILLs of a controller under load, with a real engine that keeps running.
+"""300 disturbances of a controller under load, with a real engine that keeps running.
 
-Each request increments an adapter's `uses` exactly once, at any moment of a kill. Their sum over
-the adapters is the number of acknowledged requests: a smaller sum is a lost request, a larger one a
-request that was applied twice.
+A disturbance is a SIGKILL, a SIGSTOP of controller or engine for some time, or a step of the wall
+clock by up to an hour. Each request increments an adapter's `uses` exactly once, at any moment of
+any of them. Their sum over the adapters is the number of acknowledged requests: a smaller sum is a
+lost request, a larger one a request that was applied twice.
 """
 
 import asyncio
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,9 +20,12 @@ from controller.log.replay import replay
 from controller.log.segments import verify
 from messages.requests import StatusShown
 from tests.support.parallel.processes import ADAPTERS, ROOT, ControllerProcess, controller, engine
+from tests.support.parallel.stepped_controller import SteppedClock
 from tests.support.waiting import HANG_S
 
-KILLS = int(os.environ.get("LORADOCK_KILLS", "200"))
+DISTURBANCES = int(os.environ.get("LORADOCK_DISTURBANCES", "300"))
+CLOCK_STEP_NS_MAX = 3_600_000_000_000
+PAUSE_S_MAX = 0.1
 CLIENTS = 6
 SEED = int(os.environ.get("LORADOCK_SEED", "1"))
 
@@ -66,22 +71,56 @@ class Load:
         self.acknowledged += 1
 
 
-async def _crash_under_load(directory: Path, process: ControllerProcess) -> tuple[Load, list[int]]:
+class Disturbances:
+    """Chooses and makes disturbances of the two processes; three of five are kills."""
+
+    def __init__(self, process: ControllerProcess, engine_pid: int, clock: SteppedClock) -> None:
+        self.counts = dict.fromkeys(("kill", "pause", "step"), 0)
+        self._process = process
+        self._engine_pid = engine_pid
+        self._clock = clock
+        self._rng = random.Random(SEED)
+
+    @property
+    def requests_before_next(self) -> int:
+        """The number of acknowledgements to wait for."""
+        return self._rng.randrange(1, 12)
+
+    async def make(self) -> None:
+        # It may come at any moment after an acknowledgement.
+        await asyncio.sleep(self._rng.random() * 0.01)
+        kind = self._rng.choice(("kill", "kill", "kill", "pause", "step"))
+        self.counts[kind] += 1
+        match kind:
+            case "kill":
+                self._process.kill()
+                self._process.start()
+            case "pause":
+                await self._pause()
+            case "step":
+                self._clock.step(self._rng.randint(-CLOCK_STEP_NS_MAX, CLOCK_STEP_NS_MAX))
+
+    async def _pause(self) -> None:
+        pid = self._rng.choice((self._process.pid, self._engine_pid))
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(self._rng.random() * PAUSE_S_MAX)
+        os.kill(pid, signal.SIGCONT)
+
+
+async def _disturb_under_load(
+    directory: Path, disturbances: Disturbances
+) -> tuple[Load, list[int], StatusShown]:
     load = Load(directory)
-    rng = random.Random(SEED)
     async with _client(directory) as client:
         await asyncio.gather(*(client.load(name) for name in ADAPTERS))
         load.uses += len(ADAPTERS)
         tasks = [asyncio.create_task(load.run(number)) for number in range(CLIENTS)]
-        for _ in range(KILLS):
-            goal = load.acknowledged + rng.randrange(1, 12)
+        for _ in range(DISTURBANCES):
+            goal = load.acknowledged + disturbances.requests_before_next
             while load.acknowledged < goal:
                 _raise_first(tasks)
                 await asyncio.sleep(0.001)
-            # The kill may come at any moment after an acknowledgement.
-            await asyncio.sleep(rng.random() * 0.01)
-            process.kill()
-            process.start()
+            await disturbances.make()
         load.running = False
         await asyncio.gather(*tasks)
         listed, status = await client.list(), await client.status()
@@ -94,16 +133,19 @@ def _raise_first(tasks: list["asyncio.Task[None]"]) -> None:
             task.result()
 
 
-def test_kills_lose_no_request_and_repeat_none(tmp_path: Path) -> None:
-    print(f"LORADOCK_SEED={SEED} LORADOCK_KILLS={KILLS}")
-    directory = tmp_path / "d"
+def test_disturbances_lose_no_request_and_repeat_none(tmp_path: Path) -> None:
+    print(f"LORADOCK_SEED={SEED} LORADOCK_DISTURBANCES={DISTURBANCES}")
+    directory, offset = tmp_path / "d", tmp_path / "offset"
     directory.mkdir()
-    with controller(directory) as process, engine(directory):
-        load, uses, status = asyncio.run(_crash_under_load(directory, process))
+    clock = SteppedClock(offset)
+    with controller(directory, offset) as process, engine(directory) as engine_process:
+        disturbances = Disturbances(process, engine_process.pid, clock)
+        load, uses, status = asyncio.run(_disturb_under_load(directory, disturbances))
         assert process.stop() == 0
     assert sum(uses) == load.uses
-    assert load.acknowledged >= KILLS
+    assert load.acknowledged >= DISTURBANCES
     assert status.epoch
+    assert DISTURBANCES < 30 or min(disturbances.counts.values()) > 0
     _assert_replays_equal(directory, status)
 
 

@@ -38,8 +38,13 @@ class ControllerProcess:
 
     def __init__(self, directory: Path, limits: Limits = LIMITS, **options: object) -> None:
         self._config = ServerConfig(str(directory), limits, **options)
+        self._module = ["controller.shell.process"]
         self._errors = directory.with_suffix(".controller.log")
         self._process: subprocess.Popen[bytes] | None = None
+
+    def use_clock(self, offset: Path) -> None:
+        """Run the next processes with the wall clock whose error is in the file `offset`."""
+        self._module = ["tests.support.parallel.stepped_controller", str(offset)]
 
     @property
     def pid(self) -> int:
@@ -49,7 +54,7 @@ class ControllerProcess:
         config = msgspec.json.encode(self._config).decode()
         with self._errors.open("ab") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "controller.shell.process", config],
+                [sys.executable, "-m", *self._module, config],
                 cwd=ROOT,
                 stdout=errors,
                 stderr=errors,
@@ -71,8 +76,12 @@ class ControllerProcess:
 
 
 @contextmanager
-def controller(directory: Path, **options: object) -> Iterator[ControllerProcess]:
+def controller(
+    directory: Path, clock_offset: Path | None = None, **options: object
+) -> Iterator[ControllerProcess]:
     process = ControllerProcess(directory, **options)
+    if clock_offset is not None:
+        process.use_clock(clock_offset)
     process.start()
     try:
         yield process

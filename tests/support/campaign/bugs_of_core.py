@@ -1,0 +1,111 @@
+"""Planted bugs of the core."""
+
+import heapq
+from typing import Any
+
+from controller.core import capacity, deadlines, engine_lifecycle, leases, report_handlers
+from controller.core.context import Context
+from controller.core.tables.answer_windows import AnswerWindows
+from tests.support.campaign.bug_registry import Replacement, bug, nothing
+
+
+@bug
+def slot_granted_twice() -> Replacement:
+    original = capacity.enter
+
+    def enter(context: Any, adapter: Any, tier: Any) -> None:
+        original(context, adapter, tier)
+        if tier == "device":
+            heapq.heappush(context.world.free_slots, adapter.slot)
+
+    return capacity, "enter", enter
+
+
+@bug
+def generation_used_twice() -> Replacement:
+    original = capacity.enter
+
+    def enter(context: Any, adapter: Any, tier: Any) -> None:
+        original(context, adapter, tier)
+        context.world.next_generation = max(2, context.world.next_generation - 1)
+
+    return capacity, "enter", enter
+
+
+@bug
+def lease_forgotten() -> Replacement:
+    def lease(context: Any, pending: Any) -> Any:
+        adapters = tuple(context.world.adapters[adapter_id] for adapter_id in pending.adapters)
+        for adapter in adapters:
+            adapter.leases += 0
+        return adapters
+
+    return leases, "lease", lease
+
+
+@bug
+def hold_ignored() -> Replacement:
+    original = capacity._candidates
+
+    def candidates(context: Any, *arguments: Any) -> Any:
+        held = [context.world.adapters[a] for a in context.world.held]
+        for adapter in held:
+            adapter.held = False
+        found = list(original(context, *arguments))
+        for adapter in held:
+            adapter.held = True
+        return iter(found)
+
+    return capacity, "_candidates", candidates
+
+
+@bug
+def device_bytes_not_charged() -> Replacement:
+    original = capacity.charge
+
+    def charge(context: Any, adapter: Any, tier: Any) -> None:
+        if tier != "device":
+            original(context, adapter, tier)
+
+    return capacity, "charge", charge
+
+
+@bug
+def answers_not_kept() -> Replacement:
+    return AnswerWindows, "add", nothing
+
+
+@bug
+def late_report_ignored() -> Replacement:
+    original = report_handlers._move_adapter
+
+    def move_adapter(context: Any, operation: Any, report: Any) -> None:
+        if not operation.overdue:
+            original(context, operation, report)
+
+    return report_handlers, "_move_adapter", move_adapter
+
+
+@bug
+def timer_not_set() -> Replacement:
+    return deadlines, "set_timer", nothing
+
+
+@bug
+def lost_adapters_kept() -> Replacement:
+    return engine_lifecycle, "mark_lost", nothing
+
+
+@bug
+def contradictory_inventory_accepted() -> Replacement:
+    return engine_lifecycle, "contradiction", nothing
+
+
+@bug
+def lost_operations_not_repeated() -> Replacement:
+    return engine_lifecycle, "_discard_lost", nothing
+
+
+@bug
+def changed_entry_not_hashed() -> Replacement:
+    return Context, "mark_changed", nothing

@@ -1,0 +1,138 @@
+"""Planted bugs of the log, the disk and snapshots."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from controller.log import format as log_format
+from controller.log import snapshots
+from controller.log.event_files import EventWriter
+from controller.log.format import LogFull, LogSyncFailed
+from controller.log.writer import Log
+from tests.support.campaign.bug_registry import Replacement, bug, nothing
+from tests.support.campaign.disk import SimulatedDisk
+
+
+@bug
+def acknowledge_before_sync() -> Replacement:
+    def sync(self: Log) -> None:
+        self._has_unsynced = False
+
+    return Log, "sync", sync
+
+
+class _EqualToAll(bytes):
+    """A checksum that equals every other one."""
+
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, _other: object) -> bool:
+        return True
+
+    def __ne__(self, _other: object) -> bool:
+        return False
+
+
+@bug
+def checksum_not_compared() -> Replacement:
+    digest = log_format._digest
+    return log_format, "_digest", lambda data: _EqualToAll(digest(data))
+
+
+@bug
+def torn_tail_kept() -> Replacement:
+    original = Log._continue_segment
+
+    def continue_segment(self: Log, *arguments: Any) -> None:
+        with mock.patch.object(SimulatedDisk, "cut", nothing):
+            original(self, *arguments)
+
+    return Log, "_continue_segment", continue_segment
+
+
+@bug
+def refused_group_kept_in_file() -> Replacement:
+    return Log, "_cut_group", lambda _self, reason: LogFull(reason)
+
+
+@bug
+def failed_sync_ignored() -> Replacement:
+    original = Log.sync
+
+    def sync(self: Log) -> None:
+        try:
+            original(self)
+        except LogSyncFailed:
+            self._failed, self._has_unsynced = "", False
+
+    return Log, "sync", sync
+
+
+@bug
+def full_disk_ignored() -> Replacement:
+    original = Log.append
+
+    def append(self: Log, *arguments: Any) -> int:
+        try:
+            return original(self, *arguments)
+        except LogFull:
+            return self.next_seq - 1
+
+    return Log, "append", append
+
+
+@bug
+def names_not_synced() -> Replacement:
+    original = SimulatedDisk.sync
+
+    def sync(self: SimulatedDisk, fd: int) -> None:
+        if not isinstance(self._open[fd], Path):
+            original(self, fd)
+
+    return SimulatedDisk, "sync", sync
+
+
+@bug
+def group_logged_in_another_order() -> Replacement:
+    original = Log.append
+
+    def append(self: Log, records: Any, epoch: int) -> int:
+        return original(self, list(reversed(records)), epoch)
+
+    return Log, "append", append
+
+
+def _forget_in_snapshot(field: str, empty: Callable[[], Any]) -> Replacement:
+    original = snapshots.encode_world
+
+    def encode_world(world: Any) -> bytes:
+        with mock.patch.object(world, field, empty()):
+            return original(world)
+
+    return snapshots, "encode_world", encode_world
+
+
+@bug
+def deadlines_not_in_snapshot() -> Replacement:
+    return _forget_in_snapshot("deadlines", list)
+
+
+@bug
+def lowered_goals_not_in_snapshot() -> Replacement:
+    return _forget_in_snapshot("demoting", dict)
+
+
+@bug
+def holds_not_in_snapshot() -> Replacement:
+    return _forget_in_snapshot("held", dict)
+
+
+@bug
+def events_of_snapshot_skipped() -> Replacement:
+    original = EventWriter.add
+
+    def add(self: EventWriter, events: Any) -> None:
+        original(self, [event for event in events if event.seq % 7])
+
+    return EventWriter, "add", add

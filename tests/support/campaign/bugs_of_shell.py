@@ -1,0 +1,162 @@
+"""Planted bugs of the shell, the engine link and the client library."""
+
+from typing import Any
+from unittest import mock
+
+from controller.client.calls import ClientCall
+from controller.client.streams import EventCursor
+from controller.shell import server as server_module
+from controller.shell.clients.client_table import ClientTable
+from controller.shell.clients.payloads import Payloads
+from controller.shell.engine_link import EngineLink
+from controller.shell.event_stream import EventStream
+from controller.shell.logical_clock import LogicalClock
+from controller.shell.server import Server
+from engine.worker.controller_link import ControllerLink
+from engine.worker.seen_operations import SeenOperations
+from messages import commands
+from tests.support.campaign.bug_registry import Replacement, bug
+
+
+@bug
+def event_skipped() -> Replacement:
+    original = EventStream.add
+
+    def add(self: EventStream, event: Any) -> None:
+        if event.seq % 7:
+            original(self, event)
+
+    return EventStream, "add", add
+
+
+@bug
+def engine_loss_ignored() -> Replacement:
+    return Server, "_engine_losses", lambda *_: []
+
+
+@bug
+def epoch_used_twice() -> Replacement:
+    def first_start(*numbers: int) -> int:
+        largest = max(numbers)
+        return 1_700_000_000 if largest > 1_000_000_000 else largest
+
+    return server_module, "max", first_start
+
+
+@bug
+def lost_payload_not_recorded() -> Replacement:
+    original = Server._send_command
+
+    def send_command(self: Server, action: Any) -> None:
+        command = action.message
+        is_inference = isinstance(command, commands.StartInference)
+        if not is_inference or self._sessions.with_payload(command) is not None:
+            original(self, action)
+
+    return Server, "_send_command", send_command
+
+
+@bug
+def recorded_time_jumps() -> Replacement:
+    return LogicalClock, "now_ns", LogicalClock.wall_ns
+
+
+@bug
+def prompts_exchanged() -> Replacement:
+    original = Payloads.complete
+
+    def complete(self: Payloads, command: Any) -> Any:
+        if command.request_id not in self._by_id:
+            return None
+        another = next(iter(self._by_id.values()))
+        with mock.patch.dict(self._by_id, {command.request_id: another}):
+            exchanged = original(self, command)
+        return exchanged or original(self, command)
+
+    return Payloads, "complete", complete
+
+
+@bug
+def answer_sent_to_another_client() -> Replacement:
+    original = ClientTable.route_of
+
+    def route_of(self: ClientTable, name: str) -> bytes | None:
+        return original(self, next(iter(self._by_name), name))
+
+    return ClientTable, "route_of", route_of
+
+
+@bug
+def report_acknowledged_before_log() -> Replacement:
+    def forget_unlogged(self: EngineLink, _now_ns: int) -> None:
+        self._logged = self._delivered
+
+    return EngineLink, "forget_unlogged", forget_unlogged
+
+
+@bug
+def overtaken_inventory_accepted() -> Replacement:
+    original = EngineLink._on_inventory
+
+    def on_inventory(self: EngineLink, _answers: int, *arguments: Any) -> None:
+        original(self, 1 << 60, *arguments)
+
+    return EngineLink, "_on_inventory", on_inventory
+
+
+@bug
+def command_gap_ignored() -> Replacement:
+    original = ControllerLink.accept
+
+    def accept(self: ControllerLink, frame: Any) -> bool:
+        needed = self.needs_sync
+        accepted = original(self, frame)
+        if not isinstance(frame.message, commands.RequestInventory):
+            self.needs_sync = needed
+        return accepted
+
+    return ControllerLink, "accept", accept
+
+
+@bug
+def new_epoch_not_adopted() -> Replacement:
+    original = ControllerLink.accept
+
+    def accept(self: ControllerLink, frame: Any) -> bool:
+        before = self.epoch
+        accepted = original(self, frame)
+        self.epoch = before or self.epoch
+        return accepted
+
+    return ControllerLink, "accept", accept
+
+
+@bug
+def operation_executed_twice() -> Replacement:
+    return SeenOperations, "add", lambda *_: True
+
+
+@bug
+def repetition_with_another_id() -> Replacement:
+    original = ClientCall.next_body
+
+    def next_body(self: ClientCall, now: float) -> bytes | None:
+        was_sent = self.sent
+        body = original(self, now)
+        if body is None or not was_sent:
+            return body
+        request_id = self.request_id.encode()
+        return body.replace(request_id, b"~" * len(request_id), 1)
+
+    return ClientCall, "next_body", next_body
+
+
+@bug
+def cursor_accepts_gaps() -> Replacement:
+    def append(self: EventCursor, batch: Any) -> None:
+        for published in batch:
+            if published.seq >= self.next_seq:
+                self.ready.append(published)
+                self.next_seq = published.seq + 1
+
+    return EventCursor, "_append", append
