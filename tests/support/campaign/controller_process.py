@@ -9,6 +9,7 @@ from controller.core.limits import RULES, limits_to
 from controller.core.world import World
 from controller.log.format import LogError
 from controller.log.writer import Log
+from controller.shell.access.permissions import LOCAL_ONLY
 from controller.shell.config import ServerConfig
 from controller.shell.server import Server, SupervisorLink
 from messages.records import FORMAT, Header
@@ -20,8 +21,6 @@ from tests.support.campaign.scheduler import Scheduler, Wakeup
 
 DIRECTORY: Final = Path("/loradock")
 LOG_DIRECTORY: Final = DIRECTORY / "log"
-USER: Final[tuple[str, ...]] = ()
-"""The key of a client on this machine, as the transport yields it."""
 
 
 class SimulatedTransport:
@@ -30,7 +29,8 @@ class SimulatedTransport:
     def __init__(
         self, on_reply: Callable[[bytes, bytes], None], on_events: Callable[[bytes], None]
     ):
-        self.requests: deque[Any] = deque()
+        self.access = LOCAL_ONLY
+        self.requests: deque[tuple[bytes, str, bytes]] = deque()
         self.reports: deque[tuple[bytes, bytes]] = deque()
         self.clients: dict[bytes, Link] = {}
         self.engines: dict[bytes, Link] = {}
@@ -49,7 +49,7 @@ class SimulatedTransport:
     def poll(self, _timeout_ms: int) -> set[int]:
         return {fd for fd in self._watched if MACHINE.is_ready(fd)}
 
-    def receive_requests(self) -> Iterator[Any]:
+    def receive_requests(self) -> Iterator[tuple[bytes, str, bytes]]:
         while self.requests:
             yield self.requests.popleft()
 

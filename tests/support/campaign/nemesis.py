@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from messages import reports, requests
-from tests.support.campaign.controller_process import USER
 from tests.support.campaign.machine import MACHINE, MS, POISON_PATH, SECOND
 from tests.support.campaign.network import LinkFaults
 from tests.support.campaign.simulation import NAMES, Simulation, random_limits
@@ -154,7 +153,7 @@ class Nemesis:
         transport = self._simulation.controller.transport
         if transport is not None:
             frame = self._rng.randbytes(self._rng.randrange(60))
-            transport.requests.append((b"malformed", *USER, frame))
+            transport.requests.append((b"malformed", "", frame))
             self._simulation.controller.wakeup.request(0)
 
     def poison(self) -> None:

@@ -21,7 +21,6 @@ from tests.support.campaign.client_process import ClientProcess, Subscriber
 from tests.support.campaign.controller_process import (
     DIRECTORY,
     LOG_DIRECTORY,
-    USER,
     ControllerProcess,
     SimulatedTransport,
 )
@@ -312,7 +311,7 @@ class Simulation:
             transport = self.controller.transport
             if transport is not None:
                 self.scheduler.note("request", frame)
-                transport.requests.append((route, *USER, frame))
+                transport.requests.append((route, "", frame))
                 self.controller.wakeup.request(0)
 
         def to_client(frame: bytes) -> None:
