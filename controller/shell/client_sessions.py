@@ -21,6 +21,7 @@ from controller.shell.clients.outbox import Outbox, Send
 from controller.shell.clients.payloads import PAYLOAD_BYTES_MAX, Payloads
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.event_stream import EventStream
+from controller.shell.query_budget import QueryBudget
 from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
 from controller.shell.snapshot_process import LogFacts
 from messages import requests
@@ -32,9 +33,6 @@ from messages.reports import PrivateReport
 from messages.requests import LifecycleRequest, PrivateRequest
 from messages.scoped_ids import scoped
 from messages.wire import REQUESTS, WireError
-
-QUERIES_NS_MAX: Final = 2_000_000
-"""Bound on the time for queries per iteration of the main loop; the last one may exceed it."""
 
 REFUSALS: Final = WindowBounds(65_536, 256, 3_600_000_000_000)
 """Bounds on the unlogged refusals that are repeated: in all, per client, and nanoseconds."""
@@ -85,6 +83,7 @@ class ClientSessions:
         self._refusals = AnswerWindows[dict[RequestId, Answer]]({}, REFUSALS)
         self._resends: dict[RequestId, None] = {}
         self._queries: QueryQueue[tuple[str, requests.Query]] = QueryQueue()
+        self._budget = QueryBudget()
         self._group: list[ClientInput] = []
         self._group_clients: set[str] = set()
 
@@ -111,6 +110,8 @@ class ClientSessions:
         """Return and clear the inputs for the log; call it once per group, before logging it."""
         group, self._group = self._group, []
         self._group_clients.clear()
+        if group:
+            self._budget.note_request(time.monotonic_ns())
         return group
 
     def _receive(self, client: Client, message: LifecycleRequest | PrivateRequest) -> None:
@@ -263,17 +264,18 @@ class ClientSessions:
 
         Called after an iteration's inputs, so a client reads its own writes.
         """
-        until = time.monotonic_ns() + QUERIES_NS_MAX
+        if not self._queries or not self._budget.begin(time.monotonic_ns()):
+            return
         while self._queries:
             client, (user, message) = self._queries.take()
             self._answer_query(client, user, message)
-            if time.monotonic_ns() >= until:
-                return
+            if self._budget.is_over(time.monotonic_ns()):
+                break
+        self._budget.end(time.monotonic_ns())
 
-    @property
-    def has_queries(self) -> bool:
-        """Whether queries wait for the next iteration."""
-        return bool(self._queries)
+    def queries_wait_ns(self, now_ns: int) -> int | None:
+        """Return when waiting queries are answered, from now on; None if none wait."""
+        return self._budget.wait_ns(now_ns) if self._queries else None
 
     def _answer_query(self, route: bytes, user: str, message: requests.Query) -> None:
         world, add = self._controller.world, self._outbox.add

@@ -170,10 +170,11 @@ class Server:
         log.info("started", epoch=epoch, seq=world.seq, adapters=len(world.adapters))
 
     def _timeout_ms(self) -> int:
-        if self._sessions.has_queries:
-            return 0
         now = time.monotonic_ns()
         left = (self._log_retry_ns if self._pending else self._beat_ns + BEAT_INTERVAL_NS) - now
+        queries_ns = self._sessions.queries_wait_ns(now)
+        if queries_ns is not None:
+            left = min(left, queries_ns)
         left = min(left, self._published_ns + EVENTS_BEAT_NS - now)
         if self._timer_ns:
             left = min(left, self._timer_ns - self._clock.now_ns())

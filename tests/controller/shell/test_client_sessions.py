@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from controller.shell import client_sessions as sessions_module
+from controller.shell import query_budget
 from controller.shell.client_sessions import LOG_RETRY_MS, ClientInput
 from controller.shell.clients import payloads
 from controller.shell.clients.outbox import SHARED_BYTES_MAX
@@ -268,7 +268,7 @@ def test_a_payload_that_a_restart_lost_is_taken_from_a_repetition(bench: Session
 def test_queries_are_answered_after_the_inputs_and_never_logged(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions_module, "QUERIES_NS_MAX", 1 << 60)
+    monkeypatch.setattr(query_budget, "QUIET_SLICE_NS", 1 << 60)
     seq = bench.controller.world.seq
     assert bench.receive(rq.ShowStatus("s")) is None
     assert bench.receive(rq.ShowAdapter("a", "nobody"), b"other") is None
@@ -288,13 +288,13 @@ def test_queries_are_answered_after_the_inputs_and_never_logged(
 def test_between_two_answers_to_a_greedy_client_the_others_are_answered(
     bench: SessionBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions_module, "QUERIES_NS_MAX", 0)
+    monkeypatch.setattr(query_budget, "QUIET_SLICE_NS", 0)
     for number in range(QUERIES_PER_CLIENT_MAX):
         bench.receive(rq.ListAdapters(f"greedy-{number}"), b"greedy")
     for number in range(3):
         bench.receive(rq.ShowStatus(f"other-{number}"), b"other")
     order = []
-    while bench.sessions.has_queries:
+    while bench.sessions.queries_wait_ns(0) is not None:
         # Without time for queries, an iteration answers one.
         bench.sessions.answer_queries()
         [(client, _)] = bench.take_sent()
