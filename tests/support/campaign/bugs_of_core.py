@@ -3,7 +3,7 @@
 import heapq
 from typing import Any
 
-from controller.core import capacity, deadlines, engine_lifecycle, leases, report_handlers
+from controller.core import capacity, deadlines, engine_lifecycle, leases
 from controller.core.context import Context
 from controller.core.tables.answer_windows import AnswerWindows
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
@@ -73,17 +73,6 @@ def device_bytes_not_charged() -> Replacement:
 @bug
 def answers_not_kept() -> Replacement:
     return AnswerWindows, "add", nothing
-
-
-@bug
-def late_report_ignored() -> Replacement:
-    original = report_handlers._move_adapter
-
-    def move_adapter(context: Any, operation: Any, report: Any) -> None:
-        if not operation.overdue:
-            original(context, operation, report)
-
-    return report_handlers, "_move_adapter", move_adapter
 
 
 @bug

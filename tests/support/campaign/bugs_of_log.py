@@ -6,10 +6,12 @@ from typing import Any
 from unittest import mock
 
 from controller.log import format as log_format
+from controller.log import replay as log_replay
 from controller.log import snapshots
 from controller.log.event_files import EventWriter
 from controller.log.format import LogFull, LogSyncFailed
 from controller.log.writer import Log
+from controller.shell.input_handler import InputHandler
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 from tests.support.campaign.disk import SimulatedDisk
 
@@ -136,3 +138,13 @@ def events_of_snapshot_skipped() -> Replacement:
         original(self, [event for event in events if event.seq % 7])
 
     return EventWriter, "add", add
+
+
+@bug
+def skips_not_replayed() -> Replacement:
+    return log_replay, "skipped_inputs", lambda *_: frozenset()
+
+
+@bug
+def failed_input_not_undone() -> Replacement:
+    return InputHandler, "_rebuild", nothing

@@ -35,6 +35,11 @@ def engine_loss_ignored() -> Replacement:
 
 
 @bug
+def engine_never_restarted() -> Replacement:
+    return Server, "_restart_engine", nothing
+
+
+@bug
 def epoch_used_twice() -> Replacement:
     def first_start(*numbers: int) -> int:
         largest = max(numbers)

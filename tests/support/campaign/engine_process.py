@@ -65,11 +65,15 @@ class SimulatedProgress:
 
 
 class EngineConduct:
-    """How an engine behaves: durations of operations, and the probability that one fails."""
+    """How an engine behaves: durations of operations, and probabilities of failures.
+
+    An operation that is forgotten never ends.
+    """
 
     def __init__(self) -> None:
         self.duration_ns = 2 * MS
         self.failure = 0.0
+        self.forgetting = 0.0
         self.false_inventories = 0
 
 
@@ -109,6 +113,8 @@ class ModelledEngine:
             return
         if isinstance(command, commands.StartInference):
             self._begin_inference(command)
+        if self._conduct.forgetting and self._scheduler.rng.random() < self._conduct.forgetting:
+            return
         self._complete_later(command.op)
 
     def _begin_inference(self, command: commands.StartInference) -> None:

@@ -60,6 +60,7 @@ class Nemesis:
         simulation.disk.heal()
         conduct = simulation.conduct
         conduct.failure, conduct.duration_ns, conduct.false_inventories = 0.0, 2 * MS, 0
+        conduct.forgetting = 0.0
         MACHINE.hides_processes = False
         for name in NAMES:
             simulation.files.setdefault(name, Content(f"content of {name}", 10, 10))
@@ -127,6 +128,10 @@ class Nemesis:
 
     def failing_engine(self) -> None:
         self._simulation.conduct.failure = self._rng.choice((0.0, 0.3, 0.9))
+
+    def forgetful_engine(self) -> None:
+        """Let the engine never end some operations: it has to be restarted."""
+        self._simulation.conduct.forgetting = self._rng.choice((0.0, 0.1, 0.5))
 
     def false_reports(self) -> None:
         """Let the engine send a report that the controller has to refuse."""
@@ -259,7 +264,14 @@ _THEMES: Final = (
         *("fail_writes", "fill_disk", "flip_bit", "make_snapshot", "change_limits"),
     ],
     [
-        *("kill_engine", "hang_engine", "pause_engine", "slow_engine", "failing_engine"),
+        *(
+            "kill_engine",
+            "hang_engine",
+            "pause_engine",
+            "slow_engine",
+            "failing_engine",
+            "forgetful_engine",
+        ),
         *("false_reports", "cut_engine_connection", "partition_engine", "lossy_engine_link"),
         *("kill_controller", "pause_controller", "fill_disk"),
     ],
