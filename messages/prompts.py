@@ -38,8 +38,17 @@ class IllustratedPrompt(Value, frozen=True, array_like=False):
 Prompt = TextPrompt | IllustratedPrompt
 
 
+TokenBias = tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]]
+"""A token, and what is added to its logit."""
+
+
 class Sampling(Value, frozen=True):
-    """Sampling parameters; temperature 0 is greedy, top_k 0 and top_p 1 do not filter."""
+    """Sampling parameters; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 do not filter.
+
+    Penalties of 0 (`repetition_penalty`: 1) change nothing. `min_tokens`: tokens before the output
+    may end. `stop_token_ids` end the output as the model's own end tokens do, which `ignore_eos`
+    disables. `include_stop`: the stop string is part of the text.
+    """
 
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 128
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
@@ -49,3 +58,12 @@ class Sampling(Value, frozen=True):
     stop: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=16)
     ] = ()
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    logit_bias: Annotated[tuple[TokenBias, ...], Meta(max_length=1024)] = ()
+    min_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False

@@ -98,12 +98,12 @@ ROOMS: Final = (
     ),
     _package(
         "engine.models.vision",
-        "messages.requests engine engine.kernels engine.punica",
+        "messages.prompts messages.requests engine engine.kernels engine.punica",
         "torch transformers",
     ),
     _package(
         "engine.models",
-        "messages.requests engine engine.adapters engine.kernels engine.kernels.__init__ "
+        "messages.prompts messages.requests engine engine.adapters engine.kernels engine.kernels.__init__ "
         "engine.residency engine.punica engine.layers engine.models.vision",
         "msgspec torch transformers",
     ),

@@ -173,9 +173,9 @@ def generate(
     own placeholder once per image, in their order. Raises `Malformed` if a request can't hold the
     images.
 
-    `sampling` is `max_tokens`, `temperature`, `top_k`, `top_p`, `seed` and `stop`. With `attempts`
-    over 1, a retryable failure starts a new generation under a new id while no token has been
-    delivered; `text()` delivers all tokens at the end.
+    `sampling` is any of the fields of `messages.prompts.Sampling`. With `attempts` over 1, a
+    retryable failure starts a new generation under a new id while no token has been delivered;
+    `text()` delivers all tokens at the end.
     """
     return PreparedGeneration(prompt, adapter, images, timeout_s, attempts, sampling)
 

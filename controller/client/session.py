@@ -46,7 +46,7 @@ R = TypeVar("R")
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of `messages.requests.Sampling`, as keywords."""
+    """The fields of `messages.prompts.Sampling`, as keywords."""
 
     max_tokens: int
     temperature: float
@@ -54,6 +54,15 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     seed: int | None
     stop: tuple[str, ...]
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+    include_stop: bool
 
 
 def generate_request(prompt: Prompt, adapter: str | None, sampling: SamplingOptions) -> Generate:

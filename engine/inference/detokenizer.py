@@ -86,8 +86,10 @@ class StopFilter:
     that began first. So the result does not depend on how the text is divided.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], includes_stop: bool = False) -> None:
+        """`includes_stop`: the text ends after the stop string."""
         self._stops = stops
+        self._includes_stop = includes_stop
         self._pending = ""
         self.has_matched = False
 
@@ -100,7 +102,7 @@ class StopFilter:
         if matches:
             self.has_matched = True
             self._pending = ""
-            return text[: min(matches)[1]]
+            return text[: min(matches)[0 if self._includes_stop else 1]]
         shown = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
         self._pending = text[shown:]
         return text[:shown]

@@ -1,65 +1,149 @@
-"""Choice of the next tokens from logits: greedy, temperature, top-k and top-p.
+"""Choice of the next tokens from logits, for all rows of a batch in one pass on their device.
 
-A request with a seed draws the same tokens regardless of the rest of the batch.
+The order is that of vLLM: forbidden tokens and biases, penalties (`engine.inference.penalties`),
+temperature, min_p, top_k, top_p, draw. A request with a seed draws the same tokens regardless of
+the rest of the batch: each row is drawn by inverting its cumulative distribution at one number of
+the request's own random sequence.
 """
 
+import random
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from engine.inference.penalties import TokenHistory, adjust_logits
 from messages.prompts import Sampling
 
 NOT_FINITE: Final = -1
 """Stands for a token where a row's logits are not finite."""
 
+CANDIDATES: Final = 256
+"""The number of most likely tokens that are sorted first for top_p; more only where needed."""
+
+_CANDIDATES_GROWTH: Final = 8
+_CHUNK: Final = 1024
+# Division by a smaller temperature would make NaN of the maximum, which is 0.
+_TEMPERATURE_MIN: Final = 1e-37
+
 
 class Sampler:
-    """One request's choice of tokens; its random state advances with every draw."""
+    """One request's choice of tokens: its options, its random sequence and its earlier tokens.
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
-        self._random = torch.Generator()
-        if sampling.seed is None:
-            self._random.seed()
-        else:
-            self._random.manual_seed(sampling.seed)
+    `prompt`: the prompt's tokens. `end_ids`: tokens that end the output, forbidden before
+    `min_tokens`.
+    """
+
+    def __init__(
+        self, sampling: Sampling, prompt: Sequence[int] = (), end_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self.options: Final = sampling
+        self.history: Final = TokenHistory(sampling, prompt, end_ids)
+        self._random = random.Random(sampling.seed)  # noqa: S311 - repeatable on purpose
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always chosen."""
-        return self._sampling.temperature == 0.0
+        return self.options.temperature == 0.0
 
-    def draw(self, logits: Tensor) -> int:
-        """Draw a token; logits: [vocabulary], any dtype and device, no NaN, not all -inf."""
-        top = self._top_k(logits.double().cpu())
-        # The maximum is subtracted before the division, so that no small temperature overflows.
-        scaled = (top.values - top.values.max()) / self._sampling.temperature
-        index = torch.multinomial(self._top_p(scaled.softmax(0)), 1, generator=self._random)
-        return int(top.indices[index])
-
-    def _top_k(self, logits: Tensor) -> "torch.return_types.topk":
-        """Return the `top_k` largest logits, or all, largest first."""
-        count = self._sampling.top_k or len(logits)
-        return torch.topk(logits, min(count, len(logits)))
-
-    def _top_p(self, probabilities: Tensor) -> Tensor:
-        """Zero the tail that is not needed to reach `top_p`; probabilities: largest first."""
-        if self._sampling.top_p == 1.0:
-            return probabilities
-        before = probabilities.cumsum(0) - probabilities
-        return probabilities.masked_fill(before >= self._sampling.top_p, 0.0)
+    def uniform(self) -> float:
+        """Return the next number of the random sequence, from 0 to below 1."""
+        return self._random.random()
 
 
 def sample(samplers: Sequence[Sampler], logits: Tensor) -> list[int]:
-    """Return each row's next token, or `NOT_FINITE`; logits: [rows, vocabulary]."""
-    tokens: list[int] = logits.argmax(-1).tolist()
+    """Return each row's next token, or `NOT_FINITE`; logits: [rows, vocabulary], unchanged.
+
+    A row must allow at least one token: NaN and +inf anywhere, or -inf everywhere, are not finite.
+    """
+    scores = adjust_logits([sampler.history for sampler in samplers], logits)
     # NaN and +inf survive the maximum, which is -inf where every token is forbidden.
-    is_finite = logits.amax(-1).isfinite().tolist()
-    for row, sampler in enumerate(samplers):
-        if not is_finite[row]:
-            tokens[row] = NOT_FINITE
-        elif not sampler.is_greedy:
-            tokens[row] = sampler.draw(logits[row])
+    is_finite = scores.amax(-1).isfinite()
+    tokens = scores.argmax(-1)
+    rows = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
+    if rows:
+        own = scores[rows].to(torch.float32)
+        # Rows that are not finite are drawn from zeros instead, and marked below.
+        own.masked_fill_(~is_finite[rows, None], 0.0)
+        tokens[rows] = _draw([samplers[row] for row in rows], own)
+    chosen: list[int] = tokens.where(is_finite, NOT_FINITE).tolist()
+    return chosen
+
+
+def _draw(samplers: Sequence[Sampler], scores: Tensor) -> Tensor:
+    """Draw a token per row; scores: [rows, vocabulary] float32, overwritten."""
+    options = [sampler.options for sampler in samplers]
+    uniform = _column([sampler.uniform() for sampler in samplers], scores)
+    # The maximum is subtracted before the division, so that no small temperature overflows.
+    scores -= scores.amax(-1, keepdim=True)
+    temperatures = [max(one.temperature, _TEMPERATURE_MIN) for one in options]
+    weights = scores.div_(_column(temperatures, scores).float()).exp_()
+    if any(one.min_p for one in options):
+        # The largest weight is 1.
+        weights = weights.where(weights >= _column([one.min_p for one in options], scores), 0.0)
+    tokens = torch.empty(len(samplers), dtype=torch.int64, device=scores.device)
+    sorted_rows = [row for row, one in enumerate(options) if one.top_k or one.top_p < 1.0]
+    other_rows = [row for row, one in enumerate(options) if not (one.top_k or one.top_p < 1.0)]
+    if sorted_rows:
+        chosen = [options[row] for row in sorted_rows]
+        tokens[sorted_rows] = _draw_sorted(chosen, weights[sorted_rows], uniform[sorted_rows])
+    if other_rows:
+        tokens[other_rows] = _draw_unsorted(weights[other_rows], uniform[other_rows])
     return tokens
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    """Return a column on the device of `like`, [rows, 1] float64."""
+    return torch.tensor(values, dtype=torch.float64, device=like.device)[:, None]
+
+
+def _draw_unsorted(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw from all tokens: first a chunk of the vocabulary, then a token of the chunk.
+
+    weights: [rows, vocabulary] float32; uniform: [rows, 1]. A running sum over a large vocabulary
+    in float32 would round small weights away.
+    """
+    rows, vocabulary = weights.shape
+    padded = torch.nn.functional.pad(weights, (0, -vocabulary % _CHUNK)).view(rows, -1, _CHUNK)
+    sums = padded.sum(-1, dtype=torch.float64)
+    chunk, rest = _invert(sums, uniform * sums.sum(-1, keepdim=True))
+    inside = padded[torch.arange(rows, device=weights.device), chunk[:, 0]].double()
+    token, _ = _invert(inside, rest)
+    return (chunk * _CHUNK + token)[:, 0]
+
+
+def _draw_sorted(options: Sequence[Sampling], weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draw from the `top_k` most likely tokens that are needed to reach `top_p`."""
+    vocabulary = weights.shape[-1]
+    limits = [min(one.top_k or vocabulary, vocabulary) for one in options]
+    top_p = _column([one.top_p for one in options], weights)
+    limit = torch.tensor(limits, device=weights.device)[:, None]
+    total = weights.sum(-1, keepdim=True, dtype=torch.float64)
+    size = min(vocabulary, max([CANDIDATES, *(one.top_k for one in options)]))
+    while True:
+        top = weights.topk(size)
+        reached = top.values.double().cumsum(-1)
+        mass = reached.gather(-1, (limit - 1).clamp(max=size - 1)).where(limit <= size, total)
+        if size == vocabulary or bool(((limit <= size) | (reached[:, -1:] >= top_p * mass)).all()):
+            break
+        size = min(vocabulary, size * _CANDIDATES_GROWTH)
+    rank = torch.arange(size, device=weights.device)
+    before = reached - top.values
+    kept = top.values.double().where((rank < limit) & (before < top_p * mass), 0.0)
+    index, _ = _invert(kept, uniform * kept.sum(-1, keepdim=True))
+    return top.indices.gather(-1, index)[:, 0]
+
+
+def _invert(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first index whose cumulative weight exceeds `target`, and what exceeds it before.
+
+    weights: [rows, count] float64; target: [rows, 1]. An index with weight 0 is never returned:
+    where rounding leaves none that exceeds, it is the last one with a weight.
+    """
+    reached = weights.cumsum(-1)
+    places = torch.arange(weights.shape[-1], device=weights.device)
+    last = places.where(weights > 0, -1).amax(-1, keepdim=True)
+    index = torch.searchsorted(reached, target, right=True).minimum(last)
+    before = (reached - weights).gather(-1, index)
+    return index, target - before

@@ -36,15 +36,18 @@ class Sequence:
         self.prompt: list[int] = []
         self.images: ImageInputs | None = None
         self.output = Output()
-        self.sampler = Sampler(command.sampling)
-        self._stop_filter = StopFilter(command.sampling.stop)
+        sampling = command.sampling
+        eos_ids = frozenset() if sampling.ignore_eos else frozenset(model.eos_ids)
+        self._end_ids = eos_ids | frozenset(sampling.stop_token_ids)
+        self.sampler = Sampler(sampling, (), self._end_ids)
+        self._stop_filter = StopFilter(sampling.stop, sampling.include_stop)
         self._tokenizer = model.tokenizer
         self._detokenizer: Detokenizer | None = None
-        self._eos_ids = model.eos_ids
 
     def set_prompt(self, prompt: ProcessedPrompt) -> None:
         """Store the prompt in the form that the model accepts."""
         self.prompt, self.images = prompt
+        self.sampler = Sampler(self.command.sampling, self.prompt, self._end_ids)
         if self.images is not None:
             # Image files are large and are not needed again.
             self.command = structs.replace(self.command, prompt="")
@@ -54,13 +57,16 @@ class Sequence:
     def append(self, token: int) -> tuple[str, FinishReason | None]:
         """Append the next token; return the text to stream and, at the end, the finish reason.
 
-        An end-of-sequence token is not part of the output. The token that completes a stop string
-        is, but the stop string's text is not.
+        A token that ends the output is not part of it. The token that completes a stop string is,
+        but the stop string's text is not, unless `include_stop` is set.
         """
-        if token in self._eos_ids:
+        if token in self._end_ids:
             return self.flush(), "stop"
         self.output.tokens.append(token)
-        text = self._stop_filter.add(self._detokenizer.add(token)) if self._detokenizer else ""
+        self.sampler.history.append(token)
+        text = self._detokenizer.add(token) if self._detokenizer else ""
+        if len(self.output.tokens) >= self.command.sampling.min_tokens:
+            text = self._stop_filter.add(text)
         if self._stop_filter.has_matched:
             return text, "stop"
         if len(self.output.tokens) < self.command.sampling.max_tokens:

@@ -65,7 +65,11 @@ def fields_of(world: World) -> dict[str, Any]:
     """Return the stored fields, and the order of their entries."""
     values = {name: getattr(world, name) for name in STORED}
     answers = world.answers
-    values["answers"] = (answers.bounds, list(answers.by_id.items()), list(answers._windows.items()))
+    values["answers"] = (
+        answers.bounds,
+        list(answers.by_id.items()),
+        list(answers._windows.items()),
+    )
     dicts = {name: dict(value) for name, value in values.items() if isinstance(value, dict)}
     return {**values, **dicts, "order": {name: list(value) for name, value in dicts.items()}}
 
