@@ -215,8 +215,10 @@ class EngineConfig:
     or "auto" for the first CUDA device if there is one, else the CPU. `device_bytes_max`: the
     arena's size. `pin_memory`: None means only if the device is CUDA. `file_threads`: the number
     of threads that read adapters, and of those that read images. `max_num_seqs`: sequences
-    processed together. `queue_requests_max`: requests that wait in the engine.
-    `context_tokens_max`: prompt and output together; 0 is the model's own limit. `task`: one of
+    processed together. `max_num_batched_tokens`: tokens per step, so that long prompts are
+    processed in chunks; 0 chooses it from the model's speed at start. `queue_requests_max`:
+    requests that wait in the engine. `context_tokens_max`: prompt and output together; 0 is the
+    model's own limit. `task`: one of
     `TASKS`, or "auto" for what the model's config specifies. `pooling`: one of `POOLINGS`, or
     "auto"; `normalize`: whether vectors have length 1; "auto" and None follow the model's files.
     `expert_parallel`: with several ranks, each keeps some experts whole instead of some columns of
@@ -232,6 +234,7 @@ class EngineConfig:
     pin_memory: bool | None = None
     file_threads: int = 2
     max_num_seqs: int = 64
+    max_num_batched_tokens: int = 0
     queue_requests_max: int = 1024
     context_tokens_max: int = 0
     task: str = "auto"
@@ -252,10 +255,10 @@ class EngineConfig:
         _check_switches(self, ("allow_pickled_weights", "expert_parallel", "capture_steps"))
         _check_choice(self, "task", TASKS)
         _check_choice(self, "pooling", POOLINGS)
-        if not _is_int(self.context_tokens_max) or self.context_tokens_max < 0:
-            raise ValueError(
-                f"context_tokens_max is {self.context_tokens_max!r}; an integer of at least 0"
-            )
+        for name in ("context_tokens_max", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 0:
+                raise ValueError(f"{name} is {value!r}; an integer of at least 0")
         if self.pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory is True; page-locked memory needs CUDA")
 

@@ -150,6 +150,13 @@ MODEL_CODE_ERRORS: Final = (
 """Exceptions of a model's own code when it is called in a way that it does not support."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is a lack of memory; on a CPU, torch reports it as a plain RuntimeError."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
 _BY_CODE: Final = {
     kind.code: kind
     for kind in (

@@ -120,6 +120,16 @@ class EngineOptions(Struct, frozen=True):
             extra=_NUMBER,
         ),
     ] = 64
+    max_num_batched_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Largest number of tokens per step; longer prompts are processed in "
+            "chunks, so that running sequences continue meanwhile. 0 chooses it from the model's "
+            "speed at start.",
+            extra=_NUMBER,
+        ),
+    ] = 0
     queue_requests_max: Annotated[
         int,
         Meta(

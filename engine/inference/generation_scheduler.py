@@ -1,42 +1,62 @@
 """Continuous batching: requests join and leave the running batch between two forward passes.
 
+A step is one decode step of all running sequences and one chunk of waiting prompts, within a budget
+of tokens. Waiting adapters take turns (`engine.inference.fair_queue`). A running sequence may be
+preempted: it waits again, and its KV cache is computed again from its tokens.
+
 Before every forward pass each sequence's (slot, generation) is checked against the arena; a stale
 sequence fails alone (L007). Adapters are not scheduled here: a request names its slot.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Final
 
 from engine.config import EngineConfig
 from engine.errors import NotFinite, NotResident, RequestRefused, code_of
 from engine.inference.admission import SlotTable, check_admission
 from engine.inference.batch_step import BatchStep, ForwardError
-from engine.inference.image_prefetch import ImagePrefetcher
+from engine.inference.fair_queue import FairQueue
 from engine.inference.output_cache import OutputCache
+from engine.inference.prefill import PrefillBatch, may_join
+from engine.inference.prompt_prefetch import PromptPrefetcher
 from engine.inference.sampler import NOT_FINITE
 from engine.inference.sequence import Sequence
 from engine.jobs import Jobs
 from engine.models.causal_model import CausalModel
 from engine.models.image_processor import ProcessedPrompt
-from engine.models.tokenization import prompt_tokens
+from engine.models.tokenization import check_text, prompt_tokens
 from engine.punica.wrapper import PunicaWrapper
 from messages.commands import StartGeneration
+from messages.errors import ErrorCode
 from messages.ids import OpId, RequestId
 from messages.prompts import IllustratedPrompt
 from messages.reports import GenerationEnded, OperationFailed, Report
 from messages.requests import FinishReason, TokensStreamed
 
 PREFILL_TOKENS_MAX: Final = 8192
-"""The most prompt tokens, padding included, in one forward pass; a longer prompt runs alone."""
+"""The most prompt tokens, padding included, prefilled together; a longer prompt runs alone."""
+
+PREFILLS_MAX: Final = 4
+"""The most groups of prompts that are prefilled in turn, so that short ones overtake long ones."""
+
+INLINE_TEXT_MAX: Final = 4096
+"""Longer texts, in characters, are tokenized by a job, because the main loop would stand still."""
+
+PREEMPT_AFTER_STEPS: Final = 32
+"""A waiting adapter with fewer running sequences than another one waits at most this many steps."""
+
+RECOVERY_STEPS: Final = 64
+"""After a lack of memory, one more sequence runs together after each of these steps."""
 
 
 class GenerationScheduler:
     """All generations of an engine: the queue, the running sequences, and their reports.
 
     Used by one thread, which calls `step` while not idle. Reports leave through `emit`; `jobs`
-    processes images.
+    processes images and long texts.
     """
 
     def __init__(
@@ -52,11 +72,18 @@ class GenerationScheduler:
         self._slots = slots
         self._config = config
         self._emit = emit
-        self._prefetcher = ImagePrefetcher(jobs)
-        self._waiting: deque[Sequence] = deque()
+        self._prefetcher = PromptPrefetcher(jobs)
+        self._waiting: FairQueue[Sequence] = FairQueue()
+        # The group whose chunk is next comes first.
+        self._prefilling: deque[PrefillBatch] = deque()
         self._running: list[Sequence] = []
         # The number of the next waiting sequences that are prefilled one at a time.
         self._prefill_singly = 0
+        # Fewer than the configuration allows after a lack of memory.
+        self._rows_max = config.max_num_seqs
+        self._steps = 0
+        # The number of steps in which sequences waited and no row was free.
+        self._full_steps = 0
         self._batch = BatchStep(model, punica, slots, config)
         self._active: dict[RequestId, Sequence] = {}
         self._outputs = OutputCache()
@@ -64,11 +91,11 @@ class GenerationScheduler:
     @property
     def is_idle(self) -> bool:
         """Whether `step` would do nothing."""
-        return not self._waiting and not self._running
+        return not self._waiting and not self._running and not self._prefilling
 
     @property
     def is_reading(self) -> bool:
-        """Whether images are being processed on any rank; only `collect` detects the end."""
+        """Whether prompts are being processed on any rank; only `collect` detects the end."""
         return self._prefetcher.is_busy
 
     @property
@@ -82,7 +109,7 @@ class GenerationScheduler:
         waiting_max = self._config.queue_requests_max
         check_admission(command, self._slots, waiting, waiting_max, self._active)
         sequence = Sequence(command, self._model)
-        self._enqueue(sequence)
+        self._read_prompt(sequence)
         self._active[command.request_id] = sequence
 
     def stop(self, target: OpId) -> None:
@@ -95,9 +122,8 @@ class GenerationScheduler:
         self._end(sequence, "cancelled")
         if sequence in self._running:
             self._keep([row for row, one in enumerate(self._running) if one is not sequence])
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
-        else:
+        elif not self._waiting.remove(sequence.command.adapter_id, sequence):
+            self._drop_prefilling(lambda one: one is not sequence)
             self._prefetcher.cancel(sequence)
 
     def resend(self, request_id: RequestId) -> None:
@@ -108,22 +134,26 @@ class GenerationScheduler:
             self._emit(output)
 
     def collect(self) -> None:
-        """Move sequences whose images have been processed to the queue."""
+        """Move sequences whose prompts have been processed to the queue."""
         for sequence, future in self._prefetcher.collect(self._ready):
             error = future.exception()
             if error is not None:
                 self._fail(sequence, error)
             else:
                 sequence.set_prompt(future.result())
-                self._waiting.append(sequence)
+                self._enqueue(sequence)
 
     def close(self) -> None:
         """Start no more jobs."""
         self._prefetcher.close()
 
     def step(self) -> None:
-        """Prefill waiting sequences as capacity allows, then decode one token per running one."""
+        """Prefill one chunk of waiting prompts, then decode one token per running sequence."""
+        self._steps += 1
+        if self._steps % RECOVERY_STEPS == 0:
+            self._rows_max = min(self._rows_max + 1, self._config.max_num_seqs)
         self._fail_stale()
+        self._preempt_for_others()
         self._prefill()
         if self._running:
             self._decode()
@@ -133,28 +163,58 @@ class GenerationScheduler:
         """The number of waiting sequences with processed images."""
         return sum(sequence.images is not None for sequence in self._waiting)
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        """Tokenize a text prompt now, or have a job process a prompt with images."""
+    def _read_prompt(self, sequence: Sequence) -> None:
+        """Tokenize a short text now, or have a job process a long one or one with images."""
         prompt, sampling = sequence.command.prompt, sequence.command.sampling
         if self._model.tokenizer is None and sampling.stop:
             raise RequestRefused(
                 "the model's directory has no tokenizer, so stop strings can't be found"
             )
-        if not isinstance(prompt, IllustratedPrompt):
-            tokens = prompt_tokens(self._model, prompt, sampling.max_tokens)
-            sequence.set_prompt(ProcessedPrompt(tokens))
-            self._waiting.append(sequence)
+        if isinstance(prompt, IllustratedPrompt):
+            if self._model.prompt_reader is None:
+                raise RequestRefused(
+                    f"images in the prompt, but the model is served for text only: "
+                    f"{self._model.no_images_reason}"
+                )
+            read = partial(self._model.prompt_reader.read, prompt, sampling.max_tokens)
+            self._prefetcher.add(sequence, read, self._ready)
             return
-        if self._model.prompt_reader is None:
-            raise RequestRefused(
-                f"images in the prompt, but the model is served for text only: "
-                f"{self._model.no_images_reason}"
-            )
-        read = partial(self._model.prompt_reader.read, prompt, sampling.max_tokens)
-        self._prefetcher.add(sequence, read, self._ready)
+
+        def tokenize() -> ProcessedPrompt:
+            return ProcessedPrompt(prompt_tokens(self._model, prompt, sampling.max_tokens))
+
+        if isinstance(prompt, str) and len(prompt) > INLINE_TEXT_MAX:
+            check_text(self._model, prompt)
+            self._prefetcher.add(sequence, tokenize, self._ready)
+        else:
+            sequence.set_prompt(tokenize())
+            self._enqueue(sequence)
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence.command.adapter_id, sequence, len(sequence.tokens))
+
+    def _enqueue_first(self, sequences: list[Sequence]) -> None:
+        """Let sequences that were dequeued or preempted wait again, before others of their own."""
+        for sequence in reversed(sequences):
+            adapter_id = sequence.command.adapter_id
+            self._waiting.append_first(adapter_id, sequence, len(sequence.tokens))
+
+    @property
+    def _rows(self) -> int:
+        """The number of sequences that run or are prefilled."""
+        return len(self._running) + sum(map(len, self._prefilling))
 
     def _fail_stale(self) -> None:
         self._keep([row for row, one in enumerate(self._running) if self._is_resident(one)])
+        self._drop_prefilling(self._is_resident)
+
+    def _drop_prefilling(self, stays: Callable[[Sequence], bool]) -> None:
+        """Keep those of the prefilled sequences for which `stays` returns True."""
+        for batch in self._prefilling:
+            rows = [row for row, one in enumerate(batch.sequences) if stays(one)]
+            if len(rows) < len(batch):
+                batch.keep(rows)
+        self._prefilling = deque(batch for batch in self._prefilling if len(batch))
 
     def _is_resident(self, sequence: Sequence) -> bool:
         """Return whether the adapter is still in its slot; fail the sequence where it is not."""
@@ -165,60 +225,126 @@ class GenerationScheduler:
             return False
         return True
 
+    def _preempt_for_others(self) -> None:
+        """Preempt a sequence of the adapter with most of them, if another adapter waits long."""
+        if not self._waiting or self._rows < self._rows_max:
+            self._full_steps = 0
+            return
+        self._full_steps += 1
+        if self._full_steps < PREEMPT_AFTER_STEPS:
+            return
+        busy = chain(self._running, *(batch.sequences for batch in self._prefilling))
+        rows = Counter(sequence.command.adapter_id for sequence in busy)
+        waiting = min(self._waiting.adapters, key=lambda adapter: rows[adapter])
+        candidates = [
+            row
+            for row, one in enumerate(self._running)
+            if one.can_resume and rows[one.command.adapter_id] > rows[waiting] + 1
+        ]
+        if candidates:
+            # Of the adapter with most rows, the sequence with the fewest tokens to compute again.
+            chosen = min(
+                candidates,
+                key=lambda row: (
+                    -rows[self._running[row].command.adapter_id],
+                    len(self._running[row].tokens),
+                ),
+            )
+            self._enqueue_first([self._running[chosen]])
+            self._keep([row for row in range(len(self._running)) if row != chosen])
+            self._waiting.serve_next(waiting)
+            self._full_steps = 0
+
     def _prefill(self) -> None:
-        """Prefill waiting sequences together and append those that continue to the batch."""
-        sequences = self._next_waiting()
-        if not sequences:
+        """Prefill a chunk of the next group; its sequences join the batch after the last one."""
+        self._start_prefill()
+        if not self._prefilling:
             return
+        batch = self._prefilling.popleft()
         try:
-            prefill = self._batch.prefill(sequences)
+            tokens = self._batch.prefill(batch, self._batch.budget.tokens - len(self._running))
         except ForwardError as failure:
-            self._retry_or_fail(sequences, failure)
+            self._retry_or_fail(batch.sequences, failure)
             return
-        rows = self._accept(sequences, prefill.tokens)
-        if not rows:
+        if tokens is None:
+            self._prefilling.append(batch)
             return
-        joining = [sequences[row] for row in rows]
+        rows = self._accept(batch.sequences, tokens)
+        if rows:
+            self._join(batch, rows)
+
+    def _join(self, batch: PrefillBatch, rows: list[int]) -> None:
+        joining = [batch.sequences[row] for row in rows]
+        try:
+            self._batch.join(batch, rows)
+        except ForwardError as failure:
+            self._give_way(self._running + joining, failure)
+            return
         for sequence in joining:
             sequence.images = None
-        self._batch.join(prefill, rows)
         self._running += joining
 
+    def _start_prefill(self) -> None:
+        """Form a group of the next waiting sequences, as rows and groups are free."""
+        if len(self._prefilling) >= PREFILLS_MAX:
+            return
+        sequences = self._next_waiting()
+        if sequences:
+            # Before the others: it is probably shorter than what is left of them.
+            self._prefilling.appendleft(PrefillBatch(sequences))
+
     def _next_waiting(self) -> list[Sequence]:
-        """Dequeue, in order, the sequences that fit into the batch and into one forward pass."""
+        """Dequeue the sequences that fit into the batch and are prefilled together."""
         sequences: list[Sequence] = []
-        width = 0
-        while self._waiting and len(self._running) + len(sequences) < self._config.max_num_seqs:
-            width = max(width, len(self._waiting[0].prompt))
-            is_full = width * (len(sequences) + 1) > PREFILL_TOKENS_MAX
-            if sequences and (self._prefill_singly or is_full):
+        lengths: list[int] = []
+        while self._waiting and self._rows + len(sequences) < self._rows_max:
+            length = len(self._waiting.first().tokens)
+            is_full = max([*lengths, length]) * (len(lengths) + 1) > PREFILL_TOKENS_MAX
+            if sequences and (self._prefill_singly or is_full or not may_join(lengths, length)):
                 break
-            sequence = self._waiting.popleft()
+            sequence = self._waiting.pop()
             if self._is_resident(sequence):
                 sequences.append(sequence)
-        self._prefill_singly = max(0, self._prefill_singly - 1)
+                lengths.append(length)
+        if sequences:
+            self._prefill_singly = max(0, self._prefill_singly - 1)
         return sequences
 
     def _decode(self) -> None:
         try:
             tokens = self._batch.decode(self._running)
         except ForwardError as failure:
-            self._retry_or_fail(self._running, failure)
-            self._keep([])
+            self._give_way(self._running, failure)
             return
+        for sequence in self._running:
+            self._waiting.charge(sequence.command.adapter_id, 1)
         self._keep(self._accept(self._running, tokens))
+
+    def _give_way(self, sequences: list[Sequence], failure: ForwardError) -> None:
+        """Empty the batch, whose cache is half written, and let its sequences wait again."""
+        self._running = []
+        self._batch.keep([])
+        self._retry_or_fail(sequences, failure)
 
     def _retry_or_fail(self, sequences: list[Sequence], failure: ForwardError) -> None:
         """Fail the sequences of a forward pass that failed, or prefill them again one at a time.
 
-        One prompt's images may be the cause, which must not affect the other sequences.
+        One prompt's images may be the cause, which must not affect the other sequences. Where
+        memory lacks, fewer sequences run together from then on, and only one alone fails.
         """
-        if failure.has_images and len(sequences) > 1:
-            self._waiting.extendleft(reversed(sequences))
-            self._prefill_singly = len(sequences)
+        lacks_memory = failure.error.code is ErrorCode.DEVICE_OUT_OF_MEMORY
+        if len(sequences) == 1 or not (failure.has_images or lacks_memory):
+            for sequence in sequences:
+                self._fail(sequence, failure.error)
             return
+        if lacks_memory:
+            self._rows_max = max(1, len(sequences) // 2)
         for sequence in sequences:
-            self._fail(sequence, failure.error)
+            if not (sequence.can_resume or sequence.images is not None):
+                self._fail(sequence, failure.error)
+        again = [one for one in sequences if one.can_resume or one.images is not None]
+        self._enqueue_first(again)
+        self._prefill_singly = len(again)
 
     def _accept(self, sequences: list[Sequence], tokens: list[int]) -> list[int]:
         """Append a token to each sequence; return the rows of those that continue."""

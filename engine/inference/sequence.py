@@ -28,13 +28,14 @@ class Sequence:
     """One request, from the queue to its end.
 
     `prompt`: its tokens, empty until `set_prompt`. `images`: its images, until they are in the
-    KV cache.
+    KV cache. `can_resume`: whether its KV cache can be computed again from its tokens.
     """
 
     def __init__(self, command: StartGeneration, model: CausalModel) -> None:
         self.command = command
         self.prompt: list[int] = []
         self.images: ImageInputs | None = None
+        self.can_resume = True
         self.output = Output()
         sampling = command.sampling
         eos_ids = frozenset() if sampling.ignore_eos else frozenset(model.eos_ids)
@@ -47,12 +48,18 @@ class Sequence:
     def set_prompt(self, prompt: ProcessedPrompt) -> None:
         """Store the prompt in the form that the model accepts."""
         self.prompt, self.images = prompt
+        self.can_resume = self.images is None
         self.sampler = Sampler(self.command.sampling, self.prompt, self._end_ids)
         if self.images is not None:
             # Image files are large and are not needed again.
             self.command = structs.replace(self.command, prompt="")
         if self._tokenizer is not None:
             self._detokenizer = Detokenizer(self._tokenizer, self.prompt)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and the output so far, from which the KV cache can be computed again."""
+        return self.prompt + self.output.tokens
 
     def append(self, token: int) -> tuple[str, FinishReason | None]:
         """Append the next token; return the text to stream and, at the end, the finish reason.

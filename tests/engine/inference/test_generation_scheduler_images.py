@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.errors import Conflict, EngineOverloaded, RequestRefused
 from engine.inference import batch_step
 from engine.inference.decode import StaticDecode
-from engine.inference.image_prefetch import PREFETCHED_MAX
+from engine.inference.prompt_prefetch import PREFETCHED_MAX
 from engine.jobs import FinishedJob
 from messages.errors import ErrorCode
 from messages.ids import OpId

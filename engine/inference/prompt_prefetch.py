@@ -1,4 +1,4 @@
-"""Prompts with images, processed by background jobs while other sequences generate.
+"""Prompts with images and long texts, processed by background jobs while others generate.
 
 Prompts start in the order of their requests. At most `PREFETCHED_MAX` are processed ahead of the
 batch, because pixels take far more memory than the files that they come from.
@@ -15,10 +15,10 @@ from engine.models.image_processor import ProcessedPrompt
 from messages.ids import OpId
 
 PREFETCHED_MAX: Final = 8
-"""The most prompts with images that are processed, or being processed, and not yet in the batch."""
+"""The most prompts that are processed, or being processed, and not yet in the batch."""
 
 
-class ImagePrefetcher:
+class PromptPrefetcher:
     """Sequences whose prompts wait for a job; used by one thread, which calls `collect` often.
 
     `ready`, in its methods: the number of processed sequences that are not yet in the batch.

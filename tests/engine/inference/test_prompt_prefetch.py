@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import EngineConfig
-from engine.inference.image_prefetch import PREFETCHED_MAX, ImagePrefetcher
+from engine.inference.prompt_prefetch import PREFETCHED_MAX, PromptPrefetcher
 from engine.jobs import FinishedJob
 from engine.models.causal_model import CausalModel
 from engine.models.image_processor import ProcessedPrompt
@@ -148,7 +148,7 @@ def test_sequences_are_processed_in_order_within_the_bound_and_returned_once(
     data: st.DataObject,
 ) -> None:
     jobs = ManualJobs()
-    prefetcher = ImagePrefetcher(jobs)
+    prefetcher = PromptPrefetcher(jobs)
     sequences: dict[OpId, object] = {}
     cancelled: set[OpId] = set()
     collected: list[OpId] = []

@@ -1,0 +1,213 @@
+"""Prompts in chunks: the same tokens as at once, and other sequences continue meanwhile."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.config import EngineConfig
+from engine.inference import generation_scheduler
+from engine.inference.prefill import WIDTH_PADDED_MAX, may_join
+from engine.models.causal_model import CausalModel
+from messages.errors import ErrorCode
+from messages.reports import GenerationEnded, OperationFailed
+from messages.requests import Sampling
+from tests.support.engine.generation_bench import NAMES, PROMPTS, GenerationBench
+
+pytest_plugins = ("tests.support.engine.engine_fixtures",)
+
+LONG = tuple(7 * index % 250 for index in range(60))
+MIXED = [(name, prompt) for prompt in (LONG, LONG[:41], *PROMPTS) for name in (None, *NAMES[:2])]
+
+
+@pytest.fixture
+def bench_of(prepared_model: CausalModel, adapter_root: Path, engine_config: EngineConfig) -> Any:
+    return lambda **fields: GenerationBench(
+        prepared_model, adapter_root, replace(engine_config, **fields)
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16, 50])
+def test_chunks_change_no_token(bench_of: Any, no_eos: None, tokens: int) -> None:
+    whole = bench_of(max_num_batched_tokens=4096)
+    expected = [whole.alone(*request) for request in MIXED]
+    chunked = bench_of(max_num_batched_tokens=tokens)
+    assert chunked.scheduler._batch.budget.chunks
+    ops = []
+    for request in MIXED:
+        ops.append(chunked.start(*request))
+        chunked.run(steps=1)
+    chunked.run()
+    assert [chunked.output(op) for op in ops] == expected
+
+
+def test_running_sequences_continue_with_every_step_of_a_long_prompt(
+    bench_of: Any, no_eos: None
+) -> None:
+    bench = bench_of(max_num_batched_tokens=8)
+    running = [bench.start(name, PROMPTS[0], Sampling(max_tokens=30)) for name in NAMES[:2]]
+    bench.run(steps=2)
+    before = [len(bench.output(op)[0]) for op in running]
+    long = bench.start("mlp", LONG)
+    for step in range(1, 9):
+        bench.run(steps=1)
+        # 60 tokens take ten steps of six, next to the two running rows.
+        assert not bench.output(long)[0]
+        assert [len(bench.output(op)[0]) for op in running] == [n + step for n in before]
+    bench.run(steps=3)
+    assert bench.output(long)[0]
+
+
+def test_no_chunk_exceeds_the_budget(
+    bench_of: Any, monkeypatch: pytest.MonkeyPatch, no_eos: None
+) -> None:
+    bench = bench_of(max_num_batched_tokens=12, max_num_seqs=6)
+    sizes = []
+    forward = bench.model.forward
+    monkeypatch.setattr(
+        bench.model,
+        "forward",
+        lambda ids, cache, images: sizes.append(tuple(ids.shape)) or forward(ids, cache, images),
+    )
+    for request in MIXED:
+        bench.start(*request)
+    bench.run()
+    assert max(rows * columns for rows, columns in sizes) <= 12
+    assert max(rows for rows, _ in sizes) <= 6
+
+
+def test_a_short_prompt_overtakes_a_long_one(bench_of: Any, no_eos: None) -> None:
+    bench = bench_of(max_num_batched_tokens=4)
+    long = bench.start("mlp", LONG)
+    bench.run(steps=2)
+    short = bench.start(None, PROMPTS[0])
+    bench.run(steps=3)
+    assert bench.output(short)[0]
+    assert not bench.output(long)[0]
+
+
+@pytest.mark.parametrize("chunks_done", [0, 1, 3, 7])
+@pytest.mark.parametrize("cancelled", [0, 1, 2])
+def test_a_cancelled_prompt_leaves_the_others_of_its_group_unchanged(
+    bench_of: Any, no_eos: None, chunks_done: int, cancelled: int
+) -> None:
+    bench = bench_of(max_num_batched_tokens=15)
+    requests = [(NAMES[0], LONG[:40]), (NAMES[1], LONG[:33]), (None, LONG[:28])]
+    expected = [bench.alone(*request) for request in requests]
+    ops = [bench.start(*request) for request in requests]
+    bench.run(steps=chunks_done)
+    bench.scheduler.stop(ops[cancelled])
+    bench.run()
+    for number, op in enumerate(ops):
+        if number == cancelled:
+            assert bench.end(op).finish_reason == "cancelled"
+        else:
+            assert bench.output(op) == expected[number]
+
+
+def test_a_slot_that_changes_fails_its_prompts_between_two_chunks(
+    bench_of: Any, no_eos: None
+) -> None:
+    bench = bench_of(max_num_batched_tokens=10)
+    expected = bench.alone(None, LONG)
+    stale, other = bench.start(NAMES[1], LONG), bench.start(None, LONG)
+    bench.run(steps=2)
+    bench.arena.reset(1, 1)
+    bench.residents[1] = None
+    bench.run()
+    assert bench.end(stale).code == ErrorCode.NOT_RESIDENT
+    assert bench.output(other) == expected
+
+
+def test_an_adapter_with_few_rows_waits_a_bounded_number_of_steps(
+    bench_of: Any, no_eos: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows run endless requests of another adapter; all outputs stay the same."""
+    monkeypatch.setattr(generation_scheduler, "PREEMPT_AFTER_STEPS", 4)
+    bench = bench_of(max_num_seqs=4)
+    endless = Sampling(max_tokens=40)
+    expected = bench.alone(NAMES[0], PROMPTS[1], endless)
+    few = bench.alone(NAMES[1], PROMPTS[0], Sampling(max_tokens=4))
+    greedy = [bench.start(NAMES[0], PROMPTS[1], endless) for _ in range(12)]
+    bench.run(steps=6)
+    other = bench.start(NAMES[1], PROMPTS[0], Sampling(max_tokens=4))
+    bench.run(steps=4 + 1 + 4)
+    assert isinstance(bench.end(other), GenerationEnded)
+    assert bench.output(other) == few
+    bench.run()
+    assert [bench.output(op) for op in greedy] == [expected] * len(greedy)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("none"),
+        MemoryError(),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory"
+        ),
+    ],
+)
+@pytest.mark.parametrize("at", range(1, 13, 2))
+def test_a_lack_of_memory_ends_no_sequence_that_fits_alone(
+    bench_of: Any, no_eos: None, monkeypatch: pytest.MonkeyPatch, error: Exception, at: int
+) -> None:
+    """Forward number `at` fails, and from then on every one with more than two rows."""
+    bench = bench_of(max_num_batched_tokens=20)
+    requests = MIXED[3:10]
+    expected = [bench.alone(*request) for request in requests]
+    forward, calls = bench.model.forward, Counter[str]()
+
+    def failing(ids: torch.Tensor, cache: Any, images: Any) -> torch.Tensor:
+        calls["forward"] += 1
+        if calls["forward"] == at or (calls["forward"] > at and len(ids) > 2):
+            raise error
+        return forward(ids, cache, images)
+
+    monkeypatch.setattr(bench.model, "forward", failing)
+    ops = [bench.start(*request) for request in requests]
+    bench.run()
+    failed = [op for op in ops if isinstance(bench.end(op), OperationFailed)]
+    # Only one that was alone when memory lacked may fail.
+    assert len(failed) <= 1
+    for op, output in zip(ops, expected, strict=True):
+        if op not in failed:
+            assert bench.output(op) == output
+
+
+def test_a_batch_that_can_not_be_joined_for_lack_of_memory_starts_again(
+    bench_of: Any, no_eos: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = bench_of()
+    expected = [bench.alone(*request) for request in MIXED[:6]]
+    cache_class = type(bench.scheduler._batch._cache)
+    join, calls = cache_class.join, Counter[str]()
+
+    def failing(self: Any, other: Any) -> None:
+        calls["join"] += 1
+        if calls["join"] == 2:
+            raise torch.OutOfMemoryError("none")
+        join(self, other)
+
+    monkeypatch.setattr(cache_class, "join", failing)
+    ops = []
+    for request in MIXED[:6]:
+        ops.append(bench.start(*request))
+        bench.run(steps=2)
+    bench.run()
+    assert [bench.output(op) for op in ops] == expected
+
+
+@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=20))
+def test_grouped_prompts_have_little_padding(lengths: list[int]) -> None:
+    group: list[int] = []
+    for length in lengths:
+        if may_join(group, length):
+            group.append(length)
+    width = max(group)
+    assert width <= WIDTH_PADDED_MAX or width * len(group) <= 1.5 * sum(group)
