@@ -46,6 +46,7 @@ class Comparison:
             (name, prompt) for prompt in PROMPTS for name in (None, *peft.names)
         ]
         self.engine_logits = torch.stack(bench.steps(self.rows, NEXT_TOKENS), dim=1)
+        self.chunked_logits = torch.stack(bench.steps(self.rows, NEXT_TOKENS, columns=4), dim=1)
         self.peft_logits = torch.stack(
             [torch.stack(peft.steps(row, NEXT_TOKENS)) for row in self.rows]
         )
@@ -54,8 +55,9 @@ class Comparison:
 @pytest.mark.parametrize("architecture", SERVED, ids=name_of)
 def test_each_row_of_a_mixed_batch_matches_peft(architecture: Architecture, tmp_path: Path) -> None:
     found = Comparison(architecture, tmp_path)
-    for row, engine, peft in zip(found.rows, found.engine_logits, found.peft_logits, strict=True):
-        assert relative_error(engine, peft) < 1e-5, row
+    for engine_logits in (found.engine_logits, found.chunked_logits):
+        for row, engine, peft in zip(found.rows, engine_logits, found.peft_logits, strict=True):
+            assert relative_error(engine, peft) < 1e-5, row
     longest = [index for index, (_, prompt) in enumerate(found.rows) if prompt == PROMPTS[1]]
     distances = torch.pdist(found.peft_logits[longest].flatten(1).double())
     assert (distances > 1e-3).all(), "adapters are alike"

@@ -68,22 +68,31 @@ class ParityBench:
         return self.steps(rows, [])[0]
 
     @torch.inference_mode()
-    def steps(self, rows: list[ParityRow], next_tokens: Sequence[int]) -> list[Tensor]:
-        """Return the logits after each prompt and after each of `next_tokens`, with a cache."""
+    def steps(
+        self, rows: list[ParityRow], next_tokens: Sequence[int], columns: int = 1 << 20
+    ) -> list[Tensor]:
+        """Return the logits after each prompt and after each of `next_tokens`, with a cache.
+
+        The prompts are prefilled in chunks of `columns` columns.
+        """
         width = max(len(tokens) for _, tokens in rows)
         ids = [0 if name is None else self.ids[name] for name, _ in rows]
         padding = [width - len(tokens) for _, tokens in rows]
-        index = [
-            0 if column < padding[row] else ids[row]
-            for row in range(len(rows))
-            for column in range(width)
-        ]
         padded = torch.tensor(
             [[1] * gap + list(tokens) for gap, (_, tokens) in zip(padding, rows, strict=True)]
         )
-        cache = BatchKVCache([len(tokens) for _, tokens in rows])
-        self._map(LoRAMapping(index, ids, is_prefill=True))
-        logits = [self.model.forward(padded, cache)]
+        cache = BatchKVCache([0] * len(rows))
+        for end in (*range(columns, width, columns), width):
+            first = cache.width
+            cache.lengths = [max(0, end - gap) for gap in padding]
+            index = [
+                0 if column < padding[row] else ids[row]
+                for row in range(len(rows))
+                for column in range(first, end)
+            ]
+            self._map(LoRAMapping(index, ids, is_prefill=True))
+            prefilled = self.model.forward(padded[:, first:end], cache)
+        logits = [prefilled]
         for token in next_tokens:
             cache.grow(1)
             self._map(LoRAMapping(ids, ids))
