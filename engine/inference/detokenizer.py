@@ -5,6 +5,8 @@ are held back.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import islice
 from typing import Any, Final
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
@@ -19,20 +21,38 @@ PENDING_TOKENS_MAX: Final = 8
 """Tokens that are held back before those that complete no character are shown as they are."""
 
 
+@lru_cache(maxsize=4)
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that are no text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    marked = [token for token, entry in added.items() if entry.special]
+    return frozenset([*marked, *getattr(tokenizer, "all_special_ids", ())])
+
+
 class Detokenizer:
     """Decodes an output token by token.
 
-    The results of all calls, joined, equal the whole output decoded at once.
+    The results of all calls, joined, equal the whole output decoded at once. Special tokens are
+    left out first: a context of special tokens alone would have no text, and many tokenizers drop
+    the space before the first word of a text.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
+        self._special_ids = _special_ids(tokenizer)
         # Tokens whose text was returned, as context, followed by pending ones.
-        self._window = self._context(list(prompt[-CONTEXT_TOKENS:]))
+        self._window = self._context(self._last_words(prompt))
         self._returned = len(self._window)
+
+    def _last_words(self, prompt: Sequence[int]) -> list[int]:
+        """Return the last `CONTEXT_TOKENS` tokens of a prompt that are text."""
+        words = (token for token in reversed(prompt) if token not in self._special_ids)
+        return list(islice(words, CONTEXT_TOKENS))[::-1]
 
     def add(self, token: int) -> str:
         """Return the text that `token` completes."""
+        if token in self._special_ids:
+            return ""
         self._window.append(token)
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):

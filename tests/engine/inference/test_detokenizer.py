@@ -5,8 +5,8 @@ from itertools import chain
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
+from tokenizers import AddedToken, Tokenizer, decoders
+from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from engine.inference.detokenizer import PENDING_TOKENS_MAX, REPLACEMENT, Detokenizer, StopFilter
@@ -91,11 +91,45 @@ def fallback_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
+def word_piece_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer like BERT's: words are joined by spaces, and parts of words are not."""
+    words = ["[UNK]", "a", "b", "##c", "##d", "."]
+    backend = Tokenizer(WordPiece({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def with_special_tokens(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.add_tokens([AddedToken("<tool>", special=True)])
+    return tokenizer
+
+
 FALLBACK = fallback_tokenizer()
+WITH_SPECIAL_TOKENS = [with_special_tokens(fallback_tokenizer())]
+WITH_SPECIAL_TOKENS.append(with_special_tokens(word_piece_tokenizer()))
 EURO = [4 + byte for byte in "€".encode()]
 WORDS = st.lists(st.sampled_from([[1], [2], [3], EURO]), max_size=10).map(
     lambda parts: list(chain(*parts))
 )
+
+
+@pytest.mark.parametrize("tokenizer", WITH_SPECIAL_TOKENS, ids=["fallback", "word pieces"])
+@given(data=st.data())
+@settings(max_examples=200)
+def test_special_tokens_take_no_space_from_the_words_around_them(
+    tokenizer: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    special = [len(tokenizer) - 1 - at for at in range(3)]
+    tokens = st.lists(st.sampled_from([1, 2, 3, *special]), max_size=10)
+    prompt, output = data.draw(tokens), data.draw(tokens)
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    stream = Detokenizer(tokenizer, prompt)
+    shown = "".join(map(stream.add, output)) + stream.flush()
+    assert decode(prompt) + shown == decode(prompt + output)
 
 
 @given(prompt=WORDS, output=WORDS)
