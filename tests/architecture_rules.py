@@ -103,8 +103,9 @@ ROOMS: Final = (
     ),
     _package(
         "engine.models",
-        "messages.prompts messages.requests engine engine.adapters engine.kernels engine.kernels.__init__ "
-        "engine.residency engine.punica engine.layers engine.models.vision",
+        "messages.prompts messages.requests engine engine.adapters engine.kernels "
+        "engine.kernels.__init__ engine.residency engine.punica engine.layers "
+        "engine.models.vision",
         "msgspec torch transformers",
     ),
     _package(

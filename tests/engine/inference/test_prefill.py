@@ -15,8 +15,8 @@ from engine.inference import generation_scheduler
 from engine.inference.prefill import WIDTH_PADDED_MAX, may_join
 from engine.models.causal_model import CausalModel
 from messages.errors import ErrorCode
+from messages.prompts import Sampling
 from messages.reports import GenerationEnded, OperationFailed
-from messages.requests import Sampling
 from tests.support.engine.generation_bench import NAMES, PROMPTS, GenerationBench
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)

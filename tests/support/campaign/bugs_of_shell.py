@@ -15,7 +15,7 @@ from controller.shell.server import Server
 from engine.worker.controller_link import ControllerLink
 from engine.worker.seen_operations import SeenOperations
 from messages import commands
-from tests.support.campaign.bug_registry import Replacement, bug
+from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
 
 @bug

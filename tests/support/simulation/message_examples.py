@@ -63,7 +63,10 @@ _HELD = reports.InventoryAdapter(
     host_bytes=4096,
     blob_bytes=8192,
 )
-_SAMPLING = Sampling(64, 0.75, 40, 0.9, 12345, ("\n\n", "###"))
+_SAMPLING = Sampling(
+    *(64, 0.75, 40, 0.9, 12345, ("\n\n", "###")),
+    *(0.05, 0.5, -0.25, 1.1, ((7, -3.5),), 2, (3, 4), True, True),
+)
 
 EXAMPLES: dict[type, Any] = {
     type(message): message
@@ -252,6 +255,7 @@ _STRATEGIES: dict[type, Any] = {
     msgspec.inspect.IntType: _integers,
     msgspec.inspect.FloatType: _floats,
     msgspec.inspect.VarTupleType: _tuples,
+    msgspec.inspect.TupleType: lambda info: st.tuples(*map(_strategy, info.item_types)),
     msgspec.inspect.StructType: _structs,
     msgspec.inspect.BytesType: lambda info: st.binary(min_size=info.min_length or 0, max_size=30),
     msgspec.inspect.BoolType: lambda info: st.booleans(),
