@@ -33,6 +33,9 @@ FETCHES_PER_CLIENT_MAX: Final = 4
 FETCHES_MAX: Final = 256
 """Bound on the fetches of all clients that wait for the files."""
 
+FETCH_RETRY_MS: Final = 100
+"""When a refused fetch may be sent again: each answer of the files leaves space for another."""
+
 EVENTS_BEAT_NS: Final = 100_000_000
 """Longest time without a frame of events; an empty one has the last event's number."""
 
@@ -120,7 +123,8 @@ class EventStream:
                 f"at most {FETCHES_PER_CLIENT_MAX} requests of a client and {FETCHES_MAX} of all "
                 "wait for old events; try again later"
             )
-            answer(Refused(message.request_id, ErrorCode.OVERLOADED, busy))
+            code = ErrorCode.OVERLOADED
+            answer(Refused(message.request_id, code, busy, FETCH_RETRY_MS))
         else:
             future = self._executor.submit(self._read, first_seq, message.count_max)
             self._fetches[key] = _Fetch(message, last_seq, future, answer)

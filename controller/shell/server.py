@@ -112,6 +112,7 @@ class Server:
             transport.access,
         )
         self._sessions.log_facts = self._snapshots.facts
+        transport.on_gone = self._events.drop_client
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
         self._interval_sync = config.sync == "interval"
         # The server's own inputs for the next group.

@@ -7,7 +7,7 @@ connection; routes are made by this side, and no connection can take over anothe
 import contextlib
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +49,9 @@ _LOCAL: Final = b"l"
 _REMOTE: Final = b"r"
 """The first byte of a route: which listener the connection belongs to."""
 
+OnGone = Callable[[bytes], None]
+"""Called with a client whose connection has ended, when a reply to it can't be sent."""
+
 log = structlog.get_logger("controller")
 
 
@@ -68,6 +71,7 @@ class Transport:
         self._poller = zmq.Poller()
         self._replies: dict[bytes, UnsentReplies] = {}
         self._unread = UnreadReplies()
+        self.on_gone: OnGone = lambda _: None
         (directory / "run").mkdir(mode=0o700, parents=True, exist_ok=True)
         self._remote_address = remote_address
         self._listeners: dict[bytes, Listener] = {}
@@ -209,6 +213,7 @@ class Transport:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+            self.on_gone(client)
             return True
         if tracker is not None:
             self._unread.add(route, tracker, len(frame))

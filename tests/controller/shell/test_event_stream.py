@@ -13,6 +13,7 @@ from controller.log.event_files import EventReader, EventWriter, event_file_path
 from controller.log.format import LogError
 from controller.shell import event_stream
 from controller.shell.event_stream import (
+    FETCH_RETRY_MS,
     FETCHES_MAX,
     FETCHES_PER_CLIENT_MAX,
     Answer,
@@ -262,7 +263,7 @@ def test_the_work_for_a_client_and_for_all_is_bounded(directory: Path) -> None:
     assert len(executor.waiting) == FETCHES_MAX
     last = refusals[-1]
     assert isinstance(last, Refused)
-    assert last.code == ErrorCode.OVERLOADED
+    assert (last.code, last.retry_after_ms) == (ErrorCode.OVERLOADED, FETCH_RETRY_MS)
     executor.run()
     stream.deliver()
     refusals.clear()

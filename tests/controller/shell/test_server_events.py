@@ -11,16 +11,17 @@ from controller.core.limits import RULES, limits_to
 from controller.log.event_files import EventWriter
 from controller.log.writer import Log
 from controller.shell import event_stream
-from controller.shell.event_stream import EVENTS_BEAT_NS
+from controller.shell.event_stream import EVENTS_BEAT_NS, EventStream
 from controller.shell.logical_clock import SYSTEM_CLOCKS
 from controller.shell.transport import Transport
 from messages.events import Published
 from messages.records import FORMAT, ControllerStarted, Header, Record
-from messages.requests import EventsTooOld, FetchEvents, SnapshotFetched
+from messages.requests import EventsTooOld, FetchEvents, LoadAdapter, SnapshotFetched
 from messages.wire import EVENTS
 from tests.support.parallel.processes import LIMITS
-from tests.support.simulation.stepped_clocks import serving
-from tests.support.waiting import HANG_S
+from tests.support.simulation.shell_examples import RawClient
+from tests.support.simulation.stepped_clocks import SteppedClocks, serving
+from tests.support.waiting import HANG_S, wait_until
 
 EPOCHS = 12
 
@@ -100,3 +101,22 @@ def test_an_idle_server_beats_in_the_stated_interval(directory: Path) -> None:
             while transport.beats < before + 3:
                 assert stream.next_within(EVENTS_BEAT_NS / 1e9) is None
     assert max(transport.timeouts_ms) <= EVENTS_BEAT_NS // 1_000_000
+
+
+def test_the_fetches_of_a_client_end_when_an_answer_finds_it_gone(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[bytes] = []
+    monkeypatch.setattr(EventStream, "drop_client", lambda _, client: dropped.append(client))
+    clocks = SteppedClocks()
+    with serving(directory, clocks.clocks) as client:
+
+        def finds_it_gone() -> bool:
+            with RawClient(directory) as other:
+                other.send_request(LoadAdapter(other.new_id(), "a", timeout_ms=1000))
+                other.status()
+            clocks.advance(2000)
+            client.status()
+            return bool(dropped)
+
+        wait_until(finds_it_gone)

@@ -143,11 +143,14 @@ def test_replies_beyond_the_bound_of_a_clients_queue_arrive_when_it_reads(
 
 
 def test_a_reply_to_a_client_that_is_gone_is_dropped(tmp_path: Path) -> None:
+    gone: list[bytes] = []
     with transport.Transport(tmp_path) as opened:
+        opened.on_gone = gone.append
         for reply in (b"short", b"x" * (1 << 20)):
             opened.reply(b"nobody", reply)
         opened.flush()
         assert not opened._replies
+    assert set(gone) == {b"nobody"}
 
 
 def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(
