@@ -213,7 +213,7 @@ class Transport:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self.on_gone(client)
+            self.on_gone(route)
             return True
         if tracker is not None:
             self._unread.add(route, tracker, len(frame))
