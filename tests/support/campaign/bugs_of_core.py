@@ -91,10 +91,5 @@ def contradictory_inventory_accepted() -> Replacement:
 
 
 @bug
-def lost_operations_not_repeated() -> Replacement:
-    return engine_lifecycle, "_discard_lost", nothing
-
-
-@bug
 def changed_entry_not_hashed() -> Replacement:
     return Context, "mark_changed", nothing

@@ -280,6 +280,7 @@ _THEMES: Final = (
         *("kill_controller", "pause_controller", "jump_clock", "lose_power", "make_snapshot"),
     ],
     ["fail_syncs", "lose_power", "make_snapshot"],
+    ["false_reports", "cut_engine_connection", "forgetful_engine"],
     ["poison", "kill_controller", "crash_in_disk_operation", "make_snapshot", "fill_disk"],
     ["lossy_engine_link", "slow_engine", "cut_engine_connection", "kill_controller"],
 )
