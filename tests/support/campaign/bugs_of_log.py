@@ -116,11 +116,6 @@ def _forget_in_snapshot(field: str, empty: Callable[[], Any]) -> Replacement:
 
 
 @bug
-def lowered_goals_not_in_snapshot() -> Replacement:
-    return _forget_in_snapshot("demoting", dict)
-
-
-@bug
 def holds_not_in_snapshot() -> Replacement:
     return _forget_in_snapshot("held", dict)
 
