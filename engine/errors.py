@@ -1,27 +1,30 @@
 """The engine's errors, each with the code that a client receives.
 
 Every error that a command can cause is an `EngineError`. Its text states what was found, what is
-allowed and what to do.
+allowed and what to do. Those that a program with adapters of its own handles are built-in
+exceptions too, so that `except ValueError` and the like reach them without an import.
 
     EngineError
-    ├── NoRoom                 L001  every slot or host place is in use, and none can be freed
-    ├── HostOutOfMemory        L001  no host memory for weights or a blob
-    ├── AdapterNotFound        L002  the directory or a file is missing or can't be read
-    ├── AdapterDoesNotFit      L003  rank, shape, module or dtype
+    ├── NoRoom                 L001  RuntimeError: every slot or host place is in use
+    │   ├── NoFreeSlot         L001  ValueError too: no slot, where a single adapter is activated
+    │   └── HostOutOfMemory    L001  no host memory for weights or a blob
+    ├── AdapterNotFound        L002  FileNotFoundError: a directory or file is missing or unreadable
+    ├── AdapterDoesNotFit      L003  ValueError: rank, shape, module or dtype
     │   └── AdapterUnsound     L003  the weights file is malformed, or exceeds a bound
-    ├── DeviceOutOfMemory      L004  no space in the arena, or no memory for the arena
-    ├── AdapterConfigRefused   L005  the PEFT config is malformed or uses an unsupported feature
-    ├── UnknownAdapter         L006  an adapter id that the engine does not have
+    ├── DeviceOutOfMemory      L004  RuntimeError: no space in the arena, or no memory for it
+    ├── AdapterConfigRefused   L005  ValueError: the PEFT config is malformed or not supported
+    ├── UnknownAdapter         L006  KeyError: an adapter id that the engine does not have
+    │   └── NotRegistered      L006  ValueError too: an adapter that is to be pinned
     ├── NotResident            L007  an empty slot, or a stale generation
-    ├── NotFinite              L008  NaN or infinity, also after rounding to the LoRA dtype
-    ├── PathNotAllowed         L009  outside the adapter roots, a link, or not a regular file
+    ├── NotFinite              L008  ValueError: NaN or infinity, also after rounding
+    ├── PathNotAllowed         L009  ValueError: outside the adapter roots, a link, or no plain file
     ├── Conflict               L010  files changed while being read, slot or id in use
     ├── EngineFault            L011  an unexpected failure
     ├── RequestRefused         L012  a prompt or sampling options that this model can't run
     ├── EngineOverloaded       L015  a queue reached its bound
     └── NotServed              L016  a task other than the engine's
 
-    ModelRefused (no code: it ends the engine's start, before the first command)
+    ModelRefused (a ValueError without a code: it ends the engine's start)
 """
 
 # Classes are named by what was found, as in the texts for clients; all derive from one error class.
@@ -39,26 +42,32 @@ class EngineError(Exception):
 
     code: ClassVar[ErrorCode]
 
+    def __str__(self) -> str:
+        # `KeyError` quotes its text, and `OSError` expects an error number before it.
+        return Exception.__str__(self)
 
-class NoRoom(EngineError):
+
+class NoRoom(EngineError, RuntimeError):
     """No slot or host place is free, and none can be freed."""
 
     code = ErrorCode.NO_ROOM
 
 
-class HostOutOfMemory(EngineError):
+class NoFreeSlot(NoRoom, ValueError):
+    """No slot is free for the one adapter that is to be activated."""
+
+
+class HostOutOfMemory(NoRoom):
     """The host has no memory for an adapter's weights or its blob, page-locked or not."""
 
-    code = ErrorCode.NO_ROOM
 
-
-class AdapterNotFound(EngineError):
+class AdapterNotFound(EngineError, FileNotFoundError):
     """The adapter's directory or one of its files is missing or can't be read."""
 
     code = ErrorCode.NOT_FOUND
 
 
-class AdapterDoesNotFit(EngineError):
+class AdapterDoesNotFit(EngineError, ValueError):
     """The adapter's tensors don't fit this model or this engine's limits."""
 
     code = ErrorCode.DOES_NOT_FIT
@@ -68,22 +77,26 @@ class AdapterUnsound(AdapterDoesNotFit):
     """The weights file is malformed, or exceeds a bound."""
 
 
-class DeviceOutOfMemory(EngineError):
+class DeviceOutOfMemory(EngineError, RuntimeError):
     """The arena has no free space, or the device has no memory for the arena."""
 
     code = ErrorCode.DEVICE_OUT_OF_MEMORY
 
 
-class AdapterConfigRefused(EngineError):
+class AdapterConfigRefused(EngineError, ValueError):
     """The PEFT config is malformed, or uses a feature that is not supported."""
 
     code = ErrorCode.CONFIG_REFUSED
 
 
-class UnknownAdapter(EngineError):
+class UnknownAdapter(EngineError, KeyError):
     """A command names an adapter id that the engine does not have."""
 
     code = ErrorCode.UNKNOWN_ADAPTER
+
+
+class NotRegistered(UnknownAdapter, ValueError):
+    """The adapter that is to be pinned is not on the host."""
 
 
 class NotResident(EngineError):
@@ -92,13 +105,13 @@ class NotResident(EngineError):
     code = ErrorCode.NOT_RESIDENT
 
 
-class NotFinite(EngineError):
+class NotFinite(EngineError, ValueError):
     """A tensor contains NaN or infinity, or would after rounding to the LoRA dtype."""
 
     code = ErrorCode.NOT_FINITE
 
 
-class PathNotAllowed(EngineError):
+class PathNotAllowed(EngineError, ValueError):
     """The path leaves the adapter roots, crosses a link, or is not a regular file."""
 
     code = ErrorCode.PATH_NOT_ALLOWED
@@ -134,7 +147,7 @@ class EngineFault(EngineError):
     code = ErrorCode.ENGINE_GONE
 
 
-class ModelRefused(Exception):
+class ModelRefused(ValueError):
     """The base model can't be served correctly by this engine."""
 
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 from controller.client.errors import (
     ERRORS,
+    AdapterConfigRefused,
+    AdapterDoesNotFit,
     AdapterNotFound,
-    ConfigRefused,
     Conflict,
     DeviceOutOfMemory,
-    DoesNotFit,
     EngineGone,
     LogUnavailable,
     LoradockError,
@@ -46,16 +46,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ERRORS",
+    "AdapterConfigRefused",
+    "AdapterDoesNotFit",
     "AdapterNotFound",
     "AsyncClient",
     "AsyncEventStream",
     "AsyncGeneration",
     "Classification",
     "Client",
-    "ConfigRefused",
     "Conflict",
     "DeviceOutOfMemory",
-    "DoesNotFit",
     "Embedding",
     "EngineGone",
     "EventStream",

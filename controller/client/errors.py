@@ -1,25 +1,26 @@
 """The errors that a client of the controller raises, one class per error code.
 
-The codes and their meanings are in `messages.errors`.
+The codes and their meanings are in `messages.errors`. Errors about adapters have the same names
+and the same built-in base classes as in the engine, so that one handler serves both.
 
     LoradockError
-    ├── NoRoom             L001
-    ├── AdapterNotFound    L002
-    ├── DoesNotFit         L003
-    ├── DeviceOutOfMemory  L004
-    ├── ConfigRefused      L005
-    ├── UnknownAdapter     L006
-    ├── NotResident        L007
-    ├── NotFinite          L008
-    ├── PathNotAllowed     L009
-    ├── Conflict           L010
-    ├── EngineGone         L011  also: no answer in time
-    ├── Malformed          L012
-    ├── NotAllowed         L013
-    ├── LogUnavailable     L014
-    ├── Overloaded         L015
-    ├── NotServed          L016
-    └── HandlingFailed     L017
+    ├── NoRoom                L001  RuntimeError
+    ├── AdapterNotFound       L002  FileNotFoundError
+    ├── AdapterDoesNotFit     L003  ValueError
+    ├── DeviceOutOfMemory     L004  RuntimeError
+    ├── AdapterConfigRefused  L005  ValueError
+    ├── UnknownAdapter        L006  KeyError
+    ├── NotResident           L007
+    ├── NotFinite             L008  ValueError
+    ├── PathNotAllowed        L009  ValueError
+    ├── Conflict              L010
+    ├── EngineGone            L011  also: no answer in time
+    ├── Malformed             L012
+    ├── NotAllowed            L013
+    ├── LogUnavailable        L014
+    ├── Overloaded            L015
+    ├── NotServed             L016
+    └── HandlingFailed        L017
 """
 # Classes are named by what happened, like the codes, and not with the suffix `Error`.
 # ruff: noqa: N818
@@ -55,37 +56,37 @@ class LoradockError(Exception):
         return f"{self.code} {MEANINGS[self.code].summary}: {self.message}"
 
 
-class NoRoom(LoradockError):
+class NoRoom(LoradockError, RuntimeError):
     """Every slot, or the host, is occupied by adapters that can't be evicted."""
 
     code = ErrorCode.NO_ROOM
 
 
-class AdapterNotFound(LoradockError):
+class AdapterNotFound(LoradockError, FileNotFoundError):
     """The adapter's weights or config file was not found."""
 
     code = ErrorCode.NOT_FOUND
 
 
-class DoesNotFit(LoradockError):
+class AdapterDoesNotFit(LoradockError, ValueError):
     """The adapter's rank, shapes or modules don't fit the model."""
 
     code = ErrorCode.DOES_NOT_FIT
 
 
-class DeviceOutOfMemory(LoradockError):
+class DeviceOutOfMemory(LoradockError, RuntimeError):
     """The device had not enough free memory."""
 
     code = ErrorCode.DEVICE_OUT_OF_MEMORY
 
 
-class ConfigRefused(LoradockError):
+class AdapterConfigRefused(LoradockError, ValueError):
     """The adapter's PEFT configuration contains something that is not supported."""
 
     code = ErrorCode.CONFIG_REFUSED
 
 
-class UnknownAdapter(LoradockError):
+class UnknownAdapter(LoradockError, KeyError):
     """No adapter of this name is known."""
 
     code = ErrorCode.UNKNOWN_ADAPTER
@@ -97,13 +98,13 @@ class NotResident(LoradockError):
     code = ErrorCode.NOT_RESIDENT
 
 
-class NotFinite(LoradockError):
+class NotFinite(LoradockError, ValueError):
     """The adapter's weights contain NaN or infinity."""
 
     code = ErrorCode.NOT_FINITE
 
 
-class PathNotAllowed(LoradockError):
+class PathNotAllowed(LoradockError, ValueError):
     """The adapter's path is outside the adapter roots."""
 
     code = ErrorCode.PATH_NOT_ALLOWED
@@ -162,9 +163,9 @@ ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
     for error in (
         NoRoom,
         AdapterNotFound,
-        DoesNotFit,
+        AdapterDoesNotFit,
         DeviceOutOfMemory,
-        ConfigRefused,
+        AdapterConfigRefused,
         UnknownAdapter,
         NotResident,
         NotFinite,

@@ -27,10 +27,11 @@ from engine.adapters.in_memory import check_in_memory
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
 from engine.config import LoRAConfig
-from engine.errors import EngineError, NoRoom, error_of
+from engine.errors import EngineError, NoFreeSlot, NoRoom
 from engine.layout import rank_parts_max
 from engine.manager.in_process_engine import InProcessEngine
 from engine.manager.metrics import Clock, ManagerMetrics
+from engine.manager.refusals import batch_error, error_of_refusal
 from engine.models.vision.encoder import ImageTensors
 from engine.punica.mapping import LoRAMapping, MappingType
 from messages import events, requests
@@ -143,12 +144,12 @@ class LoRAModelManager:
     def activate_adapter(self, adapter_id: int) -> bool:
         """Move an adapter into a slot; False if it is in one already.
 
-        Raises `UnknownAdapter`, and `NoRoom` if no slot is free and no adapter may be evicted.
+        Raises `UnknownAdapter`, and `NoFreeSlot` if no slot is free and no adapter may be evicted.
         """
         was_active = self.is_active(adapter_id)
         self.count_uses([adapter_id])
         with nullcontext() if was_active else self.metrics.activations.measure(self.clock):
-            self._request_for(requests.ActivateAdapter, adapter_id)
+            self._request_slot(requests.ActivateAdapter, adapter_id)
         return not was_active
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
@@ -179,10 +180,10 @@ class LoRAModelManager:
     def pin_adapter(self, adapter_id: int) -> bool:
         """Hold an adapter: move it into a slot, and exempt it from eviction. True.
 
-        Raises `UnknownAdapter`, and `NoRoom` if no slot is free and no adapter may be evicted.
+        Raises `NotRegistered`, and `NoFreeSlot` if no slot is free and no adapter may be evicted.
         """
         self.count_uses([adapter_id])
-        self._request_for(requests.HoldAdapter, adapter_id)
+        self._request_slot(requests.HoldAdapter, adapter_id)
         return True
 
     def unpin_adapter(self, adapter_id: int) -> bool:
@@ -317,12 +318,16 @@ class LoRAModelManager:
     def check_capacity(self, sizes: Mapping[int, int | None]) -> None:
         """Raise `NoRoom` unless all these adapters fit into slots, next to the held ones.
 
+        Raises `DeviceOutOfMemory` if one of them is larger than the arena.
+
         `sizes`: blob bytes by id; None for the size of the adapter that is on the host.
         """
         named = {str(adapter_id): size_bytes for adapter_id, size_bytes in sizes.items()}
         shortage = self._core.permanent_shortage_of_batch(named)
         if shortage is not None:
-            raise NoRoom(shortage)
+            known = [size_bytes or 0 for size_bytes in sizes.values()]
+            capacity_bytes = self._engine.residency.arena.capacity_bytes
+            raise batch_error(shortage, known, self.lora_slots, capacity_bytes)
 
     def count_uses(self, adapter_ids: Iterable[int]) -> None:
         """Count for each adapter whether it is in a slot (a hit) or not (a miss)."""
@@ -331,16 +336,26 @@ class LoRAModelManager:
             self.metrics.hits += is_active
             self.metrics.misses += not is_active
 
+    def _request_slot(self, kind: type, adapter_id: int) -> None:
+        """Send a request for a slot of one adapter; raises `NoFreeSlot` where there is none."""
+        try:
+            self._request_for(kind, adapter_id)
+        except NoRoom as error:
+            raise NoFreeSlot(str(error)) from None
+
     def _request_for(self, kind: type, adapter_id: int, *fields: Any, **named: Any) -> None:
         self._request(kind, str(adapter_id), *fields, **named)
 
-    def _request(self, kind: type, *fields: Any, **named: Any) -> None:
+    def _request(
+        self, kind: type, adapters: str | tuple[str, ...], *rest: Any, **named: Any
+    ) -> None:
         """Send a request to the core, then forget evicted adapters and update the mappings."""
         self._displaced.clear()
+        names = (adapters,) if isinstance(adapters, str) else adapters
         try:
-            self._core.request(kind, *fields, **named)
+            self._core.request(kind, adapters, *rest, **named)
         except Refusal as refusal:
-            raise error_of(refusal.code, refusal.message) from None
+            raise error_of_refusal(refusal, self._core, kind, names) from None
         finally:
             if kind not in (requests.DeactivateAdapter, requests.RemoveAdapter):
                 self.metrics.evictions += len(self._displaced)

@@ -87,6 +87,10 @@ class WorkerLoRAManager:
         """Remove all adapters, held ones too; False if there was none."""
         return self.manager.remove_all_adapters()
 
+    def remove_oldest_adapter(self) -> bool:
+        """Remove the least recently used adapter that is not held; False if there is none."""
+        return self.manager.remove_oldest_adapter()
+
     def pin_adapter(self, adapter_id: int) -> bool:
         """Hold an adapter: move it into a slot, and exempt it from eviction. True."""
         return self.manager.pin_adapter(adapter_id)

@@ -93,6 +93,8 @@ def _read(config: EngineConfig) -> _LoadedModel:
         )
         without_head = _check_weights(directory, report["missing_keys"], task)
         return _LoadedModel(model, task, _load_tokenizer(directory), options, without_head)
+    except ModelRefused:
+        raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError) as error:
         raise ModelRefused(f"{directory} can't be loaded, task {config.task}: {error}") from error
 

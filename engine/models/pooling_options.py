@@ -103,6 +103,8 @@ def _read_sentence_transformer(directory: Path, chosen: Pooling | None) -> Pooli
             )
         tokens_max = _tokens_max(directory)
         return PoolingOptions(pooling, "Normalize" in paths, tokens_max, prompt, pools_prompt)
+    except ModelRefused:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelRefused(
             f"{directory}: {SENTENCE_MODULES} or a file that it names does not have the format of "

@@ -115,6 +115,8 @@ def record_layer_inputs(
     with _recording(layers, frozenset(retained)) as observed:
         try:
             together = spec.run(prompts, tokens[0])
+        except ModelRefused:
+            raise
         except MODEL_CODE_ERRORS as error:
             raise ModelRefused(
                 f"the model does not run with {spec.batch}: {type(error).__name__}: {error}"

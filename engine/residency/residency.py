@@ -18,7 +18,7 @@ import torch
 
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
-from engine.errors import Conflict, EngineError, UnknownAdapter, code_of
+from engine.errors import Conflict, DeviceOutOfMemory, EngineError, UnknownAdapter, code_of
 from engine.jobs import Jobs
 from engine.layout import ModuleShape
 from engine.residency.arena import Arena
@@ -149,7 +149,21 @@ class Residency:
                 command.op, loaded.fingerprint, loaded.rank, loaded.host_bytes, loaded.blob_bytes
             )
 
-        self._start(command.op, BASE_MODEL, partial(self._read, command), checked)
+        self._start(command.op, BASE_MODEL, partial(self._read_fitting, command), checked)
+
+    def _read_fitting(self, command: commands.CheckAdapter) -> LoadedAdapter:
+        """Read an adapter; raises `DeviceOutOfMemory` for one that the empty arena has no room for.
+
+        A job, so only the arena's constant size is used.
+        """
+        loaded = self._read(command)
+        if loaded.blob_bytes > self.arena.capacity_bytes:
+            raise DeviceOutOfMemory(
+                f"adapter {command.adapter!r} needs {loaded.blob_bytes} bytes of device memory, "
+                f"the arena has {self.arena.capacity_bytes}; raise device_bytes_max or serve a "
+                "smaller adapter"
+            )
+        return loaded
 
     def load_weights(self, command: commands.LoadWeights) -> None:
         """Start to read and check an adapter, and keep it; L010 if its bytes changed."""

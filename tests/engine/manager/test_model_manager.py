@@ -165,9 +165,9 @@ def test_no_room_names_what_is_in_use() -> None:
 
 def test_a_small_arena_limits_slots_by_bytes() -> None:
     manager = make_manager(LRUCacheLoRAModelManager, device_bytes_max=3000)
-    manager.add_adapter(CONTENTS[0].model(1))
-    with pytest.raises(NoRoom, match="bytes of device memory"):
-        manager.activate_adapter(1)
+    with pytest.raises(DeviceOutOfMemory, match="bytes of device memory"):
+        manager.add_adapter(CONTENTS[0].model(1))
+    assert manager.list_adapters() == {}
     manager.add_adapter(CONTENTS[3].model(2))
     assert manager.activate_adapter(2)
     assert manager.lora_index_to_id == [2, None]
