@@ -13,7 +13,8 @@ import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from benchmarks.figures import Figure, best_seconds, interleave
-from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
+from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.lora_model import LoRAModel
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
 from engine.layout import blob_bytes

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.figures import Figure
-from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
+from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.lora_model import LoRAModel
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
 from engine.models.causal_model import CausalModel

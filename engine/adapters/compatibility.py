@@ -12,10 +12,11 @@ from engine.adapters.expert_stacks import expert_submatrices
 from engine.adapters.expert_tensors import ExpertPair, Experts, pair_experts, split_experts
 from engine.adapters.files.problems import Problems, shown
 from engine.adapters.files.weights_file import Tensors
-from engine.adapters.module_paths import SKIP_PREFIXES, Equivalence, ModulePathResolver, Rename
+from engine.adapters.module_paths import SKIP_PREFIXES, Equivalence, ModulePathResolver
 from engine.adapters.pairs import TensorPair, check_rank_divisible, pair_up
 from engine.adapters.peft_config import PEFTHelper
 from engine.adapters.tensor_names import WeightNames, sort_names
+from engine.adapters.weights_mapper import Rename
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 from engine.layout import ModuleKind, ModuleShape
@@ -63,9 +64,14 @@ class MatchedTensors:
         """Return all pairs, as in the file."""
         return [*self.pairs, *(expert.pair for expert in self.experts)]
 
-    def whole(self) -> "MatchedTensors":
-        """Return the same for a process that keeps all experts."""
-        return replace(self, experts=[expert.whole() for expert in self.experts])
+    @property
+    def is_3d_lora_weight(self) -> bool:
+        """Whether tensors hold all experts of a layer; False for an adapter without experts."""
+        return any(expert.expert is None for expert in self.experts)
+
+    def for_experts(self, local_experts: range | None = None) -> "MatchedTensors":
+        """Return the same for a process that keeps these experts; None: all of them."""
+        return replace(self, experts=[one.for_experts(local_experts) for one in self.experts])
 
     def submatrices(self, modules: Modules) -> dict[str, Submatrix]:
         """Return the part of each tensor that this process keeps; none of other ranks' experts."""
@@ -76,6 +82,11 @@ class MatchedTensors:
             for name, part in parts.items()
         }
 
+
+NEEDS_MODEL: Final = (
+    "what fused expert tensors adapt follows from the model: pass model=, a manager or its model"
+)
+"""The text for expert tensors that are read without a model."""
 
 EXCLUDED: Final = (
     "in the tower or the connector, which are adapted only with enable_tower_connector_lora"
@@ -106,6 +117,8 @@ def match_tensors(
     found = sort_names(tensors, resolver, helper.modules_to_save)
     names, experts = split_experts(found, resolver, modules.values())
     check_names(names, helper, problems, has_experts=any(one.is_touched for one in experts))
+    if model is None and names.experts:
+        problems.add(AdapterDoesNotFit, NEEDS_MODEL)
     pairs = pair_up(names, tensors, helper, problems)
     stacked = pair_experts(experts, tensors, helper, problems)
     if model is not None:
@@ -301,3 +314,46 @@ def suffixes(names: Iterable[str]) -> set[str]:
         for name in names
         for start in (0, *(i + 1 for i, c in enumerate(name) if c == "."))
     }
+
+
+def check_vocabulary(
+    pairs: Iterable[TensorPair], tensors: Tensors, vocab_size: int | None, problems: Problems
+) -> None:
+    """Add adapted embeddings whose A has another number of columns; `vocab_size` None: any."""
+    for pair in pairs:
+        columns = tensors[pair.a].shape[1]
+        if pair.kind is ModuleKind.EMBEDDING and vocab_size not in (None, columns):
+            problems.add(
+                AdapterDoesNotFit,
+                f"{pair.module} has an A for {columns} tokens; the model has {vocab_size}",
+            )
+
+
+def check_expert_format(is_3d_lora_weight: bool | None, matched: MatchedTensors) -> None:
+    """Raise `AdapterDoesNotFit` unless the file has expert tensors of this format; None: any."""
+    if is_3d_lora_weight is None:
+        return
+    found = "fused (3-D)" if matched.is_3d_lora_weight else "for single experts (2-D)"
+    found = found if matched.experts else "absent"
+    if is_3d_lora_weight != matched.is_3d_lora_weight:
+        raise AdapterDoesNotFit(
+            f"is_3d_lora_weight is {is_3d_lora_weight}, and the file's expert tensors are {found}; "
+            "leave it out to have the files decide"
+        )
+
+
+def target_of(model: object) -> AdapterTarget:
+    """Return what adapters of a manager, or of its model, are checked against.
+
+    Raises `TypeError` for an object that is neither.
+    """
+    if isinstance(model, AdapterTarget):
+        return model
+    manager = getattr(model, "lora_manager", model)
+    target = getattr(manager, "adapter_target", None)
+    if not isinstance(target, AdapterTarget):
+        raise TypeError(
+            f"model is {type(model).__name__}; a manager, the model that it has wrapped, or its "
+            "adapter_target is needed"
+        )
+    return target

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from engine.adapters.in_memory import whole_shapes
-from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
+from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.lora_model import LoRAModel
 from engine.layout import ModuleKind, ModuleShape
 
 HeadWeights = tuple[torch.Tensor, torch.Tensor]

@@ -4,10 +4,11 @@ Names and shapes have been checked against the model before. A process reads no 
 ranks' experts, except where each row of a stored matrix holds all experts.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +21,37 @@ from engine.submatrix import Submatrix
 
 @dataclass(frozen=True)
 class MoEEPLoadSpec:
-    """The experts of a layer that this rank keeps; no others are read.
+    """The experts that a rank keeps of every layer; no others are read.
 
-    Raises ValueError unless `local_experts` is a range within `num_experts`.
+    Each rank keeps `local_num_experts` adjacent ones of `global_num_experts`. Raises ValueError
+    for a rank whose experts are not among them.
     """
 
-    num_experts: int
-    local_experts: range
+    ep_rank: int
+    local_num_experts: int
+    global_num_experts: int
 
     def __post_init__(self) -> None:
         local = self.local_experts
-        if local.step != 1 or not 0 <= local.start < local.stop <= self.num_experts:
-            raise ValueError(f"local_experts is {local}; a range within {self.num_experts} experts")
+        if self.ep_rank < 0 or not local or local.stop > self.global_num_experts:
+            raise ValueError(
+                f"rank {self.ep_rank} has {self.local_num_experts} local experts, {local}; they "
+                f"must be within {self.global_num_experts} experts"
+            )
 
-    def a_submatrix(self, rank: int) -> Submatrix:
-        """Return the part to read of an A `[experts * rank, in]`, stored expert by expert."""
-        local = self.local_experts
-        return Submatrix((range(local.start * rank, local.stop * rank),))
+    @property
+    def local_experts(self) -> range:
+        """The rank's experts."""
+        start = self.ep_rank * self.local_num_experts
+        return range(start, start + self.local_num_experts)
+
+    def is_remote(self, name: str) -> bool:
+        """Whether a tensor belongs to a single expert that the rank does not keep."""
+        match = _SINGLE_EXPERT.search(name)
+        return match is not None and int(match[1]) not in self.local_experts
+
+
+_SINGLE_EXPERT: Final = re.compile(r"\.experts\.(\d{1,6})\.")
 
 
 def expert_submatrices(pairs: Iterable[ExpertPair]) -> dict[str, Submatrix]:
@@ -47,7 +62,9 @@ def expert_submatrices(pairs: Iterable[ExpertPair]) -> dict[str, Submatrix]:
         if expert is None:
             part = shard.a_submatrix(pair.rank * columns[0].experts)
             if shard.experts is not None:
-                part = MoEEPLoadSpec(columns[0].experts, shard.experts).a_submatrix(pair.rank)
+                # A is stored expert by expert: [experts * rank, in].
+                rows = range(shard.experts.start * pair.rank, shard.experts.stop * pair.rank)
+                part = Submatrix((rows,))
             stored = (part, Submatrix(_fused_rows(columns)))
         elif expert in columns[0].kept_experts:
             stored = (shard.a_submatrix(pair.rank), shard.b_submatrix())

@@ -21,12 +21,14 @@ from engine.adapters.pairs import TensorPair, check_rank_divisible, make_pair
 from engine.adapters.peft_config import PEFTHelper
 from engine.adapters.tensor_names import PairNames, WeightNames
 from engine.errors import AdapterDoesNotFit
-from engine.layout import WHOLE, ModuleKind, ModuleShape
+from engine.layout import ModuleKind, ModuleShape, Shard
 
 K = TypeVar("K")
 
-_SINGLE: Final = re.compile(r"(.+)\.(\d{1,6})\.(\w+)\Z")
-_PROJECTIONS: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+SINGLE_EXPERT: Final = re.compile(r"(.+)\.(\d{1,6})\.(\w+)\Z")
+"""A path of one projection of one expert: the experts module, the expert and the projection."""
+
+PROJECTIONS: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Older names of projections, and their names in models."""
 _PARENTS: Final = {".block_sparse_moe.": ".mlp."}
 """Older names of the module that holds experts and router, and its name in models."""
@@ -43,10 +45,10 @@ class ExpertPair(NamedTuple):
     columns: tuple[ModuleShape, ...]
     expert: int | None = None
 
-    def whole(self) -> "ExpertPair":
-        """Return the same for a process that keeps all experts."""
-        columns = tuple(replace(column, shard=WHOLE) for column in self.columns)
-        return self._replace(columns=columns)
+    def for_experts(self, local_experts: range | None) -> "ExpertPair":
+        """Return the same for a process that keeps these experts whole; None: all of them."""
+        shard = Shard(experts=local_experts)
+        return self._replace(columns=tuple(replace(one, shard=shard) for one in self.columns))
 
 
 class ExpertProjection(NamedTuple):
@@ -91,20 +93,20 @@ def split_experts(
     Fused names of experts that are not among `modules` stay in `experts` of the result. A second
     pair for the same matrix, under an older name, is added to `unexpected`.
     """
-    known = _known_experts(modules)
+    known = known_experts(modules)
     result = WeightNames({}, {}, names.copies, [*names.unexpected])
     for written, found in names.experts.items():
-        outer = resolver.resolve(_renamed(written.removesuffix(_INNER), known))
+        outer = resolver.locate(renamed(written.removesuffix(_INNER), known))
         if outer in known:
             _add_pair(known[outer].fused, int(written.endswith(_INNER)), found, result.unexpected)
         else:
             result.experts[written] = found
     for written, found in names.pairs.items():
-        path = _renamed(written, known)
-        match = _SINGLE.match(path)
-        experts = known.get(resolver.resolve(match[1])) if match else None
+        path = renamed(written, known)
+        match = SINGLE_EXPERT.match(path)
+        experts = known.get(resolver.locate(match[1])) if match else None
         if match and experts:
-            projection = _PROJECTIONS.get(match[3], match[3])
+            projection = PROJECTIONS.get(match[3], match[3])
             _add_pair(
                 experts.singles,
                 ExpertProjection(int(match[2]), projection),
@@ -126,7 +128,7 @@ def _add_pair(
         unexpected += [f"{name} (the same as {first_name})" for name in (found.a, found.b) if name]
 
 
-def _renamed(path: str, known: Collection[str]) -> str:
+def renamed(path: str, known: Collection[str]) -> str:
     """Return a path with the older parent renamed, if the model has the newer one."""
     for old, new in _PARENTS.items():
         before, found, _ = path.partition(old)
@@ -135,7 +137,8 @@ def _renamed(path: str, known: Collection[str]) -> str:
     return path
 
 
-def _known_experts(modules: Iterable[ModuleShape]) -> dict[str, Experts]:
+def known_experts(modules: Iterable[ModuleShape]) -> dict[str, Experts]:
+    """Return the experts modules of a model by path, with their columns and without tensors."""
     known: dict[str, Experts] = {}
     for shape in modules:
         if shape.kind is ModuleKind.EXPERTS:

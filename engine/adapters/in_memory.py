@@ -5,6 +5,7 @@ The checked adapter shares its tensors with the caller until it is packed.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -12,12 +13,16 @@ from engine.adapters.compatibility import EXCLUDED, AdapterTarget
 from engine.adapters.files.problems import Problems, shown
 from engine.adapters.files.weights_file import value_range
 from engine.adapters.finite_values import check_values
-from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
+from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.lora_model import LoRAModel
+from engine.adapters.module_weights import by_module
 from engine.adapters.pairs import TensorPair, check_rank_divisible
 from engine.adapters.reader import LoadedAdapter
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
 from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes
+
+_EXPERTS: Final = ModuleKind.EXPERTS
 
 
 def check_in_memory(
@@ -32,7 +37,14 @@ def check_in_memory(
     """
     modules = target.modules
     problems = Problems(DEFAULT_BOUNDS.problems_max)
-    loras = {name: _detached(lora, modules.get(name)) for name, lora in model.loras.items()}
+    with problems.collecting():
+        found = by_module(model.loras, target)
+        loras = {name: _detached(lora, modules.get(name)) for name, lora in found.items()}
+    _raise(model.id, problems)
+    if model.is_3d_lora_weight and not any(one.kind is _EXPERTS for one in loras.values()):
+        problems.add(
+            AdapterDoesNotFit, "is_3d_lora_weight is True, and no module is an experts one"
+        )
     if not loras:
         problems.add(AdapterDoesNotFit, "no module is touched")
     for name, lora in loras.items():
@@ -41,7 +53,8 @@ def check_in_memory(
     _check_values(loras, target.lora_config.dtype, problems)
     _raise(model.id, problems)
     ranks = {name: lora.rank for name, lora in loras.items()}
-    checked = LoRAModel(model.id, max(ranks.values()), loras).sharded(modules)
+    whole = LoRAModel(model.id, max(ranks.values()), loras, model.is_3d_lora_weight)
+    checked = whole.sharded(modules)
     size_bytes = blob_bytes(ranks, modules.values(), target.lora_config.dtype)
     return LoadedAdapter(fingerprint, checked, checked.rank, checked.size_bytes, size_bytes)
 

@@ -5,15 +5,13 @@ module. If not, it means a module only if equivalences lead to exactly one. Simi
 searched for.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from transformers import PreTrainedModel
 
+from engine.adapters.weights_mapper import Rename
 from engine.errors import AdapterDoesNotFit
-
-Rename = Callable[[str], str]
-"""A function from a module's path in the checkpoint to its path in the model."""
 
 SKIP_PREFIXES: Final = ("mtp.",)
 """Prefixes of layers that a served model does not use: they predict more tokens in training."""
@@ -54,12 +52,19 @@ class ModulePathResolver:
         """Whether the path starts with one of `skip_prefixes`."""
         return path.startswith(self._skipped)
 
+    def drops(self, source: str) -> bool:
+        """Whether the caller's function maps this module's path to nothing."""
+        return self._rename is not None and self._rename(source) is None
+
     def resolve(self, source: str) -> str:
         """Return the path in this model; the renamed path if the model has no such module.
 
         Raises `AdapterDoesNotFit` if equivalences lead to several modules.
         """
-        path = self._rename(source) if self._rename else source
+        return self.locate((self._rename(source) if self._rename else source) or source)
+
+    def locate(self, path: str) -> str:
+        """Return the path in this model for one that was renamed already; raises like `resolve`."""
         if path in self._known:
             return path
         others = {
@@ -70,7 +75,7 @@ class ModulePathResolver:
         found = sorted(others & self._known)
         if len(found) > 1:
             raise AdapterDoesNotFit(
-                f"{source} may be {' or '.join(found)} of this model; rename it to one of them"
+                f"{path} may be {' or '.join(found)} of this model; rename it to one of them"
             )
         return found[0] if found else path
 

@@ -6,7 +6,7 @@ describes training is ignored.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -14,6 +14,7 @@ from engine.adapters.bounded_regex import PatternRefused, PatternTable
 from engine.adapters.files.bounded_json import decode_object
 from engine.adapters.files.directory import open_adapter
 from engine.adapters.files.problems import Problems, shown
+from engine.adapters.lora_request import tensorizer_directory
 from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 
@@ -129,12 +130,28 @@ class PEFTHelper:
     modules_to_save: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
     base_model_name: str = ""
+    max_position_embeddings: int | None = None
 
     @classmethod
-    def from_local_dir(cls, directory: str, bounds: AdapterBounds = DEFAULT_BOUNDS) -> "PEFTHelper":
-        """Return a directory's config; raises like `from_dict` and `open_adapter`."""
-        with open_adapter(directory, [Path(directory)]) as files:
-            return cls.from_dict(decode_config(files.read_config(bounds), bounds), bounds)
+    def from_local_dir(
+        cls,
+        lora_path: str,
+        max_position_embeddings: int | None = None,
+        tensorizer_config_dict: Mapping[str, Any] | None = None,
+        *,
+        bounds: AdapterBounds = DEFAULT_BOUNDS,
+    ) -> "PEFTHelper":
+        """Return a directory's config; raises like `from_dict` and `open_adapter`.
+
+        `max_position_embeddings` is kept for the caller; no adapter depends on it.
+        `tensorizer_config_dict`: see `tensorizer_directory`. Pickled weights next to the config are
+        not read here, so they are not refused.
+        """
+        directory = tensorizer_directory(lora_path, tensorizer_config_dict)
+        with open_adapter(directory, [Path(directory)], allow_pickled=True) as files:
+            config = decode_config(files.read_config(bounds), bounds)
+        helper = cls.from_dict(config, bounds)
+        return replace(helper, max_position_embeddings=max_position_embeddings)
 
     @classmethod
     def from_dict(

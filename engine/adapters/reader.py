@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.adapters.compatibility import AdapterTarget, check_names, match_tensors
+from engine.adapters.compatibility import (
+    AdapterTarget,
+    check_expert_format,
+    check_names,
+    match_tensors,
+)
 from engine.adapters.files.directory import AdapterFiles, open_adapter
 from engine.adapters.files.formats import open_weights
 from engine.adapters.files.problems import Problems, shown
@@ -47,19 +52,21 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
     *,
     allow_pickled: bool = False,
     is_follower: bool = False,
+    is_3d_lora_weight: bool | None = None,
 ) -> LoadedAdapter:
     """Read the adapter at `path` (absolute, or relative to one of `roots`) and check it completely.
 
     For sharded modules only this process's part is kept. `adapter` is the name for error texts;
     `allow_pickled` is that of `open_adapter`. A follower reads and checks only its parts and
-    computes no fingerprint, which the leader does. Values are checked after everything else.
+    computes no fingerprint, which the leader does. `is_3d_lora_weight`: whether expert tensors must
+    be fused; None: as in the file. Values are checked after everything else.
     Raises one `EngineError` for all problems, of the first class among `AdapterConfigRefused`,
     `AdapterDoesNotFit` and `NotFinite`; also `PathNotAllowed`, `AdapterNotFound`,
     `HostOutOfMemory`, and `Conflict` for a file that changes while it is read.
     """
     try:
         with open_adapter(path, roots, allow_pickled=allow_pickled) as files:
-            loaded = _read(files, model, bounds, is_follower)
+            loaded = _read(files, model, bounds, is_follower, is_3d_lora_weight)
             files.check_unchanged()
             return loaded
     except EngineError as error:
@@ -67,7 +74,11 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
 
 
 def _read(
-    files: AdapterFiles, model: AdapterTarget, bounds: AdapterBounds, is_follower: bool
+    files: AdapterFiles,
+    model: AdapterTarget,
+    bounds: AdapterBounds,
+    is_follower: bool,
+    is_3d_lora_weight: bool | None,
 ) -> LoadedAdapter:
     problems = Problems(bounds.problems_max)
     config, helper, reader = b"", None, None
@@ -82,6 +93,7 @@ def _read(
         raise problems.error()
     with problems.collecting():
         matched = match_tensors(reader.tensors, helper, model.path_resolver(), model, problems)
+        check_expert_format(is_3d_lora_weight, matched)
     problems.raise_if_any()
     wanted = matched.submatrices(model.modules)
     found, fingerprint = (

@@ -89,6 +89,8 @@ def sort_names(
         path = name.removeprefix(PREFIX)
         if not resolver.skips(path):
             parsed = _as_matrix(path) or _as_head(path, saved_modules)
+            if parsed is not None and resolver.drops(parsed.source):
+                continue
             if parsed is not None:
                 _add_name(found, name, parsed, resolver)
             elif (copied := _copied(path)) is not None:

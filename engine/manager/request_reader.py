@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.files.problems import shown
-from engine.adapters.lora_model import LoRARequest
+from engine.adapters.lora_request import LoRARequest, tensorizer_directory
 from engine.adapters.reader import LoadedAdapter, read_adapter
 from engine.config import AdapterBounds
 from engine.errors import AdapterNotFound, Conflict, NotResident
@@ -95,6 +95,7 @@ class RequestReader:
                 self._bounds,
                 request.lora_name,
                 allow_pickled=self._allow_pickled,
+                is_3d_lora_weight=request.is_3d_lora_weight,
             )
         self._stamps[AdapterSource(path, loaded.fingerprint)] = stamps
         return ReadAdapter(loaded, path)
@@ -130,7 +131,9 @@ def check_mapped_ids(mapping: LoRAMapping, wanted: Collection[int]) -> None:
 
 def path_of(request: LoRARequest) -> str:
     """Return the absolute path of a request; empty if it has none."""
-    return os.path.abspath(request.lora_path) if request.lora_path else ""
+    if not request.lora_path and not request.tensorizer_config_dict:
+        return ""
+    return tensorizer_directory(request.lora_path, request.tensorizer_config_dict)
 
 
 def _file_stamps_of(path: str) -> FileStamps:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from engine.adapters.lora_model import LoRARequest
+from engine.adapters.lora_request import LoRARequest
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.manager.model_manager import LoRAModelManager
 from engine.manager.request_reader import (

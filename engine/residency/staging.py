@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.adapters.lora_model import LoRALayerWeights, LoRAModel, scaled
+from engine.adapters.layer_weights import LoRALayerWeights, scaled
+from engine.adapters.lora_model import LoRAModel
 from engine.host_memory import allocate_host
 from engine.layout import (
     ABSENT,

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
+from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.lora_model import LoRAModel
 from engine.layout import (
     WHOLE,
     ModuleShape,

@@ -1,4 +1,4 @@
-"""An adapter's directory and its two files, opened so that they can't be replaced while in use.
+"""An adapter's directory and its files, opened so that they can't be replaced while in use.
 
 Below a root no link is followed and no name is resolved twice: every name is opened in the
 directory that was opened before it. A file that changes while it is read, or that has a second name
@@ -14,25 +14,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from engine.adapters.files.missing_files import (
-    CONFIG_NAME,
-    WEIGHTS_NAME,
-    config_is_missing,
-    is_present,
-    weights_are_missing,
-)
+from engine.adapters.files.missing_files import CONFIG_NAME, config_is_missing, is_present
 from engine.adapters.files.problems import shown
-from engine.config import AdapterBounds
+from engine.adapters.files.weights_names import INDEX_NAME, names_in_index, weights_names
+from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import (
     AdapterConfigRefused,
     AdapterNotFound,
+    AdapterUnsound,
     Conflict,
     EngineError,
     PathNotAllowed,
 )
-
-STREAMED_NAME: Final = "adapter_model.tensors"
-PICKLED_NAMES: Final = ("adapter_model.bin", "adapter_model.pt")
 
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LEVELS_MAX: Final = 16
@@ -101,11 +94,11 @@ class OpenFile:
 
 
 class AdapterFiles:
-    """The two open files of an adapter."""
+    """The open files of an adapter: its config, and its weights, in several files if sharded."""
 
-    def __init__(self, config: OpenFile, weights: OpenFile) -> None:
+    def __init__(self, config: OpenFile, weights: Sequence[OpenFile]) -> None:
         self._config = config
-        self.weights = weights
+        self.weights = tuple(weights)
 
     def read_config(self, bounds: AdapterBounds) -> bytes:
         """Return the whole config; raises `AdapterConfigRefused` if it is too long."""
@@ -118,13 +111,13 @@ class AdapterFiles:
 
     @property
     def stamp(self) -> str:
-        """The stamps of both files; equal for all readers of the same files."""
-        return f"{self._config.stamp} {self.weights.stamp}"
+        """The stamps of all files; equal for all readers of the same files."""
+        return " ".join(file.stamp for file in (self._config, *self.weights))
 
     def check_unchanged(self) -> None:
-        """Raise `Conflict` if either file was written to since it was opened."""
-        self._config.check_unchanged()
-        self.weights.check_unchanged()
+        """Raise `Conflict` if one of the files was written to since it was opened."""
+        for file in (self._config, *self.weights):
+            file.check_unchanged()
 
 
 @contextmanager
@@ -133,32 +126,37 @@ def open_adapter(
 ) -> Iterator[AdapterFiles]:
     """Open the files of the adapter at `path`, absolute or relative to one of `roots`.
 
-    The weights are safetensors, else a tensorizer stream, else, with `allow_pickled`, a file of
-    `torch.save`. Raises `PathNotAllowed` for a path that is not below a root, contains `..` or
-    crosses a link, and `AdapterNotFound` if the directory or a file is missing.
+    The weights are safetensors, possibly sharded, else a tensorizer stream, else, with
+    `allow_pickled`, a file of `torch.save`; see `weights_names`. Raises `PathNotAllowed` for a path
+    that is not below a root, contains `..` or crosses a link, and `AdapterNotFound` if the
+    directory or a file is missing.
     """
     with ExitStack() as stack:
         directory = _open_directory(path, roots, stack)
         if not is_present(CONFIG_NAME, directory):
             raise AdapterNotFound(config_is_missing(path, directory))
         config = _open_file(CONFIG_NAME, directory, stack)
-        weights_name = _weights_name(path, directory, allow_pickled)
-        weights = _open_file(weights_name, directory, stack)
-        yield AdapterFiles(config, weights)
+        yield AdapterFiles(config, _open_weights_files(path, directory, allow_pickled, stack))
 
 
-def _weights_name(path: str, directory: int, allow_pickled: bool) -> str:
-    """Return the first of the weights files that is present; raises `AdapterNotFound`."""
-    plain = [name for name in (WEIGHTS_NAME, STREAMED_NAME) if is_present(name, directory)]
-    pickled = [name for name in PICKLED_NAMES if not plain and is_present(name, directory)]
-    if pickled and not allow_pickled:
-        raise AdapterNotFound(
-            f"{shown(path)} has {pickled[0]} but no {WEIGHTS_NAME}; pickled weights are not read: "
-            "save the adapter as safetensors, or start the engine with --allow-pickled-weights"
+def _open_weights_files(
+    path: str, directory: int, allow_pickled: bool, stack: ExitStack
+) -> list[OpenFile]:
+    """Open the weights files, several for shards; raises `AdapterNotFound`."""
+    names = weights_names(path, directory, allow_pickled)
+    if names == [INDEX_NAME]:
+        names = names_in_index(_read_index(directory, stack), DEFAULT_BOUNDS)
+    return [_open_file(name, directory, stack) for name in names]
+
+
+def _read_index(directory: int, stack: ExitStack) -> bytes:
+    index = _open_file(INDEX_NAME, directory, stack)
+    if index.size_bytes > DEFAULT_BOUNDS.header_bytes_max:
+        raise AdapterUnsound(
+            f"{INDEX_NAME} has {index.size_bytes} bytes; at most "
+            f"{DEFAULT_BOUNDS.header_bytes_max} are read"
         )
-    if not plain and not pickled:
-        raise AdapterNotFound(weights_are_missing(path))
-    return next(iter(plain + pickled))
+    return index.read(0, index.size_bytes)
 
 
 def _open_directory(path: str, roots: Sequence[Path], stack: ExitStack) -> int:

@@ -1,19 +1,18 @@
-"""The formats of weights files, by file name, with their readers.
+"""The formats of weights files, by the end of the file's name, with their readers."""
 
-The first file that is present is used. A pickled file is read only where it is allowed.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from engine.adapters.files.directory import PICKLED_NAMES, STREAMED_NAME, OpenFile
-from engine.adapters.files.missing_files import WEIGHTS_NAME
+from engine.adapters.files.directory import OpenFile
 from engine.adapters.files.safetensors_reader import SafetensorsFile
+from engine.adapters.files.sharded_file import ShardedFile
 from engine.adapters.files.tensorizer_stream import load_streamed
 from engine.adapters.files.torch_pickle import load_pickled
 from engine.adapters.files.weights_file import WeightsFile
+from engine.adapters.files.weights_names import PICKLED_NAMES, SAFETENSORS_SUFFIX, STREAMED_NAME
 from engine.adapters.files.whole_file import WholeFile
 from engine.config import AdapterBounds
+from engine.errors import AdapterUnsound
 
 
 def _pickled(file: OpenFile, bounds: AdapterBounds) -> WeightsFile:
@@ -25,20 +24,31 @@ def _streamed(file: OpenFile, bounds: AdapterBounds) -> WeightsFile:
 
 
 class WeightsFormat(NamedTuple):
-    """A file name and its reader."""
+    """The end of a file's name and its reader."""
 
-    name: str
+    suffix: str
     open: Callable[[OpenFile, AdapterBounds], WeightsFile]
 
 
 WEIGHTS_FORMATS: Final = (
-    WeightsFormat(WEIGHTS_NAME, SafetensorsFile),
+    WeightsFormat(SAFETENSORS_SUFFIX, SafetensorsFile),
     WeightsFormat(STREAMED_NAME, _streamed),
     *(WeightsFormat(name, _pickled) for name in PICKLED_NAMES),
 )
-"""Formats in order of preference."""
+"""The formats, each with a suffix of its own."""
 
 
-def open_weights(file: OpenFile, bounds: AdapterBounds) -> WeightsFile:
-    """Return the reader for a weights file, by its name; raises what the reader raises."""
-    return next(one for one in WEIGHTS_FORMATS if one.name == file.name).open(file, bounds)
+def open_weights(files: Sequence[OpenFile], bounds: AdapterBounds) -> WeightsFile:
+    """Return the reader for weights files, by their names; raises what the readers raise."""
+    size_bytes = sum(file.size_bytes for file in files)
+    if len(files) > 1 and size_bytes > bounds.weights_bytes_max:
+        raise AdapterUnsound(
+            f"the shards have {size_bytes} bytes; at most {bounds.weights_bytes_max} are read"
+        )
+    readers = [_open_one(file, bounds) for file in files]
+    return readers[0] if len(readers) == 1 else ShardedFile(readers, [file.name for file in files])
+
+
+def _open_one(file: OpenFile, bounds: AdapterBounds) -> WeightsFile:
+    by_suffix = (one for one in WEIGHTS_FORMATS if file.name.endswith(one.suffix))
+    return next(by_suffix).open(file, bounds)

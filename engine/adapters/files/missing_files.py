@@ -10,17 +10,19 @@ from engine.adapters.files.problems import shown
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
 
-_WHOLE_MODEL: Final = (
+WHOLE_MODEL: Final = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+"""Files of a whole model, which are no adapter's."""
+
 _ENTRIES_MAX: Final = 1000
 _SUGGESTIONS_MAX: Final = 3
 
 
 def config_is_missing(path: str, directory: int) -> str:
     """Return the text for a directory, open as `directory`, that has no `CONFIG_NAME`."""
-    weights = next((name for name in _WHOLE_MODEL if is_present(name, directory)), None)
+    weights = next((name for name in WHOLE_MODEL if is_present(name, directory)), None)
     if weights and is_present("config.json", directory):
         return (
             f"{shown(path)} has config.json and {weights}: a whole model, not an adapter; save the "

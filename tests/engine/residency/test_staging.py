@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
+from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.lora_model import LoRAModel
 from engine.errors import HostOutOfMemory
 from engine.residency.staging import (
     ABSENT,

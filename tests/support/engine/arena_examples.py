@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
+from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.lora_model import LoRAModel
 from engine.residency.arena import Arena
 from engine.residency.staging import Blob, ModuleShape, stage
 

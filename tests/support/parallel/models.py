@@ -25,7 +25,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.adapters.lora_model import LoRALayerWeights, LoRAModel
+from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.lora_model import LoRAModel
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.kernels import choose_kernels

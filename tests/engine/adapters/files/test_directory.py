@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from engine.adapters import LoadedAdapter, read_adapter
 from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.files.directory import CONFIG_NAME, WEIGHTS_NAME, OpenFile
+from engine.adapters.files.directory import OpenFile
+from engine.adapters.files.missing_files import CONFIG_NAME, WEIGHTS_NAME
 from engine.config import AdapterBounds
 from engine.errors import (
     AdapterConfigRefused,

@@ -61,7 +61,7 @@ def by_reader(
     directory: Path, wanted: dict[str, Submatrix], *, with_fingerprint: bool
 ) -> ReadTensors:
     with open_adapter(directory.name, [directory.parent]) as files:
-        reader = SafetensorsFile(files.weights, DEFAULT_BOUNDS)
+        reader = SafetensorsFile(files.weights[0], DEFAULT_BOUNDS)
         return reader.read_all(wanted, b"")[0] if with_fingerprint else reader.read(wanted)
 
 

@@ -1,0 +1,130 @@
+"""One module's A and B in host memory, with rank and scaling.
+
+Shapes are checked when they are constructed, so that an existing pair can be multiplied.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.errors import AdapterDoesNotFit
+from engine.layout import WHOLE, ModuleKind, Shard
+
+
+@dataclass
+class LoRALayerWeights:
+    """One module's weights: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.
+
+    The module's delta is `scaling * lora_b @ lora_a`; `scaling` 0 stands for `lora_alpha / rank`.
+    For a sharded module both are the parts that `shard` specifies. For kind EXPERTS both have the
+    experts as their first dimension. For HEAD they are a layer's weight `[out, in]` and bias
+    `[out, 1]`, of rank 1. Raises `AdapterDoesNotFit` if shapes and rank contradict each other.
+    """
+
+    module_name: str
+    rank: int
+    lora_alpha: float
+    lora_a: torch.Tensor
+    lora_b: torch.Tensor
+    scaling: float = 0.0
+    shard: Shard = WHOLE
+    kind: ModuleKind = ModuleKind.LINEAR
+
+    def __post_init__(self) -> None:
+        if not self._is_sound():
+            a, b = list(self.lora_a.shape), list(self.lora_b.shape)
+            a_rank = self.shard.a_rank(self.rank)
+            raise AdapterDoesNotFit(
+                f"{self.module_name} has A {a} and B {b} for rank {self.rank} and kind "
+                f"{self.kind.value}; A [{a_rank}, in] and B [out, {self.rank}] are needed"
+            )
+        self.scaling = self.scaling or self.lora_alpha / self.rank
+
+    def _is_sound(self) -> bool:
+        a, b = tuple(self.lora_a.shape), tuple(self.lora_b.shape)
+        match self.kind, a, b:
+            case ModuleKind.HEAD, (out, _), (height, 1):
+                return out == height and self.rank == 1
+            case ModuleKind.EXPERTS, (count, a_rank, _), (experts, _, b_rank):
+                return (
+                    count == experts
+                    and a_rank == self.shard.a_rank(self.rank)
+                    and (b_rank == self.rank)
+                )
+            case ModuleKind.LINEAR | ModuleKind.EMBEDDING, (a_rank, _), (_, b_rank):
+                return (a_rank, b_rank) == (self.shard.a_rank(self.rank), self.rank)
+        return False
+
+    def sharded(self, shard: Shard) -> "LoRALayerWeights":
+        """Return the part of whole weights that a process keeps; a copy unless it is the whole."""
+        if shard == WHOLE:
+            return self
+        a, b = shard.select_a(self.lora_a), shard.select_b(self.lora_b)
+        return replace(self, lora_a=a.clone(), lora_b=b.clone(), shard=shard)
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of both tensors."""
+        return self.lora_a.nbytes + self.lora_b.nbytes
+
+    def optimize(self) -> "LoRALayerWeights":
+        """Multiply B by the scaling, in float32 and rounded once; return these weights."""
+        if self.scaling != 1:
+            self.lora_b = scaled(self.lora_b, self.scaling).to(self.lora_b.dtype)
+            self.scaling = 1.0
+        return self
+
+
+@dataclass
+class PackedLoRALayerWeights:
+    """The weights of a packed layer, one per slice; None for a child without an adapter."""
+
+    module_name: str
+    loras: tuple[LoRALayerWeights | None, ...]
+
+    @classmethod
+    def pack(
+        cls, module_name: str, loras: Sequence[LoRALayerWeights | None]
+    ) -> "PackedLoRALayerWeights":
+        """Combine the children's weights, shared; ValueError if the adapter touches no child."""
+        if not any(loras):
+            raise ValueError(f"the adapter touches no child of {module_name}")
+        return cls(module_name, tuple(loras))
+
+    @property
+    def rank(self) -> int:
+        """The highest rank of the children."""
+        return max(lora.rank for lora in self.loras if lora)
+
+    @property
+    def lora_a(self) -> list[torch.Tensor | None]:
+        """A of each child."""
+        return [lora.lora_a if lora else None for lora in self.loras]
+
+    @property
+    def lora_b(self) -> list[torch.Tensor | None]:
+        """B of each child."""
+        return [lora.lora_b if lora else None for lora in self.loras]
+
+    @property
+    def scaling(self) -> list[float | None]:
+        """The scaling of each child."""
+        return [lora.scaling if lora else None for lora in self.loras]
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of all tensors."""
+        return sum(lora.size_bytes for lora in self.loras if lora)
+
+    def optimize(self) -> "PackedLoRALayerWeights":
+        """Multiply each B by its scaling; return these weights."""
+        for lora in self.loras:
+            if lora:
+                lora.optimize()
+        return self
+
+
+def scaled(lora_b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return `scaling * lora_b` in float32; `lora_b` itself if the scaling is 1."""
+    return lora_b if scaling == 1 else lora_b.to(torch.float32) * scaling

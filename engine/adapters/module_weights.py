@@ -1,0 +1,108 @@
+"""Modules of an adapter in memory, by the paths and in the shapes of this model.
+
+A program may have loaded the adapter without a model. Then paths are those of its file, and experts
+are single modules.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from engine.adapters.compatibility import AdapterTarget
+from engine.adapters.expert_tensors import (
+    PROJECTIONS,
+    SINGLE_EXPERT,
+    Experts,
+    known_experts,
+    renamed,
+)
+from engine.adapters.layer_weights import LoRALayerWeights
+from engine.errors import AdapterDoesNotFit
+from engine.layout import ModuleKind, ModuleShape
+
+K = TypeVar("K")
+
+Loras = Mapping[str, LoRALayerWeights]
+"""An adapter's weights by module path."""
+
+
+def by_module(loras: Loras, target: AdapterTarget) -> dict[str, LoRALayerWeights]:
+    """Return the weights by this model's paths, with single experts stacked.
+
+    Paths that are none of this model's stay. Raises `AdapterDoesNotFit` for a path that means
+    several modules, two paths for one module, and incomplete stacks.
+    """
+    known, resolver = known_experts(target.modules.values()), target.path_resolver()
+    found: dict[str, LoRALayerWeights] = {}
+    singles: dict[str, dict[int, LoRALayerWeights]] = {}
+    for name, lora in loras.items():
+        path = name if name in target.modules else resolver.locate(renamed(name, known))
+        match = SINGLE_EXPERT.match(path)
+        experts = known.get(resolver.locate(match[1])) if match else None
+        if match is None or experts is None:
+            _add(found, path, lora)
+        else:
+            column = _column(experts, match[3])
+            _add(singles.setdefault(column.name, {}), int(match[2]), lora)
+    columns = {shape.name: shape for one in known.values() for shape in one.columns.values()}
+    return found | {name: _stacked(columns[name], of) for name, of in singles.items()}
+
+
+def _add(found: dict[K, LoRALayerWeights], key: K, lora: LoRALayerWeights) -> None:
+    other = found.setdefault(key, lora)
+    if other is not lora:
+        raise AdapterDoesNotFit(
+            f"{other.module_name} and {lora.module_name} are one module of this model"
+        )
+
+
+def _column(experts: Experts, projection: str) -> ModuleShape:
+    name = PROJECTIONS.get(projection, projection)
+    if name not in experts.columns:
+        raise AdapterDoesNotFit(
+            f"{experts.path} has no {projection}; its projections are {', '.join(experts.columns)}"
+        )
+    return experts.columns[name]
+
+
+def _stacked(column: ModuleShape, members: Mapping[int, LoRALayerWeights]) -> LoRALayerWeights:
+    """Return all experts of one projection as a stack: A [experts, rank, in]."""
+    missing = [expert for expert in range(column.experts) if expert not in members]
+    unknown = [expert for expert in members if expert >= column.experts]
+    if missing or unknown:
+        raise AdapterDoesNotFit(
+            f"{column.name} has adapters for {len(members)} experts, and this model has "
+            f"{column.experts}: missing {missing[:4]}, unknown {unknown[:4]}"
+        )
+    ordered = [members[expert] for expert in range(column.experts)]
+    first = ordered[0]
+    _check_same(column, ordered)
+    return replace(
+        first,
+        module_name=column.name,
+        lora_a=torch.stack([lora.lora_a for lora in ordered]),
+        lora_b=torch.stack([lora.lora_b for lora in ordered]),
+        kind=ModuleKind.EXPERTS,
+    )
+
+
+def _check_same(column: ModuleShape, loras: Iterable[LoRALayerWeights]) -> None:
+    """Refuse experts whose matrices can't be in one stack."""
+    forms = {
+        (
+            lora.rank,
+            lora.scaling,
+            lora.kind,
+            lora.lora_a.shape,
+            lora.lora_b.shape,
+            lora.lora_a.dtype,
+        )
+        for lora in loras
+    }
+    if len(forms) > 1:
+        raise AdapterDoesNotFit(
+            f"the experts of {column.name} differ in rank, scaling, shape or dtype; all of one "
+            "projection need the same"
+        )
