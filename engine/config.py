@@ -6,6 +6,7 @@ is read and no device is opened here: a missing directory or device is found lat
 
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,30 +50,32 @@ class LoRAConfig:
     """Configuration of LoRA: ranks, slots, dtype, modules and how layers compute it.
 
     `max_loras`: device slots. `max_cpu_loras`: adapters on the host; None is `max_loras`.
-    `lora_dtype`: "auto" (the base model's), a name of `LORA_DTYPES` or one of its dtypes.
+    `lora_dtype`: "auto" or None (the base model's), a name of `LORA_DTYPES` or one of its dtypes.
     `target_modules`: module suffixes or full names; None for all.
     `fully_sharded_loras`: under tensor parallelism, shard both LoRA matrices; by default one is
     replicated. `default_mm_loras`: modality -> path of the adapter for requests without an adapter,
-    if exactly one of their modalities has a path. `enable_tower_connector_lora`: adapters in a
-    multimodal model's tower and connector. `specialize_active_lora`: size kernels' grids by the
-    adapters in a batch. `dual_stream`: compute LoRA concurrently with the base layer, on a second
-    CUDA stream; switched off if LoRA is fully sharded. `batch_invariant`: a row's bits do not
-    depend on its batch. `enable_mixed_moe_lora_format`: allow expert adapters in the 2-D and the
-    3-D layout at the same time. Raises `ValueError`.
+    if exactly one of their modalities has a path (`default_mm_lora_ids`).
+    `enable_tower_connector_lora`: adapters in a multimodal model's tower and connector.
+    `specialize_active_lora`: size kernels' grids by the adapters in a batch. `dual_stream`: compute
+    LoRA concurrently with the base layer, on a second CUDA stream; switched off if LoRA is fully
+    sharded. By default it is on if there is CUDA and the environment variable
+    `VLLM_LORA_ENABLE_DUAL_STREAM` is 1. `batch_invariant`: a row's bits do not depend on its batch.
+    `enable_mixed_moe_lora_format`: allow expert adapters in the 2-D and the 3-D layout at the same
+    time. Raises `ValueError`.
     """
 
     max_lora_rank: int = 16
     max_loras: int = 1
-    max_cpu_loras: int | None = None
-    lora_dtype: str | torch.dtype = "auto"
     fully_sharded_loras: bool = False
+    max_cpu_loras: int | None = None
+    lora_dtype: str | torch.dtype | None = "auto"
     target_modules: Sequence[str] | None = None
     default_mm_loras: Mapping[str, str] | None = field(default=None, hash=False)
     enable_tower_connector_lora: bool = False
     specialize_active_lora: bool = False
-    dual_stream: bool = False
-    batch_invariant: bool = False
     enable_mixed_moe_lora_format: bool = False
+    dual_stream: bool = field(default_factory=lambda: _wants_dual_stream(os.environ))
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if not _is_int(self.max_lora_rank) or self.max_lora_rank not in LORA_RANKS:
@@ -86,6 +89,8 @@ class LoRAConfig:
                 f"max_cpu_loras is {self.max_cpu_loras!r}; an integer of at least max_loras, "
                 f"which is {self.max_loras}"
             )
+        if self.lora_dtype is None:
+            object.__setattr__(self, "lora_dtype", "auto")
         _check_dtype(self.lora_dtype)
         _check_switches(self, LORA_SWITCHES)
         if self.target_modules is not None:
@@ -105,12 +110,21 @@ class LoRAConfig:
         """The dtype in the arena; raises `ValueError` if `lora_dtype` is "auto"."""
         if isinstance(self.lora_dtype, torch.dtype):
             return self.lora_dtype
-        if self.lora_dtype == "auto":
+        if self.lora_dtype in ("auto", None):
             raise ValueError("lora_dtype is 'auto'; resolve it with verify_with_model_config first")
         return LORA_DTYPES[self.lora_dtype]
 
     def verify_with_model_config(self, model_config: Any) -> "LoRAConfig":
-        """Return this configuration with `lora_dtype` resolved to a torch dtype.
+        """Resolve `lora_dtype` in place, as vLLM does, and return this configuration.
+
+        This is the only change after construction; `resolved_for` returns a copy instead. Raises
+        like it.
+        """
+        object.__setattr__(self, "lora_dtype", self.resolved_for(model_config).lora_dtype)
+        return self
+
+    def resolved_for(self, model_config: Any) -> "LoRAConfig":
+        """Return a copy with `lora_dtype` resolved to a torch dtype.
 
         `model_config` is a `transformers` configuration, or another object with a `dtype` (a torch
         dtype or its name). Raises `ValueError` if "auto" finds a dtype that LoRA weights can't
@@ -144,6 +158,11 @@ class LoRAConfig:
         present = paths.keys() & set(modalities)
         return paths[present.pop()] if len(present) == 1 else None
 
+    @property
+    def default_mm_lora_ids(self) -> dict[str, int]:
+        """The ids of the default adapters: 1, 2, ... by modality in alphabetical order."""
+        return {name: number for number, name in enumerate(sorted(self.default_mm_loras or {}), 1)}
+
     def compute_hash(self) -> str:
         """Return a stable hash, in hex, of all fields that change buffers or the computation.
 
@@ -162,6 +181,9 @@ LORA_SWITCHES: Final = (
     *("dual_stream", "batch_invariant", "enable_mixed_moe_lora_format"),
 )
 """The boolean fields of `LoRAConfig`."""
+
+DUAL_STREAM_VARIABLE: Final = "VLLM_LORA_ENABLE_DUAL_STREAM"
+"""The environment variable that is the default of `dual_stream`."""
 
 _HASH_VERSION: Final = 2
 _HASHED: Final = ("max_lora_rank", "max_loras", "lora_dtype", "target_modules", *LORA_SWITCHES)
@@ -273,6 +295,12 @@ class EngineConfig:
     def pins(self) -> bool:
         """Whether blobs are page-locked."""
         return self.torch_device.type == "cuda" if self.pin_memory is None else self.pin_memory
+
+
+def _wants_dual_stream(environment: Mapping[str, str]) -> bool:
+    """Whether the environment sets a second stream, and this machine has one."""
+    is_on = environment.get(DUAL_STREAM_VARIABLE, "0").lower() in ("1", "true")
+    return is_on and torch.cuda.is_available()
 
 
 def _check_dtype(dtype: object) -> None:

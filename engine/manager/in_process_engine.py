@@ -45,7 +45,7 @@ class InProcessEngine:
         device_bytes_max: int | None,
     ) -> None:
         prepared = prepare_loaded(model.to(device), lora_config)
-        config = lora_config.verify_with_model_config(prepared.model)
+        config = lora_config.resolved_for(prepared.model)
         if device_bytes_max is None:
             device_bytes_max = config.max_loras * blob_bytes_max(prepared.shapes, config)
         arena, punica, self.lora_config = bind_lora(prepared, config, device_bytes_max)

@@ -70,14 +70,21 @@ class WorkerLoRAManager:
             if mapping is not None:
                 self.manager.set_adapter_mapping(mapping)
 
-    def default_request(self, modalities: Collection[str], lora_int_id: int) -> LoRARequest | None:
+    def default_request(
+        self, modalities: Collection[str], lora_int_id: int | None = None
+    ) -> LoRARequest | None:
         """Return the request for a row without an adapter that contains these modalities.
 
-        It names, under `lora_int_id`, the adapter of `default_mm_loras` for the only one of
-        `modalities` ("image", ...) that has a default; None if none of them or several have one.
+        It names the adapter of `default_mm_loras` for the only one of `modalities` ("image", ...)
+        that has a default; None if none of them or several have one. Its name is the modality.
+        `lora_int_id` None: that of `default_mm_lora_ids`.
         """
-        path = self.manager.lora_config.default_mm_lora(modalities)
-        return None if path is None else LoRARequest(path, lora_int_id, path)
+        config = self.manager.lora_config
+        path, ids = config.default_mm_lora(modalities), config.default_mm_lora_ids
+        if path is None:
+            return None
+        (modality,) = ids.keys() & set(modalities)
+        return LoRARequest(modality, lora_int_id or ids[modality], path)
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Remove an adapter, even a held one; False if it is not on the host."""

@@ -123,13 +123,8 @@ def _prepare(
 def _check_use_of_experts(
     model: PreTrainedModel, config: EngineConfig, lora_config: LoRAConfig
 ) -> None:
-    switches = {
-        "expert_parallel": config.expert_parallel,
-        "enable_mixed_moe_lora_format": lora_config.enable_mixed_moe_lora_format,
-    }
-    for name in (name for name, is_on in switches.items() if is_on):
-        if not experts_of(model):
-            raise ModelRefused(f"{name} is on, and the model has no experts; leave it off")
+    if config.expert_parallel and not experts_of(model):
+        raise ModelRefused("expert_parallel is on, and the model has no experts; leave it off")
     if config.expert_parallel and lora_config.fully_sharded_loras:
         raise ModelRefused(
             "expert_parallel and fully_sharded_loras are both on; adapters of whole experts can't "
@@ -155,7 +150,8 @@ def _check_weights(directory: Path, missing: Iterable[str], task: Task) -> bool:
 
 def _check_use_of_images(model: ServedModel, lora_config: LoRAConfig) -> None:
     """Refuse adapters for a part of the model or a modality that no prompt reaches."""
-    if lora_config.enable_tower_connector_lora and model.no_images_reason:
+    is_unused = lora_config.enable_tower_connector_lora and model.no_images_reason
+    if is_unused and model.image_part is not None:
         raise ModelRefused(
             "enable_tower_connector_lora is set, and the model is served for text alone: "
             f"{model.no_images_reason}"

@@ -4,6 +4,7 @@ The layers' order is the directory's, so that an adapter that was packed for a m
 process that prepared the model from the same configuration.
 """
 
+import warnings
 from collections.abc import Mapping
 from itertools import islice
 from typing import Any, Final
@@ -19,6 +20,7 @@ from engine.layers import BaseLayerWithLoRA, wrappers_for
 from engine.layout import ModuleShape
 from engine.models.preparation import WrapScope, module_shapes, prepare_layers
 from engine.models.probe import ProbeSpec
+from engine.models.sharding import experts_of
 from engine.models.tasks import Task
 from engine.models.vision.encoder import ImagePart, find_image_part
 from engine.models.vision.mapping import NO_PUNICAS, ImageMapper, ImagePunicas
@@ -73,10 +75,7 @@ class ServedModel:
     def _prepare(self, spec: ProbeSpec, lora_config: LoRAConfig) -> None:
         """Wrap the model's layers in place."""
         self.image_part = find_image_part(self.model) if self.task == "generate" else None
-        if lora_config.enable_tower_connector_lora and self.image_part is None:
-            raise ModelRefused(
-                "enable_tower_connector_lora is set, and this model reads no images; leave it off"
-            )
+        self._warn_about_unused(lora_config)
         scope = WrapScope(
             lora_config.target_modules,
             wrappers_for(lora_config.enable_mixed_moe_lora_format, lora_config.fully_sharded_loras),
@@ -86,6 +85,16 @@ class ServedModel:
         prepared = prepare_layers(self.model, spec, self.vocab_size, scope)
         self.layers, self.parts, self.image_layers = prepared
         self.shapes = module_shapes(self.layers)
+
+    def _warn_about_unused(self, lora_config: LoRAConfig) -> None:
+        """Warn about settings for parts that this model lacks; they are ignored."""
+        unused = []
+        if lora_config.enable_tower_connector_lora and self.image_part is None:
+            unused.append("enable_tower_connector_lora is set, and this model reads no images")
+        if lora_config.enable_mixed_moe_lora_format and not experts_of(self.model):
+            unused.append("enable_mixed_moe_lora_format is set, and this model has no experts")
+        for text in unused:
+            warnings.warn(f"{text}; it is ignored", stacklevel=5)
 
     def adapter_target(self, lora_config: LoRAConfig) -> AdapterTarget:
         """Return what adapters are checked against; `lora_config` has its dtype resolved."""

@@ -54,6 +54,9 @@ def configs(arguments: EngineArguments) -> tuple[EngineConfig, LoRAConfig]:
     values = msgspec.structs.asdict(arguments)
     values["model_directory"] = arguments.model
     values["target_modules"] = arguments.target_modules or None
+    if not arguments.dual_stream:
+        # The default depends on the environment.
+        del values["dual_stream"]
     values["default_mm_loras"] = dict(map(_modality, arguments.default_mm_loras)) or None
     engine, lora = (
         {field.name: values[field.name] for field in fields(owner) if field.name in values}

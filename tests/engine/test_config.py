@@ -29,7 +29,7 @@ WRONG: list[dict[str, Any]] = [
     *({"max_lora_rank": rank} for rank in (0, -1, 2, 17, 513, 16.0, "16", True, None)),
     *({"max_loras": loras} for loras in (0, -1, 1.0, True, None)),
     *({"max_loras": 4, "max_cpu_loras": loras} for loras in (0, 3, -4, 4.0, True)),
-    *({"lora_dtype": dtype} for dtype in ("float64", "half", "", torch.float64, torch.int8, None)),
+    *({"lora_dtype": dtype} for dtype in ("float64", "half", "", torch.float64, torch.int8)),
     *({"target_modules": names} for names in ("q_proj", [], [""], [1])),
     *({"default_mm_loras": paths} for paths in ("a", ["a"], {"image": ""}, {"": "a"}, {"x": 1})),
     *({name: value} for name in LORA_SWITCHES for value in (1, None, "yes")),
@@ -49,14 +49,16 @@ def test_auto_is_the_dtype_of_the_base_model(name: str) -> None:
     dtype = getattr(torch, name)
     base = LlamaConfig(dtype=name)
     auto = LoRAConfig()
-    resolved = auto.verify_with_model_config(base)
+    resolved = auto.resolved_for(base)
     assert resolved.dtype == resolved.lora_dtype == dtype
-    assert resolved.verify_with_model_config(LlamaConfig(dtype="float64")) == resolved
+    assert resolved.resolved_for(LlamaConfig(dtype="float64")) == resolved
     assert LoRAConfig(lora_dtype="float16").verify_with_model_config(base).dtype == torch.float16
     assert LoRAConfig(lora_dtype=dtype).dtype == dtype
     assert LoRAConfig(lora_dtype=name).dtype == dtype
     with pytest.raises(ValueError, match="auto"):
         _ = auto.dtype
+    assert auto.verify_with_model_config(base) is auto
+    assert auto == resolved
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", None])
@@ -194,3 +196,32 @@ def test_bounds_are_positive() -> None:
     for name in AdapterBounds.__dataclass_fields__:
         with pytest.raises(ValueError, match=name):
             AdapterBounds(**{name: 0})
+
+
+def test_fields_have_the_documented_order_and_none_is_auto() -> None:
+    assert LoRAConfig(8, 2, True, 4, None, ["q_proj"]) == LoRAConfig(
+        max_lora_rank=8,
+        max_loras=2,
+        fully_sharded_loras=True,
+        max_cpu_loras=4,
+        lora_dtype="auto",
+        target_modules=["q_proj"],
+    )
+    assert LoRAConfig(lora_dtype=None).compute_hash() == LoRAConfig().compute_hash()
+
+
+@pytest.mark.parametrize(("value", "is_on"), [("1", True), ("true", True), ("0", False)])
+def test_the_environment_is_the_default_of_a_second_stream(
+    value: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_LORA_ENABLE_DUAL_STREAM", value)
+    assert LoRAConfig().dual_stream is False or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert LoRAConfig().dual_stream is is_on
+    assert LoRAConfig(dual_stream=not is_on).dual_stream is not is_on
+
+
+def test_default_adapters_have_ids_by_the_alphabetical_order_of_their_modalities() -> None:
+    config = LoRAConfig(default_mm_loras={"video": "v", "audio": "a", "image": "i"})
+    assert config.default_mm_lora_ids == {"audio": 1, "image": 2, "video": 3}
+    assert LoRAConfig().default_mm_lora_ids == {}

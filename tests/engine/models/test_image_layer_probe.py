@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlavaForConditionalGeneration
+from transformers import AutoConfig, LlavaForConditionalGeneration
 
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
@@ -152,11 +152,6 @@ def with_unlike_rows() -> Any:
 
 REFUSED = {
     "rows by an image's own size": (with_unlike_rows, {}, "in no format that is supported"),
-    "no image": (
-        lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TEXT)),
-        {},
-        "reads no images",
-    ),
     "no known way": (
         lambda: UnknownArgument(build("llava").config),
         {},

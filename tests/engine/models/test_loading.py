@@ -93,15 +93,22 @@ def test_a_model_without_a_tokenizer_accepts_token_ids(
 
 
 EXPERT_PARALLEL = {"expert_parallel": True}
-MIXED = {"enable_mixed_moe_lora_format": True}
 
 
-@pytest.mark.parametrize(("engine", "lora"), [(EXPERT_PARALLEL, {}), ({}, MIXED)])
-def test_expert_options_require_a_model_with_experts(
-    engine: dict[str, bool], lora: dict[str, bool], tmp_path: Path, engine_config: EngineConfig
+def test_expert_parallel_requires_a_model_with_experts(
+    tmp_path: Path, engine_config: EngineConfig
 ) -> None:
     with pytest.raises(ModelRefused, match="is on, and the model has no experts"):
-        load_model(replace(engine_config, **engine), LoRAConfig(**lora))
+        load_model(replace(engine_config, **EXPERT_PARALLEL), LoRAConfig())
     make_model("mixtral").save_pretrained(tmp_path)
-    config = replace(engine_config, model_directory=tmp_path, **engine)
-    assert load_model(config, LoRAConfig(**lora)).layers
+    config = replace(engine_config, model_directory=tmp_path, **EXPERT_PARALLEL)
+    assert load_model(config, LoRAConfig()).layers
+
+
+@pytest.mark.parametrize("field", ["enable_mixed_moe_lora_format", "enable_tower_connector_lora"])
+def test_a_setting_for_a_part_that_the_model_lacks_is_ignored_with_a_warning(
+    field: str, engine_config: EngineConfig
+) -> None:
+    with pytest.warns(UserWarning, match=f"{field} is set.*ignored"):
+        model = load_model(engine_config, LoRAConfig(**{field: True}))
+    assert model.layers.keys() == load_model(engine_config, LoRAConfig()).layers.keys()

@@ -137,7 +137,7 @@ def make_manager(
     """Return a manager of a copy of the base model."""
     model = LlamaForCausalLM(CONFIG)
     model.load_state_dict(base().state_dict())
-    config = LoRAConfig(8, slots, capacity, lora_dtype)
+    config = LoRAConfig(8, slots, False, capacity, lora_dtype)
     return create_lora_manager(
         model, 16, 256, VOCABULARY, config, "cpu", cls, checked=True, **options
     )

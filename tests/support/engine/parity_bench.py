@@ -29,7 +29,7 @@ ParityRow = tuple[str | None, tuple[int, ...]]
 
 def read(model: CausalModel, root: Path, name: str) -> LoRAModel:
     """Read the adapter `name` under `root` with the engine's reader."""
-    config = LoRAConfig(max_lora_rank=64).verify_with_model_config(model.model.config)
+    config = LoRAConfig(max_lora_rank=64).resolved_for(model.model.config)
     return read_adapter(name, [root], model.adapter_target(config)).model
 
 
@@ -39,7 +39,7 @@ class ParityBench:
     def __init__(self, model: CausalModel, root: Path, slots: int, device_bytes: int) -> None:
         self.model = model
         config = LoRAConfig(max_lora_rank=64, max_loras=slots)
-        config = config.verify_with_model_config(model.model.config)
+        config = config.resolved_for(model.model.config)
         self.arena = Arena(slots, model.shapes, device_bytes, config.dtype, "cpu")
         self.arena.data.fill_(torch.nan)
         self.punica = PunicaWrapper(model.device, config.max_lora_rank, choose_kernels("cpu"))

@@ -185,7 +185,7 @@ def model(
 
 def logits(model: CausalModel, root: Path, config: LoRAConfig, is_follower: bool) -> Tensor:
     """Return logits after a prefill and a decode step, the base and every adapter in one batch."""
-    config = config.verify_with_model_config(model.model.config)
+    config = config.resolved_for(model.model.config)
     names = sorted(path.name for path in root.iterdir())
     arena = Arena(len(names), model.shapes, 4 << 20, torch.float32, "cpu")
     punica = PunicaWrapper(torch.device("cpu"), 16, choose_kernels("cpu"))
@@ -218,7 +218,7 @@ def uneven(group: ParallelGroup, root: str) -> list[str]:
         split = make_model("qwen3_moe")
         shard_model(split, group, torch.device("cpu"))
         prepared = CausalModel(split, config)
-        dtyped = config.verify_with_model_config(split.config)
+        dtyped = config.resolved_for(split.config)
         for name in ("fused", "per_expert")[: 1 + is_mixed]:
             try:
                 read_adapter(name, [Path(root)], prepared.adapter_target(dtyped))
