@@ -50,8 +50,10 @@ class InProcessEngine:
             device_bytes_max = config.max_loras * blob_bytes_max(prepared.shapes, config)
         arena, punica, self.lora_config = bind_lora(prepared, config, device_bytes_max)
         self.image_mapper: Final = prepared.image_mapper
-        self._punica_wrappers = {MappingType.LANGUAGE: punica, **self.image_mapper.punicas}
-        self._layers = prepared.layers
+        self.punica_wrappers: Final = {MappingType.LANGUAGE: punica, **self.image_mapper.punicas}
+        self.layers: Final = prepared.layers
+        self.task: Final = prepared.task
+        self.has_image_part: Final = prepared.image_part is not None
         self.model: Final = prepared.model
         self.vocab_size: Final = prepared.vocab_size
         self.adapter_target: Final = prepared.adapter_target(self.lora_config)
@@ -82,7 +84,7 @@ class InProcessEngine:
         """The base weights of every classification head, used where an adapter contains none."""
         return {
             name: layer.base_weights()
-            for name, layer in self._layers.items()
+            for name, layer in self.layers.items()
             if isinstance(layer, ClassificationHeadWithLoRA)
         }
 
@@ -138,12 +140,12 @@ class InProcessEngine:
 
         Raises `NotResident`, and `ValueError` for a part whose layers are not wrapped.
         """
-        if mapping.type not in self._punica_wrappers:
+        if mapping.type not in self.punica_wrappers:
             raise ValueError(
                 f"the mapping is for a {mapping.type.value}, which has no wrapped layers; that "
                 "takes an image-text model and enable_tower_connector_lora"
             )
-        punica = self._punica_wrappers[mapping.type]
+        punica = self.punica_wrappers[mapping.type]
         changed = punica.update_metadata(mapping, self.lora_index_to_id)
         self._mappings[mapping.type] = mapping
         self._stale_mappings.pop(mapping.type, None)
@@ -152,7 +154,7 @@ class InProcessEngine:
     def refresh_mappings(self) -> None:
         """Update the mappings that are set to the slots that their adapters have now."""
         for part, mapping in self._mappings.items():
-            punica = self._punica_wrappers[part]
+            punica = self.punica_wrappers[part]
             try:
                 punica.update_metadata(mapping, self.lora_index_to_id)
                 self._stale_mappings.pop(part, None)

@@ -11,6 +11,7 @@ the state ends with the process.
 """
 
 import time
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Final
@@ -29,11 +30,12 @@ from engine.adapters.reader import LoadedAdapter
 from engine.config import LoRAConfig
 from engine.errors import EngineError, NoFreeSlot, NoRoom
 from engine.layout import rank_parts_max
+from engine.manager.attributes import ManagerAttributes, fields_of
 from engine.manager.in_process_engine import InProcessEngine
 from engine.manager.metrics import Clock, ManagerMetrics
 from engine.manager.refusals import batch_error, error_of_refusal
 from engine.models.vision.encoder import ImageTensors
-from engine.punica.mapping import LoRAMapping, MappingType
+from engine.punica.mapping import LoRAMapping
 from messages import events, requests
 from messages.ids import EVICTED, GPU_SLOT
 
@@ -41,19 +43,19 @@ _UNBOUNDED: Final = 1 << 50
 """Host memory is bounded by the number of adapters (`max_cpu_loras`) instead of bytes."""
 
 
-class LoRAModelManager:
+class LoRAModelManager(ManagerAttributes):
     """A model and its adapters, without eviction: `NoRoom` (L001) if host or slots are full.
 
     `model` is moved to `device` and its layers are wrapped in place; it is then called as any
     `transformers` model. A batch has at most `max_num_batched_tokens` tokens and `max_num_seqs`
     sampled rows, with ids below `vocab_size`. `device_bytes_max`: None for an arena of `max_loras`
-    adapters of the highest rank. Raises `ValueError`, `ModelRefused` for a model that can't be
-    served, `DeviceOutOfMemory`.
+    adapters of the highest rank. `vllm_config` is kept and not read. Raises `ValueError`,
+    `ModelRefused` for a model that can't be served, `DeviceOutOfMemory`.
     """
 
     policy: ClassVar[str] = "none"
 
-    def __init__(  # noqa: PLR0913 - the signature of vLLM
+    def __init__(  # noqa: PLR0913, PLR0917 - the signature of vLLM
         self,
         model: PreTrainedModel,
         max_num_seqs: int,
@@ -61,13 +63,13 @@ class LoRAModelManager:
         vocab_size: int,
         lora_config: LoRAConfig,
         device: torch.device | str,
+        vllm_config: object = None,
         *,
         device_bytes_max: int | None = None,
         clock: Clock = time.perf_counter,
         checked: bool = False,
     ) -> None:
         """`checked` verifies the core's invariants after every call; raises `InvariantError`."""
-        self._rows_max = {"prompt_mapping": max_num_seqs, "index_mapping": max_num_batched_tokens}
         sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         _check_positive(sizes | {"vocab_size": vocab_size})
         self._engine = engine = InProcessEngine(model, lora_config, device, device_bytes_max)
@@ -75,9 +77,13 @@ class LoRAModelManager:
             raise ValueError(
                 f"vocab_size is {vocab_size}; the model embeds {engine.vocab_size} tokens"
             )
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.vocab_size = vocab_size
+        self.vllm_config = vllm_config
         self.model: Final = engine.model
         self.adapter_target: Final = engine.adapter_target
-        self.lora_config: Final = engine.lora_config
+        self.lora_config = engine.lora_config
         self.metrics: Final = ManagerMetrics()
         self.clock: Final = clock
         self._added_count = 0
@@ -94,35 +100,8 @@ class LoRAModelManager:
             limits, self.policy, engine.execute, self._observe, checked=checked
         )
         self._core.attach(engine.inventory())
-
-    def __len__(self) -> int:
-        """Return the number of adapters on the host."""
-        return len(self._engine.adapter_ids)
-
-    @property
-    def capacity(self) -> int:
-        """The most adapters on the host (`max_cpu_loras`)."""
-        return self.lora_config.max_cpu_loras or self.lora_slots
-
-    @property
-    def lora_slots(self) -> int:
-        """The number of slots: the most adapters that one batch may name (`max_loras`)."""
-        return self.lora_config.max_loras
-
-    @property
-    def adapter_slots(self) -> int:
-        """The same as `lora_slots`."""
-        return self.lora_slots
-
-    @property
-    def adapter_ids(self) -> set[int]:
-        """The ids of all adapters on the host."""
-        return set(self._engine.adapter_ids)
-
-    @property
-    def lora_index_to_id(self) -> list[int | None]:
-        """The id of the adapter in each slot, None for an empty slot."""
-        return self._engine.lora_index_to_id
+        # A second manager over the same layers is refused because of this.
+        self.model.lora_manager = self
 
     def add_adapter(self, adapter: LoRAModel) -> bool:
         """Check an adapter and copy it to the host; False if its id is on the host already.
@@ -153,10 +132,16 @@ class LoRAModelManager:
         return not was_active
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
-        """Remove an adapter from its slot, and end its hold; False if it is in none."""
+        """Remove an adapter from its slot, and end its hold; False if it is in none.
+
+        Warns where there is a hold to end.
+        """
         if not self.is_active(adapter_id):
             return False
-        self.unpin_adapter(adapter_id)
+        if self.unpin_adapter(adapter_id):
+            warnings.warn(
+                f"adapter {adapter_id} was pinned; deactivating it has ended that", stacklevel=2
+            )
         self._request_for(requests.DeactivateAdapter, adapter_id)
         return True
 
@@ -226,11 +211,7 @@ class LoRAModelManager:
         the last mapping stays. Mappings of tower and connector have no row limit; `image_mappings`
         makes them.
         """
-        is_bounded = mapping.type is MappingType.LANGUAGE
-        for name, rows_max in self._rows_max.items() if is_bounded else ():
-            rows = len(getattr(mapping, name))
-            if rows > rows_max:
-                raise ValueError(f"{name} has {rows} rows; this manager allows {rows_max}")
+        self._check_rows(mapping)
         return self._engine.set_mapping(mapping)
 
     def image_mappings(self, adapter_ids: Sequence[int], images: ImageTensors) -> list[LoRAMapping]:
@@ -242,8 +223,16 @@ class LoRAModelManager:
         """
         return self._engine.image_mapper.mappings(adapter_ids, images)
 
-    def create_dummy_lora(self, lora_id: int, rank: int) -> LoRAModel:
-        """Return an adapter for warming up, of full size for `rank`, that changes no output."""
+    def create_dummy_lora(
+        self,
+        lora_id: int,
+        rank: int,
+        embedding_modules: Mapping[str, str] | None = None,  # noqa: ARG002 - vLLM's, see below
+    ) -> LoRAModel:
+        """Return an adapter for warming up, of full size for `rank`, that changes no output.
+
+        `embedding_modules` has no effect: which layers are embeddings follows from the layers.
+        """
         modules = tuple(self.adapter_target.modules.values())
         return dummy_adapter(lora_id, rank, modules, self._engine.heads)
 
@@ -270,8 +259,8 @@ class LoRAModelManager:
                 "utilization": len(adapters) / self.capacity,
             },
             "memory": {
-                "tiers": {name: _fields_of(tier, counts) for name, tier in world.tiers.items()},
-                "adapters": {int(adapter.name): _fields_of(adapter, sizes) for adapter in adapters},
+                "tiers": {name: fields_of(tier, counts) for name, tier in world.tiers.items()},
+                "adapters": {int(adapter.name): fields_of(adapter, sizes) for adapter in adapters},
                 "device": {"size_bytes": arena.capacity_bytes, "free_bytes": arena.free_bytes},
             },
             "performance": self.metrics.as_dict(),
@@ -384,7 +373,3 @@ def _check_positive(sizes: Mapping[str, int]) -> None:
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-
-
-def _fields_of(record: object, names: Sequence[str]) -> dict[str, int]:
-    return {name: getattr(record, name) for name in names}

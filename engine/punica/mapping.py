@@ -18,6 +18,10 @@ class MappingType(Enum):
     CONNECTOR = "connector"
 
 
+LoRAMappingType = MappingType
+"""vLLM's name of it."""
+
+
 class LoRAMapping:
     """The adapter of each row of a batch; 0 is the base model.
 

@@ -253,7 +253,7 @@ def test_the_example_adapters_are_pefts_through_the_manager() -> None:
     config = LoRAConfig(max_lora_rank=64, max_loras=len(names))
     rows, tokens = len(names) + 1, (72, 101, 108, 108, 111)
     manager = create_lora_manager(
-        model, rows, 256, model.config.vocab_size, config, "cpu", LRUCacheLoRAModelManager
+        model, rows, 256, model.config.vocab_size, config, None, "cpu", LRUCacheLoRAModelManager
     )
     worker = LRUCacheWorkerLoRAManager(manager)
     ids = dict(enumerate(names, 1))

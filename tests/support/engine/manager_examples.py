@@ -139,7 +139,7 @@ def make_manager(
     model.load_state_dict(base().state_dict())
     config = LoRAConfig(8, slots, False, capacity, lora_dtype)
     return create_lora_manager(
-        model, 16, 256, VOCABULARY, config, "cpu", cls, checked=True, **options
+        model, 16, 256, VOCABULARY, config, None, "cpu", cls, checked=True, **options
     )
 
 

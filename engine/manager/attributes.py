@@ -1,0 +1,153 @@
+"""The attributes of a manager: what it was made for, what it wraps, and its counts, for reading."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from engine.layers import BaseLayerWithLoRA
+from engine.layers.experts import ExpertsWithLoRA
+from engine.models.vision.mapping import IMAGE_PARTS
+from engine.punica.mapping import LoRAMapping, MappingType
+from engine.punica.wrapper import PunicaWrapper
+
+if TYPE_CHECKING:
+    from engine.config import LoRAConfig
+    from engine.manager.in_process_engine import InProcessEngine
+
+
+class ManagerAttributes:
+    """The attributes of vLLM's managers.
+
+    `max_num_seqs`, `max_num_batched_tokens`, `vocab_size`: the bounds of a batch. `lora_config` has
+    its dtype resolved. `vllm_config` is kept as it was passed; nothing is read from it.
+    """
+
+    adapter_type: ClassVar[str] = "LoRA"
+
+    lora_config: "LoRAConfig"
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int
+    vllm_config: object
+    _engine: "InProcessEngine"
+
+    def __len__(self) -> int:
+        """Return the number of adapters on the host."""
+        return len(self._engine.adapter_ids)
+
+    @property
+    def capacity(self) -> int:
+        """The most adapters on the host (`max_cpu_loras`)."""
+        return self.lora_config.max_cpu_loras or self.lora_slots
+
+    @property
+    def lora_slots(self) -> int:
+        """The number of slots: the most adapters that one batch may name (`max_loras`)."""
+        return self.lora_config.max_loras
+
+    @property
+    def adapter_slots(self) -> int:
+        """The same as `lora_slots`."""
+        return self.lora_slots
+
+    @property
+    def adapter_ids(self) -> set[int]:
+        """The ids of all adapters on the host."""
+        return set(self._engine.adapter_ids)
+
+    @property
+    def lora_index_to_id(self) -> list[int | None]:
+        """The id of the adapter in each slot, None for an empty slot."""
+        return self._engine.lora_index_to_id
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model and of the slots."""
+        return self._engine.residency.arena.data.device
+
+    @property
+    def modules(self) -> dict[str, BaseLayerWithLoRA]:
+        """The wrapped layers by path."""
+        return dict(self._engine.layers)
+
+    @property
+    def packed_modules(self) -> dict[str, list[str]]:
+        """The paths of the modules that each packed layer replaces, by its own path."""
+        return {
+            name: [shape.name for shape in layer.module_shapes(name, 0)]
+            for name, layer in self._engine.layers.items()
+            if len(layer.slice_shapes) > 1 and not isinstance(layer, ExpertsWithLoRA)
+        }
+
+    @property
+    def packed_modules_mapping(self) -> dict[str, list[str]]:
+        """The last names of the modules in each packed layer, by its last name.
+
+        For experts the projections of every expert: `experts.0.gate_proj` and so on.
+        """
+        found = {_last(name): list(map(_last, of)) for name, of in self.packed_modules.items()}
+        for name, layer in self._engine.layers.items():
+            if isinstance(layer, ExpertsWithLoRA):
+                found[_last(name)] = _single_experts(_last(name), layer)
+        return found
+
+    @property
+    def supported_lora_modules(self) -> list[str]:
+        """The last names of the wrapped layers."""
+        return list(dict.fromkeys(map(_last, self._engine.layers)))
+
+    @property
+    def punica_wrapper(self) -> PunicaWrapper:
+        """The mapping of the language layers, which a model without images has alone."""
+        return self._engine.punica_wrappers[MappingType.LANGUAGE]
+
+    @property
+    def punica_wrapper_mapping(self) -> dict[MappingType, PunicaWrapper]:
+        """The mapping of each part of the model."""
+        return dict(self._engine.punica_wrappers)
+
+    @property
+    def is_pooling_model(self) -> bool:
+        """Whether the model embeds or classifies."""
+        return self._engine.task in ("embed", "classify")
+
+    @property
+    def supports_mm(self) -> bool:
+        """Whether the model reads images."""
+        return self._engine.has_image_part
+
+    @property
+    def supports_tower_connector_lora(self) -> bool:
+        """Whether adapters apply to the layers that read images."""
+        return any(part in self._engine.punica_wrappers for part in IMAGE_PARTS)
+
+    def _check_rows(self, mapping: LoRAMapping) -> None:
+        """Raise `ValueError` for more rows than a batch may have; image parts have no limit."""
+        rows_max = {
+            "prompt_mapping": self.max_num_seqs,
+            "index_mapping": self.max_num_batched_tokens,
+        }
+        is_bounded = mapping.type is MappingType.LANGUAGE
+        for name, allowed in rows_max.items() if is_bounded else ():
+            rows = len(getattr(mapping, name))
+            if rows > allowed:
+                raise ValueError(f"{name} has {rows} rows; this manager allows {allowed}")
+
+
+def fields_of(record: object, names: Sequence[str]) -> dict[str, Any]:
+    """Return some attributes of a record by name."""
+    return {name: getattr(record, name) for name in names}
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _single_experts(name: str, layer: ExpertsWithLoRA) -> list[str]:
+    gate_and_up = ("gate_proj", "up_proj") if layer.whole.is_gated else ("up_proj",)
+    return [
+        f"{name}.{expert}.{projection}"
+        for expert in range(layer.whole.experts)
+        for projection in (*gate_and_up, "down_proj")
+    ]
