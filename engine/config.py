@@ -60,8 +60,9 @@ class LoRAConfig:
     LoRA concurrently with the base layer, on a second CUDA stream; switched off if LoRA is fully
     sharded. By default it is on if there is CUDA and the environment variable
     `VLLM_LORA_ENABLE_DUAL_STREAM` is 1. `batch_invariant`: a row's bits do not depend on its batch.
-    `enable_mixed_moe_lora_format`: allow expert adapters in the 2-D and the 3-D layout at the same
-    time. Raises `ValueError`.
+    `enable_mixed_moe_lora_format`: store expert adapters of the 3-D layout by projection, as those
+    of the 2-D layout, so that one product serves both; both are served without it too.
+    Raises `ValueError`.
     """
 
     max_lora_rank: int = 16

@@ -228,6 +228,17 @@ def rank_parts_max(modules: Iterable[ModuleShape]) -> int:
     return max((shape.shard.rank_parts for shape in modules), default=1)
 
 
+def columns_of_one_adapter(modules: Iterable[ModuleShape]) -> list[ModuleShape]:
+    """Return the module-slices that one adapter can fill together.
+
+    Where a parameter has a slice for all of it and slices for its parts, these are the parts, which
+    need more bytes together.
+    """
+    modules = list(modules)
+    divided = {s.parameter_rows.parameter for s in modules if s.parameter_rows is not None}
+    return [shape for shape in modules if shape.name not in divided]
+
+
 def directory_columns(modules: Iterable[ModuleShape]) -> int:
     """Return the number of columns of a directory of these modules."""
     return sum(shape.columns for shape in modules)

@@ -83,7 +83,10 @@ class EngineOptions(Struct, frozen=True):
     ] = False
     enable_mixed_moe_lora_format: Annotated[
         bool,
-        Meta(description="Serve expert adapters in the 2-D and the 3-D layout at the same time."),
+        Meta(
+            description="Store fused (3-D) expert adapters by projection, as 2-D ones; both are served "
+            "without it too."
+        ),
     ] = False
     allow_pickled_weights: Annotated[
         bool,

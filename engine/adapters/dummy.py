@@ -7,7 +7,7 @@ import torch
 from engine.adapters.in_memory import whole_shapes
 from engine.adapters.layer_weights import LoRALayerWeights
 from engine.adapters.lora_model import LoRAModel
-from engine.layout import ModuleKind, ModuleShape
+from engine.layout import ModuleKind, ModuleShape, columns_of_one_adapter
 
 HeadWeights = tuple[torch.Tensor, torch.Tensor]
 """A head's weight `[out, in]` and bias `[out, 1]`."""
@@ -21,7 +21,7 @@ def dummy_adapter(
     An adapter's weights replace those of a head, so a head gets its own weights, from `heads`.
     """
     loras = {}
-    for shape in modules:
+    for shape in columns_of_one_adapter(modules):
         if shape.kind is ModuleKind.HEAD:
             own_rank, a, b = 1, *heads[shape.name]
         else:

@@ -82,7 +82,11 @@ class Experts:
         for shape in self.columns.values():
             last = shape.parameter.rpartition(".")[2]
             found[last] = (*found.get(last, ()), shape)
-        return found
+        # A column for all of a parameter is filled instead of those for its parts.
+        return {
+            last: (self.columns[last],) if last in self.columns else columns
+            for last, columns in found.items()
+        }
 
 
 def split_experts(
@@ -212,8 +216,7 @@ def _single_pairs(experts: Experts, tensors: Tensors, helper: PEFTHelper) -> lis
         if column is None:
             served = ", ".join(experts.columns)
             raise AdapterDoesNotFit(
-                f"{module} is an adapter per expert, but these experts are served as {served}; "
-                "serve with enable_mixed_moe_lora_format to have both formats"
+                f"{module} is none of the projections of these experts, which are {served}"
             )
         if expert >= column.experts:
             raise AdapterDoesNotFit(

@@ -20,7 +20,7 @@ from engine.adapters.pairs import TensorPair, check_rank_divisible
 from engine.adapters.reader import LoadedAdapter
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
-from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes
+from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
 
 _EXPERTS: Final = ModuleKind.EXPERTS
 
@@ -47,6 +47,10 @@ def check_in_memory(
         )
     if not loras:
         problems.add(AdapterDoesNotFit, "no module is touched")
+    touched = [modules[name] for name in loras if name in modules]
+    kept = {shape.name for shape in columns_of_one_adapter(touched)}
+    both = [shape.name for shape in touched if shape.name not in kept]
+    problems.add_each(AdapterDoesNotFit, "adapted as a whole and in parts", both)
     for name, lora in loras.items():
         _check_fit(name, lora, target, problems)
     _raise(model.id, problems)

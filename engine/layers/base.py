@@ -5,10 +5,12 @@ wrapper must implement raises NotImplementedError here.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
+import torch
 from torch import Tensor, nn
 
+from engine.errors import NotFinite
 from engine.kernels.operands import LoRASlices
 from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, directory_columns
 from engine.parallel import SINGLE, ParallelGroup
@@ -17,6 +19,10 @@ from engine.residency.arena import Arena
 
 SliceTensors = Sequence[Tensor | None]
 """One tensor per slice; None for a slice that an adapter lacks."""
+
+
+StackedViews = tuple[tuple[Tensor | None, ...], ...]
+"""A tensor per slice and slot, at the adapter's own rank; None for an empty one."""
 
 
 class SliceShape(NamedTuple):
@@ -66,6 +72,61 @@ class BaseLayerWithLoRA(nn.Module):
         """The shape of each slice, and this rank's shard of it."""
         raise NotImplementedError(f"{type(self).__name__} must implement slice_shapes")
 
+    @property
+    def tp_rank(self) -> int:
+        """This process's rank in `group`."""
+        return self.group.rank
+
+    @property
+    def tp_size(self) -> int:
+        """The number of ranks in `group`."""
+        return self.group.world_size
+
+    @property
+    def n_slices(self) -> int:
+        """The number of slices."""
+        return len(self.slice_shapes)
+
+    @property
+    def input_size(self) -> int:
+        """The inputs of the whole layer."""
+        return self.slice_shapes[0].in_features
+
+    @property
+    def output_size(self) -> int:
+        """The outputs of the whole layer."""
+        return sum(self.output_sizes)
+
+    @property
+    def output_sizes(self) -> tuple[int, ...]:
+        """The outputs of each slice of the whole layer."""
+        return tuple(shape.out_features for shape in self.slice_shapes)
+
+    @property
+    def output_slices(self) -> tuple[int, ...]:
+        """The outputs of each slice on this rank."""
+        return tuple(shape.shard.b_height(shape.out_features) for shape in self.slice_shapes)
+
+    @property
+    def lora_a_stacked(self) -> StackedViews:
+        """This rank's A of each slice and slot, as views of the arena: `[slice][slot]`."""
+        return self._views(0)
+
+    @property
+    def lora_b_stacked(self) -> StackedViews:
+        """This rank's B of each slice and slot, with the scaling, as views: `[slice][slot]`."""
+        return self._views(1)
+
+    def _views(self, matrix: int) -> StackedViews:
+        arena = self._bound()
+        return tuple(
+            tuple(
+                None if (pair := arena.weights(slot, column)) is None else pair[matrix]
+                for slot in range(arena.slots_max)
+            )
+            for column in self._columns
+        )
+
     def module_shapes(self, name: str, first_column: int) -> list[ModuleShape]:
         """Return the layer's slices as entries of the directory, from column `first_column` on."""
         parent = name[: len(name) - len(name.rpartition(".")[2])]
@@ -85,18 +146,45 @@ class BaseLayerWithLoRA(nn.Module):
             )
         return shapes
 
-    def slice_lora_a(self, lora_a: SliceTensors) -> SliceTensors:
+    @overload
+    def slice_lora_a(self, lora_a: Tensor) -> Tensor: ...
+
+    @overload
+    def slice_lora_a(self, lora_a: SliceTensors) -> SliceTensors: ...
+
+    def slice_lora_a(self, lora_a: Tensor | SliceTensors) -> Tensor | SliceTensors:
         """Return this rank's shard of each slice's A, from whole ones [rank, in_features].
 
-        Raises ValueError for a rank that the group can't divide.
+        A layer of one slice also accepts and returns the tensor itself. Raises ValueError for a
+        rank that the group can't divide, and for another number of tensors than slices.
         """
-        pairs = zip(lora_a, self.slice_shapes, strict=True)
-        return [None if a is None else shape.shard.select_a(a) for a, shape in pairs]
+        return self._sliced(lora_a, self._shard_of_a)
 
-    def slice_lora_b(self, lora_b: SliceTensors) -> SliceTensors:
+    @overload
+    def slice_lora_b(self, lora_b: Tensor) -> Tensor: ...
+
+    @overload
+    def slice_lora_b(self, lora_b: SliceTensors) -> SliceTensors: ...
+
+    def slice_lora_b(self, lora_b: Tensor | SliceTensors) -> Tensor | SliceTensors:
         """Return this rank's shard of each slice's B, from whole ones [out_features, rank]."""
-        pairs = zip(lora_b, self.slice_shapes, strict=True)
-        return [None if b is None else shape.shard.select_b(b) for b, shape in pairs]
+        return self._sliced(lora_b, lambda b, shape: shape.shard.select_b(b))
+
+    def _shard_of_a(self, a: Tensor, shape: SliceShape) -> Tensor:
+        """Return this rank's part of one A, in the arena's layout; overridden where it differs."""
+        return shape.shard.select_a(a)
+
+    def _sliced(
+        self, weights: Tensor | SliceTensors, select: Callable[[Tensor, SliceShape], Tensor]
+    ) -> Tensor | SliceTensors:
+        shapes = self.slice_shapes
+        tensors = [weights] if isinstance(weights, Tensor) else weights
+        if len(tensors) != len(shapes):
+            raise ValueError(_wrong_count(len(tensors), shapes))
+        if isinstance(weights, Tensor):
+            return select(weights, shapes[0])
+        pairs = zip(tensors, shapes, strict=True)
+        return [None if tensor is None else select(tensor, shape) for tensor, shape in pairs]
 
     def create_lora_weights(self, arena: Arena, columns: Sequence[int]) -> None:
         """Bind the layer to the first directory column of each slice; allocates nothing.
@@ -113,43 +201,50 @@ class BaseLayerWithLoRA(nn.Module):
         """Create the operands of the layer's products; overridden by layers with several."""
         self._slices = slices_of(arena, self.slice_shapes, self._columns)
 
-    def set_mapping(self, punica: PunicaWrapper) -> None:
-        """Use the mapping of `punica` for every batch from now on."""
-        self._punica = punica
+    def set_mapping(self, punica_wrapper: PunicaWrapper) -> None:
+        """Use the mapping of `punica_wrapper` for every batch from now on."""
+        self._punica = punica_wrapper
 
     def set_lora(
-        self, slot: int, lora_a: Tensor | SliceTensors, lora_b: Tensor | SliceTensors
+        self, index: int, lora_a: Tensor | SliceTensors, lora_b: Tensor | SliceTensors
     ) -> None:
-        """Write one adapter's weights for this layer to `slot`; B includes the scaling.
+        """Write one adapter's weights for this layer to slot `index`; B includes the scaling.
 
         A packed layer expects one A and one B per slice, None for both where the adapter lacks the
         slice. Each slice is stored in a separate extent; for a whole adapter `Arena.begin_write` is
         better, which copies once. Raises ValueError for another number of slices, an A without B,
-        or wrong shapes, before anything changes; also raises what `Arena.write_slice` raises.
+        a rank above the maximum, wrong shapes, or values that are not finite, before anything
+        changes; also raises what `Arena.write_slice` raises.
         """
         arena = self._bound()
         pairs = zip(
             self._columns,
-            self.slice_lora_a(_slice_tensors(lora_a)),
-            self.slice_lora_b(_slice_tensors(lora_b)),
+            self.slice_lora_a(slice_tensors(lora_a)),
+            self.slice_lora_b(slice_tensors(lora_b)),
             strict=True,
         )
         whole = [(column, a, b) for column, a, b in pairs if (a is None) == (b is None)]
         if len(whole) != len(self._columns):
             raise ValueError("A without B, or B without A; pass both, or None for both")
-        for column, a, b in whole:
-            if a is not None and b is not None:
-                arena.shape_at(column).check_fit(a, b)
-        self.reset_lora(slot)
-        for column, a, b in whole:
-            if a is not None and b is not None:
-                arena.write_slice(slot, column, a, b)
+        given = [(column, a, b) for column, a, b in whole if a is not None and b is not None]
+        for column, a, b in given:
+            arena.shape_at(column).check_fit(a, b)
+            self._check_rank(int(b.shape[-1]))
+            _check_finite(arena, a, b)
+        self.reset_lora(index)
+        for column, a, b in given:
+            arena.write_slice(index, column, a, b)
 
-    def reset_lora(self, slot: int) -> None:
-        """Clear this layer's columns in `slot`; rows that use it get the base output."""
+    def reset_lora(self, index: int) -> None:
+        """Clear this layer's columns in slot `index`; rows that use it get the base output."""
         arena = self._bound()
         for column in self._columns:
-            arena.reset_slice(slot, column)
+            arena.reset_slice(index, column)
+
+    def _check_rank(self, rank: int) -> None:
+        rank_max = rank if self._punica is None else self._punica.rank_max
+        if rank > rank_max:
+            raise ValueError(f"the rank is {rank}; 1 to {rank_max} (max_lora_rank) are allowed")
 
     def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return `base(x)`, [..., out], with the batch's deltas; both may be computed concurrently.
@@ -185,5 +280,23 @@ def slices_of(arena: Arena, shapes: Sequence[SliceShape], columns: Sequence[int]
     )
 
 
-def _slice_tensors(weights: Tensor | SliceTensors) -> SliceTensors:
+def slice_tensors(weights: Tensor | SliceTensors) -> SliceTensors:
+    """Return a list of one tensor per slice."""
     return [weights] if isinstance(weights, Tensor) else weights
+
+
+def _wrong_count(count: int, shapes: Sequence[SliceShape]) -> str:
+    named = ", ".join(shape.name for shape in shapes if shape.name)
+    return (
+        f"{count} tensors for a layer of {len(shapes)} slices"
+        f"{f' ({named})' if named else ''}; pass one per slice, None for a slice without an adapter"
+    )
+
+
+def _check_finite(arena: Arena, *tensors: Tensor) -> None:
+    """Raise `NotFinite` for a tensor that has, or after rounding would have, other values."""
+    if not all(bool(torch.isfinite(one.to(arena.dtype)).all()) for one in tensors):
+        raise NotFinite(
+            f"a tensor has NaN or infinity, or values that {arena.dtype} can't hold; such an "
+            "adapter is not served"
+        )

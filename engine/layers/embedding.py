@@ -7,7 +7,7 @@ is looked up and scaled in the same way.
 
 from torch import Tensor, nn
 
-from engine.layers.base import BaseLayerWithLoRA, SliceShape, SliceTensors
+from engine.layers.base import BaseLayerWithLoRA, SliceShape
 from engine.layers.tensor_parallel import VocabParallelEmbedding
 from engine.layout import ModuleKind
 
@@ -39,9 +39,9 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         base = self.base_layer
         return (SliceShape(base.num_embeddings, base.embedding_dim, kind=ModuleKind.EMBEDDING),)
 
-    def slice_lora_a(self, lora_a: SliceTensors) -> SliceTensors:
+    def _shard_of_a(self, a: Tensor, shape: SliceShape) -> Tensor:  # noqa: ARG002 - A is whole
         """Return A whole and transposed, one row per token."""
-        return [None if a is None else a.T for a in lora_a]
+        return a.T
 
     @property
     def weight(self) -> Tensor:

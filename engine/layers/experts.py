@@ -12,7 +12,14 @@ from torch import Tensor, nn
 
 from engine.kernels.expert_groups import ExpertGroups, RoutedPairs
 from engine.kernels.operands import LoRASlices
-from engine.layers.base import BaseLayerWithLoRA, SliceShape, slices_of
+from engine.layers.base import (
+    BaseLayerWithLoRA,
+    SliceShape,
+    SliceTensors,
+    StackedViews,
+    slice_tensors,
+    slices_of,
+)
 from engine.layers.expert_layout import AddDelta, ExpertLayout, ExpertsInput, layout_of
 from engine.layers.parallel_experts import ParallelExperts
 from engine.layout import WHOLE, ModuleKind, ModuleShape, ParameterRows, Shard
@@ -98,8 +105,21 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         return (rows,)
 
     def module_shapes(self, name: str, first_column: int) -> list[ModuleShape]:
-        """Return the layer's slices, named as the projections of the module `name`."""
-        return super().module_shapes(f"{name}.", first_column)
+        """Return the layer's slices, named as the projections of the module `name`.
+
+        Those of gate and of up are parts of the module's one parameter.
+        """
+        shapes = super().module_shapes(f"{name}.", first_column)
+        if not self.whole.is_gated:
+            return shapes
+        parameter, rows = f"{name}.{self.whole.up_name}", self.whole.gate_and_up_rows()
+        parts = dict(zip(("gate_proj", "up_proj"), rows, strict=True))
+        return [
+            replace(shape, parameter_rows=ParameterRows(parameter, parts[last]))
+            if (last := shape.name.rpartition(".")[2]) in parts
+            else shape
+            for shape in shapes
+        ]
 
     def _bind(self, arena: Arena) -> None:
         shapes, columns = self.slice_shapes, self._columns
@@ -109,6 +129,35 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
 
     def _deltas_of(self, up: LoRASlices, down: LoRASlices) -> ExpertsDeltas:
         return ExpertsDeltas(ExpertsDelta(up), ExpertsDelta(down))
+
+    def set_lora(
+        self, index: int, lora_a: Tensor | SliceTensors, lora_b: Tensor | SliceTensors
+    ) -> None:
+        """As the base class, with the projections' tensors in vLLM's order: w1, w2, w3.
+
+        w1 is gate, w2 down and w3 up. Experts without a gate have w1 and w2, and tensors for gate
+        and up together are w13 and w2. Each A is [experts, rank, in], each B [experts, out, rank].
+        """
+        super().set_lora(index, self._by_slice(lora_a), self._by_slice(lora_b))
+
+    def _by_slice(self, weights: Tensor | SliceTensors) -> SliceTensors:
+        """Return one tensor per slice, None for those that are not among the projections."""
+        tensors = slice_tensors(weights)
+        names = [shape.name for shape in self.slice_shapes]
+        orders = [order for order in self._projection_orders() if set(order) <= set(names)]
+        order = next((order for order in orders if len(order) == len(tensors)), None)
+        if order is None:
+            raise ValueError(
+                f"{len(tensors)} tensors for experts that take {' or '.join(map(str, orders))} in "
+                "this order; pass one per projection, None for one without an adapter"
+            )
+        by_name = dict(zip(order, tensors, strict=True))
+        return [by_name.get(name) for name in names]
+
+    def _projection_orders(self) -> tuple[tuple[str, ...], ...]:
+        if self.whole.is_gated:
+            return ("gate_proj", "down_proj", "up_proj"), (self.whole.up_name, "down_proj")
+        return (("up_proj", "down_proj"),)
 
     def adapter_enabled(self, slot: int) -> bool:
         """Whether the adapter in `slot` has weights for these experts."""
@@ -152,6 +201,52 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         return routed, add_up_delta, add_down_delta
 
     @property
+    def hidden_size(self) -> int:
+        """The inputs of every expert."""
+        return self.whole.in_features
+
+    @property
+    def global_num_experts(self) -> int:
+        """The experts of the layer."""
+        return self.whole.experts
+
+    @property
+    def local_num_experts(self) -> int:
+        """The experts that this rank keeps."""
+        return self.layout.experts
+
+    @property
+    def use_ep(self) -> bool:
+        """Whether ranks keep whole experts."""
+        base = self.base_layer
+        return isinstance(base, ParallelExperts) and base.expert_range is not None
+
+    @property
+    def ep_rank(self) -> int:
+        """This rank's place among those that keep whole experts; 0 if none do."""
+        return self.group.rank if self.use_ep else 0
+
+    @property
+    def w13_lora_a_stacked(self) -> StackedViews:
+        """A of each slice before the activation, as views: `[slice][slot]`."""
+        return self.lora_a_stacked[:-1]
+
+    @property
+    def w13_lora_b_stacked(self) -> StackedViews:
+        """B of each slice before the activation, as views: `[slice][slot]`."""
+        return self.lora_b_stacked[:-1]
+
+    @property
+    def w2_lora_a_stacked(self) -> StackedViews:
+        """A of w2, as views: `[0][slot]`."""
+        return self.lora_a_stacked[-1:]
+
+    @property
+    def w2_lora_b_stacked(self) -> StackedViews:
+        """B of w2, as views: `[0][slot]`."""
+        return self.lora_b_stacked[-1:]
+
+    @property
     def whole(self) -> ExpertLayout:
         """The layout of the module before it was split over ranks; adapters are made for it."""
         base = self.base_layer
@@ -186,32 +281,26 @@ class FusedMoEWithLoRA(ExpertsWithLoRA):
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
         """`gate_proj` and `up_proj`, then `down_proj`."""
+        return (*self._gate_and_up_slices(), self._down_slice())
+
+    def _gate_and_up_slices(self) -> list[SliceShape]:
         whole = self.whole
         names = ("gate_proj", "up_proj") if whole.is_gated else ("up_proj",)
         shard = WHOLE if self._inter_range is None else Shard(b_rows=(self._inter_range,))
-        up_slices = [
-            self._slice(whole.in_features, whole.inter_features, name, shard) for name in names
-        ]
-        return (*up_slices, self._down_slice())
-
-    def module_shapes(self, name: str, first_column: int) -> list[ModuleShape]:
-        """As the base class; gate and up are parts of the module's one parameter."""
-        shapes = super().module_shapes(name, first_column)
-        if not self.whole.is_gated:
-            return shapes
-        parameter = f"{name}.{self.whole.up_name}"
-        parts = [*(ParameterRows(parameter, rows) for rows in self.whole.gate_and_up_rows()), None]
-        return [
-            replace(shape, parameter_rows=part) for shape, part in zip(shapes, parts, strict=True)
-        ]
+        sizes = (whole.in_features, whole.inter_features)
+        return [self._slice(*sizes, name, shard) for name in names]
 
     def up_views(self, rows: Tensor) -> tuple[Tensor, ...]:
         """Return the columns of gate and of up."""
         return self.layout.gate_and_up(rows)
 
 
-class FusedMoE3DWithLoRA(ExpertsWithLoRA):
-    """Experts with one A and one B for gate and up together (w13), and for down (w2)."""
+class FusedMoE3DWithLoRA(FusedMoEWithLoRA):
+    """Experts of which an adapter has one A and one B for gate and up together (w13), and for w2.
+
+    An adapter with an A and a B for each projection is stored as it is too: it fills the slices of
+    gate and up, which stay empty for the others.
+    """
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
@@ -221,14 +310,14 @@ class FusedMoE3DWithLoRA(ExpertsWithLoRA):
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
-        """`gate_up_proj`, in the order of the module's own columns, then `down_proj`."""
+        """`gate_up_proj`, in the order of the module's own columns, then as the base class."""
         whole = self.whole
         shard = (
             WHOLE if self._inter_range is None else Shard(b_rows=whole.up_rows(self._inter_range))
         )
-        up = self._slice(whole.in_features, whole.up_features, whole.up_name, shard)
-        return (up, self._down_slice())
+        both = self._slice(whole.in_features, whole.up_features, whole.up_name, shard)
+        return (both, *super().slice_shapes)
 
     def up_views(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Return all columns."""
-        return (rows,)
+        """Return all columns, those of gate and those of up; a slot adds to all or to the parts."""
+        return (rows, *super().up_views(rows))

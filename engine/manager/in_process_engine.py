@@ -18,7 +18,7 @@ from engine.config import LoRAConfig
 from engine.errors import NotResident, UnknownAdapter
 from engine.jobs import InlineJobs
 from engine.layers import ClassificationHeadWithLoRA
-from engine.layout import ModuleKind, ModuleShape, blob_bytes
+from engine.layout import ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
 from engine.models.binding import bind_lora
 from engine.models.loading import prepare_loaded
 from engine.models.vision.mapping import IMAGE_PARTS
@@ -188,6 +188,6 @@ def blob_bytes_max(shapes: Sequence[ModuleShape], lora_config: LoRAConfig) -> in
     """Return the device bytes of an adapter with the highest rank on every module."""
     ranks = {
         shape.name: 1 if shape.kind is ModuleKind.HEAD else lora_config.max_lora_rank
-        for shape in shapes
+        for shape in columns_of_one_adapter(shapes)
     }
     return blob_bytes(ranks, shapes, lora_config.dtype)

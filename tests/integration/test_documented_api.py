@@ -1,5 +1,6 @@
 """Programs in the words of vLLM's documentation: its names, argument orders and error branches."""
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from engine.manager import (
     create_lora_manager,
 )
 from engine.punica import LoRAMapping, LoRAMappingType
+from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.manager_examples import (
     CLASSES,
     CONTENTS,
@@ -30,6 +32,9 @@ from tests.support.engine.manager_examples import (
     make_manager,
     mapping_of,
 )
+from tests.support.models.expert_adapters import make_model, save_fused, save_per_expert
+from tests.support.models.pooling_examples import EMBEDDERS, save_adapters
+from tests.support.models.pooling_examples import VOCABULARY as POOLED_VOCABULARY
 
 torch.set_num_threads(1)
 
@@ -215,3 +220,87 @@ def test_the_active_set_of_a_worker(tmp_path: Path) -> None:
     assert worker.remove_adapter(3)
     worker.remove_all_adapters()
     assert worker.list_adapters() == set()
+
+
+def logits_of_rows(manager: LoRAModelManager, prompt: Sequence[int], *ids: int) -> torch.Tensor:
+    """Return the logits of a prompt in one row per adapter, [rows, tokens, vocabulary]."""
+    for adapter_id in {*ids} - {0}:
+        manager.activate_adapter(adapter_id)
+    index = [adapter_id for adapter_id in ids for _ in prompt]
+    manager.set_adapter_mapping(LoRAMapping(index, ids, is_prefill=True))
+    with torch.no_grad():
+        return manager.model(torch.tensor([prompt] * len(ids))).logits
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_expert_adapters_of_both_formats_are_loaded_and_added(family: str, tmp_path: Path) -> None:
+    """Without an option; single experts also without the model, fused ones with it."""
+    fused = save_fused(family, tmp_path)["all"]
+    single = save_per_expert(family, tmp_path / "single")
+    config = LoRAConfig(8, 2, max_cpu_loras=4)
+    manager = LRUCacheLoRAModelManager(make_model(family), 4, 64, 64, config, "cpu")
+    expected = set(manager.supported_lora_modules)
+    for module in manager.supported_lora_modules:
+        expected.update(manager.packed_modules_mapping.get(module, [module]))
+
+    def load(name: str, adapter_id: int, **options: object) -> LoRAModel:
+        path = str(tmp_path / name)
+        helper = PEFTHelper.from_local_dir(path)
+        more = {f"experts.{at}.{name}" for at in range(4) for name in ("w1", "w2", "w3")}
+        options["lora_model_id"] = adapter_id
+        return LoRAModel.from_local_checkpoint(path, expected | more, helper, **options)
+
+    alone = load("single", 1)
+    assert not alone.is_3d_lora_weight
+    assert manager.add_adapter(alone)
+    assert manager.add_adapter(load("single", 2, model=manager))
+    both = load("all", 3, model=manager.model)
+    assert both.is_3d_lora_weight
+    assert manager.add_adapter(both)
+    prompt = (5, 1, 44, 3)
+    references = {0: make_model(family), 1: single, 2: single, 3: fused}
+    for rows in ((1, 0, 3), (2, 3)):
+        for row, found in zip(rows, logits_of_rows(manager, prompt, *rows), strict=True):
+            with torch.no_grad():
+                wanted = references[row](input_ids=torch.tensor([prompt])).logits[0]
+            assert relative_error(found, wanted) < 1e-5, row
+
+
+@pytest.mark.parametrize("is_3d", [True, False])
+def test_the_format_that_a_request_names_is_checked(is_3d: bool, tmp_path: Path) -> None:
+    save_fused("mixtral", tmp_path)
+    save_per_expert("mixtral", tmp_path / "single")
+    manager = LRUCacheLoRAModelManager(make_model("mixtral"), 4, 64, 64, LoRAConfig(8), "cpu")
+    worker = LRUCacheWorkerLoRAManager(manager)
+    right, wrong = ("all", "single") if is_3d else ("single", "all")
+    refused, served = (
+        LoRARequest(name, 1, str(tmp_path / name), is_3d_lora_weight=is_3d)
+        for name in (wrong, right)
+    )
+    with pytest.raises(ValueError, match="is_3d_lora_weight is"):
+        worker.add_adapter(refused)
+    assert worker.add_adapter(served)
+
+
+def test_an_adapter_of_a_pooling_model_is_loaded_without_the_model(tmp_path: Path) -> None:
+    """Its paths begin with the prefix of the class with a head, which this model lacks."""
+    example = EMBEDDERS[0]
+    reference = save_adapters(example, tmp_path)["wide"]
+    path, config = str(tmp_path / "wide"), LoRAConfig(8, 2)
+    helper = PEFTHelper.from_local_dir(path)
+    names = helper.target_modules
+    prefix = f"{example.make().base_model_prefix}."
+    adapter = LoRAModel.from_local_checkpoint(
+        path, set(names), helper, lora_model_id=1, weights_mapper=lambda path: prefix + path
+    )
+    assert all(name.startswith(prefix) for name in adapter.loras)
+    manager = LRUCacheLoRAModelManager(example.make(), 4, 64, POOLED_VOCABULARY, config, "cpu")
+    assert manager.add_adapter(adapter)
+    assert manager.is_pooling_model
+    manager.activate_adapter(1)
+    manager.set_adapter_mapping(LoRAMapping([1, 1, 1], [1], is_prefill=True))
+    tokens = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        found = manager.model(input_ids=tokens).last_hidden_state
+        wanted = reference(input_ids=tokens).last_hidden_state
+    assert relative_error(found, wanted) < 1e-5

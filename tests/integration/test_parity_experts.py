@@ -1,7 +1,7 @@
 """The engine's logits are PEFT's for every family of mixtures of experts, in mixed batches.
 
 A batch contains rows of the base and of adapters of gate_up only, of down only, and of both with
-attention and the router, at unequal ranks; in mixed mode also adapters per expert.
+attention and the router, at unequal ranks, and of adapters per expert, in both modes.
 """
 
 from pathlib import Path
@@ -32,7 +32,7 @@ def prepare(family: str, is_mixed: bool) -> CausalModel:
 @pytest.mark.parametrize("family", SERVED_FAMILIES)
 def test_a_mixed_batch_matches_peft(family: str, is_mixed: bool, tmp_path: Path) -> None:
     models = save_fused(family, tmp_path)
-    if is_mixed and family in PER_EXPERT:
+    if family in PER_EXPERT:
         models["per_expert"] = save_per_expert(family, tmp_path / "per_expert")
     bench = ParityBench(prepare(family, is_mixed), tmp_path, len(models), 1 << 22)
     for slot, name in enumerate(models):

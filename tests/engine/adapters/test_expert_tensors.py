@@ -200,10 +200,10 @@ def test_a_pattern_may_select_single_experts(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "per expert without mixed mode": (
-        per_expert("qwen3_moe", RANK),
+    "an unknown projection": (
+        pair_for(f"{EXPERT_PATHS[0]}.1.gate", is_down=False, rank=RANK),
         False,
-        "enable_mixed_moe_lora_format",
+        "none of the projections of these experts, which are gate_up_proj, down_proj",
     ),
     "an expert too many": (
         pair_for(f"{EXPERT_PATHS[0]}.4.down_proj", is_down=True, rank=RANK),

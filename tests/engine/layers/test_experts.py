@@ -18,6 +18,7 @@ from tests.support.models.expert_examples import (
     Delta,
     add_to_weights,
     make_experts,
+    projections_of,
 )
 
 SLOTS = 3
@@ -44,11 +45,12 @@ class Bench:
         self.layer.set_mapping(self.punica)
         self.deltas: dict[int, dict[str, Delta]] = {slot: {} for slot in range(SLOTS)}
 
-    def write(self, slot: int, rank: int, *only: str) -> None:
-        """Write random weights for all slices, or for those in `only`."""
+    def write(self, slot: int, rank: int, *only: str, is_fused: bool = True) -> None:
+        """Write random weights for all projections, or for those in `only`."""
+        shapes = {shape.name.rpartition(".")[2]: shape for shape in self.shapes}
         parts: list[Delta | None] = []
-        for shape in self.shapes:
-            name = shape.name.rpartition(".")[2]
+        for name in projections_of(shapes, is_fused):
+            shape = shapes[name]
             a = torch.randn(shape.a_shape(rank)) / shape.in_features**0.5
             b = torch.randn(shape.b_shape(rank)) / rank**0.5
             parts.append(Delta(a, b) if not only or name in only else None)
@@ -97,7 +99,7 @@ def test_slots_and_base_rows_mix_in_one_batch(
 ) -> None:
     bench = Bench(name, wrapper, kernels)
     for slot, rank in enumerate((8, 1, 3)):
-        bench.write(slot, rank)
+        bench.write(slot, rank, is_fused=slot != 1)
     slots = [-1, 0, 2, 1, 0, -1, 2, 2, 1, 0, 1]
     bench.check(slots, routes(len(slots)))
     bench.check([2], routes(1))
@@ -149,7 +151,7 @@ def test_a_batch_with_other_rows_than_the_mapping_raises() -> None:
 @pytest.mark.parametrize(
     ("name", "wrapper", "columns"),
     [
-        ("mixtral", FusedMoE3DWithLoRA, ["gate_up_proj", "down_proj"]),
+        ("mixtral", FusedMoE3DWithLoRA, ["gate_up_proj", "gate_proj", "up_proj", "down_proj"]),
         ("mixtral", FusedMoEWithLoRA, ["gate_proj", "up_proj", "down_proj"]),
         ("nemotron_h", FusedMoEWithLoRA, ["up_proj", "down_proj"]),
     ],

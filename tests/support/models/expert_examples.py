@@ -3,7 +3,7 @@
 The reference runs the module's own forward with the adapters' deltas added to its weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import NamedTuple
 
@@ -114,6 +114,21 @@ class Delta(NamedTuple):
 
     a: Tensor
     b: Tensor
+
+
+PROJECTIONS = (
+    ("gate_up_proj", "down_proj"),
+    ("gate_proj", "down_proj", "up_proj"),
+    ("up_proj", "down_proj"),
+)
+"""The orders in which `set_lora` takes projections: w13 and w2; w1, w2 and w3; w1 and w2."""
+
+
+def projections_of(names: Iterable[str], is_fused: bool) -> tuple[str, ...]:
+    """Return the projections of an adapter, fused or not, for a layer with these columns."""
+    known = set(names)
+    orders = [order for order in PROJECTIONS if set(order) <= known]
+    return orders[0] if is_fused else next((one for one in orders if len(one) == 3), orders[0])
 
 
 def add_to_weights(module: nn.Module, deltas: Mapping[str, Delta]) -> nn.Module:

@@ -30,7 +30,13 @@ from engine.residency.staging import stage
 from tests.support.engine.dummies import MODELS, run_dummy
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_adapters import make_model
-from tests.support.models.expert_examples import EXPERTS, HIDDEN, TOP_K, make_experts
+from tests.support.models.expert_examples import (
+    EXPERTS,
+    HIDDEN,
+    TOP_K,
+    make_experts,
+    projections_of,
+)
 from tests.support.parallel.ranks import serve
 
 SHARDED = "fully-sharded"
@@ -74,11 +80,17 @@ class AdaptedExperts:
         torch.manual_seed(7)
         ranks = (6, 8, 2, 4) if scheme == SHARDED else (3, 8, 1, 4)
         for slot, (rank, side) in enumerate(zip(ranks, SLICES_OF_SLOT, strict=True)):
-            wholes = whole.module_shapes("experts", 0)
+            by_name = {s.name.rpartition(".")[2]: s for s in whole.module_shapes("experts", 0)}
+            # The second slot's adapter has an A and a B for each projection, also among fused ones.
+            names = projections_of(by_name, is_fused=slot != 1)
+            kept = sorted(names, key=lambda name: name == "down_proj")[side]
+            wholes = [by_name[name] for name in names]
             all_a = [torch.randn(shape.a_shape(rank)) / shape.in_features**0.5 for shape in wholes]
             all_b = [torch.randn(shape.b_shape(rank)) / rank**0.5 for shape in wholes]
-            kept = range(len(wholes))[side]
-            parts = ([x if i in kept else None for i, x in enumerate(y)] for y in (all_a, all_b))
+            parts = (
+                [x if name in kept else None for name, x in zip(names, y, strict=True)]
+                for y in (all_a, all_b)
+            )
             layer.set_lora(slot, *parts)
 
     def _counted(self, operation: Any) -> Any:
