@@ -84,8 +84,8 @@ class EngineOptions(Struct, frozen=True):
     enable_mixed_moe_lora_format: Annotated[
         bool,
         Meta(
-            description="Store fused (3-D) expert adapters by projection, as 2-D ones; both are served "
-            "without it too."
+            description="Store fused (3-D) expert adapters by projection, as 2-D ones; both are "
+            "served without it too."
         ),
     ] = False
     allow_pickled_weights: Annotated[

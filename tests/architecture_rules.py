@@ -116,6 +116,7 @@ ROOMS: Final = (
     _package(
         "engine.manager",
         "messages controller.core engine engine.adapters engine.adapters.files.problems "
+        "engine.kernels.__init__ "
         "engine.residency engine.punica engine.layers engine.models engine.models.vision",
         "torch transformers",
     ),

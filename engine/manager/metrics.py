@@ -3,6 +3,12 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+MEBIBYTE: Final = 1 << 20
+"""The bytes of a MiB."""
 
 Clock = Callable[[], float]
 """A monotonic clock, in seconds."""
@@ -23,6 +29,11 @@ class Durations:
         self.total_s += seconds
         self.longest_s = max(self.longest_s, seconds)
         self.last_s = seconds
+
+    @property
+    def average_s(self) -> float:
+        """The average duration; 0 before the first call."""
+        return self.total_s / self.count if self.count else 0.0
 
     @contextmanager
     def measure(self, clock: Clock) -> Iterator[None]:
@@ -60,6 +71,8 @@ class ManagerMetrics:
     def as_dict(self) -> dict[str, object]:
         """Return the counters as `get_lora_metrics` reports them."""
         return {
+            "avg_activation_time": self.activations.average_s,
+            "avg_switching_time": self.switches.average_s,
             "activations": self.activations.as_dict(),
             "switches": self.switches.as_dict(),
             "loads": self.loads.as_dict(),
@@ -67,3 +80,8 @@ class ManagerMetrics:
             "misses": self.misses,
             "evictions": self.evictions,
         }
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes that this process has allocated on a CUDA device; 0 on another one."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -29,10 +29,11 @@ from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
 from engine.config import LoRAConfig
 from engine.errors import EngineError, NoFreeSlot, NoRoom
+from engine.kernels import DEFAULTS
 from engine.layout import rank_parts_max
 from engine.manager.attributes import ManagerAttributes, fields_of
 from engine.manager.in_process_engine import InProcessEngine
-from engine.manager.metrics import Clock, ManagerMetrics
+from engine.manager.metrics import MEBIBYTE, Clock, ManagerMetrics, allocated_bytes
 from engine.manager.refusals import batch_error, error_of_refusal
 from engine.models.vision.encoder import ImageTensors
 from engine.punica.mapping import LoRAMapping
@@ -245,25 +246,39 @@ class LoRAModelManager(ManagerAttributes):
         return warmup_rank(default_rank, self.lora_config.max_lora_rank, group_size)
 
     def get_lora_metrics(self) -> dict[str, Any]:
-        """Return counts and sizes of adapters, and the counters and durations of calls."""
+        """Return counts and sizes of adapters, and the counters and durations of calls.
+
+        Sizes in bytes, and where their name or vLLM says so in MiB; durations in seconds.
+        `utilization` is the part of the slots in use, `memory_efficiency` that of the arena's
+        bytes, and `gpu_memory_usage` what this process has allocated on a CUDA device.
+        """
         world, residency = self._core.world, self._engine.residency
         counts = ("count", "count_max", "size_bytes")
         sizes = ("host_bytes", "pinned_bytes", "device_bytes")
         adapters = [world.adapters[key] for key in residency.host_adapters]
-        arena = residency.arena
+        arena, active = residency.arena, sum(one.state == GPU_SLOT for one in adapters)
+        host_bytes = sum(one.host_bytes + one.pinned_bytes for one in adapters)
         return {
             "adapters": {
                 "registered": len(adapters),
-                "active": sum(adapter.state == GPU_SLOT for adapter in adapters),
+                "active": active,
                 "capacity": self.capacity,
-                "utilization": len(adapters) / self.capacity,
+                "utilization": active / self.lora_slots,
+                "host_utilization": len(adapters) / self.capacity,
             },
             "memory": {
+                "adapter_memory_mb": host_bytes / MEBIBYTE,
+                "gpu_memory_usage": allocated_bytes(self.device) / MEBIBYTE,
+                "memory_efficiency": 1 - arena.free_bytes / arena.capacity_bytes,
                 "tiers": {name: fields_of(tier, counts) for name, tier in world.tiers.items()},
                 "adapters": {int(adapter.name): fields_of(adapter, sizes) for adapter in adapters},
                 "device": {"size_bytes": arena.capacity_bytes, "free_bytes": arena.free_bytes},
             },
-            "performance": self.metrics.as_dict(),
+            "performance": {
+                **self.metrics.as_dict(),
+                "punica_kernel_enabled": True,
+                "punica_kernels": DEFAULTS[self.device.type],
+            },
         }
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from engine.adapters import LoRAModel, LoRARequest, PEFTHelper, get_adapter_absolute_path
 from engine.config import LoRAConfig
 from engine.errors import EngineError
+from engine.kernels import IMPLEMENTATIONS
 from engine.layers import BaseLayerWithLoRA
 from engine.manager import (
     LoRAModelManager,
@@ -304,3 +305,27 @@ def test_an_adapter_of_a_pooling_model_is_loaded_without_the_model(tmp_path: Pat
         found = manager.model(input_ids=tokens).last_hidden_state
         wanted = reference(input_ids=tokens).last_hidden_state
     assert relative_error(found, wanted) < 1e-5
+
+
+def test_the_metrics_report() -> None:
+    manager = full_manager(LRUCacheLoRAModelManager, slots=2, capacity=4)
+    manager.deactivate_adapter(2)
+    metrics = manager.get_lora_metrics()
+    assert metrics["adapters"] == {
+        "registered": 4,
+        "active": 1,
+        "capacity": 4,
+        "utilization": 0.5,
+        "host_utilization": 1.0,
+    }
+    memory, performance = metrics["memory"], metrics["performance"]
+    sizes = memory["adapters"].values()
+    on_host = sum(one["host_bytes"] + one["pinned_bytes"] for one in sizes)
+    assert memory["adapter_memory_mb"] == on_host / 2**20 > 0
+    assert (memory["gpu_memory_usage"] > 0) is torch.cuda.is_available()
+    used = memory["device"]["size_bytes"] - memory["device"]["free_bytes"]
+    assert memory["memory_efficiency"] == pytest.approx(used / memory["device"]["size_bytes"])
+    assert performance["avg_activation_time"] == performance["activations"]["seconds"] / 2
+    assert performance["avg_switching_time"] == 0.0
+    assert performance["punica_kernel_enabled"] is True
+    assert performance["punica_kernels"] in IMPLEMENTATIONS

@@ -169,7 +169,8 @@ class ManagerMachine(RuleBasedStateMachine):
             "registered": len(oracle.contents),
             "active": len(oracle.active),
             "capacity": oracle.capacity,
-            "utilization": len(oracle.contents) / oracle.capacity,
+            "utilization": len(oracle.active) / oracle.slots,
+            "host_utilization": len(oracle.contents) / oracle.capacity,
         }
         assert metrics["performance"]["evictions"] == oracle.evictions
         assert metrics["memory"]["adapters"].keys() == oracle.contents.keys()

@@ -227,8 +227,10 @@ def test_metrics_count_calls(folder: Path) -> None:
         "active": 2,
         "capacity": 3,
         "utilization": 1.0,
+        "host_utilization": 1.0,
     }
     performance = metrics["performance"]
+    assert (performance["avg_activation_time"], performance["avg_switching_time"]) == (1.0, 3.0)
     assert (performance["hits"], performance["misses"], performance["evictions"]) == (2, 3, 1)
     assert {name: performance[name]["count"] for name in ("activations", "switches", "loads")} == {
         "activations": 1,
