@@ -32,7 +32,8 @@ class AdapterTarget:
 
     `lora_config` has its dtype resolved. `equivalences`: see `module_paths.equivalences_of`.
     `image_layers`: the paths of tower and connector, wrapped or not. `requires_head`: the model has
-    no trained classification head, so an adapter must contain one.
+    no trained classification head, so an adapter must contain one. `missing_layers`: the paths of
+    layers on another rank of a pipeline, whose tensors are skipped.
     """
 
     modules: Modules
@@ -40,6 +41,7 @@ class AdapterTarget:
     equivalences: tuple[Equivalence, ...] = ()
     image_layers: frozenset[str] = frozenset()
     requires_head: bool = False
+    missing_layers: tuple[str, ...] = ()
 
     def excludes(self, module: str) -> bool:
         """Whether a module is not adapted because `enable_tower_connector_lora` is off."""
@@ -50,7 +52,8 @@ class AdapterTarget:
     ) -> ModulePathResolver:
         """Return the resolver from paths in adapters to this model's paths."""
         known = (*self.modules, *self.image_layers)
-        return ModulePathResolver(known, self.equivalences, rename, skip_prefixes)
+        skipped = (*skip_prefixes, *(f"{path}." for path in self.missing_layers))
+        return ModulePathResolver(known, self.equivalences, rename, skipped)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ def by_module(loras: Loras, target: AdapterTarget) -> dict[str, LoRALayerWeights
     found: dict[str, LoRALayerWeights] = {}
     singles: dict[str, dict[int, LoRALayerWeights]] = {}
     for name, lora in loras.items():
+        if resolver.skips(f"{name}."):
+            continue
         path = name if name in target.modules else resolver.locate(renamed(name, known))
         match = SINGLE_EXPERT.match(path)
         experts = known.get(resolver.locate(match[1])) if match else None

@@ -26,6 +26,7 @@ from engine.layers.merged import (
     MergedColumnParallelLinearWithLoRA,
     MergedColumnParallelLinearWithShardedLoRA,
 )
+from engine.layers.missing import PPMissingLayer
 from engine.layers.packed import MergedColumnParallelLinear, QKVParallelLinear
 from engine.layers.qkv import (
     MergedQKVParallelLinearWithLoRA,
@@ -63,6 +64,7 @@ __all__ = [
     "MergedColumnParallelLinearWithShardedLoRA",
     "MergedQKVParallelLinearWithLoRA",
     "MergedQKVParallelLinearWithShardedLoRA",
+    "PPMissingLayer",
     "ParallelHead",
     "QKVParallelLinear",
     "QKVParallelLinearWithLoRA",

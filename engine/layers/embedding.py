@@ -16,7 +16,11 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
     """`nn.Embedding` with one slice: A [rank, vocabulary], B [hidden, rank], both whole.
 
     Files call A `lora_embedding_A`; the arena stores it transposed, one row per token.
+    `is_shared_by_rows`: the layer may look up one row of ids for all sequences of a batch, as
+    models look up positions.
     """
+
+    is_shared_by_rows = False
 
     base_layer: nn.Embedding
 
@@ -49,13 +53,25 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         return self.base_layer.weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """Return the tokens' rows with deltas, [..., hidden]; token_ids: [...] int64."""
+        """Return the tokens' rows with deltas, [..., hidden]; token_ids: [...] int64.
+
+        With `is_shared_by_rows`, one row of ids is repeated for every sequence of the mapping,
+        because their adapters may differ.
+        """
+        if self.is_shared_by_rows:
+            token_ids = self._for_every_sequence(token_ids)
         y: Tensor = self.base_layer(token_ids)
         if self._punica is not None and self._slices is not None:
             rows = y.view(-1, y.shape[-1])
             ids = token_ids.flatten().contiguous()
             self._punica.add_lora_embedding(rows, ids, self._slices, self._scale)
         return y
+
+    def _for_every_sequence(self, ids: Tensor) -> Tensor:
+        tokens = None if self._punica is None else self._punica.adapted_tokens
+        if tokens is None or ids.ndim != 2 or len(ids) > 1 or tokens % ids.shape[1]:
+            return ids
+        return ids.expand(tokens // ids.shape[1], -1)
 
 
 def _is_plain(layer: nn.Embedding) -> bool:

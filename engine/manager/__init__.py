@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from engine.config import LoRAConfig
 from engine.manager.model_manager import LoRAModelManager, LRUCacheLoRAModelManager
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def create_lora_manager(  # noqa: PLR0913, PLR0917 - the signature of vLLM
-    model: PreTrainedModel,
+    model: nn.Module,
     max_num_seqs: int,
     max_num_batched_tokens: int,
     vocab_size: int,

@@ -5,13 +5,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from engine.kernels import DEFAULTS
 from engine.layers import BaseLayerWithLoRA
 from engine.layers.experts import ExpertsWithLoRA
+from engine.manager.metrics import MEBIBYTE, ManagerMetrics, allocated_bytes
 from engine.models.vision.mapping import IMAGE_PARTS
 from engine.punica.mapping import LoRAMapping, MappingType
 from engine.punica.wrapper import PunicaWrapper
+from messages.ids import GPU_SLOT
 
 if TYPE_CHECKING:
+    from controller.core.in_process import InProcessController
     from engine.config import LoRAConfig
     from engine.manager.in_process_engine import InProcessEngine
 
@@ -30,6 +34,8 @@ class ManagerAttributes:
     max_num_batched_tokens: int
     vocab_size: int
     vllm_config: object
+    metrics: ManagerMetrics
+    _core: "InProcessController"
     _engine: "InProcessEngine"
 
     def __len__(self) -> int:
@@ -110,7 +116,7 @@ class ManagerAttributes:
     @property
     def is_pooling_model(self) -> bool:
         """Whether the model embeds or classifies."""
-        return self._engine.task in ("embed", "classify")
+        return self._engine.is_pooling_model
 
     @property
     def supports_mm(self) -> bool:
@@ -121,6 +127,42 @@ class ManagerAttributes:
     def supports_tower_connector_lora(self) -> bool:
         """Whether adapters apply to the layers that read images."""
         return any(part in self._engine.punica_wrappers for part in IMAGE_PARTS)
+
+    def get_lora_metrics(self) -> dict[str, Any]:
+        """Return counts and sizes of adapters, and the counters and durations of calls.
+
+        Sizes are in bytes, `adapter_memory_mb` and `gpu_memory_usage` in MiB; durations in seconds.
+        `utilization` is the part of the slots in use, `memory_efficiency` that of the arena's
+        bytes, and `gpu_memory_usage` what this process has allocated on a CUDA device.
+        """
+        world, residency = self._core.world, self._engine.residency
+        counts = ("count", "count_max", "size_bytes")
+        sizes = ("host_bytes", "pinned_bytes", "device_bytes")
+        adapters = [world.adapters[key] for key in residency.host_adapters]
+        arena, active = residency.arena, sum(one.state == GPU_SLOT for one in adapters)
+        host_bytes = sum(one.host_bytes + one.pinned_bytes for one in adapters)
+        return {
+            "adapters": {
+                "registered": len(adapters),
+                "active": active,
+                "capacity": self.capacity,
+                "utilization": active / self.lora_slots,
+                "host_utilization": len(adapters) / self.capacity,
+            },
+            "memory": {
+                "adapter_memory_mb": host_bytes / MEBIBYTE,
+                "gpu_memory_usage": allocated_bytes(self.device) / MEBIBYTE,
+                "memory_efficiency": 1 - arena.free_bytes / arena.capacity_bytes,
+                "tiers": {name: _fields_of(tier, counts) for name, tier in world.tiers.items()},
+                "adapters": {int(adapter.name): _fields_of(adapter, sizes) for adapter in adapters},
+                "device": {"size_bytes": arena.capacity_bytes, "free_bytes": arena.free_bytes},
+            },
+            "performance": {
+                **self.metrics.as_dict(),
+                "punica_kernel_enabled": True,
+                "punica_kernels": DEFAULTS[self.device.type],
+            },
+        }
 
     def _check_rows(self, mapping: LoRAMapping) -> None:
         """Raise `ValueError` for more rows than a batch may have; image parts have no limit."""
@@ -135,7 +177,7 @@ class ManagerAttributes:
                 raise ValueError(f"{name} has {rows} rows; this manager allows {allowed}")
 
 
-def fields_of(record: object, names: Sequence[str]) -> dict[str, Any]:
+def _fields_of(record: object, names: Sequence[str]) -> dict[str, Any]:
     """Return some attributes of a record by name."""
     return {name: getattr(record, name) for name in names}
 

@@ -9,18 +9,18 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from engine.adapters.dummy import HeadWeights
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
 from engine.config import LoRAConfig
-from engine.errors import NotResident, UnknownAdapter
+from engine.errors import ModelRefused, NotResident, UnknownAdapter
 from engine.jobs import InlineJobs
-from engine.layers import ClassificationHeadWithLoRA
+from engine.layers import BaseLayerWithLoRA, ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
 from engine.models.binding import bind_lora
 from engine.models.loading import prepare_loaded
+from engine.models.pooling_model import PoolingModel
 from engine.models.vision.mapping import IMAGE_PARTS
 from engine.punica.mapping import LoRAMapping, MappingType
 from engine.residency.residency import Residency
@@ -39,20 +39,21 @@ class InProcessEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         lora_config: LoRAConfig,
         device: torch.device | str,
         device_bytes_max: int | None,
     ) -> None:
+        _check_unmanaged(model)
         prepared = prepare_loaded(model.to(device), lora_config)
-        config = lora_config.resolved_for(prepared.model)
+        config = lora_config.resolved_for(prepared)
         if device_bytes_max is None:
             device_bytes_max = config.max_loras * blob_bytes_max(prepared.shapes, config)
         arena, punica, self.lora_config = bind_lora(prepared, config, device_bytes_max)
         self.image_mapper: Final = prepared.image_mapper
         self.punica_wrappers: Final = {MappingType.LANGUAGE: punica, **self.image_mapper.punicas}
         self.layers: Final = prepared.layers
-        self.task: Final = prepared.task
+        self.is_pooling_model: Final = isinstance(prepared, PoolingModel)
         self.has_image_part: Final = prepared.image_part is not None
         self.model: Final = prepared.model
         self.vocab_size: Final = prepared.vocab_size
@@ -182,6 +183,15 @@ class InProcessEngine:
         if command.adapter not in self.sources:
             raise UnknownAdapter(f"adapter {command.adapter} is not on the host; add it first")
         return self.sources[command.adapter]
+
+
+def _check_unmanaged(model: nn.Module) -> None:
+    """Raise `ModelRefused` for a model whose layers another manager has wrapped."""
+    if any(isinstance(module, BaseLayerWithLoRA) for module in model.modules()):
+        raise ModelRefused(
+            "the model's layers are wrapped by another manager; use that one, model.lora_manager, "
+            "or load the model again"
+        )
 
 
 def blob_bytes_max(shapes: Sequence[ModuleShape], lora_config: LoRAConfig) -> int:

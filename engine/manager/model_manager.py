@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from typing import Any, ClassVar, Final
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from controller.core.context import Refusal
 from controller.core.in_process import InProcessController
@@ -29,11 +29,10 @@ from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
 from engine.config import LoRAConfig
 from engine.errors import EngineError, NoFreeSlot, NoRoom
-from engine.kernels import DEFAULTS
 from engine.layout import rank_parts_max
-from engine.manager.attributes import ManagerAttributes, fields_of
+from engine.manager.attributes import ManagerAttributes
 from engine.manager.in_process_engine import InProcessEngine
-from engine.manager.metrics import MEBIBYTE, Clock, ManagerMetrics, allocated_bytes
+from engine.manager.metrics import Clock, ManagerMetrics
 from engine.manager.refusals import batch_error, error_of_refusal
 from engine.models.vision.encoder import ImageTensors
 from engine.punica.mapping import LoRAMapping
@@ -47,18 +46,19 @@ _UNBOUNDED: Final = 1 << 50
 class LoRAModelManager(ManagerAttributes):
     """A model and its adapters, without eviction: `NoRoom` (L001) if host or slots are full.
 
-    `model` is moved to `device` and its layers are wrapped in place; it is then called as any
-    `transformers` model. A batch has at most `max_num_batched_tokens` tokens and `max_num_seqs`
-    sampled rows, with ids below `vocab_size`. `device_bytes_max`: None for an arena of `max_loras`
-    adapters of the highest rank. `vllm_config` is kept and not read. Raises `ValueError`,
-    `ModelRefused` for a model that can't be served, `DeviceOutOfMemory`.
+    `model` is moved to `device` and its layers are wrapped in place; it is then called as before.
+    A text model of `transformers` is tried out first and its projections are packed; any other
+    module is taken as it is (`PlainModel`). A batch has at most `max_num_batched_tokens` tokens and
+    `max_num_seqs` sampled rows, with ids below `vocab_size`. `device_bytes_max`: None for an arena
+    of `max_loras` adapters of the highest rank. `vllm_config` is kept and not read. Raises
+    `ValueError`, `ModelRefused` for a model that can't be served, `DeviceOutOfMemory`.
     """
 
     policy: ClassVar[str] = "none"
 
     def __init__(  # noqa: PLR0913, PLR0917 - the signature of vLLM
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         vocab_size: int,
@@ -74,7 +74,7 @@ class LoRAModelManager(ManagerAttributes):
         sizes = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         _check_positive(sizes | {"vocab_size": vocab_size})
         self._engine = engine = InProcessEngine(model, lora_config, device, device_bytes_max)
-        if vocab_size > engine.vocab_size:
+        if 0 < engine.vocab_size < vocab_size:
             raise ValueError(
                 f"vocab_size is {vocab_size}; the model embeds {engine.vocab_size} tokens"
             )
@@ -85,9 +85,10 @@ class LoRAModelManager(ManagerAttributes):
         self.model: Final = engine.model
         self.adapter_target: Final = engine.adapter_target
         self.lora_config = engine.lora_config
-        self.metrics: Final = ManagerMetrics()
+        self.metrics = ManagerMetrics()
         self.clock: Final = clock
         self._added_count = 0
+        self._closed = False
         self._displaced: dict[str, None] = {}
         limits = Limits(
             slots_max=self.lora_slots,
@@ -212,6 +213,7 @@ class LoRAModelManager(ManagerAttributes):
         the last mapping stays. Mappings of tower and connector have no row limit; `image_mappings`
         makes them.
         """
+        self._check_open()
         self._check_rows(mapping)
         return self._engine.set_mapping(mapping)
 
@@ -245,44 +247,9 @@ class LoRAModelManager(ManagerAttributes):
         group_size = rank_parts_max(self.adapter_target.modules.values())
         return warmup_rank(default_rank, self.lora_config.max_lora_rank, group_size)
 
-    def get_lora_metrics(self) -> dict[str, Any]:
-        """Return counts and sizes of adapters, and the counters and durations of calls.
-
-        Sizes in bytes, and where their name or vLLM says so in MiB; durations in seconds.
-        `utilization` is the part of the slots in use, `memory_efficiency` that of the arena's
-        bytes, and `gpu_memory_usage` what this process has allocated on a CUDA device.
-        """
-        world, residency = self._core.world, self._engine.residency
-        counts = ("count", "count_max", "size_bytes")
-        sizes = ("host_bytes", "pinned_bytes", "device_bytes")
-        adapters = [world.adapters[key] for key in residency.host_adapters]
-        arena, active = residency.arena, sum(one.state == GPU_SLOT for one in adapters)
-        host_bytes = sum(one.host_bytes + one.pinned_bytes for one in adapters)
-        return {
-            "adapters": {
-                "registered": len(adapters),
-                "active": active,
-                "capacity": self.capacity,
-                "utilization": active / self.lora_slots,
-                "host_utilization": len(adapters) / self.capacity,
-            },
-            "memory": {
-                "adapter_memory_mb": host_bytes / MEBIBYTE,
-                "gpu_memory_usage": allocated_bytes(self.device) / MEBIBYTE,
-                "memory_efficiency": 1 - arena.free_bytes / arena.capacity_bytes,
-                "tiers": {name: fields_of(tier, counts) for name, tier in world.tiers.items()},
-                "adapters": {int(adapter.name): fields_of(adapter, sizes) for adapter in adapters},
-                "device": {"size_bytes": arena.capacity_bytes, "free_bytes": arena.free_bytes},
-            },
-            "performance": {
-                **self.metrics.as_dict(),
-                "punica_kernel_enabled": True,
-                "punica_kernels": DEFAULTS[self.device.type],
-            },
-        }
-
     def close(self) -> None:
-        """Wait for running copies, and end their thread."""
+        """Wait for running copies, and end their thread; no adapter moves after that."""
+        self._closed = True
         self._engine.close()
 
     def find(self, adapter_id: int) -> Adapter | None:
@@ -354,6 +321,7 @@ class LoRAModelManager(ManagerAttributes):
         self, kind: type, adapters: str | tuple[str, ...], *rest: Any, **named: Any
     ) -> None:
         """Send a request to the core, then forget evicted adapters and update the mappings."""
+        self._check_open()
         self._displaced.clear()
         names = (adapters,) if isinstance(adapters, str) else adapters
         try:
@@ -365,6 +333,12 @@ class LoRAModelManager(ManagerAttributes):
                 self.metrics.evictions += len(self._displaced)
             self._forget_evicted()
             self._engine.refresh_mappings()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "the manager is closed; load the model again and make a new manager over it"
+            )
 
     def _observe(self, event: events.Event) -> None:
         if isinstance(event, events.AdapterDeactivated | events.AdapterEvicted):

@@ -36,7 +36,7 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
     `DeviceOutOfMemory`.
     """
     lora_config.verify_with_device(model.device)
-    config = lora_config.resolved_for(model.model)
+    config = lora_config.resolved_for(model)
     ranks = rank_parts_max(model.shapes)
     if config.max_lora_rank % ranks:
         raise ValueError(

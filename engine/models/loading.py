@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -16,6 +17,7 @@ from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.models.causal_model import CausalModel
 from engine.models.image_processor import LOCAL, ImagesRefused, Processor, load_processor
+from engine.models.plain_model import PlainModel
 from engine.models.pooling_model import PoolingModel
 from engine.models.pooling_options import PoolingOptions, pooling_options
 from engine.models.preparation import CLASSIFIERS
@@ -48,12 +50,22 @@ class _LoadedModel(NamedTuple):
     without_head: bool
 
 
-def prepare_loaded(model: PreTrainedModel, lora_config: LoRAConfig) -> CausalModel | PoolingModel:
-    """Prepare a model that was loaded elsewhere, for the task of its head."""
+def prepare_loaded(model: nn.Module, lora_config: LoRAConfig) -> ServedModel:
+    """Prepare a model that was loaded elsewhere: for the task of its head, or as it is."""
+    if not isinstance(model, PreTrainedModel) or not _embeds_tokens(model):
+        return PlainModel(model, lora_config)
     if model.get_output_embeddings() is not None:
         return CausalModel(model, lora_config)
     is_classifier = any(name in CLASSIFIERS for name, _ in model.named_children())
     return PoolingModel(model, lora_config, task="classify" if is_classifier else "embed")
+
+
+def _embeds_tokens(model: PreTrainedModel) -> bool:
+    """Whether a model of `transformers` reads text."""
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except (AttributeError, NotImplementedError):
+        return False
 
 
 def load_model(

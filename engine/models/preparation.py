@@ -116,6 +116,29 @@ def prepare_layers(
     return PreparedLayers(wrapped, {name: parts[name] for name in wrapped}, image_layers)
 
 
+def prepare_unprobed(model: nn.Module, scope: WrapScope) -> PreparedLayers:
+    """Wrap the layers of a model in place whose forward can't be tried out; none is packed.
+
+    Raises `ModelRefused` for a model without a layer to wrap, and for a target that names none.
+    """
+    candidates = find_candidates(model, scope.table)
+    hidden = {child for path, module in model.named_modules() for child in _unseen(path, module)}
+    known = {name: one for name, one in candidates.items() if name not in hidden}
+    if not known:
+        raise ModelRefused("the model has no layer of a kind that can be wrapped")
+    targets = _select_targets(known, scope.targets, frozenset())
+    mapped = [name for name in known if name in targets]
+    wrapped = _wrap(model, known, mapped, (), scope.table)
+    return PreparedLayers(wrapped, dict.fromkeys(wrapped, MappingType.LANGUAGE), frozenset())
+
+
+def _unseen(path: str, module: nn.Module) -> list[str]:
+    """Return the layers below a module that it may compute from their weights, uncalled."""
+    if not isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+        return []
+    return [f"{path}.{name}" if path else name for name, _ in module.named_modules()]
+
+
 def _image_layers(
     layers: Mapping[str, nn.Module], images: ImagePart | None, observed: ObservedInputs
 ) -> frozenset[str]:
@@ -161,7 +184,7 @@ def _image_result(
 
 
 def _wrap(
-    model: PreTrainedModel,
+    model: nn.Module,
     candidates: Mapping[str, Candidate],
     mapped: Collection[str],
     packed: Sequence[PackingGroup],
@@ -186,7 +209,7 @@ def module_shapes(layers: Mapping[str, BaseLayerWithLoRA]) -> tuple[ModuleShape,
 
 
 def find_candidates(
-    model: PreTrainedModel, table: Sequence[WrapperRule] = WRAPPERS
+    model: nn.Module, table: Sequence[WrapperRule] = WRAPPERS
 ) -> dict[str, Candidate]:
     """Return every layer that has a wrapper, under its first path."""
     roles = _roles(model)
@@ -197,8 +220,10 @@ def find_candidates(
     }
 
 
-def _roles(model: PreTrainedModel) -> dict[nn.Module, Role]:
-    """Return the roles of the layers that are not body layers."""
+def _roles(model: nn.Module) -> dict[nn.Module, Role]:
+    """Return the roles of the layers that are not body layers; without `transformers` none."""
+    if not isinstance(model, PreTrainedModel):
+        return {}
     children = dict(model.named_children())
     heads = [children[name] for name in CLASSIFIERS if name in children]
     roles = {layer: Role.CLASSIFIER for head in heads for layer in head.modules()}

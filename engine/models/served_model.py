@@ -13,10 +13,15 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.adapters.compatibility import AdapterTarget
-from engine.adapters.module_paths import equivalences_of
+from engine.adapters.module_paths import Equivalence, equivalences_of
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
-from engine.layers import BaseLayerWithLoRA, wrappers_for
+from engine.layers import (
+    BaseLayerWithLoRA,
+    VocabParallelEmbeddingWithLoRA,
+    wrappers_for,
+)
+from engine.layers.missing import missing_layers
 from engine.layout import ModuleShape
 from engine.models.preparation import WrapScope, module_shapes, prepare_layers
 from engine.models.probe import ProbeSpec
@@ -39,7 +44,8 @@ class ServedModel:
     """Base class of servable models; a subclass calls `_prepare` at the end of its constructor.
 
     `layers`: name -> wrapper, in the directory's order; `parts`: the part of the model that each of
-    them belongs to; `image_layers`: the paths of those that read images, wrapped or not.
+    them belongs to; `image_layers`: the paths of those that read images, wrapped or not. `dtype`:
+    the model's; `equivalences`: see `equivalences_of`.
     `image_part`: the modules that read images, None if requests contain none. `image_mapper`: sets
     the adapters of images. `shapes`: one `ModuleShape` per slice, by index. `vocab_size`: the rows
     of the token embedding. `context_tokens_max`: the tokens of one row. `tokenizer` None: prompts
@@ -54,6 +60,8 @@ class ServedModel:
     group: ParallelGroup = SINGLE
     without_head: bool = False
     image_part: ImagePart | None
+    dtype: torch.dtype
+    equivalences: tuple[Equivalence, ...]
     layers: Mapping[str, BaseLayerWithLoRA]
     parts: Mapping[str, MappingType]
     image_layers: frozenset[str]
@@ -66,6 +74,8 @@ class ServedModel:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.device: torch.device = model.device
+        self.dtype = model.dtype
+        self.equivalences = equivalences_of(model)
         self.image_mapper = ImageMapper(None)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.context_tokens_max = _context_tokens_max(model.config, context_tokens_max)
@@ -84,6 +94,11 @@ class ServedModel:
         )
         prepared = prepare_layers(self.model, spec, self.vocab_size, scope)
         self.layers, self.parts, self.image_layers = prepared
+        tokens = self.model.get_input_embeddings()
+        for name, layer in self.layers.items():
+            is_text = self.parts[name] is MappingType.LANGUAGE
+            if isinstance(layer, VocabParallelEmbeddingWithLoRA) and is_text:
+                layer.is_shared_by_rows = layer is not tokens
         self.shapes = module_shapes(self.layers)
 
     def _warn_about_unused(self, lora_config: LoRAConfig) -> None:
@@ -101,9 +116,10 @@ class ServedModel:
         return AdapterTarget(
             {shape.name: shape for shape in self.shapes},
             lora_config,
-            equivalences_of(self.model),
+            self.equivalences,
             self.image_layers,
             requires_head=self.without_head,
+            missing_layers=tuple(missing_layers(self.model)),
         )
 
     def bind(

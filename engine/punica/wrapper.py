@@ -111,6 +111,11 @@ class PunicaWrapper:
         )
         return LaunchKey(tokens, prompts, self.grouper.buffer_identity)
 
+    @property
+    def adapted_tokens(self) -> int | None:
+        """The tokens of the mapping; None if none of them has an adapter."""
+        return self.groups.tokens if self.groups is not None and self.groups.spans else None
+
     def add_shrink(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
         """Compute `y[s, t] = scale * x[t] @ A[s][slot(t)].T`; see `shrink_reference`."""
         groups = self.groups_of(len(x))

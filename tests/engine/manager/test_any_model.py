@@ -1,0 +1,219 @@
+"""The manager with models that are no text models of `transformers`, or are called unusually."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
+
+from engine.adapters import LoRALayerWeights, LoRAModel, LoRARequest
+from engine.config import LoRAConfig
+from engine.errors import AdapterDoesNotFit, ModelRefused
+from engine.layers import PPMissingLayer
+from engine.manager import (
+    LoRAModelManager,
+    LRUCacheLoRAModelManager,
+    LRUCacheWorkerLoRAManager,
+)
+from engine.punica import LoRAMapping
+from tests.support.engine.engine_examples import relative_error
+from tests.support.engine.manager_examples import CONTENTS, full_manager, mapping_of
+
+torch.set_num_threads(1)
+WIDTH, TOKENS, SAMPLES = 8, 5, 3
+
+
+class Block(nn.Module):
+    """A transformer block whose scale depends on the diffusion step of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(1, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x)[0]
+        hidden = self.fc1(x * self.step(steps)[:, None]).relu()
+        return x + self.fc2(hidden)
+
+
+class Diffusion(nn.Module):
+    """A custom model without an embedding, a head or a config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, steps) if isinstance(block, Block) else block(x)
+        return x
+
+
+TARGETS = ["fc1", "fc2", "step"]
+
+
+def diffusion() -> Diffusion:
+    torch.manual_seed(7)
+    return Diffusion().eval()
+
+
+def adapted(directory: Path, seed: int) -> nn.Module:
+    """Save an adapter of the custom model with PEFT; return PEFT's model."""
+    torch.manual_seed(seed)
+    config = LoraConfig(r=seed, lora_alpha=3, target_modules=TARGETS, init_lora_weights=False)
+    model = get_peft_model(diffusion(), config)
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+def manager_of(model: nn.Module, **fields: object) -> LRUCacheLoRAModelManager:
+    config = LoRAConfig(max_lora_rank=8, max_loras=2, **fields)
+    return LRUCacheLoRAModelManager(model, 8, 256, 1000, config, "cpu", checked=True)
+
+
+@torch.no_grad()
+def test_a_custom_model_serves_adapters_and_the_base_in_one_batch(tmp_path: Path) -> None:
+    references = [diffusion(), *(adapted(tmp_path / str(at), at) for at in (1, 2))]
+    worker = LRUCacheWorkerLoRAManager(manager_of(diffusion()))
+    requests = [LoRARequest(str(at), at, str(tmp_path / str(at))) for at in (1, 2)]
+    rows = (2, 0, 1)
+    tokens = [row for row in rows for _ in range(TOKENS)]
+    worker.set_active_adapters(requests, LoRAMapping(tokens, rows))
+    x, steps = torch.randn(SAMPLES, TOKENS, WIDTH), torch.rand(SAMPLES, 1)
+    found = worker.manager.model(x, steps)
+    for at, row in enumerate(rows):
+        alone = references[row](x[at : at + 1], steps[at : at + 1])[0]
+        assert relative_error(found[at], alone) < 1e-5, row
+    assert not worker.manager.is_pooling_model
+
+
+def test_layers_that_are_computed_from_their_weights_are_not_wrapped() -> None:
+    names = manager_of(diffusion()).modules.keys()
+    assert {name.rpartition(".")[2] for name in names} == set(TARGETS)
+    encoder = nn.Sequential(nn.Linear(8, 8), nn.TransformerEncoderLayer(8, 2, 16))
+    assert manager_of(encoder).modules.keys() == {"0"}
+
+
+def test_targets_of_a_custom_model_are_checked() -> None:
+    assert all(
+        name.endswith("fc1") for name in manager_of(diffusion(), target_modules=["fc1"]).modules
+    )
+    with pytest.raises(ModelRefused, match="name no layer that can be wrapped"):
+        manager_of(diffusion(), target_modules=["q_proj"])
+    for model, text in ((nn.LayerNorm(3), "no layer of a kind"), (nn.ReLU(), "no floating param")):
+        with pytest.raises(ValueError, match=text):
+            manager_of(model)
+
+
+@torch.no_grad()
+def test_layers_of_another_pipeline_stage_are_skipped(tmp_path: Path) -> None:
+    whole = adapted(tmp_path / "a", 2)
+    model = diffusion()
+    model.blocks[1] = PPMissingLayer()
+    manager = manager_of(model)
+    worker = LRUCacheWorkerLoRAManager(manager)
+    assert worker.add_adapter(LoRARequest("a", 1, str(tmp_path / "a")))
+    assert {name.split(".")[1] for name in manager.get_adapter(1).loras} == {"0"}
+    manager.set_adapter_mapping(LoRAMapping([1] * TOKENS, [1]))
+    x, steps = torch.randn(1, TOKENS, WIDTH), torch.rand(1, 1)
+    expected = whole.base_model.model.blocks[0](x, steps)
+    assert relative_error(manager.model(x, steps), expected) < 1e-5
+    lora = LoRALayerWeights("blocks.1.fc1", 1, 1.0, torch.ones(1, 8), torch.ones(16, 1))
+    here = LoRALayerWeights("blocks.0.fc1", 1, 1.0, torch.ones(1, 8), torch.ones(16, 1))
+    manager.add_adapter(LoRAModel(2, 1, {"blocks.1.fc1": lora, "blocks.0.fc1": here}))
+    assert manager.get_adapter(2).loras.keys() == {"blocks.0.fc1"}
+    with pytest.raises(AdapterDoesNotFit, match="no module is touched"):
+        manager.add_adapter(LoRAModel(3, 1, {"blocks.1.fc1": lora}))
+
+
+@torch.no_grad()
+def test_an_image_encoder_is_served(tmp_path: Path) -> None:
+    config = ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        image_size=8, patch_size=4,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    base = ViTModel(config).eval()
+    peft = get_peft_model(
+        deepcopy(base),
+        LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    ).eval()
+    peft.peft_config["default"].init_lora_weights = True
+    peft.save_pretrained(tmp_path)
+    manager = manager_of(deepcopy(base))
+    worker = LRUCacheWorkerLoRAManager(manager)
+    images = torch.randn(2, 3, 8, 8)
+    tokens = 5
+    worker.set_active_adapters(
+        [LoRARequest("a", 1, str(tmp_path))], LoRAMapping([0] * tokens + [1] * tokens, [0, 1])
+    )
+    found = manager.model(pixel_values=images).last_hidden_state
+    assert relative_error(found[0], base(pixel_values=images).last_hidden_state[0]) < 1e-5
+    assert relative_error(found[1], peft(pixel_values=images).last_hidden_state[1]) < 1e-5
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=31, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("length", [1, 4, 5])
+@torch.no_grad()
+def test_gpt2_is_called_without_positions(length: int, tmp_path: Path) -> None:
+    """Its position embedding then sees one row of ids for all four sequences of the batch."""
+    targets = ["wte", "wpe", "c_fc"]
+    references = {0: gpt2()}
+    for at in (1, 2):
+        torch.manual_seed(at)
+        config = LoraConfig(
+            r=2, target_modules=targets, fan_in_fan_out=True, init_lora_weights=False
+        )
+        peft = get_peft_model(gpt2(), config).eval()
+        peft.peft_config["default"].init_lora_weights = True
+        peft.save_pretrained(tmp_path / str(at))
+        references[at] = peft
+    worker = LRUCacheWorkerLoRAManager(manager_of_gpt2())
+    rows = (1, 0, 2, 1)
+    requests = [LoRARequest(str(at), at, str(tmp_path / str(at))) for at in (1, 2)]
+    index = [row for row in rows for _ in range(length)]
+    worker.set_active_adapters(requests, LoRAMapping(index, rows, is_prefill=True))
+    tokens = torch.randint(31, (len(rows), length))
+    found = worker.manager.model(tokens).logits
+    for at, row in enumerate(rows):
+        alone = references[row](input_ids=tokens[at : at + 1]).logits[0]
+        assert relative_error(found[at], alone) < 1e-5, (at, row)
+    with pytest.raises(ValueError, match="mapping has"):
+        worker.manager.model(tokens[:1].expand(3, -1))
+
+
+def manager_of_gpt2() -> LoRAModelManager:
+    config = LoRAConfig(max_lora_rank=8, max_loras=2)
+    return LRUCacheLoRAModelManager(gpt2(), 8, 256, 31, config, "cpu", checked=True)
+
+
+def test_a_second_manager_over_one_model_is_refused() -> None:
+    manager = full_manager(LoRAModelManager)
+    with pytest.raises(ValueError, match=r"wrapped by another manager; use that one, model\.lora_"):
+        LoRAModelManager(manager.model, 4, 64, 31, LoRAConfig(), "cpu")
+
+
+def test_a_closed_manager_refuses_every_change() -> None:
+    manager = full_manager(LRUCacheLoRAModelManager)
+    manager.set_adapter_mapping(mapping_of(1))
+    manager.close()
+    manager.close()
+    for call in (
+        lambda: manager.add_adapter(CONTENTS[3].model(4)),
+        lambda: manager.activate_adapter(1),
+        lambda: manager.remove_adapter(1),
+        lambda: manager.set_adapter_mapping(mapping_of(2)),
+    ):
+        with pytest.raises(RuntimeError, match="the manager is closed; load the model again"):
+            call()
