@@ -225,6 +225,14 @@ TASKS: Final = ("generate", "embed", "classify")
 POOLINGS: Final = ("mean", "cls", "last")
 """The ways to make one vector of the hidden states of a text's tokens."""
 
+UNQUANTIZED: Final = "none"
+"""The quantization of a model that is loaded as it was saved."""
+
+QUANTIZATIONS: Final = (
+    *("torchao-int8", "torchao-int4", "bitsandbytes-8bit", "bitsandbytes-4bit", "fp8"),
+)
+"""The ways to quantise a model while it is loaded."""
+
 DEFAULT_BOUNDS: Final = AdapterBounds()
 """The default bounds."""
 
@@ -245,7 +253,8 @@ class EngineConfig:
     `TASKS`, or "auto" for what the model's config specifies. `pooling`: one of `POOLINGS`, or
     "auto"; `normalize`: whether vectors have length 1; "auto" and None follow the model's files.
     `expert_parallel`: with several ranks, each keeps some experts whole instead of some columns of
-    every expert. `capture_steps`: capture decode steps as CUDA graphs and replay them, if the model
+    every expert. `quantization`: one of `QUANTIZATIONS` to quantise the model while it is loaded.
+    `capture_steps`: capture decode steps as CUDA graphs and replay them, if the model
     allows it. Raises `ValueError`.
     """
 
@@ -265,6 +274,7 @@ class EngineConfig:
     normalize: bool | None = None
     expert_parallel: bool = False
     capture_steps: bool = False
+    quantization: str = "none"
     adapter_bounds: AdapterBounds = field(default_factory=AdapterBounds)
 
     def __post_init__(self) -> None:
@@ -282,6 +292,11 @@ class EngineConfig:
             value = getattr(self, name)
             if not _is_int(value) or value < 0:
                 raise ValueError(f"{name} is {value!r}; an integer of at least 0")
+        if self.quantization not in (UNQUANTIZED, *QUANTIZATIONS):
+            raise ValueError(
+                f"quantization is {self.quantization!r}; {UNQUANTIZED}, or one of "
+                f"{', '.join(QUANTIZATIONS)}"
+            )
         if self.pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory is True; page-locked memory needs CUDA")
 

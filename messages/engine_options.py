@@ -186,6 +186,14 @@ class EngineOptions(Struct, frozen=True):
             "allows it. CUDA only."
         ),
     ] = False
+    quantization: Annotated[
+        str,
+        Meta(
+            description="Quantize the model while it is loaded: torchao-int8, torchao-int4, "
+            "bitsandbytes-8bit, bitsandbytes-4bit or fp8. Default: as it was saved.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = "none"
 
 
 class EngineArguments(EngineOptions, frozen=True, kw_only=True):

@@ -136,6 +136,7 @@ PLACES: Final[dict[str, tuple[str, ...]]] = {
         *("controller.client.sockets", "engine.worker.process", "engine.worker.worker"),
     ),
     "PIL": ("engine.models.vision.decoding",),
+    "torchao": ("engine.models.quantization",),
     "tensorizer": ("engine.adapters.files.tensorizer_stream",),
 }
 """Libraries that belong to single modules instead of rooms."""

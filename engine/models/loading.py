@@ -21,6 +21,7 @@ from engine.models.plain_model import PlainModel
 from engine.models.pooling_model import PoolingModel
 from engine.models.pooling_options import PoolingOptions, pooling_options
 from engine.models.preparation import CLASSIFIERS
+from engine.models.quantization import is_quantized, loading_options
 from engine.models.served_model import ServedModel, Tokenizer
 from engine.models.sharding import experts_of, shard_model
 from engine.models.tasks import Task, loader_of, task_of
@@ -83,6 +84,10 @@ def load_model(
         # One rank shards nothing; the sharded classes would only be slower.
         lora_config = replace(lora_config, fully_sharded_loras=False)
         _move_to_device(saved.model, config)
+    elif is_quantized(saved.model):
+        raise ModelRefused(
+            "the model is quantised, and its layers can't be split; serve it on one rank"
+        )
     else:
         group.wait_for_all()
         shard_model(saved.model, group, config.torch_device, config.expert_parallel)
@@ -101,7 +106,12 @@ def _read(config: EngineConfig) -> _LoadedModel:
         task = task_of(directory, model_config, config.task)
         options = pooling_options(config, task)
         model, report = loader_of(task, model_config).from_pretrained(
-            directory, use_safetensors=True, dtype="auto", output_loading_info=True, **LOCAL
+            directory,
+            use_safetensors=True,
+            dtype="auto",
+            output_loading_info=True,
+            **loading_options(config.quantization, model_config, config.torch_device),
+            **LOCAL,
         )
         without_head = _check_weights(directory, report["missing_keys"], task)
         return _LoadedModel(model, task, _load_tokenizer(directory), options, without_head)
@@ -117,7 +127,9 @@ def _move_to_device(model: PreTrainedModel, config: EngineConfig) -> None:
         if device.index:
             # Kernels are launched on the thread's current device, not on that of their operands.
             torch.cuda.set_device(device)
-        model.to(device)
+        if not is_quantized(model):
+            # A quantised model is on its device already, and some kinds can't be moved.
+            model.to(device)
     except (RuntimeError, AssertionError) as error:
         raise ModelRefused(f"the model can't be moved to {config.device}: {error}") from error
 

@@ -7,6 +7,7 @@ the children by their names.
 from collections.abc import Callable, Collection, Iterator
 from typing import Final, NamedTuple
 
+import torch
 from torch import nn
 
 from engine.layers import (
@@ -121,10 +122,15 @@ def _can_share(model: nn.Module, group: PackingGroup, path_counts: dict[nn.Modul
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is only a matrix product: a whole linear layer, or a rank's rows of one."""
+    """Whether a layer is only a matrix product: a whole linear layer, or a rank's rows of one.
+
+    A quantised one is not: its class or its weight's has a product of its own.
+    """
     if isinstance(layer, ColumnParallelLinear):
         return not layer.gathers
-    return type(layer) is nn.Linear
+    if type(layer) is not nn.Linear:
+        return False
+    return type(layer.weight) is nn.Parameter and type(layer.weight.data) is torch.Tensor
 
 
 def _linear(owner: nn.Module, name: str) -> nn.Linear:

@@ -40,6 +40,7 @@ OTHER_VALUES: dict[str, Any] = {
     "normalize": False,
     "expert_parallel": True,
     "capture_steps": True,
+    "quantization": "torchao-int8",
 }
 FROM_OTHER_OPTIONS = {
     "adapter_roots": ("a", "-b"),
