@@ -63,7 +63,7 @@ NAMES: Final = frozenset(
 
 DOCUMENTS: Final = (
     *("README.md", "ARCHITECTURE.md", "SUPPORTED.md"),
-    *("benchmarks/README.md", "examples/README.md"),
+    *("benchmarks/README.md", "examples/README.md", "docs/from-vllm.md"),
 )
 
 ALLOWED: Final = frozenset(

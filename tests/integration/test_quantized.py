@@ -20,14 +20,9 @@ from engine.models.loading import load_model
 from engine.models.quantization import loading_options
 from engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
+from tests.supported import QUANTIZED_ON_CPU
 
 torch.set_num_threads(1)
-LIBRARIES = {
-    "torchao-int8": "torchao",
-    "torchao-int4": "torchao",
-    "bitsandbytes-8bit": "bitsandbytes",
-    "bitsandbytes-4bit": "bitsandbytes",
-}
 CPU = torch.device("cpu")
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -58,13 +53,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantized(root: Path, name: str) -> LlamaForCausalLM:
-    pytest.importorskip(LIBRARIES[name])
+    pytest.importorskip(QUANTIZED_ON_CPU[name])
     options = loading_options(name, CONFIG, CPU)
     path = root / "model"
     return LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("name", QUANTIZED_ON_CPU)
 @torch.no_grad()
 def test_a_quantized_base_serves_adapters_as_peft_does(name: str, saved: Path) -> None:
     manager = LRUCacheLoRAModelManager(
@@ -92,7 +87,7 @@ def test_a_quantized_base_serves_adapters_as_peft_does(name: str, saved: Path) -
 
 @pytest.mark.parametrize("name", ["torchao-int8", "bitsandbytes-4bit"])
 def test_a_model_is_quantized_while_it_is_served(name: str, saved: Path) -> None:
-    pytest.importorskip(LIBRARIES[name])
+    pytest.importorskip(QUANTIZED_ON_CPU[name])
     model = load_model(
         EngineConfig(saved / "model", device="cpu", quantization=name), LoRAConfig(8)
     )

@@ -1,0 +1,114 @@
+"""The documented names of layers and errors; see `tests.documented_names`."""
+
+from typing import Final
+
+from tests.support.documented_name import DocumentedName
+
+_BASE: Final = "engine.layers:BaseLayerWithLoRA"
+LAYERS: Final = (
+    DocumentedName(
+        f"{_BASE.partition(':')[2]}.set_lora", f"{_BASE}.set_lora", "index lora_a lora_b"
+    ),
+    DocumentedName("BaseLayerWithLoRA.reset_lora", f"{_BASE}.reset_lora", "index"),
+    DocumentedName("BaseLayerWithLoRA.slice_lora_a", f"{_BASE}.slice_lora_a", "lora_a"),
+    DocumentedName("BaseLayerWithLoRA.slice_lora_b", f"{_BASE}.slice_lora_b", "lora_b"),
+    DocumentedName("BaseLayerWithLoRA.set_mapping", f"{_BASE}.set_mapping", "punica_wrapper"),
+    DocumentedName(
+        "BaseLayerWithLoRA.create_lora_weights",
+        f"{_BASE}.create_lora_weights",
+        "arena columns",
+        "A layer has no buffers: all weights are in one arena, at exact ranks.",
+    ),
+    DocumentedName(
+        "BaseLayerWithLoRA.can_replace_layer",
+        f"{_BASE}.can_replace_layer",
+        "layer",
+        "The configuration decides in the table `WRAPPERS`, and names in `PACKING_RULES`.",
+    ),
+    *(
+        DocumentedName(f"BaseLayerWithLoRA.{name}", f"{_BASE}.{name}")
+        for name in (
+            *("tp_rank", "tp_size", "n_slices", "input_size", "output_size", "output_sizes"),
+            "output_slices",
+        )
+    ),
+    DocumentedName(
+        "BaseLayerWithLoRA.lora_a_stacked, lora_b_stacked",
+        f"{_BASE}.lora_a_stacked",
+        "",
+        "Views of the arena by slice and slot, at each adapter's rank, because nothing is padded; "
+        "of experts also `w13_…` and `w2_…`.",
+    ),
+    DocumentedName(
+        "expand_packed_lora",
+        "engine.layers:MergedColumnParallelLinearWithLoRA.expand_packed_lora",
+        "lora_a lora_b",
+    ),
+    *(
+        DocumentedName(name, f"engine.layers:{name}")
+        for name in (
+            "ReplicatedLinearWithLoRA",
+            "ColumnParallelLinearWithLoRA",
+            "ColumnParallelLinearWithShardedLoRA",
+            "MergedColumnParallelLinearWithLoRA",
+            "MergedColumnParallelLinearWithShardedLoRA",
+            "MergedColumnParallelLinearVariableSliceWithLoRA",
+            "QKVParallelLinearWithLoRA",
+            "QKVParallelLinearWithShardedLoRA",
+            "MergedQKVParallelLinearWithLoRA",
+            "MergedQKVParallelLinearWithShardedLoRA",
+            "RowParallelLinearWithLoRA",
+            "RowParallelLinearWithShardedLoRA",
+            "VocabParallelEmbeddingWithLoRA",
+        )
+    ),
+    DocumentedName(
+        "LogitsProcessorWithLoRA",
+        "engine.layers:LogitsProcessorWithLoRA",
+        "base_layer",
+        "It wraps the head's linear layer, because `transformers` has no logits processor of that "
+        "kind. A vocabulary over 258,048 is not wrapped, and adapters of the head are refused.",
+    ),
+    DocumentedName(
+        "FusedMoEWithLoRA.set_lora",
+        "engine.layers:FusedMoEWithLoRA.set_lora",
+        "index lora_a lora_b",
+        "In the order w1, w2, w3.",
+    ),
+    DocumentedName(
+        "FusedMoE3DWithLoRA",
+        "engine.layers:FusedMoE3DWithLoRA",
+        "base_layer",
+        "It serves adapters of both formats; `enable_mixed_moe_lora_format` stores both alike.",
+    ),
+    DocumentedName(
+        "adapter_enabled",
+        "engine.layers:FusedMoEWithLoRA.adapter_enabled",
+        "slot",
+        "A method: the directory on the host has the answer, so no tensor is kept.",
+    ),
+    DocumentedName(
+        "forward of linear layers",
+        "engine.layers:ReplicatedLinearWithLoRA.forward",
+        "x",
+        "Returns the output alone, because `transformers` adds no separate bias.",
+    ),
+)
+
+ERRORS: Final = tuple(
+    DocumentedName(f"{code} ({built_in})", f"engine.errors:{name}", "", difference)
+    for code, built_in, name, difference in (
+        (
+            "L001",
+            "RuntimeError",
+            "NoRoom",
+            "`NoFreeSlot`, of `activate_adapter`, is a ValueError too.",
+        ),
+        ("L002", "FileNotFoundError", "AdapterNotFound", ""),
+        ("L003", "ValueError", "AdapterDoesNotFit", ""),
+        ("L004", "RuntimeError", "DeviceOutOfMemory", ""),
+        ("L005", "ValueError", "AdapterConfigRefused", ""),
+        ("an unknown id", "KeyError", "UnknownAdapter", "L006."),
+        ("pin of an unknown id", "ValueError", "NotRegistered", "L006, a KeyError too."),
+    )
+)
