@@ -23,6 +23,9 @@ from engine.submatrix import Submatrix
 ALIGNMENT_BYTES: Final = 128
 """Every matrix in a blob and in the arena starts on a multiple of this."""
 
+SAVED_SUFFIX: Final = ".saved"
+"""The end of the name of a slice that replaces the module before it whole."""
+
 ABSENT: Final = -1
 """The offset of a module-slice that an adapter does not touch."""
 
@@ -130,7 +133,8 @@ class ModuleShape:
     without gaps. `transposed`: the base layer stores its weight as `[in, out]`. A packed layer has
     one `ModuleShape` per slice. `experts`: 1 for every kind but EXPERTS. `shard`: what this process
     keeps of a LINEAR or EXPERTS slice; `a_shape` and `b_shape` are those of the kept part.
-    `parameter_rows`: for experts' gate and up where one model parameter holds both.
+    `parameter_rows`: for experts' gate and up where one model parameter holds both. `is_optional`:
+    for a module that few adapters replace whole; it counts for no default size.
     """
 
     name: str
@@ -142,6 +146,7 @@ class ModuleShape:
     experts: int = 1
     shard: Shard = WHOLE
     parameter_rows: ParameterRows | None = None
+    is_optional: bool = False
 
     @property
     def kept_experts(self) -> range:
@@ -232,9 +237,9 @@ def columns_of_one_adapter(modules: Iterable[ModuleShape]) -> list[ModuleShape]:
     """Return the module-slices that one adapter can fill together.
 
     Where a parameter has a slice for all of it and slices for its parts, these are the parts, which
-    need more bytes together.
+    need more bytes together. Optional slices are left out.
     """
-    modules = list(modules)
+    modules = [shape for shape in modules if not shape.is_optional]
     divided = {s.parameter_rows.parameter for s in modules if s.parameter_rows is not None}
     return [shape for shape in modules if shape.name not in divided]
 

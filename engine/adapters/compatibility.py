@@ -14,12 +14,12 @@ from engine.adapters.files.problems import Problems, shown
 from engine.adapters.files.weights_file import Tensors
 from engine.adapters.module_paths import SKIP_PREFIXES, Equivalence, ModulePathResolver
 from engine.adapters.pairs import TensorPair, check_rank_divisible, pair_up
-from engine.adapters.peft_config import PEFTHelper
-from engine.adapters.tensor_names import WeightNames, sort_names
+from engine.adapters.peft_config import CLASSIFICATION_HEADS, PEFTHelper
+from engine.adapters.tensor_names import WeightNames, is_within, sort_names
 from engine.adapters.weights_mapper import Rename
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.layout import ModuleKind, ModuleShape
+from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape
 from engine.submatrix import Submatrix
 
 Modules = Mapping[str, ModuleShape]
@@ -98,7 +98,7 @@ EXCLUDED: Final = (
 _TENSORS_OF_KIND: Final = {
     ModuleKind.LINEAR: "lora_A and lora_B",
     ModuleKind.EMBEDDING: "lora_embedding_A and lora_embedding_B",
-    ModuleKind.HEAD: "its whole weight, with modules_to_save naming the head",
+    ModuleKind.HEAD: "its whole weight, with modules_to_save naming it",
     ModuleKind.EXPERTS: "target_parameters",
 }
 """The tensors or config field with which an adapter adapts a module of each kind."""
@@ -122,7 +122,7 @@ def match_tensors(
     check_names(names, helper, problems, has_experts=any(one.is_touched for one in experts))
     if model is None and names.experts:
         problems.add(AdapterDoesNotFit, NEEDS_MODEL)
-    pairs = pair_up(names, tensors, helper, problems)
+    pairs = [saved_as_slice(pair, modules) for pair in pair_up(names, tensors, helper, problems)]
     stacked = pair_experts(experts, tensors, helper, problems)
     if model is not None:
         _check_modules(pairs, tensors, helper, model, problems)
@@ -143,6 +143,12 @@ def _touched_experts(stacked: Iterable[ExpertPair], experts: Iterable[Experts]) 
     return touched
 
 
+def saved_as_slice(pair: TensorPair, modules: Modules) -> TensorPair:
+    """Return a saved module's pair under the name of the slice that replaces the module whole."""
+    name = pair.module + SAVED_SUFFIX
+    return pair._replace(module=name) if pair.kind is ModuleKind.HEAD and name in modules else pair
+
+
 def check_names(
     names: WeightNames, helper: PEFTHelper | None, problems: Problems, has_experts: bool = False
 ) -> None:
@@ -154,11 +160,16 @@ def check_names(
         problems.add(
             AdapterDoesNotFit, "no tensor is an A or a B of a module; save the adapter with PEFT"
         )
-    has_head = any(pair.kind is ModuleKind.HEAD for pair in names.pairs.values())
-    if helper is not None and helper.modules_to_save and not has_head:
-        saved = ", ".join(map(shown, helper.modules_to_save))
+    sources = [p.source for p in names.pairs.values() if p.kind is ModuleKind.HEAD]
+    saved = () if helper is None else helper.modules_to_save
+    # PEFT adds all names of classification heads, of which a model has one.
+    missing = [name for name in saved if not any(is_within(one, name) for one in sources)]
+    if sources:
+        missing = [name for name in missing if name not in CLASSIFICATION_HEADS]
+    if missing:
+        listed = ", ".join(map(shown, missing))
         problems.add(
-            AdapterDoesNotFit, f"modules_to_save names {saved}, but no tensor belongs to them"
+            AdapterDoesNotFit, f"modules_to_save names {listed}, but no tensor belongs to them"
         )
 
 
@@ -213,7 +224,8 @@ def _check_targets(
 
 def _check_heads(touched: Collection[str], model: AdapterTarget, problems: Problems) -> None:
     """Add heads that neither the model nor the file has: their scores would be random."""
-    heads = [shape.name for shape in model.modules.values() if shape.kind is ModuleKind.HEAD]
+    shapes = model.modules.values()
+    heads = [s.name for s in shapes if s.kind is ModuleKind.HEAD and not s.is_optional]
     missing = [name for name in heads if model.requires_head and name not in touched]
     text = "the model was saved without a head and the adapter contains none (modules_to_save)"
     problems.add_each(AdapterDoesNotFit, text, missing)
@@ -266,7 +278,8 @@ def _size_difference(pair: TensorPair, shape: ModuleShape, tensors: Tensors) -> 
     expected = f"in this model it has {shape.in_features} inputs and {shape.out_features} outputs"
     if pair.kind is ModuleKind.HEAD:
         is_same = a == [shape.out_features, shape.in_features]
-        return "" if is_same else f"{pair.module} has a weight {a}; {expected}"
+        name = pair.module.removesuffix(SAVED_SUFFIX)
+        return "" if is_same else f"{name} has a weight {a}; {expected}"
     b = [] if pair.b is None else list(tensors[pair.b].shape)
     is_same = a[1] == shape.in_features and b[0] == shape.out_features
     return "" if is_same else f"{pair.module} has A {a} and B {b}; {expected}"

@@ -49,7 +49,7 @@ def check_in_memory(
         problems.add(AdapterDoesNotFit, "no module is touched")
     touched = [modules[name] for name in loras if name in modules]
     kept = {shape.name for shape in columns_of_one_adapter(touched)}
-    both = [shape.name for shape in touched if shape.name not in kept]
+    both = [s.name for s in touched if not s.is_optional and s.name not in kept]
     problems.add_each(AdapterDoesNotFit, "adapted as a whole and in parts", both)
     for name, lora in loras.items():
         _check_fit(name, lora, target, problems)

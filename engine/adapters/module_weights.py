@@ -20,7 +20,7 @@ from engine.adapters.expert_tensors import (
 )
 from engine.adapters.layer_weights import LoRALayerWeights
 from engine.errors import AdapterDoesNotFit
-from engine.layout import ModuleKind, ModuleShape
+from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape
 
 K = TypeVar("K")
 
@@ -41,6 +41,8 @@ def by_module(loras: Loras, target: AdapterTarget) -> dict[str, LoRALayerWeights
         if resolver.skips(f"{name}."):
             continue
         path = name if name in target.modules else resolver.locate(renamed(name, known))
+        if lora.kind is ModuleKind.HEAD and path + SAVED_SUFFIX in target.modules:
+            path += SAVED_SUFFIX
         match = SINGLE_EXPERT.match(path)
         experts = known.get(resolver.locate(match[1])) if match else None
         if match is None or experts is None:

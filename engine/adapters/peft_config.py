@@ -33,13 +33,7 @@ def _is_harmless_start(value: Any) -> bool:
 
 
 CLASSIFICATION_HEADS: Final = ("classifier", "score")
-"""Modules whose weights an adapter may replace; PEFT lists both names for any model."""
-
-
-def _are_heads(value: Any) -> bool:
-    return _is_off(value) or (
-        isinstance(value, list) and all(name in CLASSIFICATION_HEADS for name in value)
-    )
+"""Heads of classifiers; PEFT adds both names to `modules_to_save` for any classifier."""
 
 
 def _are_names(value: Any) -> bool:
@@ -69,7 +63,12 @@ FIELD_RULES: Final = (
     ),
     FieldRule("lora_bias", _is_off, "a bias in B is not served"),
     FieldRule("alora_invocation_tokens", lambda v: v is None, "activated LoRA is not served"),
-    FieldRule("layer_replication", _is_off, "replicated layers are not served"),
+    FieldRule(
+        "layer_replication",
+        _is_off,
+        "it copies layers of the base model, which this model does not have; train an adapter for "
+        "the layers that are there",
+    ),
     FieldRule(
         "init_lora_weights",
         _is_harmless_start,
@@ -77,9 +76,8 @@ FIELD_RULES: Final = (
     ),
     FieldRule(
         "modules_to_save",
-        _are_heads,
-        "whole modules are served only for classification heads "
-        f"({', '.join(CLASSIFICATION_HEADS)}); retrain with other modules in target_modules",
+        _are_names,
+        "a list of names is needed",
     ),
     FieldRule("target_parameters", _are_names, "a list of names is needed"),
     FieldRule("trainable_token_indices", _is_off, "trained token embeddings are not served"),
@@ -115,7 +113,7 @@ class PEFTHelper:
     `target_modules`: names, or one pattern, as in the config; a pattern is not evaluated, because
     the tensors' names determine the adapted modules. The methods return a module's rank and
     scaling, patterns included. `has_exclusions`: some targets may not be adapted.
-    `modules_to_save`: heads whose weights the adapter replaces. `target_parameters`: adapted
+    `modules_to_save`: modules that the adapter replaces. `target_parameters`: adapted
     parameters, by path or its end. `base_model_name`: for error texts only.
     """
 
@@ -182,7 +180,7 @@ class PEFTHelper:
             fan_in_fan_out=fields.switch("fan_in_fan_out"),
             rank_pattern=fields.patterns("rank_pattern", _as_rank),
             alpha_pattern=fields.patterns("alpha_pattern", _as_alpha),
-            modules_to_save=fields.heads(),
+            modules_to_save=fields.names("modules_to_save"),
             target_parameters=fields.names("target_parameters"),
             base_model_name=fields.text("base_model_name_or_path"),
         )
@@ -269,10 +267,6 @@ class _Fields:
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             return ()
         return tuple(value)
-
-    def heads(self) -> tuple[str, ...]:
-        """Read the classification heads among `modules_to_save`; others have been refused."""
-        return tuple(one for one in self.names("modules_to_save") if one in CLASSIFICATION_HEADS)
 
     def text(self, name: str) -> str:
         """Read a string; empty if it is missing or malformed."""

@@ -118,9 +118,15 @@ def _as_matrix(path: str) -> _ParsedName | None:
 
 def _as_head(path: str, saved_modules: Collection[str]) -> _ParsedName | None:
     match = _SAVED.match(path)
-    if match is None or not any(part in saved_modules for part in match[1].split(".")):
+    if match is None or not any(is_within(match[1], name) for name in saved_modules):
         return None
     return _ParsedName(match[1], ModuleKind.HEAD, "a" if match[2] == "weight" else "b")
+
+
+def is_within(module: str, saved: str) -> bool:
+    """Whether a module is, or is inside of, one that PEFT saves under a name: the path's end."""
+    ends = [index for index, letter in enumerate(module) if letter == "."]
+    return any(module[:end].endswith(saved) for end in (*ends, len(module)))
 
 
 def _copied(path: str) -> str | None:

@@ -172,6 +172,8 @@ class GraphRunner:
     def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
         """Replay the graph of this shape and mapping; capture it first where there is none."""
         key = GraphKey(shape, self._punica.launch_key)
+        if not key.launches.is_fixed:
+            return step()
         if key in self._captured:
             replay = self._captured.pop(key)
         else:

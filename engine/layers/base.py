@@ -9,10 +9,19 @@ from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from engine.errors import NotFinite
 from engine.kernels.operands import LoRASlices
-from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, directory_columns
+from engine.layers.saved import SavedWeights
+from engine.layout import (
+    SAVED_SUFFIX,
+    WHOLE,
+    ModuleKind,
+    ModuleShape,
+    Shard,
+    directory_columns,
+)
 from engine.parallel import SINGLE, ParallelGroup
 from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
@@ -56,6 +65,7 @@ class BaseLayerWithLoRA(nn.Module):
         self._columns: tuple[int, ...] = ()
         self._slices: LoRASlices | None = None
         self._punica: PunicaWrapper | None = None
+        self._saved: tuple[SavedWeights, ...] = ()
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
@@ -144,7 +154,19 @@ class BaseLayerWithLoRA(nn.Module):
                     shard=shape.shard,
                 )
             )
+        for saved in self.saved_shapes:
+            column = first_column + directory_columns(shapes)
+            whole = parent + saved.name if saved.name else name
+            sizes = (saved.in_features, saved.out_features, column)
+            shapes.append(
+                ModuleShape(whole + SAVED_SUFFIX, *sizes, kind=ModuleKind.HEAD, is_optional=True)
+            )
         return shapes
+
+    @property
+    def saved_shapes(self) -> tuple[SliceShape, ...]:
+        """The modules of the layer that an adapter may replace whole (`modules_to_save`)."""
+        return ()
 
     @overload
     def slice_lora_a(self, lora_a: Tensor) -> Tensor: ...
@@ -189,12 +211,14 @@ class BaseLayerWithLoRA(nn.Module):
     def create_lora_weights(self, arena: Arena, columns: Sequence[int]) -> None:
         """Bind the layer to the first directory column of each slice; allocates nothing.
 
-        Raises ValueError unless there is one column per slice.
+        Columns of modules that adapters may replace whole follow, or are left out. Raises
+        ValueError for another number.
         """
-        shapes = self.slice_shapes
-        if len(columns) != len(shapes):
-            raise ValueError(f"{len(columns)} columns for a layer of {len(shapes)} slices")
-        self._arena, self._columns = arena, tuple(columns)
+        slices, saved = len(self.slice_shapes), len(self.saved_shapes)
+        if len(columns) not in (slices, slices + saved):
+            raise ValueError(f"{len(columns)} columns for a layer of {slices} slices")
+        self._arena, self._columns = arena, tuple(columns[:slices])
+        self._saved = tuple(SavedWeights(arena, column) for column in columns[slices:])
         self._bind(arena)
 
     def _bind(self, arena: Arena) -> None:
@@ -262,6 +286,28 @@ class BaseLayerWithLoRA(nn.Module):
             rows = y.view(-1, y.shape[-1])
             self._punica.add_lora_linear(rows, x.reshape(-1, x.shape[-1]), self._slices)
         return y
+
+    def replace_rows(self, y: Tensor, x: Tensor) -> Tensor:
+        """Write the outputs of the rows whose adapter replaces a module whole; return `y`.
+
+        y: [..., out], contiguous, with each saved module's columns in their order. x: [..., in].
+        """
+        if not any(saved.slots for saved in self._saved):
+            return y
+        inputs = x.reshape(-1, x.shape[-1])
+        outputs, start = y.view(len(inputs), -1), 0
+        for saved, width in zip(self._saved, self._saved_widths, strict=True):
+            columns = slice(start, start + width)
+            for rows, weight, bias in saved.rows_of(self._punica, len(inputs)):
+                product = linear(inputs[rows], weight.to(x.dtype), bias.to(x.dtype))
+                outputs[rows, columns] = product
+            start += width
+        return y
+
+    @property
+    def _saved_widths(self) -> tuple[int, ...]:
+        """The outputs of each saved module, in the order of `_saved`."""
+        return tuple(shape.out_features for shape in self.saved_shapes)
 
     def _bound(self) -> Arena:
         if self._arena is None:

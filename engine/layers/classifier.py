@@ -5,11 +5,12 @@ was fine-tuned in place, bit by bit.
 """
 
 from torch import Tensor, nn
-from torch.nn import functional
 
 from engine.layers.base import SliceShape
 from engine.layers.replicated import ReplicatedLinearWithLoRA
+from engine.layers.saved import SavedWeights
 from engine.layout import ModuleKind
+from engine.residency.arena import Arena
 
 
 class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
@@ -27,6 +28,15 @@ class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
         return isinstance(layer, nn.Linear)
 
     @property
+    def saved_shapes(self) -> tuple[SliceShape, ...]:
+        """None: the layer's only slice is the whole head."""
+        return ()
+
+    @property
+    def _saved_widths(self) -> tuple[int, ...]:
+        return (self.base_layer.out_features,)
+
+    @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
         """One slice, a whole head."""
         base = self.base_layer
@@ -41,18 +51,7 @@ class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
     def forward(self, x: Tensor) -> Tensor:
         """Return the scores; x: [..., hidden], one row per sequence or per token of the mapping."""
         y: Tensor = self.base_layer(x)
-        if self._punica is not None and self._slices is not None:
-            rows = x.reshape(-1, x.shape[-1])
-            self._replace(y.view(len(rows), -1), rows)
-        return y
+        return self.replace_rows(y, x)
 
-    def _replace(self, y: Tensor, x: Tensor) -> None:
-        """Write the scores of the rows whose adapter has a head."""
-        arena = self._bound()
-        groups = None if self._punica is None else self._punica.groups_of(len(x))
-        for slot, start, end in () if groups is None else groups.spans:
-            saved = arena.weights(slot, self._columns[0])
-            if saved is not None and groups is not None:
-                rows = groups.rows[start:end]
-                weight, bias = (matrix.to(x.dtype) for matrix in saved)
-                y[rows] = functional.linear(x[rows], weight, bias.flatten())
+    def _bind(self, arena: Arena) -> None:
+        self._saved = (SavedWeights(arena, self._columns[0]),)

@@ -6,6 +6,7 @@ is looked up and scaled in the same way.
 """
 
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
 from engine.layers.tensor_parallel import VocabParallelEmbedding
@@ -65,7 +66,22 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
             rows = y.view(-1, y.shape[-1])
             ids = token_ids.flatten().contiguous()
             self._punica.add_lora_embedding(rows, ids, self._slices, self._scale)
+            self._replace(rows, ids)
         return y
+
+    @property
+    def saved_shapes(self) -> tuple[SliceShape, ...]:
+        """The whole layer, if this rank has all of it."""
+        base = self.base_layer
+        if isinstance(base, VocabParallelEmbedding):
+            return ()
+        return (SliceShape(base.embedding_dim, base.num_embeddings),)
+
+    def _replace(self, y: Tensor, ids: Tensor) -> None:
+        """Write the rows of adapters that have the whole embedding."""
+        for saved in self._saved:
+            for rows, weight, _ in saved.rows_of(self._punica, len(ids)):
+                y[rows] = embedding(ids[rows], weight).to(y.dtype) * self._scale
 
     def _for_every_sequence(self, ids: Tensor) -> Tensor:
         tokens = None if self._punica is None else self._punica.adapted_tokens

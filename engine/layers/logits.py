@@ -33,4 +33,5 @@ class LogitsProcessorWithLoRA(ReplicatedLinearWithLoRA):
         if self._punica is not None and self._slices is not None:
             rows = x.reshape(-1, x.shape[-1])
             self._punica.add_lora_logits(y.view(len(rows), -1), rows, self._slices)
+            self.replace_rows(y, x)
         return y

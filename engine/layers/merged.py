@@ -66,7 +66,18 @@ class PackedLinearWithLoRA(BaseLayerWithLoRA):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all children's outputs, concatenated, with deltas; x: [..., in_features]."""
-        return self.with_lora(self.base_layer, x)
+        return self.replace_rows(self.with_lora(self.base_layer, x), x)
+
+    @property
+    def saved_shapes(self) -> tuple[SliceShape, ...]:
+        """Every child, if this rank has all of their rows."""
+        base = self.base_layer
+        if not base.group.is_trivial or not base.child_names:
+            return ()
+        return tuple(
+            SliceShape(base.in_features, width, name)
+            for name, width in zip(base.child_names, base.widths, strict=True)
+        )
 
 
 class MergedColumnParallelLinearWithLoRA(PackedLinearWithLoRA):

@@ -38,6 +38,13 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
         """The base layer's bias."""
         return self.base_layer.bias
 
+    @property
+    def saved_shapes(self) -> tuple[SliceShape, ...]:
+        """The whole layer, if it is a plain one: others compute more than a product."""
+        if type(self.base_layer) is not nn.Linear:
+            return ()
+        return (SliceShape(self.base_layer.in_features, self.base_layer.out_features),)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ W.T + bias + delta`; x: [..., in_features], one row per mapped token."""
-        return self.with_lora(self.base_layer, x)
+        return self.replace_rows(self.with_lora(self.base_layer, x), x)

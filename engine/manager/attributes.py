@@ -81,7 +81,7 @@ class ManagerAttributes:
     def packed_modules(self) -> dict[str, list[str]]:
         """The paths of the modules that each packed layer replaces, by its own path."""
         return {
-            name: [shape.name for shape in layer.module_shapes(name, 0)]
+            name: [shape.name for shape in layer.module_shapes(name, 0) if not shape.is_optional]
             for name, layer in self._engine.layers.items()
             if len(layer.slice_shapes) > 1 and not isinstance(layer, ExpertsWithLoRA)
         }

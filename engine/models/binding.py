@@ -50,6 +50,7 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
     slots_max, dtype = config.max_loras, config.dtype
     arena = Arena(slots_max, model.shapes, device_bytes_max, dtype, model.device, copier)
     options: dict[str, Any] = {
+        "has_saved_layers": arena.has_saved_layers,
         "specialize_active": config.specialize_active_lora,
         "concurrent": SideStream(model.device) if config.dual_stream else None,
     }

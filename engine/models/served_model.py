@@ -133,7 +133,8 @@ class ServedModel:
         columns = iter([shape.index for shape in self.shapes])
         by_part = {MappingType.LANGUAGE: punica, **image_punicas}
         for name, layer in self.layers.items():
-            layer.create_lora_weights(arena, list(islice(columns, len(layer.slice_shapes))))
+            count = len(layer.module_shapes(name, 0))
+            layer.create_lora_weights(arena, list(islice(columns, count)))
             if self.parts[name] in by_part:
                 layer.set_mapping(by_part[self.parts[name]])
         self.image_mapper = ImageMapper(self.image_part, image_punicas)

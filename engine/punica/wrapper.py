@@ -34,12 +34,14 @@ class ShrinkExpand(NamedTuple):
 class LaunchKey(NamedTuple):
     """Everything that the launches over a mapping depend on; None where nothing is launched.
 
-    `buffers`: identifies the tables on the device that the launches read.
+    `buffers`: identifies the tables on the device that the launches read. `is_fixed`: False if an
+    adapter of the batch has saved layers, which are computed from its rows' own indices.
     """
 
     tokens: GroupBounds | None
     prompts: GroupBounds | None
     buffers: object
+    is_fixed: bool = True
 
 
 class PunicaWrapper:
@@ -51,7 +53,8 @@ class PunicaWrapper:
     first mapping every row uses the base model. `specialize_active`: the size of launch grids
     follows the number of active adapters, rounded up to a power of two, instead of the number of
     slots. `concurrent`: computes a linear layer's delta concurrently with its base output; without
-    it the delta is computed after.
+    it the delta is computed after. `has_saved_layers(slot)`: whether the adapter in a slot replaces
+    layers whole.
     """
 
     def __init__(
@@ -62,11 +65,13 @@ class PunicaWrapper:
         *,
         specialize_active: bool = False,
         concurrent: Concurrent | None = None,
+        has_saved_layers: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self.rank_max = rank_max
         self.grouper = Grouper(device, rank_max, specialize_active)
         self._kernels = kernels
         self._concurrent = concurrent
+        self._has_saved_layers = has_saved_layers
         self._mapping: LoRAMapping | None = None
         self._layout: tuple[int | None, ...] = ()
         self.token_slots: Tensor | None = None
@@ -109,7 +114,12 @@ class PunicaWrapper:
             groups.bounds if groups is not None and groups.spans else None
             for groups in (self.groups, self.prompt_groups)
         )
-        return LaunchKey(tokens, prompts, self.grouper.buffer_identity)
+        return LaunchKey(tokens, prompts, self.grouper.buffer_identity, not self._has_saved())
+
+    def _has_saved(self) -> bool:
+        groups = self.groups if self.groups is not None and self.groups.spans else None
+        spans = () if groups is None else groups.spans
+        return any(self._has_saved_layers(slot) for slot, _, _ in spans)
 
     @property
     def adapted_tokens(self) -> int | None:

@@ -196,6 +196,11 @@ class Arena:
         rank = int(self.directory.host_ranks[slot, index + shape.columns - 1])
         return self._matrices(start, rank, shape)
 
+    def has_saved_layers(self, slot: int) -> bool:
+        """Whether the slot has module-slices that replace a layer whole."""
+        columns = [shape.index for shape in self.modules if shape.is_optional]
+        return bool((self.directory.host_offsets[slot, columns] != ABSENT).any())
+
     def write_slice(self, slot: int, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Copy A and B of the module-slice at column `index` into an extent of their own.
 

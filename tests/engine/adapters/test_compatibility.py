@@ -60,13 +60,13 @@ def test_dora_is_refused_with_what_to_do(tmp_path: Path) -> None:
     assert "use_dora is True; DoRA is not served; train with use_dora=False, or merge" in text
 
 
-def test_a_whole_trained_embedding_is_one_problem(tmp_path: Path) -> None:
+def test_a_whole_module_that_can_not_be_replaced_is_one_problem(tmp_path: Path) -> None:
     modules = MODULES | {EMBEDDING: ModuleShape(EMBEDDING, 50, 16, 3, kind=ModuleKind.EMBEDDING)}
     weights = tensors() | {f"base_model.model.{EMBEDDING}.weight": torch.ones(50, 16)}
     path = write(tmp_path / "a", {**CONFIG, "modules_to_save": ["embed_tokens"]}, weights)
-    with pytest.raises(AdapterConfigRefused) as caught:
+    with pytest.raises(AdapterDoesNotFit) as caught:
         read_adapter(path.name, [tmp_path], AdapterTarget(modules, LORA_CONFIG))
     assert str(caught.value) == (
-        "adapter 'a': modules_to_save is ['embed_tokens']; whole modules are served only for "
-        "classification heads (classifier, score); retrain with other modules in target_modules"
+        f"adapter 'a': {EMBEDDING} is of kind embedding, which an adapter changes by "
+        "lora_embedding_A and lora_embedding_B"
     )

@@ -48,7 +48,15 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     "replication": ({"layer_replication": [[0, 1]]}, CONFIG_REFUSED, "layer_replication"),
     **{
         f"modules_to_save {saved}": ({"modules_to_save": saved}, CONFIG_REFUSED, "modules_to_save")
-        for saved in (["lm_head"], ["score", "embed_tokens"], ["norm"], "score", [["score"]])
+        for saved in ("score", [["score"]], [""])
+    },
+    **{
+        f"modules_to_save {saved} without weights": (
+            {"modules_to_save": saved},
+            DOES_NOT_FIT,
+            "no tensor belongs to them",
+        )
+        for saved in (["lm_head"], ["score", "embed_tokens"], ["norm"])
     },
     "a head without weights": (
         {"modules_to_save": ["score"]},

@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor], str]] = {
     "an adapted head": (
         CONFIG | {"target_modules": ["q_proj", "v_proj", "score"]},
         tensors() | {key(SCORE, "A"): ones(4, 16), key(SCORE, "B"): ones(3, 4)},
-        "by its whole weight, with modules_to_save naming the head",
+        "by its whole weight, with modules_to_save naming it",
     ),
 }
 

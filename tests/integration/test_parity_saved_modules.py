@@ -1,0 +1,124 @@
+"""Adapters that replace modules whole (`modules_to_save`) are PEFT's, next to plain ones."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from engine.adapters import LoRAModel, LoRARequest, PEFTHelper
+from engine.config import LoRAConfig
+from engine.errors import AdapterDoesNotFit
+from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from engine.punica import LoRAMapping
+from tests.support.engine.engine_examples import relative_error
+from tests.support.engine.manager_examples import PROMPT, VOCABULARY, base
+
+torch.set_num_threads(1)
+SAVED = {
+    "head and embedding": ["lm_head", "embed_tokens"],
+    "unpacked": ["o_proj", "down_proj"],
+    "packed": ["k_proj", "up_proj"],
+    "a whole block": ["mlp"],
+}
+
+
+def save(directory: Path, saved: list[str], seed: int = 1) -> PeftModel:
+    """Save an adapter that was trained on q_proj and on whole modules; return PEFT's model."""
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj"], modules_to_save=saved, init_lora_weights=False
+    )
+    model = get_peft_model(deepcopy(base()), config).eval()
+    for name, parameter in model.named_parameters():
+        if "modules_to_save" in name:
+            nn.init.normal_(parameter, std=0.3)
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(directory)
+    return model.requires_grad_(False)
+
+
+def make_worker() -> LRUCacheWorkerLoRAManager:
+    config = LoRAConfig(max_lora_rank=8, max_loras=3)
+    manager = LRUCacheLoRAModelManager(
+        deepcopy(base()), 8, 256, VOCABULARY, config, "cpu", device_bytes_max=1 << 20, checked=True
+    )
+    return LRUCacheWorkerLoRAManager(manager)
+
+
+@pytest.mark.parametrize("name", SAVED)
+@torch.no_grad()
+def test_whole_modules_are_replaced_for_the_rows_of_their_adapter(
+    name: str, tmp_path: Path
+) -> None:
+    references = {1: save(tmp_path / "1", SAVED[name]), 2: save(tmp_path / "2", ["lm_head"], 2)}
+    worker = make_worker()
+    requests = [LoRARequest(str(at), at, str(tmp_path / str(at))) for at in (1, 2)]
+    rows = (2, 0, 1, 1)
+    index = [row for row in rows for _ in PROMPT]
+    worker.set_active_adapters(requests, LoRAMapping(index, rows, is_prefill=True))
+    tokens = torch.tensor([PROMPT])
+    found = worker.manager.model(tokens.expand(len(rows), -1)).logits
+    for at, row in enumerate(rows):
+        model = references.get(row, base())
+        assert relative_error(found[at], model(input_ids=tokens).logits[0]) < 1e-5, row
+
+
+@torch.no_grad()
+def test_a_saved_module_is_loaded_in_memory_and_leaves_with_its_adapter(tmp_path: Path) -> None:
+    reference, path = save(tmp_path, ["lm_head"]), str(tmp_path)
+    worker = make_worker()
+    manager = worker.manager
+    expected = {"q_proj", "lm_head"}
+    helper = PEFTHelper.from_local_dir(path)
+    manager.add_adapter(LoRAModel.from_local_checkpoint(path, expected, helper, lora_model_id=5))
+    manager.activate_adapter(5)
+    manager.set_adapter_mapping(LoRAMapping([5] * len(PROMPT), [5]))
+    assert not manager.punica_wrapper.launch_key.is_fixed, "such a step must not be replayed"
+    tokens = torch.tensor([PROMPT])
+    expected_logits = reference(input_ids=tokens).logits
+    assert relative_error(manager.model(tokens).logits, expected_logits) < 1e-5
+    assert manager.get_adapter(5).loras.keys() == {
+        "model.layers.0.self_attn.q_proj",
+        "lm_head.saved",
+    }
+    manager.set_adapter_mapping(LoRAMapping([0] * len(PROMPT), [0]))
+    assert manager.punica_wrapper.launch_key.is_fixed
+    assert relative_error(manager.model(tokens).logits, base()(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        (["norm"], "model.norm is saved with a weight of one dimension, as norms have"),
+        (["lm_head", "embed_tokens"], "modules_to_save names 'embed_tokens', but no tensor"),
+        (["lm_head"], r"lm_head has a weight \[30, 16\]; in this model it has 16 inputs and 31"),
+    ],
+)
+def test_what_can_not_be_replaced_is_refused(saved: list[str], text: str, tmp_path: Path) -> None:
+    save(tmp_path, saved)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    if len(saved) > 1:
+        weights = {name: tensor for name, tensor in weights.items() if "embed" not in name}
+    elif saved == ["lm_head"]:
+        name = "base_model.model.lm_head.weight"
+        weights[name] = weights[name][:-1].contiguous()
+    save_file(weights, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(AdapterDoesNotFit, match=text):
+        make_worker().add_adapter(LoRARequest("a", 1, str(tmp_path)))
+
+
+def test_layers_to_transform_and_their_pattern_need_nothing(tmp_path: Path) -> None:
+    """The tensors are those of the chosen layers; the two fields only chose them in training."""
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=2, target_modules=["q_proj"], layers_to_transform=[0], layers_pattern="layers"
+    )
+    get_peft_model(deepcopy(base()), config).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["layers_pattern"] == "layers"
+    assert make_worker().add_adapter(LoRARequest("a", 1, str(tmp_path)))
