@@ -26,6 +26,9 @@ ALIGNMENT_BYTES: Final = 128
 SAVED_SUFFIX: Final = ".saved"
 """The end of the name of a slice that replaces the module before it whole."""
 
+AFFINE_SUFFIX: Final = ".affine"
+"""The end of the name of a slice with a scale and a shift per output of the module before it."""
+
 ABSENT: Final = -1
 """The offset of a module-slice that an adapter does not touch."""
 

@@ -5,7 +5,7 @@ its last name alone.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from engine.adapters.expert_stacks import expert_submatrices
@@ -13,13 +13,19 @@ from engine.adapters.expert_tensors import ExpertPair, Experts, pair_experts, sp
 from engine.adapters.files.problems import Problems, shown
 from engine.adapters.files.weights_file import Tensors
 from engine.adapters.module_paths import SKIP_PREFIXES, Equivalence, ModulePathResolver
+from engine.adapters.output_vectors import (
+    OutputVector,
+    ReadBase,
+    check_vectors,
+    take_vectors,
+)
 from engine.adapters.pairs import TensorPair, check_rank_divisible, pair_up
 from engine.adapters.peft_config import CLASSIFICATION_HEADS, PEFTHelper
 from engine.adapters.tensor_names import WeightNames, is_within, sort_names
 from engine.adapters.weights_mapper import Rename
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape
+from engine.layout import SAVED_SUFFIX, WHOLE, ModuleKind, ModuleShape
 from engine.submatrix import Submatrix
 
 Modules = Mapping[str, ModuleShape]
@@ -33,7 +39,8 @@ class AdapterTarget:
     `lora_config` has its dtype resolved. `equivalences`: see `module_paths.equivalences_of`.
     `image_layers`: the paths of tower and connector, wrapped or not. `requires_head`: the model has
     no trained classification head, so an adapter must contain one. `missing_layers`: the paths of
-    layers on another rank of a pipeline, whose tensors are skipped.
+    layers on another rank of a pipeline, whose tensors are skipped. `read_base` returns a linear
+    module's base weights.
     """
 
     modules: Modules
@@ -42,6 +49,7 @@ class AdapterTarget:
     image_layers: frozenset[str] = frozenset()
     requires_head: bool = False
     missing_layers: tuple[str, ...] = ()
+    read_base: ReadBase = field(default=lambda _: None, compare=False)
 
     def excludes(self, module: str) -> bool:
         """Whether a module is not adapted because `enable_tower_connector_lora` is off."""
@@ -62,10 +70,12 @@ class MatchedTensors:
 
     pairs: list[TensorPair]
     experts: list[ExpertPair]
+    vectors: list[OutputVector] = field(default_factory=list)
 
     def stored(self) -> list[TensorPair]:
-        """Return all pairs, as in the file."""
-        return [*self.pairs, *(expert.pair for expert in self.experts)]
+        """Return all pairs, as in the file, and the vectors."""
+        experts = (expert.pair for expert in self.experts)
+        return [*self.pairs, *experts, *(vector.pair for vector in self.vectors)]
 
     @property
     def is_3d_lora_weight(self) -> bool:
@@ -79,6 +89,7 @@ class MatchedTensors:
     def submatrices(self, modules: Modules) -> dict[str, Submatrix]:
         """Return the part of each tensor that this process keeps; none of other ranks' experts."""
         by_pair = [pair.submatrices(modules[pair.module].shard) for pair in self.pairs]
+        by_pair += [vector.pair.submatrices(WHOLE) for vector in self.vectors]
         return {
             name: part
             for parts in (*by_pair, expert_submatrices(self.experts))
@@ -90,6 +101,12 @@ NEEDS_MODEL: Final = (
     "what fused expert tensors adapt follows from the model: pass model=, a manager or its model"
 )
 """The text for expert tensors that are read without a model."""
+
+VECTORS_NEED_MODEL: Final = (
+    "magnitudes and biases are folded with the base model's weights: pass model=, a manager or its "
+    "model"
+)
+"""The text for DoRA and biases that are read without a model."""
 
 EXCLUDED: Final = (
     "in the tower or the connector, which are adapted only with enable_tower_connector_lora"
@@ -117,7 +134,8 @@ def match_tensors(
     `AdapterDoesNotFit` for an ambiguous path.
     """
     modules = {} if model is None else model.modules
-    found = sort_names(tensors, resolver, helper.modules_to_save)
+    vectors, others = take_vectors(tensors, helper, resolver)
+    found = sort_names(others, resolver, helper.modules_to_save)
     names, experts = split_experts(found, resolver, modules.values())
     check_names(names, helper, problems, has_experts=any(one.is_touched for one in experts))
     if model is None and names.experts:
@@ -130,7 +148,12 @@ def match_tensors(
         _check_targets(touched, helper, model, problems)
         _check_heads(touched, model, problems)
         _check_copies(names.copies, tensors, modules, problems)
-    return MatchedTensors(pairs, stacked)
+    if model is None and vectors:
+        problems.add(AdapterDoesNotFit, VECTORS_NEED_MODEL)
+    elif helper.use_dora or helper.lora_bias or vectors:
+        adapted = [*pairs, *(expert.pair for expert in stacked)]
+        check_vectors(vectors, adapted, tensors, helper, modules, problems)
+    return MatchedTensors(pairs, stacked, vectors)
 
 
 def _touched_experts(stacked: Iterable[ExpertPair], experts: Iterable[Experts]) -> set[str]:

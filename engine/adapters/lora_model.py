@@ -25,6 +25,7 @@ from engine.adapters.finite_values import check_values
 from engine.adapters.layer_weights import LoRALayerWeights
 from engine.adapters.lora_request import tensorizer_directory
 from engine.adapters.module_paths import ModulePathResolver
+from engine.adapters.output_vectors import ReadBase, fold_vectors
 from engine.adapters.pairs import TensorPair
 from engine.adapters.peft_config import PEFTHelper
 from engine.adapters.weights_mapper import rename_of
@@ -123,7 +124,7 @@ class LoRAModel:
         placed = {name: tensors[name].to(device, dtype) for name in wanted}
         parts = expert_submatrices(matched.experts).items()
         placed |= {name: part.select(placed[name]) for name, part in parts}
-        return cls._checked(lora_model_id, matched, placed, ranges, dtype)
+        return cls._checked(lora_model_id, matched, placed, ranges, dtype, target)
 
     @classmethod
     def from_local_checkpoint(  # noqa: PLR0913 - the signature of vLLM
@@ -166,7 +167,7 @@ class LoRAModel:
             found = reader.read(wanted)
             files.check_unchanged()
         placed = {name: tensor.to(device, dtype) for name, tensor in found.tensors.items()}
-        return cls._checked(lora_model_id, matched, placed, found.ranges, dtype)
+        return cls._checked(lora_model_id, matched, placed, found.ranges, dtype, target)
 
     @classmethod
     def _checked(
@@ -176,13 +177,17 @@ class LoRAModel:
         placed: Mapping[str, torch.Tensor],
         ranges: Mapping[str, ValueRange],
         dtype: torch.dtype | None,
+        target: AdapterTarget | None,
     ) -> "LoRAModel":
         """Return an adapter of tensors whose values have these ranges; raises `NotFinite`."""
         problems = Problems(DEFAULT_BOUNDS.problems_max)
         kept = [pair for pair in matched.stored() if pair.a in placed]
         check_values(kept, ranges, dtype or torch.float32, problems)
         problems.raise_if_any()
-        return cls.from_matched(lora_model_id or get_lora_id(), matched, placed)
+        adapter_id = lora_model_id or get_lora_id()
+        if target is None:
+            return cls.from_matched(adapter_id, matched, placed)
+        return cls.from_matched(adapter_id, matched, placed, read_base=target.read_base)
 
     @classmethod
     def from_matched(
@@ -191,10 +196,12 @@ class LoRAModel:
         matched: MatchedTensors,
         tensors: Mapping[str, torch.Tensor],
         shards: Mapping[str, Shard] = MappingProxyType({}),
+        read_base: ReadBase = lambda _: None,
     ) -> "LoRAModel":
         """Return an adapter of checked tensors, which are shared, except for experts' B.
 
-        For the modules in `shards` the tensors are the parts that it specifies.
+        For the modules in `shards` the tensors are the parts that it specifies. `read_base`: for
+        output vectors.
         """
         loras = {
             pair.module: _weights(pair, tensors, shards.get(pair.module, WHOLE))
@@ -204,6 +211,7 @@ class LoRAModel:
             loras[column.name] = LoRALayerWeights(
                 column.name, pair.rank, pair.alpha, a, b, pair.scaling, column.shard, column.kind
             )
+        fold_vectors(loras, matched.vectors, tensors, read_base)
         if not loras:
             raise AdapterDoesNotFit("no module is touched; this rank keeps none of the experts")
         rank = max(lora.rank for lora in loras.values())
@@ -237,11 +245,12 @@ def _without_remote(matched: MatchedTensors, spec: MoEEPLoadSpec | None) -> Matc
     experts = [
         one for one in matched.experts if one.expert is None or not spec.is_remote(one.pair.a)
     ]
-    return MatchedTensors(pairs, experts)
+    return MatchedTensors(pairs, experts, matched.vectors)
 
 
 def _wanted(matched: MatchedTensors) -> dict[str, Submatrix]:
-    whole = {name: WHOLE_TENSOR for pair in matched.pairs for name in pair.factors()}
+    pairs = [*matched.pairs, *(vector.pair for vector in matched.vectors)]
+    whole = {name: WHOLE_TENSOR for pair in pairs for name in pair.factors()}
     return whole | expert_submatrices(matched.experts)
 
 

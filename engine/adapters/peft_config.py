@@ -41,6 +41,10 @@ def _are_names(value: Any) -> bool:
     return _is_off(value) or is_list
 
 
+BIASES: Final = ("none", "all", "lora_only")
+"""The values of `bias`: which trained biases an adapter contains."""
+
+
 class FieldRule(NamedTuple):
     """A field whose value must be `allowed`, and the reason and advice for any other value."""
 
@@ -51,17 +55,7 @@ class FieldRule(NamedTuple):
 
 FIELD_RULES: Final = (
     FieldRule("peft_type", lambda v: v in (None, "LORA"), "only LORA adapters are served"),
-    FieldRule(
-        "bias",
-        lambda v: v in (None, "none"),
-        "trained biases are not served; train with bias='none'",
-    ),
-    FieldRule(
-        "use_dora",
-        _is_off,
-        "DoRA is not served; train with use_dora=False, or merge the adapter into the model",
-    ),
-    FieldRule("lora_bias", _is_off, "a bias in B is not served"),
+    FieldRule("bias", lambda v: v in (None, *BIASES), f"the biases that PEFT trains are {BIASES}"),
     FieldRule("alora_invocation_tokens", lambda v: v is None, "activated LoRA is not served"),
     FieldRule(
         "layer_replication",
@@ -94,6 +88,7 @@ adapter that it saves; those are never imported."""
 
 _TRAINING_ONLY: Final = (
     "use_rslora",
+    "use_dora",
     "loftq_config",
     "eva_config",
     "corda_config",
@@ -129,6 +124,9 @@ class PEFTHelper:
     target_parameters: tuple[str, ...] = ()
     base_model_name: str = ""
     max_position_embeddings: int | None = None
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
 
     @classmethod
     def from_local_dir(
@@ -183,6 +181,9 @@ class PEFTHelper:
             modules_to_save=fields.names("modules_to_save"),
             target_parameters=fields.names("target_parameters"),
             base_model_name=fields.text("base_model_name_or_path"),
+            use_dora=fields.switch("use_dora"),
+            lora_bias=fields.switch("lora_bias"),
+            bias=fields.text("bias") or "none",
         )
         return helper if len(problems) == refused else None
 

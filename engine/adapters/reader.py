@@ -105,7 +105,7 @@ def _read(
     check_values(kept, found.ranges, dtype, problems)
     problems.raise_if_any()
     shards = {name: shape.shard for name, shape in model.modules.items()}
-    lora_model = LoRAModel.from_matched(1, matched, found.tensors, shards)
+    lora_model = LoRAModel.from_matched(1, matched, found.tensors, shards, model.read_base)
     ranks = {name: lora.rank for name, lora in lora_model.loras.items()}
     size_bytes = blob_bytes(ranks, list(model.modules.values()), dtype)
     host_bytes = lora_model.size_bytes

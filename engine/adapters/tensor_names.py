@@ -41,11 +41,11 @@ EMBEDDING_NAMES: Final = (
 
 _SAVED: Final = re.compile(r"(.+)\.(weight|bias)\Z")
 _UNSERVED: Final = {
-    ".lora_magnitude_vector.weight": "DoRA is not served",
-    ".lora_magnitude_vector": "DoRA is not served",
-    ".lora_B.bias": "a bias in B is not served",
+    ".lora_magnitude_vector.weight": "use_dora is off in the config",
+    ".lora_magnitude_vector": "use_dora is off in the config",
+    ".lora_B.bias": "lora_bias is off in the config",
     ".token_adapter.trainable_tokens_delta": "trained token embeddings are not served",
-    ".bias": "trained biases are not served",
+    ".bias": "bias is 'none' in the config",
 }
 
 

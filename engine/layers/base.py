@@ -15,6 +15,7 @@ from engine.errors import NotFinite
 from engine.kernels.operands import LoRASlices
 from engine.layers.saved import SavedWeights
 from engine.layout import (
+    AFFINE_SUFFIX,
     SAVED_SUFFIX,
     WHOLE,
     ModuleKind,
@@ -66,6 +67,7 @@ class BaseLayerWithLoRA(nn.Module):
         self._slices: LoRASlices | None = None
         self._punica: PunicaWrapper | None = None
         self._saved: tuple[SavedWeights, ...] = ()
+        self._affine: tuple[SavedWeights, ...] = ()
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
@@ -161,7 +163,21 @@ class BaseLayerWithLoRA(nn.Module):
             shapes.append(
                 ModuleShape(whole + SAVED_SUFFIX, *sizes, kind=ModuleKind.HEAD, is_optional=True)
             )
+        for affine in self.affine_shapes:
+            column = first_column + directory_columns(shapes)
+            whole = (parent + affine.name if affine.name else name) + AFFINE_SUFFIX
+            sizes = (1, affine.out_features, column)
+            shapes.append(ModuleShape(whole, *sizes, kind=ModuleKind.HEAD, is_optional=True))
         return shapes
+
+    @property
+    def affine_shapes(self) -> tuple[SliceShape, ...]:
+        """The modules of the layer whose outputs an adapter may scale and shift (DoRA, biases)."""
+        return ()
+
+    def base_weights(self, index: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: ARG002
+        """Return weight `[out, in]` and bias of a module of `affine_shapes`; None if unreadable."""
+        return None
 
     @property
     def saved_shapes(self) -> tuple[SliceShape, ...]:
@@ -215,10 +231,11 @@ class BaseLayerWithLoRA(nn.Module):
         ValueError for another number.
         """
         slices, saved = len(self.slice_shapes), len(self.saved_shapes)
-        if len(columns) not in (slices, slices + saved):
+        if len(columns) not in (slices, slices + saved + len(self.affine_shapes)):
             raise ValueError(f"{len(columns)} columns for a layer of {slices} slices")
         self._arena, self._columns = arena, tuple(columns[:slices])
-        self._saved = tuple(SavedWeights(arena, column) for column in columns[slices:])
+        optional = tuple(SavedWeights(arena, column) for column in columns[slices:])
+        self._saved, self._affine = optional[:saved], optional[saved:]
         self._bind(arena)
 
     def _bind(self, arena: Arena) -> None:
@@ -278,13 +295,31 @@ class BaseLayerWithLoRA(nn.Module):
         if self._punica is None or self._slices is None:
             return base(x)
         rows = x.reshape(-1, x.shape[-1])
-        return self._punica.with_lora_linear(lambda: base(x), rows, self._slices)
+        return self._punica.with_lora_linear(
+            lambda: self.transform_rows(base(x)), rows, self._slices
+        )
 
     def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the batch's deltas to `y` in place: y [..., out], contiguous; x [..., in]."""
         if self._punica is not None and self._slices is not None:
             rows = y.view(-1, y.shape[-1])
             self._punica.add_lora_linear(rows, x.reshape(-1, x.shape[-1]), self._slices)
+        return y
+
+    def transform_rows(self, y: Tensor) -> Tensor:
+        """Scale and shift the base outputs of the rows whose adapter specifies it; return `y`.
+
+        y: [..., out], contiguous, with each module's columns in the order of `affine_shapes`.
+        """
+        if not any(affine.slots for affine in self._affine):
+            return y
+        outputs, start = y.view(-1, y.shape[-1]), 0
+        for affine, shape in zip(self._affine, self.affine_shapes, strict=True):
+            columns = slice(start, start + shape.out_features)
+            for rows, scale, shift in affine.rows_of(self._punica, len(outputs)):
+                scaled = outputs[rows, columns] * scale.flatten().to(y.dtype)
+                outputs[rows, columns] = scaled + shift.to(y.dtype)
+            start += shape.out_features
         return y
 
     def replace_rows(self, y: Tensor, x: Tensor) -> Tensor:

@@ -33,6 +33,11 @@ class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
         return ()
 
     @property
+    def affine_shapes(self) -> tuple[SliceShape, ...]:
+        """None: a head is replaced whole."""
+        return ()
+
+    @property
     def _saved_widths(self) -> tuple[int, ...]:
         return (self.base_layer.out_features,)
 
@@ -42,7 +47,7 @@ class ClassificationHeadWithLoRA(ReplicatedLinearWithLoRA):
         base = self.base_layer
         return (SliceShape(base.in_features, base.out_features, kind=ModuleKind.HEAD),)
 
-    def base_weights(self) -> tuple[Tensor, Tensor]:
+    def base_head(self) -> tuple[Tensor, Tensor]:
         """Return the base head's weight and bias, in the shapes of a saved head's."""
         weight, bias = self.base_layer.weight, self.base_layer.bias
         column = weight.new_zeros(len(weight), 1) if bias is None else bias[:, None]

@@ -50,6 +50,11 @@ class ShardedLoRA(BaseLayerWithLoRA):
 
     _shrink_expand: ShrinkExpand | None = None
 
+    @property
+    def affine_shapes(self) -> tuple[SliceShape, ...]:
+        """None: a rank has a part of the base output only."""
+        return ()
+
     def exchange(self, shrunk: Tensor) -> Tensor:
         """Combine the ranks' shrunk activations: [slices, tokens, n] to [..., rank_max]."""
         raise NotImplementedError(f"{type(self).__name__} must implement exchange")

@@ -69,6 +69,15 @@ class PackedLinearWithLoRA(BaseLayerWithLoRA):
         return self.replace_rows(self.with_lora(self.base_layer, x), x)
 
     @property
+    def affine_shapes(self) -> tuple[SliceShape, ...]:
+        """The same modules as can be replaced whole."""
+        return self.saved_shapes
+
+    def base_weights(self, index: int) -> tuple[Tensor, Tensor | None] | None:
+        """Return a child's."""
+        return self.base_layer.part_weight(index), self.base_layer.part_bias(index)
+
+    @property
     def saved_shapes(self) -> tuple[SliceShape, ...]:
         """Every child, if this rank has all of their rows."""
         base = self.base_layer

@@ -45,6 +45,15 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
             return ()
         return (SliceShape(self.base_layer.in_features, self.base_layer.out_features),)
 
+    @property
+    def affine_shapes(self) -> tuple[SliceShape, ...]:
+        """The layer, if it may be replaced whole and its weight can be read."""
+        return self.saved_shapes if type(self.base_layer.weight.data) is Tensor else ()
+
+    def base_weights(self, index: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: ARG002
+        """Return the base layer's."""
+        return (self.base_layer.weight, self.base_layer.bias) if self.affine_shapes else None
+
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ W.T + bias + delta`; x: [..., in_features], one row per mapped token."""
         return self.replace_rows(self.with_lora(self.base_layer, x), x)

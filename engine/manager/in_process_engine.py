@@ -84,7 +84,7 @@ class InProcessEngine:
     def heads(self) -> dict[str, HeadWeights]:
         """The base weights of every classification head, used where an adapter contains none."""
         return {
-            name: layer.base_weights()
+            name: layer.base_head()
             for name, layer in self.layers.items()
             if isinstance(layer, ClassificationHeadWithLoRA)
         }

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.module_paths import Equivalence, equivalences_of
+from engine.adapters.output_vectors import BaseWeights
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.layers import (
@@ -120,7 +121,18 @@ class ServedModel:
             self.image_layers,
             requires_head=self.without_head,
             missing_layers=tuple(missing_layers(self.model)),
+            read_base=self._base_weights,
         )
+
+    def _base_weights(self, module: str) -> BaseWeights | None:
+        """Return the base weights of a linear module; None where they can't be read."""
+        for name, layer in self.layers.items():
+            parent = name[: len(name) - len(name.rpartition(".")[2])]
+            for index, shape in enumerate(layer.affine_shapes):
+                if module == (parent + shape.name if shape.name else name):
+                    found = layer.base_weights(index)
+                    return None if found is None else BaseWeights(*found)
+        return None
 
     def bind(
         self, arena: Arena, punica: PunicaWrapper, image_punicas: ImagePunicas = NO_PUNICAS

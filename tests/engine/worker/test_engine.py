@@ -139,9 +139,8 @@ def test_slots_are_refused_before_a_change(
         failure(bench.do(cm.ResetSlot, slot=slot, generation=generation), ErrorCode.NOT_RESIDENT)
         assert bench.state() == before
     small = make_engine(device_bytes_max=4096)
-    small.promote(1, "everything", PINNED)
     before = small.state()
-    report = small.do(cm.WriteSlot, adapter_id=1, slot=0, generation=1)
+    report = small.do(cm.CheckAdapter, adapter_id=1, adapter="everything", path="everything")
     failure(report, ErrorCode.DEVICE_OUT_OF_MEMORY)
     assert small.state() == before
 

@@ -1,0 +1,140 @@
+"""DoRA, biases in B and trained biases are PEFT's, next to plain adapters and the base."""
+
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from engine.adapters import LoRAModel, LoRARequest, PEFTHelper
+from engine.config import LoRAConfig
+from engine.errors import AdapterDoesNotFit
+from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from engine.punica import LoRAMapping
+from tests.support.engine.engine_examples import relative_error
+
+torch.set_num_threads(1)
+CONFIG = LlamaConfig(
+    vocab_size=31,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=32,
+    attention_bias=True,
+    mlp_bias=True,
+    initializer_range=0.3,
+)
+PROMPT = (3, 1, 4, 1, 5)
+TARGETS = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+FORMS = {
+    "DoRA": {"use_dora": True},
+    "DoRA with rsLoRA": {"use_dora": True, "use_rslora": True},
+    "bias in B": {"lora_bias": True},
+    "all biases": {"bias": "all"},
+    "biases of targets": {"bias": "lora_only"},
+    "DoRA and biases": {"use_dora": True, "bias": "all"},
+}
+
+
+@cache
+def base() -> LlamaForCausalLM:
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(CONFIG).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.3)
+    return model.requires_grad_(False)
+
+
+def save(directory: Path, seed: int = 1, **fields: object) -> PeftModel:
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False, **fields
+    )
+    model = get_peft_model(deepcopy(base()), config).eval()
+    for name, parameter in model.named_parameters():
+        is_trained = parameter.requires_grad and name.endswith("bias")
+        if is_trained or "magnitude" in name:
+            with torch.no_grad():
+                parameter.add_(torch.rand_like(parameter))
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(directory)
+    return model.requires_grad_(False)
+
+
+def make_worker() -> LRUCacheWorkerLoRAManager:
+    config = LoRAConfig(max_lora_rank=8, max_loras=3)
+    manager = LRUCacheLoRAModelManager(
+        deepcopy(base()), 8, 256, 31, config, "cpu", device_bytes_max=1 << 20, checked=True
+    )
+    return LRUCacheWorkerLoRAManager(manager)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_outputs_are_scaled_and_shifted_as_by_peft(form: str, tmp_path: Path) -> None:
+    references = {1: save(tmp_path / "1", **FORMS[form]), 2: save(tmp_path / "2", 2)}
+    worker = make_worker()
+    requests = [LoRARequest(str(at), at, str(tmp_path / str(at))) for at in (1, 2)]
+    rows = (2, 0, 1, 1)
+    index = [row for row in rows for _ in PROMPT]
+    worker.set_active_adapters(requests, LoRAMapping(index, rows, is_prefill=True))
+    tokens = torch.tensor([PROMPT])
+    found = worker.manager.model(tokens.expand(len(rows), -1)).logits
+    for at, row in enumerate(rows):
+        model = references.get(row, base())
+        assert relative_error(found[at], model(input_ids=tokens).logits[0]) < 1e-5, row
+    assert not worker.manager.punica_wrapper.launch_key.is_fixed
+
+
+@torch.no_grad()
+def test_dora_in_memory_needs_the_model(tmp_path: Path) -> None:
+    reference, path = save(tmp_path, use_dora=True), str(tmp_path)
+    manager, helper = make_worker().manager, PEFTHelper.from_local_dir(str(tmp_path))
+    with pytest.raises(AdapterDoesNotFit, match="pass model="):
+        LoRAModel.from_local_checkpoint(path, set(TARGETS), helper)
+    manager.add_adapter(
+        LoRAModel.from_local_checkpoint(path, set(TARGETS), helper, lora_model_id=4, model=manager)
+    )
+    manager.activate_adapter(4)
+    manager.set_adapter_mapping(LoRAMapping([4] * len(PROMPT), [4]))
+    tokens = torch.tensor([PROMPT])
+    expected = reference(input_ids=tokens).logits
+    assert relative_error(manager.model(tokens).logits, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "text"),
+    [
+        ("DoRA", "q_proj.lora_magnitude", "adapted modules without a magnitude: model.layers.0"),
+        ("bias in B", "q_proj.lora_B.bias", "adapted modules without a bias in B"),
+        ("DoRA", "q_proj.lora_A", "lora_A"),
+    ],
+)
+def test_half_an_adapter_is_refused(form: str, part: str, text: str, tmp_path: Path) -> None:
+    save(tmp_path, **FORMS[form])
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: t for name, t in load_file(file).items() if part not in name}, file)
+    with pytest.raises(AdapterDoesNotFit, match=text):
+        make_worker().add_adapter(LoRARequest("a", 1, str(tmp_path)))
+
+
+def test_a_vector_of_another_length_or_layer_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, bias="all")
+    file = tmp_path / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("gate_proj.bias"))
+    for changed, text in (
+        ({name: weights[name][:-1]}, "24 floating values are needed"),
+        ({"base_model.model.model.norm.bias": torch.ones(16)}, "for which none is served"),
+    ):
+        save_file(weights | changed, file)
+        with pytest.raises(AdapterDoesNotFit, match=text):
+            make_worker().add_adapter(LoRARequest("a", 1, str(tmp_path)))
