@@ -17,7 +17,7 @@ from engine.adapters.layer_weights import LoRALayerWeights
 from engine.adapters.lora_model import LoRAModel
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
-from engine.layout import blob_bytes
+from engine.layout import blob_bytes, columns_of_one_adapter
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
 from engine.punica import LoRAMapping, PunicaWrapper
@@ -54,7 +54,8 @@ class Bench:
         lora_config = LoRAConfig(max_lora_rank=RANK, max_loras=adapters, target_modules=targets)
         self.model = CausalModel(OlmoeForCausalLM(config), lora_config)
         shapes = self.model.shapes
-        each = blob_bytes(dict.fromkeys([s.name for s in shapes], RANK), shapes, torch.float32)
+        touched = [shape.name for shape in columns_of_one_adapter(shapes)]
+        each = blob_bytes(dict.fromkeys(touched, RANK), shapes, torch.float32)
         self.arena = Arena(adapters, shapes, each * adapters, torch.float32, "cpu")
         self.punica = PunicaWrapper(torch.device("cpu"), RANK, choose_kernels("cpu"))
         self.model.bind(self.arena, self.punica)
@@ -67,7 +68,7 @@ class Bench:
     def _adapter(self, id_: int) -> LoRAModel:
         """Return random weights for every wrapped module."""
         loras = {}
-        for shape in self.model.shapes:
+        for shape in columns_of_one_adapter(self.model.shapes):
             a = torch.randn(shape.a_shape(RANK)) / shape.in_features**0.5
             b = torch.randn(shape.b_shape(RANK)) / RANK**0.5
             loras[shape.name] = LoRALayerWeights(shape.name, RANK, RANK, a, b, kind=shape.kind)

@@ -300,7 +300,8 @@ def _size_difference(pair: TensorPair, shape: ModuleShape, tensors: Tensors) -> 
     a = list(tensors[pair.a].shape)
     expected = f"in this model it has {shape.in_features} inputs and {shape.out_features} outputs"
     if pair.kind is ModuleKind.HEAD:
-        is_same = a == [shape.out_features, shape.in_features]
+        found = a if len(a) > 1 else [*a, 1]
+        is_same = found == [shape.out_features, shape.in_features]
         name = pair.module.removesuffix(SAVED_SUFFIX)
         return "" if is_same else f"{name} has a weight {a}; {expected}"
     b = [] if pair.b is None else list(tensors[pair.b].shape)

@@ -260,6 +260,7 @@ def _weights(
     a = tensors[pair.a]
     b = a.new_zeros(len(a)) if pair.b is None else tensors[pair.b]
     if pair.kind is ModuleKind.HEAD:
+        a = a if a.ndim > 1 else a[:, None]
         b, shard = b[:, None], WHOLE
     return LoRALayerWeights(
         pair.module, pair.rank, pair.alpha, a, b, pair.scaling, shard, pair.kind

@@ -103,12 +103,9 @@ def check_rank_divisible(module: str, rank: int, shard: Shard) -> None:
 def _head_pair(module: str, names: PairNames, tensors: Tensors, _helper: PEFTHelper) -> TensorPair:
     if names.a is None:
         raise AdapterDoesNotFit(f"{module} has a saved bias but no weight; both are needed")
-    if len(tensors[names.a].shape) == 1:
-        raise AdapterDoesNotFit(
-            f"{module} is saved with a weight of one dimension, as norms have; only linear layers "
-            "and embeddings are replaced whole"
-        )
-    weight = _floating_shape(names.a, tensors[names.a], 2)
+    # A norm has one value per feature, a linear layer or an embedding a matrix.
+    dimensions = 1 if len(tensors[names.a].shape) == 1 else 2
+    weight = _floating_shape(names.a, tensors[names.a], dimensions)
     bias = weight[:1] if names.b is None else _floating_shape(names.b, tensors[names.b], 1)
     if bias != weight[:1]:
         raise AdapterDoesNotFit(

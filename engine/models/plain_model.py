@@ -39,5 +39,5 @@ class PlainModel(ServedModel):
         self._warn_about_unused(lora_config)
         table = wrappers_for(lora_config.enable_mixed_moe_lora_format, fully_sharded=False)
         scope = WrapScope(lora_config.target_modules, table)
-        self.layers, self.parts, self.image_layers = prepare_unprobed(model, scope)
+        self.layers, self.parts, self.image_layers, self.norms = prepare_unprobed(model, scope)
         self.shapes = module_shapes(self.layers)

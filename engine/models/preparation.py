@@ -6,6 +6,7 @@ A layer is wrapped only if the probe observed the inputs that its wrapper assume
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from statistics import mode
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from transformers import PreTrainedModel
 from engine.errors import ModelRefused
 from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRule, wrapper_of
 from engine.layers.packed import PackedLinear
-from engine.layout import ModuleShape, directory_columns
+from engine.layers.saved import ReplaceableNorm, is_replaceable_norm
+from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, directory_columns
 from engine.models.image_layer_probe import record_image_inputs
 from engine.models.packing import PackingGroup, find_packing_groups, pack, with_implied_targets
 from engine.models.probe import (
@@ -65,11 +67,13 @@ class PreparedLayers(NamedTuple):
 
     `layers`: wrappers by path. `parts`: the part of the model that each of them belongs to.
     `image_layers`: the paths of layers that read images and have a wrapper, wrapped or not.
+    `norms`: those that adapters may replace whole, which see every token.
     """
 
     layers: dict[str, BaseLayerWithLoRA]
     parts: dict[str, MappingType]
     image_layers: frozenset[str]
+    norms: Mapping[str, ReplaceableNorm] = MappingProxyType({})
 
 
 class ProbeResult(NamedTuple):
@@ -98,7 +102,12 @@ def prepare_layers(
         child for group in find_packing_groups(model, candidates) for child in group.children
     ]
     layers = {name: candidate.layer for name, candidate in candidates.items()}
-    observed = record_layer_inputs(spec, layers, vocab_size, siblings)
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if name not in layers and is_replaceable_norm(module)
+    }
+    observed = record_layer_inputs(spec, layers | norms, vocab_size, siblings)
     image_layers = _image_layers(layers, scope.images, observed)
     excluded = frozenset() if scope.adapts_images else image_layers
     targets = _select_targets(candidates.keys() - excluded, scope.targets, excluded)
@@ -113,7 +122,13 @@ def prepare_layers(
     packed = [group for group in groups if any(r.is_packable(group) for r in results)]
     parts |= {group.name: parts[group.children[0]] for group in packed}
     wrapped = _wrap(model, candidates, parts, packed, scope.table)
-    return PreparedLayers(wrapped, {name: parts[name] for name in wrapped}, image_layers)
+    replaceable = {
+        name: ReplaceableNorm(norm)
+        for name, norm in norms.items()
+        if observed.has_all_rows(name, spec.rows)
+    }
+    parts = {name: parts[name] for name in wrapped}
+    return PreparedLayers(wrapped, parts, image_layers, replaceable)
 
 
 def prepare_unprobed(model: nn.Module, scope: WrapScope) -> PreparedLayers:
@@ -200,11 +215,19 @@ def _wrap(
     return {name: wrapped[name] for name, _ in model.named_modules() if name in wrapped}
 
 
-def module_shapes(layers: Mapping[str, BaseLayerWithLoRA]) -> tuple[ModuleShape, ...]:
-    """Return the directory's columns: every layer's slices, in the layers' order."""
+def module_shapes(
+    layers: Mapping[str, BaseLayerWithLoRA],
+    norms: Mapping[str, ReplaceableNorm] = MappingProxyType({}),
+) -> tuple[ModuleShape, ...]:
+    """Return the directory's columns: the layers' slices in their order, then the norms."""
     shapes: list[ModuleShape] = []
     for name, layer in layers.items():
         shapes += layer.module_shapes(name, first_column=directory_columns(shapes))
+    for name, norm in norms.items():
+        sizes = (1, norm.features, directory_columns(shapes))
+        shapes.append(
+            ModuleShape(name + SAVED_SUFFIX, *sizes, kind=ModuleKind.HEAD, is_optional=True)
+        )
     return tuple(shapes)
 
 

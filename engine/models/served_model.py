@@ -23,6 +23,7 @@ from engine.layers import (
     wrappers_for,
 )
 from engine.layers.missing import missing_layers
+from engine.layers.saved import ReplaceableNorm
 from engine.layout import ModuleShape
 from engine.models.preparation import WrapScope, module_shapes, prepare_layers
 from engine.models.probe import ProbeSpec
@@ -46,7 +47,7 @@ class ServedModel:
 
     `layers`: name -> wrapper, in the directory's order; `parts`: the part of the model that each of
     them belongs to; `image_layers`: the paths of those that read images, wrapped or not. `dtype`:
-    the model's; `equivalences`: see `equivalences_of`.
+    the model's; `equivalences`: see `equivalences_of`. `norms`: those that adapters may replace.
     `image_part`: the modules that read images, None if requests contain none. `image_mapper`: sets
     the adapters of images. `shapes`: one `ModuleShape` per slice, by index. `vocab_size`: the rows
     of the token embedding. `context_tokens_max`: the tokens of one row. `tokenizer` None: prompts
@@ -66,6 +67,7 @@ class ServedModel:
     layers: Mapping[str, BaseLayerWithLoRA]
     parts: Mapping[str, MappingType]
     image_layers: frozenset[str]
+    norms: Mapping[str, ReplaceableNorm]
     shapes: tuple[ModuleShape, ...]
 
     def __init__(
@@ -94,13 +96,13 @@ class ServedModel:
             lora_config.enable_tower_connector_lora,
         )
         prepared = prepare_layers(self.model, spec, self.vocab_size, scope)
-        self.layers, self.parts, self.image_layers = prepared
+        self.layers, self.parts, self.image_layers, self.norms = prepared
         tokens = self.model.get_input_embeddings()
         for name, layer in self.layers.items():
             is_text = self.parts[name] is MappingType.LANGUAGE
             if isinstance(layer, VocabParallelEmbeddingWithLoRA) and is_text:
                 layer.is_shared_by_rows = layer is not tokens
-        self.shapes = module_shapes(self.layers)
+        self.shapes = module_shapes(self.layers, self.norms)
 
     def _warn_about_unused(self, lora_config: LoRAConfig) -> None:
         """Warn about settings for parts that this model lacks; they are ignored."""
@@ -149,6 +151,8 @@ class ServedModel:
             layer.create_lora_weights(arena, list(islice(columns, count)))
             if self.parts[name] in by_part:
                 layer.set_mapping(by_part[self.parts[name]])
+        for norm in self.norms.values():
+            norm.bind(arena, next(columns), punica)
         self.image_mapper = ImageMapper(self.image_part, image_punicas)
 
 

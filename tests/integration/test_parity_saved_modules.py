@@ -24,6 +24,8 @@ SAVED = {
     "unpacked": ["o_proj", "down_proj"],
     "packed": ["k_proj", "up_proj"],
     "a whole block": ["mlp"],
+    "norms": ["norm"],
+    "a norm and the head": ["model.norm", "lm_head"],
 }
 
 
@@ -94,7 +96,6 @@ def test_a_saved_module_is_loaded_in_memory_and_leaves_with_its_adapter(tmp_path
 @pytest.mark.parametrize(
     ("saved", "text"),
     [
-        (["norm"], "model.norm is saved with a weight of one dimension, as norms have"),
         (["lm_head", "embed_tokens"], "modules_to_save names 'embed_tokens', but no tensor"),
         (["lm_head"], r"lm_head has a weight \[30, 16\]; in this model it has 16 inputs and 31"),
     ],

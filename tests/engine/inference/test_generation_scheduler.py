@@ -12,6 +12,7 @@ from peft import PeftModel
 from engine.config import EngineConfig
 from engine.errors import EngineError
 from engine.inference import generation_scheduler
+from engine.layout import columns_of_one_adapter
 from engine.models.causal_model import CausalModel
 from engine.punica import PunicaWrapper
 from messages.errors import ErrorCode
@@ -222,9 +223,9 @@ def test_an_adapter_that_overflows_fails_only_its_own_sequences(
         bench.start(NAMES[0], PROMPTS[0], sampled),
     ]
     bench.run(steps=2)
-    index = bench.model.shapes[-1].index
-    b = torch.full((bench.model.shapes[-1].out_features, 1), 3e38)
-    bench.arena.write_slice(0, index, torch.full((1, bench.model.shapes[-1].in_features), 3e38), b)
+    head = columns_of_one_adapter(bench.model.shapes)[-1]
+    b = torch.full((head.out_features, 1), 3e38)
+    bench.arena.write_slice(0, head.index, torch.full((1, head.in_features), 3e38), b)
     bench.run()
     for op in (ops[0], ops[2]):
         assert isinstance(end := bench.end(op), OperationFailed)

@@ -27,7 +27,7 @@ from engine.layers import (
     VocabParallelEmbeddingWithLoRA,
 )
 from engine.layers.logits import VOCABULARY_MAX
-from engine.layout import SAVED_SUFFIX, ModuleKind
+from engine.layout import ModuleKind
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
 from engine.models.preparation import find_candidates
@@ -71,12 +71,13 @@ def test_every_layer_of_the_table_is_wrapped(prepared_model: CausalModel) -> Non
     assert len(prepared_model.layers) == 10
     for name, layer in prepared_model.layers.items():
         assert prepared_model.model.get_submodule(name) is layer
-    names = {s.name.removesuffix(SAVED_SUFFIX).rpartition(".")[2] for s in prepared_model.shapes}
+    required = [shape for shape in prepared_model.shapes if not shape.is_optional]
+    names = {shape.name.rpartition(".")[2] for shape in required}
     assert names == {*ATTENTION, *MLP, "embed_tokens", "lm_head"}
     assert [shape.index for shape in prepared_model.shapes] == list(
         range(len(prepared_model.shapes))
     )
-    for shape in (shape for shape in prepared_model.shapes if not shape.is_optional):
+    for shape in required:
         widths = tuple(prepared_model.model.get_submodule(shape.name).weight.shape)
         is_looked_up = shape.kind is ModuleKind.EMBEDDING
         expected = (shape.in_features, shape.out_features)

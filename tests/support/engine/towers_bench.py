@@ -38,7 +38,7 @@ def layers_of(kind: str, *parts: MappingType) -> list[str]:
         shape.name: model.parts[name]
         for name, layer in model.layers.items()
         for shape in layer.module_shapes(name, 0)
-        if layer not in ends
+        if layer not in ends and not shape.is_optional
     }
     return [name for name, part in part_of.items() if part in parts]
 

@@ -31,7 +31,7 @@ from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.kernels import choose_kernels
 from engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
-from engine.layout import ModuleShape
+from engine.layout import ModuleShape, columns_of_one_adapter
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
 from engine.models.sharding import shard_model
@@ -119,7 +119,12 @@ class ShardedBench:
         self.model.bind(arena, self.punica)
         by_name = {shape.name: shape for shape in shapes}
         for slot in range(len(RANKS)):
-            blob = stage(adapter(slot, shapes).sharded(by_name), shapes, torch.float32, pin=False)
+            blob = stage(
+                adapter(slot, columns_of_one_adapter(shapes)).sharded(by_name),
+                shapes,
+                torch.float32,
+                pin=False,
+            )
             arena.begin_write(slot, 1, blob)
             arena.finish_write(slot)
 
@@ -146,7 +151,7 @@ def same_logits(group: ParallelGroup, name: str, fully_sharded: bool) -> dict[st
     shard_model(split, group, torch.device("cpu"))
     bench = ShardedBench(split, fully_sharded)
     expected, found = ShardedBench(whole, False).logits(), bench.logits()
-    shapes = bench.model.shapes
+    shapes = columns_of_one_adapter(bench.model.shapes)
     kept = sum(torch.tensor(shape.b_shape(2)).prod() for shape in shapes)
     every = sum(shape.out_features * 2 for shape in shapes)
     return {

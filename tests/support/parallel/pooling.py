@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.errors import ModelRefused
 from engine.inference.admission import SlotTable
 from engine.inference.pooling_scheduler import PoolingScheduler
+from engine.layout import columns_of_one_adapter
 from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
 from messages.commands import StartPooling
@@ -33,7 +34,7 @@ def vectors(
     """Return every text with every adapter, pooled by a model that is split over the ranks."""
     example = example_of(task, name)
     bench = PoolingBench(example, task, Path(root), group=group, fully_sharded_loras=fully_sharded)
-    shapes = bench.model.shapes
+    shapes = columns_of_one_adapter(bench.model.shapes)
     return {
         "pooled": bench.pooled().tolist(),
         "kinds": sorted({type(layer).__name__ for layer in bench.model.layers.values()}),

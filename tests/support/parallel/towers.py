@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
+from engine.layout import columns_of_one_adapter
 from engine.models.binding import bind_lora
 from engine.models.causal_model import CausalModel
 from engine.models.sharding import shard_model
@@ -54,7 +55,8 @@ class ShardedTowersBench:
         arena, self.punica, _ = bind_lora(self.model, config, 4 << 20)
         by_name = {shape.name: shape for shape in self.model.shapes}
         for slot in range(len(IDS)):
-            part = adapter(slot, self.model.shapes).sharded(by_name)
+            shapes = columns_of_one_adapter(self.model.shapes)
+            part = adapter(slot, shapes).sharded(by_name)
             arena.begin_write(slot, 1, stage(part, self.model.shapes, torch.float32, pin=False))
             arena.finish_write(slot)
 
@@ -86,7 +88,7 @@ def same_logits(
         shape.name: shape
         for name, layer in bench.model.layers.items()
         if bench.model.parts[name] is not MappingType.LANGUAGE
-        for shape in layer.module_shapes(name, 0)
+        for shape in columns_of_one_adapter(layer.module_shapes(name, 0))
     }
     return {
         "error": relative_error(found, expected),
