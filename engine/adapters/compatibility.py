@@ -150,9 +150,9 @@ def match_tensors(
         _check_copies(names.copies, tensors, modules, problems)
     if model is None and vectors:
         problems.add(AdapterDoesNotFit, VECTORS_NEED_MODEL)
-    elif helper.use_dora or helper.lora_bias or vectors:
+    elif model is not None:
         adapted = [*pairs, *(expert.pair for expert in stacked)]
-        check_vectors(vectors, adapted, tensors, helper, modules, problems)
+        check_vectors(vectors, adapted, tensors, helper, model, problems)
     return MatchedTensors(pairs, stacked, vectors)
 
 

@@ -7,7 +7,7 @@ output, which are computed here from the base layer's own weight and bias.
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from engine.adapters.pairs import TensorPair
 from engine.adapters.peft_config import PEFTHelper
 from engine.adapters.tensor_names import PREFIX, is_within
 from engine.errors import AdapterDoesNotFit, NotFinite
-from engine.layout import AFFINE_SUFFIX, ModuleKind, ModuleShape
+from engine.layout import AFFINE_SUFFIX, SAVED_SUFFIX, ModuleKind, ModuleShape
 
 MAGNITUDE: Final = "magnitude"
 B_BIAS: Final = "bias in B"
@@ -34,7 +34,10 @@ _PATTERNS: Final = {
 
 
 class BaseWeights(NamedTuple):
-    """A linear base layer's weight `[out, in]` and bias `[out]`, None if it has none."""
+    """A linear base layer's weight `[out, in]` and bias `[out]`, None if it has none.
+
+    Of a norm the weight is `[features]`.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -42,6 +45,20 @@ class BaseWeights(NamedTuple):
 
 ReadBase = Callable[[str], BaseWeights | None]
 """Returns the base weights of a module; None where they can't be read."""
+
+
+class VectorTarget(Protocol):
+    """The model that vectors are checked against."""
+
+    @property
+    def modules(self) -> Mapping[str, ModuleShape]:
+        """Its module-slices by path."""
+        ...
+
+    @property
+    def read_base(self) -> ReadBase:
+        """The reader of its base weights."""
+        ...
 
 
 class OutputVector(NamedTuple):
@@ -77,18 +94,18 @@ def check_vectors(
     pairs: Iterable[TensorPair],
     tensors: Tensors,
     helper: PEFTHelper,
-    modules: Mapping[str, ModuleShape],
+    model: VectorTarget,
     problems: Problems,
 ) -> None:
     """Add vectors of other layers or lengths, and adapted modules without the vector they need."""
     adapted = {pair.module for pair in pairs if pair.kind is not ModuleKind.HEAD}
     for (module, name, *_), role in vectors:
-        column, shape = modules.get(module + AFFINE_SUFFIX), list(tensors[name].shape)
+        column, shape = _column_for(module, role, model), list(tensors[name].shape)
         if column is None:
             problems.add(
                 AdapterDoesNotFit,
                 f"{name} is a {role} of a layer for which none is served; they are for linear "
-                "layers that are not quantised, on one rank",
+                "layers that are not quantised, on one rank, and biases also for norms",
             )
         elif shape != [column.out_features] or not tensors[name].dtype.is_floating_point:
             problems.add(
@@ -103,6 +120,21 @@ def check_vectors(
         present = {vector.pair.module for vector in vectors if vector.role == role}
         missing = sorted(adapted - present)
         problems.add_each(AdapterDoesNotFit, f"adapted modules without a {role}", missing)
+    if helper.bias != "none":
+        trained = {vector.pair.module for vector in vectors if vector.role == BIAS}
+        left = sorted(one for one in adapted - trained if _has_bias(model.read_base(one)))
+        problems.add_each(AdapterDoesNotFit, "adapted modules without their bias", left)
+
+
+def _column_for(module: str, role: str, model: VectorTarget) -> ModuleShape | None:
+    """Return the column that a vector goes to: of a norm's bias it is that of the whole norm."""
+    whole = model.modules.get(module + SAVED_SUFFIX)
+    is_norm = whole is not None and whole.in_features == 1 and role == BIAS
+    return whole if is_norm else model.modules.get(module + AFFINE_SUFFIX)
+
+
+def _has_bias(base: BaseWeights | None) -> bool:
+    return base is not None and base.bias is not None
 
 
 def fold_vectors(
@@ -124,6 +156,9 @@ def fold_vectors(
         base = read_base(module)
         if base is None:
             raise AdapterDoesNotFit(f"{module}'s base weight can't be read, which its vectors need")
+        if base.weight.ndim == 1:
+            _add_norm(loras, module, base.weight, found[BIAS])
+            continue
         lora = loras.get(module)
         scale, shift = _scale_and_shift(base, lora, found)
         if not bool(torch.isfinite(scale).all() and torch.isfinite(shift).all()):
@@ -135,6 +170,15 @@ def fold_vectors(
         name = module + AFFINE_SUFFIX
         columns = (scale[:, None].to(dtype), shift[:, None].to(dtype))
         loras[name] = LoRALayerWeights(name, 1, 1.0, *columns, 1.0, kind=ModuleKind.HEAD)
+
+
+def _add_norm(
+    loras: dict[str, LoRALayerWeights], module: str, weight: Tensor, bias: Tensor
+) -> None:
+    """Add a norm whose bias alone was trained, as a whole one."""
+    name = module + SAVED_SUFFIX
+    columns = (weight.detach().cpu()[:, None], bias[:, None])
+    loras[name] = LoRALayerWeights(name, 1, 1.0, *columns, 1.0, kind=ModuleKind.HEAD)
 
 
 def _scale_and_shift(

@@ -54,9 +54,17 @@ class FieldRule(NamedTuple):
 
 
 FIELD_RULES: Final = (
-    FieldRule("peft_type", lambda v: v in (None, "LORA"), "only LORA adapters are served"),
+    FieldRule(
+        "peft_type",
+        lambda v: v in (None, "LORA"),
+        "only LORA adapters are served: other methods are no low-rank product",
+    ),
     FieldRule("bias", lambda v: v in (None, *BIASES), f"the biases that PEFT trains are {BIASES}"),
-    FieldRule("alora_invocation_tokens", lambda v: v is None, "activated LoRA is not served"),
+    FieldRule(
+        "alora_invocation_tokens",
+        lambda v: v is None,
+        "activated LoRA starts within a prompt, and a row has one adapter",
+    ),
     FieldRule(
         "layer_replication",
         _is_off,
@@ -74,12 +82,24 @@ FIELD_RULES: Final = (
         "a list of names is needed",
     ),
     FieldRule("target_parameters", _are_names, "a list of names is needed"),
-    FieldRule("trainable_token_indices", _is_off, "trained token embeddings are not served"),
-    FieldRule("use_qalora", _is_off, "QA-LoRA is not served"),
-    FieldRule("use_bdlora", _is_off, "block-diagonal LoRA is not served"),
+    FieldRule(
+        "trainable_token_indices",
+        _is_off,
+        "rows of an embedding are not replaced; save it whole (modules_to_save)",
+    ),
+    FieldRule("use_qalora", _is_off, "QA-LoRA pools the inputs of A; convert it to plain LoRA"),
+    FieldRule(
+        "use_bdlora", _is_off, "blocks of A and B are not stored as such; expand them to plain LoRA"
+    ),
     FieldRule("kasa_config", _is_off, "KaSA changes the base weights and is not served"),
-    FieldRule("monteclora_config", _is_off, "MonteCLoRA is not served"),
-    FieldRule("arrow_config", _is_off, "arrow routing is not served"),
+    FieldRule(
+        "monteclora_config", _is_off, "MonteCLoRA draws its weights at random; save plain LoRA"
+    ),
+    FieldRule(
+        "arrow_config",
+        _is_off,
+        "arrow routing chooses adapters by token; a mapping names them here",
+    ),
     FieldRule("auto_map", _is_off, "a config that names code is not read"),
     FieldRule("trust_remote_code", _is_off, "a config that names code is not read"),
 )

@@ -47,12 +47,15 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
 
     @property
     def affine_shapes(self) -> tuple[SliceShape, ...]:
-        """The layer, if it may be replaced whole and its weight can be read."""
+        """The layer, if its weight can be read and it is only a product with it."""
+        if isinstance(self.base_layer, Conv1D):
+            return (SliceShape(self.base_layer.nx, self.base_layer.nf),)
         return self.saved_shapes if type(self.base_layer.weight.data) is Tensor else ()
 
     def base_weights(self, index: int) -> tuple[Tensor, Tensor | None] | None:  # noqa: ARG002
         """Return the base layer's."""
-        return (self.base_layer.weight, self.base_layer.bias) if self.affine_shapes else None
+        weight, bias = self.base_layer.weight, self.base_layer.bias
+        return (weight.T if isinstance(self.base_layer, Conv1D) else weight), bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ W.T + bias + delta`; x: [..., in_features], one row per mapped token."""

@@ -59,6 +59,7 @@ class ReplaceableNorm:
     """
 
     def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
         self.features = norm.get_parameter("weight").numel()
         self._saved: SavedWeights | None = None
         self._punica: PunicaWrapper | None = None

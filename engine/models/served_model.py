@@ -127,7 +127,10 @@ class ServedModel:
         )
 
     def _base_weights(self, module: str) -> BaseWeights | None:
-        """Return the base weights of a linear module; None where they can't be read."""
+        """Return the base weights of a linear module or a norm; None where they can't be read."""
+        if module in self.norms:
+            parameters = dict(self.norms[module].norm.named_parameters())
+            return BaseWeights(parameters["weight"], parameters.get("bias"))
         for name, layer in self.layers.items():
             parent = name[: len(name) - len(name.rpartition(".")[2])]
             for index, shape in enumerate(layer.affine_shapes):

@@ -75,6 +75,7 @@ class Arena:
     ) -> None:
         self.slots_max = slots_max
         self.modules = sorted_by_column(modules)
+        self._optional_columns = [one.index for one in self.modules if one.is_optional]
         self._shape_at = {shape.index: shape for shape in self.modules}
         self.dtype = dtype
         self.device = torch.device(device)
@@ -197,9 +198,8 @@ class Arena:
         return self._matrices(start, rank, shape)
 
     def has_saved_layers(self, slot: int) -> bool:
-        """Whether the slot has module-slices that replace a layer whole."""
-        columns = [shape.index for shape in self.modules if shape.is_optional]
-        return bool((self.directory.host_offsets[slot, columns] != ABSENT).any())
+        """Whether the slot has optional module-slices: whole layers, or scales and shifts."""
+        return bool((self.directory.host_offsets[slot, self._optional_columns] != ABSENT).any())
 
     def write_slice(self, slot: int, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Copy A and B of the module-slice at column `index` into an extent of their own.

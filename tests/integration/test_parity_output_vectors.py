@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from engine.adapters import LoRAModel, LoRARequest, PEFTHelper
 from engine.config import LoRAConfig
@@ -115,6 +115,7 @@ def test_dora_in_memory_needs_the_model(tmp_path: Path) -> None:
     [
         ("DoRA", "q_proj.lora_magnitude", "adapted modules without a magnitude: model.layers.0"),
         ("bias in B", "q_proj.lora_B.bias", "adapted modules without a bias in B"),
+        ("all biases", "q_proj.base_layer.bias", "adapted modules without their bias: model"),
         ("DoRA", "q_proj.lora_A", "lora_A"),
     ],
 )
@@ -133,8 +134,45 @@ def test_a_vector_of_another_length_or_layer_is_refused(tmp_path: Path) -> None:
     name = next(name for name in weights if name.endswith("gate_proj.bias"))
     for changed, text in (
         ({name: weights[name][:-1]}, "24 floating values are needed"),
-        ({"base_model.model.model.norm.bias": torch.ones(16)}, "for which none is served"),
+        ({"base_model.model.lm_head.x.bias": torch.ones(16)}, "for which none is served"),
     ):
         save_file(weights | changed, file)
         with pytest.raises(AdapterDoesNotFit, match=text):
             make_worker().add_adapter(LoRARequest("a", 1, str(tmp_path)))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(4)
+    config = GPT2Config(vocab_size=31, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    model = GPT2LMHeadModel(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "ln_" in name:
+            nn.init.normal_(parameter, mean=0.7, std=0.3)
+    return model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("fields", [{"bias": "all"}, {"use_dora": True}], ids=str)
+@torch.no_grad()
+def test_gpt2_has_biases_in_norms_and_transposed_weights(
+    fields: dict[str, object], tmp_path: Path
+) -> None:
+    fields = {"target_modules": ["c_attn", "c_fc"], "init_lora_weights": False, **fields}
+    config = LoraConfig(r=4, fan_in_fan_out=True, **fields)
+    torch.manual_seed(5)
+    reference = get_peft_model(gpt2(), config).eval()
+    for name, parameter in reference.named_parameters():
+        if parameter.requires_grad and (name.endswith("bias") or "magnitude" in name):
+            parameter.add_(torch.rand_like(parameter))
+    reference.peft_config["default"].init_lora_weights = True
+    reference.save_pretrained(tmp_path)
+    lora_config = LoRAConfig(max_lora_rank=8, max_loras=2)
+    manager = LRUCacheLoRAModelManager(
+        gpt2(), 8, 256, 31, lora_config, "cpu", device_bytes_max=1 << 20
+    )
+    worker = LRUCacheWorkerLoRAManager(manager)
+    index = [0] * len(PROMPT) + [1] * len(PROMPT)
+    worker.set_active_adapters([LoRARequest("a", 1, str(tmp_path))], LoRAMapping(index, [0, 1]))
+    tokens = torch.tensor([PROMPT] * 2)
+    found = manager.model(tokens).logits
+    assert relative_error(found[0], gpt2()(tokens).logits[0]) < 1e-5
+    assert relative_error(found[1], reference(input_ids=tokens).logits[1]) < 1e-5

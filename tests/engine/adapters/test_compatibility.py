@@ -54,10 +54,10 @@ def test_one_module_of_another_size_is_named_alone(tmp_path: Path) -> None:
     )
 
 
-def test_dora_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_dora_is_refused_where_no_base_weight_can_be_read(tmp_path: Path) -> None:
     magnitude = {key(Q, "A").replace("lora_A", "lora_magnitude_vector"): torch.ones(16)}
     text = refusal(tmp_path / "a", tensors() | magnitude, use_dora=True)
-    assert "use_dora is True; DoRA is not served; train with use_dora=False, or merge" in text
+    assert "is a magnitude of a layer for which none is served; they are for linear layers" in text
 
 
 def test_a_whole_module_that_can_not_be_replaced_is_one_problem(tmp_path: Path) -> None:

@@ -202,9 +202,9 @@ DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     ),
     "magnitudes": (
         tensors() | {f"{HEAD}{Q}.lora_magnitude_vector": ones(16)},
-        "DoRA is not served",
+        "(use_dora is off in the config)",
     ),
-    "a bias": (tensors() | {f"{HEAD}{Q}.bias": ones(16)}, "biases are not served"),
+    "a bias": (tensors() | {f"{HEAD}{Q}.bias": ones(16)}, "(bias is 'none' in the config)"),
     "a head": (tensors() | {f"{HEAD}score.weight": ones(2, 16)}, f"tensors: {HEAD}score.weight"),
     "an adapter's name": (tensors() | {f"{HEAD}{Q}.lora_A.x.weight": ones(4, 16)}, "lora_A.x"),
 }
@@ -258,12 +258,12 @@ def test_every_floating_dtype_is_read_as_stored(tmp_path: Path, dtype: str) -> N
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    config = {**CONFIG, "use_dora": True, "bias": "all", "r": 9}
+    config = {**CONFIG, "use_qalora": True, "bias": "some", "r": 9}
     weights = tensors(q_B=None, v_A=ones(4, 9)) | {"what": ones(1)}
     with pytest.raises(AdapterConfigRefused) as caught:
         read(write(tmp_path / "adapter", config=config, weights=weights))
     for text in (
-        "use_dora",
+        "use_qalora",
         "bias",
         "max_lora_rank is 8",
         "no matching lora_B",

@@ -62,6 +62,23 @@ def test_a_step_of_another_shape_is_another_graph() -> None:
     assert three != four
 
 
+def test_a_step_with_saved_layers_is_neither_captured_nor_replayed() -> None:
+    """Their rows are chosen by index, so a replay would compute those of the captured batch."""
+    punica = PunicaWrapper(
+        torch.device("cpu"),
+        16,
+        choose_kernels("cpu", "reference"),
+        has_saved_layers=lambda slot: slot == 2,
+    )
+    runner = GraphRunner(punica, lambda step: step)
+    calls: list[int] = []
+    for ids, captured in (([1, 0], 1), ([3, 0], 1), ([1, 3], 1)):
+        punica.update_metadata(LoRAMapping(ids, ids), SLOTS)
+        runner.run(lambda: calls.append(1) or torch.zeros(1), "shape")
+        assert len(runner.keys) == captured
+    assert len(calls) == 3
+
+
 def test_a_graph_is_not_replayed_for_reallocated_tables() -> None:
     punica = wrapper()
     runner = GraphRunner(punica, lambda step: step)
