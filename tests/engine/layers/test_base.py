@@ -247,8 +247,9 @@ def test_unpaired_or_unfitting_tensors_are_refused_before_any_change(
 
 
 def test_every_slice_needs_one_column() -> None:
-    with pytest.raises(ValueError, match="3 columns for a layer of 1"):
-        ReplicatedLinearWithLoRA(nn.Linear(4, 3)).create_lora_weights(arena_for((4, 3)), [0, 1, 2])
+    """Or one more for the whole layer and one for its scale and shift."""
+    with pytest.raises(ValueError, match="2 columns for a layer of 1"):
+        ReplicatedLinearWithLoRA(nn.Linear(4, 3)).create_lora_weights(arena_for((4, 3)), [0, 1])
 
 
 WIDE = [(4, 3), (4, 1), (4, 2)]
