@@ -69,6 +69,8 @@ class StandIn:
         self.first_seq = 1
         self.published = []
         self.received = []
+        # Replies that precede the next final one.
+        self.extra_replies = []
         self._kept = {}
         self._streamed = {}
         self._queue = []
@@ -162,6 +164,8 @@ class StandIn:
         done_first = answered or self.done_first
         if streams and not done_first:
             self._stream(send, key, reply)
+        while self.extra_replies:
+            send(self.extra_replies.pop(0))
         if self.lose:
             self.lose -= 1
         else:

@@ -1,0 +1,94 @@
+"""The task that keeps an `AdapterTable` up to date from the life-cycle stream.
+
+Events change states at once. The fields that events do not contain are read for the changed names
+together, once per `REFRESH_S`, so that a burst of events costs a bounded number of queries.
+"""
+
+import asyncio
+from typing import Final
+
+import structlog
+
+from controller.client import AsyncClient, AsyncEventStream, LoradockError, UnknownAdapter
+from gateway.adapters.table import AdapterTable
+from messages.events import Published
+
+REFRESH_S: Final = 0.25
+SHOWN_MAX: Final = 128
+"""More changed names than this are read as one list."""
+
+_RETRY_S: Final = 0.5
+_EVENTS_PER_YIELD: Final = 256
+
+log = structlog.get_logger("gateway")
+
+
+class Follower:
+    """Keeps `table` up to date; `changed` is notified after each change."""
+
+    def __init__(self, client: AsyncClient, table: AdapterTable) -> None:
+        self._client = client
+        self.table = table
+        self.changed = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Follow until cancelled; an absent controller is awaited."""
+        while True:
+            try:
+                await self._follow()
+            except LoradockError as error:
+                self.table.synced = False
+                log.warning("the controller's events can't be followed", error=str(error))
+            await asyncio.sleep(_RETRY_S)
+
+    async def _follow(self) -> None:
+        await self._relist()
+        async with await self._client.events(since=self.table.seq) as stream:
+            while True:
+                await self._read(stream)
+                if self.table.needs_list:
+                    await self._relist()
+                else:
+                    await self._refresh()
+
+    async def _relist(self) -> None:
+        status = await self._client.status()
+        self.table.reset(await self._client.list(), status)
+        await self.notify()
+
+    async def _read(self, stream: AsyncEventStream) -> None:
+        """Process the events that arrive within `REFRESH_S`."""
+        count, item = 0, await stream.next_within(REFRESH_S)
+        while item is not None:
+            if isinstance(item, Published):
+                self.table.apply(item)
+            else:
+                self.table.on_gap(stream.seq)
+            count += 1
+            if count % _EVENTS_PER_YIELD == 0:
+                await self.notify()
+                await asyncio.sleep(0)
+                return
+            item = await stream.next_within(0.0)
+        if count:
+            await self.notify()
+
+    async def _refresh(self) -> None:
+        """Read the views of changed adapters, and the status."""
+        table = self.table
+        if len(table.stale) > SHOWN_MAX:
+            await self._relist()
+            return
+        for name in sorted(table.stale):
+            try:
+                table.update(name, (await self._client.show(name)).adapter)
+            except UnknownAdapter:
+                table.update(name, None)
+        before, table.status = table.status, await self._client.status()
+        if table.status != before:
+            await self.notify()
+
+    async def notify(self) -> None:
+        """Wake all readers of the table."""
+        async with self.changed:
+            self.changed.notify_all()

@@ -1,0 +1,1 @@
+"""What every endpoint needs: bodies, errors, keys, streams of server-sent events."""

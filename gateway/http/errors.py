@@ -1,0 +1,142 @@
+"""Errors of HTTP requests: status and JSON body, in the shape of the OpenAI protocol.
+
+The error code of a `LoradockError` is in the message and in the header `X-LoRADock-Code`.
+"""
+
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec import Struct
+from starlette.responses import Response
+
+from controller.client import LoradockError
+from messages.errors import ErrorCode
+
+CODE_HEADER: Final = "X-LoRADock-Code"
+RETRY_AFTER_S: Final = 1
+
+TYPES: Final[dict[int, str]] = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "TimeoutError",
+    409: "ConflictError",
+    413: "PayloadTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
+    431: "HeadersTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+"""Status -> the `type` of its error body."""
+
+STATUSES: Final[dict[ErrorCode, int]] = {
+    ErrorCode.NO_ROOM: 503,
+    ErrorCode.NOT_FOUND: 404,
+    ErrorCode.DOES_NOT_FIT: 400,
+    ErrorCode.DEVICE_OUT_OF_MEMORY: 503,
+    ErrorCode.CONFIG_REFUSED: 400,
+    ErrorCode.UNKNOWN_ADAPTER: 404,
+    ErrorCode.NOT_RESIDENT: 503,
+    ErrorCode.NOT_FINITE: 400,
+    ErrorCode.PATH_NOT_ALLOWED: 403,
+    ErrorCode.CONFLICT: 409,
+    ErrorCode.ENGINE_GONE: 503,
+    ErrorCode.MALFORMED: 400,
+    ErrorCode.NOT_ALLOWED: 403,
+    ErrorCode.LOG_UNAVAILABLE: 503,
+    ErrorCode.OVERLOADED: 429,
+    ErrorCode.NOT_SERVED: 400,
+}
+
+_RETRIED: Final = (429, 503)
+"""Statuses after which the same request may succeed later."""
+
+
+class ErrorInfo(Struct, frozen=True):
+    """The error of a request; `code` is the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(Struct, frozen=True):
+    """The body of an answer that reports an error."""
+
+    error: ErrorInfo
+
+
+class UnauthorizedBody(Struct, frozen=True):
+    """The body of an answer to a request without a valid key."""
+
+    error: str = "Unauthorized"
+
+
+class HttpError(Exception):
+    """A request that is answered with an error.
+
+    `param` names the field of the request that caused it; `error_code` is LoRADock's own code.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, error_code: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.error_code = error_code
+
+    @property
+    def body(self) -> ErrorBody:
+        """The JSON body, which is also an event of a stream."""
+        info = ErrorInfo(self.message, TYPES.get(self.status, "Error"), self.param, self.status)
+        return ErrorBody(info)
+
+
+class FieldProblem(NamedTuple):
+    """A field of a request and why it is refused."""
+
+    field: str
+    message: str
+
+
+def refused_field(problem: FieldProblem) -> HttpError:
+    """Return the error for a field that is not served or has a wrong value."""
+    return HttpError(400, problem.message, problem.field)
+
+
+def model_not_found(name: str) -> HttpError:
+    """Return the error for a model name that is neither the base model nor an adapter."""
+    code = ErrorCode.UNKNOWN_ADAPTER.value
+    message = f"{code}: the model {name!r} does not exist; GET /v1/models lists those that do"
+    return HttpError(404, message, "model", code)
+
+
+def error_of(error: LoradockError, param: str | None = None) -> HttpError:
+    """Return the HTTP error for an error of the controller's client."""
+    if error.code is ErrorCode.UNKNOWN_ADAPTER and param is None:
+        param = "model"
+    return HttpError(STATUSES[error.code], str(error), param, error.code.value)
+
+
+def error_response(error: HttpError) -> Response:
+    """Return the answer that reports an error."""
+    headers = {}
+    if error.error_code:
+        headers[CODE_HEADER] = error.error_code
+    if error.status in _RETRIED:
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    content = msgspec.json.encode(error.body)
+    return Response(content, error.status, headers, media_type="application/json")
+
+
+def unauthorized_response() -> Response:
+    """Return the answer to a request without a valid key."""
+    content = msgspec.json.encode(UnauthorizedBody())
+    headers = {"WWW-Authenticate": "Bearer"}
+    return Response(content, 401, headers, media_type="application/json")

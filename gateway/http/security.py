@@ -1,0 +1,106 @@
+"""API keys, bounds on headers, and the answer to paths and methods that do not exist.
+
+Keys are compared by their digests in constant time.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.http.bodies import header_of
+from gateway.http.errors import HttpError, error_response, unauthorized_response
+from gateway.options import KEYS_VARIABLES, GatewayOptions
+
+
+def configured_keys(options: GatewayOptions, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the API keys of options, file and environment; raises `OSError` and `ValueError`.
+
+    Without any key, requests need none.
+    """
+    keys = [*options.api_keys]
+    if options.api_key_file:
+        lines = Path(options.api_key_file).read_text().splitlines()
+        of_file = [line.strip() for line in lines if line.strip()]
+        if not of_file:
+            raise ValueError(f"{options.api_key_file} contains no API key; one per line is needed")
+        keys += of_file
+    keys += [environment[name] for name in KEYS_VARIABLES if environment.get(name)]
+    if not all(keys):
+        raise ValueError("an API key is empty; at least one character is needed")
+    return tuple(keys)
+
+
+class ApiKeys:
+    """The keys that requests may send."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests: Final = tuple(_digest(key.encode()) for key in keys)
+
+    def accept(self, scope: Scope) -> bool:
+        """Whether the request has a valid key, or none is needed."""
+        if not self._digests:
+            return True
+        scheme, _, key = header_of(scope, b"authorization").partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        # Headers were decoded as Latin-1, which keeps their bytes.
+        digest = _digest(key.strip().encode("latin-1"))
+        # All keys are compared, so that the time does not depend on which one matches.
+        return sum(hmac.compare_digest(digest, known) for known in self._digests) > 0
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class KeyedApp:
+    """An endpoint that is served to requests with a valid key alone."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if self._keys.accept(scope):
+            await self._app(scope, receive, send)
+        else:
+            await unauthorized_response()(scope, receive, send)
+
+
+class RefusingApp:
+    """An endpoint that answers every request with one error."""
+
+    def __init__(self, error: HttpError) -> None:
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        await error_response(self._error)(scope, receive, send)
+
+
+class HeaderLimit:
+    """An application around another: requests whose head is too long are refused."""
+
+    def __init__(self, app: ASGIApp, bytes_max: int) -> None:
+        self._app = app
+        self._bytes_max = bytes_max
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and _head_bytes(scope) > self._bytes_max:
+            error = HttpError(
+                431, f"the head is too long; at most {self._bytes_max} bytes are read"
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _head_bytes(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+    return headers + len(scope["raw_path"] or b"") + len(scope["query_string"])

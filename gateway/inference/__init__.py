@@ -1,0 +1,1 @@
+"""The endpoints of the OpenAI protocol that need the model: texts, chats, vectors, tokens."""

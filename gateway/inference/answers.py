@@ -1,0 +1,186 @@
+"""The answers of the OpenAI protocol."""
+
+from msgspec import UNSET, Struct, UnsetType
+
+
+class Usage(Struct, frozen=True):
+    """Numbers of tokens of a request."""
+
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int = 0
+
+
+class CompletionChoice(Struct, frozen=True):
+    """One text; `finish_reason` is null before its end."""
+
+    index: int
+    text: str
+    finish_reason: str | None
+    logprobs: None = None
+    stop_reason: int | str | None = None
+
+
+class Completion(Struct, frozen=True, kw_only=True):
+    """The answer to `POST /v1/completions`, and a chunk of its stream.
+
+    `usage` is null in chunks before the last one of a stream that has it, and absent without.
+    """
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ChatMessage(Struct, frozen=True):
+    """The assistant's message."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+    tool_calls: tuple[()] = ()
+
+
+class ChatChoice(Struct, frozen=True):
+    """One message."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletion(Struct, frozen=True, kw_only=True):
+    """The answer to `POST /v1/chat/completions`."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to a message."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChunkChoice(Struct, frozen=True):
+    """What a chunk adds to a choice."""
+
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: None = None
+    stop_reason: int | str | None = None
+
+
+class ChatChunk(Struct, frozen=True, kw_only=True):
+    """A chunk of a stream of `POST /v1/chat/completions`."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class EmbeddingItem(Struct, frozen=True):
+    """The vector of an input; Base64 stands for little-endian float32 numbers."""
+
+    index: int
+    embedding: tuple[float, ...] | str
+    object: str = "embedding"
+
+
+class Embeddings(Struct, frozen=True, kw_only=True):
+    """The answer to `POST /v1/embeddings`."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[EmbeddingItem]
+    usage: Usage
+
+
+class ClassItem(Struct, frozen=True):
+    """The label with the highest score, and the scores of all labels."""
+
+    index: int
+    label: str
+    probs: tuple[float, ...]
+    num_classes: int
+
+
+class Classes(Struct, frozen=True, kw_only=True):
+    """The answer to `POST /classify`; `labels` are in the order of `probs`."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[ClassItem]
+    labels: tuple[str, ...]
+    usage: Usage
+
+
+class PoolingItem(Struct, frozen=True):
+    """The vector or the scores of an input."""
+
+    index: int
+    data: tuple[float, ...] | str
+    object: str = "pooling"
+
+
+class Pooled(Struct, frozen=True, kw_only=True):
+    """The answer to `POST /pooling`."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[PoolingItem]
+    usage: Usage
+
+
+class ScoreItem(Struct, frozen=True):
+    """The similarity of one pair of texts."""
+
+    index: int
+    score: float
+    object: str = "score"
+
+
+class Scores(Struct, frozen=True, kw_only=True):
+    """The answer to `POST /score`."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[ScoreItem]
+    usage: Usage
+
+
+class Tokenized(Struct, frozen=True):
+    """The answer to `POST /tokenize`."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, frozen=True):
+    """The answer to `POST /detokenize`."""
+
+    prompt: str

@@ -1,0 +1,130 @@
+"""From the messages of a request to a prompt of token ids, or to a text with images.
+
+A rendered template contains the special tokens that the model expects, so none are added.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from msgspec import Struct
+
+from gateway.http.errors import HttpError
+from gateway.inference.chat_template import ChatTemplate
+from gateway.inference.images import fetch_image, image_of_data_url, is_remote
+from gateway.inference.messages import Json, Message, conversation_of, decoded
+from gateway.inference.service import ModelFiles
+from gateway.inference.tokenizer import Tokenizer, no_tokenizer
+from messages.requests import IMAGES_MAX
+
+_CHOICES: Final = (None, "none", "auto")
+
+
+class PromptFields(Protocol):
+    """The fields of a chat that its template reads; Structs can't have them from two bases."""
+
+    messages: list[Message]
+    tools: Json
+    tool_choice: Json
+    documents: Json
+    add_generation_prompt: bool | None
+    continue_final_message: bool | None
+    add_special_tokens: bool | None
+    chat_template: str | None
+    chat_template_kwargs: Json
+    reasoning_effort: str | None
+
+
+class ChatPrompt(Struct, frozen=True):
+    """What a generation starts from: token ids, or a text with images."""
+
+    prompt: str | tuple[int, ...]
+    images: tuple[bytes, ...] = ()
+
+
+class ChatPrompts:
+    """Makes prompts of chats with the files of the model."""
+
+    def __init__(self, files: ModelFiles, allowed_hosts: Sequence[str]) -> None:
+        self._files = files
+        self._allowed_hosts = tuple(allowed_hosts)
+
+    async def prompt_of(self, body: PromptFields) -> ChatPrompt:
+        """Return the prompt; raises `HttpError`."""
+        template, tokenizer = self._needed_files()
+        variables = _variables(body)
+        conversation = conversation_of(body.messages, reads_parts=template.reads_parts)
+        text = template.render(conversation.messages, variables)
+        if body.continue_final_message:
+            text = _until_final_content(text, body)
+        if not conversation.image_urls:
+            tokens = tokenizer.encode(text, special=bool(body.add_special_tokens))
+            return ChatPrompt(tuple(tokens))
+        images = await self._images(conversation.image_urls)
+        # The engine's processor tokenizes this text itself and adds special tokens again.
+        bos = tokenizer.special_tokens.get("bos_token", "")
+        return ChatPrompt(text.removeprefix(bos) if tokenizer.adds_bos else text, images)
+
+    def _needed_files(self) -> tuple[ChatTemplate, Tokenizer]:
+        files = self._files
+        if files.tokenizer is None:
+            raise no_tokenizer()
+        if files.template is None:
+            raise HttpError(
+                400,
+                "the model has no chat template; send a prompt to /v1/completions, or start the "
+                "gateway with --chat-template",
+                "messages",
+            )
+        return files.template, files.tokenizer
+
+    async def _images(self, urls: Sequence[str]) -> tuple[bytes, ...]:
+        if len(urls) > IMAGES_MAX:
+            raise HttpError(400, f"{len(urls)} images; {IMAGES_MAX} are allowed", "messages")
+        return tuple([await self._image(url) for url in urls])
+
+    async def _image(self, url: str) -> bytes:
+        if is_remote(url):
+            return await asyncio.to_thread(fetch_image, url, self._allowed_hosts)
+        return image_of_data_url(url)
+
+
+def _variables(body: PromptFields) -> dict[str, Any]:
+    """Return the variables of the template other than the messages."""
+    if body.chat_template is not None:
+        message = "chat_template is not served; start the gateway with --chat-template"
+        raise HttpError(400, message, "chat_template")
+    choice = decoded(body.tool_choice, "tool_choice")
+    if choice not in _CHOICES:
+        message = "tool_choice is not served; only 'none' and 'auto' are"
+        raise HttpError(400, message, "tool_choice")
+    further = decoded(body.chat_template_kwargs, "chat_template_kwargs") or {}
+    tools, documents = decoded(body.tools, "tools"), decoded(body.documents, "documents")
+    if not isinstance(further, dict):
+        raise HttpError(400, "chat_template_kwargs is not an object", "chat_template_kwargs")
+    for name, value in (("tools", tools), ("documents", documents)):
+        if value is not None and not isinstance(value, list):
+            raise HttpError(400, f"{name} is not a list", name)
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other"
+        raise HttpError(400, message, "continue_final_message")
+    adds_prompt = not body.continue_final_message and body.add_generation_prompt is not False
+    variables = {
+        "tools": tools or None,
+        "documents": documents,
+        "add_generation_prompt": adds_prompt,
+    }
+    if body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    return {**further, **variables}
+
+
+def _until_final_content(text: str, body: PromptFields) -> str:
+    """Cut what the template adds after the last message's text, which is to be continued."""
+    content = body.messages[-1].content
+    final = content.strip() if isinstance(content, str) else ""
+    position = text.rfind(final) if final else -1
+    if position < 0:
+        message = "the last message is no text that the chat template ends with"
+        raise HttpError(400, message, "continue_final_message")
+    return text[: position + len(final)]

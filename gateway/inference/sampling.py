@@ -1,0 +1,206 @@
+"""Sampling parameters of requests, and what of them is served.
+
+A parameter that the engine does not serve is refused by its name, unless its value is the one that
+changes nothing.
+"""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from gateway.http.errors import FieldProblem, HttpError, refused_field
+from messages.requests import Sampling
+
+CHOICES_MAX: Final = 128
+STOP_MAX: Final = 16
+
+TEMPERATURE_DEFAULT: Final = 1.0
+"""As in the OpenAI protocol; the model's generation_config.json precedes it, as in vLLM."""
+
+Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
+StopText = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: in every chunk."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    """Only `text` is served."""
+
+    type: str
+    json_schema: msgspec.Raw | UnsetType = UNSET
+    schema: msgspec.Raw | UnsetType = UNSET
+
+
+class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The parameters that texts and chats have in common.
+
+    Parameters below `seed` are served where the engine serves them, or accepted with values that
+    change nothing; labels (`user`, `metadata`, ...) are accepted and not used.
+    """
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Tokens | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=STOP_MAX)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    length_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    use_beam_search: bool | None = None
+    best_of: int | None = None
+    priority: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: msgspec.Raw | UnsetType = UNSET
+    guided_json: msgspec.Raw | UnsetType = UNSET
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    logits_processors: msgspec.Raw | UnsetType = UNSET
+    kv_transfer_params: msgspec.Raw | UnsetType = UNSET
+    vllm_xargs: msgspec.Raw | UnsetType = UNSET
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: bool | None = None
+
+
+UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "length_penalty": (1.0,),
+    "logit_bias": ({},),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "use_beam_search": (False,),
+    "best_of": (1,),
+    "priority": (0,),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "logits_processors": (),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "suffix": ("",),
+    "dimensions": (),
+}
+"""Parameter -> its values that change nothing; null is one of them for every parameter."""
+
+PASSED_ON: Final = frozenset(
+    {
+        *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("stop_token_ids", "ignore_eos", "min_tokens"),
+    }
+)
+"""Parameters that mean the same to the engine, once `Sampling` has a field of their name."""
+
+_SERVED: Final = PASSED_ON.intersection(Sampling.__struct_fields__)
+_NULL: Final = b"null"
+
+
+class SamplingDefaults(Struct, frozen=True):
+    """Values for parameters that a request leaves out."""
+
+    temperature: float = TEMPERATURE_DEFAULT
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+def check_served(body: Struct) -> None:
+    """Raise `HttpError` for the first parameter with a value that is not served."""
+    for name, unchanged in UNCHANGED.items():
+        value = getattr(body, name, None)
+        if value is None or value is UNSET or name in _SERVED or value in unchanged:
+            continue
+        if not isinstance(value, msgspec.Raw) or bytes(value).strip() != _NULL:
+            raise refused_field(FieldProblem(name, f"{name} is not served; leave it out"))
+    answer_format = getattr(body, "response_format", None)
+    if answer_format is not None and answer_format.type != "text":
+        message = f"response_format {answer_format.type!r} is not served; only 'text' is"
+        raise refused_field(FieldProblem("response_format", message))
+
+
+def check_stream_options(body: SamplingFields) -> None:
+    """Raise `HttpError` for options of a stream where none is requested."""
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options needs stream: true", "stream_options")
+
+
+def sampling_of(
+    body: SamplingFields, defaults: SamplingDefaults, max_tokens: int | None
+) -> dict[str, Any]:
+    """Return the keywords of `AsyncClient.generate`; None as `max_tokens` is its own default."""
+    check_served(body)
+    check_stream_options(body)
+    top_k = defaults.top_k if body.top_k is None else body.top_k
+    sampling: dict[str, Any] = {
+        "temperature": defaults.temperature if body.temperature is None else body.temperature,
+        "top_p": defaults.top_p if body.top_p is None else body.top_p,
+        # -1 means no bound in vLLM.
+        "top_k": max(0, top_k),
+        "stop": _stop_of(body.stop),
+    }
+    if max_tokens is not None:
+        sampling["max_tokens"] = max_tokens
+    if body.seed is not None:
+        sampling["seed"] = body.seed % 2**63
+    passed_on = {name: getattr(body, name) for name in _SERVED}
+    return sampling | {name: value for name, value in passed_on.items() if value is not None}
+
+
+def _stop_of(stop: str | list[str] | None) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, str) else tuple(stop)
+
+
+def of_choice(sampling: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the sampling of one of several choices: a seed is counted on, so that they differ."""
+    if index == 0 or "seed" not in sampling:
+        return sampling
+    return sampling | {"seed": (sampling["seed"] + index) % 2**63}

@@ -1,0 +1,170 @@
+"""What the endpoints of inference have in common: model, tokenizer, starts, ids and usage."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from msgspec import Struct
+
+from controller.client import AsyncClient, AsyncGeneration
+from gateway.adapters.models import Models
+from gateway.adapters.names import context_tokens
+from gateway.http.errors import HttpError
+from gateway.inference.answers import Usage
+from gateway.inference.chat_template import ChatTemplate, find_template
+from gateway.inference.run import Run
+from gateway.inference.sampling import SamplingDefaults
+from gateway.inference.tokenizer import Tokenizer, no_tokenizer, sampling_defaults
+from gateway.metrics.recorder import Recorder
+from messages.requests import GenerationDone, TextPrompt
+
+CHOICES_PER_REQUEST_MAX: Final = 2048
+
+log = structlog.get_logger("gateway")
+
+
+class ModelFiles(Struct, frozen=True):
+    """What a gateway reads of the base model's directory; None where a file is missing."""
+
+    tokenizer: Tokenizer | None = None
+    template: ChatTemplate | None = None
+    context: int | None = None
+    defaults: SamplingDefaults = SamplingDefaults()
+
+
+def read_model_files(directory: str, template_file: str = "", context: int = 0) -> ModelFiles:
+    """Return the files of a model's directory, which may be absent from this machine.
+
+    Raises `OSError` and `ValueError` for a configured chat template that can't be used.
+    """
+    path = Path(directory)
+    try:
+        tokenizer = Tokenizer(path) if directory else None
+    except (OSError, ValueError) as error:
+        log.warning(
+            "chats are not served: no tokenizer.json", directory=directory, error=str(error)
+        )
+        tokenizer = None
+    template = None
+    if tokenizer is not None:
+        source = find_template(path, template_file, tokenizer)
+        template = ChatTemplate(source, tokenizer.special_tokens) if source else None
+    own = context_tokens(directory) if directory else None
+    return ModelFiles(tokenizer, template, context or own, sampling_defaults(path))
+
+
+class Start(Struct, frozen=True):
+    """One generation to start."""
+
+    prompt: TextPrompt
+    sampling: dict[str, Any]
+    images: tuple[bytes, ...] = ()
+
+
+class Service:
+    """Starts generations for the endpoints."""
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        models: Models,
+        recorder: Recorder,
+        files: ModelFiles,
+        timeout_s: float,
+    ) -> None:
+        self.client: Final = client
+        self.models: Final = models
+        self.recorder: Final = recorder
+        self.timeout_s: Final = timeout_s
+        self.files: Final = files
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; raises `HttpError` where there is none."""
+        if self.files.tokenizer is None:
+            raise no_tokenizer()
+        return self.files.tokenizer
+
+    @property
+    def context(self) -> int | None:
+        """The tokens of prompt and output together; None where unknown."""
+        return self.files.context
+
+    async def start(self, adapter: str | None, starts: Sequence[Start]) -> Run:
+        """Start generations and wait for the first output of any; raises `LoradockError`."""
+        if len(starts) > CHOICES_PER_REQUEST_MAX:
+            raise HttpError(
+                400,
+                f"{len(starts)} texts are requested; one request may produce "
+                f"{CHOICES_PER_REQUEST_MAX}",
+                "n",
+            )
+        generations: list[AsyncGeneration] = []
+        try:
+            for one in starts:
+                generations += [await self._start_one(adapter, one)]
+            run = Run(generations, self.recorder)
+        except BaseException:
+            for generation in generations:
+                await generation.close()
+            raise
+        try:
+            await run.wait_for_first()
+        except BaseException:
+            await run.close()
+            raise
+        return run
+
+    async def _start_one(self, adapter: str | None, start: Start) -> AsyncGeneration:
+        return await self.client.generate(
+            start.prompt,
+            adapter,
+            images=start.images,
+            timeout_s=self.timeout_s,
+            **start.sampling,
+        )
+
+
+def new_id(prefix: str) -> str:
+    """Return an id for an answer."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def finish_reason(result: GenerationDone) -> str:
+    """Return the protocol's name for how a generation ended."""
+    return "abort" if result.finish_reason == "cancelled" else result.finish_reason
+
+
+class UsageCount:
+    """Counts the tokens of a request with several choices per prompt."""
+
+    def __init__(self, choices_per_prompt: int) -> None:
+        self._choices_per_prompt = choices_per_prompt
+        self._prompt_tokens: dict[int, int] = {}
+        self._output_tokens: dict[int, int] = {}
+
+    def on_prompt(self, prompt: int, tokens: int) -> None:
+        """Note the tokens of a prompt."""
+        self._prompt_tokens[prompt] = tokens
+
+    def on_tokens(self, choice: int, tokens: int) -> None:
+        """Count new tokens of a choice."""
+        self._output_tokens[choice] = self._output_tokens.get(choice, 0) + tokens
+
+    def on_done(self, choice: int, result: GenerationDone) -> None:
+        """Note the final counts of a choice."""
+        self._prompt_tokens[choice // self._choices_per_prompt] = result.prompt_tokens
+        self._output_tokens[choice] = result.output_tokens
+
+    def usage(self) -> Usage:
+        """Return the total of all choices."""
+        prompt, output = sum(self._prompt_tokens.values()), sum(self._output_tokens.values())
+        return Usage(prompt, prompt + output, output)
+
+    def usage_of(self, choice: int) -> Usage:
+        """Return the usage of one choice until now."""
+        prompt = self._prompt_tokens.get(choice // self._choices_per_prompt, 0)
+        output = self._output_tokens.get(choice, 0)
+        return Usage(prompt, prompt + output, output)

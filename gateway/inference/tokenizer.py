@@ -1,0 +1,102 @@
+"""The model's tokenizer and its files, without the libraries of the engine.
+
+Only `tokenizer.json` is read: importing the libraries that convert other formats takes a hundred
+times the memory of a gateway.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from tokenizers import Tokenizer as Vocabulary
+
+from gateway.http.errors import HttpError
+from gateway.inference.sampling import SamplingDefaults
+from messages.errors import ErrorCode
+
+FILE_BYTES_MAX: Final = 256 << 20
+TEXT_CHARACTERS_MAX: Final = 1_000_000
+SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer:
+    """The tokenizer in a model's directory; raises `OSError` and `ValueError` for other files."""
+
+    def __init__(self, directory: Path) -> None:
+        self._vocabulary = _vocabulary(directory / "tokenizer.json")
+        self.config = read_json(directory / "tokenizer_config.json")
+        tokens = {name: token_text(self.config.get(name)) for name in SPECIAL_TOKENS}
+        self.special_tokens: Final = {name: text for name, text in tokens.items() if text}
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Return the token ids; `special`: with those that the tokenizer adds to every text."""
+        ids: list[int] = self._vocabulary.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of token ids, special ones included."""
+        text: str = self._vocabulary.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+    def token_texts(self, tokens: Sequence[int]) -> list[str]:
+        """Return the vocabulary's entry of each token id."""
+        return [self._vocabulary.id_to_token(token) or "" for token in tokens]
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the tokenizer adds the beginning-of-text token to every text."""
+        bos = self.special_tokens.get("bos_token")
+        first = self.encode("a", special=True)[:1]
+        return bos is not None and first == [self._vocabulary.token_to_id(bos)]
+
+
+def _vocabulary(path: Path) -> Vocabulary:
+    if path.stat().st_size > FILE_BYTES_MAX:
+        raise ValueError(f"{path} has more than {FILE_BYTES_MAX} bytes")
+    text = path.read_text()
+    try:
+        return Vocabulary.from_str(text)
+    except Exception as error:
+        # The library has no errors of its own.
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty where there is no such file or none in it."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def token_text(entry: object) -> str:
+    """Return the text of a special token, which is saved as a text or as an object."""
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, str) else ""
+
+
+def sampling_defaults(directory: Path) -> SamplingDefaults:
+    """Return what the model's generation_config.json recommends, as vLLM reads it."""
+    config = read_json(directory / "generation_config.json")
+    names = SamplingDefaults.__struct_fields__
+    try:
+        return msgspec.convert(
+            {name: config[name] for name in names if config.get(name) is not None},
+            SamplingDefaults,
+        )
+    except msgspec.ValidationError:
+        return SamplingDefaults()
+
+
+def no_tokenizer() -> HttpError:
+    """Return the error for a request that needs the tokenizer where there is none."""
+    code = ErrorCode.NOT_SERVED.value
+    return HttpError(
+        400,
+        f"{code}: the gateway has no tokenizer.json of this model, so chats, texts of tokens and "
+        "/tokenize are not served; send token ids to /v1/completions",
+        error_code=code,
+    )

@@ -1,0 +1,1 @@
+"""Metrics: what this gateway measured, what the controller counted, under two sets of names."""

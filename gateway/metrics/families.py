@@ -1,0 +1,176 @@
+"""Metric families under LoRADock's own names: what the controller counted and holds."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, get_args
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from gateway.adapters.table import AdapterTable
+from gateway.histogram import Histogram
+from messages.ids import AdapterState
+
+OTHER: Final = "other"
+BASE: Final = "base"
+
+
+def top_names(counts: Mapping[str, int], names_max: int) -> frozenset[str]:
+    """Return the names with the largest counts; equal counts are in order of name."""
+    ordered = sorted(counts, key=lambda name: (-counts[name], name))
+    return frozenset(ordered[:names_max])
+
+
+def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    """Return a gauge without labels."""
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    """Return a counter without labels."""
+    return CounterMetricFamily(name, text, value=value)
+
+
+def histogram(name: str, text: str, found: Histogram) -> HistogramMetricFamily:
+    """Return a histogram without labels."""
+    return HistogramMetricFamily(name, text, buckets=found.buckets(), sum_value=found.sum)
+
+
+def labelled_counter(
+    name: str, text: str, label: str, counts: Mapping[str, int]
+) -> CounterMetricFamily:
+    """Return a counter with one label."""
+    family = CounterMetricFamily(name, text, labels=[label])
+    for value in sorted(counts):
+        family.add_metric([value], counts[value])
+    return family
+
+
+class ControllerFamilies:
+    """What the controller reports: adapters, tiers, log position, and the events since the start.
+
+    `adapters_max` bounds the adapters with a label of their own.
+    """
+
+    def __init__(self, table: AdapterTable, adapters_max: int) -> None:
+        self._table = table
+        self._adapters_max = adapters_max
+
+    def families(self) -> Iterator[Metric]:
+        """Yield every family."""
+        yield gauge(
+            "loradock_synced",
+            "Whether this gateway follows the controller's events.",
+            float(self._table.synced),
+        )
+        yield self._states()
+        yield from self._residency()
+        yield from self._status()
+        yield from self._events()
+        yield self._requests()
+
+    def _states(self) -> Metric:
+        family = GaugeMetricFamily("loradock_adapters", "Adapters by state.", labels=["state"])
+        counts = Counter(view.state for view in self._table.views.values())
+        for state in get_args(AdapterState):
+            family.add_metric([state], counts[state])
+        return family
+
+    def _residency(self) -> Iterator[Metric]:
+        views = self._table.views.values()
+        sums = {"held": 0, "leases": 0, "waiting": 0}
+        for view in views:
+            sums["held"] += view.held
+            sums["leases"] += view.leases
+            sums["waiting"] += view.waiting
+        yield gauge("loradock_adapters_held", "Adapters exempt from eviction.", sums["held"])
+        yield gauge("loradock_leases", "Running requests with an adapter.", sums["leases"])
+        yield gauge(
+            "loradock_requests_waiting_for_residency",
+            "Requests that wait for an adapter to reach its slot.",
+            sums["waiting"],
+        )
+
+    def _status(self) -> Iterator[Metric]:
+        status = self._table.status
+        yield gauge("loradock_engine_up", "Whether an engine is attached.",
+                    float(status is not None and bool(status.engine_id)))  # fmt: skip
+        if status is None:
+            return
+        bounds = GaugeMetricFamily("loradock_tier_bytes_max", "Budget per tier.", labels=["tier"])
+        sizes = GaugeMetricFamily("loradock_tier_bytes", "Bytes in use per tier.", labels=["tier"])
+        counts = GaugeMetricFamily(
+            "loradock_tier_adapters", "Adapters per tier; on the device, slots.", labels=["tier"]
+        )
+        most = GaugeMetricFamily(
+            "loradock_tier_adapters_max", "Bound on adapters per tier; 0: none.", labels=["tier"]
+        )
+        for tier in status.tiers:
+            sizes.add_metric([tier.name], tier.size_bytes)
+            bounds.add_metric([tier.name], tier.size_bytes_max)
+            counts.add_metric([tier.name], tier.count)
+            most.add_metric([tier.name], tier.count_max)
+        yield from (sizes, bounds, counts, most)
+        yield gauge("loradock_requests_pending", "Requests without an answer.", status.requests)
+        yield gauge("loradock_operations", "Operations of the engine in flight.", status.operations)
+        yield gauge("loradock_log_seq", "Number of the last input in the log.", status.seq)
+        yield gauge("loradock_log_bytes", "Size of the log.", status.log_bytes)
+        age_s = status.snapshot_age_ms / 1000
+        yield gauge("loradock_snapshot_age_seconds", "Age of the newest snapshot.", age_s)
+        yield gauge("loradock_epoch", "Number of the controller's start.", status.epoch)
+        yield counter("loradock_answered", "Requests that were answered.", status.answered)
+        yield counter("loradock_refused", "Requests that were refused.", status.refused)
+
+    def _events(self) -> Iterator[Metric]:
+        totals = self._table.totals
+        since = "since this gateway started"
+        yield histogram(
+            "loradock_load_seconds",
+            f"From an adapter's accepted files to its weights on the host {since}.",
+            totals.load_s,
+        )
+        yield counter("loradock_loads", f"Adapters loaded to the host {since}.", totals.loads)
+        yield counter("loradock_stagings", f"Adapters staged {since}.", totals.stagings)
+        yield counter("loradock_activations", f"Slots written {since}.", totals.activations)
+        yield labelled_counter(
+            "loradock_evictions", f"Evictions {since}.", "reason", totals.evictions
+        )
+        yield labelled_counter(
+            "loradock_failures", f"Failed operations {since}.", "code", totals.failures
+        )
+        yield counter("loradock_engine_starts", f"Engines attached {since}.", totals.engines)
+        yield counter("loradock_event_gaps", f"Gaps in the events {since}.", totals.gaps)
+        yield counter("loradock_prompt_tokens", f"Tokens of prompts {since}.", totals.prompt_tokens)
+        yield counter("loradock_output_tokens", f"Tokens generated {since}.", totals.output_tokens)
+
+    def _requests(self) -> Metric:
+        family = CounterMetricFamily(
+            "loradock_requests",
+            'Requests that ended, by adapter; those with the fewest are "other".',
+            labels=["adapter", "outcome"],
+        )
+        for (adapter, outcome), count in sorted(self._bounded(self._table.totals.requests).items()):
+            family.add_metric([adapter, outcome], count)
+        return family
+
+    def _bounded(self, requests: Mapping[tuple[str, str], int]) -> Counter[tuple[str, str]]:
+        """Return the counts with at most `adapters_max` adapters, and `OTHER`."""
+        totals: Counter[str] = Counter()
+        for (adapter, _), count in requests.items():
+            totals[adapter] += count
+        kept = top_names(totals, self._adapters_max)
+        bounded: Counter[tuple[str, str]] = Counter()
+        for (adapter, outcome), count in requests.items():
+            bounded[(adapter or BASE) if adapter in kept else OTHER, outcome] += count
+        return bounded
+
+
+def joined(names: Iterable[str], names_max: int) -> str:
+    """Return names between commas, and `OTHER` for those beyond the bound."""
+    ordered = sorted(names)
+    kept = ordered[:names_max]
+    return ",".join([*kept, *([OTHER] if len(ordered) > names_max else [])])

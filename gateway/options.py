@@ -1,0 +1,176 @@
+"""The options of a gateway process, defined once.
+
+`loradock gateway` and `loradock serve` make their options from `GatewayOptions`, and the process
+receives `GatewayConfig` as JSON.
+"""
+
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct
+
+PORT_DEFAULT: Final = 8000
+HOST_DEFAULT: Final = "127.0.0.1"
+
+UPDATING_VARIABLE: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""The environment variable that allows adapters to be changed over HTTP, as in vLLM."""
+
+KEYS_VARIABLES: Final = ("LORADOCK_API_KEY", "VLLM_API_KEY")
+"""Environment variables that may contain an API key."""
+
+
+def _option(
+    flag: str,
+    text: str,
+    metavar: str | None = None,
+    least: int | None = None,
+    most: int | None = None,
+) -> Any:
+    return Meta(description=text, extra={"flag": flag, "metavar": metavar}, ge=least, le=most)
+
+
+class GatewayOptions(Struct, frozen=True, kw_only=True):
+    """The options that both commands have; sizes in bytes, durations in seconds."""
+
+    api_keys: Annotated[
+        tuple[str, ...],
+        _option(
+            "--api-key",
+            "Key that requests have to send as `Authorization: Bearer KEY`; repeat for several. "
+            "Default: the variables LORADOCK_API_KEY and VLLM_API_KEY.",
+            "KEY",
+        ),
+    ] = ()
+    api_key_file: Annotated[
+        str, _option("--api-key-file", "File with one API key per line.", "FILE")
+    ] = ""
+    ssl_keyfile: Annotated[str, _option("--ssl-keyfile", "Private key for HTTPS.", "FILE")] = ""
+    ssl_certfile: Annotated[str, _option("--ssl-certfile", "Certificate for HTTPS.", "FILE")] = ""
+    ssl_ca_certs: Annotated[
+        str,
+        _option(
+            "--ssl-ca-certs",
+            "Certificates of authorities; clients need a certificate that one of them signed.",
+            "FILE",
+        ),
+    ] = ""
+    served_model_names: Annotated[
+        tuple[str, ...],
+        _option(
+            "--served-model-name",
+            "Name of the base model for HTTP clients; repeat for several. Default: the name of the "
+            "model's directory.",
+            "NAME",
+        ),
+    ] = ()
+    lora_modules: Annotated[
+        tuple[str, ...],
+        _option(
+            "--lora-modules",
+            'Adapter to load at the start: NAME=PATH, or JSON with "name" and "path"; repeat for '
+            "several.",
+            "NAME=PATH",
+        ),
+    ] = ()
+    allow_runtime_lora_updating: Annotated[
+        bool,
+        _option(
+            "--allow-runtime-lora-updating",
+            "Let HTTP clients load, unload, hold and evict adapters. The variable "
+            f"{UPDATING_VARIABLE} allows it too.",
+        ),
+    ] = False
+    lora_resolver_roots: Annotated[
+        tuple[str, ...],
+        _option(
+            "--lora-resolver-root",
+            "Directory in which an unknown model name is looked up as an adapter's directory; "
+            "repeat for several.",
+            "DIRECTORY",
+        ),
+    ] = ()
+    lora_resolvers: Annotated[
+        tuple[str, ...],
+        _option(
+            "--lora-resolver",
+            "Installed plugin (entry point of loradock.lora_resolvers) that finds the directory of "
+            "an unknown model name; repeat for several.",
+            "NAME",
+        ),
+    ] = ()
+    chat_template: Annotated[
+        str,
+        _option("--chat-template", "File with a chat template instead of the model's own.", "FILE"),
+    ] = ""
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        _option(
+            "--allowed-media-domain",
+            "Host from which images may be fetched; repeat for several. Default: none, so that "
+            "images are data URLs.",
+            "HOST",
+        ),
+    ] = ()
+    max_model_len: Annotated[
+        int,
+        _option(
+            "--max-model-len",
+            "Tokens of prompt and output together; 0 for the limit in the model's config.json.",
+            "NUMBER",
+            0,
+        ),
+    ] = 0
+    body_bytes_max: Annotated[
+        int, _option("--body-bytes", "Largest body of a request.", "BYTES", 1)
+    ] = 64 << 20
+    header_bytes_max: Annotated[
+        int, _option("--header-bytes", "Largest head of a request.", "BYTES", 1)
+    ] = 64 << 10
+    receive_timeout_s: Annotated[
+        int,
+        _option("--receive-timeout", "Time within which a request has to arrive.", "SECONDS", 1),
+    ] = 60
+    request_timeout_s: Annotated[
+        int, _option("--http-timeout", "Time limit of an inference request.", "SECONDS", 1, 3600)
+    ] = 600
+    drain_timeout_s: Annotated[
+        int,
+        _option(
+            "--drain-timeout",
+            "How long requests may take to end at a stop; `serve` waits 10 s for its gateway.",
+            "SECONDS",
+            0,
+        ),
+    ] = 8
+    disable_vllm_metrics: Annotated[
+        bool, _option("--disable-vllm-metrics", "Leave out metrics under the names of vLLM.")
+    ] = False
+    metrics_adapters_max: Annotated[
+        int,
+        _option(
+            "--metrics-adapters",
+            'Largest number of adapters with metrics of their own; the rest are "other".',
+            "NUMBER",
+            0,
+        ),
+    ] = 100
+
+
+class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
+    """Configuration of a gateway process.
+
+    `directory`: the controller's. `model`: the base model's directory, for tokenizer and template;
+    without it chats are not served.
+    """
+
+    directory: str
+    host: str = HOST_DEFAULT
+    port: int = PORT_DEFAULT
+    model: str = ""
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of `HOST:PORT`, `[IPV6]:PORT` or `PORT`; raises `ValueError`."""
+    host, _, port = text.rpartition(":")
+    if not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise ValueError(f"{text!r} is not an address; HOST:PORT is needed, like 127.0.0.1:8000")
+    return host.removeprefix("[").removesuffix("]") or HOST_DEFAULT, int(port)

@@ -1,0 +1,1 @@
+"""The gateway process: routes, the OpenAPI document, sockets, start and end."""

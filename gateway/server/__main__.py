@@ -1,0 +1,7 @@
+"""`python -m gateway.server CONFIG`: run a gateway process."""
+
+import sys
+
+from gateway.server.process import main
+
+sys.exit(main())

@@ -1,0 +1,77 @@
+"""The ASGI application: routes with their access, and errors of the framework in our shape."""
+
+import os
+from collections.abc import Mapping
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gateway.http.endpoints import Endpoint, EndpointApp, Limits
+from gateway.http.errors import HttpError, error_response
+from gateway.http.security import ApiKeys, HeaderLimit, KeyedApp, RefusingApp, configured_keys
+from gateway.http.streams import json_response
+from gateway.options import UPDATING_VARIABLE, GatewayConfig
+from gateway.server.gateway import Gateway
+from gateway.server.openapi import openapi_document
+from gateway.server.routes import endpoints
+
+_TRUE = ("1", "true", "yes", "on")
+
+
+def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -> ASGIApp:
+    """Return the application of a gateway; raises `OSError` and `ValueError` for wrong keys."""
+    environment = os.environ if environment is None else environment
+    config = gateway.config
+    keys = ApiKeys(configured_keys(config, environment))
+    updating = allows_updating(config, environment)
+    table = endpoints(gateway)
+    limits = Limits(config.body_bytes_max, float(config.receive_timeout_s))
+    document = json_response(openapi_document(table, updating=updating)).body
+
+    async def openapi(_: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    routes = [_route(one, limits, keys, updating=updating) for one in table]
+    app = Starlette(
+        routes=[*routes, Route("/openapi.json", openapi)],
+        exception_handlers={HTTPException: _on_http_exception, Exception: _on_exception},
+    )
+    return HeaderLimit(app, config.header_bytes_max)
+
+
+def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bool:
+    """Whether clients may change adapters."""
+    variable = environment.get(UPDATING_VARIABLE, "").strip().lower()
+    return config.allow_runtime_lora_updating or variable in _TRUE
+
+
+def _route(endpoint: Endpoint, limits: Limits, keys: ApiKeys, *, updating: bool) -> Route:
+    app: ASGIApp = EndpointApp(endpoint, limits)
+    if endpoint.access == "updating" and not updating:
+        message = (
+            "adapters can't be changed over HTTP; start the gateway with "
+            f"--allow-runtime-lora-updating or {UPDATING_VARIABLE}=1"
+        )
+        app = RefusingApp(HttpError(403, message))
+    if endpoint.access != "public":
+        app = KeyedApp(app, keys)
+    return Route(endpoint.path, app, methods=[endpoint.method])
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Answer for a path or a method that does not exist."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    message = {404: f"no endpoint {request.url.path!r}", 405: f"{request.method} is not served"}
+    response = error_response(HttpError(status, message.get(status, "the request failed")))
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_exception(_: Request, __: Exception) -> Response:
+    """Answer for a mistake of ours, which the server logs."""
+    return error_response(HttpError(500, "the gateway failed; its log contains the reason"))

@@ -1,0 +1,88 @@
+"""The parts of one gateway, connected; they live as long as its event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import structlog
+
+from controller.client import AsyncClient, LoradockError
+from gateway.adapters.follower import Follower
+from gateway.adapters.lora_modules import load_modules, parse_lora_modules
+from gateway.adapters.models import Models
+from gateway.adapters.names import ModelNames
+from gateway.adapters.resolvers import Resolution, configured_resolvers
+from gateway.adapters.table import AdapterTable
+from gateway.inference.service import Service, read_model_files
+from gateway.metrics.recorder import Recorder
+from gateway.options import GatewayConfig
+from gateway.page.live import Live
+
+_MODEL_RETRY_S: Final = 0.5
+
+log = structlog.get_logger("gateway")
+
+
+class StartError(Exception):
+    """Something that was configured can't be served."""
+
+
+class Gateway:
+    """The parts of a gateway.
+
+    Construct it in its event loop. Raises `ResolverError`, `OSError` and `ValueError` for a
+    configuration that can't be used.
+    """
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config: Final = config
+        # What may be refused precedes the client, which has a socket.
+        resolvers = configured_resolvers(config.lora_resolver_roots, config.lora_resolvers)
+        self._modules = parse_lora_modules(config.lora_modules)
+        files = read_model_files(config.model, config.chat_template, config.max_model_len)
+        self.names: Final = ModelNames(config.served_model_names, config.model)
+        self.client: Final = AsyncClient(config.directory)
+        self.table: Final = AdapterTable()
+        self.follower: Final = Follower(self.client, self.table)
+        self.live: Final = Live(self.follower)
+        self.recorder: Final = Recorder()
+        resolution = Resolution(self.client, resolvers)
+        models = Models(self.client, self.table, self.names, resolution)
+        timeout_s = float(config.request_timeout_s)
+        self.service: Final = Service(self.client, models, self.recorder, files, timeout_s)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Future[None]]:
+        """Run the tasks of the gateway; the future ends with `StartError` if it can't serve."""
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        async with self.client:
+            tasks = [
+                asyncio.create_task(self.follower.run()),
+                asyncio.create_task(self._prepare(failed)),
+            ]
+            try:
+                yield failed
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                failed.cancel()
+
+    async def _prepare(self, failed: asyncio.Future[None]) -> None:
+        """Load the first adapters, and learn the model's name where it is not configured."""
+        try:
+            await self._wait_for_model()
+            await load_modules(self.client, self._modules)
+        except LoradockError as error:
+            failed.set_exception(StartError(str(error)))
+
+    async def _wait_for_model(self) -> None:
+        """Use the engine's name of the model, where no directory is configured."""
+        while not self.names.directory:
+            status = self.table.status
+            if status is not None and status.model:
+                self.names.set_own_name(status.model)
+                log.warning("chats are not served: --model is needed", model=status.model)
+                return
+            await asyncio.sleep(_MODEL_RETRY_S)

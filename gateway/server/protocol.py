@@ -1,0 +1,86 @@
+"""uvicorn's HTTP protocol with bounds on the head of a request: its length and its time."""
+
+import asyncio
+from typing import Any, ClassVar, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_REFUSAL: Final = (
+    b"HTTP/1.1 %d %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 0\r\n"
+    b"connection: close\r\n\r\n"
+)
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """A connection; `_head_bytes` are those of a head that is not complete yet."""
+
+    head_bytes_max: ClassVar[int]
+    head_timeout_s: ClassVar[float]
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._head_bytes = 0
+        self._in_head = True
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for the first head."""
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and refuse a head that became too long."""
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_timer is None:
+                self._start_timer()
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self.head_bytes_max:
+            self._refuse(431, b"Request Header Fields Too Large")
+
+    def on_headers_complete(self) -> None:
+        """Begin the request."""
+        self._in_head, self._head_bytes = False, 0
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Wait for the next head, which may follow at once."""
+        self._in_head = True
+        super().on_message_complete()
+
+    def _start_timer(self) -> None:
+        self._head_timer = self.loop.call_later(
+            self.head_timeout_s, self._refuse, 408, b"Request Timeout"
+        )
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, status: int, reason: bytes) -> None:
+        self._stop_timer()
+        if not self.transport.is_closing():
+            self.transport.write(_REFUSAL % (status, reason))
+            self.transport.close()
+
+
+def bounded_protocol(bytes_max: int, timeout_s: float) -> type[BoundedProtocol]:
+    """Return the class of connections whose requests begin within these bounds.
+
+    The parser has no bound of its own, so an endless head would fill the memory.
+    """
+
+    class Configured(BoundedProtocol):
+        """A connection with these bounds."""
+
+        head_bytes_max = bytes_max
+        head_timeout_s = timeout_s
+
+    return Configured

@@ -1,0 +1,250 @@
+"""The table of endpoints."""
+
+from typing import Any, Final
+
+from gateway.adapters.residency import MoveAnswer, NoFields, PrefetchRequest, Residency
+from gateway.adapters.updates import (
+    AdapterUpdates,
+    LoadRequest,
+    SglangAnswer,
+    SglangLoadRequest,
+    SglangUnloadRequest,
+    UnloadRequest,
+)
+from gateway.adapters.views import AdapterCard, AdapterCards, ModelCard, ModelList
+from gateway.http.endpoints import Endpoint
+from gateway.inference import answers
+from gateway.inference.chat import ChatRequest, Chats
+from gateway.inference.chat_prompt import ChatPrompts
+from gateway.inference.completions import CompletionRequest, Completions
+from gateway.inference.pooling import Pooling, PoolingRequest, ScoreRequest
+from gateway.inference.tokens import DetokenizeRequest, TokenizeRequest, Tokens
+from gateway.metrics.families import ControllerFamilies
+from gateway.metrics.scrape import Families, Scrape
+from gateway.metrics.vllm_families import VllmFamilies
+from gateway.page.assets import Page
+from gateway.page.history import History, Past
+from gateway.server.gateway import Gateway
+from gateway.server.health import Health, Load, Version
+
+_INFERENCE: Final = (400, 404, 429, 503)
+_CHANGES: Final = (400, 403, 404, 409, 429, 503)
+
+
+def endpoints(gateway: Gateway) -> tuple[Endpoint, ...]:
+    """Return every endpoint of a gateway."""
+    return (
+        *_inference(gateway),
+        *_tokens(gateway),
+        *_models(gateway),
+        *_updates(gateway),
+        *_operation(gateway),
+    )
+
+
+def _post(path: str, handler: Any, body: Any, answer: Any, summary: str, **more: Any) -> Endpoint:
+    return Endpoint(
+        method="POST", path=path, handler=handler, body=body, answer=answer, summary=summary, **more
+    )
+
+
+def _get(path: str, handler: Any, answer: Any, summary: str, **more: Any) -> Endpoint:
+    return Endpoint(
+        method="GET", path=path, handler=handler, answer=answer, summary=summary, **more
+    )
+
+
+def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
+    service = gateway.service
+    prompts = ChatPrompts(service.files, gateway.config.allowed_media_domains)
+    pooling = Pooling(service)
+    more: dict[str, Any] = {"errors": _INFERENCE}
+    return (
+        _post(
+            "/v1/completions",
+            Completions(service).complete,
+            CompletionRequest,
+            answers.Completion,
+            "Continue prompts",
+            streams=True,
+            **more,
+        ),
+        _post(
+            "/v1/chat/completions",
+            Chats(service, prompts).complete,
+            ChatRequest,
+            answers.ChatCompletion,
+            "Continue a chat",
+            streams=True,
+            has_images=True,
+            **more,
+        ),
+        _post(
+            "/v1/embeddings",
+            pooling.embeddings,
+            PoolingRequest,
+            answers.Embeddings,
+            "Embed inputs",
+            **more,
+        ),
+        _post(
+            "/classify",
+            pooling.classify,
+            PoolingRequest,
+            answers.Classes,
+            "Classify inputs",
+            **more,
+        ),
+        _post(
+            "/pooling", pooling.pooling, PoolingRequest, answers.Pooled, "Embed or classify", **more
+        ),
+        *(
+            _post(path, pooling.score, ScoreRequest, answers.Scores, "Compare texts", **more)
+            for path in ("/score", "/v1/score")
+        ),
+    )
+
+
+def _tokens(gateway: Gateway) -> tuple[Endpoint, ...]:
+    prompts = ChatPrompts(gateway.service.files, ())
+    tokens = Tokens(gateway.service, prompts)
+    return (
+        _post(
+            "/tokenize",
+            tokens.tokenize,
+            TokenizeRequest,
+            answers.Tokenized,
+            "Token ids of a text or a chat",
+            errors=_INFERENCE,
+        ),
+        _post(
+            "/detokenize",
+            tokens.detokenize,
+            DetokenizeRequest,
+            answers.Detokenized,
+            "Text of token ids",
+            errors=_INFERENCE,
+        ),
+    )
+
+
+def _models(gateway: Gateway) -> tuple[Endpoint, ...]:
+    residency = _residency(gateway)
+    return (
+        _get("/v1/models", residency.models, ModelList, "The base model and all adapters"),
+        _get("/v1/models/{model:path}", residency.model, ModelCard, "One model", errors=(404,)),
+        _get(
+            "/v1/lora_adapters",
+            residency.adapters,
+            AdapterCards,
+            "State and counters of all adapters",
+            errors=(503,),
+        ),
+        _get(
+            "/v1/lora_adapters/{name}",
+            residency.adapter,
+            AdapterCard,
+            "State and counters of an adapter",
+            errors=(404, 503),
+        ),
+    )
+
+
+def _residency(gateway: Gateway) -> Residency:
+    return Residency(gateway.client, gateway.table, gateway.names, gateway.service.context)
+
+
+def _updates(gateway: Gateway) -> tuple[Endpoint, ...]:
+    updates = AdapterUpdates(gateway.client, gateway.table, gateway.names)
+    residency = _residency(gateway)
+    more: dict[str, Any] = {"access": "updating", "errors": _CHANGES}
+    text: dict[str, Any] = {**more, "media_type": "text/plain"}
+    moves = "/v1/lora_adapters/{name}"
+    return (
+        _post("/v1/load_lora_adapter", updates.load, LoadRequest, None, "Load an adapter", **text),
+        _post(
+            "/v1/unload_lora_adapter",
+            updates.unload,
+            UnloadRequest,
+            None,
+            "Remove an adapter",
+            **text,
+        ),
+        _post(
+            "/load_lora_adapter",
+            updates.sglang_load,
+            SglangLoadRequest,
+            SglangAnswer,
+            "Load an adapter, as in SGLang",
+            failure=SglangAnswer,
+            **more,
+        ),
+        _post(
+            "/unload_lora_adapter",
+            updates.sglang_unload,
+            SglangUnloadRequest,
+            SglangAnswer,
+            "Remove an adapter, as in SGLang",
+            failure=SglangAnswer,
+            **more,
+        ),
+        _post(
+            f"{moves}/hold", residency.hold, NoFields, MoveAnswer, "Exempt from eviction", **more
+        ),
+        _post(f"{moves}/release", residency.release, NoFields, MoveAnswer, "End a hold", **more),
+        _post(f"{moves}/evict", residency.evict, NoFields, MoveAnswer, "Drop the weights", **more),
+        _post(
+            f"{moves}/prefetch",
+            residency.prefetch,
+            PrefetchRequest,
+            MoveAnswer,
+            "Move towards a slot",
+            **more,
+        ),
+    )
+
+
+def _operation(gateway: Gateway) -> tuple[Endpoint, ...]:
+    health = Health(gateway.client, gateway.recorder)
+    public: dict[str, Any] = {"access": "public"}
+    return (
+        *(
+            _get(path, health.health, None, "Whether an engine serves", errors=(503,), **public)
+            for path in ("/health", "/ping")
+        ),
+        _get("/version", health.version, Version, "The version", **public),
+        _get("/load", health.load, Load, "Requests in progress", **public),
+        _get(
+            "/metrics",
+            _scrape(gateway).metrics,
+            None,
+            "Metrics for Prometheus",
+            media_type="text/plain",
+            **public,
+        ),
+        _get("/", Page().page, None, "The page", media_type="text/html", **public),
+        _get(
+            "/events",
+            gateway.live.events,
+            None,
+            "The life-cycle events as they happen",
+            media_type="text/event-stream",
+            errors=(429,),
+        ),
+        _get(
+            "/events/history",
+            Past(gateway.client).events,
+            History,
+            "Past life-cycle events",
+            errors=(400, 503),
+        ),
+    )
+
+
+def _scrape(gateway: Gateway) -> Scrape:
+    config, table = gateway.config, gateway.table
+    sources: list[Families] = [ControllerFamilies(table, config.metrics_adapters_max).families]
+    if not config.disable_vllm_metrics:
+        of_vllm = VllmFamilies(table, gateway.recorder, gateway.names, config.metrics_adapters_max)
+        sources.append(of_vllm.families)
+    return Scrape(sources)

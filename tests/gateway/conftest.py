@@ -1,0 +1,31 @@
+"""Fixtures for the tests of the gateway."""
+
+import pytest
+
+from tests.support.gateway.served import model_directory, serve_gateway
+from tests.support.simulation.standin_controller import StandIn
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A gateway with all endpoints, in front of a stand-in."""
+    directory = tmp_path_factory.mktemp("gw")
+    model = model_directory(directory)
+    with (
+        StandIn(directory) as controller,
+        serve_gateway(controller, model=str(model), allow_runtime_lora_updating=True) as gateway,
+    ):
+        yield gateway
+
+
+@pytest.fixture(autouse=True)
+def _usual_answers(request):
+    """Make the stand-in of a module answer as usual again after each test."""
+    if "served" not in request.fixturenames:
+        yield
+        return
+    controller = request.getfixturevalue("served").controller
+    adapters, answers = dict(controller.adapters), dict(controller.answers)
+    yield
+    controller.adapters, controller.answers = adapters, answers
+    controller.received.clear()

@@ -1,0 +1,112 @@
+"""Bodies and heads of requests: bounds of size, depth and time, types, and damaged bytes."""
+
+import asyncio
+import json
+
+import pytest
+
+from gateway.http.bodies import read_body
+from gateway.http.errors import HttpError
+from tests.support.gateway.served import post_bytes, read_all, serve_gateway
+from tests.support.simulation.standin_controller import StandIn
+
+PATH = "/v1/completions"
+EVERY_POST = (
+    *(PATH, "/v1/chat/completions", "/v1/embeddings", "/classify", "/pooling", "/score"),
+    *("/tokenize", "/detokenize", "/v1/load_lora_adapter", "/unload_lora_adapter"),
+)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A gateway with small bounds."""
+    bounds = {"body_bytes_max": 2000, "header_bytes_max": 4000, "receive_timeout_s": 1}
+    with (
+        StandIn(tmp_path_factory.mktemp("gw")) as controller,
+        serve_gateway(controller, allow_runtime_lora_updating=True, **bounds) as gateway,
+    ):
+        yield gateway
+
+
+def status_of(answer: bytes) -> int:
+    return int(answer.split()[1])
+
+
+def test_a_declared_long_body_is_refused_unread(small):
+    for path in EVERY_POST:
+        assert status_of(small.raw(post_bytes(path, b"", length=10**12))) == 413
+
+
+def test_an_undeclared_long_body_is_refused(small):
+    chunk = b"3e8\r\n" + b" " * 1000 + b"\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head += "content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert status_of(small.raw(head.encode() + chunk * 3 + b"0\r\n\r\n")) == 413
+
+
+def test_a_body_that_does_not_arrive_is_refused(small):
+    assert status_of(small.raw(post_bytes(PATH, b'{"prompt"', length=100))) == 408
+
+
+def test_a_long_head_is_refused(small):
+    long = b"a" * 5000
+    complete = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: " + long + b"\r\n\r\n"
+    assert status_of(small.raw(complete)) == 431
+    target = b"GET /health?" + long + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    assert status_of(small.raw(target)) == 431
+
+
+def test_an_endless_head_is_refused(small):
+    with small.connect() as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 2000)
+        assert status_of(read_all(connection)) == 431
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x00\xff\xfe\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"{}\r\n\r\n"],
+)
+def test_what_is_not_http_is_refused(small, data):
+    assert status_of(small.raw(data)) == 400
+
+
+@pytest.mark.parametrize("path", EVERY_POST)
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"\xff\xfe", b'{"a": "\xff"}', b"[]", b"5", b'"x"', b"null", b"{" * 500),
+        *(b'{"prompt": "\\ud800"}', b'{"a": 1}', b"[" * 1000 + b"]" * 1000, b'{"model": {}}'),
+    ],
+)
+def test_a_damaged_body_is_refused_everywhere(small, path, body):
+    answer = small.raw(post_bytes(path, body))
+    assert status_of(answer) == 400
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert error["code"] == 400
+    assert error["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
+def test_other_types_of_content_are_refused(small, content_type):
+    response = small.http.post(PATH, content=b"{}", headers={"content-type": content_type})
+    assert response.status_code == 415
+    assert response.json()["error"]["type"] == "UnsupportedMediaTypeError"
+
+
+def test_a_charset_is_part_of_the_type(small):
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    response = small.http.post(PATH, content=b'{"prompt": "p"}', headers=headers)
+    assert response.status_code == 200
+
+
+def test_a_body_of_several_parts_is_joined():
+    parts = [(b"ab", True), (b"c", True), (b"", False)]
+
+    async def receive():
+        body, more = parts.pop(0)
+        return {"type": "http.request", "body": body, "more_body": more}
+
+    assert asyncio.run(read_body({"headers": []}, receive, 3, 60)) == b"abc"
+    parts += [(b"ab", True), (b"cd", False)]
+    with pytest.raises(HttpError):
+        asyncio.run(read_body({"headers": []}, receive, 3, 60))

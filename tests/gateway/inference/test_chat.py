@@ -1,0 +1,163 @@
+"""Chats over HTTP: the prompt that the template makes of messages, answers, and streams."""
+
+import base64
+
+import pytest
+
+from messages import requests as rq
+from tests.support.gateway.served import data_of
+
+PATH = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+PNG = "data:image/png;base64," + base64.b64encode(b"png bytes").decode()
+
+
+def prompt_text(served):
+    [request] = served.controller.requests(rq.Generate)
+    return bytes(request.prompt).decode()
+
+
+def test_a_chat(served):
+    answer = served.post(PATH, {"model": "upper", "messages": HELLO}).json()
+    [choice] = answer["choices"]
+    assert choice["message"]["content"] == "one"
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "length"
+    assert answer["object"] == "chat.completion"
+    assert answer["usage"]["total_tokens"] == 7
+    assert prompt_text(served) == "<user>hi<assistant>"
+
+
+def test_the_answer_may_fill_the_context(served):
+    served.post(PATH, {"messages": HELLO})
+    [request] = served.controller.requests(rq.Generate)
+    assert request.sampling.max_tokens == 512 - len("<user>hi<assistant>")
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_the_length_is_limited_under_both_names(served, field):
+    served.post(PATH, {"messages": HELLO, field: 2})
+    assert served.controller.requests(rq.Generate)[0].sampling.max_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "prompt"),
+    [
+        ({"add_generation_prompt": False}, "<user>hi"),
+        ({"tools": [{"type": "function"}]}, '<user>hi<tools>[{"type": "function"}]<assistant>'),
+        ({"tool_choice": "auto"}, "<user>hi<assistant>"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "<user>hi<assistant>"),
+        ({"reasoning_effort": "low", "documents": None}, "<user>hi<assistant>"),
+        ({"continue_final_message": True}, "<user>hi"),
+    ],
+)
+def test_the_template_reads_the_request(served, more, prompt):
+    assert served.post(PATH, {"messages": HELLO, **more}).status_code == 200
+    assert prompt_text(served) == prompt
+
+
+def test_contents_may_be_parts(served):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    served.post(PATH, {"messages": [{"role": "user", "content": parts}]})
+    assert prompt_text(served) == "<user>ab<assistant>"
+
+
+def test_an_image_has_its_place_in_the_prompt(served):
+    parts = [
+        {"type": "text", "text": "what is "},
+        {"type": "image_url", "image_url": {"url": PNG, "detail": "low"}},
+    ]
+    served.post(PATH, {"messages": [{"role": "user", "content": parts}]})
+    [request] = served.controller.requests(rq.Generate)
+    expected = rq.IllustratedPrompt("<user>what is <image><assistant>", (b"png bytes",))
+    assert request.prompt == expected
+
+
+def test_a_stream_begins_with_the_role(served):
+    options = {"include_usage": True}
+    body = {"messages": HELLO, "stream": True, "stream_options": options}
+    chunks = data_of(served.events(PATH, body))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert [delta.get("content") for delta in deltas[1:]] == ["o", "n", "e", None]
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+
+
+def test_each_choice_has_a_role_and_an_end(served):
+    chunks = data_of(served.events(PATH, {"messages": HELLO, "stream": True, "n": 3}))
+    for index in range(3):
+        own = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert own[0]["delta"]["role"] == "assistant"
+        assert "".join(choice["delta"].get("content", "") for choice in own) == "one"
+        assert own[-1]["finish_reason"] == "length"
+
+
+def test_an_answer_can_be_sent_back(served):
+    message = served.post(PATH, {"messages": HELLO}).json()["choices"][0]["message"]
+    served.controller.received.clear()
+    assert served.post(PATH, {"messages": [*HELLO, message, *HELLO]}).status_code == 200
+    assert prompt_text(served) == "<user>hi<assistant>one<user>hi<assistant>"
+
+
+def test_calls_of_tools_are_passed_to_the_template(served):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "content": "42", "tool_call_id": "1"}]
+    response = served.post(PATH, {"messages": messages})
+    # The template of the test iterates over contents, which a call has none of.
+    assert response.status_code == 200 or response.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "messages"),
+        ({"tools": "all"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"echo": True}, "echo"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(served, more, param):
+    response = served.post(PATH, {"messages": HELLO, **more})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert served.controller.requests(rq.Generate) == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("http://127.0.0.1/a.png", "http://169.254.169.254/latest", "file:///etc/passwd"),
+        *("http://localhost:80/", "ftp://x/y", "http://[::1]/", "http://example.org/a.png"),
+        *("data:image/png;base64,!!!", "data:image/png;base64,", "data:", "http://[", "x"),
+    ],
+)
+def test_no_other_image_is_read(served, url):
+    part = {"type": "image_url", "image_url": {"url": url}}
+    response = served.post(PATH, {"messages": [{"role": "user", "content": [part]}]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
+
+
+def test_tools_that_are_nested_too_deeply_are_refused(served):
+    deep = "[" * 100_000 + "]" * 100_000
+    body = f'{{"messages": [{{"role": "user", "content": "hi"}}], "tools": {deep}}}'
+    headers = {"content-type": "application/json"}
+    assert served.http.post(PATH, content=body, headers=headers).status_code == 400

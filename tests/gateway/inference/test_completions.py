@@ -1,0 +1,229 @@
+"""Texts continued over HTTP: what is sent to the controller, what is answered, and streams."""
+
+import json
+
+import pytest
+
+from messages import requests as rq
+from messages.errors import ErrorCode
+from tests.support.gateway.served import data_of
+from tests.support.waiting import wait_until
+
+PATH = "/v1/completions"
+
+
+def only_request(served):
+    [request] = served.controller.requests(rq.Generate)
+    return request
+
+
+def test_a_completion(served):
+    body = {"model": "upper", "prompt": "hello", "max_tokens": 3, "temperature": 0, "user": "u"}
+    answer = served.post(PATH, body).json()
+    [choice] = answer["choices"]
+    assert choice["text"] == "one"
+    assert choice["finish_reason"] == "length"
+    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "upper"
+    request = only_request(served)
+    assert (request.adapter, request.prompt) == ("upper", "hello")
+    assert request.sampling == rq.Sampling(max_tokens=3)
+
+
+def test_the_defaults_are_those_of_the_protocol(served):
+    served.post(PATH, {"prompt": "hello"})
+    assert only_request(served).sampling == rq.Sampling(max_tokens=16, temperature=1.0)
+
+
+def test_sampling_parameters_are_passed_on(served):
+    body = {"prompt": "p", "top_p": 0.5, "top_k": -1, "seed": -1, "stop": "x", "temperature": 2}
+    served.post(PATH, body)
+    expected = rq.Sampling(16, 2.0, 0, 0.5, 2**63 - 1, ("x",))
+    assert only_request(served).sampling == expected
+
+
+@pytest.mark.parametrize("model", [None, "tiny-chat", "tiny-chat:", ""])
+def test_the_base_model_is_named_or_left_out(served, model):
+    status = served.post(PATH, {"prompt": "p", "model": model}).status_code
+    if model == "tiny-chat:":
+        assert status == 404
+    else:
+        assert only_request(served).adapter is None
+
+
+@pytest.mark.parametrize("model", ["upper", "tiny-chat:upper"])
+def test_an_adapter_is_named_alone_or_with_the_base_model(served, model):
+    assert served.post(PATH, {"prompt": "p", "model": model}).json()["model"] == "upper"
+    assert only_request(served).adapter == "upper"
+
+
+@pytest.mark.parametrize("model", ["nope", "a b", "../x", "other:upper", "x" * 200])
+def test_an_unknown_model_is_answered_with_404(served, model):
+    response = served.post(PATH, {"prompt": "p", "model": model})
+    error = response.json()["error"]
+    assert response.status_code == error["code"] == 404
+    assert (error["type"], error["param"]) == ("NotFoundError", "model")
+    assert error["message"].startswith("L006")
+    assert response.headers["x-loradock-code"] == "L006"
+    assert served.controller.requests(rq.Generate) == []
+
+
+def test_several_prompts_have_several_choices_each(served):
+    body = {"prompt": ["a", "b"], "n": 2, "seed": 7, "echo": True}
+    answer = served.post(PATH, body).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == ["aone", "aone", "bone", "bone"]
+    # Both prompts count once.
+    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 12, "total_tokens": 20}
+    sent = {(r.prompt, r.sampling.seed) for r in served.controller.requests(rq.Generate)}
+    assert sent == {("a", 7), ("a", 8), ("b", 7), ("b", 8)}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sent"),
+    [([1, 2], [(1, 2)]), ([[1], [2, 3]], [(1,), (2, 3)]), (["x"], ["x"]), ("", [""])],
+)
+def test_prompts_are_texts_or_token_ids(served, prompt, sent):
+    assert served.post(PATH, {"prompt": prompt}).status_code == 200
+    assert [r.prompt for r in served.controller.requests(rq.Generate)] == sent
+
+
+def test_special_tokens_may_be_left_out(served):
+    served.post(PATH, {"prompt": "ab", "add_special_tokens": False})
+    assert only_request(served).prompt == (97, 98)
+
+
+def test_a_stream_has_chunks_and_an_end(served):
+    chunks = data_of(served.events(PATH, {"prompt": "p", "stream": True}))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one"
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None, None, None, "length"]
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert not any("usage" in chunk for chunk in chunks)
+
+
+def test_a_stream_ends_with_its_usage_if_requested(served):
+    body = {"prompt": "p", "stream": True, "stream_options": {"include_usage": True}}
+    chunks = data_of(served.events(PATH, body))
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 4
+    assert chunks[-1]["choices"] == []
+    usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert chunks[-1]["usage"] == usage
+
+
+def test_continuous_usage_grows_with_every_chunk(served):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "abc", "stream": True, "stream_options": options}
+    chunks = data_of(served.events(PATH, body))
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3, 3]
+    assert chunks[0]["usage"]["prompt_tokens"] == 3
+
+
+def test_the_choices_of_a_stream_are_each_whole(served):
+    chunks = data_of(served.events(PATH, {"prompt": ["a", "b"], "stream": True, "echo": True}))
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == {0: "aone", 1: "bone"}
+
+
+def test_an_error_before_the_first_token_has_a_status(served):
+    served.controller.answers[rq.Generate] = lambda request: rq.Refused(
+        request.request_id, ErrorCode.OVERLOADED, "too many"
+    )
+    for stream in (False, True):
+        response = served.post(PATH, {"prompt": "p", "stream": stream})
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "1"
+        assert response.json()["error"]["type"] == "RateLimitError"
+
+
+def test_an_error_within_a_stream_is_an_event_of_it(served):
+    def end_after_one_token(request):
+        reply = rq.TokensStreamed(request.request_id, 0, (1,), "o")
+        served.controller.extra_replies.append(reply)
+        return rq.Refused(request.request_id, ErrorCode.ENGINE_GONE, "its process ended")
+
+    served.controller.answers[rq.Generate] = end_after_one_token
+    first, error = data_of(served.events(PATH, {"prompt": "p", "stream": True}))
+    assert first["choices"][0]["text"] == "o"
+    assert error["error"]["code"] == 503
+    assert error["error"]["message"].startswith("L011")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "unchanged"),
+    [
+        ("min_p", 0.5, 0.0),
+        ("repetition_penalty", 1.2, 1.0),
+        ("presence_penalty", 1, 0),
+        ("frequency_penalty", 1, 0),
+        ("logit_bias", {"5": 1}, {}),
+        ("logprobs", 5, None),
+        ("prompt_logprobs", 1, None),
+        ("stop_token_ids", [1], []),
+        ("ignore_eos", True, False),
+        ("min_tokens", 3, 0),
+        ("best_of", 2, 1),
+        ("use_beam_search", True, False),
+        ("suffix", "x", ""),
+        ("priority", 1, 0),
+        ("structured_outputs", {"regex": "x"}, None),
+        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("skip_special_tokens", False, True),
+        ("stream_options", {"include_usage": True}, None),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(served, field, value, unchanged):
+    response = served.post(PATH, {"prompt": "p", field: value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+    assert field in response.json()["error"]["message"]
+    assert served.post(PATH, {"prompt": "p", field: unchanged}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [-1]}, None),
+        ({"prompt": "p", "unknown": 1}, "unknown"),
+        ({"prompt": "p", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "p", "max_tokens": "many"}, "max_tokens"),
+        ({"prompt": "p", "temperature": -1}, "temperature"),
+        ({"prompt": "p", "top_p": 0}, "top_p"),
+        ({"prompt": "p", "n": 0}, "n"),
+        ({"prompt": "p", "n": 1000}, "n"),
+        ({"prompt": "p", "stop": [""]}, "stop"),
+        ({"prompt": "p", "stream": "yes"}, "stream"),
+        ({"prompt": "p", "model": 3}, "model"),
+        ({"prompt": ["a"] * 100, "n": 100}, "n"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(served, body, param):
+    response = served.post(PATH, body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["type"], error["code"]) == (param, "BadRequestError", 400)
+
+
+def test_a_client_that_leaves_cancels_its_generation(served):
+    served.controller.answers[rq.Generate] = lambda request: None
+    for stream in (False, True):
+        served.controller.received.clear()
+        body = json.dumps({"prompt": "p", "stream": stream}).encode()
+        with served.connect() as connection:
+            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            wait_until(lambda: served.controller.requests(rq.Generate))
+        [request] = {r.request_id: r for r in served.controller.requests(rq.Generate)}.values()
+        wait_until(lambda: served.controller.requests(rq.CancelGeneration))
+        [cancel] = served.controller.requests(rq.CancelGeneration)
+        assert cancel.target == request.request_id
+        wait_until(lambda: served.get("/load").json() == {"server_load": 0})

@@ -1,0 +1,60 @@
+"""Images of chats: which addresses are contacted."""
+
+import socket
+
+import pytest
+
+from gateway.http.errors import HttpError
+from gateway.inference import images
+from messages.requests import IMAGE_BYTES_MAX
+
+
+def resolves_to(monkeypatch, *addresses):
+    def lookup(host, port, **options):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, port)) for one in addresses]
+
+    monkeypatch.setattr(images.socket, "getaddrinfo", lookup)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("127.0.0.1", "10.0.0.1", "192.168.1.1", "169.254.169.254", "0.0.0.0"),
+        *("::1", "fe80::1%eth0", "::ffff:127.0.0.1", "100.64.0.1"),
+    ],
+)
+def test_an_allowed_name_with_an_internal_address_is_not_contacted(monkeypatch, address):
+    resolves_to(monkeypatch, address)
+    with pytest.raises(HttpError, match="no public address"):
+        images.fetch_image("https://cdn.example/a.png", ["cdn.example"])
+
+
+def test_the_connection_is_made_to_the_address_that_was_checked(monkeypatch):
+    resolves_to(monkeypatch, "127.0.0.1", "93.184.216.34")
+    contacted = []
+
+    class Refusing(socket.socket):
+        def connect(self, address):
+            contacted.append(address)
+            raise ConnectionRefusedError("refused by the test")
+
+    monkeypatch.setattr(images.socket, "socket", Refusing)
+    with pytest.raises(HttpError, match="can't be fetched"):
+        images.fetch_image("http://CDN.example:8080/a.png", ["cdn.example"])
+    assert contacted == [("93.184.216.34", 8080)]
+
+
+def test_other_hosts_are_refused_before_they_are_looked_up(monkeypatch):
+    def lookup(*arguments, **options):
+        raise AssertionError("looked up")
+
+    monkeypatch.setattr(images.socket, "getaddrinfo", lookup)
+    for url in ("https://evil.example/", "https://cdn.example.evil/", "https://u@evil.example/"):
+        with pytest.raises(HttpError, match="allow it with"):
+            images.fetch_image(url, ["cdn.example"])
+
+
+def test_data_urls_are_bounded():
+    assert images.image_of_data_url("data:image/png,a%20b") == b"a b"
+    with pytest.raises(HttpError, match="more than"):
+        images.image_of_data_url("data:," + "a" * (IMAGE_BYTES_MAX + 1))

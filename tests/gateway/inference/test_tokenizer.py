@@ -1,0 +1,54 @@
+"""Files of models that gateways read: damaged and missing ones are reported, not fatal."""
+
+import json
+
+import pytest
+
+from gateway.inference.sampling import SamplingDefaults
+from gateway.inference.service import read_model_files
+from gateway.inference.tokenizer import Tokenizer, sampling_defaults
+from tests.support.gateway.served import model_directory
+
+
+def test_a_directory_without_a_tokenizer_serves_no_chats(tmp_path):
+    files = read_model_files(str(tmp_path))
+    assert (files.tokenizer, files.template, files.context) == (None, None, None)
+    assert read_model_files("").tokenizer is None
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1", '{"model": {"type": "Other"}}'])
+def test_a_damaged_tokenizer_is_reported(tmp_path, content):
+    directory = model_directory(tmp_path)
+    (directory / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        Tokenizer(directory)
+    assert read_model_files(str(directory)).tokenizer is None
+
+
+def test_the_context_is_the_models_or_the_configured_one(tmp_path):
+    directory = str(model_directory(tmp_path))
+    assert read_model_files(directory).context == 512
+    assert read_model_files(directory, context=64).context == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, SamplingDefaults()),
+        ({"temperature": 0.6, "top_k": 20, "top_p": None}, SamplingDefaults(0.6, 1.0, 20)),
+        ({"temperature": "hot"}, SamplingDefaults()),
+        ([], SamplingDefaults()),
+    ],
+)
+def test_recommended_sampling_is_read(tmp_path, config, expected):
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert sampling_defaults(tmp_path) == expected
+
+
+@pytest.mark.parametrize("entry", ["<s>", {"content": "<s>", "lstrip": False}])
+def test_special_tokens_are_texts_or_objects(tmp_path, entry):
+    directory = model_directory(tmp_path)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": entry}))
+    tokenizer = Tokenizer(directory)
+    assert tokenizer.special_tokens == {"bos_token": "<s>"}
+    assert not tokenizer.adds_bos

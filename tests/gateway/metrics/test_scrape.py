@@ -1,0 +1,146 @@
+"""Metrics: readable by Prometheus' own parser, consistent, growing, and bounded."""
+
+import math
+from collections import Counter
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.adapters.names import ModelNames
+from gateway.adapters.table import AdapterTable
+from gateway.histogram import Histogram
+from gateway.metrics.families import ControllerFamilies, joined, top_names
+from gateway.metrics.recorder import Recorder
+from gateway.metrics.vllm_families import VllmFamilies
+from messages import events as ev
+from messages import requests as rq
+from tests.support.gateway.served import data_of
+from tests.support.simulation.standin_controller import view
+
+VLLM = {
+    *("vllm:lora_requests_info", "vllm:num_requests_running", "vllm:num_requests_waiting"),
+    *("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:request_success"),
+    *("vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"),
+    *("vllm:e2e_request_latency_seconds", "vllm:lora_adapter_loaded"),
+    *("vllm:num_gpu_loaded_lora_adapters", "vllm:num_cpu_loaded_lora_adapters"),
+    *("vllm:max_gpu_lora_adapters", "vllm:lora_adapter_load_seconds"),
+}
+
+
+def scrape(served):
+    response = served.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    return {family.name: family for family in text_string_to_metric_families(response.text)}
+
+
+def value(families, name, **labels):
+    family = families[name.removesuffix("_total").removesuffix("_count").removesuffix("_sum")]
+    found = [
+        s.value for s in family.samples if s.name == name and labels.items() <= s.labels.items()
+    ]
+    return sum(found)
+
+
+def counters(families):
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in families.values()
+        if family.type in ("counter", "histogram") and "process" not in family.name
+        for sample in family.samples
+    }
+
+
+def test_the_names_of_vllm_are_there(served):
+    families = scrape(served)
+    assert set(families) >= VLLM
+    assert value(families, "vllm:max_gpu_lora_adapters") == 8
+    [info] = families["vllm:lora_requests_info"].samples
+    assert set(info.labels) == {"max_lora", "running_lora_adapters", "waiting_lora_adapters"}
+
+
+def test_the_states_are_those_of_the_controller(served):
+    families = scrape(served)
+    assert value(families, "loradock_adapters", state="gpu-slot") == 1
+    assert value(families, "loradock_adapters", state="evicted") == 1
+    assert sum(sample.value for sample in families["loradock_adapters"].samples) == 2
+    assert value(families, "loradock_tier_bytes", tier="device") == 4096
+
+
+def test_requests_are_measured_and_counters_only_grow(served):
+    before = scrape(served)
+    for _ in range(3):
+        served.post("/v1/completions", {"prompt": "p"})
+    data_of(served.events("/v1/completions", {"prompt": ["p", "q"], "stream": True}))
+    after = scrape(served)
+
+    def grown(name, **labels):
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    assert grown("vllm:request_success_total", finished_reason="length") == 5
+    assert grown("vllm:prompt_tokens_total") == 5 * 4
+    assert grown("vllm:generation_tokens_total") == 5 * 3
+    assert grown("vllm:time_to_first_token_seconds_count") == 5
+    assert grown("vllm:inter_token_latency_seconds_count") == 5 * 2
+    assert grown("vllm:e2e_request_latency_seconds_count") == 5
+    old, new = counters(before), counters(after)
+    assert old.keys() <= new.keys()
+    assert [name for name in old if new[name] < old[name]] == []
+
+
+def test_a_failed_request_is_counted_as_such(served):
+    before = scrape(served)
+    served.controller.answers[rq.Generate] = lambda request: rq.Refused(
+        request.request_id, "L015", "too many"
+    )
+    served.post("/v1/completions", {"prompt": "p"})
+    name = "vllm:request_success_total"
+    after = scrape(served)
+    reason = {"finished_reason": "error"}
+    assert value(after, name, **reason) == value(before, name, **reason) + 1
+
+
+def test_a_histogram_counts_like_a_list():
+    histogram = Histogram((0.1, 1.0))
+    for number in (0.05, 0.1, 0.5, 1.0, 2.0):
+        histogram.observe(number)
+    assert histogram.buckets() == [("0.1", 2.0), ("1.0", 4.0), ("+Inf", 5.0)]
+    assert math.isclose(histogram.sum, 3.65)
+
+
+def a_table(adapters):
+    table = AdapterTable()
+    views = tuple(view(f"a{number}", leases=1) for number in range(adapters))
+    table.reset(rq.AdaptersListed("", views, 0), None)
+    return table
+
+
+def test_the_number_of_labels_is_bounded():
+    table = a_table(1000)
+    for number in range(1000):
+        for _ in range(1 + (number == 7)):
+            event = ev.GenerationFinished(f"a{number}", "stop", 1, 1)
+            table.apply(ev.Published(table.seq + 1, 0, event))
+    [family] = [f for f in ControllerFamilies(table, 3).families() if f.name == "loradock_requests"]
+    counts = {sample.labels["adapter"]: sample.value for sample in family.samples}
+    assert counts == {"a7": 2, "a0": 1, "a1": 1, "other": 997}
+    families = VllmFamilies(table, Recorder(), ModelNames(("base",)), 3).families()
+    by_name = {family.name: family for family in families}
+    loaded = by_name["vllm:lora_adapter_loaded"].samples
+    assert {s.labels["lora_name"]: s.value for s in loaded} == {
+        "a0": 1,
+        "a1": 1,
+        "a10": 1,
+        "other": 997,
+    }
+    [info] = by_name["vllm:lora_requests_info"].samples
+    assert info.labels["running_lora_adapters"] == "a0,a1,a10,other"
+
+
+@pytest.mark.parametrize(("names_max", "expected"), [(0, set()), (1, {"b"}), (5, {"a", "b"})])
+def test_the_names_with_the_largest_counts_are_kept(names_max, expected):
+    assert top_names(Counter({"a": 1, "b": 2}), names_max) == expected
+
+
+def test_names_are_joined_in_order():
+    assert joined(["b", "a"], 2) == "a,b"
+    assert joined([], 2) == ""

@@ -1,0 +1,153 @@
+"""The page in a browser: adapters move, a lost connection heals, keys, the past, accessibility."""
+
+import pytest
+
+from messages import events as ev
+from messages import requests as rq
+from tests.support.gateway.browser import browser, visit
+from tests.support.gateway.served import serve_gateway
+from tests.support.simulation.standin_controller import StandIn, view
+from tests.support.waiting import wait_until
+
+CONNECTED = "document.getElementById('connection').textContent === 'connected'"
+
+
+def chip_in(state, name):
+    return f"document.querySelector(`ul[aria-label='Adapters in {state}'] [data-id='{name}']`)"
+
+
+@pytest.fixture(scope="module")
+def running():
+    """A browser."""
+    with browser() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def site(running, tmp_path_factory):
+    """A visited page, with the gateway and the stand-in that it shows."""
+    with (
+        StandIn(tmp_path_factory.mktemp("gw")) as controller,
+        serve_gateway(controller, allow_runtime_lora_updating=True) as gateway,
+        visit(running, gateway.url, viewport={"width": 1200, "height": 900}) as visited,
+    ):
+        visited.wait_for(CONNECTED)
+        visited.gateway = gateway
+        yield visited
+
+
+def publish(site, *happened):
+    site.gateway.controller.publish(*happened)
+
+
+def change(site, name, state, *happened):
+    """Change an adapter of the stand-in, and publish what happened."""
+    site.gateway.controller.adapters[name] = view(name, state)
+    publish(site, *happened)
+
+
+def test_an_adapter_moves_between_the_states(site):
+    site.wait_for(chip_in("evicted", "reverse"))
+    change(site, "reverse", "cpu-cached", ev.AdapterCached("reverse"))
+    site.wait_for(chip_in("cpu-cached", "reverse"))
+    change(site, "reverse", "gpu-slot", ev.AdapterActivated("reverse", 5, 1))
+    site.wait_for(chip_in("gpu-slot", "reverse"))
+    assert site.chips("evicted") == []
+    assert "4.0 KiB" in site.page.locator("#slots").inner_text()
+    log = site.page.locator("#log")
+    assert "AdapterActivated" in log.inner_text()
+    site.page.fill("#search", "cached")
+    site.wait_for("document.querySelectorAll('#log li').length === 1")
+    site.page.fill("#search", "")
+
+
+def test_a_new_adapter_with_a_hostile_name_stays_a_text(site):
+    name = "x.-_x"
+    change(site, name, "cpu-cached", ev.AdapterAccepted(name, "<img src=x>", 8, 2048))
+    publish(site, ev.AdapterCached(name))
+    site.wait_for(chip_in("cpu-cached", name))
+    site.wait_for("document.getElementById('log').textContent.includes('<img src=x>')")
+    assert site.page.locator("#log img").count() == 0
+    del site.gateway.controller.adapters[name]
+    publish(site, ev.AdapterRemoved(name))
+    site.wait_for(f"!{chip_in('cpu-cached', name)}")
+
+
+def test_a_lost_connection_heals_without_a_gap(site):
+    # The page's own stream is aborted, as a network would do it.
+    site.page.evaluate("reading.abort()")
+    site.wait_for("document.getElementById('connection').textContent.includes('lost')")
+    publish(site, ev.AdapterHeld("upper"), ev.AdapterReleased("upper"), ev.AdapterHeld("upper"))
+    site.wait_for(CONNECTED)
+    site.wait_for("document.getElementById('log').textContent.split('AdapterHeld').length >= 3")
+
+
+def test_details_and_changes_by_keyboard(site):
+    page = site.page
+    site.wait_for(chip_in("gpu-slot", "upper"))
+    page.locator("[data-id=upper]").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("dialog[open]")
+    page.wait_for_selector("#fields tr")
+    assert "fingerprint" in page.locator("#fields").inner_text()
+    page.locator("[data-move=hold]").focus()
+    page.keyboard.press("Enter")
+    wait_until(lambda: site.gateway.controller.requests(rq.HoldAdapter))
+    site.wait_for("document.getElementById('details-message').textContent === 'done'")
+    page.keyboard.press("Escape")
+    site.wait_for("!document.querySelector('dialog').open")
+    # The focus returns to where it was.
+    site.wait_for("document.activeElement.dataset.id === 'upper'")
+
+
+def test_the_past_is_a_fold_of_the_events(site):
+    page = site.page
+    page.click("#pause")
+    page.click("#past")
+    site.wait_for("document.getElementById('moment').textContent.startsWith('after event')")
+    first = site.gateway.controller.published[0]
+    assert first.event == ev.AdapterCached("reverse")
+    page.locator("#scrub").fill("1")
+    site.wait_for(chip_in("cpu-cached", "reverse"))
+    page.locator("#scrub").fill("2")
+    site.wait_for(chip_in("gpu-slot", "reverse"))
+    page.click("#pause")
+    site.wait_for("document.getElementById('moment').textContent === 'live'")
+
+
+def test_the_page_is_quiet_and_stays_with_its_host(site):
+    assert site.messages == []
+    assert {address.rpartition(":")[2].partition("/")[0] for address in site.addresses} <= {
+        str(site.gateway.port),
+        ",",
+    }
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible(running, site, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
+    options = {
+        "bypass_csp": True,
+        "color_scheme": scheme,
+        "viewport": {"width": 390, "height": 800},
+    }
+    with visit(running, site.gateway.url, **options) as visited:
+        visited.wait_for(CONNECTED)
+        found = axe.Axe().run(visited.page).response["violations"]
+        assert [(one["id"], one["nodes"][0]["html"]) for one in found] == []
+        # A phone shows the page without sideways scrolling.
+        assert visited.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_key_is_requested_and_kept(running, tmp_path):
+    with (
+        StandIn(tmp_path) as controller,
+        serve_gateway(controller, api_keys=("secret",)) as gateway,
+        visit(running, gateway.url) as visited,
+    ):
+        visited.wait_for("document.getElementById('connection').textContent.includes('key')")
+        visited.page.fill("#key", "secret")
+        visited.page.keyboard.press("Enter")
+        visited.wait_for(CONNECTED)
+        visited.page.reload()
+        visited.wait_for(CONNECTED)

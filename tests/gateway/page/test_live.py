@@ -1,0 +1,111 @@
+"""Server-sent events: a snapshot first, then each event once, also after a lost connection."""
+
+import json
+
+from messages import events as ev
+from messages.errors import ErrorCode
+from tests.support.waiting import wait_until
+
+
+class Reader:
+    """One connection to `/events`."""
+
+    def __init__(self, served, **headers):
+        self._context = served.http.stream("GET", "/events", headers=headers)
+        self._response = self._context.__enter__()
+        assert self._response.headers["content-type"].startswith("text/event-stream")
+        self._text = self._response.iter_text()
+        self._buffer = ""
+
+    def next(self, *kinds):
+        """Return kind, number and data of the next event of these kinds."""
+        while True:
+            while "\n\n" not in self._buffer:
+                self._buffer += next(self._text)
+            block, _, self._buffer = self._buffer.partition("\n\n")
+            fields = dict(line.split(": ", 1) for line in block.split("\n") if ": " in line)
+            if fields.get("event") in kinds:
+                return fields["event"], int(fields["id"]), json.loads(fields["data"])
+
+    def close(self):
+        self._context.__exit__(None, None, None)
+
+
+def test_a_reader_follows_the_adapters(served):
+    reader = Reader(served)
+    _, seq, snapshot = reader.next("snapshot")
+    assert [card["id"] for card in snapshot["adapters"]] == ["reverse", "upper"]
+    assert snapshot["status"]["tiers"][2]["count_max"] == 8
+    failed = ev.AdapterFailed("upper", "pinned", ErrorCode.NOT_FOUND, "no file")
+    served.controller.publish(ev.AdapterActivated("reverse", 3, 8), failed)
+    _, first, event = reader.next("event")
+    assert first == seq + 1
+    assert event["event"] == {
+        "type": "AdapterActivated",
+        "adapter": "reverse",
+        "slot": 3,
+        "generation": 8,
+    }
+    _, second, event = reader.next("event")
+    assert (second, event["event"]["code"]) == (seq + 2, "L002")
+    reader.close()
+
+
+def test_a_reader_continues_where_it_lost_its_connection(served):
+    reader = Reader(served)
+    _, seq, _ = reader.next("snapshot")
+    reader.close()
+    served.controller.publish(ev.AdapterHeld("upper"), ev.AdapterReleased("upper"))
+    reader = Reader(served, **{"last-event-id": str(seq)})
+    assert [reader.next("event", "snapshot")[:2] for _ in range(2)] == [
+        ("event", seq + 1),
+        ("event", seq + 2),
+    ]
+    reader.close()
+
+
+def test_a_reader_with_an_unknown_number_starts_again(served):
+    for number in ("999999999", "x", "-1"):
+        reader = Reader(served, **{"last-event-id": number})
+        assert reader.next("event", "snapshot")[0] == "snapshot"
+        reader.close()
+
+
+def test_past_events_are_read_in_pages(served):
+    served.controller.publish(*(ev.AdapterHeld(name) for name in ("a", "b", "a", "b", "a")))
+    everything = []
+    since = 0
+    while since is not None:
+        page = served.get(f"/events/history?since={since}&limit=2").json()
+        assert len(page["events"]) <= 2
+        everything += page["events"]
+        since = page["next_seq"]
+    assert [event["seq"] for event in everything] == list(range(1, len(everything) + 1))
+    own = served.get("/events/history?adapter=a").json()["events"]
+    assert [event["event"]["adapter"] for event in own] == ["a"] * 3
+
+
+def test_wrong_numbers_are_refused(served):
+    for query in ("since=x", "since=-1", "limit=3000", "since=" + "9" * 40):
+        response = served.get(f"/events/history?{query}")
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == query.partition("=")[0]
+
+
+def test_readers_are_bounded_and_leave_nothing(served, monkeypatch):
+    monkeypatch.setattr("gateway.page.live.READERS_MAX", 2)
+    readers = [Reader(served), Reader(served)]
+    assert served.get("/events").status_code == 429
+    for reader in readers:
+        reader.close()
+
+    def again():
+        with served.http.stream("GET", "/events") as response:
+            return response.status_code == 200
+
+    wait_until(again)
+
+
+def test_the_head_of_a_stream_can_be_requested_alone(served):
+    response = served.http.head("/events")
+    assert (response.status_code, response.content) == (200, b"")

@@ -1,0 +1,175 @@
+"""The process: its exit statuses, its address, and its end with requests in flight."""
+
+import json
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+
+import httpx
+import pytest
+
+from gateway.options import GatewayConfig, parse_address
+from gateway.server import process
+from messages import requests as rq
+from tests.support.gateway.served import post_bytes, read_all, serve_gateway
+from tests.support.plain_logs import reset_logs
+from tests.support.simulation.standin_controller import StandIn
+from tests.support.waiting import HANG_S, wait_until
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("0.0.0.0:8000", ("0.0.0.0", 8000)),
+        ("[::1]:80", ("::1", 80)),
+        ("9000", ("127.0.0.1", 9000)),
+        (":9000", ("127.0.0.1", 9000)),
+    ],
+)
+def test_addresses_are_read(text, address):
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", "host:x", "host:70000", "host:-1"])
+def test_wrong_addresses_are_refused(text):
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "x",
+        '{"directory": "d", "request_timeout_s": 9999}',
+        '{"directory": "d", "port": "x"}',
+    ],
+)
+def test_a_wrong_configuration_ends_the_process(monkeypatch, text):
+    monkeypatch.setattr("sys.argv", ["gateway", text])
+    try:
+        assert process.main() == process.EXIT_CONFIG
+    finally:
+        reset_logs()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"api_key_file": "/nothing"},
+        {"lora_modules": ("x",)},
+        {"lora_resolver_roots": ("/nothing",)},
+        {"lora_resolvers": ("nothing",)},
+        {"ssl_certfile": "/nothing", "ssl_keyfile": "/nothing"},
+        {"model": "examples/tiny/model", "chat_template": "/nothing"},
+    ],
+)
+def test_options_that_can_not_be_served_end_the_process(tmp_path, options):
+    config = GatewayConfig(directory=str(tmp_path), port=0, **options)
+    assert process.run(config) == process.EXIT_CONFIG
+
+
+def test_an_address_in_use_ends_the_process(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = GatewayConfig(directory=str(tmp_path), port=taken.getsockname()[1])
+        assert process.run(config) == process.EXIT_SOCKET
+
+
+def test_a_module_that_can_not_be_loaded_ends_the_process(tmp_path):
+    with StandIn(tmp_path) as controller:
+        # The stand-in knows no other adapters, and refuses to load one.
+        config = GatewayConfig(
+            directory=str(controller.directory), port=0, lora_modules=("new=roots/new",)
+        )
+        assert process.run(config) == process.EXIT_CONFIG
+
+
+def refuses(gateway):
+    try:
+        gateway.connect().close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_requests_in_flight_end_before_the_gateway(tmp_path):
+    answers = []
+    with StandIn(tmp_path) as controller:
+        may_end = threading.Event()
+        usual = controller._generate
+
+        def slow(request):
+            assert may_end.wait(HANG_S)
+            return usual(request)
+
+        controller.answers[rq.Generate] = slow
+        with serve_gateway(controller) as gateway:
+            connection = gateway.connect()
+            body = json.dumps({"prompt": "p"}).encode()
+            connection.sendall(post_bytes("/v1/completions", body))
+            wait_until(lambda: controller.requests(rq.Generate))
+            reader = threading.Thread(target=lambda: answers.append(read_all(connection)))
+            reader.start()
+            # The gateway begins to end when the context does, and the answer follows that.
+            ending = threading.Thread(
+                target=lambda: (wait_until(lambda: refuses(gateway)), may_end.set())
+            )
+            ending.start()
+        ending.join(HANG_S)
+        reader.join(HANG_S)
+        connection.close()
+    assert answers[0].startswith(b"HTTP/1.1 200")
+
+
+def test_readers_of_events_do_not_delay_the_end(tmp_path):
+    with StandIn(tmp_path) as controller:
+        with serve_gateway(controller, drain_timeout_s=3600) as gateway:
+            connection = gateway.connect()
+            connection.sendall(b"GET /events HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert connection.recv(16).startswith(b"HTTP/1.1 200")
+        assert read_all(connection).endswith(b"0\r\n\r\n")
+        connection.close()
+
+
+def test_a_head_that_does_not_arrive_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "HEAD_TIMEOUT_S", 0.2)
+    with StandIn(tmp_path) as controller, serve_gateway(controller) as gateway:
+        for data in (b"", b"GET / HTTP/1.1\r\nhost: x\r\n"):
+            with gateway.connect() as connection:
+                connection.sendall(data)
+                assert read_all(connection).startswith(b"HTTP/1.1 408")
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """The files of a key and of a certificate for 127.0.0.1."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    directory = tmp_path_factory.mktemp("tls")
+    key, file = directory / "key.pem", directory / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(file)]
+    subprocess.run(command, check=True, capture_output=True)
+    return str(key), str(file)
+
+
+def test_https_with_and_without_certificates_of_clients(tmp_path, certificate):
+    key, file = certificate
+    options = {"ssl_keyfile": key, "ssl_certfile": file}
+    trusting = ssl.create_default_context(cafile=file)
+    with StandIn(tmp_path) as controller:
+        with serve_gateway(controller, verify=trusting, **options) as gateway:
+            assert gateway.get("/version").status_code == 200
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{gateway.url}/version")
+        known = ssl.create_default_context(cafile=file)
+        known.load_cert_chain(file, key)
+        more = {**options, "ssl_ca_certs": file}
+        with serve_gateway(controller, verify=known, **more) as gateway:
+            assert gateway.get("/version").status_code == 200
+            with pytest.raises(httpx.HTTPError):
+                httpx.get(f"{gateway.url}/version", verify=trusting)
