@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import adapters, control, experts, kernels, layers
+from benchmarks import adapters, control, experts, gateway, kernels, layers
 from benchmarks.figures import Figure
 from benchmarks.tables import rounded, write_tables
 
@@ -28,6 +28,7 @@ GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "adapters": adapters.run,
     "control": control.run,
     "experts": experts.run,
+    "gateway": gateway.run,
     "kernels": kernels.run,
     "layers": layers.run,
 }
