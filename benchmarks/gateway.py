@@ -20,7 +20,7 @@ import msgspec
 from benchmarks.figures import Figure
 from benchmarks.http_load import Connection, connections, get, post, rate, seconds
 from benchmarks.standin_controller import IDLE
-from controller.cli.gateway_options import gateway_arguments
+from controller.cli.gateway import gateway_arguments
 from controller.client import AsyncClient
 from controller.core.limits import Limits
 from controller.shell.config import ServeConfig, ServerConfig

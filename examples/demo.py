@@ -12,12 +12,13 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -57,26 +58,45 @@ def main() -> int:
     """Run the demo in a new directory; returns 0 if all checks passed, else 1."""
     parser = argparse.ArgumentParser(description="eight adapters, three slots, two crashes")
     parser.add_argument("--directory", type=Path, default=Path(".loradock-demo"))
-    directory = parser.parse_args().directory
+    parser.add_argument("--keep", action="store_true", help="continue to serve until Ctrl-C")
+    arguments = parser.parse_args()
+    directory, port = arguments.directory, _free_port()
     shutil.rmtree(directory, ignore_errors=True)
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.rule("LoRADock: eight adapters, three slots, two crashes, one replay")
-    with _serve(directory):
+    with _serve(directory, port):
+        page = f"http://127.0.0.1:{port}/"
+        console.print(f"The page that shows the adapters: {page}")
         tally, adapters, status = asyncio.run(_run(directory, console))
-    console.print("Served. Now the log is replayed in this process, without an engine.")
-    result = replay(directory / "log", until=status.seq)
-    console.print(summary(adapters, tally.requests, tally.exact))
-    return _report(console, tally, status, result)
+        console.print("Served. Now the log is replayed in this process, without an engine.")
+        result = replay(directory / "log", until=status.seq)
+        console.print(summary(adapters, tally.requests, tally.exact))
+        code = _report(console, tally, status, result)
+        if arguments.keep:
+            _keep_serving(console, page)
+    return code
+
+
+def _keep_serving(console: Console, page: str) -> None:
+    console.print(f"The server continues, with {page} and {page}v1. Ctrl-C ends it.")
+    with suppress(KeyboardInterrupt):
+        signal.pause()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @contextmanager
-def _serve(directory: Path) -> Iterator[None]:
+def _serve(directory: Path, port: int) -> Iterator[None]:
     command = [str(Path(sys.executable).parent / "loradock"), "--dir", str(directory), "serve"]
     command += ["--model", str(TINY / "model"), "--adapter-root", str(TINY / "adapters")]
     command += ["--slots", str(SLOTS), "--host-adapters", str(len(TRANSFORMATIONS) - 2)]
     command += ["--device-bytes", "8MiB", "--pinned-bytes", "16MiB", "--host-bytes", "16MiB"]
     # The largest rank of the adapters is 64; the engine refuses adapters above its maximum.
     command += ["--max-lora-rank", "64"]
+    command += ["--http", f"127.0.0.1:{port}", "--allow-runtime-lora-updating"]
     directory.mkdir(parents=True)
     with (directory / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, stderr=log, stdout=log)

@@ -4,7 +4,7 @@
 receives `GatewayConfig` as JSON.
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from msgspec import Meta, Struct
 
@@ -158,11 +158,16 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
 class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
     """Configuration of a gateway process.
 
-    `directory`: the controller's. `model`: the base model's directory, for tokenizer and template;
-    without it chats are not served.
+    `directory`: the controller's; or `address`, `key` and `server_key` for one that is reached over
+    a network. `model`: the base model's directory, for tokenizer and template; without it chats are
+    not served.
     """
 
-    directory: str
+    directory: str = ""
+    address: str = ""
+    key: str = ""
+    server_key: str = ""
+    log_format: Literal["console", "json"] = "console"
     host: str = HOST_DEFAULT
     port: int = PORT_DEFAULT
     model: str = ""

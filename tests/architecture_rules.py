@@ -65,7 +65,7 @@ ROOMS: Final = (
     _package(
         "controller.cli",
         "messages controller.core controller.log controller.shell controller.shell.access "
-        "controller.client",
+        "controller.client gateway.options",
         "msgspec rich structlog typer",
     ),
     # The engine, from the ground up.
@@ -125,6 +125,35 @@ ROOMS: Final = (
         "messages engine engine.adapters engine.adapters.files.directory engine.residency "
         "engine.models engine.inference",
         "msgspec structlog torch",
+    ),
+    # The gateway, from the ground up: a client of the controller.
+    _package("gateway", libraries="msgspec"),
+    _package("gateway.http", "messages controller.client gateway", "msgspec starlette"),
+    _package(
+        "gateway.adapters",
+        "messages controller.client gateway gateway.http",
+        "msgspec starlette structlog",
+    ),
+    _package(
+        "gateway.metrics",
+        "messages gateway gateway.adapters",
+        "prometheus_client starlette",
+    ),
+    _package(
+        "gateway.inference",
+        "messages controller.client gateway gateway.http gateway.adapters gateway.metrics",
+        "jinja2 msgspec starlette structlog tokenizers",
+    ),
+    _package(
+        "gateway.page",
+        "messages controller.client gateway.http gateway.adapters",
+        "msgspec starlette",
+    ),
+    _package(
+        "gateway.server",
+        "messages controller.client gateway gateway.http gateway.adapters gateway.metrics "
+        "gateway.inference gateway.page",
+        "httptools msgspec starlette structlog uvicorn uvloop",
     ),
 )
 

@@ -63,7 +63,9 @@ NAMES: Final = frozenset(
 
 DOCUMENTS: Final = (
     *("README.md", "ARCHITECTURE.md", "SUPPORTED.md"),
-    *("benchmarks/README.md", "examples/README.md", "docs/from-vllm.md"),
+    *("benchmarks/README.md", "examples/README.md", "deploy/README.md"),
+    *("docs/openai-api.md", "docs/quickstart.md", "docs/from-vllm.md"),
+    *("docs/guarantees.md", "docs/engine-decisions.md"),
 )
 
 ALLOWED: Final = frozenset(

@@ -73,6 +73,16 @@ def test_pickles_are_loaded_in_one_place_and_as_tensors_only() -> None:
         assert len(ways_to_run_code([source(path, text)])) == 1
 
 
+def test_plugins_are_loaded_in_one_place() -> None:
+    text = "from importlib.metadata import entry_points"
+    assert ways_to_run_code([source("gateway/adapters/resolvers.py", text)]) == []
+    for path, other in (
+        ("gateway/adapters/names.py", text),
+        ("gateway/adapters/resolvers.py", "from importlib import import_module"),
+    ):
+        assert len(ways_to_run_code([source(path, other)])) >= 1
+
+
 def test_an_impure_call_in_the_core_is_seen() -> None:
     assert len(impurities([source("controller/core/x.py", "open('f')\nid(x)")])) == 2
     assert impurities([source("controller/shell/x.py", "open('f')")]) == []

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from msgspec import Struct, field
 
-from controller.cli.context import AsJson, InferenceTimeout, directory_of, open_client, output_of
+from controller.cli.context import (
+    AsJson,
+    InferenceTimeout,
+    directory_of,
+    open_client,
+    output_of,
+    settings_of,
+)
 from controller.client.session import GENERATION_TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -76,15 +83,20 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per option
     """Measure a running server: requests and tokens per second, and latencies."""
     from controller.client import AsyncClient
 
-    output = output_of(ctx, as_json)
+    output, settings = output_of(ctx, as_json), settings_of(ctx)
     with open_client(ctx):
         # Only checks that a server answers; the load has a client of its own.
         pass
     names: Sequence[str | None] = adapter or (None,)
 
     async def measure() -> Result:
-        timeout_s = GENERATION_TIMEOUT_S if timeout is None else timeout
-        async with AsyncClient(directory_of(ctx), generation_timeout_s=timeout_s) as client:
+        async with AsyncClient(
+            None if settings.address else directory_of(ctx),
+            address=settings.address,
+            key=settings.key,
+            server_key=settings.server_key,
+            generation_timeout_s=GENERATION_TIMEOUT_S if timeout is None else timeout,
+        ) as client:
             load = _Load(client, names, prompt, max_tokens)
             return await load.run(requests, concurrency)
 

@@ -6,25 +6,28 @@ An expected error ends in one line and a hint, never in a traceback.
 # Heavy modules are imported when a command runs: help and completion answer at once.
 # ruff: noqa: PLC0415
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from controller.cli import (
     adapters,
+    bench,
     engine_commands,
+    gateway,
     keys,
     log_state_commands,
     pooling,
     serve,
     streaming,
+    timeline,
+    top,
 )
 from controller.cli.context import Settings, settings_of
 from controller.cli.exit_codes import CommandError, exit_code_table, failure_of
 from controller.client.errors import LoradockError
-
-VERSION: Final = "0.1.0"
+from messages.version import VERSION
 
 
 class Commands(TyperGroup):
@@ -54,8 +57,9 @@ app = typer.Typer(
     help="Keep many LoRA adapters ready for one base model.",
 )
 for group in (
-    *(adapters.app, streaming.app, pooling.app),
-    *(serve.app, engine_commands.app, log_state_commands.app, keys.app),
+    *(adapters.app, top.app, streaming.app, pooling.app, bench.app),
+    *(serve.app, gateway.app, engine_commands.app, log_state_commands.app),
+    *(keys.app, timeline.app),
 ):
     app.registered_commands += group.registered_commands
     app.registered_groups += group.registered_groups

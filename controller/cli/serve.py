@@ -13,9 +13,10 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from controller.cli.context import AsJson, directory_of, output_of
+from controller.cli.context import AsJson, Settings, directory_of, output_of, settings_of
 from controller.cli.engine_options import ENGINE_OPTIONS
 from controller.cli.exit_codes import CommandError, ExitCode
+from controller.cli.gateway import GATEWAY_OPTIONS, gateway_arguments, gateway_config
 from controller.cli.option_groups import (
     OptionGroup,
     in_milliseconds,
@@ -25,6 +26,7 @@ from controller.cli.option_groups import (
 from controller.core.limits import Limits, LimitsError, limits_from
 from controller.shell.config import EngineKind, ServeConfig, ServerConfig
 from controller.shell.default_adapters import DefaultPaths, default_paths
+from gateway.options import GatewayOptions
 from messages.addresses import with_port_offset
 from messages.engine_options import EngineOptions, LogFormat
 
@@ -181,11 +183,25 @@ LogFormatOption = Annotated[
     LogFormat,
     typer.Option(help="Format of the log on stderr, of the engine too; --json implies json."),
 ]
+Http = Annotated[
+    str,
+    typer.Option(
+        "--http",
+        metavar="HOST:PORT",
+        help="Also serve the OpenAI protocol, metrics and a page at this address. Default: no "
+        "HTTP.",
+        show_default=False,
+    ),
+]
 
 
 @app.command(rich_help_panel="Server and log")
 @with_option_groups(
-    limits=LIMITS, server=SERVER_SETTINGS, hangs=HANG_SETTINGS, engine_options=ENGINE_OPTIONS
+    limits=LIMITS,
+    server=SERVER_SETTINGS,
+    hangs=HANG_SETTINGS,
+    engine_options=ENGINE_OPTIONS,
+    gateway_options=GATEWAY_OPTIONS,
 )
 def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of options
     ctx: typer.Context,
@@ -193,6 +209,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
     server: dict[str, Any],
     hangs: dict[str, Any],
     engine_options: EngineOptions,
+    gateway_options: GatewayOptions,
     model: Model = "",
     adapter_root: AdapterRoots = None,
     engine: Engine = "managed",
@@ -200,6 +217,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
     policy: Policy = "lru",
     listen: Listen = "",
     log_format: LogFormatOption = "console",
+    http: Http = "",
     as_json: AsJson = False,
 ) -> None:
     """Run a controller and its engine until Ctrl-C; both are restarted if they die or hang."""
@@ -220,8 +238,19 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
     )
     hangs["log_format"] = "json" if as_json else log_format
     roots = tuple(str(root) for root in adapter_root or ())
+    if not gateway_options.max_model_len:
+        context = engine_options.context_tokens_max
+        gateway_options = msgspec.structs.replace(gateway_options, max_model_len=context)
+    gateway = _gateway_arguments(ctx, http, model, gateway_options, hangs["log_format"])
     config = ServeConfig(
-        server_config, model, roots, engine, engine_options, tensor_parallel_size, **hangs
+        server_config,
+        model,
+        roots,
+        engine,
+        engine_options,
+        tensor_parallel_size,
+        gateway=gateway,
+        **hangs,
     )
     _run(ctx, config, as_json)
 
@@ -231,6 +260,18 @@ def _checked_address(address: str) -> str:
         return address and with_port_offset(address, 0)
     except ValueError as error:
         raise CommandError(ExitCode.USAGE, str(error)) from error
+
+
+def _gateway_arguments(
+    ctx: typer.Context, http: str, model: str, options: GatewayOptions, log_format: LogFormat
+) -> tuple[str, ...]:
+    """Return the arguments of Python for a gateway; none without an address."""
+    if not http:
+        return ()
+    # It is on this machine, so it needs no key of the server.
+    local = Settings(settings_of(ctx).directory)
+    config = gateway_config(local, http, model, options)
+    return gateway_arguments(msgspec.structs.replace(config, log_format=log_format))
 
 
 def _check_policy(policy: str) -> None:

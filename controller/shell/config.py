@@ -88,3 +88,5 @@ class ServeConfig(Struct, frozen=True):
     log_format: LogFormat = "console"
     step_timeout_ms: int = STEP_TIMEOUT_MS
     """An engine whose main loop is in one step for longer is killed and restarted."""
+    gateway: tuple[str, ...] = ()
+    """Arguments of Python for an HTTP gateway's process; empty for none."""

@@ -291,6 +291,10 @@ def _children(config: ServeConfig, parent_fd: int, restart_fd: int) -> list[Chil
     if key:
         command = _engine_command(config, of_engine.path, share_key_pair(key))
         children.append(Child("engine", command, of_engine, timeout_ms, log_format))
+    if config.gateway:
+        # It reports no steps, so only a stopped one counts as hanging.
+        command = [sys.executable, *config.gateway, str(parent_fd)]
+        children.append(Child("gateway", command, None, timeout_ms, log_format))
     return children
 
 

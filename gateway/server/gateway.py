@@ -42,7 +42,12 @@ class Gateway:
         self._modules = parse_lora_modules(config.lora_modules)
         files = read_model_files(config.model, config.chat_template, config.max_model_len)
         self.names: Final = ModelNames(config.served_model_names, config.model)
-        self.client: Final = AsyncClient(config.directory)
+        self.client: Final = AsyncClient(
+            config.directory or None,
+            address=config.address,
+            key=config.key,
+            server_key=config.server_key,
+        )
         self.table: Final = AdapterTable()
         self.follower: Final = Follower(self.client, self.table)
         self.live: Final = Live(self.follower)

@@ -20,7 +20,7 @@ from gateway.adapters.resolvers import ResolverError
 from gateway.options import GatewayConfig
 from gateway.server.app import create_app
 from gateway.server.gateway import Gateway, StartError
-from gateway.server.logs import configure_logs
+from messages import process_log
 
 EXIT_CONFIG: Final = 2
 """No process can be started with these options."""
@@ -39,12 +39,13 @@ def main() -> int:
 
     The configuration is JSON. `PARENT_FD` closes when the supervisor ends.
     """
-    configure_logs()
+    process_log.configure(name="gateway")
     try:
         config = msgspec.json.decode(sys.argv[1], type=GatewayConfig)
     except (IndexError, msgspec.MsgspecError) as error:
         log.error("wrong configuration", error=str(error))
         return EXIT_CONFIG
+    process_log.configure(config.log_format, "gateway")
     # Each connection is a file descriptor.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = ("messages", "controller", "engine")
+PROGRAM = ("messages", "controller", "engine", "gateway")
 SHIPPED = (*PROGRAM, "examples", "benchmarks")
 ALL = (*SHIPPED, "tests")
 

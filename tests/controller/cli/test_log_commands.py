@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from controller.log.segments import segment_paths
 from controller.log.writer import Log
 from controller.shell import supervisor
 from controller.shell.config import ServeConfig, ServerConfig
+from gateway.options import GatewayConfig
 from messages.engine_options import EngineOptions
 from messages.records import FORMAT, ControllerStarted, Header, Record
 from messages.requests import LoadAdapter
@@ -82,6 +84,9 @@ OPTIONS = {
     "--adapter-root": "a",
     "--engine": "external",
     "--tensor-parallel-size": "2",
+    "--log-format": "json",
+    "--http": "0.0.0.0:80",
+    "--api-key": "secret",
 }
 
 
@@ -114,7 +119,23 @@ def test_every_bound_is_an_option(started, tmp_path):
     result = run("serve", *arguments, directory=tmp_path)
     assert result.exit_code == 0, result.output
     options = EngineOptions(max_lora_rank=64, default_mm_loras=("image=x=y",))
-    assert started == [ServeConfig(server, "m", ("a", "b"), "external", options, 2, 350, 5000)]
+    gateway = GatewayConfig(
+        directory=str(tmp_path),
+        log_format="json",
+        host="0.0.0.0",
+        port=80,
+        model="m",
+        api_keys=("secret",),
+    )
+    assert started == [
+        ServeConfig(
+            *(server, "m", ("a", "b"), "external", options, 2),
+            hang_timeout_ms=350,
+            step_timeout_ms=5000,
+            log_format="json",
+            gateway=("-m", "gateway.server", msgspec.json.encode(gateway).decode()),
+        )
+    ]
     for changed, default in ((limits, Limits()), (server, defaults.server), (started[0], defaults)):
         for name in changed.__struct_fields__:
             only_one = name == "policy"

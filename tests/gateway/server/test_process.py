@@ -42,8 +42,9 @@ def test_wrong_addresses_are_refused(text):
     "text",
     [
         "",
-        "{}",
+        "[]",
         "x",
+        '{"log_format": "xml"}',
         '{"directory": "d", "request_timeout_s": 9999}',
         '{"directory": "d", "port": "x"}',
     ],

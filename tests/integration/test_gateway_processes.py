@@ -1,0 +1,239 @@
+"""`loradock serve --http` with the tiny model, used through the `openai` client."""
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from controller.client import Client
+from examples.transformations import TRANSFORMATIONS
+from tests.support.engine.serve_process import is_alive, serve, wait_for_end
+from tests.support.gateway.browser import browser, visit
+from tests.support.simulation.command_runs import start_command
+from tests.support.waiting import HANG_S, wait_until
+
+OPTIONS = ("--slots", "3", "--max-lora-rank", "64", "--http", "127.0.0.1:0")
+KEY = "secret"
+
+
+def url_of(log_file):
+    """Return the address that the gateway logged."""
+    lines = [line for line in log_file.read_text().splitlines() if "the gateway serves" in line]
+    return lines[-1].partition("url=")[2].strip() if lines else ""
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    """A server with a gateway; yields its directory and the address of its protocol."""
+    directory = tmp_path_factory.mktemp("ld") / "d"
+    more = ("--allow-runtime-lora-updating", "--api-key", KEY, "--lora-modules", "rev=reverse")
+    with serve(directory, *OPTIONS, *more):
+        log_file = directory.with_suffix(".log")
+        wait_until(lambda: url_of(log_file), lambda: log_file.stat().st_size)
+        yield directory, f"{url_of(log_file)}v1"
+
+
+@pytest.fixture
+def client(running):
+    with openai.OpenAI(base_url=running[1], api_key=KEY, timeout=HANG_S, max_retries=0) as client:
+        yield client
+
+
+def module(name):
+    """Return the body that loads an adapter, also if it is loaded."""
+    return {"lora_name": name, "lora_path": name, "load_inplace": True}
+
+
+def wait_for_adapter(client, name):
+    wait_until(lambda: name in [model.id for model in client.models.list()])
+
+
+def test_models_and_completions(client):
+    wait_for_adapter(client, "rev")
+    models = {model.id: model for model in client.models.list()}
+    assert models["rev"].parent == "model"
+    options = {"prompt": "hello>", "max_tokens": 16, "temperature": 0}
+    answer = client.completions.create(model="rev", **options)
+    assert answer.choices[0].text == "olleh"
+    assert answer.choices[0].finish_reason == "stop"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 5)
+    stream = client.completions.create(
+        model="model:rev", stream=True, stream_options={"include_usage": True}, **options
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == "olleh"
+    assert chunks[-1].usage == answer.usage
+
+
+def test_every_adapter_answers_as_trained_from_many_tasks(running):
+    _, url = running
+    words = ("hello", "adapter", "slots")
+
+    async def main():
+        async with openai.AsyncOpenAI(base_url=url, api_key=KEY, timeout=HANG_S) as client:
+
+            async def load(name):
+                return await client.post("/load_lora_adapter", body=module(name), cast_to=str)
+
+            loaded = await asyncio.gather(*map(load, TRANSFORMATIONS))
+            assert all(text.startswith("Success") for text in loaded)
+
+            async def answer(name, word):
+                answer = await client.completions.create(
+                    model=name, prompt=f"{word}>", max_tokens=32, temperature=0
+                )
+                return answer.choices[0].text
+
+            pairs = [(name, word) for name in TRANSFORMATIONS for word in words]
+            found = await asyncio.gather(*(answer(*pair) for pair in pairs))
+            expected = [TRANSFORMATIONS[name](word) for name, word in pairs]
+            assert found == expected
+
+    asyncio.run(main())
+
+
+def test_errors_are_those_of_the_protocol(running, client):
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client.completions.create(model="nope", prompt="x")
+    assert unknown.value.body["param"] == "model"
+    with pytest.raises(openai.BadRequestError, match="the context has 512"):
+        client.completions.create(model="model", prompt="x", max_tokens=10_000)
+    with pytest.raises(openai.BadRequestError, match="L016"):
+        client.embeddings.create(model="model", input="x")
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        client.chat.completions.create(model="model", messages=[{"role": "user", "content": "x"}])
+    other = openai.OpenAI(base_url=running[1], api_key="wrong", max_retries=0)
+    with other, pytest.raises(openai.AuthenticationError):
+        other.models.list()
+
+
+async def read_until(http, body, events_max):
+    """Read a stream up to a number of events, and leave; return what was read."""
+    read = []
+    async with http.stream("POST", "v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line:
+                read.append(line)
+            if len(read) >= events_max:
+                break
+    return read
+
+
+def test_two_gateways_and_200_streams_of_which_many_are_left(running):
+    directory, url = running
+    second = start_command(
+        *("gateway", "--http", "127.0.0.1:0", "--api-key", KEY), directory=directory
+    )
+    try:
+        line = ""
+        while "the gateway serves" not in line:
+            line = second.stderr.readline()
+        urls = (url.removesuffix("v1"), line.partition("url=")[2].strip())
+        left_at = random.Random(5).choices((1, 2, 3, 5, 1000), k=200)
+
+        async def main():
+            headers = {"Authorization": f"Bearer {KEY}"}
+            limits = httpx.Limits(max_connections=None)
+            options = {"headers": headers, "timeout": HANG_S, "limits": limits}
+            async with (
+                httpx.AsyncClient(base_url=urls[0], **options) as first,
+                httpx.AsyncClient(base_url=urls[1], **options) as other,
+            ):
+                body = {"prompt": "hello>", "max_tokens": 12, "stream": True, "temperature": 0}
+                names = ("upper", "reverse", "model", "caesar")
+                streams = [
+                    read_until(
+                        (first, other)[number % 2],
+                        body | {"model": names[number % len(names)]},
+                        events_max,
+                    )
+                    for number, events_max in enumerate(left_at)
+                ]
+                read = await asyncio.gather(*streams)
+                for events, events_max in zip(read, left_at, strict=True):
+                    assert len(events) == events_max or events[-1] == "data: [DONE]"
+                for http in (first, other):
+                    while (await http.get("load")).json() != {"server_load": 0}:
+                        await asyncio.sleep(0.05)
+
+        asyncio.run(main())
+    finally:
+        second.terminate()
+        second.communicate()
+    with Client(directory, timeout_s=HANG_S) as controller:
+        wait_until(lambda: controller.status().requests == 0)
+        wait_until(lambda: not any(view.leases for view in controller.list().adapters))
+
+
+def test_the_page_shows_adapters_moving_through_three_slots(running, client):
+    """Each adapter is seen in a slot; `LORADOCK_ARTIFACTS` is a folder for the picture."""
+    _, url = running
+    wait_for_adapter(client, "rev")
+    with browser() as one, visit(one, url.removesuffix("v1")) as visited:
+        page = visited.page
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        visited.wait_for("document.getElementById('connection').textContent === 'connected'")
+        for name in ("upper", "count", "spell", "caesar"):
+            client.post("/load_lora_adapter", body=module(name), cast_to=str)
+            client.completions.create(model=name, prompt="a>", max_tokens=4, temperature=0)
+            slot = f"ul[aria-label='Adapters in gpu-slot'] [data-id='{name}']"
+            visited.wait_for(f'document.querySelector("{slot}")')
+        # Three slots: the first one was needed again.
+        visited.wait_for("document.querySelectorAll('#slots li.used').length === 3")
+        visited.wait_for(
+            "document.getElementById('log').textContent.includes('AdapterDeactivated')"
+        )
+        if folder := os.environ.get("LORADOCK_ARTIFACTS"):
+            page.set_viewport_size({"width": 1200, "height": 1100})
+            page.screenshot(path=Path(folder) / "page.png")
+        # The first request for the events had no key.
+        assert [text for text in visited.messages if "401" not in text] == []
+
+
+def test_a_closed_stream_is_cancelled(running, client):
+    directory, _ = running
+    wait_for_adapter(client, "rev")
+    with client.completions.create(
+        model="rev", prompt="hello>", max_tokens=400, temperature=1.0, stream=True
+    ) as stream:
+        next(iter(stream))
+    with Client(directory) as controller:
+        wait_until(lambda: controller.status().requests == 0)
+
+
+def test_the_gateway_outlives_the_controller_and_a_killed_one_returns(running, client):
+    directory, _ = running
+    log_file = directory.with_suffix(".log")
+    with Client(directory, timeout_s=HANG_S) as controller:
+        pid = controller.status().controller_pid
+        os.kill(pid, signal.SIGKILL)
+        wait_for_end(pid)
+        wait_until(lambda: controller.status().controller_pid != pid)
+    answer = client.completions.create(model="rev", prompt="abc>", max_tokens=8, temperature=0)
+    assert answer.choices[0].text == "cba"
+    lines = [line for line in log_file.read_text().splitlines() if "child=gateway" in line]
+    pid = int(lines[-1].partition("pid=")[2])
+    os.kill(pid, signal.SIGKILL)
+    wait_for_end(pid)
+    wait_until(lambda: log_file.read_text().count("the gateway serves") == 2)
+    # Port 0 selects another port after a restart.
+    with openai.OpenAI(base_url=f"{url_of(log_file)}v1", api_key=KEY, timeout=HANG_S) as again:
+        wait_for_adapter(again, "rev")
+
+
+def test_the_gateway_ends_with_its_server(tmp_path):
+    directory = tmp_path / "d"
+    log_file = directory.with_suffix(".log")
+    with serve(directory, *OPTIONS, "--engine", "external"):
+        wait_until(lambda: url_of(log_file), lambda: log_file.stat().st_size)
+        [line] = [line for line in log_file.read_text().splitlines() if "child=gateway" in line]
+        pid = int(line.partition("pid=")[2])
+        assert is_alive(pid)
+    wait_for_end(pid)
