@@ -15,7 +15,7 @@ from gateway.inference.images import fetch_image, image_of_data_url, is_remote
 from gateway.inference.messages import Json, Message, conversation_of, decoded
 from gateway.inference.service import ModelFiles
 from gateway.inference.tokenizer import Tokenizer, no_tokenizer
-from messages.requests import IMAGES_MAX
+from messages.prompts import IMAGES_MAX
 
 _CHOICES: Final = (None, "none", "auto")
 

@@ -15,7 +15,7 @@ from gateway.inference.run import Output, Run
 from gateway.inference.sampling import SamplingFields, StreamOptions, of_choice, sampling_of
 from gateway.inference.service import Service, Start, UsageCount, finish_reason, new_id
 from gateway.timestamps import unix_seconds
-from messages.requests import TokenId
+from messages.prompts import TokenId
 
 MAX_TOKENS_DEFAULT = 16
 """As in the OpenAI protocol."""

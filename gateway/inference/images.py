@@ -16,7 +16,7 @@ from typing import Final
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from gateway.http.errors import HttpError
-from messages.requests import IMAGE_BYTES_MAX
+from messages.prompts import IMAGE_BYTES_MAX
 
 FETCH_TIMEOUT_S: Final = 10.0
 _PARAM: Final = "messages"

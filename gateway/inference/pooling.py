@@ -29,7 +29,7 @@ from gateway.inference.completions import TokenIds, prompts_of
 from gateway.inference.sampling import check_served
 from gateway.inference.service import Service, new_id
 from gateway.timestamps import unix_seconds
-from messages.requests import TextPrompt
+from messages.prompts import TextPrompt
 
 INPUTS_MAX: Final = 2048
 

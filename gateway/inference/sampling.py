@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.http.errors import FieldProblem, HttpError, refused_field
-from messages.requests import Sampling
+from messages.prompts import Sampling
 
 CHOICES_MAX: Final = 128
 STOP_MAX: Final = 16

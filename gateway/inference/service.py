@@ -18,7 +18,8 @@ from gateway.inference.run import Run
 from gateway.inference.sampling import SamplingDefaults
 from gateway.inference.tokenizer import Tokenizer, no_tokenizer, sampling_defaults
 from gateway.metrics.recorder import Recorder
-from messages.requests import GenerationDone, TextPrompt
+from messages.prompts import TextPrompt
+from messages.requests import GenerationDone
 
 CHOICES_PER_REQUEST_MAX: Final = 2048
 

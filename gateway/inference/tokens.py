@@ -12,7 +12,7 @@ from gateway.inference.answers import Detokenized, Tokenized
 from gateway.inference.chat_prompt import ChatPrompts
 from gateway.inference.messages import MESSAGES_MAX, Json, Message
 from gateway.inference.service import Service
-from messages.requests import TokenId
+from messages.prompts import TokenId
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.http.errors import HttpError
 from gateway.inference import images
-from messages.requests import IMAGE_BYTES_MAX
+from messages.prompts import IMAGE_BYTES_MAX
 
 
 def resolves_to(monkeypatch, *addresses):
