@@ -55,7 +55,6 @@ class Stack:
         return self.call(rq.Generate, adapter, prompt, Sampling(**sampling))
 
     def text(self, adapter: str, prompt: str) -> str:
-        """Generate a text."""
         request = rq.Generate(self.client.new_id(), adapter, prompt, Sampling(16))
         self.client.send_request(request)
         parts = []
