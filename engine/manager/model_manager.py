@@ -324,13 +324,16 @@ class LoRAModelManager(ManagerAttributes):
         self._check_open()
         self._displaced.clear()
         names = (adapters,) if isinstance(adapters, str) else adapters
+        undone: set[str] = set()
         try:
             self._core.request(kind, adapters, *rest, **named)
         except Refusal as refusal:
+            # What was loaded for this request alone has left again, which is no eviction.
+            undone.update(names)
             raise error_of_refusal(refusal, self._core, kind, names) from None
         finally:
             if kind not in (requests.DeactivateAdapter, requests.RemoveAdapter):
-                self.metrics.evictions += len(self._displaced)
+                self.metrics.evictions += len(self._displaced.keys() - undone)
             self._forget_evicted()
             self._engine.refresh_mappings()
 
