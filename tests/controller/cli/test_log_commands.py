@@ -84,6 +84,7 @@ OPTIONS = {
     "--adapter-root": "a",
     "--engine": "external",
     "--tensor-parallel-size": "2",
+    "--listen": "tcp://127.0.0.1:4711",
     "--log-format": "json",
     "--http": "0.0.0.0:80",
     "--api-key": "secret",
@@ -109,8 +110,8 @@ def test_every_bound_is_an_option(started, tmp_path):
         digest_interval=14,
     )
     server = ServerConfig(
-        *(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True, {"image": "x=y"}),
-        *(15, "keep", 16),
+        *(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True),
+        *("tcp://127.0.0.1:4711", {"image": "x=y"}, 15, "keep", 16),
     )
     defaults = ServeConfig(ServerConfig(""))
     arguments = [word for option in OPTIONS.items() for word in option]
