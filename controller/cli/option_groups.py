@@ -71,7 +71,7 @@ def setting(field: FieldInfo, flag: str, text: str, panel: str) -> Parameter:
         shown |= {"parser": _size, "metavar": "SIZE", "show_default": format_size(default)}
     elif isinstance(default, int) and not isinstance(default, bool):
         kind = int
-        shown |= {"min": 1, "metavar": "NUMBER"}
+        shown |= {"min": int(not field.name.endswith("_hours")), "metavar": "NUMBER"}
     return parameter(field.name, kind, default, typer.Option(flag, **shown))
 
 

@@ -103,15 +103,11 @@ def unharmed(served: Served) -> Iterator[None]:
     served.client.status()
     assert served.engine.inventory_requests == requested
     after = served.client.status()
-    assert (after.engine_id, after.epoch, after.tiers) == (
-        before.engine_id,
-        before.epoch,
-        before.tiers,
-    )
+    kept = (before.engine_id, before.epoch, before.tiers)
+    assert (after.engine_id, after.epoch, after.tiers) == kept
     assert served.client.list().adapters == listed
     assert len(served.engine.received) == received
-    while served.witness.call(rq.ShowStatus("still-served")).request_id != "still-served":
-        continue
+    assert isinstance(served.witness.call(rq.ShowStatus("still-served")), rq.StatusShown)
 
 
 def without_curve(served: Served) -> None:

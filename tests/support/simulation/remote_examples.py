@@ -3,7 +3,6 @@
 import secrets
 import socket
 import threading
-import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from messages.addresses import ENGINE_PORT_OFFSET
 from messages.key_files import KeyPair, read_key_pair
 from messages.wire import REPLIES, REQUESTS, TOKEN_BYTES
 from tests.support.simulation.key_examples import server_key, use_keys
-from tests.support.waiting import HANG_S
+from tests.support.waiting import HANG_S, wait_until
 
 _PORTS: Final = 3
 _RETRY_MS: Final = 2000
@@ -93,10 +92,14 @@ class Remote:
     def call(self, request: requests.Request) -> Any:
         """Send until a reply comes: a revocation of any key closes all remote connections."""
         self.send(request)
-        deadline = time.monotonic() + HANG_S
-        while not self._replies and not self.socket.poll(_RETRY_MS):
-            assert time.monotonic() < deadline, "no reply"
+
+        def is_answered() -> bool:
+            if self._replies or self.socket.poll(_RETRY_MS):
+                return True
             self.send(request)
+            return False
+
+        wait_until(is_answered, what="no reply")
         return self.reply()
 
     def reply(self) -> Any:
