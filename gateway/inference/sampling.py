@@ -10,7 +10,6 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.http.errors import FieldProblem, HttpError, refused_field
-from messages.prompts import Sampling
 
 CHOICES_MAX: Final = 128
 STOP_MAX: Final = 16
@@ -37,6 +36,13 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
     schema: msgspec.Raw | UnsetType = UNSET
 
 
+LogitBias = Annotated[
+    dict[Annotated[str, Meta(pattern=r"^[0-9]{1,10}\Z")], Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(max_length=1024),
+]
+"""Token ids, written as strings, with what is added to their logits."""
+
+
 class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """The parameters that texts and chats have in common.
 
@@ -59,7 +65,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     length_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: LogitBias | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
@@ -95,18 +101,9 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
-    "min_p": (0.0,),
-    "repetition_penalty": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
     "length_penalty": (1.0,),
-    "logit_bias": ({},),
-    "stop_token_ids": ([],),
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "include_stop_str_in_output": (False,),
-    "ignore_eos": (False,),
-    "min_tokens": (0,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
@@ -137,9 +134,8 @@ PASSED_ON: Final = frozenset(
         *("stop_token_ids", "ignore_eos", "min_tokens"),
     }
 )
-"""Parameters that mean the same to the engine, once `Sampling` has a field of their name."""
+"""Parameters that mean the same to the engine, under the same name."""
 
-_SERVED: Final = PASSED_ON.intersection(Sampling.__struct_fields__)
 _NULL: Final = b"null"
 
 
@@ -155,7 +151,7 @@ def check_served(body: Struct) -> None:
     """Raise `HttpError` for the first parameter with a value that is not served."""
     for name, unchanged in UNCHANGED.items():
         value = getattr(body, name, None)
-        if value is None or value is UNSET or name in _SERVED or value in unchanged:
+        if value is None or value is UNSET or value in unchanged:
             continue
         if not isinstance(value, msgspec.Raw) or bytes(value).strip() != _NULL:
             raise refused_field(FieldProblem(name, f"{name} is not served; leave it out"))
@@ -189,7 +185,11 @@ def sampling_of(
         sampling["max_tokens"] = max_tokens
     if body.seed is not None:
         sampling["seed"] = body.seed % 2**63
-    passed_on = {name: getattr(body, name) for name in _SERVED}
+    if body.logit_bias:
+        sampling["logit_bias"] = tuple((int(t), bias) for t, bias in body.logit_bias.items())
+    if body.include_stop_str_in_output is not None:
+        sampling["include_stop"] = body.include_stop_str_in_output
+    passed_on = {name: getattr(body, name) for name in PASSED_ON}
     return sampling | {name: value for name, value in passed_on.items() if value is not None}
 
 

@@ -5,6 +5,7 @@ import base64
 import pytest
 
 from messages import requests as rq
+from messages.prompts import IllustratedPrompt
 from tests.support.gateway.served import data_of
 
 PATH = "/v1/chat/completions"
@@ -69,7 +70,7 @@ def test_an_image_has_its_place_in_the_prompt(served):
     ]
     served.post(PATH, {"messages": [{"role": "user", "content": parts}]})
     [request] = served.controller.requests(rq.Generate)
-    expected = rq.IllustratedPrompt("<user>what is <image><assistant>", (b"png bytes",))
+    expected = IllustratedPrompt("<user>what is <image><assistant>", (b"png bytes",))
     assert request.prompt == expected
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from messages import requests as rq
 from messages.errors import ErrorCode
+from messages.prompts import Sampling
 from tests.support.gateway.served import data_of
 from tests.support.waiting import wait_until
 
@@ -28,18 +29,18 @@ def test_a_completion(served):
     assert answer["model"] == "upper"
     request = only_request(served)
     assert (request.adapter, request.prompt) == ("upper", "hello")
-    assert request.sampling == rq.Sampling(max_tokens=3)
+    assert request.sampling == Sampling(max_tokens=3)
 
 
 def test_the_defaults_are_those_of_the_protocol(served):
     served.post(PATH, {"prompt": "hello"})
-    assert only_request(served).sampling == rq.Sampling(max_tokens=16, temperature=1.0)
+    assert only_request(served).sampling == Sampling(max_tokens=16, temperature=1.0)
 
 
 def test_sampling_parameters_are_passed_on(served):
     body = {"prompt": "p", "top_p": 0.5, "top_k": -1, "seed": -1, "stop": "x", "temperature": 2}
     served.post(PATH, body)
-    expected = rq.Sampling(16, 2.0, 0, 0.5, 2**63 - 1, ("x",))
+    expected = Sampling(16, 2.0, 0, 0.5, 2**63 - 1, ("x",))
     assert only_request(served).sampling == expected
 
 
@@ -156,16 +157,8 @@ def test_an_error_within_a_stream_is_an_event_of_it(served):
 @pytest.mark.parametrize(
     ("field", "value", "unchanged"),
     [
-        ("min_p", 0.5, 0.0),
-        ("repetition_penalty", 1.2, 1.0),
-        ("presence_penalty", 1, 0),
-        ("frequency_penalty", 1, 0),
-        ("logit_bias", {"5": 1}, {}),
         ("logprobs", 5, None),
         ("prompt_logprobs", 1, None),
-        ("stop_token_ids", [1], []),
-        ("ignore_eos", True, False),
-        ("min_tokens", 3, 0),
         ("best_of", 2, 1),
         ("use_beam_search", True, False),
         ("suffix", "x", ""),
@@ -182,6 +175,33 @@ def test_what_is_not_served_is_refused_by_name(served, field, value, unchanged):
     assert response.json()["error"]["param"] == field
     assert field in response.json()["error"]["message"]
     assert served.post(PATH, {"prompt": "p", field: unchanged}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "option", "expected"),
+    [
+        ("min_p", 0.5, "min_p", 0.5),
+        ("repetition_penalty", 1.25, "repetition_penalty", 1.25),
+        ("presence_penalty", 1, "presence_penalty", 1.0),
+        ("frequency_penalty", -0.5, "frequency_penalty", -0.5),
+        ("logit_bias", {"5": 1, "7": -2.5}, "logit_bias", ((5, 1.0), (7, -2.5))),
+        ("stop_token_ids", [1, 2], "stop_token_ids", (1, 2)),
+        ("ignore_eos", True, "ignore_eos", True),
+        ("min_tokens", 3, "min_tokens", 3),
+        ("include_stop_str_in_output", True, "include_stop", True),
+    ],
+)
+def test_what_the_engine_serves_is_passed_on(served, field, value, option, expected):
+    assert served.post(PATH, {"prompt": "p", field: value}).status_code == 200
+    assert getattr(only_request(served).sampling, option) == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("min_p", 2.0), ("logit_bias", {"a": 1}), ("min_tokens", -1), ("presence_penalty", 3)],
+)
+def test_values_out_of_bounds_are_refused(served, field, value):
+    assert served.post(PATH, {"prompt": "p", field: value}).status_code == 400
 
 
 @pytest.mark.parametrize(
