@@ -118,6 +118,9 @@ class Listener:
                 zmq.ROUTER, _REQUEST_BYTES_HARD_MAX, "" if not is_remote else REQUESTS_DOMAIN
             )
             self.requests.rcvhwm = _REQUESTS_QUEUED_MAX
+            # Replies to a client that is gone are refused instead of dropped silently, and so are
+            # those to a client whose queue is full.
+            self.requests.router_mandatory = 1
             # Long replies are not copied by pyzmq, so that their release can be observed.
             self.requests.copy_threshold = LONG_REPLY_BYTES
             self.engine = self._open(zmq.ROUTER, REPORTS.bytes_max, ENGINE_DOMAIN)
