@@ -11,6 +11,8 @@ from engine.worker import worker
 from tests.support.waiting import wait_until
 
 LONG = b"x" * (24 << 20)
+NOBODY = b"lnobody"
+"""A route over the local sockets, to a client that never connected."""
 
 
 class Queued:
@@ -125,14 +127,14 @@ def _read(opened: transport.Transport, client: "zmq.Socket[bytes]") -> bytes:
 def test_replies_beyond_the_bound_of_a_clients_queue_arrive_when_it_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "_QUEUE_FRAMES_MAX", 4)
+    monkeypatch.setattr(listener, "_QUEUE_FRAMES_MAX", 4)
     count = 600
     with transport.Transport(tmp_path) as opened, zmq.Context() as context:
         client = context.socket(zmq.DEALER)
         client.linger, client.rcvhwm = 0, 1
         client.connect(transport.endpoint(tmp_path, "requests.sock"))
         client.send(b"hello")
-        peer = wait_until(lambda: [peer for peer, _ in opened.receive_requests()])[0]
+        peer = wait_until(lambda: [peer for peer, _, _ in opened.receive_requests()])[0]
         for number in range(count):
             opened.reply(peer, number.to_bytes(2) * 2000)
         opened.flush()
@@ -147,10 +149,10 @@ def test_a_reply_to_a_client_that_is_gone_is_dropped(tmp_path: Path) -> None:
     with transport.Transport(tmp_path) as opened:
         opened.on_gone = gone.append
         for reply in (b"short", b"x" * (1 << 20)):
-            opened.reply(b"nobody", reply)
+            opened.reply(NOBODY, reply)
         opened.flush()
         assert not opened._replies
-    assert set(gone) == {b"nobody"}
+    assert set(gone) == {NOBODY}
 
 
 def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(
