@@ -33,6 +33,7 @@ OTHER_VALUES: dict[str, Any] = {
     "pin_memory": False,
     "file_threads": 3,
     "max_num_seqs": 4,
+    "max_num_batched_tokens": 96,
     "queue_requests_max": 5,
     "context_tokens_max": 6,
     "task": "classify",
