@@ -92,6 +92,8 @@ def test_a_blocked_stderr_does_not_block_the_controller(tmp_path: Path) -> None:
                 # Each start of an engine that never attaches, and each request, may log.
                 with pytest.raises(Exception, match="L006"):
                     client.release(f"nobody-{number}")
+            with pytest.raises(Exception, match="L011"):
+                client.load("nobody", timeout_s=0.1)
             assert client.status().seq > before
         process.terminate()
         assert process.wait(HANG_S) == 0
