@@ -124,7 +124,7 @@ def test_a_broken_adapter_is_refused(stack: Stack, unharmed: Any, name: str) -> 
     assert is_refused(stack.call(rq.HoldAdapter, "broken", path.name), code)
 
 
-@pytest.mark.parametrize("damage", [with_value(NAN), with_config(use_dora=True)])
+@pytest.mark.parametrize("damage", [with_value(NAN), with_config(r=0)])
 def test_a_broken_replacement_keeps_the_old_version(
     stack: Stack, unharmed: Any, tmp_path: Path, damage: Any
 ) -> None:
