@@ -122,8 +122,8 @@ def test_a_child_that_can_not_run_ends_them_all(
 
 HANGING = """
 import os, sys
-from messages import process_log
 from controller.shell.supervisor import Child, Supervisor
+from messages import process_log
 from messages.progress import Progress
 
 process_log.configure()
@@ -185,10 +185,10 @@ def test_a_child_that_is_ended_on_request_is_always_restarted(tmp_path: Path, br
 
 RESTARTING = """
 import os, sys
-from controller.shell import stderr_logging
 from controller.shell.supervisor import Child, Supervisor
+from messages import process_log
 
-stderr_logging.configure()
+process_log.configure()
 note = "import os, sys, time; print(os.getpid(), file=open(sys.argv[1], 'a'));"
 restarts, restart = os.pipe()
 ask = "fd = int(sys.argv[2]); [os.write(fd, bytes.fromhex(line)) for line in sys.stdin]"
