@@ -116,11 +116,6 @@ def _forget_in_snapshot(field: str, empty: Callable[[], Any]) -> Replacement:
 
 
 @bug
-def holds_not_in_snapshot() -> Replacement:
-    return _forget_in_snapshot("held", dict)
-
-
-@bug
 def events_of_snapshot_skipped() -> Replacement:
     original = EventWriter.add
 

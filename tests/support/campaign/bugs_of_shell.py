@@ -14,7 +14,6 @@ from controller.shell.logical_clock import LogicalClock
 from controller.shell.server import Server
 from engine.worker.controller_link import ControllerLink
 from engine.worker.seen_operations import SeenOperations
-from messages import commands
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
 
@@ -46,19 +45,6 @@ def epoch_used_twice() -> Replacement:
         return 1_700_000_000 if largest > 1_000_000_000 else largest
 
     return server_module, "max", first_start
-
-
-@bug
-def lost_payload_not_recorded() -> Replacement:
-    original = Server._send_command
-
-    def send_command(self: Server, action: Any) -> None:
-        command = action.message
-        is_inference = isinstance(command, commands.StartInference)
-        if not is_inference or self._sessions.with_payload(command) is not None:
-            original(self, action)
-
-    return Server, "_send_command", send_command
 
 
 @bug
@@ -107,20 +93,6 @@ def overtaken_inventory_accepted() -> Replacement:
         original(self, 1 << 60, *arguments)
 
     return EngineLink, "_on_inventory", on_inventory
-
-
-@bug
-def command_gap_ignored() -> Replacement:
-    original = ControllerLink.accept
-
-    def accept(self: ControllerLink, frame: Any) -> bool:
-        needed = self.needs_sync
-        accepted = original(self, frame)
-        if not isinstance(frame.message, commands.RequestInventory):
-            self.needs_sync = needed
-        return accepted
-
-    return ControllerLink, "accept", accept
 
 
 @bug
