@@ -11,7 +11,7 @@ from engine.worker import worker
 from tests.support.waiting import wait_until
 
 LONG = b"x" * (24 << 20)
-NOBODY = b"lnobody"
+GONE_ROUTE = b"lgone"
 """A route over the local sockets, to a client that never connected."""
 
 
@@ -149,10 +149,10 @@ def test_a_reply_to_a_client_that_is_gone_is_dropped(tmp_path: Path) -> None:
     with transport.Transport(tmp_path) as opened:
         opened.on_gone = gone.append
         for reply in (b"short", b"x" * (1 << 20)):
-            opened.reply(NOBODY, reply)
+            opened.reply(GONE_ROUTE, reply)
         opened.flush()
         assert not opened._replies
-    assert set(gone) == {NOBODY}
+    assert set(gone) == {GONE_ROUTE}
 
 
 def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(

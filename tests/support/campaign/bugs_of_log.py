@@ -116,6 +116,11 @@ def _forget_in_snapshot(field: str, empty: Callable[[], Any]) -> Replacement:
 
 
 @bug
+def requests_not_in_snapshot() -> Replacement:
+    return _forget_in_snapshot("pending_requests", dict)
+
+
+@bug
 def events_of_snapshot_skipped() -> Replacement:
     original = EventWriter.add
 
