@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq
 from transitions import Machine
 
-from benchmarks import control_curve, control_events, control_recovery
+from benchmarks import control_curve, control_events, control_load, control_recovery
 from benchmarks.feed import CoreFeed, serve_traffic
 from benchmarks.figures import Figure, best_seconds, interleave
 from benchmarks.publisher import EVENTS_COUNT
@@ -55,8 +55,11 @@ def run() -> Iterator[Figure]:
         with _controller(directory), _echo(directory, synced=True) as synced:
             yield _durable(endpoint(directory, "requests.sock"), synced)
             yield _batch(endpoint(directory, "requests.sock"))
+            rate = _BareClient(endpoint(directory, "requests.sock")).rate
+            yield from control_load.vs_redis(directory, rate)
             with _echo(directory, synced=False) as bare:
                 yield _single(directory, bare)
+    yield _others_p99()
     yield _replay()
     yield from control_recovery.run()
     yield _state_step()
@@ -64,6 +67,16 @@ def run() -> Iterator[Figure]:
     yield control_events.old_events()
     yield from _known_adapters()
     yield from control_curve.run()
+
+
+def _others_p99() -> Figure:
+    with tempfile.TemporaryDirectory(prefix="ld-") as name:
+        directory = Path(name)
+        limits = Limits(slots_max=3, host_adapters_max=20_000, device_bytes_max=1 << 26)
+        control_load.write_known_adapters(directory, limits)
+        with _controller(directory):
+            client = _BareClient(endpoint(directory, "requests.sock"))
+            return control_load.others_p99(directory, client.times_us)
 
 
 @contextmanager
@@ -147,13 +160,18 @@ class _BareClient:
 
     def median_us(self) -> float:
         """Return the median round trip of a single request, in microseconds."""
+        times = self.times_us(2000)
+        return sorted(times)[len(times) // 2]
+
+    def times_us(self, count: int) -> list[float]:
+        """Return the round trips of single requests, in microseconds."""
         times = []
-        for _ in range(2000):
+        for _ in range(count):
             started = time.perf_counter()
             self._send()
             self._socket.recv()
-            times.append(time.perf_counter() - started)
-        return sorted(times)[len(times) // 2] * 1e6
+            times.append((time.perf_counter() - started) * 1e6)
+        return times
 
 
 def _durable(address: str, echo: str) -> Figure:
