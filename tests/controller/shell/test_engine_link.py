@@ -27,9 +27,7 @@ ACTIONS = (
 )
 LOGS = (*["ok"] * 5, "full", "crash before the log", "crash after the log")
 FEW = st.integers(0, 6)
-STEPS = st.tuples(
-    *(st.sampled_from(ACTIONS), FEW, FEW, st.booleans(), st.booleans(), st.sampled_from(LOGS))
-)
+STEPS = st.tuples(*(st.sampled_from(ACTIONS), FEW, FEW, st.booleans(), st.sampled_from(LOGS)))
 HISTORIES = st.lists(STEPS, min_size=25, max_size=50)
 
 
@@ -39,20 +37,20 @@ def run_without_failures(simulation: Simulation, rounds: int, tasks: int) -> Non
     for _ in range(tasks):
         simulation.add_task()
     for _ in range(rounds):
-        simulation.run_engine(False, 100, works=tasks > 0, beat=True)
+        simulation.run_engine(100, works=tasks > 0, beat=True)
         simulation.run_controller(100)
         simulation.now_ns += SECOND_NS // 10
 
 
 def perform(simulation: Simulation, step: tuple[Any, ...]) -> None:
-    action, one, other, this, that, log = step
+    action, one, other, that, log = step
     match action:
         case "run":
             run_without_failures(simulation, one, other)
         case "add a task":
             simulation.add_task()
         case "engine":
-            simulation.run_engine(newest_first=this, count=one, works=that, beat=other > 3)
+            simulation.run_engine(count=one, works=that, beat=other > 3)
         case "controller":
             simulation.run_controller(one, log)
         case "wait":

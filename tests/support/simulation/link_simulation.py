@@ -288,10 +288,13 @@ class Simulation:
                 by_name[peer].to_engine.append(data)
         self.controller.outgoing.clear()
 
-    def run_engine(self, newest_first: bool, count: int, works: bool, beat: bool) -> None:
-        """Run an iteration that reads up to `count` frames, from any connection first."""
+    def run_engine(self, count: int, works: bool, beat: bool) -> None:
+        """Run an iteration that reads up to `count` frames, those of old connections first.
+
+        An engine has one socket with one endpoint, whose frames stay in order over reconnections.
+        """
         read = 0
-        for connection in reversed(self.connections) if newest_first else self.connections:
+        for connection in self.connections:
             while connection.to_engine and read < count:
                 self.engine.receive(connection.to_engine.pop(0))
                 read += 1
@@ -305,5 +308,5 @@ class Simulation:
         for _ in range(60):
             self.now_ns += SECOND_NS // 2
             for _ in range(3):
-                self.run_engine(False, 1_000, True, True)
+                self.run_engine(1_000, True, True)
                 self.run_controller(1_000)
