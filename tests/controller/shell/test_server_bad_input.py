@@ -59,7 +59,7 @@ class Stack:
         self.client.send_request(request)
         parts = []
         while isinstance(reply := self.client.reply(), rq.TokensStreamed):
-            parts.append(reply.text)
+            parts.append(reply.text if reply.request_id == request.request_id else "")
         assert isinstance(reply, rq.GenerationDone), reply
         return "".join(parts)
 
