@@ -1,5 +1,6 @@
 """Peers of a controller that listens on a network: right ones, and sockets of any kind."""
 
+import contextlib
 import secrets
 import socket
 import threading
@@ -88,6 +89,11 @@ class Remote:
 
     def send(self, request: requests.Request) -> None:
         self.socket.send(REQUESTS.encode((request,), token=self._token))
+
+    def send_if_possible(self, request: requests.Request) -> None:
+        """Send, unless the socket has no connection to send to."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(REQUESTS.encode((request,), token=self._token), zmq.NOBLOCK)
 
     def call(self, request: requests.Request) -> Any:
         """Send until a reply comes: a revocation of any key closes all remote connections."""
