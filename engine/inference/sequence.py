@@ -34,13 +34,14 @@ class Sequence:
     def __init__(self, command: StartGeneration, model: CausalModel) -> None:
         self.command = command
         self.prompt: list[int] = []
+        # Made with the prompt, which its penalties depend on.
+        self.sampler: Sampler
         self.images: ImageInputs | None = None
         self.can_resume = True
         self.output = Output()
         sampling = command.sampling
         eos_ids = frozenset() if sampling.ignore_eos else frozenset(model.eos_ids)
         self._end_ids = eos_ids | frozenset(sampling.stop_token_ids)
-        self.sampler = Sampler(sampling, (), self._end_ids)
         self._stop_filter = StopFilter(sampling.stop, sampling.include_stop)
         self._tokenizer = model.tokenizer
         self._detokenizer: Detokenizer | None = None

@@ -93,6 +93,15 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+class _List(Struct, frozen=True, kw_only=True):
+    """The beginning of an answer with one item per input."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+
+
 class EmbeddingItem(Struct, frozen=True):
     """The vector of an input; Base64 stands for little-endian float32 numbers."""
 
@@ -101,13 +110,9 @@ class EmbeddingItem(Struct, frozen=True):
     object: str = "embedding"
 
 
-class Embeddings(Struct, frozen=True, kw_only=True):
+class Embeddings(_List, frozen=True, kw_only=True):
     """The answer to `POST /v1/embeddings`."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[EmbeddingItem]
     usage: Usage
 
@@ -121,13 +126,9 @@ class ClassItem(Struct, frozen=True):
     num_classes: int
 
 
-class Classes(Struct, frozen=True, kw_only=True):
+class Classes(_List, frozen=True, kw_only=True):
     """The answer to `POST /classify`; `labels` are in the order of `probs`."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[ClassItem]
     labels: tuple[str, ...]
     usage: Usage
@@ -141,13 +142,9 @@ class PoolingItem(Struct, frozen=True):
     object: str = "pooling"
 
 
-class Pooled(Struct, frozen=True, kw_only=True):
+class Pooled(_List, frozen=True, kw_only=True):
     """The answer to `POST /pooling`."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[PoolingItem]
     usage: Usage
 
@@ -160,13 +157,9 @@ class ScoreItem(Struct, frozen=True):
     object: str = "score"
 
 
-class Scores(Struct, frozen=True, kw_only=True):
+class Scores(_List, frozen=True, kw_only=True):
     """The answer to `POST /score`."""
 
-    id: str
-    object: str = "list"
-    created: int
-    model: str
     data: list[ScoreItem]
     usage: Usage
 
