@@ -243,17 +243,22 @@ class Deployment:
         if self.engine is None:
             return
         frames, self.engine.outbox = self.engine.outbox[:count], self.engine.outbox[count:]
-        group = []
+        group, answered = [], self.synced
         for frame in frames:
             if not isinstance(frame, reports.EngineInventory):
                 self.unacknowledged.append(frame)
                 group.append(frame)
-            elif not self.synced and frame.answers == self.inventory_requests:
-                self.synced = True
+            elif not answered and frame.answers == self.inventory_requests:
+                answered = True
                 group.append(frame)
-            elif self.synced:
+            elif answered:
+                answered = False
                 self.request_inventory()
         for report in group:
+            # As on the link, no command is sent before the inventory is handled: those that the
+            # reports before it cause were not meant for an engine that may be another one.
+            if isinstance(report, reports.EngineInventory):
+                self.synced = answered
             self.handle(report)
         self._check_states()
 
