@@ -6,7 +6,6 @@ Both have a log of 10,000 adapters, a snapshot of them and 20,000 records after 
 import gc
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from controller.log.snapshotter import NICENESS, SnapshotOrder, make_snapshot
 from controller.log.world_state import WorldState
 from controller.log.writer import Log
 from messages.ids import Seq
+from messages.own_processes import process_command
 from messages.records import FORMAT, Header, Record
 from messages.requests import LoadAdapter
 
@@ -120,7 +120,7 @@ def _longest_during_snapshot(directory: Path, log: Log) -> tuple[float, float]:
         path.unlink()
     last_seq = max(seq for seq, _, _ in read(directory))
     order = msgspec.json.encode(SnapshotOrder(last_seq, _KEEP)).decode()
-    command = [sys.executable, "-m", "controller.log.snapshotter", str(directory), order]
+    command = [*process_command("snapshotter"), str(directory), order]
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)

@@ -155,6 +155,12 @@ ROOMS: Final = (
         "gateway.inference gateway.page",
         "httptools msgspec starlette structlog uvicorn uvloop",
     ),
+    # What users import, and the entry points of our processes.
+    _package(
+        "loradock",
+        "messages controller controller.client controller.log controller.shell "
+        "engine engine.adapters engine.punica engine.manager engine.worker gateway gateway.server",
+    ),
 )
 
 PLACES: Final[dict[str, tuple[str, ...]]] = {

@@ -21,6 +21,7 @@ from gateway.options import (
     GatewayOptions,
     parse_address,
 )
+from messages.own_processes import python_arguments
 
 app = typer.Typer()
 
@@ -80,7 +81,7 @@ def gateway_config(
 
 def gateway_arguments(config: GatewayConfig) -> tuple[str, ...]:
     """Return the arguments of Python for a gateway process."""
-    return ("-m", "gateway.server", msgspec.json.encode(config).decode())
+    return (*python_arguments("gateway"), msgspec.json.encode(config).decode())
 
 
 Http = Annotated[

@@ -8,7 +8,6 @@ it.
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -22,6 +21,7 @@ from controller.log.snapshots import Snapshot
 from controller.log.snapshotter import EXIT_BUSY, NICENESS, SnapshotMade, SnapshotOrder
 from controller.log.storage import DISK, Storage
 from messages.ids import Seq
+from messages.own_processes import process_command
 
 SNAPSHOT_S_MAX: Final = 600.0
 STOP_S_MAX: Final = 5.0
@@ -111,7 +111,7 @@ class SnapshotProcess:
     def _start(self, seq: Seq) -> None:
         self._last_seq, self._started_s = seq, time.monotonic()
         order = msgspec.json.encode(SnapshotOrder(seq, self._retention)).decode()
-        command = [sys.executable, "-m", "controller.log.snapshotter", str(self._directory), order]
+        command = [*process_command("snapshotter"), str(self._directory), order]
         try:
             # In a session of its own: only the parent receives a terminal's Ctrl-C.
             self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell

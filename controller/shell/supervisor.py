@@ -36,6 +36,7 @@ from controller.shell.hang_watch import HANG_TIMEOUT_MS, HangWatch, is_stopped, 
 from controller.shell.listener import TransportError, endpoint
 from messages.engine_options import EngineArguments, LogFormat, command_line
 from messages.key_files import KeyFileError, share_key_pair
+from messages.own_processes import process_command
 from messages.progress import Progress
 
 _FINAL: Final = frozenset({EXIT_CONFIG, EXIT_LOG, EXIT_SOCKET})
@@ -300,17 +301,18 @@ def _children(config: ServeConfig, parent_fd: int, restart_fd: int) -> list[Chil
 
 def _controller_command(config: ServerConfig, supervision: Supervision) -> list[str]:
     options = [msgspec.json.encode(one).decode() for one in (config, supervision)]
-    return [sys.executable, "-m", "controller.shell.process", *options]
+    return [*process_command("controller"), *options]
 
 
 def _engine_command(config: ServeConfig, progress: str = "", key: str = "") -> list[str]:
     directory, limits = Path(config.server.directory), config.server.limits
     store = KeyStore(directory)
     store.server_pair()
-    command = [sys.executable, "-m"]
+    command = process_command("engine")
     if config.tensor_parallel_size > 1:
-        command += ["engine.worker.torchrun", "--standalone"]
-        command += ["--nproc-per-node", str(config.tensor_parallel_size), "-m"]
+        ranks = ("--standalone", "--nproc-per-node", str(config.tensor_parallel_size))
+        # The ranks are started by the same kind of command, not by torchrun's own `python -m`.
+        command = [*process_command("ranks"), *ranks, "--no-python", *command]
     arguments = EngineArguments(
         **msgspec.structs.asdict(config.engine_options),
         connect=endpoint(directory, "engine.sock"),
@@ -326,4 +328,4 @@ def _engine_command(config: ServeConfig, progress: str = "", key: str = "") -> l
         log_format=config.log_format,
         step_timeout_ms=config.step_timeout_ms,
     )
-    return [*command, "engine.worker", *command_line(arguments)]
+    return [*command, *command_line(arguments)]

@@ -15,6 +15,7 @@ from controller.shell.config import ServeConfig, ServerConfig
 from engine.config import EngineConfig, LoRAConfig
 from engine.worker.options import configs, parse
 from messages.engine_options import EngineArguments, EngineOptions, command_line, options_of
+from messages.own_processes import process_command
 from tests.support.plain_logs import reset_logs
 
 OTHER_VALUES: dict[str, Any] = {
@@ -145,8 +146,10 @@ def test_the_supervisor_specifies_every_argument(tmp_path: Path) -> None:
     server = ServerConfig(str(tmp_path))
     config = ServeConfig(server, "m", ("a", "b"), engine_options=EngineOptions(**OTHER_VALUES))
     config = msgspec.structs.replace(config, step_timeout_ms=7, log_format="json")
-    _, _, module, *words = supervisor._engine_command(config, "page", "pair")
-    assert module == "engine.worker"
+    command = supervisor._engine_command(config, "page", "pair")
+    start = process_command("engine")
+    assert command[: len(start)] == start
+    words = command[len(start) :]
     found = parse(words)
     assert (found.model, found.adapter_roots) == ("m", ("a", "b"))
     assert found.max_loras == server.limits.slots_max

@@ -7,6 +7,7 @@ import pytest
 
 from controller.cli.gateway import GATEWAY_OPTIONS
 from gateway.options import GatewayConfig, GatewayOptions
+from messages.own_processes import ENTRY_FILE
 from tests.support.simulation.command_runs import run
 
 VALUES = {int: "7", str: "x", bool: None}
@@ -43,7 +44,7 @@ def test_every_field_is_an_option(replaced, tmp_path):
     result = run("gateway", *arguments, directory=tmp_path)
     assert result.exit_code == 0, result.output
     [[_, *module, config]] = replaced
-    assert module == ["-m", "gateway.server"]
+    assert module == ["-P", str(ENTRY_FILE), "gateway"]
     expected_config = GatewayConfig(
         directory=str(tmp_path), host="::1", port=0, model="m", **expected
     )

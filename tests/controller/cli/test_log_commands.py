@@ -16,6 +16,7 @@ from controller.shell import supervisor
 from controller.shell.config import ServeConfig, ServerConfig
 from gateway.options import GatewayConfig
 from messages.engine_options import EngineOptions
+from messages.own_processes import python_arguments
 from messages.records import FORMAT, ControllerStarted, Header, Record
 from messages.requests import LoadAdapter
 from tests.support.plain_logs import reset_logs
@@ -134,7 +135,7 @@ def test_every_bound_is_an_option(started, tmp_path):
             hang_timeout_ms=350,
             step_timeout_ms=5000,
             log_format="json",
-            gateway=("-m", "gateway.server", msgspec.json.encode(gateway).decode()),
+            gateway=(*python_arguments("gateway"), msgspec.json.encode(gateway).decode()),
         )
     ]
     for changed, default in ((limits, Limits()), (server, defaults.server), (started[0], defaults)):

@@ -47,8 +47,8 @@ from controller.shell import supervisor
 command_of = supervisor._engine_command
 def slow(*arguments):
     words = command_of(*arguments)
-    at = words.index("-m")
-    return [*words[:at], "-c", {engine!r}, *words[at + 2:]]
+    at = words.index("engine")
+    return [*words[:at - 2], "-c", {engine!r}, *words[at + 1:]]
 supervisor._engine_command = slow
 """
 

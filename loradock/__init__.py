@@ -1,0 +1,170 @@
+"""LoRADock's public names: clients, managers, configurations and errors.
+
+    from loradock import Client
+
+    with Client(".loradock") as client:
+        print(client.generate("hello>", "reverse", max_tokens=16).text())
+
+A name is imported on its first use, so a program that uses a client never imports torch. The names
+of other packages (`controller`, `engine`, `gateway`, `messages`) may change between versions.
+"""
+
+from typing import TYPE_CHECKING, Final
+
+from messages.version import VERSION
+
+if TYPE_CHECKING:
+    from controller.client import (
+        ERRORS,
+        AdapterConfigRefused,
+        AdapterDoesNotFit,
+        AdapterNotFound,
+        AsyncClient,
+        AsyncEventStream,
+        AsyncGeneration,
+        Classification,
+        Client,
+        Conflict,
+        DeviceOutOfMemory,
+        Embedding,
+        EngineGone,
+        EventStream,
+        Gap,
+        Generation,
+        HandlingFailed,
+        ImageSource,
+        LogUnavailable,
+        LoradockError,
+        Malformed,
+        NoRoom,
+        NotAllowed,
+        NotFinite,
+        NotResident,
+        NotServed,
+        Overloaded,
+        PathNotAllowed,
+        Snapshot,
+        Timing,
+        UnknownAdapter,
+    )
+    from engine.adapters import LoRAModel, LoRARequest, PEFTHelper
+    from engine.config import AdapterBounds, EngineConfig, LoRAConfig
+    from engine.errors import EngineError, ModelRefused
+    from engine.manager import (
+        LoRAModelManager,
+        LRUCacheLoRAModelManager,
+        LRUCacheWorkerLoRAManager,
+        WorkerLoRAManager,
+        create_lora_manager,
+    )
+    from engine.punica import LoRAMapping, LoRAMappingType
+    from messages.errors import ErrorCode
+
+__all__ = [
+    "ERRORS",
+    "AdapterBounds",
+    "AdapterConfigRefused",
+    "AdapterDoesNotFit",
+    "AdapterNotFound",
+    "AsyncClient",
+    "AsyncEventStream",
+    "AsyncGeneration",
+    "Classification",
+    "Client",
+    "Conflict",
+    "DeviceOutOfMemory",
+    "Embedding",
+    "EngineConfig",
+    "EngineError",
+    "EngineGone",
+    "ErrorCode",
+    "EventStream",
+    "Gap",
+    "Generation",
+    "HandlingFailed",
+    "ImageSource",
+    "LRUCacheLoRAModelManager",
+    "LRUCacheWorkerLoRAManager",
+    "LoRAConfig",
+    "LoRAMapping",
+    "LoRAMappingType",
+    "LoRAModel",
+    "LoRAModelManager",
+    "LoRARequest",
+    "LogUnavailable",
+    "LoradockError",
+    "Malformed",
+    "ModelRefused",
+    "NoRoom",
+    "NotAllowed",
+    "NotFinite",
+    "NotResident",
+    "NotServed",
+    "Overloaded",
+    "PEFTHelper",
+    "PathNotAllowed",
+    "Snapshot",
+    "Timing",
+    "UnknownAdapter",
+    "WorkerLoRAManager",
+    "__version__",
+    "create_lora_manager",
+]
+
+__version__: Final = VERSION
+
+_CONFIGURATION = ("AdapterBounds", "EngineConfig", "LoRAConfig")
+_ENGINE_ERRORS = ("EngineError", "ModelRefused")
+_ADAPTERS = ("LoRAModel", "LoRARequest", "PEFTHelper")
+_MAPPING = ("LoRAMapping", "LoRAMappingType")
+_MANAGERS = (
+    *("LRUCacheLoRAModelManager", "LRUCacheWorkerLoRAManager", "LoRAModelManager"),
+    *("WorkerLoRAManager", "create_lora_manager"),
+)
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from its package; raises AttributeError for any other."""
+    if name not in __all__:
+        raise AttributeError(f"module 'loradock' has no attribute {name!r}")
+    value = _imported(name)
+    # The next use finds it in the module.
+    globals()[name] = value
+    return value
+
+
+def _imported(name: str) -> object:  # noqa: PLR0911 - one per package
+    """Import the package of a public name, and no other; return the name's value."""
+    # ruff: noqa: PLC0415
+    if name == "ErrorCode":
+        from messages import errors
+
+        return getattr(errors, name)
+    if name in _CONFIGURATION:
+        from engine import config
+
+        return getattr(config, name)
+    if name in _ENGINE_ERRORS:
+        from engine import errors as engine_errors
+
+        return getattr(engine_errors, name)
+    if name in _ADAPTERS:
+        from engine import adapters
+
+        return getattr(adapters, name)
+    if name in _MAPPING:
+        from engine import punica
+
+        return getattr(punica, name)
+    if name in _MANAGERS:
+        from engine import manager
+
+        return getattr(manager, name)
+    from controller import client
+
+    return getattr(client, name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for completion."""
+    return __all__
