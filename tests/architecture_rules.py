@@ -109,8 +109,14 @@ ROOMS: Final = (
         "msgspec torch transformers",
     ),
     _package(
+        "engine.paging",
+        "engine engine.punica engine.models engine.models.vision",
+        "structlog torch transformers",
+    ),
+    _package(
         "engine.inference",
-        "messages engine engine.residency.arena engine.punica engine.models engine.models.vision",
+        "messages engine engine.residency.arena engine.punica engine.models engine.models.vision "
+        "engine.paging",
         "msgspec structlog torch",
     ),
     _package(

@@ -1,0 +1,192 @@
+"""Blocks under any history of rows: nothing leaks, nothing is used twice, contents stay correct.
+
+The machine has a memory of its own. Rows write into it what they compute, and a row that reads
+something else than its own tokens under its own version has met another row's block.
+"""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, NoFreeBlocks
+from engine.paging.block_table import BlockTable, block_keys, blocks_of, root_key
+
+VERSIONS = ("base", "adapter, first version", "adapter, second version", None)
+# Few different tokens, and long repeated runs: most prompts share a beginning.
+TOKENS = st.builds(
+    lambda begin, length: [begin] * (length // 2) + [0] * (length - length // 2),
+    st.integers(0, 1),
+    st.integers(1, 4 * BLOCK_TOKENS),
+)
+
+
+class Row:
+    """One row of the machine; `version` None is a row that shares nothing."""
+
+    def __init__(self, pool: BlockPool, version: str | None, tokens: list[int]) -> None:
+        self.version, self.tokens = version, tokens
+        self.table = BlockTable(pool, None if version is None else root_key(version))
+
+    def content(self, index: int) -> object:
+        """Everything that the keys and values of a token depend on."""
+        return self.version or id(self), tuple(self.tokens[: index + 1])
+
+
+class Blocks(RuleBasedStateMachine):
+    """Rows that start, compute, grow, end and are preempted, over a small pool."""
+
+    @initialize(blocks=st.integers(1, 12))
+    def make(self, blocks: int) -> None:
+        self.pool = BlockPool(blocks)
+        self.rows: list[Row] = []
+        self.memory: dict[tuple[int, int], object] = {}
+
+    def compute(self, row: Row, length: int) -> None:
+        """Write the row's next tokens, which must not be in a block of another row."""
+        for index in range(row.table.length, length):
+            block = row.table.blocks[index // BLOCK_TOKENS]
+            assert self.pool.references(block) == 1, "a shared block is written"
+            self.memory[block, index % BLOCK_TOKENS] = row.content(index)
+        row.table.advance(length, lambda: row.tokens)
+
+    def preempt(self, row: Row) -> None:
+        row.table.release()
+        self.rows.remove(row)
+
+    @rule(version=st.sampled_from(VERSIONS), tokens=TOKENS, part=st.floats(0, 1))
+    def start(self, version: str | None, tokens: list[int], part: float) -> None:
+        row = Row(self.pool, version, tokens)
+        found = row.table.matching(tokens)
+        assert len(found) * BLOCK_TOKENS < len(tokens)
+        needed = blocks_of(len(tokens)) - len(found)
+        fits = needed <= self.pool.available - self.pool.kept_among(found)
+        row.table.reuse(tokens, found)
+        try:
+            row.table.reserve(len(tokens), expected=2 * len(tokens))
+        except NoFreeBlocks:
+            assert not fits
+            row.table.release()
+            return
+        assert fits
+        self.rows.append(row)
+        self.compute(row, row.table.length + int(part * (len(tokens) - row.table.length)))
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=BLOCK_TOKENS))
+    def grow(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Finish a row's tokens and add more; rows are preempted until there is room."""
+        row = data.draw(st.sampled_from(self.rows))
+        self.compute(row, len(row.tokens))
+        row.tokens = row.tokens + tokens
+        while True:
+            before = list(row.table.blocks)
+            try:
+                row.table.reserve(len(row.tokens))
+                break
+            except NoFreeBlocks:
+                assert row.table.blocks == before
+            others = [one for one in self.rows if one is not row]
+            if not others:
+                self.preempt(row)
+                return
+            self.preempt(data.draw(st.sampled_from(others)))
+        self.compute(row, len(row.tokens))
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.preempt(data.draw(st.sampled_from(self.rows)))
+
+    @invariant()
+    def every_block_is_in_one_state(self) -> None:
+        assert not self.pool.problems()
+        held = [block for row in self.rows for block in row.table.blocks]
+        assert self.pool.held == len(set(held))
+        for block in range(self.pool.blocks):
+            assert self.pool.references(block) == held.count(block)
+
+    @invariant()
+    def every_row_reads_its_own_tokens(self) -> None:
+        for row in self.rows:
+            for index in range(row.table.length):
+                block = row.table.blocks[index // BLOCK_TOKENS]
+                assert self.memory[block, index % BLOCK_TOKENS] == row.content(index)
+
+    def teardown(self) -> None:
+        for row in getattr(self, "rows", []):
+            row.table.release()
+        if hasattr(self, "pool"):
+            assert self.pool.available == self.pool.blocks
+
+
+Blocks.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
+TestBlocks = Blocks.TestCase
+
+
+def filled(pool: BlockPool, version: str, tokens: list[int]) -> BlockTable:
+    table = BlockTable(pool, root_key(version))
+    table.reuse(tokens, table.matching(tokens))
+    table.reserve(len(tokens))
+    table.advance(len(tokens), lambda: tokens)
+    return table
+
+
+def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
+    pool = BlockPool(6)
+    one, two = [1] * 3 * BLOCK_TOKENS, [2] * 3 * BLOCK_TOKENS
+    for tokens in (one, two):
+        filled(pool, "base", tokens).release()
+    filled(pool, "base", [*one, 9]).release()
+    # Three blocks of `one` were used last, and one block more took the end of `two`.
+    probe = BlockTable(pool, root_key("base"))
+    assert [len(probe.matching([*tokens, 9])) for tokens in (one, two)] == [3, 2]
+
+
+def test_a_prefix_is_shared_with_a_running_row_and_outlives_it() -> None:
+    pool = BlockPool(8)
+    tokens = [5] * (2 * BLOCK_TOKENS + 3)
+    tables = [filled(pool, "base", tokens) for _ in range(3)]
+    assert pool.held == 2 + 3
+    assert [table.reused for table in tables] == [0, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS]
+    assert filled(pool, "other", tokens).reused == 0
+    for table in tables:
+        table.release()
+    assert filled(pool, "base", tokens).reused == 2 * BLOCK_TOKENS
+
+
+def test_rows_that_grow_in_turn_have_adjacent_blocks() -> None:
+    pool = BlockPool(64)
+    tables = [BlockTable(pool, None) for _ in range(8)]
+    for tokens in range(1, 8 * BLOCK_TOKENS, 5):
+        for table in tables:
+            table.reserve(tokens, expected=8 * BLOCK_TOKENS)
+    for table in tables:
+        first = table.blocks[0]
+        assert table.blocks == list(range(first, first + 8))
+
+
+def test_the_last_token_of_a_prompt_is_never_reused() -> None:
+    pool = BlockPool(8)
+    tokens = [5] * 2 * BLOCK_TOKENS
+    filled(pool, "base", tokens)
+    assert filled(pool, "base", tokens).reused == BLOCK_TOKENS
+
+
+def test_keys_differ_by_every_part() -> None:
+    tokens = list(range(BLOCK_TOKENS))
+    parts = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""), ("ab", b"d")]
+    roots = [root_key(*one) for one in parts]
+    keys = [next(block_keys(root, tokens)) for root in roots]
+    changed = next(block_keys(roots[0], [*tokens[:-1], 99]))
+    assert len({*keys, *roots, changed}) == 2 * len(parts) + 1
+    assert list(block_keys(roots[0], tokens[:-1])) == []
+
+
+def test_a_refused_reservation_changes_nothing() -> None:
+    pool = BlockPool(2)
+    table = BlockTable(pool, None)
+    table.reserve(BLOCK_TOKENS)
+    with pytest.raises(NoFreeBlocks, match="2 blocks requested, 1 available"):
+        table.reserve(3 * BLOCK_TOKENS)
+    assert (len(table.blocks), pool.available) == (1, 1)
