@@ -9,7 +9,7 @@ descends no further than its Structs, however deeply a frame is nested.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -77,7 +77,7 @@ class Channel(Generic[T]):
         self.prefix: Final = _MAGIC + bytes([PROTOCOL_VERSION]) + letter
         self.bytes_max: Final = bytes_max
         self._letter = letter
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode: Final[Callable[[Any], bytes]] = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(message_type).decode
 
     def encode(self, message: T, epoch: Epoch = 0, seq: Seq = 0) -> bytes:
@@ -109,11 +109,19 @@ class Channel(Generic[T]):
         return f"a frame of channel {frame[3:4]!r} where a {self.name} was expected"
 
 
+Body = memoryview | Raw
+"""The bytes of one request, inside its frame's."""
+
+
 class ReceivedRequests(NamedTuple):
-    """A frame of a client: its token, its requests, and refusals of those that can't be read."""
+    """A frame of a client: its token, its requests, and refusals of those that can't be read.
+
+    `bodies` are the bytes of `requests`, in the same order.
+    """
 
     token: bytes
-    requests: tuple[Request, ...]
+    requests: Sequence[Request]
+    bodies: Sequence[Body]
     refused: tuple[Refused, ...] = ()
 
 
@@ -135,11 +143,14 @@ def _array_head(count: int) -> bytes:
 
 
 class BatchChannel(Channel[tuple[T, ...]]):
-    """A channel whose frames hold several messages."""
+    """A channel whose frames hold several messages.
 
-    def encode_body(self, message: T) -> bytes:
-        """Return one message's part of a frame."""
-        return self._encode(message)
+    `encode_body` returns one message's part of a frame.
+    """
+
+    def __init__(self, name: str, letter: bytes, message_type: Any, bytes_max: int) -> None:
+        super().__init__(name, letter, message_type, bytes_max)
+        self.encode_body: Final[Callable[[T], bytes]] = self._encode
 
     def join(self, bodies: Sequence[bytes], epoch: Epoch = 0) -> bytes:
         """Return a frame with the messages that `encode_body` encoded."""
@@ -182,38 +193,45 @@ class RequestChannel(BatchChannel[Request]):
 
         Those that can't be read are refused, under their own ids where these can be read.
         """
+        token, body = frame[_TOKEN], memoryview(frame)[_BODY]
+        is_short = len(frame) <= FRAME_BYTES_MAX and frame[:4] == self.prefix
         try:
-            return ReceivedRequests(frame[_TOKEN], self.decode(frame).message)
-        except WireError:
+            # The hot path of requests: `decode` also reads the header's numbers.
+            requests = self._decode_short(body) if is_short else self.decode(frame).message
+            return ReceivedRequests(token, requests, self._bodies(body))
+        except (WireError, *_UNREADABLE):
             if len(frame) > self.bytes_max or frame[:4] != self.prefix:
                 raise
-            body = memoryview(frame)[_BODY]
             try:
                 bodies = self._split(body)
             except _UNREADABLE as error:
                 raise WireError(f"not a {self.name}: {error}", _first_id(body)) from error
-        return self._read_each(frame[_TOKEN], [memoryview(raw) for raw in bodies], len(frame))
+        return self._read_each(token, [memoryview(raw) for raw in bodies], len(frame))
+
+    def _bodies(self, body: memoryview) -> Sequence[Body]:
+        """Return the bytes of each request of a frame that can be decoded."""
+        bodies: Sequence[Body] = (body[1:],) if body[0] == _ONE_ELEMENT else self._split(body)
+        return bodies
 
     def _read_each(self, token: bytes, bodies: list[memoryview], size: int) -> ReceivedRequests:
-        readable, refused = [], []
+        readable: list[tuple[Request, memoryview]] = []
+        refused = []
         for body in bodies:
             try:
                 if size > FRAME_BYTES_MAX:
                     raise _too_long(size, 0)
-                readable.append(_checked(self._decode_one(body)))
+                readable.append((_checked(self._decode_one(body)), body))
             except (WireError, *_UNREADABLE) as error:
                 text = str(error) if isinstance(error, WireError) else f"not a request: {error}"
                 refused.append(Refused(_id_of(body), ErrorCode.MALFORMED, text))
-        return ReceivedRequests(token, tuple(readable), tuple(refused))
+        requests = tuple([request for request, _ in readable])
+        return ReceivedRequests(token, requests, [body for _, body in readable], tuple(refused))
 
     def _read(self, body: memoryview) -> tuple[Request, ...]:
         body = body[TOKEN_BYTES:]
         size = _BODY.start + len(body)
         if size <= FRAME_BYTES_MAX:
-            batch = super()._read(body)
-            for request in batch:
-                _checked(request)
-            return batch
+            return self._decode_short(body)
         images = 0
         if body[0] == _ONE_ELEMENT and body[2 : 2 + len(_GENERATE)] == _GENERATE:
             batch = super()._read(body)
@@ -222,6 +240,13 @@ class RequestChannel(BatchChannel[Request]):
                 _checked(batch[0])
                 return batch
         raise _too_long(size, images)
+
+    def _decode_short(self, body: memoryview) -> tuple[Request, ...]:
+        batch: tuple[Request, ...] = self._decode(body)
+        for request in batch:
+            if len(request.request_id) > REQUEST_ID_LENGTH_MAX or type(request) is CancelGeneration:
+                _checked(request)
+        return batch
 
 
 def _too_long(size: int, images: int) -> WireError:

@@ -6,7 +6,7 @@ Inside the controller, ids of requests carry the client's name (`messages.scoped
 
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple, get_args
+from typing import Final, get_args
 
 import msgspec
 
@@ -16,11 +16,12 @@ from controller.core.request_handlers import Pending, id_conflict
 from controller.core.tables.answer_windows import Answer, AnswerWindows, WindowBounds
 from controller.core.views import AdapterPages, show_adapter, show_status
 from controller.shell.access.permissions import LOCAL_ONLY, Access
-from controller.shell.clients.client_table import Client, ClientTable
+from controller.shell.clients.client_table import Client, ClientTable, hash_public
 from controller.shell.clients.outbox import Outbox, Send
 from controller.shell.clients.payloads import PAYLOAD_BYTES_MAX, Payloads
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.event_stream import EventStream
+from controller.shell.input_handler import GroupInput
 from controller.shell.query_budget import QueryBudget
 from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
 from controller.shell.snapshot_process import LogFacts
@@ -31,8 +32,8 @@ from messages.ids import AdapterName, RequestId
 from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
 from messages.reports import PrivateReport
 from messages.requests import LifecycleRequest, PrivateRequest
-from messages.scoped_ids import scoped
-from messages.wire import REQUESTS, WireError
+from messages.scoped_ids import client_of, scoped
+from messages.wire import REQUESTS, Body, WireError
 
 REFUSALS: Final = WindowBounds(65_536, 256, 3_600_000_000_000)
 """Bounds on the unlogged refusals that are repeated: in all, per client, and nanoseconds."""
@@ -47,13 +48,6 @@ _STREAMED: Final = frozenset(get_args(PrivateReport))
 
 CanReply = Callable[[bytes], bool]
 """Whether a client has read enough earlier replies to be sent a long one."""
-
-
-class ClientInput(NamedTuple):
-    """An input for the log, and the hash of the client's request that it came from."""
-
-    message: LifecycleRequest | InferenceRequested
-    body: int = 0
 
 
 class ClientSessions:
@@ -84,7 +78,7 @@ class ClientSessions:
         self._resends: dict[RequestId, None] = {}
         self._queries: QueryQueue[tuple[str, requests.Query]] = QueryQueue()
         self._budget = QueryBudget()
-        self._group: list[ClientInput] = []
+        self._group: list[GroupInput] = []
         self._group_clients: set[str] = set()
 
     def receive(self, route: bytes, data: bytes, user: str = "") -> None:
@@ -97,16 +91,16 @@ class ClientSessions:
         client = self._clients.admit(route, frame.token, user)
         for refused in frame.refused:
             self._outbox.add(route, refused)
-        for message in frame.requests:
+        for message, body in zip(frame.requests, frame.bodies, strict=True):
             refusal = self._access.refusal(user, message)
             if refusal is not None:
                 self._outbox.add(route, refusal.reply(message.request_id))
             elif type(message) in _QUERIES:
                 self._add_query(route, user, message)  # type: ignore[arg-type]
             else:
-                self._receive(client, message)  # type: ignore[arg-type]
+                self._receive(client, message, body)  # type: ignore[arg-type]
 
-    def take_group(self) -> list[ClientInput]:
+    def take_group(self) -> list[GroupInput]:
         """Return and clear the inputs for the log; call it once per group, before logging it."""
         group, self._group = self._group, []
         self._group_clients.clear()
@@ -114,23 +108,29 @@ class ClientSessions:
             self._budget.note_request(time.monotonic_ns())
         return group
 
-    def _receive(self, client: Client, message: LifecycleRequest | PrivateRequest) -> None:
-        body = REQUESTS.encode_body(message)
-        body_hash = client.hash_body(body)
+    def _receive(
+        self, client: Client, message: LifecycleRequest | PrivateRequest, body: Body
+    ) -> None:
+        is_private = type(message) in _PRIVATE
+        body_hash = client.hash_private(body) if is_private else hash_public(body)
         request_id = scoped(client.name, message.request_id)
         refused = self._refusals.get(request_id)
         if refused is not None:
             is_same = refused.body == body_hash
             self.answer(refused.reply if is_same else id_conflict(request_id))
             return
-        inputs = self._inputs_of(message, request_id, client)
+        load: requests.LoadAdapter | None = None
+        logged: LifecycleRequest | InferenceRequested
+        if is_private:
+            load, logged = self._inputs_of(message, request_id)  # type: ignore[arg-type]
+        else:
+            logged = _scoped(message, request_id)  # type: ignore[arg-type]
         # What an earlier input of this group does for its client is not known yet.
-        if len(inputs) == 1 and client.name not in self._group_clients:
-            known = self._controller.screen(inputs[0], body_hash)
+        if load is None and client.name not in self._group_clients:
+            known = self._controller.screen(logged, body_hash)
             if known is not None:
-                self._answer_known(inputs[0], known, body, body_hash)
+                self._answer_known(logged, known, body, body_hash)
                 return
-        is_private = type(message) in _PRIVATE
         if is_private and not self._store_payload(request_id, body, body_hash):
             busy = (
                 f"prompts of {self._payloads.size_bytes} bytes wait for answers; at most "
@@ -139,14 +139,15 @@ class ClientSessions:
             self._refuse(request_id, ErrorCode.OVERLOADED, busy, PAYLOAD_RETRY_MS, body_hash)
             return
         self._group_clients.add(client.name)
-        self._group += [ClientInput(each) for each in inputs[:-1]]
-        self._group.append(ClientInput(inputs[-1], body_hash))
+        if load is not None:
+            self._group.append(GroupInput(load))
+        self._group.append(GroupInput(logged, body_hash))
 
     def _answer_known(
         self,
         message: LifecycleRequest | InferenceRequested,
         known: requests.Reply | Pending,
-        body: bytes,
+        body: Body,
         body_hash: int,
     ) -> None:
         """Answer a request that needs no input, or let it wait again."""
@@ -182,25 +183,20 @@ class ClientSessions:
         self._outbox.add(route, requests.Refused(message.request_id, code, busy, QUERY_RETRY_MS))
 
     def _inputs_of(
-        self, message: LifecycleRequest | PrivateRequest, request_id: RequestId, client: Client
-    ) -> list[LifecycleRequest | InferenceRequested]:
+        self, message: PrivateRequest, request_id: RequestId
+    ) -> tuple[requests.LoadAdapter | None, InferenceRequested]:
         """The request as it is logged, after a request that loads its default adapter if new."""
-        if isinstance(message, requests.CancelGeneration):
-            target = scoped(client.name, message.target)
-            return [requests.CancelGeneration(request_id, target)]
-        if not isinstance(message, PrivateRequest):
-            return [msgspec.structs.replace(message, request_id=request_id)]
         default = self._defaults.adapter_of(message)
         if default is None:
-            return [_without_payload(message, request_id, message.adapter)]
+            return None, _without_payload(message, request_id, message.adapter)
         logged = _without_payload(message, request_id, default.name)
         world = self._controller.world
         is_new = request_id not in world.pending_requests and request_id not in world.answers
         if is_new and world.current(default.name) is None:
-            return [default.load(), logged]
-        return [logged]
+            return default.load(), logged
+        return None, logged
 
-    def _store_payload(self, request_id: RequestId, body: bytes, body_hash: int) -> bool:
+    def _store_payload(self, request_id: RequestId, body: Body, body_hash: int) -> bool:
         """Keep a payload until its request is answered; False if the bound does not allow it."""
         world = self._controller.world
         pending = world.pending_requests.get(request_id)
@@ -237,23 +233,27 @@ class ClientSessions:
         route = self._clients.route_of(client)
         if route is not None:
             self._outbox.add(route, _unscoped(reply, own_id))
-        if type(reply) not in _STREAMED:
+        if request_id in self._payloads and type(reply) not in _STREAMED:
             waiting = self._controller.world.pending_requests.get(request_id)
             # Another request under a waiting one's id is refused, and the waiting one keeps it.
             if waiting is None or waiting.answered:
                 self._payloads.drop(request_id)
 
     def refuse_unlogged(
-        self, request: ClientInput, why: str, code: ErrorCode = ErrorCode.LOG_UNAVAILABLE
+        self,
+        message: LifecycleRequest | InferenceRequested,
+        body_hash: int,
+        why: str,
+        code: ErrorCode = ErrorCode.LOG_UNAVAILABLE,
     ) -> None:
         """Refuse a request that could not be logged or handled, unless an earlier copy is known."""
-        world, request_id = self._controller.world, request.message.request_id
+        world, request_id = self._controller.world, message.request_id
         kept = world.answers.get(request_id)
         if kept is not None:
             self.answer(kept.reply)
         elif request_id not in world.pending_requests and request_id not in self._refusals:
             retry_ms = LOG_RETRY_MS if code is ErrorCode.LOG_UNAVAILABLE else 0
-            self._refuse(request_id, code, why, retry_ms, request.body)
+            self._refuse(request_id, code, why, retry_ms, body_hash)
 
     def flush(self) -> None:
         """Send the replies of this iteration, those to one connection in one frame."""
@@ -314,6 +314,14 @@ class ClientSessions:
         )
 
 
+def _scoped(message: LifecycleRequest, request_id: RequestId) -> LifecycleRequest:
+    """Return a request as it is logged, with ids inside the controller."""
+    if type(message) is requests.CancelGeneration:
+        target = scoped(client_of(request_id), message.target)
+        return requests.CancelGeneration(request_id, target)
+    return msgspec.structs.replace(message, request_id=request_id)
+
+
 def _without_payload(
     message: PrivateRequest, request_id: RequestId, adapter: AdapterName | None
 ) -> InferenceRequested:
@@ -327,7 +335,7 @@ def _without_payload(
 
 def _unscoped(reply: requests.Reply, own_id: RequestId) -> requests.Reply:
     """Return a reply with the ids that the client chose."""
-    if isinstance(reply, requests.CancelDone):
+    if type(reply) is requests.CancelDone:
         _, _, target = reply.target.partition(":")
         return requests.CancelDone(own_id, target, reply.found)
     return msgspec.structs.replace(reply, request_id=own_id)

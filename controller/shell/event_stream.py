@@ -6,7 +6,7 @@ thread reads the files. Its work for a client is bounded, and a repeated request
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,15 +78,14 @@ class EventStream:
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def add(self, event: Published) -> None:
-        """Keep a new event, and add it to the next batch."""
-        self._keep(event)
+        """Add a new event to the next batch; fetches find it once that is taken."""
         self._batch.append(event)
 
     def add_recovered(self, actions: list[Action]) -> None:
         """Keep the events of a recovery, which an earlier epoch published."""
-        for action in actions:
-            if isinstance(action, PublishEvent):
-                self._keep(action.message)
+        events = [action.message for action in actions if isinstance(action, PublishEvent)]
+        if events:
+            self._keep(events)
 
     def end_recovery(self, last_seq: Seq) -> None:
         """Drop the events after `last_seq` from the files: a repair has cut their records."""
@@ -101,9 +100,12 @@ class EventStream:
         self._stored_seq = last_seq
 
     def take_batch(self) -> tuple[Published, ...]:
-        """Return and clear the events that were added since the last batch."""
+        """Return, keep and clear the events that were added since the last batch."""
+        if not self._batch:
+            return ()
         batch = tuple(self._batch)
         self._batch.clear()
+        self._keep(batch)
         return batch
 
     def fetch(self, client: bytes, message: FetchEvents, last_seq: Seq, answer: Answer) -> None:
@@ -148,22 +150,23 @@ class EventStream:
         self._executor.shutdown(wait=True, cancel_futures=True)
         os.close(self.wake_fd)
 
-    def _keep(self, event: Published) -> None:
-        kept = self._kept
-        if event.seq - 1 not in kept:
+    def _keep(self, events: Sequence[Published]) -> None:
+        """Keep events, whose numbers have no gaps."""
+        kept, first_seq = self._kept, events[0].seq
+        if first_seq - 1 not in kept:
             kept.clear()
-            self._oldest_seq = event.seq
-        kept[event.seq] = event
+            self._oldest_seq = first_seq
+        kept.update(zip(range(first_seq, first_seq + len(events)), events, strict=True))
         if len(kept) > EVENTS_KEPT:
-            self._drop_oldest()
+            self._drop_oldest(2 * len(events))
 
-    def _drop_oldest(self) -> None:
-        """Drop up to two events that exceed the bounds, if possible those that a file has."""
+    def _drop_oldest(self, count_max: int) -> None:
+        """Drop events that exceed the bounds, if possible those that a file has."""
         kept = self._kept
         if self._oldest_seq > self._stored_seq and self._oldest_seq + len(kept) >= self._search_at:
             self._search_at = self._oldest_seq + len(kept) + _SEARCH_INTERVAL
             self._executor.submit(self._search)
-        for _ in range(2):
+        for _ in range(count_max):
             is_stored = self._oldest_seq <= self._stored_seq
             if len(kept) <= (EVENTS_KEPT if is_stored else EVENTS_KEPT_MAX):
                 return

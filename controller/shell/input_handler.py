@@ -9,6 +9,7 @@ import time
 from typing import Final
 
 import structlog
+from msgspec import Struct
 
 from controller.core.actions import Action
 from controller.core.controller import Controller
@@ -23,7 +24,7 @@ from controller.shell.snapshot_process import SnapshotProcess
 from messages import records
 from messages.ids import Seq
 from messages.progress import Progress
-from messages.records import InputSkipped, Record
+from messages.records import Input, InputSkipped, Record
 
 REBUILD_BOUND_S: Final = 3_600.0
 """The bound of rebuilding the state from the log, a step that is reported to the supervisor."""
@@ -35,6 +36,14 @@ RECOVERED_SKIPS_MAX: Final = 64
 """The most inputs that a recovery skips; each one costs a replay."""
 
 log = structlog.get_logger("controller")
+
+
+class GroupInput(Struct, frozen=True, gc=False):
+    """An input of a group: the hash of a client's request, or the number of a report's frame."""
+
+    message: Input
+    body: int = 0
+    report_seq: Seq = 0
 
 
 class DivergedError(LogError):

@@ -10,7 +10,7 @@ import gc
 import os
 import time
 from types import FrameType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 import msgspec
 import structlog
@@ -26,12 +26,12 @@ from controller.core.actions import (
 from controller.log.format import LogFull
 from controller.log.retention import retention_from
 from controller.log.writer import Log
-from controller.shell.client_sessions import ClientInput, ClientSessions
+from controller.shell.client_sessions import ClientSessions
 from controller.shell.config import RESTART, ServerConfig
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
 from controller.shell.event_stream import EVENTS_BEAT_NS, EventStream
-from controller.shell.input_handler import InputHandler, recover
+from controller.shell.input_handler import GroupInput, InputHandler, recover
 from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
 from controller.shell.snapshot_process import SnapshotProcess
 from controller.shell.transport import Transport
@@ -54,15 +54,10 @@ STEP_BOUND_S: Final = 60.0
 
 NOT_HANDLED: Final = "handling failed in the controller; the input was skipped and changed nothing"
 
+_NOTED: Final = frozenset({EngineInventory, *get_args(records.InferenceRequested)})
+"""Inputs that the shell has to note before they are handled."""
+
 log = structlog.get_logger("controller")
-
-
-class _GroupInput(NamedTuple):
-    """An input of a group: the hash of a client's request, or the number of a report's frame."""
-
-    message: Input
-    body: int = 0
-    report_seq: Seq = 0
 
 
 class SupervisorLink(NamedTuple):
@@ -116,7 +111,7 @@ class Server:
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
         self._interval_sync = config.sync == "interval"
         # The server's own inputs for the next group.
-        self._pending = [_GroupInput(skipped) for skipped in unlogged_skips]
+        self._pending = [GroupInput(skipped) for skipped in unlogged_skips]
         self._timer_ns = self._controller.world.timer_ns
         self._beat_ns = 0
         self._published_ns = 0
@@ -158,7 +153,7 @@ class Server:
         wall_ns = self._clock.wall_ns()
         epoch = max(world.epoch + 1, wall_ns // 1_000_000_000)
         started = records.ControllerStarted(epoch, wall_ns - self._clock.now_ns())
-        group, self._pending = [*self._pending, _GroupInput(started)], []
+        group, self._pending = [*self._pending, GroupInput(started)], []
         self._commit(group)
         engine_id, reported = "", 0
         if world.engine is not None:
@@ -189,14 +184,14 @@ class Server:
         group, self._pending = self._pending, []
         frames = list(self._transport.receive_reports())
         output = self._link.receive(frames, now)
-        group += [_GroupInput(report, report_seq=seq) for report, seq in output.inputs]
+        group += [GroupInput(report, report_seq=seq) for report, seq in output.inputs]
         group += self._engine_losses(now, self._engine_fd in ready)
         for route, user, frame in self._transport.receive_requests():
             self._sessions.receive(route, frame, user)
-        group += [_GroupInput(*received) for received in self._sessions.take_group()]
+        group += self._sessions.take_group()
         if self._timer_ns and self._clock.now_ns() >= self._timer_ns:
             self._timer_ns = 0
-            group.append(_GroupInput(records.TimerFired()))
+            group.append(GroupInput(records.TimerFired()))
         for report in output.private:
             self._sessions.forward(report)
         if group:
@@ -210,7 +205,7 @@ class Server:
         self._transport.flush()
         self._tick(now)
 
-    def _engine_losses(self, now: int, ended: bool) -> list[_GroupInput]:
+    def _engine_losses(self, now: int, ended: bool) -> list[GroupInput]:
         """An input if the engine is lost: its process `ended`, or it is silent for too long."""
         if not ended and not self._link.is_overdue(now, self._engine_step_since()):
             return []
@@ -220,14 +215,14 @@ class Server:
         self._link.detach(now, ended=ended)
         # Now, not once this is logged: an ended process stays ready, and the log may stay full.
         self._unwatch_engine()
-        return [_GroupInput(lost)]
+        return [GroupInput(lost)]
 
     def _engine_step_since(self) -> int | None:
         """Return the start of the step that the engine reports; None if it has no supervisor."""
         step, engine = self._engine_progress.read(), self._controller.world.engine
         return step.since_ns if step and engine and step.pid == engine.pid else None
 
-    def _commit(self, group: list[_GroupInput]) -> None:
+    def _commit(self, group: list[GroupInput]) -> None:
         """Log a group, then handle its inputs one by one and perform their actions."""
         world = self._controller.world
         now = self._clock.now_ns()
@@ -235,39 +230,47 @@ class Server:
         if world.seq - self._digest_seq >= self._controller.limits.digest_interval:
             digest, self._digest_seq = world.digest(), world.seq
         batch = [Record(now, g.message, "", g.body, g.report_seq) for g in group]
-        batch[0] = msgspec.structs.replace(batch[0], digest=digest)
+        if digest:
+            batch[0] = msgspec.structs.replace(batch[0], digest=digest)
         try:
             last_seq = self._log.append(batch, world.epoch)
         except LogFull as error:
             self._refuse_group(group, str(error))
             return
         self._link.note_logged()
-        first_seq = last_seq - len(group) + 1
-        for seq, (received, record) in enumerate(zip(group, batch, strict=True), first_seq):
-            if type(received.message) is EngineInventory:
-                self._link.open()
-            if isinstance(received.message, records.InferenceRequested):
-                self._sessions.note_resend(received.message.request_id)
-            actions = self._handler.handle(seq, record)
+        handle, perform = self._handler.handle, self._perform
+        seq = last_seq - len(group)
+        for received, record in zip(group, batch, strict=True):
+            seq += 1
+            if type(received.message) in _NOTED:
+                self._note(received.message)
+            actions = handle(seq, record)
             if actions is None:
                 self._after_skip(received)
-            for action in actions or ():
-                self._perform(action)
+            else:
+                perform(actions)
         self._handler.end_group(now)
         self._publish()
         self._watch_engine()
 
-    def _after_skip(self, received: _GroupInput) -> None:
+    def _note(self, message: Input) -> None:
+        """Note an input of `_NOTED` before it is handled."""
+        if isinstance(message, records.InferenceRequested):
+            self._sessions.note_resend(message.request_id)
+        else:
+            self._link.open()
+
+    def _after_skip(self, received: GroupInput) -> None:
         """Answer the client, or find what the engine did: its report is lost."""
         message = received.message
         self._timer_ns = self._controller.world.timer_ns
         if isinstance(message, EngineInventory):
             reason = "its inventory can't be handled"
-            self._pending.append(_GroupInput(records.EngineLost(message.engine_id, reason)))
+            self._pending.append(GroupInput(records.EngineLost(message.engine_id, reason)))
             self._restart_engine(message.engine_id, message.pid, reason)
         elif isinstance(message, LifecycleRequest | records.InferenceRequested):
-            refused = ClientInput(message, received.body)
-            self._sessions.refuse_unlogged(refused, NOT_HANDLED, ErrorCode.HANDLING_FAILED)
+            code = ErrorCode.HANDLING_FAILED
+            self._sessions.refuse_unlogged(message, received.body, NOT_HANDLED, code)
         elif not isinstance(message, records.ShellInput):
             self._link.send(RequestInventory(0), time.monotonic_ns())
 
@@ -291,7 +294,7 @@ class Server:
         for request_id in self._sessions.take_resends():
             self._link.send(ResendTokens(request_id), now)
 
-    def _refuse_group(self, group: list[_GroupInput], why: str) -> None:
+    def _refuse_group(self, group: list[GroupInput], why: str) -> None:
         """Refuse a group that could not be logged; keep the server's own inputs."""
         now = time.monotonic_ns()
         if now >= self._log_retry_ns:
@@ -301,22 +304,23 @@ class Server:
         for received in group:
             message = received.message
             if isinstance(message, LifecycleRequest | records.InferenceRequested):
-                self._sessions.refuse_unlogged(ClientInput(message, received.body), why)
+                self._sessions.refuse_unlogged(message, received.body, why)
             elif isinstance(message, records.ShellInput):
                 # Clients and the engine repeat their inputs; this one would be lost.
                 self._pending.append(received)
 
-    def _perform(self, action: Action) -> None:
-        match action:
-            case SendReply():
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            # The most frequent ones first: this is the hot path.
+            if type(action) is SendReply:
                 self._sessions.answer(action.message)
-            case PublishEvent():
+            elif type(action) is PublishEvent:
                 self._events.add(action.message)
-            case SendCommand():
+            elif type(action) is SendCommand:
                 self._send_command(action)
-            case SetTimer():
+            elif type(action) is SetTimer:
                 self._timer_ns = action.at_ns
-            case RestartEngine():
+            elif type(action) is RestartEngine:
                 self._restart_engine(action.engine_id, action.pid, action.reason)
 
     def _send_command(self, action: SendCommand) -> None:
@@ -324,7 +328,7 @@ class Server:
         if isinstance(command, StartInference):
             complete = self._sessions.with_payload(command)
             if complete is None:
-                self._pending.append(_GroupInput(records.PayloadLost(command.request_id)))
+                self._pending.append(GroupInput(records.PayloadLost(command.request_id)))
                 return
             command = complete
         self._link.send(command, time.monotonic_ns())

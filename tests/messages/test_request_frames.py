@@ -113,7 +113,10 @@ def test_requests_are_joined_as_they_are_encoded_together() -> None:
     bodies = [REQUESTS.encode_body(request) for request in together]
     assert REQUESTS.join_for(TOKEN, bodies, EPOCH) == REQUESTS.encode(together, EPOCH, 0, TOKEN)
     assert [REQUESTS.decode_body(body) for body in bodies] == list(together)
-    assert REQUESTS.decode_each(REQUESTS.join_for(TOKEN, bodies)) == (TOKEN, together, ())
+    for count in (1, 2):
+        received = REQUESTS.decode_each(REQUESTS.join_for(TOKEN, bodies[:count]))
+        assert (received.token, received.requests, received.refused) == (TOKEN, together[:count], ())
+        assert [bytes(body) for body in received.bodies] == bodies[:count]
 
 
 UNREADABLE: dict[str, Any] = {
@@ -172,3 +175,5 @@ def test_every_request_of_any_bytes_is_refused_or_read() -> None:
         except WireError:
             continue
         assert 1 <= len(received.requests) + len(received.refused) <= BATCH_MAX
+        bodies = [REQUESTS.decode_body(bytes(body)) for body in received.bodies]
+        assert bodies == list(received.requests)

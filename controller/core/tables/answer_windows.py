@@ -5,7 +5,7 @@ windows together takes an answer of one client for the requests of another, and 
 largest window.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final, Generic, NamedTuple, TypeVar
@@ -51,7 +51,7 @@ class AnswerWindows(Generic[D]):
         self.by_id: Final = by_id
         self.bounds = bounds
         # The client whose newest answer is the oldest comes first.
-        self._windows: OrderedDict[str, list[RequestId]] = OrderedDict()
+        self._windows: OrderedDict[str, deque[RequestId]] = OrderedDict()
         # A heap of (-size, client), which exists once the bound of all windows was reached.
         self._largest: list[tuple[int, str]] = []
 
@@ -77,23 +77,29 @@ class AnswerWindows(Generic[D]):
 
     def add(self, answer: Answer) -> None:
         """Keep the answer of a request that has none, and drop those beyond the bounds."""
+        by_id, windows = self.by_id, self._windows
         request_id = answer.reply.request_id
         client = client_of(request_id)
-        self.by_id[request_id] = answer
-        window = self._windows.get(client)
+        by_id[request_id] = answer
+        window = windows.get(client)
         if window is None:
-            window = self._windows[client] = [request_id]
+            window = windows[client] = deque((request_id,))
         else:
             window.append(request_id)
-            self._windows.move_to_end(client)
+            windows.move_to_end(client)
         if self._largest:
             heappush(self._largest, (-len(window), client))
         count_max, client_max, kept_ns = self.bounds
         expired_ns = answer.time_ns - kept_ns
-        for first in (window, next(iter(self._windows.values()))):
-            if self.by_id[first[0]].time_ns <= expired_ns:
-                self._drop_expired(client_of(first[0]), expired_ns)
-        if len(window) > client_max or len(self.by_id) > count_max:
+        if by_id[window[0]].time_ns <= expired_ns:
+            self._drop_expired(client, expired_ns)
+        oldest = next(iter(windows))
+        if oldest != client and by_id[windows[oldest][0]].time_ns <= expired_ns:
+            self._drop_expired(oldest, expired_ns)
+        if len(window) > client_max:
+            # The hot path of a client with a full window.
+            del by_id[window.popleft()]
+        if len(window) > client_max or len(by_id) > count_max:
             self._drop_beyond_bounds(client)
 
     def restore(self, answers: Iterable[Answer]) -> None:
@@ -102,7 +108,7 @@ class AnswerWindows(Generic[D]):
             request_id = answer.reply.request_id
             client = client_of(request_id)
             self.by_id[request_id] = answer
-            self._windows.setdefault(client, []).append(request_id)
+            self._windows.setdefault(client, deque()).append(request_id)
             self._windows.move_to_end(client)
 
     def set_bounds(self, bounds: WindowBounds) -> None:
@@ -126,8 +132,7 @@ class AnswerWindows(Generic[D]):
 
     def _drop_oldest(self, client: str) -> None:
         window = self._windows[client]
-        # A window has few enough answers that this takes less than a linked list's bookkeeping.
-        del self.by_id[window.pop(0)]
+        del self.by_id[window.popleft()]
         if not window:
             del self._windows[client]
 

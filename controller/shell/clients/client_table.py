@@ -6,12 +6,14 @@ id.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from hashlib import blake2b
 from typing import Final
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from messages.scoped_ids import client_name
+from messages.wire import Body
 
 CLIENTS_MAX: Final = 65_536
 """Bound on the clients with a route; a forgotten one is known again with its next frame."""
@@ -32,14 +34,18 @@ class Client:
         self.name: Final = client_name(token, user)
         self.route = route
 
-    def hash_body(self, body: bytes) -> int:
-        """Return the hash by which a repetition of a request is known.
+    def hash_private(self, body: Body) -> int:
+        """Return the hash by which a repetition of a request with a payload is known.
 
         It is keyed by the token, so that the log does not reveal which prompts were equal or lets
         a short prompt be guessed.
         """
         keyed = blake2b(xxh3_128_digest(body), key=self.key[1], digest_size=_HASH_BYTES)
         return int.from_bytes(keyed.digest())
+
+
+hash_public: Final[Callable[[Body], int]] = xxh3_64_intdigest
+"""Return the hash by which a repetition of a request is known whose content is in the log."""
 
 
 class ClientTable:

@@ -10,7 +10,7 @@ import msgspec
 from messages import requests
 from messages.commands import StartGeneration, StartInference, StartPooling
 from messages.ids import RequestId
-from messages.wire import REQUESTS
+from messages.wire import REQUESTS, Body
 
 PAYLOAD_BYTES_MAX: Final = 1 << 30
 """Bound on the payloads of unanswered requests, in bytes together.
@@ -27,17 +27,22 @@ class Payloads:
         self._by_id: dict[RequestId, bytes] = {}
         self.size_bytes = 0
 
-    def store(self, request_id: RequestId, body: bytes, is_pending: bool) -> bool:
+    def __contains__(self, request_id: RequestId) -> bool:
+        """Whether a request's payload is kept."""
+        return request_id in self._by_id
+
+    def store(self, request_id: RequestId, body: Body, is_pending: bool) -> bool:
         """Keep a request's payload unless it is kept already; False if the bound is reached.
 
         A pending request without its payload then ends as if that were lost.
         """
         if request_id in self._by_id:
             return True
-        if self.size_bytes + len(body) > PAYLOAD_BYTES_MAX * (1 + is_pending):
+        if self.size_bytes + memoryview(body).nbytes > PAYLOAD_BYTES_MAX * (1 + is_pending):
             return is_pending
-        self._by_id[request_id] = body
-        self.size_bytes += len(body)
+        # A copy: the frame has other requests too.
+        self._by_id[request_id] = stored = bytes(body)
+        self.size_bytes += len(stored)
         return True
 
     def drop(self, request_id: RequestId) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from controller.shell import query_budget
-from controller.shell.client_sessions import LOG_RETRY_MS, ClientInput
+from controller.shell.client_sessions import LOG_RETRY_MS
 from controller.shell.clients import payloads
 from controller.shell.clients.outbox import SHARED_BYTES_MAX
 from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX
@@ -237,8 +237,8 @@ def test_a_request_that_can_not_be_logged_is_refused_unless_an_earlier_copy_is_k
     bench.sessions.receive(b"c", frame)
     [new] = bench.sessions.take_group()
     known = [records.GenerationRequested(id_of(name), None, 700) for name in ("answered", "waits")]
-    for logged in (*map(ClientInput, known), new):
-        bench.sessions.refuse_unlogged(logged, "full")
+    for logged, body in (*((one, 0) for one in known), (new.message, new.body)):
+        bench.sessions.refuse_unlogged(logged, body, "full")
     refused = rq.Refused("new", ErrorCode.LOG_UNAVAILABLE, "full", LOG_RETRY_MS)
     assert [reply for _, reply in bench.take_sent()] == [answer, refused]
     assert bench.start("waits") is not None

@@ -205,6 +205,7 @@ def test_memory_has_what_no_file_has_up_to_a_bound(tmp_path: Path) -> None:
     sizes = []
     for event in published(1, LAST):
         stream.add(event)
+        stream.take_batch()
         executor.run()
         sizes.append(len(stream._kept))
     assert sizes == [min(seq, KEPT_MAX) for seq in range(1, LAST + 1)]
@@ -212,6 +213,7 @@ def test_memory_has_what_no_file_has_up_to_a_bound(tmp_path: Path) -> None:
     store(tmp_path, published(1, LAST - 2))
     for event in published(LAST + 1, LAST + KEPT_MAX):
         stream.add(event)
+        stream.take_batch()
         executor.run()
         first = min(stream._kept)
         assert fetched(stream, first, event.seq) == published(first, event.seq)
@@ -225,6 +227,7 @@ def test_events_in_files_and_memory_overlap_at_any_time(tmp_path: Path) -> None:
     stream, executor = held(tmp_path)
     for event in published(1, 3 * LAST):
         stream.add(event)
+        stream.take_batch()
         executor.run()
         if event.seq % 11 == 0:
             store(tmp_path, published(1, event.seq - 3))

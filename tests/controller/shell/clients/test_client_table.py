@@ -44,10 +44,10 @@ def test_a_connection_with_many_tokens_makes_only_its_own_forgotten() -> None:
     assert len(table) == 5
 
 
-def test_the_hash_of_a_body_is_of_its_bytes_and_its_client() -> None:
+def test_the_hash_of_a_private_body_is_of_its_bytes_and_its_client() -> None:
     table = ClientTable()
     clients = [table.admit(b"r", token(n), "") for n in range(4)]
-    hashes = {client.hash_body(body) for client in clients for body in (b"", b"a", b"b" * 9999)}
+    hashes = {client.hash_private(body) for client in clients for body in (b"", b"a", b"b" * 9999)}
     assert len(hashes) == 12
     assert all(0 <= found < 2**64 for found in hashes)
-    assert clients[0].hash_body(b"a") == ClientTable().admit(b"x", token(0), "").hash_body(b"a")
+    assert clients[0].hash_private(b"a") == ClientTable().admit(b"x", token(0), "").hash_private(b"a")
