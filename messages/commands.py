@@ -6,7 +6,7 @@ one report with its `op`, and the engine does not execute an `op` twice.
 
 from messages.base import Message, Value
 from messages.ids import AdapterId, AdapterName, Generation, OpId, Path, RequestId, Seq, Slot
-from messages.prompts import Prompt, Sampling, TextPrompt
+from messages.prompts import Priority, Prompt, Sampling, TextPrompt
 from messages.requests import PoolingTask
 
 
@@ -80,7 +80,8 @@ class SetMapping(_Command, frozen=True):
 class StartGeneration(_Command, frozen=True):
     """Generate with an adapter in a slot (`adapter_id` 0: the base model, slot -1).
 
-    The core never sees `prompt` and `sampling`; the shell adds them when it sends the command.
+    The core never sees `prompt`, `sampling` and `priority`; the shell adds them when it sends the
+    command.
     """
 
     request_id: RequestId
@@ -89,6 +90,7 @@ class StartGeneration(_Command, frozen=True):
     generation: Generation
     prompt: Prompt = ""
     sampling: Sampling = Sampling()
+    priority: Priority = 0
 
 
 class StartPooling(_Command, frozen=True):

@@ -3,7 +3,7 @@
 Prompts and inputs are never logged.
 """
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
@@ -42,12 +42,46 @@ TokenBias = tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]]
 """A token, and what is added to its logit."""
 
 
+STRUCTURE_TEXT_MAX: Final = 65_536
+"""Bound on a schema or a regular expression, in characters."""
+
+CHOICES_MAX: Final = 1024
+"""Bound on the number of texts of a `Structure` of kind `choice`."""
+
+LOGPROBS_MAX: Final = 20
+"""Bound on the number of most likely tokens that are reported per token."""
+
+N_MAX: Final = 128
+"""Bound on the number of outputs of one request."""
+
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+"""A request's priority, 0 unless set; smaller numbers are served first."""
+
+
+class Structure(Value, frozen=True):
+    """What the whole output has to be: the only tokens that are chosen are those that lead to it.
+
+    `text` is a JSON schema or a regular expression (of the whole output, without look-around); an
+    empty schema allows any JSON object. A `choice` is one of `choices`. An output that `max_tokens`
+    ends may be incomplete.
+    """
+
+    kind: Literal["json_schema", "regex", "choice"]
+    text: Annotated[str, Meta(max_length=STRUCTURE_TEXT_MAX)] = ""
+    choices: Annotated[
+        tuple[Annotated[str, Meta(min_length=1, max_length=4096)], ...],
+        Meta(max_length=CHOICES_MAX),
+    ] = ()
+
+
 class Sampling(Value, frozen=True):
     """Sampling parameters; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 do not filter.
 
     Penalties of 0 (`repetition_penalty`: 1) change nothing. `min_tokens`: tokens before the output
     may end. `stop_token_ids` end the output as the model's own end tokens do, which `ignore_eos`
-    disables. `include_stop`: the stop string is part of the text.
+    disables. `include_stop`: the stop string is part of the text. `logprobs` (of the output) and
+    `prompt_logprobs`: log-probabilities are reported, with so many of the most likely tokens. `n`:
+    outputs of the prompt; output number i is sampled with `seed` + i.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 128
@@ -67,3 +101,7 @@ class Sampling(Value, frozen=True):
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] = ()
     ignore_eos: bool = False
     include_stop: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    n: Annotated[int, Meta(ge=1, le=N_MAX)] = 1
+    structure: Structure | None = None

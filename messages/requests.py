@@ -24,7 +24,7 @@ from messages.ids import (
     Slot,
     TimeoutMs,
 )
-from messages.prompts import Inputs, Prompt, Sampling
+from messages.prompts import Inputs, Priority, Prompt, Sampling, TokenId
 from messages.views import AdapterView, TierView
 
 Vector = Annotated[bytes, Meta(max_length=1 << 22)]
@@ -106,12 +106,16 @@ class ActivateBatch(_Request, frozen=True):
 
 
 class Generate(_Request, frozen=True):
-    """Continue a prompt with an adapter (None: the base model); tokens are streamed back."""
+    """Continue a prompt with an adapter (None: the base model); tokens are streamed back.
+
+    Of the requests whose adapters are in slots, those with the smallest `priority` start first.
+    """
 
     adapter: AdapterName | None
     prompt: Prompt
     sampling: Sampling = Sampling()
     timeout_ms: TimeoutMs = 0
+    priority: Priority = 0
 
 
 class Embed(_Request, frozen=True):
@@ -215,20 +219,46 @@ class BatchDone(_Reply, frozen=True):
     placements: tuple[Placement, ...]
 
 
+class TokenLogprob(Value, frozen=True):
+    """The natural logarithm of a token's probability under the model's own logits.
+
+    Temperature, penalties, biases and structures don't change it. `rank`: 1 for the most likely
+    token. `top`: the most likely tokens with theirs, in descending order.
+    """
+
+    token: TokenId
+    logprob: float
+    rank: int
+    top: tuple[tuple[TokenId, float], ...] = ()
+
+
 class TokensStreamed(_Reply, frozen=True):
-    """Tokens of a generation: `tokens[i]` is output number `offset + i`.
+    """Tokens of output number `index` of a generation: `tokens[i]` is its token `offset + i`.
 
     `text` is the text that they complete; an incomplete character is in a later message. The
     controller receives them from the engine, sends them on and does not log them.
+
+    `finish_reason` is set in the last message of an output, and `stop_reason` is then the stop
+    string or the token of `stop_token_ids` that ended it. `logprobs` has an entry per token, if
+    they were requested. `prompt_logprobs` is in the first message of output 0, with an entry per
+    token of the prompt; the first of them is None.
     """
 
     offset: int
     tokens: tuple[int, ...]
     text: str = ""
+    index: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
 
 
 class GenerationDone(_Reply, frozen=True):
-    """The final reply to a `Generate`: how it ended, and its numbers of tokens."""
+    """The final reply to a `Generate`: how it ended, and its numbers of tokens.
+
+    `output_tokens` is the total of all outputs, and `finish_reason` that of the last one to end.
+    """
 
     adapter: AdapterName | None
     finish_reason: FinishReason

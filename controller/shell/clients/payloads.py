@@ -55,7 +55,10 @@ class Payloads:
         match None if body is None else REQUESTS.decode_body(body), command:
             case requests.Generate() as request, StartGeneration():
                 return msgspec.structs.replace(
-                    command, prompt=request.prompt, sampling=request.sampling
+                    command,
+                    prompt=request.prompt,
+                    sampling=request.sampling,
+                    priority=request.priority,
                 )
             case (requests.Embed() | requests.Classify()) as request, StartPooling():
                 return msgspec.structs.replace(command, inputs=request.inputs)

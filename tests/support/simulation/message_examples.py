@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import NAME_PATTERN, REQUEST_PATTERN
-from messages.prompts import IllustratedPrompt, Sampling
+from messages.prompts import IllustratedPrompt, Sampling, Structure
 from messages.records import (
     ControllerStarted,
     EngineLost,
@@ -66,7 +66,9 @@ _HELD = reports.InventoryAdapter(
 _SAMPLING = Sampling(
     *(64, 0.75, 40, 0.9, 12345, ("\n\n", "###")),
     *(0.05, 0.5, -0.25, 1.1, ((7, -3.5),), 2, (3, 4), True, True),
+    *(5, 2, 3, Structure("choice", "[ab]", ("a", "b"))),
 )
+_LOGPROB = requests.TokenLogprob(11, -0.5, 2, ((12, -0.25), (11, -0.5)))
 
 EXAMPLES: dict[type, Any] = {
     type(message): message
@@ -80,7 +82,7 @@ EXAMPLES: dict[type, Any] = {
         requests.EvictAdapter("r-7", "tenant-17", 1500),
         requests.RemoveAdapter("r-8", "tenant-17", True, 1500),
         requests.ActivateBatch("r-9", ("tenant-17", "b.2", "_c"), 1500),
-        requests.Generate("r-10", "tenant-17", "Grüße, 世界", _SAMPLING, 60_000),
+        requests.Generate("r-10", "tenant-17", "Grüße, 世界", _SAMPLING, 60_000, -1),
         requests.CancelGeneration("r-11", "r-10"),
         requests.Embed("r-16", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000),
         requests.Classify("r-17", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000),
@@ -90,7 +92,9 @@ EXAMPLES: dict[type, Any] = {
         requests.FetchEvents("r-15", 77, 16, True),
         requests.AdapterDone("r-1", "tenant-17", "gpu-slot", 3, 9),
         requests.BatchDone("r-9", (requests.Placement("tenant-17", 3, 9),)),
-        requests.TokensStreamed("r-10", 4, (11, 12), "ab"),
+        requests.TokensStreamed(
+            *("r-10", 0, (11,), "ab", 1, "stop", "b", (_LOGPROB,), (None, _LOGPROB))
+        ),
         requests.GenerationDone("r-10", "tenant-17", "length", 5, 64),
         requests.VectorsStreamed("r-17", 1, (b"\0\0\x80?\0\0\0@",), ("good", "bad")),
         requests.PoolingDone("r-16", "tenant-17", "embed", 2, 9),
@@ -133,7 +137,7 @@ EXAMPLES: dict[type, Any] = {
         commands.ResetSlot(6, 3, 9),
         commands.DropWeights(7, 5),
         commands.SetMapping(8, (commands.SlotRef(3, 9), commands.SlotRef(-1, 0))),
-        commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING),
+        commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING, -1),
         commands.StartPooling(11, "r-17", 5, 3, 9, "classify", ("Grüße, 世界", (1, 2, 3))),
         commands.StopGeneration(10, 9),
         commands.ResendTokens("r-10"),
@@ -189,10 +193,10 @@ EXAMPLES: dict[type, Any] = {
 _ILLUSTRATED = IllustratedPrompt("<image> Grüße <image>", (b"\x89PNG\r\n", b"\xff\xd8"))
 VARIANTS: dict[str, Any] = {
     "request/Generate with images": requests.Generate(
-        "r-18", "tenant-17", _ILLUSTRATED, _SAMPLING, 60_000
+        "r-18", "tenant-17", _ILLUSTRATED, _SAMPLING, 60_000, -1
     ),
     "command/StartGeneration with images": commands.StartGeneration(
-        12, "r-18", 5, 3, 9, _ILLUSTRATED, _SAMPLING
+        12, "r-18", 5, 3, 9, _ILLUSTRATED, _SAMPLING, -1
     ),
 }
 """Messages with another form than in `EXAMPLES`."""
