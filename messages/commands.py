@@ -5,7 +5,17 @@ one report with its `op`, and the engine does not execute an `op` twice.
 """
 
 from messages.base import Message, Value
-from messages.ids import AdapterId, AdapterName, Generation, OpId, Path, RequestId, Seq, Slot
+from messages.ids import (
+    AdapterId,
+    AdapterName,
+    Generation,
+    OpId,
+    Path,
+    RequestId,
+    Seq,
+    Slot,
+    TraceParent,
+)
 from messages.prompts import Priority, Prompt, Sampling, TextPrompt
 from messages.requests import PoolingTask
 
@@ -80,8 +90,8 @@ class SetMapping(_Command, frozen=True):
 class StartGeneration(_Command, frozen=True):
     """Generate with an adapter in a slot (`adapter_id` 0: the base model, slot -1).
 
-    The core never sees `prompt`, `sampling` and `priority`; the shell adds them when it sends the
-    command.
+    The core never sees `prompt`, `sampling`, `priority` and `trace`; the shell adds them when it
+    sends the command.
     """
 
     request_id: RequestId
@@ -91,12 +101,13 @@ class StartGeneration(_Command, frozen=True):
     prompt: Prompt = ""
     sampling: Sampling = Sampling()
     priority: Priority = 0
+    trace: TraceParent = ""
 
 
 class StartPooling(_Command, frozen=True):
     """Embed or classify with an adapter in a slot (`adapter_id` 0: the base model, slot -1).
 
-    The core never sees `inputs`; the shell adds them when it sends the command.
+    The core never sees `inputs` and `trace`; the shell adds them when it sends the command.
     """
 
     request_id: RequestId
@@ -105,6 +116,7 @@ class StartPooling(_Command, frozen=True):
     generation: Generation
     task: PoolingTask
     inputs: tuple[TextPrompt, ...] = ()
+    trace: TraceParent = ""
 
 
 class StopGeneration(_Command, frozen=True):

@@ -49,6 +49,9 @@ Path = Annotated[str, Meta(max_length=4096)]
 Bytes = Annotated[int, Meta(ge=0, le=2**53)]
 """A size in bytes."""
 
+TraceParent = Annotated[str, Meta(max_length=55)]
+"""The span that caused a request, as a W3C `traceparent`; empty for none. It is never logged."""
+
 AdapterState = Literal["unregistered", "evicted", "cpu-cached", "pinned", "gpu-slot"]
 
 UNREGISTERED: Final = "unregistered"

@@ -23,6 +23,7 @@ from messages.ids import (
     Seq,
     Slot,
     TimeoutMs,
+    TraceParent,
 )
 from messages.prompts import Inputs, Priority, Prompt, Sampling, TokenId
 from messages.views import AdapterView, TierView
@@ -116,6 +117,7 @@ class Generate(_Request, frozen=True):
     sampling: Sampling = Sampling()
     timeout_ms: TimeoutMs = 0
     priority: Priority = 0
+    trace: TraceParent = ""
 
 
 class Embed(_Request, frozen=True):
@@ -124,6 +126,7 @@ class Embed(_Request, frozen=True):
     adapter: AdapterName | None
     inputs: Inputs
     timeout_ms: TimeoutMs = 0
+    trace: TraceParent = ""
 
 
 class Classify(_Request, frozen=True):
@@ -132,6 +135,7 @@ class Classify(_Request, frozen=True):
     adapter: AdapterName | None
     inputs: Inputs
     timeout_ms: TimeoutMs = 0
+    trace: TraceParent = ""
 
 
 class CancelGeneration(_Request, frozen=True):

@@ -128,12 +128,14 @@ def embed(
     *,
     timeout_s: float | None = None,
     attempts: int = 1,
+    trace: str = "",
 ) -> PreparedCall[PoolingCall, Embedding]:
     """Compute a vector per text (or list of token ids), with an adapter or the base model.
 
-    With `attempts` over 1, a retryable failure starts the request again under a new id.
+    With `attempts` over 1, a retryable failure starts the request again under a new id. `trace` is
+    the W3C `traceparent` of the span that causes the request.
     """
-    request = embed_request(texts, adapter)
+    request = embed_request(texts, adapter, trace)
     return PreparedCall(
         lambda session, now: session.begin_pooling(request, now, timeout_s, attempts),
         lambda call: call.embedding(answer_of(call, PoolingDone)),
@@ -146,12 +148,14 @@ def classify(
     *,
     timeout_s: float | None = None,
     attempts: int = 1,
+    trace: str = "",
 ) -> PreparedCall[PoolingCall, Classification]:
     """Compute a score per text and label of the model, with an adapter or the base model.
 
-    With `attempts` over 1, a retryable failure starts the request again under a new id.
+    With `attempts` over 1, a retryable failure starts the request again under a new id. `trace` is
+    the W3C `traceparent` of the span that causes the request.
     """
-    request = classify_request(texts, adapter)
+    request = classify_request(texts, adapter, trace)
     return PreparedCall(
         lambda session, now: session.begin_pooling(request, now, timeout_s, attempts),
         lambda call: call.classification(answer_of(call, PoolingDone)),
@@ -165,6 +169,7 @@ def generate(
     images: ImageSource | Iterable[ImageSource] = (),
     timeout_s: float | None = None,
     attempts: int = 1,
+    trace: str = "",
     **sampling: Unpack[SamplingOptions],
 ) -> PreparedGeneration:
     """Continue a prompt (text or token ids) with an adapter, or with the base model for None.
@@ -175,9 +180,10 @@ def generate(
 
     `sampling` is any of the fields of `messages.prompts.Sampling`. With `attempts` over 1, a
     retryable failure starts a new generation under a new id while no token has been delivered;
-    `text()` delivers all tokens at the end.
+    `text()` delivers all tokens at the end. `trace` is the W3C `traceparent` of the span that
+    causes the request.
     """
-    return PreparedGeneration(prompt, adapter, images, timeout_s, attempts, sampling)
+    return PreparedGeneration(prompt, adapter, images, timeout_s, attempts, sampling, trace)
 
 
 def events(since: int | None = None, follow: bool = True, snapshot: bool = False) -> PreparedEvents:

@@ -38,14 +38,16 @@ class Classification(Struct, frozen=True):
         return tuple(self.labels[index] for index in indices)
 
 
-def embed_request(texts: str | Iterable[TextPrompt], adapter: str | None) -> Embed:
+def embed_request(texts: str | Iterable[TextPrompt], adapter: str | None, trace: str = "") -> Embed:
     """Return a request that the session has not numbered yet."""
-    return Embed(NO_ID, adapter, _inputs(texts))
+    return Embed(NO_ID, adapter, _inputs(texts), trace=trace)
 
 
-def classify_request(texts: str | Iterable[TextPrompt], adapter: str | None) -> Classify:
+def classify_request(
+    texts: str | Iterable[TextPrompt], adapter: str | None, trace: str = ""
+) -> Classify:
     """Return a request that the session has not numbered yet."""
-    return Classify(NO_ID, adapter, _inputs(texts))
+    return Classify(NO_ID, adapter, _inputs(texts), trace=trace)
 
 
 def _inputs(texts: str | Iterable[TextPrompt]) -> Inputs:

@@ -74,11 +74,12 @@ class PreparedGeneration:
     timeout_s: float | None
     attempts: int
     sampling: SamplingOptions
+    trace: str = ""
 
     def request(self) -> Generate:
         """Read the images and return the request."""
         prompt = with_images(self.prompt, self.images)
-        return generate_request(prompt, self.adapter, self.sampling)
+        return generate_request(prompt, self.adapter, self.sampling, self.trace)
 
 
 Page = AdaptersPage | AdaptersListed | SnapshotFetched

@@ -65,9 +65,11 @@ class SamplingOptions(TypedDict, total=False):
     include_stop: bool
 
 
-def generate_request(prompt: Prompt, adapter: str | None, sampling: SamplingOptions) -> Generate:
+def generate_request(
+    prompt: Prompt, adapter: str | None, sampling: SamplingOptions, trace: str = ""
+) -> Generate:
     """Return a request that the session has not numbered yet."""
-    return Generate(NO_ID, adapter, prompt, Sampling(**sampling))
+    return Generate(NO_ID, adapter, prompt, Sampling(**sampling), trace=trace)
 
 
 def answer_of(call: ClientCall, reply_type: type[R]) -> R:

@@ -115,7 +115,11 @@ def test_requests_are_joined_as_they_are_encoded_together() -> None:
     assert [REQUESTS.decode_body(body) for body in bodies] == list(together)
     for count in (1, 2):
         received = REQUESTS.decode_each(REQUESTS.join_for(TOKEN, bodies[:count]))
-        assert (received.token, received.requests, received.refused) == (TOKEN, together[:count], ())
+        assert (received.token, received.requests, received.refused) == (
+            TOKEN,
+            together[:count],
+            (),
+        )
         assert [bytes(body) for body in received.bodies] == bodies[:count]
 
 

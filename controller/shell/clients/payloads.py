@@ -59,7 +59,8 @@ class Payloads:
                     prompt=request.prompt,
                     sampling=request.sampling,
                     priority=request.priority,
+                    trace=request.trace,
                 )
             case (requests.Embed() | requests.Classify()) as request, StartPooling():
-                return msgspec.structs.replace(command, inputs=request.inputs)
+                return msgspec.structs.replace(command, inputs=request.inputs, trace=request.trace)
         return None

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from controller.shell import query_budget
@@ -17,6 +18,8 @@ from messages.prompts import IllustratedPrompt, Sampling
 from messages.wire import BATCH_MAX, REQUESTS, TOKEN_BYTES
 from tests.support.simulation.session_bench import LIMITS, TOKEN, SessionBench, id_of
 
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
 
 def generate(request_id: str, prompt: Any = "hello") -> rq.Generate:
     return rq.Generate(request_id, None, prompt, Sampling(5, seed=3), 700)
@@ -28,10 +31,11 @@ def bench() -> SessionBench:
 
 
 def test_a_prompt_is_sent_to_the_engine_and_not_logged(bench: SessionBench) -> None:
-    logged = bench.receive(generate("r", (1, 2, 3)))
-    assert logged == records.GenerationRequested(id_of("r"), None, 700)
+    request = msgspec.structs.replace(generate("r", (1, 2, 3)), trace=TRACE)
+    assert bench.receive(request) == records.GenerationRequested(id_of("r"), None, 700)
     complete = bench.start("r")
     assert (complete.prompt, complete.sampling) == ((1, 2, 3), Sampling(5, seed=3))
+    assert complete.trace == TRACE
     bench.sessions.answer(rq.TokensStreamed(id_of("r"), 0, (1,), "x"))
     assert bench.start("r") is not None
     bench.end("r")
@@ -42,9 +46,9 @@ def test_a_prompt_is_sent_to_the_engine_and_not_logged(bench: SessionBench) -> N
 def test_inputs_are_sent_to_the_engine_and_vectors_to_the_client(
     bench: SessionBench, kind: type, task: rq.PoolingTask
 ) -> None:
-    logged = bench.receive(kind("r", None, ("hello", (1, 2)), 700))
+    logged = bench.receive(kind("r", None, ("hello", (1, 2)), 700, TRACE))
     assert logged == records.PoolingRequested(id_of("r"), None, task, 700)
-    assert bench.pool("r", task).inputs == ("hello", (1, 2))
+    assert (bench.pool("r", task).inputs, bench.pool("r", task).trace) == (("hello", (1, 2)), TRACE)
     bench.sessions.forward(rq.VectorsStreamed(id_of("r"), 0, (b"1234",), ("good",)))
     assert bench.take_sent() == [(b"c", rq.VectorsStreamed("r", 0, (b"1234",), ("good",)))]
     assert bench.pool("r", task) is not None

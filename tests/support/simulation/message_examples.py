@@ -63,6 +63,7 @@ _HELD = reports.InventoryAdapter(
     host_bytes=4096,
     blob_bytes=8192,
 )
+_TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 _SAMPLING = Sampling(
     *(64, 0.75, 40, 0.9, 12345, ("\n\n", "###")),
     *(0.05, 0.5, -0.25, 1.1, ((7, -3.5),), 2, (3, 4), True, True),
@@ -82,10 +83,10 @@ EXAMPLES: dict[type, Any] = {
         requests.EvictAdapter("r-7", "tenant-17", 1500),
         requests.RemoveAdapter("r-8", "tenant-17", True, 1500),
         requests.ActivateBatch("r-9", ("tenant-17", "b.2", "_c"), 1500),
-        requests.Generate("r-10", "tenant-17", "Grüße, 世界", _SAMPLING, 60_000, -1),
+        requests.Generate("r-10", "tenant-17", "Grüße, 世界", _SAMPLING, 60_000, -1, _TRACE),
         requests.CancelGeneration("r-11", "r-10"),
-        requests.Embed("r-16", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000),
-        requests.Classify("r-17", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000),
+        requests.Embed("r-16", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000, _TRACE),
+        requests.Classify("r-17", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000, _TRACE),
         requests.ListAdapters("r-12", "tenant-17", 5, 100),
         requests.ShowAdapter("r-13", "tenant-17"),
         requests.ShowStatus("r-14"),
@@ -137,8 +138,8 @@ EXAMPLES: dict[type, Any] = {
         commands.ResetSlot(6, 3, 9),
         commands.DropWeights(7, 5),
         commands.SetMapping(8, (commands.SlotRef(3, 9), commands.SlotRef(-1, 0))),
-        commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING, -1),
-        commands.StartPooling(11, "r-17", 5, 3, 9, "classify", ("Grüße, 世界", (1, 2, 3))),
+        commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING, -1, _TRACE),
+        commands.StartPooling(11, "r-17", 5, 3, 9, "classify", ("Grüße, 世界", (1, 2, 3)), _TRACE),
         commands.StopGeneration(10, 9),
         commands.ResendTokens("r-10"),
         commands.RequestInventory(41),

@@ -50,4 +50,6 @@ def test_the_hash_of_a_private_body_is_of_its_bytes_and_its_client() -> None:
     hashes = {client.hash_private(body) for client in clients for body in (b"", b"a", b"b" * 9999)}
     assert len(hashes) == 12
     assert all(0 <= found < 2**64 for found in hashes)
-    assert clients[0].hash_private(b"a") == ClientTable().admit(b"x", token(0), "").hash_private(b"a")
+    assert clients[0].hash_private(b"a") == ClientTable().admit(b"x", token(0), "").hash_private(
+        b"a"
+    )
