@@ -80,7 +80,7 @@ class Sampling(Value, frozen=True):
     Penalties of 0 (`repetition_penalty`: 1) change nothing. `min_tokens`: tokens before the output
     may end. `stop_token_ids` end the output as the model's own end tokens do, which `ignore_eos`
     disables. `include_stop`: the stop string is part of the text. `logprobs` (of the output) and
-    `prompt_logprobs`: log-probabilities are reported, with so many of the most likely tokens. `n`:
+    `prompt_logprobs`: log-probabilities are reported, with that number of most likely tokens. `n`:
     outputs of the prompt; output number i is sampled with `seed` + i.
     """
 

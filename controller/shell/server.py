@@ -38,7 +38,6 @@ from controller.shell.transport import Transport
 from messages import records
 from messages.commands import RequestInventory, ResendTokens, StartInference
 from messages.errors import ErrorCode
-from messages.ids import Seq
 from messages.progress import Progress
 from messages.records import Input, Record
 from messages.reports import EngineInventory
