@@ -14,6 +14,7 @@ import errno
 import re
 import struct
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,8 @@ FILE_BYTES_MAX: Final = 4 << 20
 """A file that has reached this size is ended; its last frame may exceed it."""
 
 EVENTS_PER_FRAME: Final = 128
+EVENTS_PER_READ: Final = 8192
+"""The number of events of the files that a writer compares at once."""
 
 _MARKER: Final = b"LDE1"
 _HEAD: Final = struct.Struct(">4s8sIQI")
@@ -125,16 +128,22 @@ class EventWriter:
         self._file_bytes = 0
         # The events of the next frame.
         self._waiting: list[Published] = []
+        # Events of the files that follow the last one that `add` compared.
+        self._stored: deque[Published] = deque()
+        self._reader: EventReader | None = None
         self._continue(None)
 
     def add(self, events: Sequence[Published]) -> None:
-        """Append events in order; those up to `newest_seq` are skipped.
+        """Append events in order; equal ones in the files are kept, so that readers find them.
 
-        Numbers may begin anywhere, and after a gap: then another file begins.
+        From the first on that differs or is missing, the files' events are replaced: the log may
+        have been cut since. Numbers may begin anywhere, and after a gap: then another file begins.
         """
         for event in events:
             if event.seq <= self.newest_seq:
-                continue
+                if self._has(event):
+                    continue
+                self.cut_after(event.seq - 1)
             if event.seq != self.newest_seq + 1:
                 self._write_frame()
                 self._end_file()
@@ -143,8 +152,23 @@ class EventWriter:
             if len(self._waiting) >= EVENTS_PER_FRAME:
                 self._write_frame()
 
+    def _has(self, event: Published) -> bool:
+        """Whether the files have an equal event."""
+        if not self._stored or self._stored[0].seq != event.seq:
+            if self._waiting:
+                self._write_frame()
+            self._reader = self._reader or EventReader(self._directory, self._storage)
+            try:
+                self._stored = deque(self._reader.read(event.seq, EVENTS_PER_READ))
+            except LogForeign:
+                # Of another version: this one writes them again.
+                self._stored.clear()
+        return bool(self._stored) and self._stored.popleft() == event
+
     def cut_after(self, seq: Seq) -> None:
         """Drop the events after number `seq`: a log that was cut may have others there."""
+        self._stored.clear()
+        self._reader = None
         if seq < self.newest_seq:
             self._write_frame()
             self._end_file()

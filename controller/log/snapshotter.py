@@ -73,7 +73,9 @@ def make_snapshot(
         _remove_drafts(directory, storage)
         with _EventSink(directory, storage) as events:
             result = replay(directory, order.until, events.add, storage=storage)
-        controller = result.controller
+            controller = result.controller
+            if controller is not None and result.divergence is None:
+                events.end(controller.world.events_seq)
         if result.divergence is not None:
             seq, recorded, replayed = result.divergence
             raise LogError(
@@ -128,16 +130,14 @@ class _EventSink:
 
     def __init__(self, directory: Path, storage: Storage) -> None:
         self._writer = EventWriter(directory, storage)
-        self._continues = False
 
     def add(self, actions: list[Action]) -> None:
         """Add the events among the actions."""
-        events = [action.message for action in actions if isinstance(action, PublishEvent)]
-        if events and not self._continues:
-            # What an interrupted snapshotter wrote is replaced: the log may have been cut since.
-            self._continues = True
-            self._writer.cut_after(events[0].seq - 1)
-        self._writer.add(events)
+        self._writer.add([one.message for one in actions if isinstance(one, PublishEvent)])
+
+    def end(self, last_seq: Seq) -> None:
+        """Drop the events after the last one: their records have been cut from the log."""
+        self._writer.cut_after(last_seq)
 
     def __enter__(self) -> "_EventSink":
         return self

@@ -96,10 +96,33 @@ def test_what_is_read_depends_on_the_answer_and_not_on_the_number_of_events(tmp_
     assert costs[1] <= 2 * costs[0]
 
 
-def test_events_that_are_there_are_skipped(directory: Path) -> None:
+def test_equal_events_that_are_there_are_kept(directory: Path) -> None:
     before = {path: path.read_bytes() for path in event_files(directory)}
-    assert write(directory, published(1, COUNT, "other"), published(50, 60)) == COUNT
+    assert write(directory, published(1, COUNT), published(50, 60)) == COUNT
     assert {path: path.read_bytes() for path in event_files(directory)} == before
+
+
+def test_a_fetch_finds_every_event_while_a_fold_of_the_whole_log_writes_them(
+    directory: Path,
+) -> None:
+    writer, reader = EventWriter(directory, file_bytes_max=1 << 14), EventReader(directory)
+    for start in range(1, COUNT + 1, 250):
+        writer.add(published(start, start + 249))
+        # A reader of another process begins anew, or finds its files changed.
+        for found in (reader, EventReader(directory)):
+            assert found.read(1, COUNT + 1) == published(1, COUNT)
+    writer.close()
+
+
+@pytest.mark.parametrize("changed", [1, 2, 127, 1500, COUNT])
+def test_events_from_the_first_that_differs_are_replaced(directory: Path, changed: int) -> None:
+    parts = (published(1, changed - 1), published(changed, COUNT - 1, "new"))
+    writer = EventWriter(directory, file_bytes_max=1 << 14)
+    for event in (*parts[0], *parts[1]):
+        writer.add((event,))
+    writer.cut_after(COUNT - 1)
+    writer.close()
+    assert EventReader(directory).read(1, COUNT + 1) == (*parts[0], *parts[1])
 
 
 def test_a_gap_begins_another_file(tmp_path: Path) -> None:
