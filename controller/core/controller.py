@@ -17,7 +17,7 @@ from controller.core import (
 from controller.core.actions import Action
 from controller.core.context import Context
 from controller.core.eviction import POLICIES
-from controller.core.invariants import check
+from controller.core.invariants import Excess, check, excess
 from controller.core.limits import Limits, check_limits, window_bounds
 from controller.core.reconcile import reconcile
 from controller.core.request_handlers import Pending, Request
@@ -39,6 +39,8 @@ class Controller:
         self.policy = POLICIES[policy]
         self._context = Context(self.world, self.limits, self.policy, [])
         self._checked = checked
+        # What `check` allows after the current input; None where its state is not known before it.
+        self._allowed: Excess | None = None
 
     def screen(self, message: Request, body: int) -> Reply | Pending | None:
         """Return how a request would be answered at once, without changing anything.
@@ -62,6 +64,8 @@ class Controller:
         world.time_ns = max(world.time_ns, time_ns)
         actions: list[Action] = []
         context.actions, context.body = actions, body
+        if type(message) is reports.EngineInventory:
+            self._allowed = None
         _HANDLERS[type(message)](context, message)
         if report_seq and world.engine is not None:
             world.engine.reported = max(world.engine.reported, report_seq)
@@ -82,6 +86,7 @@ class Controller:
         # What was computed from the former adapters must not pass for computed from these.
         other.world.adapters.membership += self.world.adapters.membership + 1
         vars(self.world).update(vars(other.world))
+        self._allowed = None
         self._context = Context(self.world, self.limits, self.policy, [])
 
     def reconfigure(self, limits: Limits, policy: str) -> list[Action]:
@@ -89,6 +94,7 @@ class Controller:
         self.limits = check_limits(limits)
         self.policy_name, self.policy = policy, POLICIES[policy]
         self._context = context = Context(self.world, self.limits, self.policy, [])
+        self._allowed = None
         engine_lifecycle.lose(context, "the limits were changed")
         self.world.resize_slots(limits.slots_max)
         self.world.set_bounds(limits)
@@ -110,7 +116,8 @@ class Controller:
         if world.deadlines and not 0 < world.timer_ns <= world.deadlines[0][0]:
             deadlines.set_timer(context)
         if self._checked:
-            check(world, self.limits)
+            check(world, self.limits, self._allowed)
+            self._allowed = excess(world, self.limits)
 
 
 _HANDLERS: Final[dict[type, Callable[[Context, Any], None]]] = {

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from controller.core.controller import Controller
+from controller.core.invariants import InvariantError, check, excess
 from controller.core.limits import Limits
 from messages import commands, records, reports, requests
 from messages.errors import ErrorCode
@@ -114,8 +115,8 @@ def inventory_of(*adapters: reports.InventoryAdapter, **fields: Any) -> reports.
 
 def entry(**fields: Any) -> reports.InventoryAdapter:
     given = {"adapter_id": 1, "state": "gpu-slot", "slot": 0, "generation": 1, "rank": 8}
-    given |= {"host_bytes": 10, "blob_bytes": 10, "fingerprint": "f", **fields}
-    return reports.InventoryAdapter(adapter="a", path="a", **given)
+    given |= {"host_bytes": 10, "blob_bytes": 10, "fingerprint": "f", "adapter": "a", **fields}
+    return reports.InventoryAdapter(path=given["adapter"], **given)
 
 
 OUT_OF_BOUNDS = {
@@ -250,3 +251,39 @@ def test_a_replacement_whose_report_was_lost_with_the_logs_tail_happens() -> Non
     assert bench.reply(request).state == "cpu-cached"
     assert (bench.adapter("a").path, bench.state("a")) == ("b", "gpu-slot")
     assert len(bench.world.adapters) == 1
+
+
+LOWER = [
+    {"slots_max": 1},
+    {"host_adapters_max": 3},
+    {"device_bytes_max": 15},
+    {"pinned_bytes_max": 0},
+]
+
+
+@pytest.mark.parametrize("lower", LOWER)
+def test_what_an_engine_has_beyond_lower_limits_only_decreases(lower: dict[str, int]) -> None:
+    ample = {"slots_max": 3, "host_adapters_max": 4}
+    controller = Controller(Limits(**ample), checked=True)
+    names = ("a", "b", "c")
+    for number, name in enumerate(names, 1):
+        controller.handle(LoadAdapter(f"r{number}", name), 1)
+    held = [
+        entry(adapter_id=n, adapter=name, slot=n - 1, generation=n)
+        for n, name in enumerate(names, 1)
+    ]
+    inventory = inventory_of(*held, last_op=9)
+    controller.handle(inventory, 2)
+    limits = Limits(**{**ample, "slots_max": 1, **lower})
+    controller.reconfigure(limits, "lru")
+    controller.handle(inventory, 3)
+    world = controller.world
+    assert [world.adapters[n].state for n in (1, 2, 3)] == ["gpu-slot"] * 3
+    before = excess(world, limits)
+    with pytest.raises(InvariantError):
+        check(world, limits)
+    [reset] = controller.handle(requests.DeactivateAdapter("r9", "a"), 4)
+    controller.handle(reports.SlotReset(reset.message.op), 5)
+    after = excess(world, limits)
+    assert after < before
+    assert all(less <= more for less, more in zip(after, before, strict=True))
