@@ -7,8 +7,12 @@ No command is sent between a request for an inventory and the handling of that i
 the inventory covers every command that was sent. A command that is withheld or lost meanwhile is
 not repeated here: the core finds from the inventory that the engine did not receive it, and issues
 it again. Reports that arrive meanwhile are kept until the inventory arrives, because the first one
-to arrive need not be the first one that the log lacks. Only what is in the log is acknowledged,
-and what is in the log is acknowledged in every later epoch too: no report is logged twice.
+to arrive need not be the first one that the log lacks; if some are still missing then, they are
+requested again. Only what is in the log is acknowledged, and what is in the log is acknowledged in
+every later epoch too: no report is logged twice.
+
+An engine that the log does not know, or whose loss it has, answers no operation of the log: the
+reports that it sent before its inventory are dropped.
 """
 
 from collections.abc import Callable
@@ -73,8 +77,10 @@ class EngineLink:
         self._beat_ns = 0
         self._ended_id = ""
         self._ended_ns = 0
-        # The last report in the log of the engine that was detached last.
-        self._detached: tuple[str, Seq] = ("", 0)
+        # The engine whose inventory the log has, without a later loss.
+        self._known_id = ""
+        # The first number that the last inventory of this round lacked, 0 for none.
+        self._missing: Seq = 0
         self._malformed = 0
 
     def start(self, epoch: Epoch, engine_id: str, now_ns: int, reported: Seq = 0) -> None:
@@ -83,7 +89,7 @@ class EngineLink:
         `reported` is the number of its last report that is in the log.
         """
         self._epoch = epoch
-        self.engine_id = engine_id
+        self.engine_id = self._known_id = engine_id
         self._delivered = self._logged = reported
         self._received_ns = now_ns
 
@@ -98,9 +104,12 @@ class EngineLink:
             self._phase = Phase.OPEN
 
     def receive(self, frames: list[tuple[bytes, bytes]], now_ns: int) -> LinkOutput:
-        """Process one iteration's frames; call `note_logged` or `forget_unlogged` afterwards."""
+        """Process one iteration's frames; call `note_logged` or `forget_unlogged` afterwards.
+
+        Before `start` nothing is received: no log has this epoch.
+        """
         output = LinkOutput([], [])
-        for peer, data in frames:
+        for peer, data in frames if self._epoch else ():
             try:
                 frame = REPORTS.decode(data)
             except WireError as error:
@@ -145,8 +154,7 @@ class EngineLink:
             return False
         if peer != self._peer:
             if engine_id != self.engine_id:
-                known_id, logged = self._detached
-                self._delivered = self._logged = logged if engine_id == known_id else 0
+                self._delivered = self._logged = 0
             self.engine_id, self._peer = engine_id, peer
             self._synchronise(now_ns)
         return True
@@ -163,12 +171,37 @@ class EngineLink:
             # The engine introduces itself, saw a gap, or answers twice: get its current state.
             self._synchronise(now_ns)
         elif answers >= self._requested:
+            numbered = self._resent()
+            if self._lacks_reports(numbered, seq):
+                self._synchronise(now_ns)
+                return
             self._phase = Phase.ANSWERED
-            numbered = sorted(self._reordered.items())
-            output.inputs.extend(NumberedReport(report, number) for number, report in numbered)
+            output.inputs.extend(numbered)
             output.inputs.append(NumberedReport(report, seq))
             self._reordered.clear()
             self._delivered = seq
+
+    def _resent(self) -> list[NumberedReport]:
+        """Return the reports of this round in order; none of an engine that the log lacks."""
+        if self.engine_id != self._known_id:
+            return []
+        return [NumberedReport(report, seq) for seq, report in sorted(self._reordered.items())]
+
+    def _lacks_reports(self, numbered: list[NumberedReport], last_seq: Seq) -> bool:
+        """Whether a report up to `last_seq` was lost, unless the engine no longer has it.
+
+        An engine resends all that are not acknowledged. Where the log's tail is lost, it may have
+        been acknowledged more: then another round lacks the same ones.
+        """
+        if self.engine_id != self._known_id:
+            return False
+        expected = self._delivered + 1
+        for report in numbered:
+            expected += report.seq == expected
+        missing = expected if expected <= last_seq else 0
+        is_lost = missing not in (0, self._missing)
+        self._missing = missing if is_lost else 0
+        return is_lost
 
     def _on_beat(self, seq: Seq, now_ns: int) -> None:
         if self._phase is Phase.OPEN and seq > self._delivered:
@@ -219,6 +252,8 @@ class EngineLink:
     def note_logged(self) -> None:
         """Acknowledge what `receive` returned: it is in the log."""
         self._logged = self._delivered
+        if self._phase is Phase.ANSWERED:
+            self._known_id = self.engine_id
 
     def forget_unlogged(self, now_ns: int) -> None:
         """Have the engine resend, after a delay, what `receive` returned: it was not logged."""
@@ -263,8 +298,7 @@ class EngineLink:
 
         `ended`: its process has ended, so frames that still arrive from it are ignored.
         """
-        self._detached = (self.engine_id, self._logged)
         if ended:
             self._ended_id, self._ended_ns = self.engine_id, now_ns
-        self.engine_id, self._peer = "", b""
+        self.engine_id, self._known_id, self._peer = "", "", b""
         self._phase = Phase.SYNCHRONISING

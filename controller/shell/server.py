@@ -38,6 +38,7 @@ from controller.shell.transport import Transport
 from messages import records
 from messages.commands import RequestInventory, ResendTokens, StartInference
 from messages.errors import ErrorCode
+from messages.ids import Epoch
 from messages.progress import Progress
 from messages.records import Input, Record
 from messages.reports import EngineInventory
@@ -53,7 +54,9 @@ STEP_BOUND_S: Final = 60.0
 
 NOT_HANDLED: Final = "handling failed in the controller; the input was skipped and changed nothing"
 
-_NOTED: Final = frozenset({EngineInventory, *get_args(records.InferenceRequested)})
+_NOTED: Final = frozenset(
+    {EngineInventory, records.ControllerStarted, *get_args(records.InferenceRequested)}
+)
 """Inputs that the shell has to note before they are handled."""
 
 log = structlog.get_logger("controller")
@@ -154,15 +157,17 @@ class Server:
         started = records.ControllerStarted(epoch, wall_ns - self._clock.now_ns())
         group, self._pending = [*self._pending, GroupInput(started)], []
         self._commit(group)
-        engine_id, reported = "", 0
-        if world.engine is not None:
-            engine_id, reported = world.engine.engine_id, world.engine.reported
-        self._link.start(epoch, engine_id, time.monotonic_ns(), reported)
-        self._watch_engine()
         # Objects made by the recovery live as long as the process: garbage collection skips them.
         gc.collect()
         gc.freeze()
-        log.info("started", epoch=epoch, seq=world.seq, adapters=len(world.adapters))
+        log.info("started", epoch=world.epoch, seq=world.seq, adapters=len(world.adapters))
+
+    def _start_link(self, epoch: Epoch) -> None:
+        """Start the link in an epoch that is in the log: no other process can have the same one."""
+        engine_id, reported = "", 0
+        if (engine := self._controller.world.engine) is not None:
+            engine_id, reported = engine.engine_id, engine.reported
+        self._link.start(epoch, engine_id, time.monotonic_ns(), reported)
 
     def _timeout_ms(self) -> int:
         now = time.monotonic_ns()
@@ -256,6 +261,8 @@ class Server:
         """Note an input of `_NOTED` before it is handled."""
         if isinstance(message, records.InferenceRequested):
             self._sessions.note_resend(message.request_id)
+        elif isinstance(message, records.ControllerStarted):
+            self._start_link(message.epoch)
         else:
             self._link.open()
 

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.shell.engine_link import BEAT_INTERVAL_NS, LATE_FRAMES_NS, SYNC_RETRY_NS
+from controller.shell.engine_link import (
+    BEAT_INTERVAL_NS,
+    LATE_FRAMES_NS,
+    SYNC_RETRY_NS,
+    EngineLink,
+)
 from messages import commands, reports, requests
 from messages.wire import REPORTS
 from tests.support.simulation.link_bench import (
@@ -71,16 +76,18 @@ def no_command_is_executed_twice(simulation: Simulation) -> None:
 
 
 def no_report_is_skipped(simulation: Simulation) -> None:
-    """The log has each engine's reports from the first one on, in order and without a gap."""
+    """The log has each engine's reports in order and without a gap, while it is attached."""
     for engine in simulation.engines:
         ops = [op for name, _, op in simulation.state.inputs if name == engine.engine_id]
-        found = list(dict.fromkeys(ops))
-        assert found == engine.reported[: len(found)]
+        before = simulation.state.before.get(engine.engine_id, 0)
+        last = 1 + engine.reported.index(ops[-1]) if ops else 0
+        reported = enumerate(engine.reported[:last])
+        assert ops == [op for place, op in reported if place >= before or op in ops]
 
 
 def no_report_is_logged_twice(simulation: Simulation) -> None:
-    """Within an attachment, in however many epochs the controller starts again."""
-    inputs = simulation.state.inputs
+    """In however many epochs the controller starts again, and the engine is attached again."""
+    inputs = [(engine, op) for engine, _, op in simulation.state.inputs]
     assert len(inputs) == len(set(inputs))
 
 
@@ -88,7 +95,9 @@ def no_report_is_dropped_before_it_is_logged(simulation: Simulation) -> None:
     engine = simulation.engine
     kept = {REPORTS.decode(frame).message.op for frame in engine.link.unacknowledged_frames()}
     logged = {op for _, _, op in simulation.state.inputs}
-    assert set(engine.reported) - {report.op for report in engine.outbox} <= logged | kept
+    before = engine.reported[: simulation.state.before.get(engine.engine_id, 0)]
+    outbox = {report.op for report in engine.outbox}
+    assert set(engine.reported) - outbox <= logged | kept | set(before)
 
 
 def what_an_inventory_lacks_is_never_executed(simulation: Simulation) -> None:
@@ -218,7 +227,7 @@ def test_only_what_is_in_the_log_is_acknowledged() -> None:
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_what_could_not_be_logged_is_requested_again_after_a_delay(count: int) -> None:
-    bench = LinkBench()
+    bench = LinkBench("e")
     bench.receive(beat("e", 0))
     numbered = [dropped(seq) for seq in range(1, count + 1)]
     numbered.append(inventory("e", bench.inventory_request(), count))
@@ -266,14 +275,54 @@ def test_a_later_epoch_acknowledges_what_the_log_has() -> None:
     assert ops(bench.receive(dropped(6), dropped(7), dropped(8), answer)) == [8]
 
 
-def test_an_engine_that_is_attached_again_continues_its_numbers() -> None:
+@pytest.mark.parametrize("engine_id", ["e", "f"])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_what_an_engine_reported_before_it_is_attached_answers_nothing(
+    engine_id: str, restarts: bool
+) -> None:
+    """Not after a loss, after which the controller may have restarted, and not as another's."""
     bench = LinkBench().opened(3)
     assert ops(bench.receive(dropped(4))) == [4]
     bench.link.detach(bench.now_ns, ended=False)
     bench.take_sent()
-    bench.receive(beat("e", 5))
-    answer = inventory("e", bench.inventory_request(), 5)
-    assert ops(bench.receive(dropped(4), dropped(5), answer)) == [5]
+    if restarts:
+        bench = LinkBench()
+    bench.receive(beat(engine_id, 5), peer=b"b")
+    answer = inventory(engine_id, bench.inventory_request(b"b"), 5)
+    inputs = bench.receive(dropped(4), dropped(5), answer, peer=b"b")
+    assert inputs == [answer[0]]
+    bench.link.open()
+    assert ops(bench.receive(dropped(5), dropped(6), peer=b"b")) == [6]
+
+
+@pytest.mark.parametrize("lost", [4, 5, 6])
+def test_a_report_that_was_lost_inside_a_connection_is_requested_again(lost: int) -> None:
+    bench = LinkBench("e", 3)
+    bench.receive(beat("e", 6))
+    numbers = (4, 5, 6)
+    arrived = [dropped(seq) for seq in numbers if seq != lost]
+    assert bench.receive(*arrived, inventory("e", bench.inventory_request(), 6)) == []
+    answer = inventory("e", bench.inventory_request(), 6)
+    assert ops(bench.receive(*map(dropped, numbers), answer)) == [4, 5, 6]
+
+
+def test_reports_that_the_engine_no_longer_has_are_requested_once() -> None:
+    """They were acknowledged by a log whose tail is lost."""
+    bench = LinkBench("e", 3)
+    bench.receive(beat("e", 7))
+    for is_second in (False, True):
+        answer = inventory("e", bench.inventory_request(), 7)
+        inputs = bench.receive(dropped(6), dropped(7), answer)
+        assert bool(inputs) == is_second
+    assert ops(inputs) == [6, 7]
+
+
+def test_nothing_is_received_before_an_epoch_is_in_the_log() -> None:
+    bench = LinkBench()
+    link = EngineLink(bench._on_send, TIMEOUT_NS)
+    frame = REPORTS.encode(beat("e", 0)[0], 0, 0)
+    assert link.receive([(b"a", frame)], bench.now_ns) == ([], [])
+    assert bench.take_sent() == []
 
 
 def test_a_second_engine_waits_for_the_first_ones_end() -> None:
@@ -304,7 +353,8 @@ def test_an_engine_that_was_only_silent_is_attached_again() -> None:
     assert not bench.link.is_overdue(bench.now_ns)
     assert bench.receive(dropped(1)) == []
     bench.receive(beat("e", 1))
-    assert ops(bench.receive(dropped(1), inventory("e", bench.inventory_request(), 1))) == [1]
+    assert len(bench.receive(inventory("e", bench.inventory_request(), 1))) == 1
+    assert bench.link.engine_id == "e"
 
 
 def test_silence_during_a_step_is_no_loss_but_silence_before_it_is() -> None:

@@ -132,8 +132,14 @@ def test_a_start_on_a_full_disk_waits_for_space(directory: Path) -> None:
         _start_limited(process, segments(directory)[0].stat().st_size)
         assert client.status().seq == 1
         assert client.load("a").code == ErrorCode.LOG_UNAVAILABLE
-        set_file_limit(process, resource.RLIM_INFINITY)
-        eventually(lambda: client.status().epoch > epoch, "the new epoch")
+        with StandInEngine(directory, "e", ENGINE_PID) as engine, Subscriber(directory) as beats:
+            # Another process may begin with the same epoch, as long as no log has it.
+            for _ in range(5):
+                assert beats.frame().epoch == epoch
+            assert engine.epoch == 0
+            set_file_limit(process, resource.RLIM_INFINITY)
+            eventually(lambda: client.status().epoch > epoch, "the new epoch")
+            eventually(lambda: client.status().engine_id == "e", "the engine")
 
 
 def _start_limited(process: ControllerProcess, size_bytes: int) -> None:

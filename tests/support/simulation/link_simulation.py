@@ -102,6 +102,8 @@ class DurableState:
     inputs: list[tuple[str, int, int]] = field(default_factory=list)
     # By engine: operations that an inventory showed as not received.
     lost: dict[str, list[int]] = field(default_factory=dict)
+    # By engine: the last report before it was attached, which answers no operation of the log.
+    before: dict[str, Seq] = field(default_factory=dict)
 
 
 class LinkedController:
@@ -145,7 +147,7 @@ class LinkedController:
         elif output.inputs:
             self.link.note_logged()
             for report, seq in output.inputs:
-                self._handle(report, now_ns)
+                self._handle(report, seq, now_ns)
                 if self.state.engine_id:
                     self.state.reported = seq
         if log == "crash after the log":
@@ -157,12 +159,12 @@ class LinkedController:
         self.link.tick(now_ns)
         return True
 
-    def _handle(self, report: reports.LoggedReport, now_ns: int) -> None:
+    def _handle(self, report: reports.LoggedReport, seq: Seq, now_ns: int) -> None:
         if isinstance(report, reports.EngineInventory):
             if self.last_operation > report.answers:
                 self.overtaken.append(report)
             self.link.open()
-            self._on_inventory(report)
+            self._on_inventory(report, seq)
         else:
             self._on_report(report)
         self._issue(now_ns)
@@ -178,8 +180,10 @@ class LinkedController:
                 state.tasks += 1
                 state.unsent.append(state.tasks)
 
-    def _on_inventory(self, report: reports.EngineInventory) -> None:
+    def _on_inventory(self, report: reports.EngineInventory, seq: Seq) -> None:
         state = self.state
+        if state.engine_id != report.engine_id:
+            state.before[report.engine_id] = seq
         if state.engine_id not in ("", report.engine_id):
             self._on_lost()
         state.engine_id = report.engine_id

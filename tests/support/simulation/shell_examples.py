@@ -202,6 +202,11 @@ class StandInEngine:
         self.delayed = set()
         self._finish += list(self.running)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the controller that commands come from, 0 before the first one."""
+        return self._link.epoch
+
     def commands_of(self, kind: type) -> list[Any]:
         """Return the commands of this kind that were received."""
         return [command for command in list(self.received) if isinstance(command, kind)]
