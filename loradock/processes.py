@@ -35,10 +35,13 @@ def main(name: str) -> int:
         case "controller":
             from controller.shell.process import main as run
         case "engine":
-            from engine.worker.process import end
-            from engine.worker.process import main as run_engine
+            from engine.models.light_imports import import_transformers
 
-            end(run_engine())
+            import_transformers()
+
+            from engine.worker import process
+
+            process.end(process.main())
         case "ranks":
             from engine.worker import torchrun
 

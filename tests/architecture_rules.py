@@ -62,10 +62,11 @@ ROOMS: Final = (
         "msgspec structlog",
     ),
     _package("controller.client", "messages", "msgspec"),
+    _package("controller.cli.example", "", "typer"),
     _package(
         "controller.cli",
         "messages controller.core controller.log controller.shell controller.shell.access "
-        "controller.client gateway.options",
+        "controller.client controller.cli.example gateway.options",
         "msgspec rich structlog typer",
     ),
     # The engine, from the ground up.
@@ -165,7 +166,8 @@ ROOMS: Final = (
     _package(
         "loradock",
         "messages controller controller.client controller.log controller.shell "
-        "engine engine.adapters engine.punica engine.manager engine.worker gateway gateway.server",
+        "engine engine.adapters engine.punica engine.models.light_imports engine.manager "
+        "engine.worker gateway gateway.server",
     ),
 )
 

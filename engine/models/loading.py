@@ -4,6 +4,7 @@ A model or setting that can't be served correctly is refused at start, with the 
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,6 +18,7 @@ from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.models.causal_model import CausalModel
 from engine.models.image_processor import LOCAL, ImagesRefused, Processor, load_processor
+from engine.models.light_imports import without_compiler
 from engine.models.plain_model import PlainModel
 from engine.models.pooling_model import PoolingModel
 from engine.models.pooling_options import PoolingOptions, pooling_options
@@ -105,14 +107,17 @@ def _read(config: EngineConfig) -> _LoadedModel:
         model_config = AutoConfig.from_pretrained(directory, **LOCAL)
         task = task_of(directory, model_config, config.task)
         options = pooling_options(config, task)
-        model, report = loader_of(task, model_config).from_pretrained(
-            directory,
-            use_safetensors=True,
-            dtype="auto",
-            output_loading_info=True,
-            **loading_options(config.quantization, model_config, config.torch_device),
-            **LOCAL,
-        )
+        quantization = loading_options(config.quantization, model_config, config.torch_device)
+        is_plain = getattr(model_config, "quantization_config", None) is None and not quantization
+        with without_compiler() if is_plain else nullcontext():
+            model, report = loader_of(task, model_config).from_pretrained(
+                directory,
+                use_safetensors=True,
+                dtype="auto",
+                output_loading_info=True,
+                **quantization,
+                **LOCAL,
+            )
         without_head = _check_weights(directory, report["missing_keys"], task)
         return _LoadedModel(model, task, _load_tokenizer(directory), options, without_head)
     except ModelRefused:

@@ -1,5 +1,9 @@
 """`python -m engine.worker`: one engine process."""
 
-from engine.worker.process import end, main
+from engine.models.light_imports import import_transformers
+
+import_transformers()
+
+from engine.worker.process import end, main  # noqa: E402 - see there
 
 end(main())
