@@ -25,6 +25,7 @@ from controller.cli import (
     top,
 )
 from controller.cli.context import Settings, settings_of
+from controller.cli.example import command as example
 from controller.cli.exit_codes import CommandError, exit_code_table, failure_of
 from controller.client.errors import LoradockError
 from messages.version import VERSION
@@ -58,7 +59,7 @@ app = typer.Typer(
 )
 for group in (
     *(adapters.app, top.app, streaming.app, pooling.app, bench.app),
-    *(serve.app, gateway.app, engine_commands.app, log_state_commands.app),
+    *(example.app, serve.app, gateway.app, engine_commands.app, log_state_commands.app),
     *(keys.app, timeline.app),
 ):
     app.registered_commands += group.registered_commands

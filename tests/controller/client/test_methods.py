@@ -1,8 +1,6 @@
 """Tests of the table of methods: both clients have all of them, with complete types."""
 
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,38 +17,8 @@ from controller.client import (
 
 ROOT = Path(__file__).parents[3]
 
+
 # A user's program: mypy must find exactly the errors that are marked.
-PROGRAM = """
-from typing import assert_type
-
-from controller.client import AsyncClient, AsyncEventStream, AsyncGeneration, Client
-from controller.client import Embedding, EventStream, Generation
-from messages.requests import AdapterDone, AdaptersListed, BatchDone
-
-
-def blocking(client: Client) -> None:
-    assert_type(client.load("x", path="y", replace=True, timeout_s=1.0), AdapterDone)
-    assert_type(client.list(), AdaptersListed)
-    assert_type(client.activate_batch(["x"]), BatchDone)
-    assert_type(client.embed("text", attempts=2), Embedding)
-    assert_type(client.generate("text", max_tokens=3, stop=("x",)), Generation)
-    assert_type(client.events(since=0), EventStream)
-    client.load(1)  # type: ignore[arg-type]
-    client.load("x", force=True)  # type: ignore[call-arg]
-    client.generate("text", max_tokens="3")  # type: ignore[arg-type]
-    client.generate("text", length=3)  # type: ignore[call-arg]
-
-
-async def asynchronous(client: AsyncClient) -> None:
-    assert_type(await client.load("x", path="y", replace=True, timeout_s=1.0), AdapterDone)
-    assert_type(await client.embed("text", attempts=2), Embedding)
-    assert_type(await client.generate("text", max_tokens=3, stop=("x",)), AsyncGeneration)
-    assert_type(await client.events(since=0), AsyncEventStream)
-    await client.load(1)  # type: ignore[arg-type]
-    await client.load("x", force=True)  # type: ignore[call-arg]
-"""
-
-
 def public_methods(owner):
     return {
         name: method
@@ -110,18 +78,3 @@ def test_a_method_states_the_type_of_its_result():
                 "embed": "Embedding",
             }[name]
         )
-
-
-def test_a_program_that_uses_the_clients_is_checked_by_mypy(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    options = ["--strict", "--follow-imports=silent", "--cache-dir", str(tmp_path / "cache")]
-    options += ["--config-file", str(ROOT / "pyproject.toml")]
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, str(program)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert checked.returncode == 0, checked.stdout + checked.stderr

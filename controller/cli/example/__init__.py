@@ -1,0 +1,1 @@
+"""The tiny example for first steps with an installed LoRADock."""

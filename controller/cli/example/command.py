@@ -1,0 +1,46 @@
+"""The `example` command: the tiny model with its adapters, to try everything else with."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+app = typer.Typer()
+
+_ROOT: Final = Path(__file__).resolve().parents[3]
+_SOURCES: Final = (_ROOT / "loradock" / "tiny", _ROOT / "examples" / "tiny")
+"""Where the files are in an installation, and in a checkout."""
+
+_PARTS: Final = ("model", "adapters")
+
+
+@app.command(rich_help_panel="Server and log")
+def example(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIRECTORY", help="Directory to write; must not exist yet.")
+    ],
+) -> None:
+    """Write an example to serve: a model of 0.8 million parameters and eight adapters, 7 MB.
+
+    It changes words of lower-case letters: the adapter reverse answers olleh to "hello>".
+    """
+    write_example(directory)
+    typer.echo(
+        f"{directory} has a model and eight adapters. Serve them, and use another terminal for the rest:\n"
+        f"  loradock serve --model {directory}/model --adapter-root {directory}/adapters "
+        "--max-lora-rank 64\n"
+        "  loradock load reverse\n"
+        "  loradock generate --adapter reverse 'hello>'"
+    )
+
+
+def write_example(directory: Path) -> None:
+    """Copy the example's files; raises `BadParameter` for a directory that exists."""
+    source = next((path for path in _SOURCES if path.is_dir()), None)
+    if source is None:
+        raise FileNotFoundError("this installation has no example; the sources have it")
+    if directory.exists():
+        raise typer.BadParameter(f"{directory} exists; name a new directory")
+    for part in _PARTS:
+        shutil.copytree(source / part, directory / part)
