@@ -66,7 +66,7 @@ class _CompilerMarks(ModuleType):
     def __getattr__(self, name: str) -> Any:
         """Load the compiler, and return its attribute."""
         if name.startswith("__") and name != "__path__":
-            # `inspect` asks every module for its file.
+            # `inspect` reads the file name of every module.
             raise AttributeError(name)
         self.remove()
         import torch._dynamo as compiler
