@@ -180,6 +180,8 @@ PLACES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "PIL": ("engine.models.vision.decoding",),
     "torchao": ("engine.models.quantization",),
+    # An extra: only what runs while tracing is on imports it.
+    "opentelemetry": ("messages.traces", "gateway.inference.traces", "engine.worker.spans"),
     "tensorizer": ("engine.adapters.files.tensorizer_stream",),
 }
 """Libraries that belong to single modules instead of rooms."""

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 import zmq
@@ -37,7 +37,11 @@ from messages import process_log
 from messages.engine_options import EngineArguments
 from messages.key_files import KeyPair, read_key_pair, read_public_key
 from messages.progress import Progress
+from messages.traces import configured_tracer
 from messages.wire import COMMANDS
+
+if TYPE_CHECKING:
+    from engine.worker.spans import InferenceSpans
 
 _log = structlog.get_logger()
 
@@ -52,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config, lora_config = configs(options)
         keys = read_key_pair(options.key), read_public_key(options.server_key)
+        spans = _configured_spans()
         _check_default_adapters(config, lora_config)
         parents = _open_parents(options.parent_pid)
         group = SINGLE
@@ -65,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _log.error("wrong configuration", error=str(error))
         return 2
     try:
-        return _run(RankSetup(config, lora_config, group, parents, *keys), options)
+        return _run(RankSetup(config, lora_config, group, parents, *keys, spans), options)
     except RankLost as error:
         _log.error("the ranks of the engine can't continue", rank=group.rank, error=str(error))
         return 1
@@ -87,11 +92,20 @@ def _check_default_adapters(config: EngineConfig, lora_config: LoRAConfig) -> No
             raise PathNotAllowed(f"default_mm_loras, {modality}={path}: {error}") from error
 
 
+def _configured_spans() -> "InferenceSpans | None":
+    tracer = configured_tracer("engine")
+    if tracer is None:
+        return None
+    from engine.worker.spans import InferenceSpans  # noqa: PLC0415 - its library is an extra
+
+    return InferenceSpans(tracer)
+
+
 class RankSetup(NamedTuple):
     """The configuration of a rank.
 
     `parents`: pidfds of the processes that started it. `key`: its own keys; `server_key`: the
-    controller's public key.
+    controller's public key. `spans`: None while tracing is off.
     """
 
     config: EngineConfig
@@ -100,6 +114,7 @@ class RankSetup(NamedTuple):
     parents: Sequence[int]
     key: KeyPair
     server_key: str
+    spans: "InferenceSpans | None"
 
 
 def _run(setup: RankSetup, options: EngineArguments) -> int:
@@ -136,7 +151,7 @@ def _serve(
     with zmq.Context() as context:
         socket = _connect(context, options.connect, setup.key, setup.server_key)
         progress, step_bound_s = Progress(options.progress), options.step_timeout_ms / 1000
-        worker = Worker(engine, socket, wakeup, setup.parents, progress, step_bound_s)
+        worker = Worker(engine, socket, wakeup, setup.parents, progress, step_bound_s, setup.spans)
         _handle_signals(worker, wakeup, bool(setup.parents))
         model = str(setup.config.model_directory)
         _log.info("ready", engine_id=options.engine_id, model=model, ranks=setup.group.world_size)

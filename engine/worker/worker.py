@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from math import ceil
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import structlog
@@ -21,6 +21,9 @@ from messages.commands import ControllerBeat, RequestInventory
 from messages.progress import Progress
 from messages.reports import EngineBeat, PrivateReport
 from messages.wire import COMMANDS, WireError
+
+if TYPE_CHECKING:
+    from engine.worker.spans import InferenceSpans
 
 _log = structlog.get_logger()
 
@@ -71,10 +74,11 @@ class Worker:
     """The loop between one engine and one socket, until `stop` or the end of a parent.
 
     `parents`: pidfds of the processes that started this one; it ends when one of them does.
-    `progress`: where each step of the loop is reported, with `step_bound_s`.
+    `progress`: where each step of the loop is reported, with `step_bound_s`. `spans`: what traces
+    requests; None while tracing is off.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what it works with
         self,
         engine: Engine | Leader,
         socket: "zmq.Socket[bytes]",
@@ -82,6 +86,7 @@ class Worker:
         parents: Sequence[int],
         progress: Progress | None = None,
         step_bound_s: float = 300.0,
+        spans: "InferenceSpans | None" = None,
     ) -> None:
         self._engine = engine
         self._socket = socket
@@ -89,6 +94,7 @@ class Worker:
         self._parents = frozenset(parents)
         self._progress = progress or Progress()
         self._step_bound_s: Final = step_bound_s
+        self._spans: Final = spans
         self._link = ControllerLink()
         self._poller = zmq.Poller()
         self._poller.register(wakeup.read_fd, zmq.POLLIN)
@@ -158,6 +164,8 @@ class Worker:
             self._last_frame_s = time.monotonic()
             command = frame.message
             if not isinstance(command, ControllerBeat | RequestInventory):
+                if self._spans is not None:
+                    self._spans.on_command(command)
                 self._engine.submit(command)
 
     def _count_malformed(self, error: WireError) -> None:
@@ -169,6 +177,8 @@ class Worker:
     def _report(self) -> None:
         """Send the new reports; those that can't be sent are part of the next synchronisation."""
         for report in self._engine.poll():
+            if self._spans is not None:
+                self._spans.on_report(report)
             frame = self._link.encode(report)
             is_private = isinstance(report, PrivateReport)
             # A report that follows a lost one is sent after it, by the next synchronisation.

@@ -5,6 +5,7 @@ other fields have to be read again.
 """
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -48,7 +49,8 @@ class AdapterTable:
     """The current version of every known adapter, and the latest status.
 
     `synced`: the table follows the event stream. `seq`: the number of the last applied event; None
-    before the first list. `stale`: names whose views have to be read again.
+    before the first list. `stale`: names whose views have to be read again. `on_activated` is
+    called with the name of each adapter that reaches a slot.
     """
 
     def __init__(self) -> None:
@@ -60,6 +62,7 @@ class AdapterTable:
         self.needs_list = False
         self.totals = EventTotals()
         self.recent: deque[Published] = deque(maxlen=RECENT_EVENTS)
+        self.on_activated: Callable[[str], None] | None = None
         self._accepted_ns: dict[str, int] = {}
 
     def reset(self, listed: AdaptersListed, status: StatusShown) -> None:
@@ -112,6 +115,8 @@ class AdapterTable:
         match event:
             case ev.AdapterActivated(slot=slot, generation=generation):
                 self._set(name, state=GPU_SLOT, slot=slot, generation=generation)
+                if self.on_activated is not None:
+                    self.on_activated(name)
             case ev.AdapterCached() | ev.AdapterUnpinned():
                 self._set(name, state=CPU_CACHED, slot=NO_SLOT)
             case ev.AdapterPinned() | ev.AdapterDeactivated():

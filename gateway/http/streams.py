@@ -56,7 +56,12 @@ class EventStream:
     ) -> None:
         self._events = events
         self._close = close
+        self._on_end: Callable[[], None] | None = None
         self._headers = [*_HEADERS, *((k.lower().encode(), v.encode()) for k, v in headers)]
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Call a function after `close`."""
+        self._on_end = callback
 
     async def send(self, send: Send, *, only_head: bool = False) -> None:
         """Send the whole answer, or its head."""
@@ -68,3 +73,5 @@ class EventStream:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._close()
+            if self._on_end is not None:
+                self._on_end()

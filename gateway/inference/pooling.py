@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from controller.client import Classification, Embedding, NotServed
+from controller.client import NotServed
 from gateway.http.errors import HttpError
 from gateway.http.streams import json_response
 from gateway.inference.answers import (
@@ -71,7 +71,7 @@ class Pooling:
         """Answer `POST /v1/embeddings`."""
         check_served(body)
         adapter = await self._service.models.find(body.model)
-        found = await self._embed(_inputs(body.input), adapter)
+        found = await self._service.embed(_inputs(body.input), adapter)
         encoded = [_encoded(vector, body.encoding_format) for vector in found.vectors]
         answer = Embeddings(
             id=new_id("embd"),
@@ -86,7 +86,7 @@ class Pooling:
         """Answer `POST /classify`."""
         check_served(body)
         adapter = await self._service.models.find(body.model)
-        found = await self._classify(_inputs(body.input), adapter)
+        found = await self._service.classify(_inputs(body.input), adapter)
         items = [
             ClassItem(index, label, row, len(row))
             for index, (label, row) in enumerate(zip(found.best, found.scores, strict=True))
@@ -107,10 +107,10 @@ class Pooling:
         adapter = await self._service.models.find(body.model)
         inputs = _inputs(body.input)
         try:
-            embedding = await self._embed(inputs, adapter)
+            embedding = await self._service.embed(inputs, adapter)
             rows, tokens = embedding.vectors, embedding.input_tokens
         except NotServed:
-            classification = await self._classify(inputs, adapter)
+            classification = await self._service.classify(inputs, adapter)
             rows, tokens = classification.scores, classification.input_tokens
         encoded = [_encoded(row, body.encoding_format) for row in rows]
         answer = Pooled(
@@ -131,7 +131,7 @@ class Pooling:
         texts = list(dict.fromkeys((*first, *second)))
         if len(texts) > INPUTS_MAX:
             raise HttpError(400, f"{len(texts)} texts; {INPUTS_MAX} are allowed", "text_2")
-        found = await self._embed(texts, adapter)
+        found = await self._service.embed(texts, adapter)
         vectors = dict(zip(texts, found.vectors, strict=True))
         scores = [_cosine(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
         answer = Scores(
@@ -142,14 +142,6 @@ class Pooling:
             usage=_usage(found.input_tokens),
         )
         return json_response(answer)
-
-    async def _embed(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Embedding:
-        service = self._service
-        return await service.client.embed(inputs, adapter, timeout_s=service.timeout_s)
-
-    async def _classify(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Classification:
-        service = self._service
-        return await service.client.classify(inputs, adapter, timeout_s=service.timeout_s)
 
 
 def _inputs(given: str | list[str | int | list[int]]) -> list[TextPrompt]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import structlog
 from msgspec import Struct
 
-from controller.client import AsyncClient, AsyncGeneration
+from controller.client import AsyncClient, AsyncGeneration, Classification, Embedding
 from gateway.adapters.models import Models
 from gateway.adapters.names import context_tokens
 from gateway.http.errors import HttpError
@@ -106,7 +106,7 @@ class Service:
         try:
             for one in starts:
                 generations += [await self._start_one(adapter, one)]
-            run = Run(generations, self.recorder)
+            run = self.run_of(generations)
         except BaseException:
             for generation in generations:
                 await generation.close()
@@ -118,12 +118,33 @@ class Service:
             raise
         return run
 
+    def run_of(self, generations: Sequence[AsyncGeneration]) -> Run:
+        """Return the run of generations that were started."""
+        return Run(generations, self.recorder)
+
+    async def embed(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Embedding:
+        """Return the vector of each input; raises `LoradockError`."""
+        return await self.client.embed(
+            inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
+        )
+
+    async def classify(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Classification:
+        """Return the scores of each input; raises `LoradockError`."""
+        return await self.client.classify(
+            inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
+        )
+
+    def trace_of(self, adapter: str | None) -> str:  # noqa: ARG002 - for a service with traces
+        """Return the `traceparent` of what is started with an adapter; empty without traces."""
+        return ""
+
     async def _start_one(self, adapter: str | None, start: Start) -> AsyncGeneration:
         return await self.client.generate(
             start.prompt,
             adapter,
             images=start.images,
             timeout_s=self.timeout_s,
+            trace=self.trace_of(adapter),
             **start.sampling,
         )
 

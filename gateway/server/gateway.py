@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -18,6 +18,10 @@ from gateway.inference.service import Service, read_model_files
 from gateway.metrics.recorder import Recorder
 from gateway.options import GatewayConfig
 from gateway.page.live import Live
+from messages.traces import configured_tracer
+
+if TYPE_CHECKING:
+    from gateway.inference.traces import TracedService
 
 _MODEL_RETRY_S: Final = 0.5
 
@@ -32,12 +36,13 @@ class Gateway:
     """The parts of a gateway.
 
     Construct it in its event loop. Raises `ResolverError`, `OSError` and `ValueError` for a
-    configuration that can't be used.
+    configuration that can't be used. `traced` is the service while requests have spans, else None.
     """
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config: Final = config
         # What may be refused precedes the client, which has a socket.
+        tracer = configured_tracer("gateway")
         resolvers = configured_resolvers(config.lora_resolver_roots, config.lora_resolvers)
         self._modules = parse_lora_modules(config.lora_modules)
         files = read_model_files(config.model, config.chat_template, config.max_model_len)
@@ -55,7 +60,15 @@ class Gateway:
         resolution = Resolution(self.client, resolvers)
         models = Models(self.client, self.table, self.names, resolution)
         timeout_s = float(config.request_timeout_s)
-        self.service: Final = Service(self.client, models, self.recorder, files, timeout_s)
+        service = Service(self.client, models, self.recorder, files, timeout_s)
+        self.service = service
+        self.traced: TracedService | None = None
+        if tracer is not None:
+            # Its library is an extra.
+            from gateway.inference import traces  # noqa: PLC0415
+
+            of_requests = traces.Traces(tracer, self.table)
+            self.service = self.traced = traces.TracedService(service, of_requests)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[asyncio.Future[None]]:

@@ -12,7 +12,7 @@ from gateway.adapters.updates import (
     UnloadRequest,
 )
 from gateway.adapters.views import AdapterCard, AdapterCards, ModelCard, ModelList
-from gateway.http.endpoints import Endpoint
+from gateway.http.endpoints import Endpoint, Handler
 from gateway.inference import answers
 from gateway.inference.chat import ChatRequest, Chats
 from gateway.inference.chat_prompt import ChatPrompts
@@ -54,15 +54,21 @@ def _get(path: str, handler: Any, answer: Any, summary: str, **more: Any) -> End
     )
 
 
+def _untraced(_: str, handler: Handler) -> Handler:
+    return handler
+
+
 def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
     service = gateway.service
+    traced = _untraced if gateway.traced is None else gateway.traced.handler
     prompts = ChatPrompts(service.files, gateway.config.allowed_media_domains)
     pooling = Pooling(service)
+    score = traced("score", pooling.score)
     more: dict[str, Any] = {"errors": _INFERENCE}
     return (
         _post(
             "/v1/completions",
-            Completions(service).complete,
+            traced("text_completion", Completions(service).complete),
             CompletionRequest,
             answers.Completion,
             "Continue prompts",
@@ -71,7 +77,7 @@ def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
         ),
         _post(
             "/v1/chat/completions",
-            Chats(service, prompts).complete,
+            traced("chat", Chats(service, prompts).complete),
             ChatRequest,
             answers.ChatCompletion,
             "Continue a chat",
@@ -81,7 +87,7 @@ def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
         ),
         _post(
             "/v1/embeddings",
-            pooling.embeddings,
+            traced("embeddings", pooling.embeddings),
             PoolingRequest,
             answers.Embeddings,
             "Embed inputs",
@@ -89,17 +95,22 @@ def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
         ),
         _post(
             "/classify",
-            pooling.classify,
+            traced("classify", pooling.classify),
             PoolingRequest,
             answers.Classes,
             "Classify inputs",
             **more,
         ),
         _post(
-            "/pooling", pooling.pooling, PoolingRequest, answers.Pooled, "Embed or classify", **more
+            "/pooling",
+            traced("pooling", pooling.pooling),
+            PoolingRequest,
+            answers.Pooled,
+            "Embed or classify",
+            **more,
         ),
         *(
-            _post(path, pooling.score, ScoreRequest, answers.Scores, "Compare texts", **more)
+            _post(path, score, ScoreRequest, answers.Scores, "Compare texts", **more)
             for path in ("/score", "/v1/score")
         ),
     )
