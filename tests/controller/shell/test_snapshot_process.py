@@ -129,7 +129,9 @@ _popen = subprocess.Popen
 def test_one_that_can_not_be_started_is_reported(
     process: SnapshotProcess, reports: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_process.sys, "executable", "/no/such/program")
+    monkeypatch.setattr(
+        snapshot_process, "process_command", lambda name: ["/no/such/program", name]
+    )
     process.tick(20)
     assert reports[0][0] == "a snapshot can't be made"
     assert process._process is None
