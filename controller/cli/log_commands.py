@@ -154,7 +154,8 @@ def repair(
 ) -> None:
     """Flip a single flipped bit back, or cut the log where its damage begins.
 
-    The damaged file is kept next to the log.
+    Damaged segments that no restart needs are only renamed. The damaged file is kept next to the
+    log.
     """
     from controller.log.repair import repair as repair_log
     from controller.log.repair import repair_plan
@@ -167,21 +168,33 @@ def repair(
     if yes and is_damaged:
         raise CommandError(ExitCode.LOG, "there is other damage after this", "repair it as well")
     if plan is not None and not yes:
-        action = "cuts the log" if plan.flip is None else "flips the bit back"
+        action = _ACTIONS[_action(plan)]
         raise CommandError(
             ExitCode.LOG, "nothing was changed", f"`loradock log repair --yes` {action} as shown"
         )
 
 
+_ACTIONS: Final = {
+    "cut": "cuts the log",
+    "flip": "flips the bit back",
+    "rename": "renames the segments that no restart needs",
+}
+
+
+def _action(plan: "RepairPlan") -> str:
+    if plan.snapshot is not None:
+        return "rename"
+    return "cut" if plan.flip is None else "flip"
+
+
 def _plan(plan: "RepairPlan | None", is_damaged: bool, done: bool) -> dict[str, Any]:
     if plan is None:
         return {"damaged": False, "repaired": False}
-    action = "cut" if plan.flip is None else "flip"
     flip = None if plan.flip is None else plan.flip._asdict()
     return {
         "damaged": is_damaged,
         "repaired": done,
-        "action": action,
+        "action": _action(plan),
         **plan._asdict(),
         "flip": flip,
     }

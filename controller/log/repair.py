@@ -1,14 +1,16 @@
 """Repair of a damaged log: a single flipped bit is flipped back, other damage is cut off.
 
+Where a valid snapshot begins after the damaged segment, no restart needs that one and those before
+it: they are renamed, and nothing is cut.
+
 No byte is lost: a changed file replaces the original, whose copy stays next to it with the ending
 `.damaged`. A record after the damage is never moved back into the chain. An interrupted
 repair leaves a log that can be repaired again.
 """
 
 import errno
-import re
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from controller.log.flipped_bits import (
     REPAIR_BYTES_MAX,
@@ -19,17 +21,22 @@ from controller.log.flipped_bits import (
 )
 from controller.log.format import LogDamaged, LogFull, whole_frames
 from controller.log.segments import lock_directory, segment_paths, verify
+from controller.log.snapshots import (
+    SnapshotInvalidError,
+    read_snapshot,
+    restore_controller,
+    snapshot_paths,
+)
 from controller.log.storage import DISK, Storage
 from messages.ids import Seq
-
-_SNAPSHOT_NAME: Final = re.compile(r"[0-9]{20}\.snap")
 
 
 class RepairPlan(NamedTuple):
     """A repair of the first damage: `flip` is flipped back, or `file` is cut at `offset`.
 
     Only a cut loses something: `lost_bytes` are cut off, with `lost_records` records that verify
-    alone. `later_files` are then renamed: segments, and snapshots that contain lost records.
+    alone. `later_files` are then renamed: segments, and snapshots that contain lost records. If
+    `snapshot` is not None, `unneeded_files` are renamed instead: it has what they led to.
     """
 
     file: Path
@@ -40,6 +47,8 @@ class RepairPlan(NamedTuple):
     lost_bytes: int
     lost_records: int
     later_files: tuple[Path, ...]
+    snapshot: Path | None = None
+    unneeded_files: tuple[Path, ...] = ()
 
 
 def repair_plan(directory: Path, storage: Storage = DISK) -> RepairPlan | None:
@@ -51,10 +60,14 @@ def repair_plan(directory: Path, storage: Storage = DISK) -> RepairPlan | None:
         flip, reason = _flip_of(damage, storage), damage.reason
     except SearchTooLongError:
         flip, reason = None, f"{damage.reason} (too long to search it for a flipped bit)"
-    if flip is None:
-        return _cut_plan(directory, damage, reason, storage)
-    place = (damage.file, damage.offset, damage.seq, reason)
-    return RepairPlan(*place, flip, lost_bytes=0, lost_records=0, later_files=())
+    plan = RepairPlan(damage.file, damage.offset, damage.seq, reason, flip, 0, 0, ())
+    if flip is not None:
+        return plan
+    snapshot = _snapshot_after(directory, damage.file, storage)
+    if snapshot is None:
+        return _cut_plan(directory, damage, plan, storage)
+    unneeded = [p for p in segment_paths(directory, storage) if p.name <= damage.file.name]
+    return plan._replace(snapshot=snapshot, unneeded_files=tuple(unneeded))
 
 
 def repair(directory: Path, storage: Storage = DISK) -> RepairPlan | None:
@@ -83,7 +96,22 @@ def _flip_of(damage: LogDamaged, storage: Storage) -> Flip | None:
     return flipped_bit(data, damage.offset, damage.link, is_header, REPAIR_BYTES_MAX)
 
 
-def _cut_plan(directory: Path, damage: LogDamaged, reason: str, storage: Storage) -> RepairPlan:
+def _snapshot_after(directory: Path, segment: Path, storage: Storage) -> Path | None:
+    """Return a valid snapshot after which no record of this segment or one before it is read."""
+    for path in reversed(snapshot_paths(directory, storage)):
+        try:
+            snapshot = read_snapshot(path, storage)
+            restore_controller(snapshot, path)
+        except SnapshotInvalidError:
+            continue
+        if snapshot.position.segment > int(segment.stem):
+            return path
+    return None
+
+
+def _cut_plan(
+    directory: Path, damage: LogDamaged, plan: RepairPlan, storage: Storage
+) -> RepairPlan:
     later = [path for path in segment_paths(directory, storage) if path.name > damage.file.name]
     lost_bytes = lost_records = 0
     for path in (damage.file, *later):
@@ -92,16 +120,16 @@ def _cut_plan(directory: Path, damage: LogDamaged, reason: str, storage: Storage
         lost_bytes += len(data) - start
         # A segment's first frame is its header, not a record.
         lost_records += sum(1 for offset, _ in whole_frames(data, start) if offset > 0)
-    names = sorted(filter(_SNAPSHOT_NAME.fullmatch, storage.names(directory)))
-    later += [directory / name for name in names if int(Path(name).stem) >= damage.seq]
-    place = (damage.file, damage.offset, damage.seq, reason)
-    return RepairPlan(*place, None, lost_bytes, lost_records, tuple(later))
+    later += [p for p in snapshot_paths(directory, storage) if int(p.stem) >= damage.seq]
+    return plan._replace(lost_bytes=lost_bytes, lost_records=lost_records, later_files=tuple(later))
 
 
 def _carry_out(plan: RepairPlan, directory_fd: int, storage: Storage) -> None:
     # The damage itself is removed last: until then `verify` still finds it.
-    for path in plan.later_files:
+    for path in (*plan.later_files, *plan.unneeded_files):
         storage.rename(path, _free_name(path, storage))
+    if plan.snapshot is not None:
+        return
     if plan.offset == 0 and plan.flip is None:
         storage.rename(plan.file, _free_name(plan.file, storage))
         return

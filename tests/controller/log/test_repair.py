@@ -9,7 +9,10 @@ import pytest
 
 from controller.log.format import LogBusy, LogFull, whole_frames
 from controller.log.repair import repair, repair_plan
+from controller.log.replay import replay
+from controller.log.retention import Retention
 from controller.log.segments import read, segment_paths, verify
+from controller.log.snapshotter import SnapshotOrder, make_snapshot
 from controller.log.writer import Log
 from tests.support.simulation.log_examples import (
     HEADER,
@@ -18,6 +21,7 @@ from tests.support.simulation.log_examples import (
     make_records,
     write,
 )
+from tests.support.simulation.logged_histories import write_history
 from tests.support.simulation.memory_storage import MemoryStorage
 
 COUNT = 60
@@ -128,6 +132,36 @@ def test_a_cut_renames_the_snapshots_that_contain_lost_records(directory: Path) 
     assert (directory / f"{snapshots[1].name}.0.damaged").read_bytes() == b"a snapshot"
 
 
+@pytest.mark.parametrize("damaged", [0, 2])
+def test_damaged_segments_that_no_restart_needs_are_renamed_and_nothing_is_cut(
+    tmp_path: Path, damaged: int
+) -> None:
+    directory = tmp_path / "log"
+    seq = len(write_history(directory))
+    make_snapshot(directory, SnapshotOrder(seq, Retention("keep")))
+    digest, segments = replay(directory).digest, files(directory)
+    flip_two(segments[damaged], 600)
+    before = contents(directory)
+    plan = repair(directory)
+    assert plan is not None
+    assert (plan.snapshot, plan.lost_bytes) == (directory / f"{seq:020}.snap", 0)
+    assert plan.unneeded_files == tuple(segments[: damaged + 1])
+    assert sorted(contents(directory).values()) == sorted(before.values())
+    assert files(directory) == segments[damaged + 1 :]
+    assert verify(directory).damage is None
+    assert replay(directory).digest == digest
+
+
+def test_a_damaged_segment_after_the_last_snapshot_is_cut(tmp_path: Path) -> None:
+    directory = tmp_path / "log"
+    write_history(directory)
+    make_snapshot(directory, SnapshotOrder(10, Retention("keep")))
+    flip_two(files(directory)[2], 600)
+    plan = repair(directory)
+    assert plan is not None
+    assert (plan.snapshot, bool(plan.lost_bytes)) == (None, True)
+
+
 @pytest.mark.parametrize("damaged", [1, -1])
 @pytest.mark.parametrize("where", ["header", "head", "body", "end"])
 def test_a_flipped_bit_is_flipped_back_exactly(directory: Path, damaged: int, where: str) -> None:
@@ -141,7 +175,7 @@ def test_a_flipped_bit_is_flipped_back_exactly(directory: Path, damaged: int, wh
     plan = repair_plan(directory)
     assert plan is not None
     assert (plan.file, plan.flip) == (path, (offset, 5))
-    assert plan[-3:] == (0, 0, ())
+    assert plan[5:8] == (0, 0, ())
     assert path.read_bytes() == damaged_bytes, "a plan changes nothing"
     inode = path.stat().st_ino
     assert repair(directory) == plan
