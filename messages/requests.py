@@ -144,8 +144,8 @@ class CancelGeneration(_Request, frozen=True):
     target: RequestId
 
 
-LIST_PAGE_ADAPTERS_MAX: Final = 256
-"""Bound on the adapters of one reply to a `ListAdapters`."""
+LIST_PAGE_ADAPTERS_MAX: Final = 64
+"""Bound on the adapters of one reply to a `ListAdapters`, which takes a fraction of a ms."""
 
 
 class ListAdapters(_Request, frozen=True):

@@ -6,7 +6,6 @@ A view is a copy, so that it stays true to its moment.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Final
 
 from controller.core.context import Refusal, unknown_adapter
 from controller.core.controller import Controller
@@ -61,10 +60,6 @@ def _listed(
     return requests.AdaptersListed(message.request_id, views, world.events_seq)
 
 
-PAGE_ADAPTERS_MAX: Final = 64
-"""Bound on the adapters of a page, however many are requested: a page takes a fraction of a ms."""
-
-
 class AdapterPages:
     """The pages of a world's list: an adapter that is known throughout is on exactly one of them.
 
@@ -109,7 +104,6 @@ class AdapterPages:
         self, message: requests.ListAdapters, limit: int, sees: Sees | None
     ) -> requests.AdaptersPage:
         world, keys = self._world, self._sorted_keys()
-        limit = min(limit, PAGE_ADAPTERS_MAX)
         first = bisect_right(keys, (message.after, message.after_id))
         places = range(first, len(keys))
         visible = places if sees is None else (i for i in places if sees(keys[i][0]))

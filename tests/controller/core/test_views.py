@@ -181,6 +181,18 @@ def test_adapters_that_stay_are_on_exactly_one_page_of_a_changing_list(
     assert len(names) == len(set(names))
 
 
+@pytest.mark.parametrize("limit", [1, rq.LIST_PAGE_ADAPTERS_MAX])
+def test_a_page_has_as_many_adapters_as_requested(
+    deployment: SynchronousDeployment, limit: int
+) -> None:
+    for number in range(rq.LIST_PAGE_ADAPTERS_MAX):
+        deployment.handle(rq.LoadAdapter(f"p-{number}", f"p-{number}"))
+    pages = AdapterPages(deployment.controller.world)
+    page = pages.answer(rq.ListAdapters("l", limit=limit))
+    assert isinstance(page, rq.AdaptersPage)
+    assert (len(page.adapters), page.more) == (limit, True)
+
+
 def test_a_list_beyond_a_page_is_refused_to_clients_without_pages(
     deployment: SynchronousDeployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

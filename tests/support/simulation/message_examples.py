@@ -87,7 +87,7 @@ EXAMPLES: dict[type, Any] = {
         requests.CancelGeneration("r-11", "r-10"),
         requests.Embed("r-16", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000, _TRACE),
         requests.Classify("r-17", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000, _TRACE),
-        requests.ListAdapters("r-12", "tenant-17", 5, 100),
+        requests.ListAdapters("r-12", "tenant-17", 5, 50),
         requests.ShowAdapter("r-13", "tenant-17"),
         requests.ShowStatus("r-14"),
         requests.FetchEvents("r-15", 77, 16, True),
