@@ -12,7 +12,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences test check bench fuzz gpu replay sim sim-bugs histories diagrams supported clean
+.PHONY: help setup demo sentences test check bench soak fuzz gpu replay sim sim-bugs histories diagrams supported clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,11 @@ check: $(STAMP)  ## lint, types and tests: what CI runs
 
 bench: $(STAMP)  ## measure and print the tables (ONLY=control for one group)
 	$(BIN)/python -m benchmarks.run $(if $(ONLY),--only $(ONLY))
+
+# HOURS or MINUTES of it.
+soak: $(STAMP)  ## run a server under load and print what grows (MINUTES=60)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak \
+	  --minutes $(or $(MINUTES),$(and $(HOURS),$(shell echo $$((60 * $(HOURS))))),60)
 
 fuzz: $(STAMP)  ## send requests made from the OpenAPI document to a gateway
 	$(PYTHON) -m venv $(VENV)-fuzz
