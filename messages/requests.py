@@ -4,6 +4,7 @@ Every request has a `request_id` that the client chooses, and every reply repeat
 inputs are never logged; the log has `records.InferenceRequested` instead.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
@@ -314,6 +315,12 @@ class AdaptersListed(_Reply, frozen=True):
 
     adapters: tuple[AdapterView, ...]
     events_seq: Seq
+
+    def __iter__(self) -> Iterator[AdapterView]:
+        return iter(self.adapters)
+
+    def __len__(self) -> int:
+        return len(self.adapters)
 
 
 class AdaptersPage(_Reply, frozen=True):

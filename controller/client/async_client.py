@@ -9,15 +9,16 @@ import math
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import suppress
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import zmq
 import zmq.asyncio
 
 from controller.client import methods
 from controller.client.calls import TIMING, ClientCall, GenerationCall, Timing
+from controller.client.exclusive_use import ExclusiveUse
 from controller.client.prepared import (
     PreparedCall,
     PreparedEvents,
@@ -74,8 +75,11 @@ class AsyncClient:
         self._wakeup = asyncio.Event()
         self._sleeps_until = math.inf
         self._tasks: list[asyncio.Task[None]] = []
+        self._use = ExclusiveUse()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
         for work in (self._read_frames(), self._send_frames()):
             task = asyncio.create_task(work)
             task.add_done_callback(self._on_task_end)
@@ -94,6 +98,7 @@ class AsyncClient:
         self._socket.close()
 
     async def _answer(self, prepared: PreparedCall[C, R]) -> R:
+        self._check_use()
         call = prepared.begin(self._session, time.monotonic())
         await self._settle(call)
         return prepared.result(call)
@@ -103,7 +108,11 @@ class AsyncClient:
             prepared.add(await self._answer(prepared.page()))
         return prepared.result()
 
-    async def _start_generation(self, prepared: PreparedGeneration) -> "AsyncGeneration":
+    def _prepare_generation(self, prepared: PreparedGeneration) -> "AsyncGeneration":
+        return AsyncGeneration(self, prepared)
+
+    async def _begin_generation(self, prepared: PreparedGeneration) -> GenerationCall:
+        self._check_use()
         if prepared.images:
             request = await asyncio.to_thread(prepared.request)
         else:
@@ -112,7 +121,7 @@ class AsyncClient:
             request, time.monotonic(), prepared.timeout_s, prepared.attempts
         )
         self._wake()
-        return AsyncGeneration(self, call)
+        return call
 
     async def _open_events(self, prepared: PreparedEvents) -> "AsyncEventStream":
         socket = self._subscribe() if prepared.follow else None
@@ -134,7 +143,7 @@ class AsyncClient:
     cancel = method(methods.cancel, _answer)
     embed = method(methods.embed, _answer)
     classify = method(methods.classify, _answer)
-    generate = method(methods.generate, _start_generation)
+    generate = method(methods.generate, _prepare_generation)
     events = method(methods.events, _open_events)
 
     async def _settle(self, call: ClientCall) -> None:
@@ -157,8 +166,25 @@ class AsyncClient:
         self._wake()
         return call
 
-    def _forget(self, call: ClientCall) -> None:
-        self._session.forget(call)
+    def _abandon(self, call: GenerationCall) -> None:
+        self._session.abandon(call, time.monotonic())
+        self._wake()
+
+    def _drop(self, call: GenerationCall) -> None:
+        """Cancel a generation that nothing refers to; any thread may call this."""
+        # The loop may be closed, and with it the client.
+        with suppress(RuntimeError):
+            self._use.check_process()
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._abandon, call)
+
+    def _check_use(self) -> None:
+        """Raise `RuntimeError` in a forked process, or on another event loop."""
+        self._use.check_process()
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise RuntimeError(
+                "this client is open on another event loop; make a client on each loop"
+            )
 
     def _subscribe(self) -> zmq.asyncio.Socket:
         return open_events(self._context, self._connection)
@@ -207,33 +233,55 @@ def _seconds_until(when: float) -> float | None:
 
 
 class AsyncGeneration:
-    """A generation in flight: `async for` its chunks as they arrive, or `await` its `text()`.
+    """A generation: `async for` its chunks as they arrive, or `await` its `text()`.
 
-    A chunk is a `TokensStreamed`: `tokens[i]` is output number `offset + i`, and each occurs once.
-    Only one task may read it. Leaving the `async with` block, or `close()`, cancels a generation
-    that was not read to its end.
+    It starts when it is awaited, which returns it, or used for the first time. A chunk is a
+    `TokensStreamed`: `tokens[i]` is output number `offset + i`, and each occurs once. Only one task
+    may read it. Leaving the `async with` block, `close()`, and dropping the last reference to it,
+    as by leaving an `async for` loop over it, cancel a generation that was not read to its end.
     """
 
-    def __init__(self, client: AsyncClient, call: GenerationCall) -> None:
+    def __init__(self, client: AsyncClient, prepared: PreparedGeneration) -> None:
         self._client = client
-        self._call = call
+        self._prepared = prepared
+        self._begun: GenerationCall | None = None
         self._closed = False
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._start().__await__()
+
+    async def _start(self) -> Self:
+        await self._call()
+        return self
+
+    async def _call(self) -> GenerationCall:
+        """Return the call, which begins with the first use."""
+        if self._begun is None:
+            self._begun = await self._client._begin_generation(self._prepared)
+        return self._begun
+
+    def __del__(self) -> None:
+        if self._begun is not None and not self._closed and not self._begun.settled:
+            self._client._drop(self._begun)
 
     @property
     def request_id(self) -> str:
-        """The id under which the controller knows it; a further attempt has another one."""
-        return self._call.request_id
+        """The id under which the controller knows it, empty before its start.
+
+        A further attempt has another one.
+        """
+        return "" if self._begun is None else self._begun.request_id
 
     @property
     def result(self) -> GenerationDone | None:
         """How it ended and its numbers of tokens; None before the end, or if it failed."""
-        return self._call.result
+        return None if self._begun is None else self._begun.result
 
     def __aiter__(self) -> AsyncIterator[TokensStreamed]:
         return self
 
     async def __anext__(self) -> TokensStreamed:
-        call = self._call
+        call = await self._call()
         if not self._closed:
             await self._client._wait(call, lambda: bool(call.chunks) or call.settled)
         if call.chunks:
@@ -244,7 +292,7 @@ class AsyncGeneration:
 
     async def text(self) -> str:
         """Wait for the end and return the whole text, including chunks iterated over before."""
-        call = self._call
+        call = await self._call()
         if not self._closed:
             await self._client._wait(call, lambda: call.settled)
             answer_of(call, GenerationDone)
@@ -252,17 +300,16 @@ class AsyncGeneration:
 
     async def cancel(self) -> bool:
         """End it early; its output can still be read. False if it was not running."""
-        return await self._client._cancel(self._call)
+        return await self._client._cancel(await self._call())
 
     async def close(self) -> None:
         """Stop reading; a running generation is cancelled without waiting for the answer."""
-        if not self._closed and not self._call.settled:
-            self._client._begin_cancel(self._call)
-            self._client._forget(self._call)
+        if self._begun is not None and not self._closed:
+            self._client._abandon(self._begun)
         self._closed = True
 
     async def __aenter__(self) -> Self:
-        return self
+        return await self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()

@@ -164,6 +164,12 @@ class Session:
         call.settle(GenerationDone(call.request_id, adapter, "cancelled", 0, 0))
         return None
 
+    def abandon(self, call: GenerationCall, now: float) -> None:
+        """Cancel a generation whose output and end nothing waits for."""
+        if not self._closed and not call.settled:
+            self.begin_cancel(call, now)
+            self.forget(call)
+
     def forget(self, call: ClientCall) -> None:
         """Remove a call; its answer will be ignored."""
         self._calls.pop(call.request_id, None)
@@ -271,6 +277,9 @@ class Session:
         if isinstance(call, StreamingCall) and call.retry_after(error):
             self._start(call, now + max(call.retry_interval_s, error.retry_after_s))
             call.retry_interval_s = min(2 * call.retry_interval_s, self.timing.retry_s_max)
+        elif isinstance(call, GenerationCall) and call.sent and now >= call.deadline:
+            # Its output is of no use any more; the answer to this is not awaited.
+            self.begin(CancelGeneration(NO_ID, call.request_id), now)
 
     def _note_epoch(self, epoch: int, now: float) -> None:
         """Send all frames again after a restart: the new process has lost the route to here."""

@@ -8,13 +8,16 @@ import math
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Self, TypeVar
 
 import zmq
 
 from controller.client import methods
 from controller.client.calls import TIMING, ClientCall, GenerationCall, Timing
+from controller.client.exclusive_use import ExclusiveUse
 from controller.client.prepared import (
     PreparedCall,
     PreparedEvents,
@@ -48,7 +51,8 @@ class Client:
     another machine is reached by its `address` (`tcp://HOST:PORT`) instead, with the file of this
     client's key pair, `key`, and that of the controller's public key, `server_key`. `timeout_s` is
     the default time limit of a request, `generation_timeout_s` that of inference. Nothing is sent
-    before the first call. A controller that is not running yet is waited for.
+    before the first call. A controller that is not running yet is waited for. A call raises
+    `RuntimeError` while another thread is in one, and in a forked process.
     """
 
     def __init__(  # noqa: PLR0913 - named options
@@ -69,6 +73,9 @@ class Client:
             secrets.token_bytes(TOKEN_BYTES), timing, timeout_s, generation_timeout_s
         )
         self._socket = open_requests(self._context, self._connection)
+        self._use = ExclusiveUse()
+        # Generations whose last reference was dropped, maybe by another thread.
+        self._dropped: deque[GenerationCall] = deque()
 
     def __enter__(self) -> Self:
         return self
@@ -82,11 +89,12 @@ class Client:
         self._socket.close()
 
     def _answer(self, prepared: PreparedCall[C, R]) -> R:
-        call = prepared.begin(self._session, time.monotonic())
-        try:
-            self._wait(lambda: call.settled)
-        finally:
-            self._session.forget(call)
+        with self._use:
+            call = prepared.begin(self._session, time.monotonic())
+            try:
+                self._wait(lambda: call.settled)
+            finally:
+                self._session.forget(call)
         return prepared.result(call)
 
     def _list(self, prepared: PreparedList) -> AdaptersListed:
@@ -95,10 +103,12 @@ class Client:
         return prepared.result()
 
     def _start_generation(self, prepared: PreparedGeneration) -> "Generation":
-        call = self._session.begin_generation(
-            prepared.request(), time.monotonic(), prepared.timeout_s, prepared.attempts
-        )
-        self._exchange()
+        request = prepared.request()
+        with self._use:
+            call = self._session.begin_generation(
+                request, time.monotonic(), prepared.timeout_s, prepared.attempts
+            )
+            self._exchange()
         return Generation(self, call)
 
     def _open_events(self, prepared: PreparedEvents) -> "EventStream":
@@ -126,12 +136,20 @@ class Client:
 
     def _cancel(self, generation: GenerationCall, wait: bool) -> bool:
         """Request a cancellation; with `wait`, return whether the generation was running."""
-        call = self._session.begin_cancel(generation, time.monotonic())
-        if call is None or not wait:
-            self._exchange()
-            return False
-        self._wait(lambda: call.settled)
+        with self._use:
+            call = self._session.begin_cancel(generation, time.monotonic())
+            if call is None or not wait:
+                self._exchange()
+                return False
+            self._wait(lambda: call.settled)
         return answer_of(call, CancelDone).found
+
+    def _drop(self, generation: GenerationCall) -> None:
+        """Cancel a generation that nothing refers to, at the latest with the next exchange."""
+        self._dropped.append(generation)
+        with suppress(RuntimeError), self._use:
+            if not self._socket.closed:
+                self._exchange()
 
     def _forget(self, call: ClientCall) -> None:
         self._session.forget(call)
@@ -141,15 +159,18 @@ class Client:
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Exchange frames until `ready`, at the latest at the call's deadline."""
-        while not ready():
-            self._exchange()
-            if ready():
-                return
-            wait_s = self._session.wake_at() - time.monotonic()
-            self._socket.poll(max(0, math.ceil(min(_POLL_MS_MAX, wait_s * 1000))))
+        with self._use:
+            while not ready():
+                self._exchange()
+                if ready():
+                    return
+                wait_s = self._session.wake_at() - time.monotonic()
+                self._socket.poll(max(0, math.ceil(min(_POLL_MS_MAX, wait_s * 1000))))
 
     def _exchange(self) -> None:
         """Receive the frames that have arrived and send those that are due, without waiting."""
+        while self._dropped:
+            self._session.abandon(self._dropped.popleft(), time.monotonic())
         try:
             while True:
                 self._session.receive(self._socket.recv(zmq.NOBLOCK), time.monotonic())
@@ -167,13 +188,18 @@ class Generation:
     """A generation in flight: iterate over its chunks as they arrive, or wait for its `text()`.
 
     A chunk is a `TokensStreamed`: `tokens[i]` is output number `offset + i`, and each occurs once.
-    Leaving the `with` block, or `close()`, cancels a generation that was not read to its end.
+    Leaving the `with` block, `close()`, and dropping the last reference to it, as by leaving a
+    `for` loop over it, cancel a generation that was not read to its end.
     """
 
     def __init__(self, client: Client, call: GenerationCall) -> None:
         self._client = client
         self._call = call
         self._closed = False
+
+    def __del__(self) -> None:
+        if not self._closed and not self._call.settled:
+            self._client._drop(self._call)
 
     @property
     def request_id(self) -> str:

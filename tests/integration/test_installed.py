@@ -46,6 +46,7 @@ async def asynchronous(client: AsyncClient) -> None:
     assert_type(await client.load("x", path="y", replace=True, timeout_s=1.0), AdapterDone)
     assert_type(await client.embed("text", attempts=2), Embedding)
     assert_type(await client.generate("text", max_tokens=3, stop=("x",)), AsyncGeneration)
+    assert_type([chunk async for chunk in client.generate("x")], list[TokensStreamed])
     assert_type(await client.events(since=0), AsyncEventStream)
     await client.load(1)  # type: ignore[arg-type]
     await client.load("x", force=True)  # type: ignore[call-arg]

@@ -27,8 +27,7 @@ def example(
     """
     write_example(directory)
     typer.echo(
-        f"{directory} has a model and eight adapters. "
-        "Serve them, and use another terminal for the rest:\n"
+        f"{directory} has a model and eight adapters. Serve them, then use another terminal:\n"
         f"  loradock serve --model {directory}/model --adapter-root {directory}/adapters "
         "--max-lora-rank 64\n"
         "  loradock load reverse\n"
