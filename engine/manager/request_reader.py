@@ -38,9 +38,8 @@ class ReadAdapter(NamedTuple):
 class RequestReader:
     """Reads the adapters that requests name, and remembers the stamps of their files.
 
-    `roots`: the directories in which adapters must be; None allows any path. Symbolic links below
-    a root (without roots, in the adapter's own directory) are refused. `allow_pickled`: see
-    `engine.adapters.files.directory.open_adapter`.
+    `roots`: the directories in which adapters must be, also those that links lead to; None allows
+    any path. `allow_pickled`: see `engine.adapters.files.directory.open_adapter`.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class RequestReader:
                 f"adapter {request.lora_int_id} ({request.lora_name!r}) is not on the host and "
                 "its request has no lora_path"
             )
-        roots = [Path(path)] if self._roots is None else self._roots
+        roots = [Path("/")] if self._roots is None else self._roots
         # Before reading, so that files that change meanwhile are read again at the next request.
         stamps = _file_stamps_of(path)
         with loads.measure(clock):
@@ -139,9 +138,17 @@ def path_of(request: LoRARequest) -> str:
 def _file_stamps_of(path: str) -> FileStamps:
     try:
         with os.scandir(path) as entries:
-            found = [(entry.name, entry.stat(follow_symlinks=False)) for entry in entries]
+            found = [(entry.name, _status_of(entry)) for entry in entries]
     except (OSError, ValueError) as error:
         raise AdapterNotFound(f"{shown(path)} can't be listed: {error}") from error
     return tuple(
         sorted((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found)
     )
+
+
+def _status_of(entry: "os.DirEntry[str]") -> os.stat_result:
+    """Return the status of a file, or of a link that leads nowhere."""
+    try:
+        return entry.stat()
+    except FileNotFoundError:
+        return entry.stat(follow_symlinks=False)

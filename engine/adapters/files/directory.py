@@ -1,12 +1,12 @@
 """An adapter's directory and its files, opened so that they can't be replaced while in use.
 
-Below a root no link is followed and no name is resolved twice: every name is opened in the
-directory that was opened before it. A file that changes while it is read, or that has a second name
-(a hard link), is an error. The root itself may be reached through links, because its operator named
-it. Files are read and never mapped: a mapped file that shrinks would end the process.
+Every name is opened in the directory that was opened before it. A link is followed to a place below
+a root, as in the cache of Hugging Face and in mounts of Kubernetes; one that leads elsewhere is
+refused (`located`). A file that changes while it is read, a link that leads elsewhere after it, and
+a file with a second name (a hard link) are errors. Files are read and never mapped: a mapped file
+that shrinks would end the process.
 """
 
-import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from engine.adapters.files.located import (
+    NoSuchName,
+    is_link,
+    open_place,
+    open_root,
+    readable,
+    real_roots,
+)
 from engine.adapters.files.missing_files import CONFIG_NAME, config_is_missing, is_present
 from engine.adapters.files.problems import shown
 from engine.adapters.files.weights_names import INDEX_NAME, names_in_index, weights_names
@@ -27,26 +35,19 @@ from engine.errors import (
     PathNotAllowed,
 )
 
-_DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _LEVELS_MAX: Final = 16
-_BELOW_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-
-
-class _NoSuchName(AdapterNotFound):
-    """A directory has no such name, or has something other than a directory under it."""
 
 
 class OpenFile:
     """A regular file, opened for reading, with its status at that time."""
 
-    def __init__(self, name: str, descriptor: int) -> None:
+    def __init__(self, name: str, descriptor: int, directory: int) -> None:
+        """`directory`: a descriptor of the directory that has the name."""
         self.name = name
         self._descriptor = descriptor
+        self._directory = directory
+        self._is_linked = is_link(name, directory)
         self._opened = os.fstat(descriptor)
-        if not stat.S_ISREG(self._opened.st_mode):
-            raise PathNotAllowed(
-                f"{name} is not a regular file; an adapter consists of regular files only"
-            )
         if self._opened.st_nlink > 1:
             # The other name may be outside all roots, in a directory that its owner keeps closed.
             raise PathNotAllowed(
@@ -91,6 +92,18 @@ class OpenFile:
             then.st_ctime_ns,
         ):
             raise Conflict(f"{self.name} was changed while it was read; load it again")
+        if self._is_linked and not self._is_target():
+            raise Conflict(f"{self.name} links to another file now; load it again")
+
+    def _is_target(self) -> bool:
+        """Whether the link still leads to this file: otherwise files of two versions may be mixed.
+
+        The links of a Kubernetes mount all change at one moment.
+        """
+        try:
+            return os.path.samestat(os.stat(self.name, dir_fd=self._directory), self._opened)
+        except OSError:
+            return False
 
 
 class AdapterFiles:
@@ -128,29 +141,50 @@ def open_adapter(
 
     The weights are safetensors, possibly sharded, else a tensorizer stream, else, with
     `allow_pickled`, a file of `torch.save`; see `weights_names`. Raises `PathNotAllowed` for a path
-    that is not below a root, contains `..` or crosses a link, and `AdapterNotFound` if the
+    that is not below a root, contains `..` or links out of the roots, and `AdapterNotFound` if the
     directory or a file is missing.
     """
     with ExitStack() as stack:
-        directory = _open_directory(path, roots, stack)
-        if not is_present(CONFIG_NAME, directory):
-            raise AdapterNotFound(config_is_missing(path, directory))
-        config = _open_file(CONFIG_NAME, directory, stack)
-        yield AdapterFiles(config, _open_weights_files(path, directory, allow_pickled, stack))
+        opened = _Directory(path, roots, stack)
+        if not is_present(CONFIG_NAME, opened.descriptor):
+            raise AdapterNotFound(config_is_missing(path, opened.descriptor))
+        config = opened.file(CONFIG_NAME)
+        yield AdapterFiles(config, _open_weights_files(path, opened, allow_pickled))
 
 
-def _open_weights_files(
-    path: str, directory: int, allow_pickled: bool, stack: ExitStack
-) -> list[OpenFile]:
+class _Directory:
+    """An open directory of an adapter; `stack` closes it and its files."""
+
+    def __init__(self, path: str, roots: Sequence[Path], stack: ExitStack) -> None:
+        self._places = real_roots(roots)
+        self._stack = stack
+        self.descriptor = _open_directory(path, roots, self._places, stack)
+
+    def file(self, name: str) -> OpenFile:
+        """Open a file of the directory."""
+        place = open_place(name, self.descriptor, self._places, is_directory=False)
+        try:
+            if not stat.S_ISREG(os.fstat(place).st_mode):
+                raise PathNotAllowed(
+                    f"{name} is not a regular file; an adapter consists of regular files only"
+                )
+            descriptor = readable(place, name)
+        finally:
+            os.close(place)
+        self._stack.callback(os.close, descriptor)
+        return OpenFile(name, descriptor, self.descriptor)
+
+
+def _open_weights_files(path: str, directory: _Directory, allow_pickled: bool) -> list[OpenFile]:
     """Open the weights files, several for shards; raises `AdapterNotFound`."""
-    names = weights_names(path, directory, allow_pickled)
+    names = weights_names(path, directory.descriptor, allow_pickled)
     if names == [INDEX_NAME]:
-        names = names_in_index(_read_index(directory, stack), DEFAULT_BOUNDS)
-    return [_open_file(name, directory, stack) for name in names]
+        names = names_in_index(_read_index(directory), DEFAULT_BOUNDS)
+    return [directory.file(name) for name in names]
 
 
-def _read_index(directory: int, stack: ExitStack) -> bytes:
-    index = _open_file(INDEX_NAME, directory, stack)
+def _read_index(directory: _Directory) -> bytes:
+    index = directory.file(INDEX_NAME)
     if index.size_bytes > DEFAULT_BOUNDS.header_bytes_max:
         raise AdapterUnsound(
             f"{INDEX_NAME} has {index.size_bytes} bytes; at most "
@@ -159,7 +193,9 @@ def _read_index(directory: int, stack: ExitStack) -> bytes:
     return index.read(0, index.size_bytes)
 
 
-def _open_directory(path: str, roots: Sequence[Path], stack: ExitStack) -> int:
+def _open_directory(
+    path: str, roots: Sequence[Path], places: Sequence[str], stack: ExitStack
+) -> int:
     """Return a descriptor of the adapter's directory, in the first root that has it."""
     parts = PurePosixPath(path).parts
     if not parts or ".." in parts:
@@ -171,8 +207,8 @@ def _open_directory(path: str, roots: Sequence[Path], stack: ExitStack) -> int:
     unreadable: AdapterNotFound | None = None
     for root, below in candidates:
         try:
-            return _walk(root, below, stack)
-        except _NoSuchName:
+            return _walk(root, below, places, stack)
+        except NoSuchName:
             pass
         except AdapterNotFound as error:
             unreadable = unreadable or error
@@ -183,16 +219,16 @@ def _open_directory(path: str, roots: Sequence[Path], stack: ExitStack) -> int:
         raise PathNotAllowed(f"path {shown(path)} is below none of the adapter roots: {names}")
     raise AdapterNotFound(
         f"no directory {shown(path)} below the adapter root{'s' * (len(roots) > 1)} {names}"
-        + _suggestion(parts, roots)
+        + _suggestion(parts, roots, places)
     )
 
 
-def _suggestion(parts: tuple[str, ...], roots: Sequence[Path]) -> str:
+def _suggestion(parts: tuple[str, ...], roots: Sequence[Path], places: Sequence[str]) -> str:
     """Return a hint at the longest end of a relative path that is a directory below a root."""
     for start in range(1, 0 if parts[0].startswith("/") else min(len(parts), _LEVELS_MAX)):
         for root in roots:
             with ExitStack() as stack, suppress(EngineError):
-                _walk(root, parts[start:], stack)
+                _walk(root, parts[start:], places, stack)
                 return f"; paths are relative to a root: use {shown('/'.join(parts[start:]))}"
     return ""
 
@@ -215,50 +251,18 @@ def _candidates(
                 break
 
 
-def _walk(root: Path, below: tuple[str, ...], stack: ExitStack) -> int:
-    """Open `below` in `root`, name by name; raises `_NoSuchName` where a name is missing."""
-    try:
-        descriptor = os.open(root, _DIRECTORY_FLAGS)
-    except OSError as error:
-        raise AdapterNotFound(f"adapter root {root} can't be opened: {error.strerror}") from error
+def _walk(root: Path, below: tuple[str, ...], places: Sequence[str], stack: ExitStack) -> int:
+    """Open `below` in `root`, name by name; raises `NoSuchName` where a name is missing."""
+    descriptor = open_root(root)
     for name in below:
         try:
-            child = _open_below(name, descriptor, os.O_DIRECTORY)
+            child = open_place(name, descriptor, places, is_directory=True)
         finally:
             os.close(descriptor)
         descriptor = child
-    stack.callback(os.close, descriptor)
-    return descriptor
-
-
-def _open_file(name: str, directory: int, stack: ExitStack) -> OpenFile:
-    descriptor = _open_below(name, directory, 0)
-    stack.callback(os.close, descriptor)
-    return OpenFile(name, descriptor)
-
-
-def _open_below(name: str, directory: int, flags: int) -> int:
-    """Open one name in an open directory; links are refused."""
     try:
-        return os.open(name, _BELOW_FLAGS | flags, dir_fd=directory)
-    except ValueError as error:
-        raise PathNotAllowed(f"{shown(name)} is not a file name") from error
-    except OSError as error:
-        if error.errno == errno.ELOOP or _is_link(name, directory):
-            raise PathNotAllowed(
-                f"{shown(name)} is a link, and links below an adapter root are not followed; "
-                "replace it by a copy (cp -rL)"
-            ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.ENXIO):
-            raise PathNotAllowed(f"{shown(name)} can't be opened: {error.strerror}") from error
-        is_missing = error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
-        kind = _NoSuchName if is_missing else AdapterNotFound
-        raise kind(f"{shown(name)} can't be opened: {error.strerror}") from error
-
-
-def _is_link(name: str, directory: int) -> bool:
-    """Whether a name that could not be opened is a link; used for the error text only."""
-    try:
-        return stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode)
-    except OSError:
-        return False
+        opened = readable(descriptor, below[-1] if below else str(root))
+    finally:
+        os.close(descriptor)
+    stack.callback(os.close, opened)
+    return opened

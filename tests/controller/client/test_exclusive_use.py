@@ -1,4 +1,4 @@
-"""Clients in the wrong hands: a forked process, a second thread, generations that nobody keeps."""
+"""Clients in the wrong hands: a forked process, a second thread, generations that are not kept."""
 
 import asyncio
 import os

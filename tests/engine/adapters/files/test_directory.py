@@ -81,18 +81,8 @@ def test_a_path_that_only_starts_like_a_root_is_outside(root: Path) -> None:
         read_at("team/valid")
 
 
-def link_the_adapter(root: Path) -> None:
-    (root / "bad").symlink_to(root / "team" / "valid")
-
-
 def link_a_parent(root: Path) -> None:
     (root / "team2").symlink_to(root.parent / "outside")
-
-
-def link_the_weights(root: Path) -> None:
-    write(root / "bad")
-    (root / "bad" / WEIGHTS_NAME).unlink()
-    (root / "bad" / WEIGHTS_NAME).symlink_to(root / "team" / "valid" / WEIGHTS_NAME)
 
 
 def link_the_config(root: Path) -> None:
@@ -143,21 +133,19 @@ def socket_for_config(root: Path) -> None:
 
 
 TRAPS: list[tuple[Callable[[Path], None], str, str]] = [
-    (link_the_adapter, "bad", "is a link"),
     (link_a_parent, "team2/secret", "is a link"),
-    (link_the_weights, "bad", "is a link"),
     (link_the_config, "bad", "is a link"),
     (hard_link_the_weights, "bad", "hard links"),
     (hard_link_the_config, "bad", "hard links"),
     (pipe_for_weights, "bad", "not a regular file"),
     (pipe_for_config, "bad", "not a regular file"),
     (directory_for_weights, "bad", "not a regular file"),
-    (socket_for_config, "bad", "can't be opened"),
+    (socket_for_config, "bad", "not a regular file"),
 ]
 
 
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap[0].__name__)
-def test_links_and_special_files_are_not_followed(
+def test_links_out_of_the_root_and_special_files_are_refused(
     root: Path, trap: tuple[Callable[[Path], None], str, str]
 ) -> None:
     make_trap, path, text = trap
