@@ -248,10 +248,12 @@ class EngineConfig:
     of threads that read adapters, and of those that read images. `max_num_seqs`: sequences
     processed together. `max_num_batched_tokens`: tokens per step, so that long prompts are
     processed in chunks; 0 chooses it from the model's speed at start. `queue_requests_max`:
-    requests that wait in the engine. `context_tokens_max`: prompt and output together; 0 is the
-    model's own limit. `task`: one of
-    `TASKS`, or "auto" for what the model's config specifies. `pooling`: one of `POOLINGS`, or
-    "auto"; `normalize`: whether vectors have length 1; "auto" and None follow the model's files.
+    requests that wait in the engine. `kv_cache_bytes`: memory for keys and values, per rank; 0
+    chooses it. `paged_attention`: whether keys and values are kept in blocks where the model allows
+    it; `prefix_caching`: whether prompts with the same beginning share these. `context_tokens_max`:
+    prompt and output together; 0 is the model's own limit. `task`: one of `TASKS`, or "auto" for
+    what the model's config specifies. `pooling`: one of `POOLINGS`, or "auto"; `normalize`: whether
+    vectors have length 1; "auto" and None follow the model's files.
     `expert_parallel`: with several ranks, each keeps some experts whole instead of some columns of
     every expert. `quantization`: one of `QUANTIZATIONS` to quantise the model while it is loaded.
     `capture_steps`: capture decode steps as CUDA graphs and replay them, if the model
@@ -268,6 +270,9 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 0
     queue_requests_max: int = 1024
+    kv_cache_bytes: int = 0
+    paged_attention: bool = True
+    prefix_caching: bool = True
     context_tokens_max: int = 0
     task: str = "auto"
     pooling: str = "auto"
@@ -285,10 +290,10 @@ class EngineConfig:
         _check_positive(
             self, ("device_bytes_max", "file_threads", "max_num_seqs", "queue_requests_max")
         )
-        _check_switches(self, ("allow_pickled_weights", "expert_parallel", "capture_steps"))
+        _check_switches(self, ENGINE_SWITCHES)
         _check_choice(self, "task", TASKS)
         _check_choice(self, "pooling", POOLINGS)
-        for name in ("context_tokens_max", "max_num_batched_tokens"):
+        for name in ("context_tokens_max", "max_num_batched_tokens", "kv_cache_bytes"):
             value = getattr(self, name)
             if not _is_int(value) or value < 0:
                 raise ValueError(f"{name} is {value!r}; an integer of at least 0")
@@ -311,6 +316,13 @@ class EngineConfig:
     def pins(self) -> bool:
         """Whether blobs are page-locked."""
         return self.torch_device.type == "cuda" if self.pin_memory is None else self.pin_memory
+
+
+ENGINE_SWITCHES: Final = (
+    *("allow_pickled_weights", "expert_parallel", "capture_steps"),
+    *("paged_attention", "prefix_caching"),
+)
+"""The boolean fields of `EngineConfig`."""
 
 
 def _wants_dual_stream(environment: Mapping[str, str]) -> bool:

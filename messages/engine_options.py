@@ -141,6 +141,29 @@ class EngineOptions(Struct, frozen=True):
             extra=_NUMBER,
         ),
     ] = 1024
+    kv_cache_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Memory for the keys and values of requests, in bytes per rank; more "
+            "requests wait. 0 chooses it from the memory of the device.",
+            extra={"metavar": "BYTES"},
+        ),
+    ] = 0
+    paged_attention: Annotated[
+        bool,
+        Meta(
+            description="Keep keys and values in blocks of tokens, without padding, where the "
+            "model allows it."
+        ),
+    ] = True
+    prefix_caching: Annotated[
+        bool,
+        Meta(
+            description="Reuse the keys and values of a prompt's beginning for requests of the "
+            "same adapter version that begin with the same tokens."
+        ),
+    ] = True
     context_tokens_max: Annotated[
         int,
         Meta(

@@ -114,10 +114,11 @@ ROOMS: Final = (
         "engine engine.punica engine.models engine.models.vision",
         "structlog torch transformers",
     ),
+    _package("engine.inference.decoding", "engine engine.punica engine.models", "structlog torch"),
     _package(
         "engine.inference",
         "messages engine engine.residency.arena engine.punica engine.models engine.models.vision "
-        "engine.paging",
+        "engine.paging engine.inference.decoding",
         "msgspec structlog torch",
     ),
     _package(

@@ -3,7 +3,7 @@
 A refused request leaves no trace. An admitted one has an id unique among running requests.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from engine.errors import Conflict, EngineOverloaded, NotResident
 from engine.punica.mapping import BASE
@@ -13,11 +13,29 @@ from messages.ids import NO_SLOT, RequestId
 
 
 class SlotTable:
-    """The adapter in each slot: `residents[slot]` is an adapter id, or None for an empty slot."""
+    """The adapter in each slot: `residents[slot]` is an adapter id, or None for an empty slot.
 
-    def __init__(self, arena: Arena, residents: Sequence[int | None]) -> None:
+    `fingerprint_of`: returns the fingerprint of an adapter's files by its id; without it a version
+    is one writing of a slot.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        residents: Sequence[int | None],
+        fingerprint_of: Callable[[int], str] | None = None,
+    ) -> None:
         self._arena = arena
+        self._fingerprint_of = fingerprint_of
         self.residents = residents
+
+    def version_of(self, command: StartInference) -> str:
+        """Return what identifies the weights that a request needs; empty for the base model."""
+        if command.adapter_id == BASE:
+            return ""
+        if self._fingerprint_of is not None:
+            return self._fingerprint_of(command.adapter_id)
+        return f"{command.adapter_id} {command.slot} {command.generation}"
 
     def check(self, command: StartInference) -> None:
         """Raise `NotResident` unless the slot holds this adapter in this generation."""

@@ -8,7 +8,7 @@ Before every forward pass each sequence's (slot, generation) is checked against 
 sequence fails alone (L007). Adapters are not scheduled here: a request names its slot.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -17,10 +17,10 @@ from typing import Final
 from engine.config import EngineConfig
 from engine.errors import NotFinite, NotResident, RequestRefused, code_of
 from engine.inference.admission import SlotTable, check_admission
-from engine.inference.batch_step import BatchStep, ForwardError
+from engine.inference.batch import ForwardError, Waiting
+from engine.inference.batch_choice import choose_batch
 from engine.inference.fair_queue import FairQueue
 from engine.inference.output_cache import OutputCache
-from engine.inference.prefill import PrefillBatch, may_join
 from engine.inference.prompt_prefetch import PromptPrefetcher
 from engine.inference.sampler import NOT_FINITE
 from engine.inference.sequence import Sequence
@@ -36,12 +36,6 @@ from messages.prompts import IllustratedPrompt
 from messages.reports import GenerationEnded, OperationFailed, Report
 from messages.requests import FinishReason, TokensStreamed
 
-PREFILL_TOKENS_MAX: Final = 8192
-"""The most prompt tokens, padding included, prefilled together; a longer prompt runs alone."""
-
-PREFILLS_MAX: Final = 4
-"""The most groups of prompts that are prefilled in turn, so that short ones overtake long ones."""
-
 INLINE_TEXT_MAX: Final = 4096
 """Longer texts, in characters, are tokenized by a job, because the main loop would stand still."""
 
@@ -55,7 +49,8 @@ RECOVERY_STEPS: Final = 64
 class GenerationScheduler:
     """All generations of an engine: the queue, the running sequences, and their reports.
 
-    Used by one thread, which calls `step` while not idle. Reports leave through `emit`; `jobs`
+    Used by one thread, which calls `step` while not idle. `batch`: the sequences that are computed,
+    which report to this class. Reports leave through `emit`; `jobs`
     processes images and long texts.
     """
 
@@ -74,24 +69,21 @@ class GenerationScheduler:
         self._emit = emit
         self._prefetcher = PromptPrefetcher(jobs)
         self._waiting: FairQueue[Sequence] = FairQueue()
-        # The group whose chunk is next comes first.
-        self._prefilling: deque[PrefillBatch] = deque()
-        self._running: list[Sequence] = []
         # The number of the next waiting sequences that are prefilled one at a time.
         self._prefill_singly = 0
         # Fewer than the configuration allows after a lack of memory.
         self._rows_max = config.max_num_seqs
         self._steps = 0
-        # The number of steps in which sequences waited and no row was free.
+        # The number of steps in which sequences waited for a row or for memory.
         self._full_steps = 0
-        self._batch = BatchStep(model, punica, slots, config)
+        self.batch = choose_batch(model, punica, slots, config, self)
         self._active: dict[RequestId, Sequence] = {}
         self._outputs = OutputCache()
 
     @property
     def is_idle(self) -> bool:
         """Whether `step` would do nothing."""
-        return not self._waiting and not self._running and not self._prefilling
+        return not self._waiting and not self._rows
 
     @property
     def is_reading(self) -> bool:
@@ -120,10 +112,8 @@ class GenerationScheduler:
             return
         self._stream(sequence, [], sequence.flush())
         self._end(sequence, "cancelled")
-        if sequence in self._running:
-            self._keep([row for row, one in enumerate(self._running) if one is not sequence])
-        elif not self._waiting.remove(sequence.command.adapter_id, sequence):
-            self._drop_prefilling(lambda one: one is not sequence)
+        if not self._waiting.remove(sequence.command.adapter_id, sequence):
+            self.batch.keep(lambda one: one is not sequence)
             self._prefetcher.cancel(sequence)
 
     def resend(self, request_id: RequestId) -> None:
@@ -152,11 +142,29 @@ class GenerationScheduler:
         self._steps += 1
         if self._steps % RECOVERY_STEPS == 0:
             self._rows_max = min(self._rows_max + 1, self._config.max_num_seqs)
-        self._fail_stale()
+        self.batch.keep(self._is_resident)
         self._preempt_for_others()
-        self._prefill()
-        if self._running:
-            self._decode()
+        single = self._prefill_singly > 0
+        waiting = Waiting(self._waiting, self._rows_max, single, self._is_resident)
+        if self.batch.admit(waiting):
+            self._prefill_singly = max(0, self._prefill_singly - 1)
+        self.batch.step()
+
+    def on_tokens(self, sequences: list[Sequence], tokens: list[int]) -> list[int]:
+        """Append a token to each sequence; return the indices of those that continue."""
+        for sequence in sequences:
+            if sequence.output.tokens:
+                # The first one is part of the cost of the prompt.
+                self._waiting.charge(sequence.command.adapter_id, 1)
+        return [
+            row
+            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
+            if self._append(sequence, token)
+        ]
+
+    def on_preemption(self, sequences: list[Sequence]) -> None:
+        """Let sequences wait again that had to give up their memory."""
+        self._enqueue_first(sequences)
 
     @property
     def _ready(self) -> int:
@@ -202,19 +210,7 @@ class GenerationScheduler:
     @property
     def _rows(self) -> int:
         """The number of sequences that run or are prefilled."""
-        return len(self._running) + sum(map(len, self._prefilling))
-
-    def _fail_stale(self) -> None:
-        self._keep([row for row, one in enumerate(self._running) if self._is_resident(one)])
-        self._drop_prefilling(self._is_resident)
-
-    def _drop_prefilling(self, stays: Callable[[Sequence], bool]) -> None:
-        """Keep those of the prefilled sequences for which `stays` returns True."""
-        for batch in self._prefilling:
-            rows = [row for row, one in enumerate(batch.sequences) if stays(one)]
-            if len(rows) < len(batch):
-                batch.keep(rows)
-        self._prefilling = deque(batch for batch in self._prefilling if len(batch))
+        return len(self.batch.running) + len(self.batch.prefilling)
 
     def _is_resident(self, sequence: Sequence) -> bool:
         """Return whether the adapter is still in its slot; fail the sequence where it is not."""
@@ -227,106 +223,31 @@ class GenerationScheduler:
 
     def _preempt_for_others(self) -> None:
         """Preempt a sequence of the adapter with most of them, if another adapter waits long."""
-        if not self._waiting or self._rows < self._rows_max:
+        if not self._waiting or not (self._rows >= self._rows_max or self.batch.lacks_memory):
             self._full_steps = 0
             return
         self._full_steps += 1
         if self._full_steps < PREEMPT_AFTER_STEPS:
             return
-        busy = chain(self._running, *(batch.sequences for batch in self._prefilling))
+        busy = chain(self.batch.running, self.batch.prefilling)
         rows = Counter(sequence.command.adapter_id for sequence in busy)
         waiting = min(self._waiting.adapters, key=lambda adapter: rows[adapter])
         candidates = [
-            row
-            for row, one in enumerate(self._running)
+            one
+            for one in self.batch.running
             if one.can_resume and rows[one.command.adapter_id] > rows[waiting] + 1
         ]
         if candidates:
             # Of the adapter with most rows, the sequence with the fewest tokens to compute again.
             chosen = min(
-                candidates,
-                key=lambda row: (
-                    -rows[self._running[row].command.adapter_id],
-                    len(self._running[row].tokens),
-                ),
+                candidates, key=lambda one: (-rows[one.command.adapter_id], len(one.tokens))
             )
-            self._enqueue_first([self._running[chosen]])
-            self._keep([row for row in range(len(self._running)) if row != chosen])
+            self.batch.keep(lambda one: one is not chosen)
+            self._enqueue_first([chosen])
             self._waiting.serve_next(waiting)
             self._full_steps = 0
 
-    def _prefill(self) -> None:
-        """Prefill a chunk of the next group; its sequences join the batch after the last one."""
-        self._start_prefill()
-        if not self._prefilling:
-            return
-        batch = self._prefilling.popleft()
-        try:
-            tokens = self._batch.prefill(batch, self._batch.budget.tokens - len(self._running))
-        except ForwardError as failure:
-            self._retry_or_fail(batch.sequences, failure)
-            return
-        if tokens is None:
-            self._prefilling.append(batch)
-            return
-        rows = self._accept(batch.sequences, tokens)
-        if rows:
-            self._join(batch, rows)
-
-    def _join(self, batch: PrefillBatch, rows: list[int]) -> None:
-        joining = [batch.sequences[row] for row in rows]
-        try:
-            self._batch.join(batch, rows)
-        except ForwardError as failure:
-            self._give_way(self._running + joining, failure)
-            return
-        for sequence in joining:
-            sequence.images = None
-        self._running += joining
-
-    def _start_prefill(self) -> None:
-        """Form a group of the next waiting sequences, as rows and groups are free."""
-        if len(self._prefilling) >= PREFILLS_MAX:
-            return
-        sequences = self._next_waiting()
-        if sequences:
-            # Before the others: it is probably shorter than what is left of them.
-            self._prefilling.appendleft(PrefillBatch(sequences))
-
-    def _next_waiting(self) -> list[Sequence]:
-        """Dequeue the sequences that fit into the batch and are prefilled together."""
-        sequences: list[Sequence] = []
-        lengths: list[int] = []
-        while self._waiting and self._rows + len(sequences) < self._rows_max:
-            length = len(self._waiting.first().tokens)
-            is_full = max([*lengths, length]) * (len(lengths) + 1) > PREFILL_TOKENS_MAX
-            if sequences and (self._prefill_singly or is_full or not may_join(lengths, length)):
-                break
-            sequence = self._waiting.pop()
-            if self._is_resident(sequence):
-                sequences.append(sequence)
-                lengths.append(length)
-        if sequences:
-            self._prefill_singly = max(0, self._prefill_singly - 1)
-        return sequences
-
-    def _decode(self) -> None:
-        try:
-            tokens = self._batch.decode(self._running)
-        except ForwardError as failure:
-            self._give_way(self._running, failure)
-            return
-        for sequence in self._running:
-            self._waiting.charge(sequence.command.adapter_id, 1)
-        self._keep(self._accept(self._running, tokens))
-
-    def _give_way(self, sequences: list[Sequence], failure: ForwardError) -> None:
-        """Empty the batch, whose cache is half written, and let its sequences wait again."""
-        self._running = []
-        self._batch.keep([])
-        self._retry_or_fail(sequences, failure)
-
-    def _retry_or_fail(self, sequences: list[Sequence], failure: ForwardError) -> None:
+    def on_failure(self, sequences: list[Sequence], failure: ForwardError) -> None:
         """Fail the sequences of a forward pass that failed, or prefill them again one at a time.
 
         One prompt's images may be the cause, which must not affect the other sequences. Where
@@ -345,14 +266,6 @@ class GenerationScheduler:
         again = [one for one in sequences if one.can_resume or one.images is not None]
         self._enqueue_first(again)
         self._prefill_singly = len(again)
-
-    def _accept(self, sequences: list[Sequence], tokens: list[int]) -> list[int]:
-        """Append a token to each sequence; return the rows of those that continue."""
-        return [
-            row
-            for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True))
-            if self._append(sequence, token)
-        ]
 
     def _append(self, sequence: Sequence, token: int) -> bool:
         """Append a token to a sequence, report it, and return whether the sequence continues."""
@@ -388,10 +301,3 @@ class GenerationScheduler:
         """Drop an ended sequence, except for its output."""
         del self._active[sequence.command.request_id]
         self._outputs.put(sequence.full_output())
-
-    def _keep(self, rows: list[int]) -> None:
-        """Keep only these of the running sequences."""
-        if len(rows) == len(self._running):
-            return
-        self._running = [self._running[row] for row in rows]
-        self._batch.keep(rows)

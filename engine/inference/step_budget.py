@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import MODEL_CODE_ERRORS
-from engine.inference.decode_probe import ProbeMapper
+from engine.inference.decoding.decode_probe import ProbeMapper
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
 from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
@@ -38,12 +38,15 @@ class StepBudget(NamedTuple):
     chunks: bool
 
 
-def choose_budget(model: CausalModel, mapper: ProbeMapper, config: EngineConfig) -> StepBudget:
+def choose_budget(
+    model: CausalModel, mapper: ProbeMapper, config: EngineConfig, *, is_flat: bool = False
+) -> StepBudget:
     """Return the budget of this engine, equal on all ranks.
 
     Prompts are not divided where the model answers differently when they are; that is logged.
+    `is_flat`: whether prompts are prefilled in flat passes, whose trial has divided some.
     """
-    if not _chunks_are_equal(model, mapper):
+    if not is_flat and not _chunks_are_equal(model, mapper):
         _log.warning("long prompts are processed in one step: in chunks this model differs")
         return StepBudget(TOKENS_MAX, chunks=False)
     if config.max_num_batched_tokens:

@@ -28,8 +28,8 @@ class CausalModel(ServedModel):
     """A causal language model, or the language part of an image-text model, that generates.
 
     `context_tokens_max`: prompt and output of one row together. `eos_ids`: the tokens that end an
-    output. `prompt_reader` reads prompts with images. It is None where these are refused, and then
-    `no_images_reason` contains the reason.
+    output. `accepts`: the names of the model's arguments. `prompt_reader` reads prompts with
+    images. It is None where these are refused, and then `no_images_reason` contains the reason.
     """
 
     task = "generate"
@@ -45,7 +45,7 @@ class CausalModel(ServedModel):
         """Wrap the layers of `model` in place; `processor` may be a reason to refuse images."""
         super().__init__(model, tokenizer, context_tokens_max)
         self.eos_ids = _eos_ids(model, tokenizer)
-        self._accepts = frozenset(inspect.signature(model.forward).parameters)
+        self.accepts = frozenset(inspect.signature(model.forward).parameters)
         self._prepare(generation_probe(self.forward), lora_config)
         self.prompt_reader, self.no_images_reason = self._make_reader(processor)
 
@@ -92,9 +92,9 @@ class CausalModel(ServedModel):
             "use_cache": True,
             **(image_tensors or {}),
         }
-        if "position_ids" in self._accepts:
+        if "position_ids" in self.accepts:
             arguments["position_ids"] = positions
-        if "logits_to_keep" in self._accepts:
+        if "logits_to_keep" in self.accepts:
             arguments["logits_to_keep"] = 1
         output = self.model(input_ids, **arguments)
         logits: Tensor = output.logits[:, -1]
@@ -107,7 +107,7 @@ class CausalModel(ServedModel):
         if isinstance(processor, ImagesRefused):
             return None, str(processor)
         try:
-            reader = ImagePromptReader(processor, self, self._accepts)
+            reader = ImagePromptReader(processor, self, self.accepts)
             probe_images(self.forward, reader)
         except ImagesRefused as refusal:
             return None, str(refusal)

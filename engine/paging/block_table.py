@@ -64,22 +64,18 @@ class BlockTable:
         """The tokens for which blocks are reserved."""
         return len(self.blocks) * BLOCK_TOKENS
 
-    def matching(self, tokens: Sequence[int]) -> list[int]:
-        """Return the published blocks of a beginning of `tokens`, which has to be shorter."""
-        if self._root is None:
-            return []
-        # The last token is always computed, because its logits are needed.
-        return self._pool.find(block_keys(self._root, tokens[: max(0, len(tokens) - 1)]))
+    def reuse(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Begin with these published blocks, with which the table may have begun already.
 
-    def reuse(self, tokens: Sequence[int], blocks: Sequence[int]) -> None:
-        """Begin the empty table with `blocks`, which `matching` returned for `tokens`."""
-        if self.blocks:
-            raise ValueError("only an empty table can begin with the blocks of others")
-        self._pool.hold(blocks)
-        self.blocks.extend(blocks)
+        keys: of the blocks, in order. Raises ValueError once the row has tokens of its own.
+        """
+        if not self.length == self.reused == self.capacity:
+            raise ValueError("only a row without tokens of its own can begin with other blocks")
+        added = blocks[len(self.blocks) :]
+        self._pool.hold(added)
+        self.blocks.extend(added)
         self.length = self.reused = self.capacity
-        if self._root is not None:
-            self._keys = list(block_keys(self._root, tokens[: self.length]))
+        self._keys = list(keys[: len(self.blocks)])
 
     def reserve(self, tokens: int, expected: int = 0) -> None:
         """Reserve blocks for `tokens` tokens in all; raises `NoFreeBlocks` and changes nothing.

@@ -110,6 +110,10 @@ class Residency:
         """The operations that have no report yet."""
         return iter(self._in_flight)
 
+    def fingerprint_of(self, adapter_id: AdapterId) -> str:
+        """Return the fingerprint of an adapter that is on the host."""
+        return self.host_adapters[adapter_id].source.fingerprint
+
     def execute(self, command: ResidencyCommand) -> None:
         """Execute a command, or start it."""
         try:

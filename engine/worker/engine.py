@@ -59,7 +59,7 @@ class Engine:
         self._task = model.task
         # A pool of their own, so that adapters don't wait for images to be decoded.
         image_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
-        slots = SlotTable(arena, self.residency.residents)
+        slots = SlotTable(arena, self.residency.residents, self.residency.fingerprint_of)
         self._inference = choose_scheduler(model, punica, slots, config, report, image_jobs)
         self._seen_operations = SeenOperations()
 

@@ -8,10 +8,10 @@ import structlog
 import torch
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.inference import decode_probe
-from engine.inference.cuda_graphs import CudaCapture, GraphRunner
-from engine.inference.decode import DynamicDecode, StaticDecode
-from engine.inference.decode_probe import static_or_dynamic
+from engine.inference.decoding import decode_probe
+from engine.inference.decoding.cuda_graphs import CudaCapture, GraphRunner
+from engine.inference.decoding.decode import DynamicDecode, StaticDecode
+from engine.inference.decoding.decode_probe import static_or_dynamic
 from engine.kernels import choose_kernels
 from engine.models.causal_model import CausalModel
 from engine.models.loading import load_model

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 import torch
 
-from engine.inference.cuda_graphs import CudaCapture, GraphKey, GraphRunner
+from engine.inference.decoding.cuda_graphs import CudaCapture, GraphKey, GraphRunner
 from engine.kernels import choose_kernels
 from engine.layout import ModuleKind
 from engine.punica import LoRAMapping, PunicaWrapper

@@ -2,7 +2,8 @@
 
 A batch mixes the base and five adapters of ranks 1, 4, 8, 24 and 64 (all linear layers, attention
 with rsLoRA, patterns of rank and alpha, embedding and head, one single projection), one per slot,
-and prompts of unequal lengths. A prefill is followed by two cached steps.
+and prompts of unequal lengths. A prefill is followed by two cached steps. Every row is computed in
+one padded pass per step, and in chunks: in flat passes where the trial at start chooses them.
 """
 
 from pathlib import Path
@@ -46,7 +47,9 @@ class Comparison:
             (name, prompt) for prompt in PROMPTS for name in (None, *peft.names)
         ]
         self.engine_logits = torch.stack(bench.steps(self.rows, NEXT_TOKENS), dim=1)
-        self.chunked_logits = torch.stack(bench.steps(self.rows, NEXT_TOKENS, columns=4), dim=1)
+        self.refusal_of_flat_passes = bench.refusal_of_flat_passes()
+        chunked = bench.steps if self.refusal_of_flat_passes else bench.flat_steps
+        self.chunked_logits = torch.stack(chunked(self.rows, NEXT_TOKENS, columns=4), dim=1)
         self.peft_logits = torch.stack(
             [torch.stack(peft.steps(row, NEXT_TOKENS)) for row in self.rows]
         )
@@ -58,6 +61,8 @@ def test_each_row_of_a_mixed_batch_matches_peft(architecture: Architecture, tmp_
     for engine_logits in (found.engine_logits, found.chunked_logits):
         for row, engine, peft in zip(found.rows, engine_logits, found.peft_logits, strict=True):
             assert relative_error(engine, peft) < 1e-5, row
+    assert architecture.padded in found.refusal_of_flat_passes
+    assert bool(architecture.padded) == bool(found.refusal_of_flat_passes)
     longest = [index for index, (_, prompt) in enumerate(found.rows) if prompt == PROMPTS[1]]
     distances = torch.pdist(found.peft_logits[longest].flatten(1).double())
     assert (distances > 1e-3).all(), "adapters are alike"

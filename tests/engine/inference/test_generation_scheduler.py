@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from peft import PeftModel
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from engine.inference import generation_scheduler
+from engine.inference import padded_batch
 from engine.layout import columns_of_one_adapter
 from engine.models.causal_model import CausalModel
 from engine.punica import PunicaWrapper
@@ -70,28 +71,28 @@ def test_sequences_that_join_and_leave_do_not_change_the_others(
     ]
 
 
+@pytest.mark.parametrize("is_paged", [False, True])
 def test_the_batch_is_bounded_in_sequences_and_prefill_tokens(
     prepared_model: CausalModel,
     adapter_root: Path,
     engine_config: EngineConfig,
     monkeypatch: pytest.MonkeyPatch,
     no_eos: None,
+    is_paged: bool,
 ) -> None:
-    bench = GenerationBench(prepared_model, adapter_root, replace(engine_config, max_num_seqs=3))
-    expected = [bench.alone(*request) for request in REQUESTS]
-    sizes = []
-    forward = prepared_model.forward
-    monkeypatch.setattr(
-        prepared_model,
-        "forward",
-        lambda ids, cache, images: sizes.append(ids.shape) or forward(ids, cache, images),
+    config = replace(
+        engine_config, max_num_seqs=3, paged_attention=is_paged, max_num_batched_tokens=12
     )
-    monkeypatch.setattr(generation_scheduler, "PREFILL_TOKENS_MAX", 12)
+    bench = GenerationBench(prepared_model, adapter_root, config)
+    expected = [bench.alone(*request) for request in REQUESTS]
+    passes: list[list[int]] = []
+    bench.intercept(monkeypatch, lambda tokens, run: passes.append(tokens) or run())
+    monkeypatch.setattr(padded_batch, "PREFILL_TOKENS_MAX", 12)
     ops = [bench.start(*request) for request in REQUESTS]
     bench.run()
     assert [bench.output(op) for op in ops] == expected
-    assert max(rows for rows, _ in sizes) == 3
-    assert all(rows * width <= 12 for rows, width in sizes if rows > 1)
+    assert max(map(len, passes)) == 3
+    assert max(map(sum, passes)) <= 12
 
 
 def test_a_seed_yields_the_same_tokens_in_any_batch(bench: GenerationBench, no_eos: None) -> None:
@@ -132,8 +133,14 @@ def test_a_start_that_names_another_slot_generation_or_adapter_is_refused(
 
 
 def test_padding_is_mapped_to_the_base_model(
-    bench: GenerationBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
+    prepared_model: CausalModel,
+    adapter_root: Path,
+    engine_config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    no_eos: None,
 ) -> None:
+    config = replace(engine_config, paged_attention=False)
+    bench = GenerationBench(prepared_model, adapter_root, config)
     mappings = []
     update = PunicaWrapper.update_metadata
     monkeypatch.setattr(
@@ -165,6 +172,8 @@ def test_a_rewritten_slot_fails_only_its_own_sequences(
     expected = [bench.alone(name, PROMPTS[1]) for name in names]
     ops = [bench.start(name, PROMPTS[1]) for name in names[:-1]]
     bench.run(steps=4)
+    streamed = len(bench.output(ops[0])[0])
+    assert 0 < streamed < 16
     # No row is free for this one, which is still in the queue.
     ops.append(bench.start(names[-1], PROMPTS[1]))
     bench.arena.reset(1, 1)
@@ -177,7 +186,7 @@ def test_a_rewritten_slot_fails_only_its_own_sequences(
         if name == NAMES[1]:
             assert isinstance(end, OperationFailed)
             assert end.code == ErrorCode.NOT_RESIDENT
-            assert bench.output(op)[0] == ([] if op == ops[-1] else tokens[:5])
+            assert bench.output(op)[0] == ([] if op == ops[-1] else tokens[:streamed])
         else:
             assert end == GenerationEnded(op, "length", len(PROMPTS[1]), 16)
             assert bench.output(op) == (tokens, text)
@@ -192,16 +201,14 @@ def test_logits_that_are_not_finite_fail_their_sequence(
     value: float,
     temperature: float,
 ) -> None:
-    forward = bench.model.forward
-
-    def second_row_overwritten(ids: torch.Tensor, cache: object, images: object) -> torch.Tensor:
-        logits = forward(ids, cache, images).clone()
+    def second_row_overwritten(_: list[int], run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        logits = run().clone()
         # One forbidden token must not fail the sequence.
         logits[0, 7] = -torch.inf
         logits[1:, slice(None) if value == -torch.inf else 7] = value
         return logits
 
-    monkeypatch.setattr(bench.model, "forward", second_row_overwritten)
+    bench.intercept(monkeypatch, second_row_overwritten)
     ops = [
         bench.start(None, PROMPTS[0], Sampling(max_tokens=4, temperature=temperature))
         for _ in range(2)
@@ -239,16 +246,15 @@ def test_a_forward_without_memory_fails_only_its_own_sequences(
 ) -> None:
     expected = bench.alone("mlp", PROMPTS[1])
     calls = 0
-    forward = bench.model.forward
 
-    def failing(ids: torch.Tensor, cache: object, images: object) -> torch.Tensor:
+    def failing(_: list[int], run: Callable[[], torch.Tensor]) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == at:
             raise torch.OutOfMemoryError("out of memory")
-        return forward(ids, cache, images)
+        return run()
 
-    monkeypatch.setattr(bench.model, "forward", failing)
+    bench.intercept(monkeypatch, failing)
     first = bench.start("mlp", PROMPTS[0])
     bench.run()
     assert isinstance(end := bench.end(first), OperationFailed)
@@ -260,14 +266,13 @@ def test_a_prefill_without_memory_does_not_affect_running_sequences(
     bench: GenerationBench, monkeypatch: pytest.MonkeyPatch, no_eos: None
 ) -> None:
     expected = [bench.alone("mlp", prompt) for prompt in (PROMPTS[1], PROMPTS[0])]
-    forward = bench.model.forward
 
-    def failing(ids: torch.Tensor, cache: object, images: object) -> torch.Tensor:
-        if ids.shape[1] > 1 and len(ids) == 2:
+    def failing(tokens: list[int], run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        if sum(count > 1 for count in tokens) == 2:
             raise torch.OutOfMemoryError("out of memory")
-        return forward(ids, cache, images)
+        return run()
 
-    monkeypatch.setattr(bench.model, "forward", failing)
+    bench.intercept(monkeypatch, failing)
     running = bench.start("mlp", PROMPTS[1])
     bench.run(steps=3)
     late = [bench.start("mlp", PROMPTS[0]) for _ in range(2)]
@@ -281,12 +286,12 @@ def test_a_failed_forward_releases_its_tensors_at_once(
 ) -> None:
     held: list[weakref.ref[torch.Tensor]] = []
 
-    def failing(ids: torch.Tensor, cache: object, media: object) -> torch.Tensor:
-        activations = ids.clone()
+    def failing(tokens: list[int], _: Callable[[], torch.Tensor]) -> torch.Tensor:
+        activations = torch.tensor(tokens)
         held.append(weakref.ref(activations))
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(bench.model, "forward", failing)
+    bench.intercept(monkeypatch, failing)
     op = bench.start("mlp", PROMPTS[0])
     # A reference cycle would keep them until the next collection.
     gc.disable()

@@ -11,8 +11,8 @@ from msgspec import structs
 from torch import Tensor
 
 from engine.errors import Conflict, EngineOverloaded, RequestRefused
-from engine.inference import batch_step
-from engine.inference.decode import StaticDecode
+from engine.inference import padded_batch
+from engine.inference.decoding.decode import StaticDecode
 from engine.inference.prompt_prefetch import PREFETCHED_MAX
 from engine.jobs import FinishedJob
 from messages.errors import ErrorCode
@@ -38,8 +38,8 @@ def test_sequences_that_join_later_equal_transformers(kind: str, tmp_path: Path)
     _check_joining(PeftReference(kind, tmp_path), ImageBench(kind, tmp_path))
 
 
-def _check_joining(reference: PeftReference, bench: ImageBench) -> None:
-    driver = bench.driver(max_num_seqs=4)
+def _check_joining(reference: PeftReference, bench: ImageBench, **fields: object) -> None:
+    driver = bench.driver(max_num_seqs=4, **fields)
     ops = []
     for row in ROWS:
         ops.append(driver.start(row.adapter, bench.prompt(row), TWELVE))
@@ -68,8 +68,9 @@ def test_sequences_with_images_decode_over_a_static_cache(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode = partial(StaticDecode, runner=DirectRunner())
-    monkeypatch.setattr(batch_step, "choose_decode", lambda model, *_: decode(model))
-    _check_joining(PeftReference(kind, tmp_path), ImageBench(kind, tmp_path))
+    monkeypatch.setattr(padded_batch, "choose_decode", lambda model, *_: decode(model))
+    reference = PeftReference(kind, tmp_path)
+    _check_joining(reference, ImageBench(kind, tmp_path), paged_attention=False)
 
 
 class ManualJobs:

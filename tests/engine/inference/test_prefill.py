@@ -1,6 +1,7 @@
 """Prompts in chunks: the same tokens as at once, and other sequences continue meanwhile."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def test_chunks_change_no_token(bench_of: Any, no_eos: None, tokens: int) -> Non
     whole = bench_of(max_num_batched_tokens=4096)
     expected = [whole.alone(*request) for request in MIXED]
     chunked = bench_of(max_num_batched_tokens=tokens)
-    assert chunked.scheduler._batch.budget.chunks
+    assert chunked.scheduler.batch.budget.chunks
     ops = []
     for request in MIXED:
         ops.append(chunked.start(*request))
@@ -67,18 +68,13 @@ def test_no_chunk_exceeds_the_budget(
     bench_of: Any, monkeypatch: pytest.MonkeyPatch, no_eos: None
 ) -> None:
     bench = bench_of(max_num_batched_tokens=12, max_num_seqs=6)
-    sizes = []
-    forward = bench.model.forward
-    monkeypatch.setattr(
-        bench.model,
-        "forward",
-        lambda ids, cache, images: sizes.append(tuple(ids.shape)) or forward(ids, cache, images),
-    )
+    passes: list[list[int]] = []
+    bench.intercept(monkeypatch, lambda tokens, run: passes.append(tokens) or run())
     for request in MIXED:
         bench.start(*request)
     bench.run()
-    assert max(rows * columns for rows, columns in sizes) <= 12
-    assert max(rows for rows, _ in sizes) <= 6
+    assert max(map(sum, passes)) <= 12
+    assert max(map(len, passes)) <= 6
 
 
 def test_a_short_prompt_overtakes_a_long_one(bench_of: Any, no_eos: None) -> None:
@@ -161,15 +157,15 @@ def test_a_lack_of_memory_ends_no_sequence_that_fits_alone(
     bench = bench_of(max_num_batched_tokens=20)
     requests = MIXED[3:10]
     expected = [bench.alone(*request) for request in requests]
-    forward, calls = bench.model.forward, Counter[str]()
+    calls = Counter[str]()
 
-    def failing(ids: torch.Tensor, cache: Any, images: Any) -> torch.Tensor:
+    def failing(tokens: list[int], run: Callable[[], torch.Tensor]) -> torch.Tensor:
         calls["forward"] += 1
-        if calls["forward"] == at or (calls["forward"] > at and len(ids) > 2):
+        if calls["forward"] == at or (calls["forward"] > at and len(tokens) > 2):
             raise error
-        return forward(ids, cache, images)
+        return run()
 
-    monkeypatch.setattr(bench.model, "forward", failing)
+    bench.intercept(monkeypatch, failing)
     ops = [bench.start(*request) for request in requests]
     bench.run()
     failed = [op for op in ops if isinstance(bench.end(op), OperationFailed)]
@@ -183,9 +179,9 @@ def test_a_lack_of_memory_ends_no_sequence_that_fits_alone(
 def test_a_batch_that_can_not_be_joined_for_lack_of_memory_starts_again(
     bench_of: Any, no_eos: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = bench_of()
+    bench = bench_of(paged_attention=False)
     expected = [bench.alone(*request) for request in MIXED[:6]]
-    cache_class = type(bench.scheduler._batch._cache)
+    cache_class = type(bench.scheduler.batch._cache)
     join, calls = cache_class.join, Counter[str]()
 
     def failing(self: Any, other: Any) -> None:

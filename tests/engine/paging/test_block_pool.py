@@ -21,12 +21,19 @@ TOKENS = st.builds(
 )
 
 
+def reusable(root: bytes, tokens: list[int]) -> list[bytes]:
+    """The keys of the blocks that a prompt may reuse: its last token is always computed."""
+    return list(block_keys(root, tokens[:-1]))
+
+
 class Row:
     """One row of the machine; `version` None is a row that shares nothing."""
 
     def __init__(self, pool: BlockPool, version: str | None, tokens: list[int]) -> None:
         self.version, self.tokens = version, tokens
-        self.table = BlockTable(pool, None if version is None else root_key(version))
+        root = None if version is None else root_key(version)
+        self.table = BlockTable(pool, root)
+        self.keys = [] if root is None else reusable(root, tokens)
 
     def content(self, index: int) -> object:
         """Everything that the keys and values of a token depend on."""
@@ -57,11 +64,10 @@ class Blocks(RuleBasedStateMachine):
     @rule(version=st.sampled_from(VERSIONS), tokens=TOKENS, part=st.floats(0, 1))
     def start(self, version: str | None, tokens: list[int], part: float) -> None:
         row = Row(self.pool, version, tokens)
-        found = row.table.matching(tokens)
-        assert len(found) * BLOCK_TOKENS < len(tokens)
+        found = self.pool.find(row.keys)
         needed = blocks_of(len(tokens)) - len(found)
         fits = needed <= self.pool.available - self.pool.kept_among(found)
-        row.table.reuse(tokens, found)
+        row.table.reuse(found, row.keys)
         try:
             row.table.reserve(len(tokens), expected=2 * len(tokens))
         except NoFreeBlocks:
@@ -126,7 +132,8 @@ TestBlocks = Blocks.TestCase
 
 def filled(pool: BlockPool, version: str, tokens: list[int]) -> BlockTable:
     table = BlockTable(pool, root_key(version))
-    table.reuse(tokens, table.matching(tokens))
+    keys = reusable(root_key(version), tokens)
+    table.reuse(pool.find(keys), keys)
     table.reserve(len(tokens))
     table.advance(len(tokens), lambda: tokens)
     return table
@@ -139,8 +146,8 @@ def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
         filled(pool, "base", tokens).release()
     filled(pool, "base", [*one, 9]).release()
     # Three blocks of `one` were used last, and one block more took the end of `two`.
-    probe = BlockTable(pool, root_key("base"))
-    assert [len(probe.matching([*tokens, 9])) for tokens in (one, two)] == [3, 2]
+    found = [pool.find(block_keys(root_key("base"), tokens)) for tokens in (one, two)]
+    assert [len(blocks) for blocks in found] == [3, 2]
 
 
 def test_a_prefix_is_shared_with_a_running_row_and_outlives_it() -> None:
@@ -166,11 +173,18 @@ def test_rows_that_grow_in_turn_have_adjacent_blocks() -> None:
         assert table.blocks == list(range(first, first + 8))
 
 
-def test_the_last_token_of_a_prompt_is_never_reused() -> None:
+def test_a_row_with_tokens_of_its_own_takes_no_other_blocks() -> None:
     pool = BlockPool(8)
-    tokens = [5] * 2 * BLOCK_TOKENS
-    filled(pool, "base", tokens)
-    assert filled(pool, "base", tokens).reused == BLOCK_TOKENS
+    tokens = [5] * (3 * BLOCK_TOKENS)
+    keys = list(block_keys(root_key("base"), tokens))
+    first = filled(pool, "base", tokens)
+    second = BlockTable(pool, root_key("base"))
+    for count in (1, 1, 3):
+        second.reuse(first.blocks[:count], keys)
+        assert (second.blocks, second.length) == (first.blocks[:count], count * BLOCK_TOKENS)
+    second.reserve(3 * BLOCK_TOKENS + 1)
+    with pytest.raises(ValueError, match="without tokens of its own"):
+        second.reuse(first.blocks, keys)
 
 
 def test_keys_differ_by_every_part() -> None:

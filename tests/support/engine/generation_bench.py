@@ -1,8 +1,9 @@
 """A generation scheduler without an engine: one slot per example adapter, and its reports."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from msgspec import structs
 
@@ -10,6 +11,7 @@ from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.inference.admission import SlotTable
 from engine.inference.generation_scheduler import GenerationScheduler
+from engine.inference.paged_batch import PagedBatch
 from engine.jobs import InlineJobs, Jobs
 from engine.models.binding import bind_lora
 from engine.models.causal_model import CausalModel
@@ -25,6 +27,7 @@ from tests.support.engine.engine_examples import ADAPTERS
 NAMES = tuple(ADAPTERS)
 PROMPTS = ((72, 101, 108), (1, 2, 3, 4, 5, 6, 7, 8, 9), (200,), (65, 66, 65, 66, 65))
 REQUESTS = [(name, prompt) for prompt in PROMPTS for name in (None, *NAMES)]
+AroundPass = Callable[[list[int], Callable[[], torch.Tensor]], torch.Tensor]
 SIXTEEN = Sampling(max_tokens=16)
 
 
@@ -73,6 +76,24 @@ class SchedulerDriver:
                 return
             self.scheduler.step()
         assert steps < 1000, "generations do not end"
+
+    def intercept(self, monkeypatch: pytest.MonkeyPatch, around: AroundPass) -> None:
+        """Call `around` in place of each forward pass, with every row's tokens and the pass."""
+        batch = self.scheduler.batch
+        if isinstance(batch, PagedBatch):
+            flat = batch._flat.forward
+            monkeypatch.setattr(
+                batch._flat,
+                "forward",
+                lambda rows: around([len(row.tokens) for row in rows], lambda: flat(rows)),
+            )
+        else:
+            padded = self.model.forward
+            monkeypatch.setattr(
+                self.model,
+                "forward",
+                lambda ids, *rest: around([ids.shape[1]] * len(ids), lambda: padded(ids, *rest)),
+            )
 
     def output(self, op: int) -> tuple[list[int], str]:
         """Return what was streamed for one request, in the order of its pieces."""

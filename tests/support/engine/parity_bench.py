@@ -18,6 +18,10 @@ from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
+from engine.paging.block_pool import BlockPool
+from engine.paging.block_table import BlockTable
+from engine.paging.flat_model import FlatModel, FlatRefused, try_flat
+from engine.paging.paged_cache import FlatRow
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import Blob, stage
@@ -98,6 +102,45 @@ class ParityBench:
             self._map(LoRAMapping(ids, ids))
             logits.append(self.model.forward(torch.full((len(rows), 1), token), cache))
         return logits
+
+    @torch.inference_mode()
+    def flat_steps(
+        self, rows: list[ParityRow], next_tokens: Sequence[int], columns: int
+    ) -> list[Tensor]:
+        """Return what `steps` returns, from flat passes: chunks of `columns` tokens per row.
+
+        Rows that are done with their prompts decode while others are not.
+        """
+        ids = [0 if name is None else self.ids[name] for name, _ in rows]
+        flat, pool = FlatModel(self.model, 4 * len(rows)), BlockPool(4 * len(rows))
+        tables = [BlockTable(pool, None) for _ in rows]
+        found: list[list[Tensor]] = [[] for _ in rows]
+        wanted = [[*prompt, *next_tokens] for _, prompt in rows]
+        while any(table.length < len(tokens) for table, tokens in zip(tables, wanted, strict=True)):
+            step = []
+            for row, (table, tokens) in enumerate(zip(tables, wanted, strict=True)):
+                begin, prompt = table.length, len(rows[row][1])
+                end = min(begin + columns, prompt) if begin < prompt else begin + 1
+                if begin < len(tokens):
+                    table.reserve(end)
+                    step.append((row, FlatRow(tokens[begin:end], table)))
+            index = [ids[row] for row, part in step for _ in part.tokens]
+            self._map(LoRAMapping(index, [ids[row] for row, _ in step], is_prefill=True))
+            for (row, part), logits in zip(step, flat.forward([p for _, p in step]), strict=True):
+                part.table.advance(part.end, list)
+                if part.table.length >= len(rows[row][1]):
+                    found[row].append(logits)
+        return list(torch.stack([torch.stack(logits) for logits in found], dim=1))
+
+    def refusal_of_flat_passes(self) -> str:
+        """Return why the model can't be run in flat passes; empty if it can."""
+        try:
+            try_flat(
+                self.model, lambda tokens, rows: self._map(LoRAMapping([0] * tokens, [0] * rows))
+            )
+        except FlatRefused as refusal:
+            return str(refusal)
+        return ""
 
     def _map(self, mapping: LoRAMapping) -> None:
         layout = [None if name is None else self.ids[name] for name in self.residents]

@@ -60,13 +60,15 @@ class Architecture:
 
     `fields`: its own, in addition to the common ones (None removes one). `unwrapped`: last names of
     linear layers that do not receive every token, so that an adapter with them is refused.
-    `refused`: a part of the error text if the whole model is refused.
+    `padded`: a part of the reason if the model can't be run in flat passes. `refused`: a part of
+    the error text if the whole model is refused.
     """
 
     model_type: str
     title: str
     fields: Mapping[str, Any] = field(default_factory=dict)
     unwrapped: tuple[str, ...] = ()
+    padded: str = ""
     refused: str = ""
 
     def build(self, dtype: torch.dtype = torch.float32, layers: int = 2) -> PreTrainedModel:
@@ -101,13 +103,16 @@ ARCHITECTURES: Final = (
             "num_heads": 4,
             "window_size": 6,
         },
+        padded="RowMasks",
     ),
-    Architecture("gptj", "GPT-J", {"rotary_dim": 4}),
-    Architecture("codegen", "CodeGen", {"rotary_dim": 4}),
-    Architecture("falcon", "Falcon", {"head_dim": None}),
+    Architecture("gptj", "GPT-J", {"rotary_dim": 4}, padded="RowMasks"),
+    Architecture("codegen", "CodeGen", {"rotary_dim": 4}, padded="RowMasks"),
+    Architecture("falcon", "Falcon", {"head_dim": None}, padded="RowMasks"),
     Architecture("opt", "OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    Architecture("bloom", "BLOOM"),
-    Architecture("mpt", "MPT", {"d_model": 32, "n_heads": 4, "max_seq_len": 64}),
+    Architecture("bloom", "BLOOM", padded="no positions"),
+    Architecture(
+        "mpt", "MPT", {"d_model": 32, "n_heads": 4, "max_seq_len": 64}, padded="no positions"
+    ),
     Architecture("stablelm", "StableLM"),
     Architecture("cohere", "Cohere Command R"),
     Architecture("cohere2", "Cohere Command R7B", {"sliding_window": 6}),
@@ -125,15 +130,17 @@ ARCHITECTURES: Final = (
     Architecture("helium", "Helium"),
     Architecture("persimmon", "Persimmon"),
     Architecture("biogpt", "BioGPT"),
-    Architecture("xglm", "XGLM", {"d_model": 32, "attention_heads": 4, "ffn_dim": 48}),
+    Architecture(
+        "xglm", "XGLM", {"d_model": 32, "attention_heads": 4, "ffn_dim": 48}, padded="RowMasks"
+    ),
     Architecture("ernie4_5", "ERNIE 4.5"),
     Architecture("apertus", "Apertus"),
     Architecture("hunyuan_v1_dense", "Hunyuan dense"),
-    Architecture("minicpm3", "MiniCPM 3", MLA, unwrapped=("kv_b_proj",)),
+    Architecture("minicpm3", "MiniCPM 3", MLA, unwrapped=("kv_b_proj",), padded="KeyError"),
     Architecture("nanochat", "nanochat"),
-    Architecture("diffllama", "DiffLlama"),
+    Architecture("diffllama", "DiffLlama", padded="differs from the model's own"),
     Architecture("internlm3", "InternLM 3"),
-    Architecture("doge", "Doge", unwrapped=("dt_proj",)),
+    Architecture("doge", "Doge", unwrapped=("dt_proj",), padded="RowMasks"),
     Architecture("openai-gpt", "GPT", refused="the model fills no key/value cache"),
     Architecture("mamba", "Mamba", refused="the model fills no key/value cache"),
     Architecture("jamba", "Jamba", JAMBA, refused="does not run with a left-padded batch"),

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.inference.cuda_graphs import DecodeStep, GraphRunner, SyncCheckedRunner
-from engine.inference.decode import DynamicDecode, StaticDecode
-from engine.inference.decode_probe import (
+from engine.inference.decoding.cuda_graphs import DecodeStep, GraphRunner, SyncCheckedRunner
+from engine.inference.decoding.decode import DynamicDecode, StaticDecode
+from engine.inference.decoding.decode_probe import (
     ProbeMapper,
     StaticDecodeRefused,
     choose_decode,

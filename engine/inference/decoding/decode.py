@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.inference.cuda_graphs import StepRunner
+from engine.inference.decoding.cuda_graphs import StepRunner
 from engine.layout import next_power_of_two
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask

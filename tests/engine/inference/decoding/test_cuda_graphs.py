@@ -7,7 +7,13 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.inference.cuda_graphs import CudaCapture, DecodeStep, GraphKey, GraphRunner, WeakShared
+from engine.inference.decoding.cuda_graphs import (
+    CudaCapture,
+    DecodeStep,
+    GraphKey,
+    GraphRunner,
+    WeakShared,
+)
 from engine.kernels import choose_kernels
 from engine.punica import LoRAMapping, PunicaWrapper
 from tests.support.engine.tape_capture import TapeCapture

@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.inference.host_sync_guard import ForbidHostSync
+from engine.inference.decoding.host_sync_guard import ForbidHostSync
 from engine.punica.wrapper import LaunchKey, PunicaWrapper
 
 _log = structlog.get_logger()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.inference import batch_step
-from engine.inference.cuda_graphs import DecodeStep, GraphRunner, SyncCheckedRunner
-from engine.inference.decode import StaticDecode
+from engine.inference import padded_batch
+from engine.inference.decoding.cuda_graphs import DecodeStep, GraphRunner, SyncCheckedRunner
+from engine.inference.decoding.decode import StaticDecode
 from engine.kernels import choose_kernels
 from engine.layout import next_power_of_two
 from engine.models.causal_model import CausalModel
@@ -76,9 +76,11 @@ def make_bench(
     def make(runner: object = None, **changes: object) -> GenerationBench:
         if runner is not None:
             monkeypatch.setattr(
-                batch_step, "choose_decode", lambda model, *_: StaticDecode(model, runner)
+                padded_batch, "choose_decode", lambda model, *_: StaticDecode(model, runner)
             )
-        return GenerationBench(prepared_model, adapter_root, replace(engine_config, **changes))
+        return GenerationBench(
+            prepared_model, adapter_root, replace(engine_config, paged_attention=False, **changes)
+        )
 
     return make
 

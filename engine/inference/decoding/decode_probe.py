@@ -15,8 +15,13 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.errors import MODEL_CODE_ERRORS
-from engine.inference.cuda_graphs import CudaCapture, GraphRunner, StepRunner, SyncCheckedRunner
-from engine.inference.decode import DecodeStrategy, DynamicDecode, StaticDecode
+from engine.inference.decoding.cuda_graphs import (
+    CudaCapture,
+    GraphRunner,
+    StepRunner,
+    SyncCheckedRunner,
+)
+from engine.inference.decoding.decode import DecodeStrategy, DynamicDecode, StaticDecode
 from engine.layout import next_power_of_two
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache

@@ -1,0 +1,89 @@
+"""The choice of a batch at start: over blocks where a trial of the model passes, else padded."""
+
+import os
+from typing import Final
+
+import structlog
+import torch
+
+from engine.config import EngineConfig
+from engine.inference.admission import SlotTable
+from engine.inference.batch import BatchEvents, SequenceBatch
+from engine.inference.decoding.decode_probe import ProbeMapper
+from engine.inference.forward_runner import ForwardRunner
+from engine.inference.padded_batch import PaddedBatch
+from engine.inference.paged_batch import PagedBatch
+from engine.inference.step_budget import choose_budget
+from engine.models.causal_model import CausalModel
+from engine.paging.block_pool import BLOCK_TOKENS
+from engine.paging.block_table import blocks_of
+from engine.paging.flat_model import FlatModel, FlatRefused, try_flat
+from engine.punica.wrapper import PunicaWrapper
+
+_log = structlog.get_logger()
+
+_HOST_BYTES_MAX: Final = 4 << 30
+_HOST_SHARE: Final = 0.25
+_DEVICE_SHARE: Final = 0.8
+"""Of the host's memory, and of what is free on any other device, for keys and values."""
+
+
+def choose_batch(
+    model: CausalModel,
+    punica: PunicaWrapper,
+    slots: SlotTable,
+    config: EngineConfig,
+    events: BatchEvents,
+) -> SequenceBatch:
+    """Return the batch of this engine; the reason for a padded one is logged.
+
+    Raises `ValueError` for a number of bytes that is too small for one sequence.
+    """
+    mapper = ProbeMapper(punica, len(slots.residents))
+    runner = ForwardRunner(model, punica, slots)
+    try:
+        if config.capture_steps:
+            raise FlatRefused("captured steps need a padded cache")
+        if not config.paged_attention:
+            raise FlatRefused("paged_attention is off")
+        block_bytes = try_flat(model, mapper.map)
+    except FlatRefused as refusal:
+        _log.warning("the key/value cache is padded, prefixes are not reused", reason=str(refusal))
+        budget = choose_budget(model, mapper, config)
+        return PaddedBatch(runner, punica, config, budget, events)
+    blocks = choose_blocks(model, config, block_bytes)
+    flat = FlatModel(model, blocks)
+    mapper.map(1, 1)
+    flat.allocate()
+    budget = choose_budget(model, mapper, config, is_flat=True)
+    _log.info("the key/value cache is paged", tokens=blocks * BLOCK_TOKENS)
+    return PagedBatch(runner, flat, budget, events, shares_prefixes=config.prefix_caching)
+
+
+def choose_blocks(model: CausalModel, config: EngineConfig, block_bytes: int) -> int:
+    """Return the number of blocks, equal on all ranks: as many as all sequences can ever need.
+
+    They are fewer if their bytes exceed the configured or the default budget. A default budget on a
+    host allows at least one sequence, because the memory is provided only when it is written.
+    """
+    per_row = blocks_of(model.context_tokens_max)
+    budget = config.kv_cache_bytes or _default_bytes(model.device)
+    blocks = min(budget // block_bytes, config.max_num_seqs * per_row)
+    if not config.kv_cache_bytes and model.device.type == "cpu":
+        blocks = max(blocks, per_row)
+    [blocks] = model.group.broadcast_numbers([blocks])
+    if blocks < per_row:
+        raise ValueError(
+            f"kv_cache_bytes {budget} are {blocks * BLOCK_TOKENS} tokens, and one sequence may "
+            f"have {model.context_tokens_max}; allow {per_row * block_bytes} bytes, or fewer "
+            "tokens with context_tokens_max"
+        )
+    return blocks
+
+
+def _default_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(_DEVICE_SHARE * free)
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_HOST_BYTES_MAX, int(_HOST_SHARE * host))

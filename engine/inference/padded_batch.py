@@ -1,0 +1,174 @@
+"""A batch over one padded cache: row i of the cache belongs to the i-th running sequence.
+
+For models whose attention can't be computed row by row, and for captured steps. Prompts are
+prefilled in groups of similar length, with caches of their own that join the running one.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import torch
+
+from engine.config import EngineConfig
+from engine.inference.batch import BatchEvents, ForwardError, Waiting
+from engine.inference.decoding.decode_probe import choose_decode
+from engine.inference.forward_runner import ForwardRunner
+from engine.inference.prefill import PrefillBatch, may_join
+from engine.inference.sequence import Sequence
+from engine.inference.step_budget import TOKENS_MAX, StepBudget
+from engine.models.kv_cache import BatchKVCache
+from engine.punica.mapping import BASE, LoRAMapping
+from engine.punica.wrapper import PunicaWrapper
+
+PREFILL_TOKENS_MAX: Final = 8192
+"""The most prompt tokens, padding included, prefilled together; a longer prompt runs alone."""
+
+PREFILLS_MAX: Final = 4
+"""The most groups of prompts that are prefilled in turn, so that short ones overtake long ones."""
+
+
+class PaddedBatch:
+    """Prefills one group's chunk, and then decodes one token of every running sequence."""
+
+    def __init__(
+        self,
+        runner: ForwardRunner,
+        punica: PunicaWrapper,
+        config: EngineConfig,
+        budget: StepBudget,
+        events: BatchEvents,
+    ) -> None:
+        self.budget = budget
+        self._runner = runner
+        self._model = runner.model
+        self._events = events
+        slots = len(runner.slots.residents)
+        self._strategy = choose_decode(self._model, punica, slots, config)
+        self._cache = BatchKVCache([], keeps_capacity=self._strategy.keeps_capacity)
+        self._running: list[Sequence] = []
+        # The group whose chunk is next comes first.
+        self._prefilling: deque[PrefillBatch] = deque()
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences of the running cache."""
+        return self._running
+
+    @property
+    def prefilling(self) -> list[Sequence]:
+        """The sequences of all groups."""
+        return [sequence for batch in self._prefilling for sequence in batch.sequences]
+
+    @property
+    def lacks_memory(self) -> bool:
+        """False: the cache grows as long as there is memory."""
+        return False
+
+    def admit(self, waiting: Waiting) -> int:
+        """Form a group of the next waiting sequences, as rows and groups are free."""
+        if len(self._prefilling) >= PREFILLS_MAX:
+            return 0
+        sequences: list[Sequence] = []
+        lengths: list[int] = []
+        rows = len(self._running) + len(self.prefilling)
+        while waiting.queue and rows + len(sequences) < waiting.rows_max:
+            length = len(waiting.queue.first().tokens)
+            is_full = max([*lengths, length]) * (len(lengths) + 1) > PREFILL_TOKENS_MAX
+            if sequences and (waiting.one_by_one or is_full or not may_join(lengths, length)):
+                break
+            sequence = waiting.queue.pop()
+            if waiting.is_resident(sequence):
+                sequences.append(sequence)
+                lengths.append(length)
+        if sequences:
+            # Before the others: it is probably shorter than what is left of them.
+            self._prefilling.appendleft(PrefillBatch(sequences))
+        return len(sequences)
+
+    def keep(self, stays: Callable[[Sequence], bool]) -> None:
+        """Drop all sequences but those for which `stays` returns True."""
+        self._keep([row for row, one in enumerate(self._running) if stays(one)])
+        for batch in self._prefilling:
+            rows = [row for row, one in enumerate(batch.sequences) if stays(one)]
+            if len(rows) < len(batch):
+                batch.keep(rows)
+        self._prefilling = deque(batch for batch in self._prefilling if len(batch))
+
+    def step(self) -> None:
+        """Prefill a chunk of the next group, and then decode."""
+        if self._prefilling:
+            self._prefill(self._prefilling.popleft())
+        if self._running:
+            self._decode()
+
+    def _prefill(self, batch: PrefillBatch) -> None:
+        """Prefill a chunk of a group; its sequences join the batch after the last one."""
+        tokens_max = self.budget.tokens - len(self._running) if self.budget.chunks else TOKENS_MAX
+        chunk = batch.next_chunk(tokens_max)
+        forward = partial(self._model.forward, chunk, batch.cache, batch.images)
+        try:
+            logits = self._runner.forward(
+                batch.sequences, batch.mapping(chunk), forward, batch.images
+            )
+        except ForwardError as failure:
+            self._events.on_failure(batch.sequences, failure)
+            return
+        if not batch.is_done:
+            self._prefilling.append(batch)
+            return
+        tokens = self._runner.sample(batch.sequences, logits)
+        rows = self._events.on_tokens(batch.sequences, tokens)
+        if rows:
+            self._join(batch, rows)
+
+    def _join(self, batch: PrefillBatch, rows: list[int]) -> None:
+        """Append these rows of a prefill to the running batch."""
+        joining = [batch.sequences[row] for row in rows]
+        try:
+            batch.cache.keep(rows)
+            self._cache.join(batch.cache)
+        except (RuntimeError, MemoryError) as error:
+            count = len(self._running) + len(rows)
+            reason = self._runner.local_failure(error, count, has_images=False)
+            if reason is None:
+                raise
+            self._give_way(self._running + joining, ForwardError(reason, has_images=False))
+            return
+        for sequence in joining:
+            sequence.images = None
+        self._running += joining
+
+    def _decode(self) -> None:
+        self._cache.grow(1)
+        running = self._running
+        tokens = torch.tensor([[sequence.output.tokens[-1]] for sequence in running])
+        mapping = _decode_mapping(running, self._strategy.padded_rows(len(running)))
+        run = partial(self._strategy.run, tokens, self._cache)
+        try:
+            logits = self._runner.forward(running, mapping, run)
+        except ForwardError as failure:
+            self._give_way(running, failure)
+            return
+        self._keep(self._events.on_tokens(running, self._runner.sample(running, logits)))
+
+    def _give_way(self, sequences: list[Sequence], failure: ForwardError) -> None:
+        """Empty the running batch, whose cache is half written."""
+        self._running = []
+        self._cache.keep([])
+        self._events.on_failure(sequences, failure)
+
+    def _keep(self, rows: list[int]) -> None:
+        """Keep only these of the running sequences."""
+        if len(rows) == len(self._running):
+            return
+        self._running = [self._running[row] for row in rows]
+        self._cache.keep(rows)
+
+
+def _decode_mapping(sequences: list[Sequence], rows: int) -> LoRAMapping:
+    """Map each row's one token to its adapter and dummy rows to the base model."""
+    ids = [sequence.command.adapter_id for sequence in sequences]
+    ids += [BASE] * (rows - len(sequences))
+    return LoRAMapping(ids, ids)

@@ -1,0 +1,350 @@
+"""A batch over blocks of tokens: prompt chunks and decode steps share one flat forward pass.
+
+A sequence has blocks for the tokens that it has, and shares those of its beginning with every
+sequence of the same adapter version that begins with the same tokens. Where no block is left, the
+sequence that began last waits again and is computed again later; those that can't be computed again
+have all their blocks from the start.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from hashlib import blake2b
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.inference.batch import BatchEvents, ForwardError, Waiting
+from engine.inference.forward_runner import ForwardRunner, adapter_rows
+from engine.inference.sequence import Sequence
+from engine.inference.step_budget import StepBudget
+from engine.models.kv_cache import BatchKVCache
+from engine.models.vision.image_inputs import ImageInputs
+from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, NoFreeBlocks
+from engine.paging.block_table import BlockTable, block_keys, blocks_of, root_key
+from engine.paging.flat_model import FlatModel
+from engine.paging.paged_cache import FlatRow
+from engine.punica.mapping import LoRAMapping
+
+
+class PagedRow:
+    """A sequence of the batch and its blocks.
+
+    `tokens`: those to be prefilled. `offset`: see `FlatRow`. `keys`: of its full blocks that may be
+    shared, without the last token; empty if none may.
+    """
+
+    def __init__(self, sequence: Sequence, pool: BlockPool, root: bytes | None) -> None:
+        self.sequence: Final = sequence
+        self.table: Final = BlockTable(pool, root)
+        self.tokens: Final = sequence.tokens
+        images = sequence.images
+        self.offset: Final = 0 if images is None else images.offset
+        self.keys: Final = [] if root is None else list(block_keys(root, self.tokens[:-1]))
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the prompt is in the cache."""
+        return self.table.length >= len(self.tokens)
+
+    @property
+    def left(self) -> int:
+        """The tokens that are not in the cache: of the prompt, or the one sampled last."""
+        return 1 if self.is_prefilled else len(self.tokens) - self.table.length
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether the sequence can be computed again."""
+        return self.sequence.can_resume or self.sequence.images is not None
+
+    @property
+    def tokens_max(self) -> int:
+        """The most tokens that the sequence will have in the cache."""
+        return len(self.sequence.prompt) + self.sequence.command.sampling.max_tokens
+
+    @property
+    def missing_blocks(self) -> int:
+        """The blocks that the sequence needs until its prompt is in the cache, or to its end."""
+        tokens = len(self.tokens) if self.sequence.can_resume else self.tokens_max
+        return max(0, blocks_of(tokens) - len(self.table.blocks))
+
+    def next_tokens(self, count: int) -> FlatRow:
+        """Return the next `count` tokens of the sequence, for which blocks are reserved."""
+        if self.is_prefilled:
+            return FlatRow([self.sequence.output.tokens[-1]], self.table, self.offset)
+        begin = self.table.length
+        return FlatRow(self.tokens[begin : begin + count], self.table, self.offset)
+
+
+class PagedBatch:
+    """Sequences over the blocks of `flat`.
+
+    `shares_prefixes`: whether blocks are reused. `lacks_memory`: as in `SequenceBatch`.
+    """
+
+    def __init__(
+        self,
+        runner: ForwardRunner,
+        flat: FlatModel,
+        budget: StepBudget,
+        events: BatchEvents,
+        *,
+        shares_prefixes: bool,
+    ) -> None:
+        self.budget: Final = budget
+        self.pool: Final = BlockPool(flat.cache.blocks)
+        self._runner = runner
+        self._flat = flat
+        self._events = events
+        self._shares_prefixes = shares_prefixes
+        # In the order in which they were admitted.
+        self._rows: list[PagedRow] = []
+        self.lacks_memory = False
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences that are decoded."""
+        return [row.sequence for row in self._rows if row.is_prefilled]
+
+    @property
+    def prefilling(self) -> list[Sequence]:
+        """The sequences whose prompts are not yet in the cache."""
+        return [row.sequence for row in self._rows if not row.is_prefilled]
+
+    @property
+    def tokens_held(self) -> int:
+        """The tokens in the blocks that sequences hold, each shared block counted once."""
+        lengths = {
+            block: min(BLOCK_TOKENS, row.table.length - number * BLOCK_TOKENS)
+            for row in self._rows
+            for number, block in enumerate(row.table.blocks)
+        }
+        return sum(max(0, length) for length in lengths.values())
+
+    def admit(self, waiting: Waiting) -> int:
+        """Take waiting sequences while there are blocks for their prompts."""
+        count, self.lacks_memory = 0, False
+        while waiting.queue and len(self._rows) < waiting.rows_max:
+            if waiting.one_by_one and (count or self.prefilling):
+                break
+            row = self._row_of(waiting.queue.first())
+            if not self._fits(row):
+                self.lacks_memory = True
+                break
+            waiting.queue.pop()
+            if waiting.is_resident(row.sequence):
+                self._add(row)
+                count += 1
+        return count
+
+    def keep(self, stays: Callable[[Sequence], bool]) -> None:
+        """Drop all sequences but those for which `stays` returns True."""
+        self._leave([row for row in self._rows if not stays(row.sequence)])
+
+    def step(self) -> None:
+        """Run one flat pass of all running sequences and of chunks of the prompts."""
+        unread = next((row for row in self._rows if row.sequence.images is not None), None)
+        if unread is not None:
+            self._prefill_images(unread)
+        self._reserve_for_running()
+        chunks = self._chunks(max(1, self.budget.tokens - len(self.running)))
+        parts = [(row, 1) for row in self._rows if row.is_prefilled]
+        parts += [(row, count) for row, count in chunks if row in self._rows]
+        if parts:
+            self._run(parts)
+
+    def _row_of(self, sequence: Sequence) -> PagedRow:
+        root = None
+        if self._shares_prefixes:
+            version = self._runner.slots.version_of(sequence.command)
+            root = root_key(version, _digest(sequence.images))
+        return PagedRow(sequence, self.pool, root)
+
+    def _fits(self, row: PagedRow) -> bool:
+        """Whether there are blocks for a sequence, after those promised to the others."""
+        if not self._rows:
+            return True
+        found = self._reusable(row)
+        promised = sum(one.missing_blocks for one in self._rows if not one.is_prefilled)
+        # One more block for each sequence, so that the next steps preempt nothing.
+        growth = len(self._rows) + 1
+        needed = row.missing_blocks - len(found) + growth
+        return needed + promised <= self.pool.available - self.pool.kept_among(found)
+
+    def _reusable(self, row: PagedRow) -> list[int]:
+        """Return the blocks of other sequences that a sequence can begin with.
+
+        Images are read at once, so either all of them are in these blocks, or none is used.
+        """
+        found = self.pool.find(row.keys)
+        if row.sequence.images is not None:
+            media = self._runner.model.media_tokens
+            last = max((at for at, token in enumerate(row.tokens) if token in media), default=-1)
+            if last < 0 or len(found) * BLOCK_TOKENS <= last:
+                return []
+        return found
+
+    def _add(self, row: PagedRow) -> None:
+        self._rows.append(row)
+        self._reuse(row)
+        if not row.sequence.can_resume:
+            row.table.reserve(row.tokens_max)
+
+    def _reuse(self, row: PagedRow) -> None:
+        """Begin a sequence that has computed nothing with the blocks of others."""
+        if row.table.length == row.table.capacity == row.table.reused:
+            found = self._reusable(row)
+            if len(found) > len(row.table.blocks):
+                row.table.reuse(found, row.keys)
+                row.sequence.images = None
+
+    def _reserve_for_running(self) -> None:
+        """Reserve the next token of every running sequence, oldest first."""
+        for row in list(self._rows):
+            if row.is_prefilled:
+                self._reserve_or_preempt(row, row.table.length + 1)
+
+    def _reserve_or_preempt(self, row: PagedRow, tokens: int) -> None:
+        """Reserve blocks for a sequence; preempt those that began last while there are too few.
+
+        The sequence itself is preempted if no later one can be computed again.
+        """
+        while row in self._rows:
+            try:
+                row.table.reserve(tokens, row.tokens_max)
+            except NoFreeBlocks:
+                later = self._rows[self._rows.index(row) + 1 :]
+                victim = next((one for one in reversed(later) if one.can_leave), row)
+                self._leave([victim])
+                self._events.on_preemption([victim.sequence])
+            else:
+                return
+
+    def _chunks(self, tokens: int) -> list[tuple[PagedRow, int]]:
+        """Divide `tokens` among the prompts: half for the oldest, then the shortest ones first.
+
+        The oldest one receives what the others leave, and blocks of sequences that began later.
+        """
+        eligible = self._not_computed_by_others()
+        if not eligible:
+            return []
+        oldest, *others = eligible
+        others.sort(key=lambda row: row.left)
+        counts = dict.fromkeys(map(id, eligible), 0)
+        first = -(-tokens // 2) if others else tokens
+        for row, share in ((oldest, first), *((row, tokens) for row in others), (oldest, tokens)):
+            count = min(row.left - counts[id(row)], share, tokens)
+            end = row.table.length + counts[id(row)] + count
+            if row is oldest:
+                self._reserve_or_preempt(row, end)
+            elif row in self._rows and not _reserve(row, end):
+                continue
+            if row in self._rows:
+                tokens -= count
+                counts[id(row)] += count
+        return [(row, counts[id(row)]) for row in eligible if counts[id(row)]]
+
+    def _not_computed_by_others(self) -> list[PagedRow]:
+        """Return the sequences with a prompt, but none whose next block another one computes."""
+        claimed: set[bytes] = set()
+        eligible = []
+        for row in self._rows:
+            if row.is_prefilled or row.sequence.images is not None:
+                continue
+            self._reuse(row)
+            begun = row.table.length // BLOCK_TOKENS
+            keys = row.keys[begun:]
+            if row.table.length == row.table.reused and keys and keys[0] in claimed:
+                continue
+            claimed.update(keys)
+            eligible.append(row)
+        return eligible
+
+    def _run(self, parts: list[tuple[PagedRow, int]]) -> None:
+        """Run one pass, count its tokens, and report a token of each sequence without a prompt."""
+        rows = [row for row, _ in parts]
+        sequences = [row.sequence for row in rows]
+        flat_rows = [row.next_tokens(count) for row, count in parts]
+        ids = adapter_rows(sequences)
+        counts = torch.tensor([len(part.tokens) for part in flat_rows])
+        mapping = LoRAMapping(
+            ids.repeat_interleave(counts), ids, is_prefill=bool((counts > 1).any())
+        )
+        try:
+            logits = self._runner.forward(
+                sequences, mapping, partial(self._flat.forward, flat_rows)
+            )
+        except ForwardError as failure:
+            self._give_way(rows, failure)
+            return
+        for row, part in zip(rows, flat_rows, strict=True):
+            row.table.advance(part.end, partial(_tokens_of, row))
+        self._report(rows, logits)
+
+    def _report(self, rows: list[PagedRow], logits: Tensor) -> None:
+        """Sample a token of each sequence whose prompt is in the cache; drop those that end."""
+        done = [number for number, row in enumerate(rows) if row.is_prefilled]
+        if not done:
+            return
+        sequences = [rows[number].sequence for number in done]
+        tokens = self._runner.sample(sequences, logits[done])
+        staying = set(self._events.on_tokens(sequences, tokens))
+        self._leave([rows[number] for at, number in enumerate(done) if at not in staying])
+
+    def _prefill_images(self, row: PagedRow) -> None:
+        """Run a prompt with images alone through the padded pass, and copy its cache to blocks."""
+        sequence = row.sequence
+        ids, images = adapter_rows([sequence]), [sequence.images]
+        mapping = LoRAMapping(ids.expand(len(row.tokens)), ids, is_prefill=len(row.tokens) > 1)
+        try:
+            logits = self._runner.forward([sequence], mapping, partial(self._read, row), images)
+        except ForwardError as failure:
+            self._give_way([row], failure)
+            return
+        row.table.advance(len(row.tokens), partial(_tokens_of, row))
+        sequence.images = None
+        self._report([row], logits)
+
+    def _read(self, row: PagedRow) -> Tensor:
+        padded = BatchKVCache([len(row.tokens)], [row.offset])
+        logits = self._runner.model.forward(
+            torch.tensor([row.tokens]), padded, [row.sequence.images]
+        )
+        self._flat.cache.adopt(row.table, padded)
+        return logits
+
+    def _give_way(self, rows: list[PagedRow], failure: ForwardError) -> None:
+        self._leave(rows)
+        self._events.on_failure([row.sequence for row in rows], failure)
+
+    def _leave(self, rows: Iterable[PagedRow]) -> None:
+        leaving = {id(row) for row in rows}
+        for row in rows:
+            row.table.release()
+        self._rows = [row for row in self._rows if id(row) not in leaving]
+
+
+def _reserve(row: PagedRow, tokens: int) -> bool:
+    """Reserve blocks for `tokens` tokens of a sequence; return False where there are too few."""
+    try:
+        row.table.reserve(tokens, row.tokens_max)
+    except NoFreeBlocks:
+        return False
+    return True
+
+
+def _tokens_of(row: PagedRow) -> list[int]:
+    return row.sequence.tokens
+
+
+def _digest(images: ImageInputs | None) -> bytes:
+    """Return a digest of everything that images add to a model's inputs; empty without images."""
+    if images is None:
+        return b""
+    digest = blake2b(digest_size=16)
+    named = {**images.tensors, **images.token_types, "positions": images.positions}
+    for name, tensor in sorted(named.items()):
+        if tensor is not None:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.digest()

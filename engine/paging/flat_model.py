@@ -1,0 +1,148 @@
+"""Flat forward passes of a model: all rows' new tokens in one line, without padding.
+
+Prompt chunks and decoding rows share a pass. Whether a model can be run so is tried out when the
+engine starts, against the model's own forward pass; what counts is the result, not its name.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from engine.errors import MODEL_CODE_ERRORS
+from engine.models.causal_model import CausalModel
+from engine.models.kv_cache import BatchKVCache
+from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
+from engine.paging.attention import flat_attention
+from engine.paging.block_pool import BlockPool
+from engine.paging.block_table import BlockTable
+from engine.paging.paged_cache import FlatRow, FlatStep, PagedKVCache
+
+MapTokens = Callable[[int, int], None]
+"""Prepares the adapters' mapping for a pass of (tokens, sampled rows), all of one adapter."""
+
+_LENGTHS: Final = (5, 2, 19)
+"""The prompts of the trial; the last one exceeds a block."""
+
+_CHUNKS: Final = ((5, 1, 7), (1, 1, 11), (1, 1, 1), (1, 1, 1))
+"""The tokens of each row per pass of the trial: chunks next to decode steps."""
+
+
+class FlatRefused(Exception):  # noqa: N818 - named like the engine's other refusals
+    """A model can't be run in flat passes; the text is the reason."""
+
+
+class FlatModel:
+    """A model over a paged cache of `blocks` blocks."""
+
+    def __init__(self, model: CausalModel, blocks: int) -> None:
+        self.cache: Final = PagedKVCache(blocks)
+        self._model = model
+        self._configs = _configs_of(model.model.config)
+
+    def allocate(self) -> None:
+        """Make the buffers of all layers now, by a pass of one token."""
+        table = BlockTable(BlockPool(self.cache.blocks), None)
+        table.reserve(1)
+        self.forward([FlatRow([0], table)])
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[FlatRow]) -> Tensor:
+        """Return the logits after each row's last token, [rows, vocabulary].
+
+        The rows' tables have blocks for their new tokens, and do not count them yet.
+        """
+        model, device = self._model, self._model.device
+        step = FlatStep(rows, device)
+        tokens = torch.tensor([[token for row in rows for token in row.tokens]], device=device)
+        positions = [
+            index + row.offset for row in rows for index in range(row.table.length, row.end)
+        ]
+        last = torch.tensor([span.end - 1 for span in step.spans], device=device)
+        arguments: dict[str, Any] = {"past_key_values": self.cache.cache, "use_cache": True}
+        if "position_ids" in model.accepts:
+            arguments["position_ids"] = torch.tensor([positions], device=device)
+        selects = "logits_to_keep" in model.accepts
+        if selects:
+            arguments["logits_to_keep"] = last
+        self.cache.step = step
+        try:
+            with flat_attention(self._configs, step):
+                output = model.model(tokens, **arguments)
+        finally:
+            self.cache.step = None
+        logits: Tensor = output.logits[0]
+        return logits if selects else logits[last]
+
+
+def _configs_of(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return a configuration and those of its parts, parents first."""
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    return [config, *(found for part in parts if part is not None for found in _configs_of(part))]
+
+
+def try_flat(model: CausalModel, map_tokens: MapTokens) -> int:
+    """Return the bytes of one block where flat passes give the model's own logits.
+
+    Raises `FlatRefused` with the reason where they do not.
+    """
+    if "position_ids" not in model.accepts:
+        raise FlatRefused("the model accepts no positions")
+    tokens = [
+        [(7 * index + 3 * row + 1) % model.vocab_size for index in range(length + len(_CHUNKS))]
+        for row, length in enumerate(_LENGTHS)
+    ]
+    flat = FlatModel(model, 8)
+    try:
+        found = _flat_logits(flat, tokens, map_tokens)
+    except MODEL_CODE_ERRORS as error:
+        raise FlatRefused(f"{type(error).__name__}: {error}") from error
+    for row, (ends, logits) in enumerate(found):
+        expected = _own_logits(model, tokens[row], ends, map_tokens)
+        distance = float((logits.double() - expected.double()).norm() / expected.double().norm())
+        allowed = ERRORS_MAX.get(expected.dtype, ERROR_MAX_HALF)
+        if not distance <= allowed:
+            raise FlatRefused(
+                f"a flat pass differs from the model's own (relative norm {distance:.1e}, at most "
+                f"{allowed:.0e})"
+            )
+    return flat.cache.block_bytes
+
+
+def _flat_logits(
+    flat: FlatModel, tokens: Sequence[Sequence[int]], map_tokens: MapTokens
+) -> list[tuple[list[int], Tensor]]:
+    """Return each row's numbers of tokens after each pass, and its logits, [passes, vocabulary]."""
+    pool = BlockPool(flat.cache.blocks)
+    tables = [BlockTable(pool, None) for _ in tokens]
+    # The order in which blocks are reserved makes the last row's blocks not adjacent.
+    tables[2].reserve(1)
+    tables[0].reserve(1)
+    ends: list[list[int]] = [[] for _ in tokens]
+    logits = []
+    for chunks in _CHUNKS:
+        rows = []
+        for table, known, chunk in zip(tables, tokens, chunks, strict=True):
+            table.reserve(table.length + chunk)
+            rows.append(FlatRow(known[table.length : table.length + chunk], table))
+        map_tokens(sum(chunks), len(rows))
+        logits.append(flat.forward(rows))
+        for row, end in zip(rows, ends, strict=True):
+            row.table.advance(row.end, list)
+            end.append(row.table.length)
+    return list(zip(ends, torch.stack(logits, dim=1), strict=True))
+
+
+def _own_logits(
+    model: CausalModel, tokens: Sequence[int], ends: Sequence[int], map_tokens: MapTokens
+) -> Tensor:
+    """Return one row's logits after each of these numbers of tokens, [ends, vocabulary]."""
+    cache = BatchKVCache([0])
+    logits = []
+    for begin, end in zip([0, *ends], ends, strict=False):
+        cache.lengths = [end]
+        map_tokens(end - begin, 1)
+        logits.append(model.forward(torch.tensor([tokens[begin:end]]), cache)[0])
+    return torch.stack(logits)

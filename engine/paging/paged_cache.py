@@ -1,0 +1,198 @@
+"""The memory of blocks, one pair of buffers per layer, and what one forward pass does with it.
+
+Buffers are [tokens, heads, head_dim], so that adjacent blocks of a row are read in place, as one
+view, and a token is written as one contiguous piece. A row reads its own tokens only, never the
+rest of a block, so nothing that another row has left can reach it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from engine.models.kv_cache import BatchKVCache
+from engine.paging.block_pool import BLOCK_TOKENS
+from engine.paging.block_table import BlockTable
+
+
+class FlatRow(NamedTuple):
+    """A row's part of a forward pass: its new tokens, after the `table.length` tokens before.
+
+    `offset`: the position of a token minus its index in the row; not 0 after images.
+    """
+
+    tokens: Sequence[int]
+    table: BlockTable
+    offset: int = 0
+
+    @property
+    def end(self) -> int:
+        """The number of the row's tokens after the pass."""
+        return self.table.length + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class RowSpan:
+    """Where a row is: queries `begin` to `end` of the pass, and `length` tokens in the cache.
+
+    `first_token`: of the row's memory, if its blocks are adjacent; else -1, and `blocks` are its
+    numbers, [blocks] int64 on the device.
+    """
+
+    begin: int
+    end: int
+    length: int
+    first_token: int
+    blocks: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """The number of queries."""
+        return self.end - self.begin
+
+
+class FlatStep:
+    """One forward pass: the rows' places, and where each new token is written.
+
+    `written`: [tokens] int64 on the device. `layer_of`: the layer that was given these keys.
+    """
+
+    def __init__(self, rows: Sequence[FlatRow], device: torch.device) -> None:
+        self.spans: list[RowSpan] = []
+        written: list[int] = []
+        for row in rows:
+            begin = len(written)
+            blocks = row.table.blocks
+            written += [
+                blocks[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
+                for index in range(row.table.length, row.end)
+            ]
+            used = blocks[: -(-row.end // BLOCK_TOKENS)]
+            is_run = all(after == before + 1 for before, after in pairwise(used))
+            self.spans.append(
+                RowSpan(
+                    begin,
+                    len(written),
+                    row.end,
+                    used[0] * BLOCK_TOKENS if is_run else -1,
+                    None if is_run else torch.tensor(used, device=device),
+                )
+            )
+        self.written = torch.tensor(written, device=device)
+        self._layers: dict[int, PagedLayer] = {}
+        # Keeps the identities of `_layers` unique during the pass.
+        self._keys: list[Tensor] = []
+
+    def add_layer(self, keys: Tensor, layer: "PagedLayer") -> None:
+        """Record that a layer was given these keys."""
+        self._layers[id(keys)] = layer
+        self._keys.append(keys)
+
+    def layer_of(self, keys: Tensor) -> "PagedLayer":
+        """Return the layer that was given these keys; raises `LookupError` for other tensors."""
+        return self._layers[id(keys)]
+
+
+class PagedKVCache:
+    """The memory of `blocks` blocks in every layer; buffers are made by the first forward pass.
+
+    `cache` is what the model is called with, `step` the forward pass that it is called for.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+        self.step: FlatStep | None = None
+        self.cache = Cache(layer_class_to_replicate=partial(PagedLayer, self))
+
+    @property
+    def layers(self) -> list["PagedLayer"]:
+        """The layers that hold keys and values."""
+        return [layer for layer in self.cache.layers if layer.is_initialized]
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block in all layers, known after the first forward pass."""
+        return sum(layer.token_bytes for layer in self.layers) * BLOCK_TOKENS
+
+    def adopt(self, table: BlockTable, padded: BatchKVCache) -> None:
+        """Copy the keys and values of a padded batch of one row into the blocks of `table`."""
+        [length] = padded.lengths
+        step = FlatStep([FlatRow([0] * length, table)], padded.layers[0].device)
+        for index, layer in enumerate(padded.cache.layers):
+            if layer.is_initialized:
+                self.step = step
+                self.cache.update(layer.keys, layer.values, index)
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values: two buffers of [blocks * BLOCK_TOKENS, heads, head_dim]."""
+
+    is_sliding = False
+
+    def __init__(self, owner: PagedKVCache) -> None:
+        super().__init__()
+        self._owner = owner
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of one token's keys and values."""
+        return sum(buffer[0].nbytes for buffer in (self.keys, self.values))
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for all blocks; a CPU provides the memory only when it is written."""
+        tokens = self._owner.blocks * BLOCK_TOKENS
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self.keys, self.values = (
+                states.new_empty((tokens, states.shape[1], states.shape[3]))
+                for states in (key_states, value_states)
+            )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write one pass's states, [1, heads, tokens, head_dim], and return them unchanged.
+
+        The attention function reads the others, for each row separately.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        step = self._owner.step
+        if step is None:
+            raise RuntimeError("a paged cache is used outside of a flat forward pass")
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            buffer.index_copy_(0, step.written, states[0].transpose(0, 1))
+        step.add_layer(key_states, self)
+        return key_states, value_states
+
+    def read(self, span: RowSpan, first: int) -> tuple[Tensor, Tensor]:
+        """Return a row's keys and values from token `first` on, [1, heads, tokens, head_dim]."""
+        if span.blocks is None:
+            own = slice(span.first_token + first, span.first_token + span.length)
+            keys, values = self.keys[own], self.values[own]
+        else:
+            keys, values = (
+                buffer.view(-1, BLOCK_TOKENS, *buffer.shape[1:])
+                .index_select(0, span.blocks[first // BLOCK_TOKENS :])
+                .flatten(0, 1)[first % BLOCK_TOKENS :][: span.length - first]
+                for buffer in (self.keys, self.values)
+            )
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+    def get_seq_length(self) -> int:
+        """Return 0: positions and masks are given for each row."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the pass's own tokens: the attention function knows those of each row."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: the length has no bound."""
+        return -1
