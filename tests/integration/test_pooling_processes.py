@@ -1,13 +1,16 @@
 """Embedding and classifying end to end: a client, a controller and an engine, each a process."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import openai
 import pytest
 import torch
 
 from controller.client import Client, NotServed
 from messages.requests import PoolingTask
 from tests.support.engine.serve_process import serve, status_once
+from tests.support.gateway.served import serve_gateway
 from tests.support.models.pooling_examples import (
     ADAPTERS,
     CLASSIFIERS,
@@ -56,10 +59,27 @@ def test_a_client_gets_what_peft_computes(
             # The second round requests from a controller that restored this state from its log.
             process.kill()
             process.start()
+        if task == "embed":
+            check_over_http(directory, wanted)
         with pytest.raises(NotServed, match=f"served to {task}, not to generate"):
             client.generate((1, 2)).text()
         names = [type(item.event).__name__ for item in client.events(since=0, follow=False)]
-        assert names.count("PoolingFinished") == 2 * len(NAMES)
+        rounds = 3 if task == "embed" else 2
+        assert names.count("PoolingFinished") == rounds * len(NAMES)
+
+
+def check_over_http(directory: Path, wanted: dict[str | None, list[list[float]]]) -> None:
+    """Compare what the `openai` client gets from a gateway."""
+    with (
+        serve_gateway(SimpleNamespace(directory=directory)) as gateway,
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", timeout=HANG_S) as client,
+    ):
+        for name, rows in wanted.items():
+            inputs = [list(text) for text in TEXTS]
+            answer = client.embeddings.create(model=name or "", input=inputs)
+            assert answer.usage.prompt_tokens == sum(map(len, TEXTS))
+            found = torch.tensor([item.embedding for item in answer.data])
+            torch.testing.assert_close(found, torch.tensor(rows), rtol=1e-5, atol=1e-6)
 
 
 def test_two_ranks_classify_with_adapters_heads_as_peft(tmp_path: Path) -> None:
