@@ -8,6 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.server.process import KEEP_ALIVE_S
+
 
 async def _echo(request: Request) -> Response:
     return Response(await request.body(), media_type="application/json")
@@ -16,7 +18,14 @@ async def _echo(request: Request) -> Response:
 def main() -> None:
     """Serve with the settings of the gateway."""
     app = Starlette(routes=[Route("/v1/completions", _echo, methods=["POST"])])
-    uvicorn.run(app, port=int(sys.argv[1]), log_config=None, access_log=False, lifespan="off")
+    uvicorn.run(
+        app,
+        port=int(sys.argv[1]),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
 
 
 if __name__ == "__main__":

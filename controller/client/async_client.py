@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import suppress
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import zmq
@@ -192,11 +193,10 @@ class AsyncClient:
     async def _wait(self, call: ClientCall, ready: Callable[[], bool]) -> None:
         if not self._tasks:
             raise ValueError("the client is not open; use `async with AsyncClient(...)`")
-        changed = asyncio.Event()
-        call.on_change = changed.set
         while not ready():
-            changed.clear()
-            await changed.wait()
+            changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            call.on_change = partial(_resolve, changed)
+            await changed
 
     def _wake(self) -> None:
         """Wake the sending task if a frame is due before the end of its sleep."""
@@ -204,10 +204,15 @@ class AsyncClient:
             self._wakeup.set()
 
     async def _read_frames(self) -> None:
+        # Frames that have arrived are read without a future each. The next `await` looks for
+        # further ones before it waits, so none is missed.
+        arrived: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
         while True:
-            for _ in range(_FRAMES_PER_YIELD):
-                self._session.receive(await self._socket.recv(), time.monotonic())
-                self._wake()
+            self._session.receive(await self._socket.recv(), time.monotonic())
+            with suppress(zmq.Again):
+                for _ in range(_FRAMES_PER_YIELD):
+                    self._session.receive(arrived.recv(zmq.NOBLOCK), time.monotonic())
+            self._wake()
             await asyncio.sleep(0)
 
     async def _send_frames(self) -> None:
@@ -226,6 +231,12 @@ class AsyncClient:
         """Settle all calls if a task failed: without it no answer would be received."""
         if not task.cancelled() and task.exception() is not None:
             self._session.close(f"the client's task ended: {task.exception()!r}")
+
+
+def _resolve(changed: "asyncio.Future[None]") -> None:
+    """Wake the task that waits, if it still does."""
+    if not changed.done():
+        changed.set_result(None)
 
 
 def _seconds_until(when: float) -> float | None:

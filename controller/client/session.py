@@ -250,11 +250,10 @@ class Session:
         raises `Malformed` here.
         """
         self._count += 1
-        request = msgspec.structs.replace(call.request, request_id=str(self._count))
-        if not isinstance(request, _WITHOUT_TIMEOUT):
-            milliseconds = max(1, math.ceil(call.timeout_s * 1000))
-            request = msgspec.structs.replace(request, timeout_ms=milliseconds)
-        call.request = request
+        numbered: dict[str, str | int] = {"request_id": str(self._count)}
+        if not isinstance(call.request, _WITHOUT_TIMEOUT):
+            numbered["timeout_ms"] = max(1, math.ceil(call.timeout_s * 1000))
+        request = call.request = msgspec.structs.replace(call.request, **numbered)
         _check_names(request)
         try:
             call.body = REQUESTS.encode_body(request)

@@ -6,6 +6,7 @@ from typing import Final, TypeVar
 import msgspec
 from starlette.types import Receive, Scope
 
+from gateway.http.connection import connection_of
 from gateway.http.errors import HttpError
 
 Body = TypeVar("Body")
@@ -31,6 +32,9 @@ async def read_body(scope: Scope, receive: Receive, bytes_max: int, timeout_s: f
     length = header_of(scope, b"content-length")
     if length.isascii() and length.isdigit() and int(length) > bytes_max:
         raise _too_long(bytes_max)
+    connection = connection_of(scope)
+    if connection is not None and connection.has_received_all:
+        return await _read(receive, bytes_max)
     try:
         async with asyncio.timeout(timeout_s):
             return await _read(receive, bytes_max)

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from controller.client import LoradockError
 from gateway.http.bodies import TEXT_BYTES_MAX, Disconnected, check_json_type, decode, read_body
+from gateway.http.disconnects import watch_of
 from gateway.http.errors import HttpError, error_of, error_response
 from gateway.http.streams import EventStream
 
@@ -77,16 +78,15 @@ class EndpointApp:
         except HttpError as error:
             await error_response(error)(scope, receive, send)
             return
-        work = asyncio.current_task()
-        watch = asyncio.ensure_future(_cancel_on_disconnect(receive, work))
+        watch = watch_of(scope, receive)
         try:
             await self._serve(arguments, scope, receive, send)
         except asyncio.CancelledError:
             # The server cancels too, when it ends; only a client that left is handled here.
-            if work is None or not watch.done() or work.uncancel() > 0:
+            if not watch.take_cancellation():
                 raise
         finally:
-            watch.cancel()
+            watch.end()
 
     async def _arguments(self, scope: Scope, receive: Receive) -> tuple[Any, ...]:
         request = Request(scope)
@@ -112,10 +112,3 @@ class EndpointApp:
             return error_response(error)
         except LoradockError as error:
             return error_response(error_of(error))
-
-
-async def _cancel_on_disconnect(receive: Receive, work: asyncio.Task[Any] | None) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    if work is not None:
-        work.cancel()

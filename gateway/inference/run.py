@@ -27,7 +27,6 @@ class Run:
     def __init__(self, generations: Sequence[AsyncGeneration], recorder: Recorder) -> None:
         self._generations = generations
         self._measurements = [recorder.begin() for _ in generations]
-        self._outputs: asyncio.Queue[Output | LoradockError] = asyncio.Queue(maxsize=1)
         self._readers: list[asyncio.Task[None]] = []
         self._first: Output | None = None
         self._source = self._read_one(0) if len(generations) == 1 else self._read_all()
@@ -71,20 +70,21 @@ class Run:
             yield Output(choice, "", (), result)
 
     async def _read_all(self) -> AsyncGenerator[Output, None]:
+        outputs: asyncio.Queue[Output | LoradockError] = asyncio.Queue(maxsize=1)
         for choice in range(self.choices):
-            self._readers.append(asyncio.create_task(self._forward(choice)))
+            self._readers.append(asyncio.create_task(self._forward(choice, outputs)))
         running = self.choices
         while running:
-            output = await self._outputs.get()
+            output = await outputs.get()
             if isinstance(output, LoradockError):
                 raise output
             running -= output.done is not None
             yield output
 
-    async def _forward(self, choice: int) -> None:
+    async def _forward(self, choice: int, outputs: "asyncio.Queue[Output | LoradockError]") -> None:
         try:
             async for output in self._read_one(choice):
-                await self._outputs.put(output)
+                await outputs.put(output)
         except LoradockError as error:
             # Raised again where the outputs are read.
-            await self._outputs.put(error)
+            await outputs.put(error)

@@ -2,13 +2,15 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.endpoints import Endpoint, EndpointApp, Limits
 from gateway.http.errors import HttpError, error_response
@@ -19,7 +21,7 @@ from gateway.server.gateway import Gateway
 from gateway.server.openapi import openapi_document
 from gateway.server.routes import endpoints
 
-_TRUE = ("1", "true", "yes", "on")
+_TRUE: Final = ("1", "true", "yes", "on")
 
 
 def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -> ASGIApp:
@@ -35,12 +37,15 @@ def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -
     async def openapi(_: Request) -> Response:
         return Response(document, media_type="application/json")
 
-    routes = [_route(one, limits, keys, updating=updating) for one in table]
+    apps = [(one, _app_of(one, limits, keys, updating=updating)) for one in table]
+    routes = [Route(one.path, app, methods=[one.method]) for one, app in apps]
     app = Starlette(
         routes=[*routes, Route("/openapi.json", openapi)],
         exception_handlers={HTTPException: _on_http_exception, Exception: _on_exception},
     )
-    return HeaderLimit(app, config.header_bytes_max)
+    exact: dict[tuple[str, str], ASGIApp]
+    exact = {(one.method, one.path): app for one, app in apps if "{" not in one.path}
+    return HeaderLimit(ExactPaths(exact, app), config.header_bytes_max)
 
 
 def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bool:
@@ -49,7 +54,32 @@ def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bo
     return config.allow_runtime_lora_updating or variable in _TRUE
 
 
-def _route(endpoint: Endpoint, limits: Limits, keys: ApiKeys, *, updating: bool) -> Route:
+class ExactPaths:
+    """An application around another: requests with these methods and paths bypass its routes.
+
+    A route is found by trying one after another, which costs as much as the rest of the framework.
+    """
+
+    def __init__(self, apps: Mapping[tuple[str, str], ASGIApp], app: ASGIApp) -> None:
+        self._apps = apps
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; a mistake of ours is answered, and raised for the server's log."""
+        app = self._apps.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if app is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            await app(scope, receive, send)
+        except Exception:
+            # An answer that has begun can't be replaced by another.
+            with suppress(RuntimeError):
+                await _failure()(scope, receive, send)
+            raise
+
+
+def _app_of(endpoint: Endpoint, limits: Limits, keys: ApiKeys, *, updating: bool) -> ASGIApp:
     app: ASGIApp = EndpointApp(endpoint, limits)
     if endpoint.access == "updating" and not updating:
         message = (
@@ -59,7 +89,7 @@ def _route(endpoint: Endpoint, limits: Limits, keys: ApiKeys, *, updating: bool)
         app = RefusingApp(HttpError(403, message))
     if endpoint.access != "public":
         app = KeyedApp(app, keys)
-    return Route(endpoint.path, app, methods=[endpoint.method])
+    return app
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -74,4 +104,11 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_exception(_: Request, __: Exception) -> Response:
     """Answer for a mistake of ours, which the server logs."""
-    return error_response(HttpError(500, "the gateway failed; its log contains the reason"))
+    return _failure()
+
+
+def _failure() -> Response:
+    response = error_response(HttpError(500, "the gateway failed; its log contains the reason"))
+    # The server closes the connection after it has logged the exception.
+    response.headers["connection"] = "close"
+    return response

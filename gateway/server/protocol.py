@@ -1,9 +1,12 @@
-"""uvicorn's HTTP protocol with bounds on the head of a request: its length and its time."""
+"""uvicorn's HTTP protocol with bounds on the head of a request, and reports of lost connections."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.http.connection import CONNECTION
 
 _REFUSAL: Final = (
     b"HTTP/1.1 %d %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: 0\r\n"
@@ -22,6 +25,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._extensions: dict[str, Any] = {CONNECTION: self}
+        self._on_lost: Callable[[], None] | None = None
+        self._is_lost = False
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first head."""
@@ -29,9 +35,23 @@ class BoundedProtocol(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting."""
+        """Stop waiting, and report the loss to the request in progress."""
         self._stop_timer()
         super().connection_lost(exc)
+        self._is_lost = True
+        if self._on_lost is not None:
+            self._on_lost()
+
+    @property
+    def has_received_all(self) -> bool:
+        """Whether no message is incomplete."""
+        return self._in_head
+
+    def set_on_lost(self, callback: Callable[[], None] | None) -> None:
+        """Call a function when the connection is lost, at once if it is; None: none any more."""
+        self._on_lost = callback
+        if callback is not None and self._is_lost:
+            callback()
 
     def data_received(self, data: bytes) -> None:
         """Parse, and refuse a head that became too long."""
@@ -47,6 +67,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Begin the request."""
         self._in_head, self._head_bytes = False, 0
         self._stop_timer()
+        self.scope["extensions"] = self._extensions
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:

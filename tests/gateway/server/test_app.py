@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from gateway.adapters import views as model_cards
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.version import VERSION
@@ -62,3 +63,19 @@ def test_the_document_describes_every_endpoint(served):
     chat = document["paths"]["/v1/chat/completions"]["post"]
     assert set(chat["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert "messages" in schemas["ChatRequest"]["required"]
+
+
+def test_a_mistake_of_ours_is_answered_in_json(served, monkeypatch):
+    # Of an endpoint with an exact path, and of one with a name in it.
+    monkeypatch.setattr(model_cards, "unix_seconds", lambda: 1 / 0)
+    for path in ("/v1/models", "/v1/models/upper"):
+        response = served.get(path)
+        assert response.status_code == response.json()["error"]["code"] == 500
+        assert "ZeroDivisionError" not in response.text
+    monkeypatch.undo()
+    assert served.get("/v1/models").status_code == 200
+
+
+def test_head_is_answered_as_get_is(served):
+    response = served.http.head("/version")
+    assert (response.status_code, response.content) == (200, b"")
