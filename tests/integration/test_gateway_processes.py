@@ -217,7 +217,7 @@ def test_two_gateways_and_200_streams_of_which_many_are_left(running):
 
 
 def test_the_page_shows_adapters_moving_through_three_slots(running, client):
-    """Each adapter is seen in a slot; `LORADOCK_ARTIFACTS` is a folder for the picture."""
+    """Each adapter is seen in a slot."""
     _, url = running
     wait_for_adapter(client, "rev")
     with browser() as one, visit(one, url.removesuffix("v1")) as visited:
@@ -235,9 +235,8 @@ def test_the_page_shows_adapters_moving_through_three_slots(running, client):
         visited.wait_for(
             "document.getElementById('log').textContent.includes('AdapterDeactivated')"
         )
-        if folder := os.environ.get("LORADOCK_ARTIFACTS"):
-            page.set_viewport_size({"width": 1200, "height": 1100})
-            page.screenshot(path=Path(folder) / "page.png")
+        page.set_viewport_size({"width": 1200, "height": 1100})
+        visited.keep_picture("page")
         # The first request for the events had no key.
         assert [text for text in visited.messages if "401" not in text] == []
 

@@ -79,3 +79,58 @@ def test_a_mistake_of_ours_is_answered_in_json(served, monkeypatch):
 def test_head_is_answered_as_get_is(served):
     response = served.http.head("/version")
     assert (response.status_code, response.content) == (200, b"")
+
+
+WRONG = (True, -1, 1.5, "\x00", [[]], {"": [{}]}, 10**30, "x" * 100_000)
+"""Values of every type of JSON, and at the ends of their ranges."""
+
+
+def fields_with_bodies(document):
+    """Yield (path, field, valid body) for each field of each body."""
+    schemas = document["components"]["schemas"]
+    for path, methods in document["paths"].items():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        for media in content.values():
+            schema = schemas[media["schema"]["$ref"].rpartition("/")[2]]
+            fields = schema.get("properties", {})
+            # Some bodies need one of several fields, which their schemas can't express.
+            alternatives = [name for name in ("prompt", "lora_name", "lora_path") if name in fields]
+            needed = {name: NEEDED[name] for name in schema.get("required") or alternatives}
+            for field in fields:
+                yield path, field, needed
+
+
+NEEDED = {
+    "prompt": "p",
+    "messages": [{"role": "user", "content": "hello"}],
+    "input": "p",
+    "text_1": "p",
+    "text_2": "p",
+    "tokens": [1],
+    "lora_name": "new",
+    "lora_path": "new",
+}
+
+
+def test_a_wrong_value_of_any_field_is_refused_by_its_name(served):
+    fields = list(fields_with_bodies(served.get("/openapi.json").json()))
+    assert len({path for path, _, _ in fields}) > 10
+    accepted = {(path, field): 0 for path, field, _ in fields}
+    others = []
+    for path, field, body in fields:
+        for value in WRONG:
+            response = served.post(path.replace("{name}", "upper"), {**body, field: value})
+            assert response.status_code < 500, (path, field, value, response.text)
+            accepted[path, field] += response.status_code == 200
+            if response.status_code == 400:
+                error = response.json().get("error") or {}
+                if error.get("param") not in (field, None):
+                    others.append((path, field, value, error))
+    assert others == []
+    # No field takes values of all types without a look at them.
+    unchecked = {field for (_, field), count in accepted.items() if count == len(WRONG)}
+    assert unchecked <= ANY
+
+
+ANY = {"tools", "documents", "chat_template_kwargs", "tool_choice"}
+"""What templates read may be any JSON."""

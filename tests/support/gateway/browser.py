@@ -1,8 +1,10 @@
 """A headless browser for tests of the page; tests are skipped where there is none."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,11 @@ class Visit:
     def chips(self, state):
         """Return the names in the column of a state."""
         return self.page.locator(f"ul[aria-label='Adapters in {state}'] button").all_inner_texts()
+
+    def keep_picture(self, name):
+        """Write a picture of the page where CI keeps its artefacts."""
+        if folder := os.environ.get("LORADOCK_ARTIFACTS"):
+            self.page.screenshot(path=Path(folder) / f"{name}.png")
 
     def wait_for(self, condition):
         """Wait until a JavaScript expression is true; the page's policy allows no other way."""
