@@ -15,7 +15,19 @@ from msgspec import Meta, Struct
 LogFormat = Literal["console", "json"]
 """The format of the log of every process on stderr."""
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+"""The least important lines of the log that are written."""
+
 _NUMBER: Final = {"metavar": "NUMBER"}
+
+
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+LORA_DTYPES: Final = ("auto", "float16", "bfloat16", "float32")
+TASKS: Final = ("auto", "generate", "embed", "classify")
+POOLINGS: Final = ("auto", "mean", "cls", "last")
+QUANTIZATIONS: Final = (
+    *("none", "torchao-int8", "torchao-int4", "bitsandbytes-8bit", "bitsandbytes-4bit", "fp8"),
+)
 
 
 class EngineOptions(Struct, frozen=True):
@@ -27,7 +39,7 @@ class EngineOptions(Struct, frozen=True):
             ge=1,
             description="Largest LoRA rank to accept: 1, 8, 16, 32, 64, 128, 256, 320 or 512. "
             "Adapters with a higher rank are refused.",
-            extra={"metavar": "RANK"},
+            extra={"metavar": "RANK", "choices": tuple(map(str, LORA_RANKS))},
         ),
     ] = 16
     lora_dtype: Annotated[
@@ -35,7 +47,7 @@ class EngineOptions(Struct, frozen=True):
         Meta(
             description="Data type of adapter weights: float16, bfloat16, float32, or auto for the "
             "base model's.",
-            extra={"metavar": "NAME"},
+            extra={"metavar": "NAME", "choices": LORA_DTYPES},
         ),
     ] = "auto"
     target_modules: Annotated[
@@ -49,14 +61,15 @@ class EngineOptions(Struct, frozen=True):
     fully_sharded_loras: Annotated[
         bool,
         Meta(
-            description="With several ranks (--tensor-parallel-size above 1), split both LoRA "
-            "matrices over the ranks instead of only one."
+            description="With --tensor-parallel-size above 1: split both LoRA matrices over the "
+            "processes instead of only one."
         ),
     ] = False
     default_mm_loras: Annotated[
         tuple[str, ...],
         Meta(
-            description="Adapter for requests that contain images and name no adapter: image=PATH.",
+            description="Adapter of requests that contain images and name no adapter: image=PATH. "
+            "Default: none.",
             extra={"metavar": "MODALITY=PATH"},
         ),
     ] = ()
@@ -98,8 +111,8 @@ class EngineOptions(Struct, frozen=True):
     device: Annotated[
         str,
         Meta(
-            description="A torch device, or auto for the first CUDA device if there is one, else "
-            "the CPU.",
+            description="Where the model runs: cpu, cuda, cuda:NUMBER, or auto for the first CUDA "
+            "device if there is one, else the CPU.",
             extra={"metavar": "DEVICE"},
         ),
     ] = "auto"
@@ -111,6 +124,7 @@ class EngineOptions(Struct, frozen=True):
         int,
         Meta(
             ge=1,
+            le=1024,
             description="Threads that read adapters, and the same number that read images.",
             extra=_NUMBER,
         ),
@@ -119,6 +133,7 @@ class EngineOptions(Struct, frozen=True):
         int,
         Meta(
             ge=1,
+            le=65_536,
             description="Largest number of sequences processed together.",
             extra=_NUMBER,
         ),
@@ -127,6 +142,7 @@ class EngineOptions(Struct, frozen=True):
         int,
         Meta(
             ge=0,
+            le=100_000_000,
             description="Largest number of tokens per step; longer prompts are processed in "
             "chunks, so that running sequences continue meanwhile. 0 chooses it from the model's "
             "speed at start.",
@@ -137,6 +153,7 @@ class EngineOptions(Struct, frozen=True):
         int,
         Meta(
             ge=1,
+            le=10_000_000,
             description="Largest number of requests that wait in the engine.",
             extra=_NUMBER,
         ),
@@ -168,6 +185,7 @@ class EngineOptions(Struct, frozen=True):
         int,
         Meta(
             ge=0,
+            le=100_000_000,
             description="Largest number of tokens of prompt and output together; 0 for the model's "
             "own limit.",
             extra=_NUMBER,
@@ -178,7 +196,7 @@ class EngineOptions(Struct, frozen=True):
         Meta(
             description="Task of the model: generate, embed, classify, or auto for what its "
             "config.json specifies.",
-            extra={"metavar": "TASK"},
+            extra={"metavar": "TASK", "choices": TASKS},
         ),
     ] = "auto"
     pooling: Annotated[
@@ -186,7 +204,7 @@ class EngineOptions(Struct, frozen=True):
         Meta(
             description="How the hidden states of an input become one vector: mean, cls, last, or "
             "auto for what the model's files specify.",
-            extra={"metavar": "KIND"},
+            extra={"metavar": "KIND", "choices": POOLINGS},
         ),
     ] = "auto"
     normalize: Annotated[
@@ -198,8 +216,8 @@ class EngineOptions(Struct, frozen=True):
     expert_parallel: Annotated[
         bool,
         Meta(
-            description="With several ranks, keep some experts whole on each rank instead of some "
-            "columns of every expert."
+            description="With --tensor-parallel-size above 1: keep some experts whole in each "
+            "process instead of some columns of every expert."
         ),
     ] = False
     capture_steps: Annotated[
@@ -214,7 +232,7 @@ class EngineOptions(Struct, frozen=True):
         Meta(
             description="Quantize the model while it is loaded: torchao-int8, torchao-int4, "
             "bitsandbytes-8bit, bitsandbytes-4bit or fp8. Default: as it was saved.",
-            extra={"metavar": "NAME"},
+            extra={"metavar": "NAME", "choices": QUANTIZATIONS},
         ),
     ] = "none"
 
@@ -273,6 +291,13 @@ class EngineArguments(EngineOptions, frozen=True, kw_only=True):
             extra={"metavar": "NAME"},
         ),
     ] = "console"
+    log_level: Annotated[
+        str,
+        Meta(
+            description="Least important lines on stderr: debug, info, warning or error.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = "info"
     parent_pid: Annotated[
         int | None,
         Meta(
@@ -308,7 +333,8 @@ class Option(NamedTuple):
     """One option of a command line; `kind` is the type of one value.
 
     `is_repeated`: may be given several times. `is_optional`: the value is None if the option is not
-    given. `value_min` is None if there is no lower bound.
+    given. `value_min` and `value_max` are None without a bound. `choices`: the allowed values, none
+    if any is.
     """
 
     field: str
@@ -318,6 +344,8 @@ class Option(NamedTuple):
     help: str
     metavar: str | None
     value_min: int | None
+    value_max: int | None
+    choices: tuple[str, ...]
     is_repeated: bool
     is_optional: bool
 
@@ -341,6 +369,8 @@ def options_of(owner: type[EngineOptions]) -> Iterator[Option]:
             meta.description,
             (meta.extra or {}).get("metavar"),
             meta.ge,
+            meta.le,
+            (meta.extra or {}).get("choices", ()),
             is_repeated=Ellipsis in others,
             is_optional=type(None) in others,
         )

@@ -28,6 +28,7 @@ class ErrorCode(StrEnum):
     OVERLOADED = "L015"
     NOT_SERVED = "L016"
     HANDLING_FAILED = "L017"
+    STOPPING = "L018"
 
 
 class Meaning(NamedTuple):
@@ -65,7 +66,7 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
         "the engine is gone, or did not answer in time", "engine crash or overload", True
     ),
     ErrorCode.MALFORMED: Meaning(
-        "malformed or oversized message, unknown version", "foreign or outdated client", False
+        "the request is not valid", "a value out of bounds, or another version", False
     ),
     ErrorCode.NOT_ALLOWED: Meaning("not allowed", "client key without this right", False),
     ErrorCode.LOG_UNAVAILABLE: Meaning(
@@ -77,5 +78,8 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ),
     ErrorCode.HANDLING_FAILED: Meaning(
         "handling failed in the controller; nothing was changed", "a defect of LoRADock", False
+    ),
+    ErrorCode.STOPPING: Meaning(
+        "the server is stopping", "`loradock stop` waits for requests in progress", True
     ),
 }

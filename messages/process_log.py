@@ -131,7 +131,7 @@ class _ProcessLog:
         return cls.writer
 
 
-def configure(log_format: str = "console", name: str = "") -> None:
+def configure(log_format: str = "console", name: str = "", log_level: str = "info") -> None:
     """Make all loggers of this process, and its uncaught exceptions, lines on stderr.
 
     `name` is that of loggers without a name. Tracebacks are plain: structlog's own show the local
@@ -143,6 +143,7 @@ def configure(log_format: str = "console", name: str = "") -> None:
     writer = _ProcessLog.shared_writer()
     structlog.configure(
         processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(log_level),
         logger_factory=lambda *names: _LineLogger(writer, names[0] if names else name),
         cache_logger_on_first_use=False,
     )

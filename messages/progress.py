@@ -16,7 +16,12 @@ _RECORD: Final = struct.Struct("<QQQQ16s")
 """Number, process id, start and bound of a step, and its name; a CRC-32 follows."""
 
 _CHECKSUM: Final = struct.Struct("<I")
-_BYTES: Final = _RECORD.size + _CHECKSUM.size
+_STEP_BYTES: Final = _RECORD.size + _CHECKSUM.size
+
+REASON_BYTES_MAX: Final = 1000
+"""Bound on the text that states why a process ends."""
+
+_BYTES: Final = _STEP_BYTES + REASON_BYTES_MAX
 
 
 class Step(NamedTuple):
@@ -65,7 +70,16 @@ class Progress:
         record = _RECORD.pack(
             self._number, os.getpid(), time.monotonic_ns(), round(bound_s * 1e9), name.encode()
         )
-        self._page[:] = record + _CHECKSUM.pack(zlib.crc32(record))
+        self._page[:_STEP_BYTES] = record + _CHECKSUM.pack(zlib.crc32(record))
+
+    def end(self, reason: str) -> None:
+        """Record why the process ends, for the supervisor's last message."""
+        data = reason.encode(errors="backslashreplace")[:REASON_BYTES_MAX]
+        self._page[_STEP_BYTES:] = data.ljust(REASON_BYTES_MAX, b"\0")
+
+    def reason(self) -> str:
+        """Return why the process ended; empty if it did not record that."""
+        return self._page[_STEP_BYTES:].rstrip(b"\0").decode(errors="replace")
 
     def clear(self) -> None:
         """Forget the step: another process will write here."""
@@ -73,7 +87,7 @@ class Progress:
 
     def read(self) -> Step | None:
         """Return the current step; None before the first one, and while one is being written."""
-        data = self._page[:]
+        data = self._page[:_STEP_BYTES]
         record = data[: _RECORD.size]
         number, pid, since_ns, bound_ns, name = _RECORD.unpack(record)
         if not number or _CHECKSUM.pack(zlib.crc32(record)) != data[_RECORD.size :]:

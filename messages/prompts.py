@@ -38,6 +38,8 @@ class IllustratedPrompt(Value, frozen=True, array_like=False):
 Prompt = TextPrompt | IllustratedPrompt
 
 
+MAX_TOKENS_DEFAULT: Final = 128
+
 TokenBias = tuple[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]]
 """A token, and what is added to its logit."""
 
@@ -77,6 +79,8 @@ class Structure(Value, frozen=True):
 class Sampling(Value, frozen=True):
     """Sampling parameters; temperature 0 is greedy, top_k 0, top_p 1 and min_p 0 do not filter.
 
+    `max_tokens` 0: `MAX_TOKENS_DEFAULT`, or fewer if the model's context has no space for more.
+
     Penalties of 0 (`repetition_penalty`: 1) change nothing. `min_tokens`: tokens before the output
     may end. `stop_token_ids` end the output as the model's own end tokens do, which `ignore_eos`
     disables. `include_stop`: the stop string is part of the text. `logprobs` (of the output) and
@@ -84,7 +88,7 @@ class Sampling(Value, frozen=True):
     outputs of the prompt; output number i is sampled with `seed` + i.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 128
+    max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0

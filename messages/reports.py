@@ -110,7 +110,8 @@ class EngineInventory(Message, frozen=True):
     `engine_id` names one start of the process. `last_op` is the highest operation that it has
     received; `running` are those without a report yet. `answers` is the number of the
     `RequestInventory` frame that it answers: only then does it cover every earlier command. 0: the
-    engine introduces itself or saw a gap, and expects a `RequestInventory`.
+    engine introduces itself or saw a gap, and expects a `RequestInventory`. `dtype` is the base
+    model's.
     """
 
     engine_id: str
@@ -122,6 +123,8 @@ class EngineInventory(Message, frozen=True):
     running: tuple[OpId, ...] = ()
     adapters: tuple[InventoryAdapter, ...] = ()
     answers: Seq = 0
+    device: str = ""
+    dtype: str = ""
 
 
 class EngineBeat(Message, frozen=True):

@@ -10,6 +10,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta
 
 from messages.base import Message, Value
+from messages.control import ServerCommand, ServerQuery, ServerReply
 from messages.errors import ErrorCode
 from messages.events import Published
 from messages.ids import (
@@ -178,7 +179,7 @@ class FetchEvents(_Request, frozen=True):
     snapshot: bool = False
 
 
-Query = ListAdapters | ShowAdapter | ShowStatus | FetchEvents
+Query = ListAdapters | ShowAdapter | ShowStatus | FetchEvents | ServerQuery
 LifecycleRequest = (
     LoadAdapter
     | StageAdapter
@@ -194,7 +195,7 @@ LifecycleRequest = (
 PrivateRequest = Generate | Embed | Classify
 """Requests with a payload. Prompts and inputs are never logged."""
 
-Request = LifecycleRequest | PrivateRequest | Query
+Request = LifecycleRequest | PrivateRequest | Query | ServerCommand
 
 
 class _Reply(Message, frozen=True):
@@ -359,6 +360,13 @@ class StatusShown(_Reply, frozen=True):
     snapshot_seq: Seq = 0  # The last record that the newest snapshot contains; 0 for none.
     snapshot_age_ms: int = 0  # Recorded time since then.
     log_bytes: Bytes = 0
+    version: str = ""
+    uptime_ms: int = 0  # Of the controller's process.
+    memory_bytes: Bytes = 0  # Resident memory of the controller's process.
+    engine_memory_bytes: Bytes = 0  # Of the engine's process, if it runs on this machine.
+    device: str = ""
+    dtype: str = ""  # Of the base model.
+    stopping: bool = False  # New requests are refused, those in progress end.
 
 
 class EventsFetched(_Reply, frozen=True):
@@ -398,4 +406,5 @@ Reply = (
     | AdapterShown
     | StatusShown
     | EventsReply
+    | ServerReply
 )

@@ -56,18 +56,42 @@ ROOMS: Final = (
     _package("controller.shell.clients", "messages", "msgspec xxhash"),
     _package("controller.shell.access", "messages controller.core.context", "msgspec structlog"),
     _package(
+        "controller.shell.operating",
+        "messages controller.core controller.core.tables controller.log",
+        "msgspec structlog",
+    ),
+    _package("controller.shell.startup", "messages controller.core", "msgspec structlog"),
+    _package(
         "controller.shell",
         "messages controller.states controller.core controller.core.tables controller.log "
-        "controller.shell.clients controller.shell.access",
+        "controller.shell.clients controller.shell.access controller.shell.operating "
+        "controller.shell.startup",
         "msgspec structlog",
     ),
     _package("controller.client", "messages", "msgspec"),
     _package("controller.cli.example", "", "typer"),
+    _package("controller.cli.pages", "", "rich typer"),
     _package(
         "controller.cli",
         "messages controller.core controller.log controller.shell controller.shell.access "
-        "controller.client controller.cli.example gateway.options",
+        "controller.shell.startup controller.client controller.cli.example controller.cli.pages "
+        "gateway.options",
         "msgspec rich structlog typer",
+    ),
+    _package(
+        "controller.cli.server",
+        "messages controller.cli controller.client controller.core controller.shell.startup",
+        "msgspec typer",
+    ),
+    # It joins the commands of both.
+    Room(
+        "controller.cli.main",
+        ("controller.cli.main",),
+        (
+            *("messages", "controller.cli", "controller.cli.server", "controller.cli.pages"),
+            *("controller.client",),
+        ),
+        ("typer",),
     ),
     # The engine, from the ground up.
     _package("engine", "messages.errors", "torch"),

@@ -179,5 +179,11 @@ def show(
 def status(
     ctx: typer.Context, timeout: QueryTimeout = QUERY_TIMEOUT_S, as_json: AsJson = False
 ) -> None:
-    """Show the controller, its engine and its budgets."""
-    run_request(ctx, as_json, "querying", lambda client: client.status(timeout))
+    """Show the server, its engine and its memory; exit with 6 if no engine is attached."""
+    reply = run_request(ctx, as_json, "querying", lambda client: client.status(timeout))
+    if not reply.engine_id:
+        raise CommandError(
+            ExitCode.UNREACHABLE,
+            "the server runs, and no engine is attached",
+            "`loradock ready` waits for it; `loradock serve` logs why it can't start one",
+        )

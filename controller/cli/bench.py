@@ -183,7 +183,7 @@ def _tables(result: Result) -> "list[Table | str]":
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from controller.cli.render import field_table
+    from controller.cli.pages.tables import field_table
 
     errors = ", ".join(f"{code} {count}" for code, count in sorted(result.errors.items()))
     fields = {

@@ -6,8 +6,7 @@ Heavy modules are imported when a command runs, so that help and completion answ
 # See above.
 # ruff: noqa: PLC0415
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,7 @@ if TYPE_CHECKING:
 QUERY_TIMEOUT_S: Final = 5.0
 """The default time limit of commands that only read."""
 
-SERVER_START_S: Final = 3.0
-"""How long a command waits for a server to accept connections: one may just have been started."""
-
 _COMPLETION_TIMEOUT_S: Final = 0.3
-_CONNECT_INTERVAL_S: Final = 0.05
 
 
 @dataclass
@@ -43,8 +38,8 @@ class Settings:
     server_key: str = ""
 
 
-def complete_adapter(ctx: typer.Context) -> list[str]:
-    """Return the names that the controller knows; none if it does not answer at once."""
+def completions(ctx: typer.Context, names: "Callable[[Client], Iterable[str]]") -> list[str]:
+    """Return names that the server knows, sorted; none if it does not answer at once."""
     from controller.client import Client, LoradockError, Timing
     from controller.client.sockets import connection_to, runtime_directory, unserved_reason
 
@@ -54,9 +49,14 @@ def complete_adapter(ctx: typer.Context) -> list[str]:
         if unserved_reason(connection_to(directory)):
             return []
         with Client(directory, timeout_s=_COMPLETION_TIMEOUT_S, timing=timing) as client:
-            return sorted({view.adapter for view in client.list().adapters})
+            return sorted(set(names(client)))
     except (LoradockError, ValueError, OSError):
         return []
+
+
+def complete_adapter(ctx: typer.Context) -> list[str]:
+    """Return the names of adapters that the server knows."""
+    return completions(ctx, lambda client: [view.adapter for view in client.list().adapters])
 
 
 def _timeout_option(default_s: float) -> Any:
@@ -65,7 +65,7 @@ def _timeout_option(default_s: float) -> Any:
         min=0.001,
         max=TIMEOUT_S_MAX,
         metavar="SECONDS",
-        help=f"Give up after this many seconds (default {default_s:g}).",
+        help=f"Give up after this time. Default: {default_s:g} s.",
         show_default=False,
     )
 
@@ -80,6 +80,7 @@ AdapterOption = Annotated[
     typer.Option(
         "--adapter",
         "-a",
+        metavar="ADAPTER",
         help="The adapter to use. Default: the base model.",
         autocompletion=complete_adapter,
     ),
@@ -124,8 +125,7 @@ def output_of(ctx: typer.Context, as_json: bool) -> "Output":
 def open_client(ctx: typer.Context) -> "Iterator[Client]":
     """Open a client of the controller at `--address`, else of the one of `--dir`.
 
-    For the latter, raises `ServerNotRunning` if no server accepts connections after
-    `SERVER_START_S`, or after the command's own `--timeout` if that is shorter.
+    For the latter, raises `ServerNotRunning` at once if no server accepts connections.
     """
     from controller.client import Client
 
@@ -137,7 +137,7 @@ def open_client(ctx: typer.Context) -> "Iterator[Client]":
             )
         else:
             directory = directory_of(ctx)
-            _wait_for_server(directory, ctx.params.get("timeout"))
+            _check_server(directory)
             client = Client(directory)
     except ValueError as error:
         raise CommandError(ExitCode.USAGE, str(error)) from error
@@ -145,21 +145,19 @@ def open_client(ctx: typer.Context) -> "Iterator[Client]":
         yield client
 
 
-def _wait_for_server(directory: Path, timeout: float | None) -> None:
+def _check_server(directory: Path) -> None:
+    """Raise `ServerNotRunning` unless a process accepts connections in the directory."""
     from controller.client.sockets import connection_to, unserved_reason
+    from controller.shell.startup.locks import lock_holder
 
-    connection = connection_to(directory)
-    until = time.monotonic() + min(SERVER_START_S, timeout or SERVER_START_S)
-    while reason := unserved_reason(connection):
-        if time.monotonic() >= until:
-            raise ServerNotRunning(directory, reason)
-        time.sleep(_CONNECT_INTERVAL_S)
+    if reason := unserved_reason(connection_to(directory)):
+        raise ServerNotRunning(directory, reason, lock_holder(directory))
 
 
 def run_request(
     ctx: typer.Context, as_json: bool, label: str, request: "Callable[[Client], Any]"
-) -> None:
-    """Send a request, show progress under `label`, and print the answer."""
+) -> Any:
+    """Send a request, show progress under `label`, and print and return the answer."""
     from controller.cli.render import renderables
 
     output = output_of(ctx, as_json)
@@ -169,3 +167,4 @@ def run_request(
         output.document(reply)
     else:
         output.show(*renderables(reply))
+    return reply

@@ -20,6 +20,7 @@ def _parameter(option: Option) -> Parameter:
         rich_help_panel=_PANEL,
         metavar=option.metavar,
         min=option.value_min,
+        max=option.value_max,
     )
     if option.is_repeated:
         return parameter(option.field, list[str] | None, None, shown)

@@ -34,7 +34,7 @@ EXIT_MEANINGS: Final[dict[ExitCode, str]] = {
     ExitCode.REFUSED: "refused: the adapter or the request is not acceptable "
     "(L003, L005, L007, L008, L009, L010, L013, L016)",
     ExitCode.NO_ROOM: "no space, out of memory or overloaded; may succeed later (L001, L004, L015)",
-    ExitCode.UNREACHABLE: "controller or engine gone, or no answer in time (L011)",
+    ExitCode.UNREACHABLE: "server or engine gone or stopping, or no answer in time (L011, L018)",
     ExitCode.LOG: "the log is damaged, diverges, or can't be written (L014)",
     ExitCode.INTERRUPTED: "interrupted by Ctrl-C",
 }
@@ -57,6 +57,7 @@ EXIT_CODES: Final[dict[ErrorCode, ExitCode]] = {
     ErrorCode.OVERLOADED: ExitCode.NO_ROOM,
     ErrorCode.NOT_SERVED: ExitCode.REFUSED,
     ErrorCode.HANDLING_FAILED: ExitCode.FAILURE,
+    ErrorCode.STOPPING: ExitCode.UNREACHABLE,
 }
 
 HINTS: Final[dict[ErrorCode, str]] = {
@@ -88,6 +89,7 @@ HINTS: Final[dict[ErrorCode, str]] = {
     ErrorCode.NOT_SERVED: "serve a model for this task, or name the task: "
     "`loradock serve --task generate|embed|classify`",
     ErrorCode.HANDLING_FAILED: "report a bug, with the controller's messages and its log",
+    ErrorCode.STOPPING: "start the server again: loradock serve",
 }
 
 
@@ -101,11 +103,17 @@ class CommandError(Exception):
 
 
 class ServerNotRunning(EngineGone):
-    """No server accepts connections in the directory; nothing was sent."""
+    """No server accepts connections in the directory; nothing was sent.
 
-    def __init__(self, directory: Path, reason: str) -> None:
+    `pid`: the server that holds the directory and does not serve yet; 0 for none.
+    """
+
+    def __init__(self, directory: Path, reason: str, pid: int = 0) -> None:
         super().__init__(f"no LoRADock server answers at {directory} ({reason})")
-        self.hint = f"start one: loradock --dir {shlex.quote(str(directory))} serve --model MODEL"
+        command = f"loradock --dir {shlex.quote(str(directory))}"
+        self.hint = f"start one: {command} serve --model MODEL --adapter-root ADAPTERS"
+        if pid:
+            self.hint = f"process {pid} is starting or stopping one: {command} ready waits for it"
 
     def __str__(self) -> str:
         return f"{self.code} {self.message}"
@@ -136,9 +144,3 @@ def failure_of(error: LoradockError | CommandError | OSError) -> Failure:
         return Failure(error.exit_code, str(error), error.hint, {"message": str(error)})
     message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     return Failure(ExitCode.FAILURE, message, "", {"message": message})
-
-
-def exit_code_table() -> str:
-    """Return the table of exit codes for the help text."""
-    rows = (f"{code.value}  {EXIT_MEANINGS[code]}" for code in ExitCode)
-    return "Exit codes:\n\n" + "\n\n".join(rows)

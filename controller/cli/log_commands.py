@@ -100,7 +100,8 @@ def replay(
 
 
 def _show_replay(output: "Output", result: "ReplayResult") -> None:
-    from controller.cli.render import field_table, renderables
+    from controller.cli.pages.tables import field_table
+    from controller.cli.render import renderables
     from controller.core.views import list_adapters
     from messages.requests import ListAdapters
 
@@ -211,7 +212,7 @@ def _damage(damage: "LogDamaged") -> dict[str, Any]:
 
 def print_fields(output: "Output", fields: dict[str, Any]) -> None:
     """Print named values: as JSON, or as a table for a person."""
-    from controller.cli.render import field_table
+    from controller.cli.pages.tables import field_table
 
     if output.as_json:
         output.document(fields)

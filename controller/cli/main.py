@@ -9,7 +9,6 @@ An expected error ends in one line and a hint, never in a traceback.
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from controller.cli import (
     adapters,
@@ -26,13 +25,17 @@ from controller.cli import (
 )
 from controller.cli.context import Settings, settings_of
 from controller.cli.example import command as example
-from controller.cli.exit_codes import CommandError, exit_code_table, failure_of
+from controller.cli.exit_codes import EXIT_MEANINGS, CommandError, failure_of
+from controller.cli.pages.help_pages import HelpGroup, with_help_pages
+from controller.cli.server import in_progress, life, settings
 from controller.client.errors import LoradockError
 from messages.version import VERSION
 
 
-class Commands(TyperGroup):
+class Commands(HelpGroup):
     """All commands; an error of a command ends the program with its exit code."""
+
+    exit_codes = tuple((str(code.value), text) for code, text in EXIT_MEANINGS.items())
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -53,17 +56,17 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    epilog=exit_code_table(),
+    rich_markup_mode=None,
     help="Keep many LoRA adapters ready for one base model.",
 )
 for group in (
     *(adapters.app, top.app, streaming.app, pooling.app, bench.app),
     *(example.app, serve.app, gateway.app, engine_commands.app, log_state_commands.app),
-    *(keys.app, timeline.app),
+    *(life.app, in_progress.app, settings.app, keys.app, timeline.app),
 ):
     app.registered_commands += group.registered_commands
     app.registered_groups += group.registered_groups
+with_help_pages(app.registered_commands, app.registered_groups)
 
 
 def _version(is_requested: bool) -> None:

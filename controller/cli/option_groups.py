@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, NamedTuple
 import typer
 from msgspec.structs import FieldInfo
 
-from controller.cli.sizes import format_size, parse_size
+from controller.shell.startup.sizes import format_size, parse_size
 
 _SECONDS_MIN: Final = 0.001
 _SECONDS_MAX: Final = 3600

@@ -5,6 +5,7 @@ stream.
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +16,10 @@ from typing import IO, Any, Final
 import msgspec
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from controller.cli.exit_codes import Failure
-from controller.cli.render import safe
+from controller.cli.pages.tables import safe
+from controller.cli.render import Renderable
 
 _PIPE_WIDTH: Final = 10_000
 
@@ -40,8 +41,10 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _console(file: IO[str]) -> Console:
-    width = None if file.isatty() else _PIPE_WIDTH
+def console(file: IO[str]) -> Console:
+    """Return a console of the terminal's width; without a terminal, of COLUMNS or of any width."""
+    has_width = file.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+    width = None if has_width else _PIPE_WIDTH
     return Console(file=file, width=width, markup=False, emoji=False, highlight=False)
 
 
@@ -50,15 +53,15 @@ class Output:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self._console = _console(sys.stdout)
-        self._errors = _console(sys.stderr)
+        self._console = console(sys.stdout)
+        self._errors = console(sys.stderr)
 
     def document(self, value: Any) -> None:
         """Print a value, or one of a stream, as one line of JSON."""
         sys.stdout.write(json.dumps(plain(value), ensure_ascii=False) + "\n")
         sys.stdout.flush()
 
-    def show(self, *parts: Table | str) -> None:
+    def show(self, *parts: Renderable) -> None:
         """Print tables and lines, for a person."""
         with self._console.capture() as captured:
             for part in parts:

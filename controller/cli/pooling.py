@@ -24,11 +24,18 @@ from controller.cli.exit_codes import CommandError, ExitCode
 app = typer.Typer()
 
 Texts = Annotated[
-    list[str], typer.Argument(help="The texts; a single - reads them from stdin, one per line.")
+    list[str],
+    typer.Argument(
+        metavar="TEXT...", help="The texts; a single - reads them from stdin, one per line."
+    ),
 ]
 Attempts = Annotated[
     int,
-    typer.Option(min=1, help="Largest number of attempts, if a failure may be temporary."),
+    typer.Option(
+        min=1,
+        metavar="NUMBER",
+        help="Attempts in all, while a failure may be temporary.",
+    ),
 ]
 
 

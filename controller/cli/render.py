@@ -8,12 +8,13 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
-from rich.box import SIMPLE
 from rich.table import Table
 
-from controller.cli.sizes import format_size
+from controller.cli.pages.tables import FittingTable, field_table, safe
 from controller.client.pooling import Classification, Embedding
 from controller.client.streams import EventItem, Gap, Snapshot
+from controller.shell.startup.sizes import format_size
+from messages.control import RequestsListed, SettingsShown, SlowListed
 from messages.ids import NO_SLOT
 from messages.requests import (
     AdapterDone,
@@ -26,21 +27,18 @@ from messages.requests import (
 from messages.views import AdapterView, TierView
 
 _SECOND_NS: Final = 1_000_000_000
-_TEXT_CHARACTERS_MAX: Final = 60
+_TEXT_CHARACTERS_MAX: Final = 30
 
-# The characters that move a terminal's cursor or change its state, except newline and tab.
-_CONTROLS: Final = dict.fromkeys([*range(32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}") | {
-    9: "\t",
-    10: "\n",
-}
+_LIST_COLUMNS: Final = (
+    *("adapter", "state", "slot", "held", "rank", "size", "uses", "last used"),
+    *("leases", "waiting", "loads", "evictions", "failures"),
+)
+"""The columns of `list`, the most important ones first."""
 
-
-def safe(text: str) -> str:
-    """Replace the characters that could control a terminal."""
-    return text.translate(_CONTROLS)
+Renderable = Table | FittingTable | str
 
 
-def renderables(reply: Any) -> list[Table | str]:
+def renderables(reply: Any) -> list[Renderable]:
     """Return what to print for a reply of the controller."""
     return _RENDERERS[type(reply)](reply)
 
@@ -71,14 +69,14 @@ def ago(time_ns: int) -> str:
     return f"{seconds}s ago"
 
 
-def embedding(texts: Sequence[str], result: Embedding) -> list[Table | str]:
+def embedding(texts: Sequence[str], result: Embedding) -> list[Renderable]:
     """Return a table of shortened vectors and their cosine similarity to every text."""
     columns = ("", "text", "vector", *(str(number) for number in range(1, len(texts) + 1)))
     rows = (
         (str(number), _short(text), _vector(vector), *_similarities(vector, result.vectors))
         for number, (text, vector) in enumerate(zip(texts, result.vectors, strict=True), 1)
     )
-    return [_table(columns, rows)]
+    return [FittingTable(columns, rows)]
 
 
 def _vector(vector: Sequence[float]) -> str:
@@ -92,13 +90,13 @@ def _similarities(vector: Sequence[float], others: Iterable[Sequence[float]]) ->
         yield f"{sum(map(operator.mul, vector, other)) / norms:.3f}" if norms else "-"
 
 
-def classification(texts: Sequence[str], result: Classification) -> list[Table | str]:
+def classification(texts: Sequence[str], result: Classification) -> list[Renderable]:
     """Return a table of texts with their best label and all scores."""
     rows = (
         (_short(text), best, *(f"{score:.4f}" for score in scores))
         for text, best, scores in zip(texts, result.best, result.scores, strict=True)
     )
-    return [_table(("text", "best", *result.labels), rows)]
+    return [FittingTable(("text", "best", *result.labels), rows)]
 
 
 def _short(text: str) -> str:
@@ -106,34 +104,33 @@ def _short(text: str) -> str:
     return line if len(line) <= _TEXT_CHARACTERS_MAX else line[: _TEXT_CHARACTERS_MAX - 3] + "..."
 
 
-def _done(reply: AdapterDone) -> list[Table | str]:
+def _done(reply: AdapterDone) -> list[Renderable]:
     slot = "" if reply.slot == NO_SLOT else f" {reply.slot} (generation {reply.generation})"
     return [f"{reply.adapter}: {reply.state}{slot}"]
 
 
-def _batch(reply: BatchDone) -> list[Table | str]:
+def _batch(reply: BatchDone) -> list[Renderable]:
     rows = ((p.adapter, str(p.slot), str(p.generation)) for p in reply.placements)
-    return [_table(("adapter", "slot", "generation"), rows)]
+    return [FittingTable(("adapter", "slot", "generation"), rows)]
 
 
-def _cancelled(reply: CancelDone) -> list[Table | str]:
+def _cancelled(reply: CancelDone) -> list[Renderable]:
     outcome = "cancelled" if reply.found else "nothing was running as"
     return [safe(f"{outcome} {reply.target}")]
 
 
-def _shown(reply: AdapterShown) -> list[Table | str]:
+def _shown(reply: AdapterShown) -> list[Renderable]:
     return [field_table(_adapter_fields(view)) for view in (reply.adapter, *reply.retired)]
 
 
-def _status(reply: StatusShown) -> list[Table | str]:
+def _status(reply: StatusShown) -> list[Renderable]:
     return [field_table(_status_fields(reply)), _tiers(reply.tiers)]
 
 
-def _list(reply: AdaptersListed) -> list[Table | str]:
+def _list(reply: AdaptersListed) -> list[Renderable]:
     if not reply.adapters:
         return ["no adapters are known"]
-    columns = ("adapter", "state", "slot", "rank", "held", "leases", "size", "uses", "last used")
-    return [_table(columns, (_row(view) for view in reply.adapters))]
+    return [FittingTable(_LIST_COLUMNS, (_row(view) for view in reply.adapters))]
 
 
 def _row(view: AdapterView) -> tuple[str, ...]:
@@ -142,12 +139,16 @@ def _row(view: AdapterView) -> tuple[str, ...]:
         f"{view.adapter} (retired)" if view.retired else view.adapter,
         _state(view),
         _slot(view),
-        str(view.rank) if view.rank else "-",
         "yes" if view.held else "",
-        str(view.leases) if view.leases else "",
+        str(view.rank) if view.rank else "-",
         format_size(size_bytes) if size_bytes else "-",
         str(view.uses),
         ago(view.last_used_ns),
+        str(view.leases) if view.leases else "",
+        str(view.waiting) if view.waiting else "",
+        str(view.loads),
+        str(view.evictions),
+        str(view.failures) if view.failures else "",
     )
 
 
@@ -177,28 +178,35 @@ def _adapter_fields(view: AdapterView) -> dict[str, str]:
 
 
 def _status_fields(status: StatusShown) -> dict[str, str]:
-    engine = f"{status.engine_id} (pid {status.engine_pid})" if status.engine_id else "none"
+    engine = "none: no request can be served"
+    if status.engine_id:
+        engine = f"{status.engine_id} (pid {status.engine_pid})"
     return {
+        "server": f"LoRADock {status.version or '(older)'}, up {duration(status.uptime_ms)}"
+        f"{', stopping' if status.stopping else ''}",
         "controller": f"epoch {status.epoch} (pid {status.controller_pid})",
+        "engine": engine,
+        "model": f"{status.model}, {status.dtype} on {status.device}"
+        if status.device
+        else status.model or "-",
+        "memory": f"controller {format_size(status.memory_bytes)}, "
+        f"engine {format_size(status.engine_memory_bytes)}",
+        "adapters": f"{status.adapters} known, policy {status.policy}",
+        "in progress": f"{status.requests} requests, {status.operations} operations",
+        "so far": f"{status.answered} answered, {status.refused} refused",
         "log": f"record {status.seq}, event {status.events_seq}, {format_size(status.log_bytes)}",
         "snapshot": _snapshot(status),
         "digest": status.digest,
-        "policy": status.policy,
-        "engine": engine,
-        "model": status.model or "-",
-        "adapters": str(status.adapters),
-        "under way": f"{status.requests} requests, {status.operations} operations",
-        "so far": f"{status.answered} answered, {status.refused} refused",
     }
 
 
 def _snapshot(status: StatusShown) -> str:
     if not status.snapshot_seq:
         return "none"
-    return f"record {status.snapshot_seq}, {status.snapshot_age_ms // 1000} s old"
+    return f"record {status.snapshot_seq}, {duration(status.snapshot_age_ms)} old"
 
 
-def _tiers(tiers: tuple[TierView, ...]) -> Table:
+def _tiers(tiers: tuple[TierView, ...]) -> FittingTable:
     rows = (
         (
             tier.name,
@@ -207,26 +215,7 @@ def _tiers(tiers: tuple[TierView, ...]) -> Table:
         )
         for tier in tiers
     )
-    return _table(("tier", "adapters", "memory"), rows)
-
-
-def field_table(fields: dict[str, str]) -> Table:
-    """Return a table of names and values."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in fields.items():
-        table.add_row(name, safe(value))
-    return table
-
-
-def _table(columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    table = Table(box=SIMPLE, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(safe(cell) for cell in row))
-    return table
+    return FittingTable(("tier", "adapters", "memory"), rows)
 
 
 def _clock(time_ns: int) -> str:
@@ -235,11 +224,77 @@ def _clock(time_ns: int) -> str:
     return f"{moment:%Y-%m-%d %H:%M:%S}.{rest // 1_000_000:03}Z"
 
 
-_RENDERERS: Final[dict[type, Callable[[Any], list[Table | str]]]] = {
+def _requests(reply: RequestsListed) -> list[Renderable]:
+    if not reply.requests:
+        return ["no requests are in progress"]
+    rows = (
+        (
+            view.request_id,
+            view.phase,
+            view.kind,
+            view.adapter or "(base model)",
+            duration(view.age_ms),
+            str(view.tokens) if view.tokens else "-",
+        )
+        for view in reply.requests
+    )
+    table = FittingTable(("request", "phase", "kind", "adapter", "age", "tokens"), rows, kept=2)
+    left = reply.total - len(reply.requests)
+    return [table, f"and {left} more"] if left else [table]
+
+
+def _slow(reply: SlowListed) -> list[Renderable]:
+    parts: list[Renderable] = []
+    for title, views in (("operation", reply.operations), ("request", reply.waits)):
+        rows = (
+            (
+                view.kind,
+                view.adapter or "(base model)",
+                duration(view.duration_ms),
+                f"{duration(view.ended_ms_ago)} ago",
+                view.outcome,
+            )
+            for view in views
+        )
+        columns = (title, "adapter", "took", "ended", "outcome")
+        parts.append(FittingTable(columns, rows) if views else f"no {title} has ended in this hour")
+    return parts
+
+
+def _settings(reply: SettingsShown) -> list[Renderable]:
+    fields = {"policy": reply.policy}
+    for name, value in reply.limits.items():
+        note = "  (fixed until a restart)" if name in reply.fixed else ""
+        fields[name] = f"{readable_limit(name, value)}{note}"
+    return [field_table(fields)]
+
+
+def readable_limit(name: str, value: int) -> str:
+    """Return a limit with the unit that the end of its name specifies."""
+    if name.endswith("_bytes_max"):
+        return format_size(value)
+    return duration(value) if name.endswith("_ms") else str(value)
+
+
+def duration(milliseconds: int) -> str:
+    """Return a duration with two or three digits: `35 ms`, `1.5 s`, `12 min`, `3.4 h`."""
+    if milliseconds < 1000:
+        return f"{milliseconds} ms"
+    seconds = milliseconds / 1000
+    for limit_s, size_s, unit in ((60, 1, "s"), (3600, 60, "min"), (86_400, 3600, "h")):
+        if seconds < limit_s:
+            return f"{seconds / size_s:.3g} {unit}"
+    return f"{seconds / 86_400:.3g} d"
+
+
+_RENDERERS: Final[dict[type, Callable[[Any], list[Renderable]]]] = {
     AdapterDone: _done,
     BatchDone: _batch,
     AdaptersListed: _list,
     AdapterShown: _shown,
     StatusShown: _status,
     CancelDone: _cancelled,
+    RequestsListed: _requests,
+    SlowListed: _slow,
+    SettingsShown: _settings,
 }

@@ -1,14 +1,13 @@
-"""The `serve` command: its options, and the configuration made from them.
-
-Every bound of the controller is an option, with the default of its field in `Limits` or
-`ServerConfig`.
-"""
+"""The `serve` command: its options, the configuration made from them, and checks of it."""
 
 # Heavy modules are imported when a command needs them: help and completion answer at once.
 # ruff: noqa: PLC0415
 
+import re
+import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -17,148 +16,102 @@ from controller.cli.context import AsJson, Settings, directory_of, output_of, se
 from controller.cli.engine_options import ENGINE_OPTIONS
 from controller.cli.exit_codes import CommandError, ExitCode
 from controller.cli.gateway import GATEWAY_OPTIONS, gateway_arguments, gateway_config
-from controller.cli.option_groups import (
-    OptionGroup,
-    in_milliseconds,
-    settings,
-    with_option_groups,
-)
-from controller.core.limits import Limits, LimitsError, limits_from
+from controller.cli.option_groups import with_option_groups
+from controller.cli.serve_settings import HANG_SETTINGS, LIMITS, SERVER_SETTINGS
+from controller.core.limits import Limits
 from controller.shell.config import EngineKind, ServeConfig, ServerConfig
 from controller.shell.default_adapters import DefaultPaths, default_paths
+from controller.shell.startup.config_file import ConfigFileError, read_config_file
 from gateway.options import GatewayOptions
 from messages.addresses import with_port_offset
-from messages.engine_options import EngineOptions, LogFormat
+from messages.engine_options import EngineOptions, LogFormat, LogLevel
+from messages.ids import NAME_PATTERN
 
 app = typer.Typer()
 
-_LIMITS: Final = {
-    "slots_max": ("--slots", "Device slots: the largest number of adapters in one batch."),
-    "host_adapters_max": ("--host-adapters", "Largest number of adapters in host memory."),
-    "host_bytes_max": ("--host-bytes", "Pageable host memory for adapters."),
-    "pinned_bytes_max": ("--pinned-bytes", "Page-locked host memory for adapters."),
-    "device_bytes_max": ("--device-bytes", "Device memory for adapters."),
-    "known_adapters_max": (
-        "--known-adapters",
-        "Largest number of adapter names remembered, including evicted ones.",
-    ),
-    "requests_max": ("--requests", "Largest number of requests in progress."),
-    "answers_max": (
-        "--answers",
-        "Past answers to keep, so that a repeated request is not executed twice.",
-    ),
-    "answers_per_client_max": ("--answers-per-client", "Past answers to keep of one client."),
-    "answers_kept_ms": ("--answers-kept", "How long past answers are kept."),
-    "request_timeout_ms": (
-        "--request-timeout",
-        "Time limit of a request whose client sets none.",
-    ),
-    "generation_timeout_ms": (
-        "--generation-timeout",
-        "Time limit of a generation, an embedding or a classification whose client sets none.",
-    ),
-    "operation_timeout_ms": (
-        "--operation-timeout",
-        "Time limit of one operation of the engine, for example a load.",
-    ),
-    "rest_ms": (
-        "--rest",
-        "Delay before a failed operation on an adapter is retried; a new request for the adapter "
-        "retries it at once.",
-    ),
-    "digest_interval": (
-        "--digest-interval",
-        "Write a digest of the state to the log once per this number of records.",
-    ),
-}
-_LOG_AND_SUPERVISION: Final = {
-    "sync": (
-        "--sync",
-        "When to fsync the log: group (once per group of requests), always (after every record), "
-        "interval (see --sync-interval) or never.",
-    ),
-    "sync_interval_ms": ("--sync-interval", "Time between fsyncs with --sync interval."),
-    "segment_bytes_max": ("--segment-bytes", "Start a new log file when one reaches this size."),
-    "engine_timeout_ms": (
-        "--engine-timeout",
-        "The engine counts as lost after this time without a message from it; the time of a step "
-        "that is in progress is not counted (see --step-timeout).",
-    ),
-    "snapshot_interval": (
-        "--snapshot-interval",
-        "Make a snapshot of the state once per this number of records; a restart reads the last "
-        "snapshot and the records after it.",
-    ),
-    "log_retention": (
-        "--log-retention",
-        "What is done with log files that no restart needs, once they are --log-keep-hours old: "
-        "drop, archive:DIRECTORY (move them there) or keep.",
-    ),
-    "log_keep_hours": (
-        "--log-keep-hours",
-        "How long log files are kept that no restart needs, in hours of the server's running "
-        "time; 0 keeps none.",
-    ),
-    "checked": ("--checked", "For debugging: verify every invariant after every input (slow)."),
-}
-_HANGS: Final = {
-    "hang_timeout_ms": (
-        "--hang-timeout",
-        "The controller or the engine is killed within this time if it is stopped (SIGSTOP), and "
-        "restarted.",
-    ),
-    "step_timeout_ms": (
-        "--step-timeout",
-        "The engine is killed and restarted if one step of its main loop, for example a forward "
-        "pass, takes longer.",
-    ),
-}
-"""Field -> its option and its help text."""
 
-
-def _limits(values: dict[str, Any]) -> Limits:
+def _read_config(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Make the values of a file the defaults of all options; the command line precedes them."""
+    if path is None:
+        return None
+    options = {
+        name.removeprefix("--"): str(one.name)
+        for one in ctx.command.params
+        for name in one.opts
+        if name.startswith("--") and name not in ("--config", "--help")
+    }
     try:
-        return limits_from(in_milliseconds(values))
-    except LimitsError as error:
+        values = read_config_file(path, options)
+    except ConfigFileError as error:
         raise CommandError(ExitCode.USAGE, str(error)) from error
+    for one in ctx.command.params:
+        value = values.get(str(one.name))
+        if getattr(one, "multiple", False) and value is not None and not isinstance(value, list):
+            values[str(one.name)] = [value]
+    ctx.default_map = values
+    return path
 
 
-LIMITS: Final = OptionGroup(settings(msgspec.structs.fields(Limits), _LIMITS, "Bounds"), _limits)
-SERVER_SETTINGS: Final = OptionGroup(
-    settings(
-        msgspec.structs.fields(ServerConfig), _LOG_AND_SUPERVISION, panel="Log and supervision"
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        callback=_read_config,
+        help="TOML file with any of these options, named without their dashes: slots = 4. The "
+        "command line precedes it. Default: none.",
     ),
-    in_milliseconds,
-)
-HANG_SETTINGS: Final = OptionGroup(
-    settings(msgspec.structs.fields(ServeConfig), _HANGS, panel="Log and supervision"),
-    in_milliseconds,
-)
-
+]
+Preloads = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME=PATH",
+        help="Adapter to load when the server starts; PATH as in `loradock load`. Repeat for "
+        "several. Default: none.",
+    ),
+]
+AcceptChanges = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changes",
+        help="Serve a directory with another model, or with less room, than before. Adapters that "
+        "do not fit are evicted or refused.",
+    ),
+]
+LogLevelOption = Annotated[
+    LogLevel, typer.Option(help="Least important lines of the log that are written.")
+]
 Model = Annotated[
     str,
-    typer.Option(metavar="DIRECTORY", help="Directory of the base model.", show_default=False),
+    typer.Option(
+        metavar="DIRECTORY",
+        help="Directory of the base model. Needed, except with --engine external.",
+        show_default=False,
+    ),
 ]
 AdapterRoots = Annotated[
     list[Path] | None,
     typer.Option(
         "--adapter-root",
         metavar="DIRECTORY",
-        help="Directory to load adapters from; repeat for several. Adapters outside are refused, "
-        "and symbolic links below it are not followed. Default: none, so that no adapter can be "
-        "loaded.",
+        help="Directory to load adapters from; repeat for several. Adapters outside are refused. "
+        "Default: none, so that no adapter can be loaded.",
     ),
 ]
 Engine = Annotated[
     EngineKind,
-    typer.Option(help="Start an engine, or wait for one that is started elsewhere."),
+    typer.Option(
+        help="managed starts an engine; external waits for one that is started elsewhere."
+    ),
 ]
 TensorParallelSize = Annotated[
     int,
     typer.Option(
         min=1,
         metavar="NUMBER",
-        help="Number of engine processes (ranks) that share the model, started with torchrun.",
+        help="Number of processes that hold the model together, one per device.",
     ),
 ]
 Policy = Annotated[
@@ -181,7 +134,7 @@ Listen = Annotated[
 ]
 LogFormatOption = Annotated[
     LogFormat,
-    typer.Option(help="Format of the log on stderr, of the engine too; --json implies json."),
+    typer.Option(help="Format of the log on stderr, for all processes; --json implies json."),
 ]
 Http = Annotated[
     str,
@@ -210,23 +163,24 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
     hangs: dict[str, Any],
     engine_options: EngineOptions,
     gateway_options: GatewayOptions,
+    config: ConfigFile = None,
     model: Model = "",
     adapter_root: AdapterRoots = None,
+    adapter: Preloads = None,
     engine: Engine = "managed",
     tensor_parallel_size: TensorParallelSize = 1,
     policy: Policy = "lru",
     listen: Listen = "",
     log_format: LogFormatOption = "console",
+    log_level: LogLevelOption = "info",
     http: Http = "",
+    accept_changes: AcceptChanges = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a controller and its engine until Ctrl-C; both are restarted if they die or hang."""
-    if engine == "managed" and not model:
-        raise CommandError(
-            ExitCode.USAGE,
-            "an engine needs a base model",
-            "name its directory with --model, or wait for an engine with --engine external",
-        )
+    del config  # Its callback has made its values the defaults.
+    hangs |= {"log_format": "json" if as_json else log_format, "log_level": log_level}
+    output_of(ctx, hangs["log_format"] == "json")
     _check_policy(policy)
     server_config = ServerConfig(
         directory=str(directory_of(ctx)),
@@ -234,25 +188,107 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
         policy=policy,
         listen=_checked_address(listen),
         default_mm_loras=_default_paths(engine_options),
+        preloads=_preloads(adapter or ()),
         **server,
     )
-    hangs["log_format"] = "json" if as_json else log_format
-    roots = tuple(str(root) for root in adapter_root or ())
     if not gateway_options.max_model_len:
         context = engine_options.context_tokens_max
         gateway_options = msgspec.structs.replace(gateway_options, max_model_len=context)
-    gateway = _gateway_arguments(ctx, http, model, gateway_options, hangs["log_format"])
-    config = ServeConfig(
+    serve_config = ServeConfig(
         server_config,
         model,
-        roots,
+        tuple(str(root) for root in adapter_root or ()),
         engine,
         engine_options,
         tensor_parallel_size,
-        gateway=gateway,
+        gateway=_gateway_arguments(ctx, http, model, gateway_options, hangs["log_format"]),
         **hangs,
     )
-    _run(ctx, config, as_json)
+    _check_start(serve_config, accept_changes)
+    _run(ctx, serve_config, as_json)
+
+
+def _preloads(options: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """Parse `NAME=PATH` options."""
+    found: dict[str, str] = {}
+    for option in options:
+        name, _, path = option.partition("=")
+        if not re.search(NAME_PATTERN, name) or name in found:
+            reason = "names an adapter twice" if name in found else "has no valid adapter name"
+            raise CommandError(
+                ExitCode.USAGE,
+                f"--adapter {option} {reason}",
+                "write NAME=PATH, with a name of A-Z a-z 0-9 . _ - and the adapter's directory",
+            )
+        found[name] = path
+    return tuple(found.items())
+
+
+def _check_start(config: ServeConfig, accept_changes: bool) -> None:
+    """End the command for what can't be served, before any process is started."""
+    from controller.client.sockets import requests_endpoint
+    from controller.shell.access.directories import DirectoryRefused, check_controller_directory
+    from controller.shell.startup import previous_start, start_checks
+    from controller.shell.startup.locks import lock_holder
+
+    directory = Path(config.server.directory)
+    try:
+        if config.engine == "managed":
+            if not config.model:
+                raise start_checks.StartRefused(
+                    "an engine needs a base model",
+                    "name its directory with --model, or wait for an engine with --engine external",
+                )
+            start_checks.check_start(
+                start_checks.Start(
+                    Path(config.model),
+                    tuple(map(Path, config.adapter_roots)),
+                    config.engine_options,
+                    config.server.limits,
+                    config.tensor_parallel_size,
+                )
+            )
+        requests_endpoint(directory)
+        check_controller_directory(directory)
+    except start_checks.StartRefused as error:
+        raise CommandError(ExitCode.USAGE, str(error), error.hint) from error
+    except (OSError, DirectoryRefused, ValueError) as error:
+        reason = getattr(error, "strerror", "") or str(error)
+        raise CommandError(
+            ExitCode.USAGE if isinstance(error, ValueError) else ExitCode.UNREACHABLE,
+            f"--dir {directory} can't be used: {reason}",
+            "name a directory that your user may create and write, with loradock --dir DIRECTORY",
+        ) from error
+    holder = lock_holder(directory)
+    if holder:
+        raise CommandError(
+            ExitCode.LOG,
+            f"a server runs in {directory} already (process {holder})",
+            f"end it with `loradock --dir {directory} stop`, or serve in another --dir",
+        )
+    _confirm_changes(config, directory, accept_changes)
+    now = previous_start.served(config.model, config.server.limits, config.server.policy)
+    previous_start.write_served(directory, now)
+
+
+def _confirm_changes(config: ServeConfig, directory: Path, accept_changes: bool) -> None:
+    """Ask on a terminal, and else need an option, where adapters would be evicted or refused."""
+    from controller.shell.startup import previous_start
+
+    now = previous_start.served(config.model, config.server.limits, config.server.policy)
+    changed = previous_start.changes(previous_start.read_served(directory), now)
+    if not changed or accept_changes:
+        return
+    text = f"{directory} was served differently before: {'; '.join(changed)}"
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        typer.echo(f"{text}. Adapters that do not fit are evicted or refused.", err=True)
+        if typer.confirm("Serve it anyway?", err=True):
+            return
+    raise CommandError(
+        ExitCode.REFUSED,
+        text,
+        "add --accept-changes to serve it anyway, or serve in another --dir",
+    )
 
 
 def _checked_address(address: str) -> str:
@@ -296,13 +332,11 @@ def _run(ctx: typer.Context, config: ServeConfig, as_json: bool) -> None:
     output = output_of(ctx, config.log_format == "json")
     if as_json:
         output.document(config)
-    process_log.configure(config.log_format, "serve")
-    status = run(config)
+    process_log.configure(config.log_format, "serve", config.log_level)
+    ended = run(config)
     process_log.flush()
-    if status:
+    if ended.status:
         # A status of the children that is one of the command's exit codes is kept.
-        known = status in ExitCode.__members__.values()
-        exit_code = ExitCode(status) if known else ExitCode.FAILURE
-        raise CommandError(
-            exit_code, "the server has ended", "its last messages above contain the reason"
-        )
+        known = ended.status in ExitCode.__members__.values()
+        exit_code = ExitCode(ended.status) if known else ExitCode.FAILURE
+        raise CommandError(exit_code, f"the server has ended: {ended.reason or 'see above'}")

@@ -30,8 +30,9 @@ app = typer.Typer()
 Prompt = Annotated[
     str,
     typer.Argument(
+        metavar="PROMPT",
         help="The text to continue; - reads it from stdin. With images it contains the "
-        "placeholder of the model, as its processor writes it, once per image."
+        "placeholder of the model, as its processor writes it, once per image.",
     ),
 ]
 Images = Annotated[
@@ -44,34 +45,57 @@ Images = Annotated[
         help="An image file; repeat the option for several, in the order of the placeholders.",
     ),
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Largest number of output tokens.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="NUMBER",
+        help="Largest number of output tokens. Default: 128, or as many as the model's context "
+        "leaves for the prompt.",
+    ),
+]
 Temperature = Annotated[
     float,
     typer.Option(
-        min=0, max=100, help="Sampling temperature; 0 always chooses the most likely token."
+        min=0,
+        max=100,
+        help="Sampling temperature; 0 always chooses the most likely token. Default: 0.",
     ),
 ]
 TopK = Annotated[
-    int, typer.Option(min=0, help="Sample only from the K most likely tokens (0: all).")
+    int,
+    typer.Option(
+        min=0, metavar="K", help="Sample only from the K most likely tokens; 0 for all. Default: 0."
+    ),
 ]
 TopP = Annotated[
     float,
     typer.Option(
         min=0,
         max=1,
+        metavar="P",
         help="Sample only from the smallest set of most likely tokens whose probabilities sum to "
-        "P (1: all).",
+        "P; 1 for all.",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="Seed that makes sampling repeatable.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        min=0, metavar="NUMBER", help="Seed that makes sampling repeatable. Default: random."
+    ),
+]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(help="End the output before this text; repeat the option for several."),
+    typer.Option(
+        metavar="TEXT", help="End the output before this text; repeat for several. Default: none."
+    ),
 ]
 Attempts = Annotated[
     int,
     typer.Option(
-        min=1, help="Largest number of attempts, if the request fails before its first token."
+        min=1,
+        metavar="NUMBER",
+        help="Attempts in all, while a failure may be temporary and no token has arrived.",
     ),
 ]
 Since = Annotated[
@@ -82,9 +106,12 @@ Since = Annotated[
         "--follow, the oldest with --no-follow.",
     ),
 ]
-Follow = Annotated[bool, typer.Option(help="Continue with new events until interrupted.")]
+Follow = Annotated[bool, typer.Option(help="Continue with new events until Ctrl-C.")]
 WithSnapshot = Annotated[
-    bool, typer.Option("--snapshot", help="Show all adapters in place of events not kept any more.")
+    bool,
+    typer.Option(
+        "--snapshot", help="Show all adapters in place of events that are not kept any more."
+    ),
 ]
 
 
@@ -94,7 +121,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter per option
     prompt: Prompt,
     adapter: AdapterOption = None,
     image: Images = None,
-    max_tokens: MaxTokens = 128,
+    max_tokens: MaxTokens = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
     top_p: TopP = 1.0,
@@ -106,7 +133,7 @@ def generate(  # noqa: PLR0913, PLR0917 - one parameter per option
 ) -> None:
     """Continue a prompt, with or without images, and print the text as it is generated."""
     sampling: SamplingOptions = {
-        "max_tokens": max_tokens,
+        "max_tokens": max_tokens or 0,
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,

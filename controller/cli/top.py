@@ -7,6 +7,7 @@ never old ones.
 # Heavy modules are imported when a command runs: help and completion answer at once.
 # ruff: noqa: PLC0415
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, get_args
 import typer
 
 from controller.cli.context import AsJson, open_client, output_of
-from controller.cli.sizes import format_size
+from controller.shell.startup.sizes import format_size
 from messages.ids import NO_SLOT, AdapterState
 
 if TYPE_CHECKING:
@@ -66,9 +67,9 @@ def _read(client: "Client") -> Reading:
 
 
 def _print(reading: Reading) -> None:
-    from rich.console import Console
+    from controller.cli.output import console
 
-    Console().print(screen(None, reading))
+    console(sys.stdout).print(screen(None, reading))
 
 
 def _follow(client: "Client", reading: Reading, interval_s: float) -> None:
@@ -173,7 +174,7 @@ def _table(
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from controller.cli.render import safe
+    from controller.cli.pages.tables import safe
 
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1))
     for column in columns:

@@ -34,6 +34,7 @@ from controller.client.errors import (
     NotServed,
     Overloaded,
     PathNotAllowed,
+    ServerStops,
     UnknownAdapter,
 )
 from controller.client.images import ImageSource
@@ -74,6 +75,7 @@ __all__ = [
     "NotServed",
     "Overloaded",
     "PathNotAllowed",
+    "ServerStops",
     "Snapshot",
     "Timing",
     "UnknownAdapter",

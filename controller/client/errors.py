@@ -20,7 +20,8 @@ and the same built-in base classes as in the engine, so that one handler serves 
     ├── LogUnavailable        L014
     ├── Overloaded            L015
     ├── NotServed             L016
-    └── HandlingFailed        L017
+    ├── HandlingFailed        L017
+    └── ServerStops           L018
 """
 # Classes are named by what happened, like the codes, and not with the suffix `Error`.
 # ruff: noqa: N818
@@ -158,6 +159,12 @@ class HandlingFailed(LoradockError):
     code = ErrorCode.HANDLING_FAILED
 
 
+class ServerStops(LoradockError):
+    """The server is stopping: requests in progress end, and new ones are refused."""
+
+    code = ErrorCode.STOPPING
+
+
 ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
     error.code: error
     for error in (
@@ -178,6 +185,7 @@ ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
         Overloaded,
         NotServed,
         HandlingFailed,
+        ServerStops,
     )
 }
 

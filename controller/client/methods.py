@@ -24,6 +24,18 @@ from controller.client.prepared import (
     unary,
 )
 from controller.client.session import SamplingOptions, answer_of
+from messages.control import (
+    CancelRequest,
+    ChangeSettings,
+    ListRequests,
+    ListSlow,
+    RequestsListed,
+    ServerStopping,
+    SettingsShown,
+    ShowSettings,
+    SlowListed,
+    StopServer,
+)
 from messages.prompts import TextPrompt
 from messages.requests import (
     ActivateAdapter,
@@ -120,6 +132,38 @@ def status(timeout_s: float | None = None) -> UnaryCall[StatusShown]:
 def cancel(request_id: str, timeout_s: float | None = None) -> UnaryCall[CancelDone]:
     """End a generation of this client; `found` is False if none was running."""
     return unary(CancelGeneration(NO_ID, request_id), CancelDone, timeout_s)
+
+
+def list_requests(timeout_s: float | None = None) -> UnaryCall[RequestsListed]:
+    """List the requests in progress of all clients, the oldest first."""
+    return unary(ListRequests(NO_ID), RequestsListed, timeout_s)
+
+
+def cancel_request(request_id: str, timeout_s: float | None = None) -> UnaryCall[CancelDone]:
+    """End a generation of any client, by its id in `list_requests`."""
+    return unary(CancelRequest(NO_ID, request_id), CancelDone, timeout_s)
+
+
+def list_slow(timeout_s: float | None = None) -> UnaryCall[SlowListed]:
+    """List the slowest operations on adapters and the slowest requests of the last hour."""
+    return unary(ListSlow(NO_ID), SlowListed, timeout_s)
+
+
+def settings(timeout_s: float | None = None) -> UnaryCall[SettingsShown]:
+    """Return the server's limits and policy; those in `fixed` need a restart to change."""
+    return unary(ShowSettings(NO_ID), SettingsShown, timeout_s)
+
+
+def change_settings(
+    limits: dict[str, int] | None = None, policy: str = "", timeout_s: float | None = None
+) -> UnaryCall[SettingsShown]:
+    """Change limits and the policy while adapters stay where they are; empty ones stay."""
+    return unary(ChangeSettings(NO_ID, limits or {}, policy), SettingsShown, timeout_s)
+
+
+def stop_server(drain_s: float = 30.0, timeout_s: float | None = None) -> UnaryCall[ServerStopping]:
+    """End the server: new requests are refused, those in progress have `drain_s` to end."""
+    return unary(StopServer(NO_ID, round(drain_s * 1000)), ServerStopping, timeout_s)
 
 
 def embed(

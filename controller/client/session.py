@@ -7,16 +7,16 @@ id when its frame is sent again, so that a repeated frame can't cause a second e
 
 import heapq
 import math
-import re
 from collections.abc import Iterator
-from typing import Final, TypedDict, TypeVar
+from typing import Final, TypedDict, TypeVar, get_args
 
 import msgspec
 
+from controller.client.arguments import check_arguments
 from controller.client.calls import NO_ID, ClientCall, GenerationCall, StreamingCall, Timing
 from controller.client.errors import EngineGone, LoradockError, Malformed
 from controller.client.pooling import PoolingCall
-from messages.ids import NAME_PATTERN
+from messages.control import ServerCommand, ServerQuery
 from messages.prompts import Prompt, Sampling
 from messages.requests import (
     CancelGeneration,
@@ -254,11 +254,11 @@ class Session:
         if not isinstance(call.request, _WITHOUT_TIMEOUT):
             numbered["timeout_ms"] = max(1, math.ceil(call.timeout_s * 1000))
         request = call.request = msgspec.structs.replace(call.request, **numbered)
-        _check_names(request)
         try:
             call.body = REQUESTS.encode_body(request)
             REQUESTS.decode(REQUESTS.join_for(self._token, (call.body,)))
         except (WireError, msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+            check_arguments(request)
             raise Malformed(str(error), call.request_id) from error
 
     def _set_timer(self, call: ClientCall) -> None:
@@ -313,22 +313,9 @@ _WITHOUT_TIMEOUT: Final = (
     ShowAdapter,
     ShowStatus,
     FetchEvents,
+    *get_args(ServerQuery),
+    *get_args(ServerCommand),
 )
-
-_NAME: Final = re.compile(NAME_PATTERN)
-
-
-def _check_names(request: Request) -> None:
-    """Raise `Malformed` for an adapter name that the wire doesn't allow."""
-    name = getattr(request, "adapter", None)
-    for adapter in (*getattr(request, "adapters", ()), *(() if name is None else (name,))):
-        if isinstance(adapter, str) and not _NAME.search(adapter):
-            raise Malformed(
-                f"{adapter!r} is not a valid adapter name: use 1 to 128 of the characters "
-                "A-Z a-z 0-9 . _ - and no two dots in a row; a directory with another name can be "
-                "the path of an adapter with a valid name",
-                request.request_id,
-            )
 
 
 def _checked_timeout(timeout_s: float) -> float:

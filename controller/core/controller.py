@@ -18,7 +18,7 @@ from controller.core.actions import Action
 from controller.core.context import Context
 from controller.core.eviction import POLICIES
 from controller.core.invariants import Excess, check, excess
-from controller.core.limits import Limits, check_limits, window_bounds
+from controller.core.limits import FIXED, Limits, check_limits, window_bounds
 from controller.core.reconcile import reconcile
 from controller.core.request_handlers import Pending, Request
 from controller.core.world import World
@@ -90,20 +90,51 @@ class Controller:
         self._context = Context(self.world, self.limits, self.policy, [])
 
     def reconfigure(self, limits: Limits, policy: str) -> list[Action]:
-        """Continue under other limits; the attached engine counts as lost."""
-        self.limits = check_limits(limits)
+        """Continue under other limits; the attached engine counts as lost if they exclude it."""
+        excludes = self.change_refusal(check_limits(limits))
+        self.limits = limits
         self.policy_name, self.policy = policy, POLICIES[policy]
         self._context = context = Context(self.world, self.limits, self.policy, [])
         self._allowed = None
-        engine_lifecycle.lose(context, "the limits were changed")
-        self.world.resize_slots(limits.slots_max)
+        if excludes:
+            engine_lifecycle.lose(context, "the limits were changed")
+            self.world.resize_slots(limits.slots_max)
         self.world.set_bounds(limits)
         for request_id in tuple(self.world.pending_requests)[limits.requests_max :]:
             fewer = f"requests_max was lowered to {limits.requests_max}; try again later"
             pending_requests.refuse_request(context, request_id, ErrorCode.OVERLOADED, fewer)
         self.world.answers.set_bounds(window_bounds(limits))
+        # There may be room now for what waits.
+        context.dirty_adapters.update(dict.fromkeys(self.world.queues.members))
         self._finish(context)
         return context.actions
+
+    def change_refusal(self, limits: Limits) -> str:
+        """Return why the limits can't change while the engine stays attached; empty if they can."""
+        for name in limits.__struct_fields__:
+            before, after = getattr(self.limits, name), getattr(limits, name)
+            if before != after and name in FIXED:
+                return f"{name} is fixed while an engine runs; restart the server to change it"
+            used = self._used(name)
+            if before != after < used:
+                return f"{name} can't be {after}: {used} are in use; evict or remove adapters first"
+        return ""
+
+    def _used(self, limit: str) -> int:
+        """Return how much of a limit is in use; 0 for one that excludes nothing."""
+        world = self.world
+        host, pinned = world.tiers["host"], world.tiers["pinned"]
+        match limit:
+            case "host_adapters_max":
+                return max(host.count, pinned.count)
+            case "host_bytes_max":
+                return host.size_bytes
+            case "pinned_bytes_max":
+                return pinned.size_bytes
+            case "known_adapters_max":
+                return len(world.adapters)
+            case _:
+                return 0
 
     def digest(self) -> str:
         """Return the world's digest."""

@@ -22,6 +22,10 @@ SizeBytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 DurationMs = Annotated[int, Meta(ge=1, le=3_600_000)]
 
 
+FIXED = ("slots_max", "device_bytes_max")
+"""The limits that an engine is started with; the others can change while it runs."""
+
+
 class LimitsError(ValueError):
     """Limits that contradict one another or exceed their bounds."""
 

@@ -133,6 +133,24 @@ class Log:
         self._sync_if_due(records[-1].time_ns)
         return link.seq
 
+    @property
+    def has_record(self) -> bool:
+        """Whether the current segment has a record."""
+        return self._link.seq >= self._first_seq
+
+    def change_header(self, header: Header) -> None:
+        """Continue in a segment with another header; the current one must have a record.
+
+        Raises as `append` does.
+        """
+        self._refuse_if_failed()
+        before, self._header = self._header, header
+        try:
+            self._rotate()
+        except LogFull:
+            self._header = before
+            raise
+
     def sync(self) -> None:
         """Make all appended records durable; raises `LogSyncFailed`."""
         self._refuse_if_failed()

@@ -22,11 +22,14 @@ from controller.shell.clients.payloads import PAYLOAD_BYTES_MAX, Payloads
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.event_stream import EventStream
 from controller.shell.input_handler import GroupInput
+from controller.shell.operating.refusal_log import RefusalLog
+from controller.shell.operating.server_control import ServerControl
 from controller.shell.query_budget import QueryBudget
 from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
 from controller.shell.snapshot_process import LogFacts
 from messages import requests
 from messages.commands import StartInference
+from messages.control import CancelRequest, ChangeSettings, StopServer
 from messages.errors import ErrorCode
 from messages.ids import AdapterName, RequestId
 from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
@@ -42,8 +45,21 @@ QUERY_RETRY_MS: Final = 100
 PAYLOAD_RETRY_MS: Final = 1000
 LOG_RETRY_MS: Final = 1000
 
+_ADAPTER_REQUESTS: Final = tuple(
+    kind for kind in get_args(LifecycleRequest) if kind.__name__.endswith("Adapter")
+)
 _QUERIES: Final = frozenset(get_args(requests.Query))
 _PRIVATE: Final = frozenset(get_args(PrivateRequest))
+_CANCELS: Final = frozenset({CancelRequest, requests.CancelGeneration})
+_KINDS: Final = {
+    CancelRequest: "cancel",
+    requests.CancelGeneration: "cancel",
+    requests.ActivateBatch: "batch",
+    **{kind: kind.__name__.removesuffix("Adapter").lower() for kind in _ADAPTER_REQUESTS},
+    **{kind: kind.__name__.lower() for kind in get_args(PrivateRequest)},
+}
+"""The name of each kind of request in lists."""
+
 _STREAMED: Final = frozenset(get_args(PrivateReport))
 
 CanReply = Callable[[bytes], bool]
@@ -78,6 +94,8 @@ class ClientSessions:
         self._resends: dict[RequestId, None] = {}
         self._queries: QueryQueue[tuple[str, requests.Query]] = QueryQueue()
         self._budget = QueryBudget()
+        self.control: Final = ServerControl(controller)
+        self._refusal_log = RefusalLog()
         self._group: list[GroupInput] = []
         self._group_clients: set[str] = set()
 
@@ -86,19 +104,26 @@ class ClientSessions:
         try:
             frame = REQUESTS.decode_each(data)
         except WireError as error:
-            self._outbox.add(route, requests.Refused(error.request_id, error.code, str(error)))
+            self._refuse_at(route, requests.Refused(error.request_id, error.code, str(error)))
             return
         client = self._clients.admit(route, frame.token, user)
         for refused in frame.refused:
-            self._outbox.add(route, refused)
+            self._refuse_at(route, refused)
         for message, body in zip(frame.requests, frame.bodies, strict=True):
             refusal = self._access.refusal(user, message)
             if refusal is not None:
-                self._outbox.add(route, refusal.reply(message.request_id))
+                self._refuse_at(route, refusal.reply(message.request_id))
             elif type(message) in _QUERIES:
                 self._add_query(route, user, message)  # type: ignore[arg-type]
+            elif isinstance(message, ChangeSettings | StopServer):
+                self._outbox.add(route, self.control.execute(message))
             else:
                 self._receive(client, message, body)  # type: ignore[arg-type]
+
+    def _refuse_at(self, route: bytes, refused: requests.Refused) -> None:
+        """Refuse a request that has no place in the tables of requests."""
+        self._refusal_log.note(refused, time.monotonic_ns())
+        self._outbox.add(route, refused)
 
     def take_group(self) -> list[GroupInput]:
         """Return and clear the inputs for the log; call it once per group, before logging it."""
@@ -109,7 +134,10 @@ class ClientSessions:
         return group
 
     def _receive(
-        self, client: Client, message: LifecycleRequest | PrivateRequest, body: Body
+        self,
+        client: Client,
+        message: LifecycleRequest | PrivateRequest | CancelRequest,
+        body: Body,
     ) -> None:
         is_private = type(message) in _PRIVATE
         body_hash = client.hash_private(body) if is_private else hash_public(body)
@@ -131,6 +159,9 @@ class ClientSessions:
             if known is not None:
                 self._answer_known(logged, known, body, body_hash)
                 return
+        if self.control.is_stopping and type(message) not in _CANCELS:
+            self.answer(self.control.refuse(request_id))
+            return
         if is_private and not self._store_payload(request_id, body, body_hash):
             busy = (
                 f"prompts of {self._payloads.size_bytes} bytes wait for answers; at most "
@@ -142,6 +173,8 @@ class ClientSessions:
         if load is not None:
             self._group.append(GroupInput(load))
         self._group.append(GroupInput(logged, body_hash))
+        kind, adapter = _KINDS[type(message)], getattr(logged, "adapter", None)
+        self.control.times.begin_request(request_id, kind, adapter or "", time.monotonic_ns())
 
     def _answer_known(
         self,
@@ -211,6 +244,8 @@ class ClientSessions:
 
     def forward(self, output: PrivateReport) -> None:
         """Send output of the engine to the client that it is for."""
+        if type(output) is requests.TokensStreamed:
+            self.control.times.count_tokens(output.request_id, output.offset + len(output.tokens))
         self.answer(output)
 
     def note_resend(self, request_id: RequestId) -> None:
@@ -233,11 +268,21 @@ class ClientSessions:
         route = self._clients.route_of(client)
         if route is not None:
             self._outbox.add(route, _unscoped(reply, own_id))
-        if request_id in self._payloads and type(reply) not in _STREAMED:
+        if type(reply) in _STREAMED:
+            return
+        self._note_answer(reply)
+        if request_id in self._payloads:
             waiting = self._controller.world.pending_requests.get(request_id)
             # Another request under a waiting one's id is refused, and the waiting one keeps it.
             if waiting is None or waiting.answered:
                 self._payloads.drop(request_id)
+
+    def _note_answer(self, reply: requests.Reply) -> None:
+        now, outcome = time.monotonic_ns(), "done"
+        if isinstance(reply, requests.Refused):
+            outcome = reply.code.value
+            self._refusal_log.note(reply, now)
+        self.control.times.end_request(reply.request_id, outcome, now)
 
     def refuse_unlogged(
         self,
@@ -287,9 +332,11 @@ class ClientSessions:
                     add(route, show_adapter(world, message))
                 case requests.ShowStatus():
                     status = show_status(self._controller, message)
-                    add(route, self._with_process_facts(status))
+                    add(route, self.control.with_facts(self._with_log_facts(status)))
                 case requests.FetchEvents():
                     self._fetch_events(route, user, message)
+                case _:
+                    add(route, self.control.answer(message))
         except Refusal as refusal:
             add(route, refusal.reply(message.request_id))
 
@@ -301,8 +348,8 @@ class ClientSessions:
 
         self._events.fetch(route, message, self._controller.world.events_seq, answer)
 
-    def _with_process_facts(self, status: requests.StatusShown) -> requests.StatusShown:
-        """Return a status with what only the process knows."""
+    def _with_log_facts(self, status: requests.StatusShown) -> requests.StatusShown:
+        """Return a status with what is known about the log's files."""
         facts, world = self.log_facts(), self._controller.world
         age_ns = world.time_ns - facts.snapshot_time_ns if facts.snapshot_seq else 0
         return msgspec.structs.replace(
@@ -314,8 +361,10 @@ class ClientSessions:
         )
 
 
-def _scoped(message: LifecycleRequest, request_id: RequestId) -> LifecycleRequest:
+def _scoped(message: LifecycleRequest | CancelRequest, request_id: RequestId) -> LifecycleRequest:
     """Return a request as it is logged, with ids inside the controller."""
+    if isinstance(message, CancelRequest):
+        return requests.CancelGeneration(request_id, message.target)
     if type(message) is requests.CancelGeneration:
         target = scoped(client_of(request_id), message.target)
         return requests.CancelGeneration(request_id, target)

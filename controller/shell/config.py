@@ -1,9 +1,9 @@
 """Configurations of the controller's process and of `loradock serve`, and their exit statuses."""
 
 import struct
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from controller.core.limits import Limits
 from controller.log.settings import (
@@ -15,7 +15,9 @@ from controller.log.settings import (
 )
 from controller.shell.default_adapters import DefaultPaths
 from controller.shell.hang_watch import HANG_TIMEOUT_MS, STEP_TIMEOUT_MS
-from messages.engine_options import EngineOptions, LogFormat
+from controller.shell.operating.preloads import PRELOADS_MAX
+from messages.engine_options import EngineOptions, LogFormat, LogLevel
+from messages.ids import AdapterName, Path
 
 EXIT_FAILED: Final = 1
 """The disk failed: a restart reads what it holds."""
@@ -28,6 +30,9 @@ EXIT_LOG: Final = 7
 
 RESTART: Final = struct.Struct("<Q")
 """What a controller writes to `Supervision.restart_fd`: the process id of an engine to restart."""
+
+STOP_ALL: Final = 0
+"""In place of a process id: every process has to end, because a client has stopped the server."""
 
 EngineKind = Literal["managed", "external"]
 """Whether `serve` starts the engine, or waits for one that is started elsewhere."""
@@ -55,6 +60,8 @@ class ServerConfig(Struct, frozen=True):
     """What is done with files of the log that no restart needs: drop, archive:DIRECTORY or keep."""
     log_keep_hours: int = LOG_KEEP_HOURS
     """How long such files are kept before."""
+    preloads: Annotated[tuple[tuple[AdapterName, Path], ...], Meta(max_length=PRELOADS_MAX)] = ()
+    """Names and paths of adapters that are loaded at the start."""
 
 
 class Supervision(Struct, frozen=True):
@@ -72,6 +79,7 @@ class Supervision(Struct, frozen=True):
     engine_progress: str = ""
     engine_key: str = ""
     log_format: LogFormat = "console"
+    log_level: LogLevel = "info"
 
 
 class ServeConfig(Struct, frozen=True):
@@ -86,6 +94,7 @@ class ServeConfig(Struct, frozen=True):
     hang_timeout_ms: int = HANG_TIMEOUT_MS
     """A child that is stopped is killed and restarted within this time."""
     log_format: LogFormat = "console"
+    log_level: LogLevel = "info"
     step_timeout_ms: int = STEP_TIMEOUT_MS
     """An engine whose main loop is in one step for longer is killed and restarted."""
     gateway: tuple[str, ...] = ()

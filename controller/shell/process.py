@@ -26,6 +26,7 @@ from controller.shell.config import (
     ServerConfig,
     Supervision,
 )
+from controller.shell.operating.settings_file import SettingsFile
 from controller.shell.server import Server, SupervisorLink
 from controller.shell.transport import Transport, TransportError
 from messages import process_log
@@ -50,22 +51,25 @@ def main() -> int:
     Both arguments are JSON.
     """
     supervision = msgspec.json.decode((sys.argv[2:] or ["{}"])[0], type=Supervision)
-    process_log.configure(supervision.log_format, "controller")
+    process_log.configure(supervision.log_format, "controller", supervision.log_level)
     try:
         _serve(_read_config(sys.argv[1]), supervision)
     except LogSyncFailed as error:
-        log.error("the disk failed", error=str(error))
-        return EXIT_FAILED
+        return _end(supervision, "the disk failed", error, EXIT_FAILED)
     except (LogError, LimitsError) as error:
-        log.error("the log can't be used", error=str(error))
-        return EXIT_LOG
+        return _end(supervision, "the log can't be used", error, EXIT_LOG)
     except (ConfigError, KeyFileError, KeyListError) as error:
-        log.error("wrong configuration", error=str(error))
-        return EXIT_CONFIG
+        return _end(supervision, "wrong configuration", error, EXIT_CONFIG)
     except (TransportError, DirectoryRefused) as error:
-        log.error("a socket can't be opened", error=str(error))
-        return EXIT_SOCKET
+        return _end(supervision, "a socket can't be opened", error, EXIT_SOCKET)
     return 0
+
+
+def _end(supervision: Supervision, event: str, error: Exception, status: int) -> int:
+    """Log why the process ends, also for the supervisor's last message; return `status`."""
+    log.error(event, error=str(error))
+    Progress(supervision.progress).end(f"{event}: {error}")
+    return status
 
 
 def _read_config(text: str) -> ServerConfig:
@@ -91,7 +95,8 @@ def _serve(config: ServerConfig, supervision: Supervision) -> None:
     directory = Path(config.directory)
     check_controller_directory(directory)
     access = _access(config, supervision)
-    opened = _open_log(config)
+    settings = SettingsFile(directory, config.limits, config.policy)
+    opened = _open_log(config, settings)
     with Transport(directory, access, config.listen) as transport:
         engine_progress = Progress(supervision.engine_progress)
         server = Server(
@@ -126,9 +131,10 @@ def _recovery_bound_s(directory: Path) -> float:
     return RECOVERY_S_MIN + size_bytes / RECOVERY_BYTES_PER_S
 
 
-def _open_log(config: ServerConfig) -> Log:
+def _open_log(config: ServerConfig, settings: SettingsFile) -> Log:
     """Open the log for writing; its lock makes this the only controller of the directory."""
-    header = Header(FORMAT, RULES, config.policy, limits_to(config.limits), 0)
+    limits, policy = settings.read()
+    header = Header(FORMAT, RULES, policy, limits_to(limits), 0)
     directory = Path(config.directory) / "log"
     # Before a segment is begun, which the version that wrote the log could not read.
     check_rules(directory)

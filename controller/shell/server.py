@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple, get_args
 
@@ -23,16 +24,20 @@ from controller.core.actions import (
     SendReply,
     SetTimer,
 )
+from controller.core.limits import RULES, Limits, limits_to
 from controller.log.format import LogFull
 from controller.log.retention import retention_from
 from controller.log.writer import Log
 from controller.shell.client_sessions import ClientSessions
-from controller.shell.config import RESTART, ServerConfig
+from controller.shell.config import RESTART, STOP_ALL, ServerConfig
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
 from controller.shell.event_stream import EVENTS_BEAT_NS, EventStream
 from controller.shell.input_handler import GroupInput, InputHandler, recover
 from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
+from controller.shell.operating.engine_watch import EngineWatch
+from controller.shell.operating.preloads import preload_requests
+from controller.shell.operating.settings_file import SettingsFile
 from controller.shell.snapshot_process import SnapshotProcess
 from controller.shell.transport import Transport
 from messages import records
@@ -40,8 +45,8 @@ from messages.commands import RequestInventory, ResendTokens, StartInference
 from messages.errors import ErrorCode
 from messages.ids import Epoch
 from messages.progress import Progress
-from messages.records import Input, Record
-from messages.reports import EngineInventory
+from messages.records import FORMAT, Header, Input, Record
+from messages.reports import EngineInventory, LoggedReport
 from messages.requests import LifecycleRequest
 from messages.wire import EVENTS
 
@@ -55,7 +60,8 @@ STEP_BOUND_S: Final = 60.0
 NOT_HANDLED: Final = "handling failed in the controller; the input was skipped and changed nothing"
 
 _NOTED: Final = frozenset(
-    {EngineInventory, records.ControllerStarted, *get_args(records.InferenceRequested)}
+    {records.ControllerStarted, records.EngineLost}
+    | {*get_args(records.InferenceRequested), *get_args(LoggedReport)}
 )
 """Inputs that the shell has to note before they are handled."""
 
@@ -109,6 +115,10 @@ class Server:
             transport.access,
         )
         self._sessions.log_facts = self._snapshots.facts
+        self._control = self._sessions.control
+        self._preloads = preload_requests(config.preloads)
+        self._control.change = self._change_settings
+        self._settings_file = SettingsFile(Path(config.directory), config.limits, config.policy)
         transport.on_gone = self._events.drop_client
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
         self._interval_sync = config.sync == "interval"
@@ -120,7 +130,7 @@ class Server:
         self._iterated_ns = time.monotonic_ns()
         self._digest_seq = 0
         self._log_retry_ns = 0
-        self._engine_fd = -1
+        self._engine_watch = EngineWatch(transport.watch, transport.unwatch)
         self._stopping = False
         transport.watch(self._events.wake_fd)
 
@@ -136,6 +146,8 @@ class Server:
                 self._progress.enter("handle", STEP_BOUND_S)
                 self._stopping = self._stopping or parent_fd in ready
                 self._iterate(ready)
+                if self._control.may_end(time.monotonic_ns()):
+                    self._end_after_stop()
             self._progress.enter("stop", STEP_BOUND_S)
             self._log.sync()
             self._snapshots.finish(self._controller.world.seq)
@@ -150,12 +162,31 @@ class Server:
         """End after this iteration; a signal handler."""
         self._stopping = True
 
+    def _end_after_stop(self) -> None:
+        """End because a client stopped the server; the supervisor ends the other processes."""
+        log.info("stopping: no request is waited for any more")
+        self._stopping = True
+        if self._restart_fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._restart_fd, RESTART.pack(STOP_ALL))
+
+    def _change_settings(self, limits: Limits, policy: str) -> None:
+        """Continue with other settings, in a segment of the log whose header has them."""
+        if not self._log.has_record:
+            self._commit([GroupInput(records.TimerFired())])
+        self._log.change_header(Header(FORMAT, RULES, policy, limits_to(limits), 0))
+        self._perform(self._controller.reconfigure(limits, policy))
+        self._publish()
+        log.info("settings changed", policy=policy, **limits_to(limits))
+        self._settings_file.write(limits, policy)
+
     def _start_epoch(self) -> None:
         world = self._controller.world
         wall_ns = self._clock.wall_ns()
         epoch = max(world.epoch + 1, wall_ns // 1_000_000_000)
         started = records.ControllerStarted(epoch, wall_ns - self._clock.now_ns())
-        group, self._pending = [*self._pending, GroupInput(started)], []
+        preloads = [GroupInput(request) for request in self._preloads]
+        group, self._pending = [*self._pending, GroupInput(started), *preloads], []
         self._commit(group)
         # Objects made by the recovery live as long as the process: garbage collection skips them.
         gc.collect()
@@ -176,6 +207,9 @@ class Server:
         if queries_ns is not None:
             left = min(left, queries_ns)
         left = min(left, self._published_ns + EVENTS_BEAT_NS - now)
+        ends_in_ns = self._control.ends_in_ns(now)
+        if ends_in_ns is not None:
+            left = min(left, ends_in_ns)
         if self._timer_ns:
             left = min(left, self._timer_ns - self._clock.now_ns())
         return max(0, (left + 999_999) // 1_000_000)
@@ -189,7 +223,7 @@ class Server:
         frames = list(self._transport.receive_reports())
         output = self._link.receive(frames, now)
         group += [GroupInput(report, report_seq=seq) for report, seq in output.inputs]
-        group += self._engine_losses(now, self._engine_fd in ready)
+        group += self._engine_losses(now, self._engine_watch.has_ended(ready))
         for route, user, frame in self._transport.receive_requests():
             self._sessions.receive(route, frame, user)
         group += self._sessions.take_group()
@@ -218,7 +252,7 @@ class Server:
         log.warning("engine lost", engine=lost.engine_id, reason=reason)
         self._link.detach(now, ended=ended)
         # Now, not once this is logged: an ended process stays ready, and the log may stay full.
-        self._unwatch_engine()
+        self._engine_watch.stop()
         return [GroupInput(lost)]
 
     def _engine_step_since(self) -> int | None:
@@ -264,7 +298,9 @@ class Server:
         elif isinstance(message, records.ControllerStarted):
             self._start_link(message.epoch)
         else:
-            self._link.open()
+            if isinstance(message, EngineInventory):
+                self._link.open()
+            self._control.note_report(message)
 
     def _after_skip(self, received: GroupInput) -> None:
         """Answer the client, or find what the engine did: its report is lost."""
@@ -284,7 +320,7 @@ class Server:
         """Detach an engine, and have its supervisor (if it is ours) restart it."""
         log.error("engine has to be restarted", engine=engine_id, pid=pid, reason=reason)
         self._link.detach(time.monotonic_ns(), ended=True)
-        self._unwatch_engine()
+        self._engine_watch.stop()
         if self._restart_fd >= 0:
             # The pipe is full only if the supervisor has not read thousands of these.
             with contextlib.suppress(BlockingIOError):
@@ -331,6 +367,7 @@ class Server:
 
     def _send_command(self, action: SendCommand) -> None:
         command = action.message
+        self._control.note_command(command)
         if isinstance(command, StartInference):
             complete = self._sessions.with_payload(command)
             if complete is None:
@@ -348,21 +385,12 @@ class Server:
             self._published_ns = time.monotonic_ns()
 
     def _watch_engine(self) -> None:
-        """Watch the attached engine's process, whose end wakes the loop."""
+        """Watch the attached engine's process."""
         engine = self._controller.world.engine
         if engine is None or not self._link.engine_id:
-            self._unwatch_engine()
-        elif self._engine_fd < 0:
-            # A process that has ended has no descriptor; the heartbeat timeout finds its loss.
-            with contextlib.suppress(OSError):
-                self._engine_fd = os.pidfd_open(engine.pid)
-                self._transport.watch(self._engine_fd)
-
-    def _unwatch_engine(self) -> None:
-        if self._engine_fd >= 0:
-            self._transport.unwatch(self._engine_fd)
-            os.close(self._engine_fd)
-            self._engine_fd = -1
+            self._engine_watch.stop()
+        else:
+            self._engine_watch.start(engine.pid)
 
     def _tick(self, now: int) -> None:
         self._link.tick(now)

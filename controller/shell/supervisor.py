@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import structlog
@@ -28,6 +28,7 @@ from controller.shell.config import (
     EXIT_LOG,
     EXIT_SOCKET,
     RESTART,
+    STOP_ALL,
     ServeConfig,
     ServerConfig,
     Supervision,
@@ -86,6 +87,11 @@ class Child:
         self._failures = 0
         self.start_at_s = 0.0
         self.fd = -1
+
+    @property
+    def reason(self) -> str:
+        """Why the process has ended, as far as it recorded that."""
+        return self._progress.reason()
 
     @property
     def can_run(self) -> bool:
@@ -187,6 +193,8 @@ class Supervisor:
         self._restarts_fd = restarts_fd
         self._restartable = restartable
         self._signals, self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self.reason = ""
+        """Why a child can't run; empty while all can."""
 
     def run(self) -> int:
         """Run until a signal (returns 0) or until a child can't run (returns an exit status)."""
@@ -196,16 +204,26 @@ class Supervisor:
         try:
             ended = self._loop()
         finally:
-            for child in reversed(self._children):
+            for child in self._stop_order():
                 child.stop()
         if ended is None:
             return 0
-        name, status = ended
-        log.error("a child can't run; see its messages above", child=name, status=status)
+        name, status, why = ended
+        self.reason = f"{name}: {why or 'see its messages above'}"
+        log.error("a child can't run", child=name, status=status, reason=self.reason)
         return status if status in _FINAL else EXIT_FAILED
 
-    def _loop(self) -> tuple[str, int] | None:
-        """Return the child that can't run and its last exit status; None after a signal."""
+    def _stop_order(self) -> list[Child]:
+        """Return the children in the order in which they end.
+
+        The controller ends before the engine, whose end would be a loss to it otherwise, and after
+        the gateway, whose requests it answers.
+        """
+        first = [child for child in self._children if child.name == "gateway"]
+        return [*first, *(child for child in self._children if child not in first)]
+
+    def _loop(self) -> tuple[str, int, str] | None:
+        """Return the child that can't run, its last exit status and why; None after a signal."""
         while True:
             self._start_due()
             poller = select.poll()
@@ -220,21 +238,29 @@ class Supervisor:
                     log.info("stopping")
                     return None
                 if fd == self._restarts_fd:
-                    self._restart()
+                    if self._restart():
+                        log.info("stopping: a client has stopped the server")
+                        return None
                     continue
                 child = running[fd]
                 status = child.reap()
                 log.warning("child ended", child=child.name, status=status)
                 if status in _FINAL or not child.can_run:
-                    return child.name, status
+                    return child.name, status, child.reason
             for child in self._children:
                 child.kill_if_hung()
 
-    def _restart(self) -> None:
-        """Kill the child that the controller reports; it is started again as after any end."""
+    def _restart(self) -> bool:
+        """Kill the child that the controller reports; it is started again as after any end.
+
+        Returns whether every child has to end instead.
+        """
         (pid,) = RESTART.unpack(os.read(self._restarts_fd, RESTART.size))
+        if pid == STOP_ALL:
+            return True
         if self._restartable is not None:
             self._restartable.kill_if_of(pid)
+        return False
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -250,12 +276,15 @@ class Supervisor:
         return min([*left_ms, *(child.tick_ms for child in self._children)])
 
 
-def serve(config: ServeConfig) -> int:
-    """Run controller and engine until a signal; return the exit status of this process."""
-    if config.engine == "managed" and not (Path(config.model) / "config.json").is_file():
-        # The engine would report the same, but only after it has imported its libraries.
-        log.error("--model is not a model's directory: no config.json", directory=config.model)
-        return EXIT_CONFIG
+class Ended(NamedTuple):
+    """The end of a server: the exit status, and the reason unless it was ended on request."""
+
+    status: int
+    reason: str = ""
+
+
+def serve(config: ServeConfig) -> Ended:
+    """Run controller and engine until a signal; return how they ended."""
     # Nothing is ever written: children see the end of file when this process ends.
     parent_fd, write_fd = os.pipe()
     # Both ends stay open here, so that no end of a child closes the pipe.
@@ -263,10 +292,11 @@ def serve(config: ServeConfig) -> int:
     try:
         children = _children(config, parent_fd, restart_fd)
         engine = next((child for child in children if child.name == "engine"), None)
-        return Supervisor(children, parent_fd, restarts_fd, engine).run()
+        supervisor = Supervisor(children, parent_fd, restarts_fd, engine)
+        return Ended(supervisor.run(), supervisor.reason)
     except (TransportError, DirectoryRefused, KeyFileError) as error:
         log.error("can't serve here", error=str(error))
-        return EXIT_SOCKET
+        return Ended(EXIT_SOCKET, str(error))
     finally:
         for fd in (write_fd, parent_fd, restarts_fd, restart_fd):
             os.close(fd)
@@ -284,6 +314,7 @@ def _children(config: ServeConfig, parent_fd: int, restart_fd: int) -> list[Chil
         of_engine.path if managed else "",
         key.public if key else "",
         config.log_format,
+        config.log_level,
     )
     timeout_ms = config.hang_timeout_ms
     command = _controller_command(config.server, supervision)
@@ -326,6 +357,7 @@ def _engine_command(config: ServeConfig, progress: str = "", key: str = "") -> l
         key=key,
         server_key=str(store.server_public_path),
         log_format=config.log_format,
+        log_level=config.log_level,
         step_timeout_ms=config.step_timeout_ms,
     )
     return [*command, *command_line(arguments)]

@@ -184,12 +184,12 @@ class GenerationScheduler:
                     f"images in the prompt, but the model is served for text only: "
                     f"{self._model.no_images_reason}"
                 )
-            read = partial(self._model.prompt_reader.read, prompt, sampling.max_tokens)
+            read = partial(self._model.prompt_reader.read, prompt, sampling.max_tokens or 1)
             self._prefetcher.add(sequence, read, self._ready)
             return
 
         def tokenize() -> ProcessedPrompt:
-            return ProcessedPrompt(prompt_tokens(self._model, prompt, sampling.max_tokens))
+            return ProcessedPrompt(prompt_tokens(self._model, prompt, sampling.max_tokens or 1))
 
         if isinstance(prompt, str) and len(prompt) > INLINE_TEXT_MAX:
             check_text(self._model, prompt)

@@ -13,6 +13,7 @@ from engine.models.causal_model import CausalModel
 from engine.models.image_processor import ProcessedPrompt
 from engine.models.vision.image_inputs import ImageInputs
 from messages.commands import StartGeneration
+from messages.prompts import MAX_TOKENS_DEFAULT
 from messages.requests import FinishReason, TokensStreamed
 
 
@@ -43,6 +44,8 @@ class Sequence:
         eos_ids = frozenset() if sampling.ignore_eos else frozenset(model.eos_ids)
         self._end_ids = eos_ids | frozenset(sampling.stop_token_ids)
         self._stop_filter = StopFilter(sampling.stop, sampling.include_stop)
+        self._context_tokens_max = model.context_tokens_max
+        self._output_tokens_max = sampling.max_tokens
         self._tokenizer = model.tokenizer
         self._detokenizer: Detokenizer | None = None
 
@@ -50,6 +53,9 @@ class Sequence:
         """Store the prompt in the form that the model accepts."""
         self.prompt, self.images = prompt
         self.can_resume = self.images is None
+        if not self._output_tokens_max:
+            left = self._context_tokens_max - len(self.prompt)
+            self._output_tokens_max = min(MAX_TOKENS_DEFAULT, left)
         self.sampler = Sampler(self.command.sampling, self.prompt, self._end_ids)
         if self.images is not None:
             # Image files are large and are not needed again.
@@ -77,7 +83,7 @@ class Sequence:
             text = self._stop_filter.add(text)
         if self._stop_filter.has_matched:
             return text, "stop"
-        if len(self.output.tokens) < self.command.sampling.max_tokens:
+        if len(self.output.tokens) < self._output_tokens_max:
             return text, None
         text += self.flush()
         return text, "stop" if self._stop_filter.has_matched else "length"

@@ -62,10 +62,16 @@ def check_tokens(model: ServedModel, tokens: Sequence[int], output_tokens: int) 
 
 
 def _check_length(found: int, output_tokens: int, allowed: int) -> None:
-    total = found + output_tokens
-    if total > allowed:
-        more = f" and max_tokens {output_tokens} are {total}" if output_tokens else ""
-        raise RequestRefused(f"a prompt of {found} tokens{more}; the context has {allowed}")
+    """Refuse a prompt that leaves no space for `output_tokens`, of which 0 need none."""
+    if found > allowed or (found == allowed and output_tokens):
+        raise RequestRefused(
+            f"the prompt ({found} tokens) does not fit the model's context ({allowed} tokens)"
+        )
+    if found + output_tokens > allowed:
+        raise RequestRefused(
+            f"the prompt ({found} tokens) and max_tokens ({output_tokens}) do not fit the model's "
+            f"context ({allowed} tokens); max_tokens may be up to {allowed - found}"
+        )
 
 
 def _tokenize(tokenizer: Any, prompt: TextPrompt) -> list[int]:

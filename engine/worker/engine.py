@@ -57,6 +57,7 @@ class Engine:
             arena, model.shapes, self._read, jobs, report, config.pins
         )
         self._task = model.task
+        self._dtype = str(model.dtype).removeprefix("torch.")
         # A pool of their own, so that adapters don't wait for images to be decoded.
         image_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
         slots = SlotTable(arena, self.residency.residents, self.residency.fingerprint_of)
@@ -119,6 +120,8 @@ class Engine:
             last_op=self.last_op,
             running=tuple(sorted((*self.residency.running, *self._inference.operations))),
             adapters=self.residency.inventory(),
+            device=str(self._config.torch_device),
+            dtype=self._dtype,
         )
 
     def _execute(self, command: commands.Operation | commands.StopGeneration) -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
 import zmq
@@ -43,6 +43,9 @@ from messages.wire import COMMANDS
 if TYPE_CHECKING:
     from engine.worker.spans import InferenceSpans
 
+EXIT_CONFIG: Final = 2
+"""No engine can start with these options and this model: the supervisor does not try again."""
+
 _log = structlog.get_logger()
 
 
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Every rank that `torchrun` starts runs this: rank 0 serves, and the others follow it.
     """
     options = parse(arguments)
-    process_log.configure(options.log_format, "engine")
+    process_log.configure(options.log_format, "engine", options.log_level)
     try:
         config, lora_config = configs(options)
         keys = read_key_pair(options.key), read_public_key(options.server_key)
@@ -68,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (ValueError, RuntimeError, PathNotAllowed) as error:
         _log.error("wrong configuration", error=str(error))
-        return 2
+        Progress(options.progress).end(str(error))
+        return EXIT_CONFIG
     try:
         return _run(RankSetup(config, lora_config, group, parents, *keys, spans), options)
     except RankLost as error:
@@ -124,7 +128,10 @@ def _run(setup: RankSetup, options: EngineArguments) -> int:
         engine = Engine(model, setup.config, setup.lora_config, options.engine_id, wakeup.wake)
     except (ModelRefused, EngineError, ValueError) as error:
         _log.error("the engine can't start", error=str(error))
-        return 1
+        Progress(options.progress).end(str(error))
+        # Another attempt finds the same model, but perhaps more memory.
+        is_final = isinstance(error, ModelRefused | ValueError)
+        return EXIT_CONFIG if is_final else 1
     if group.is_leader and model.media_tokens and model.no_images_reason:
         _log.warning("the model is served for text alone", reason=model.no_images_reason)
     if group.is_leader and model.without_head:

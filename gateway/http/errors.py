@@ -49,6 +49,7 @@ STATUSES: Final[dict[ErrorCode, int]] = {
     ErrorCode.LOG_UNAVAILABLE: 503,
     ErrorCode.OVERLOADED: 429,
     ErrorCode.NOT_SERVED: 400,
+    ErrorCode.STOPPING: 503,
 }
 
 _RETRIED: Final = (429, 503)

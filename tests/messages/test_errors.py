@@ -25,6 +25,7 @@ CODES = {
     "L015": ("OVERLOADED", True),
     "L016": ("NOT_SERVED", False),
     "L017": ("HANDLING_FAILED", False),
+    "L018": ("STOPPING", True),
 }
 
 

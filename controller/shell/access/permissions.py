@@ -10,14 +10,14 @@ import threading
 from collections.abc import Callable
 from fnmatch import translate
 from pathlib import PurePosixPath
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 import msgspec
 import structlog
 
 from controller.core.context import Refusal, unknown_adapter
 from controller.shell.access.keys import AllowedKey, KeyListError, KeyStore, Right
-from messages import events, requests
+from messages import control, events, requests
 from messages.errors import ErrorCode
 from messages.requests import EventsFetched, Reply, Request
 
@@ -40,11 +40,20 @@ _LOADING: Final = (
 )
 """Requests that load an adapter under a name that is not known yet."""
 
+_OF_ALL: Final = (control.ListRequests, control.ListSlow, *get_args(control.ServerCommand))
+"""Requests that concern the adapters of every key."""
+
 RIGHT_OF: Final[dict[type[Request], Right]] = {
     requests.ListAdapters: "read",
     requests.ShowAdapter: "read",
     requests.ShowStatus: "read",
     requests.FetchEvents: "read",
+    control.ShowSettings: "read",
+    control.ListRequests: "administrate",
+    control.ListSlow: "administrate",
+    control.CancelRequest: "administrate",
+    control.ChangeSettings: "administrate",
+    control.StopServer: "administrate",
     requests.LoadAdapter: "operate",
     requests.StageAdapter: "operate",
     requests.ActivateAdapter: "operate",
@@ -196,6 +205,12 @@ def _expression(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
 
 
 def _refusal_of_names(user: _User, message: Request) -> Refusal | None:
+    if user.names is not None and isinstance(message, _OF_ALL):
+        return Refusal(
+            ErrorCode.NOT_ALLOWED,
+            f"{type(message).__name__} is about all adapters; key {user.key.name!r} is limited to "
+            f"{', '.join(user.key.adapters)}",
+        )
     foreign = [name for name in _names_in(message) if not user.sees(name)]
     allowed = ", ".join(user.key.adapters)
     if foreign:

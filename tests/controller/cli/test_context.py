@@ -1,12 +1,12 @@
 """Tests of what commands share: waiting for a server, its absence, completion."""
 
 import json
-import threading
+import os
 
 import pytest
 
-from controller.cli import context
 from controller.cli.exit_codes import ExitCode
+from controller.log.segments import lock_directory
 from messages import requests as rq
 from tests.support.simulation.command_runs import run, start_command
 from tests.support.simulation.standin_controller import StandIn
@@ -17,43 +17,53 @@ COMMANDS = [
     ["generate", "p"],
     ["embed", "text"],
     ["events", "--since", "0"],
+    ["requests"],
+    ["slow"],
+    ["stop"],
+    ["cancel", "c:1"],
+    ["config", "show"],
+    ["top", "--once"],
+    ["bench"],
 ]
 
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
-def test_without_a_server_a_command_ends_and_names_the_directory(monkeypatch, tmp_path, arguments):
-    monkeypatch.setattr(context, "SERVER_START_S", 0.05)
+def test_without_a_server_a_command_ends_at_once_and_names_the_directory(tmp_path, arguments):
     result = run(*arguments, directory=tmp_path)
     assert result.exit_code == ExitCode.UNREACHABLE
     line, hint = result.stderr.splitlines()
     assert line == f"L011 no LoRADock server answers at {tmp_path} (no socket there)"
-    assert hint == f"  start one: loradock --dir {tmp_path} serve --model MODEL"
+    serve = f"loradock --dir {tmp_path} serve --model MODEL --adapter-root ADAPTERS"
+    assert hint == f"  start one: {serve}"
+
+
+def test_a_socket_without_a_process_is_no_server(tmp_path):
     with StandIn(tmp_path):
         pass
-    stopped = run(*arguments, "--json", directory=tmp_path)
+    stopped = run("status", "--json", directory=tmp_path)
     error = json.loads(stopped.stderr)["error"]
     assert (error["code"], error["exit"]) == ("L011", ExitCode.UNREACHABLE)
     assert error["message"].endswith("(nothing listens on its socket)")
 
 
-def test_a_server_that_is_just_starting_is_waited_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(context, "SERVER_START_S", 60.0)
-    stand_in = StandIn(tmp_path)
-    timer = threading.Timer(0.2, stand_in.start)
-    timer.start()
+def test_no_command_waits_for_a_server(monkeypatch, tmp_path):
+    def refuse_to_sleep(_seconds):
+        raise AssertionError("a command sleeps without a server")
+
+    monkeypatch.setattr("time.sleep", refuse_to_sleep)
+    assert run("status", directory=tmp_path).exit_code == ExitCode.UNREACHABLE
+
+
+def test_a_server_that_starts_is_named_by_its_process(tmp_path):
+    (tmp_path / "log").mkdir()
+    fd = lock_directory(tmp_path / "log")
     try:
-        result = run("list", "--timeout", "30", directory=tmp_path)
+        result = run("status", directory=tmp_path)
     finally:
-        timer.join()
-        stand_in.stop()
-    assert result.exit_code == 0, result.output
-
-
-def test_the_own_time_limit_of_a_command_limits_the_wait_for_a_server(monkeypatch, tmp_path):
-    monkeypatch.setattr(context, "SERVER_START_S", 3600.0)
-    result = run("status", "--timeout", "0.05", directory=tmp_path)
-    assert result.exit_code == ExitCode.UNREACHABLE
-    assert "no LoRADock server answers" in result.stderr
+        os.close(fd)
+    assert f"process {os.getpid()} is starting or stopping one" in result.stderr
+    assert "ready waits for it" in result.stderr
+    assert "serve --model" in run("status", directory=tmp_path).stderr
 
 
 def test_a_silent_server_ends_in_unreachable(controller):

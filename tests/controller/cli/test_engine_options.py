@@ -9,9 +9,11 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from controller.cli import serve
 from controller.cli.main import app
 from controller.shell import supervisor
 from controller.shell.config import ServeConfig, ServerConfig
+from controller.shell.supervisor import Ended
 from engine.config import EngineConfig, LoRAConfig
 from engine.worker.options import configs, parse
 from messages.engine_options import EngineArguments, EngineOptions, command_line, options_of
@@ -54,6 +56,7 @@ FROM_OTHER_OPTIONS = {
     "key": "/k",
     "server_key": "/s",
     "log_format": "json",
+    "log_level": "debug",
     "engine_id": "e",
 }
 """The supervisor specifies these from other options of `serve`, the engine's id aside."""
@@ -64,7 +67,7 @@ NOT_OPTIONS = {"adapter_bounds", "max_cpu_loras"}
 """Fields of the configurations that only a program can set."""
 
 PROCESS_ONLY = {
-    *("connect", "model", "key", "server_key", "log_format"),
+    *("connect", "model", "key", "server_key", "log_format", "log_level"),
     *("parent_pid", "progress", "step_timeout_ms", "engine_id"),
 }
 """Arguments of the process that are no field of a configuration of the same name."""
@@ -171,7 +174,8 @@ def test_every_engine_option_is_one_of_serve_with_its_help_text(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[EngineOptions] = []
-    monkeypatch.setattr(supervisor, "serve", lambda c: started.append(c.engine_options) or 0)
+    monkeypatch.setattr(supervisor, "serve", lambda c: started.append(c.engine_options) or Ended(0))
+    monkeypatch.setattr(serve, "_check_start", lambda *_: None)
     words = command_line(EngineOptions(**OTHER_VALUES))
     assert len(words) == len(OTHER_VALUES) + 1
     base = ["--dir", str(tmp_path), "serve", "--model", "m"]
@@ -183,7 +187,8 @@ def test_every_engine_option_is_one_of_serve_with_its_help_text(
         EngineOptions(**OTHER_VALUES),
         EngineOptions(pin_memory=True),
     ]
-    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
+    shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "120"}).output
+    shown = " ".join(shown.split())
     for option in options_of(EngineOptions):
         assert option.flag in shown
         assert option.help[:40] in shown

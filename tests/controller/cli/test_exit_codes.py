@@ -19,7 +19,7 @@ def test_every_error_has_an_exit_code_and_a_hint_and_the_help_lists_them():
         assert code.value in EXIT_MEANINGS[exit_code]
     for exit_code in ExitCode:
         assert re.search(
-            rf"\b{exit_code.value}  {re.escape(EXIT_MEANINGS[exit_code][:30])}", output
+            rf"\b{exit_code.value} +{re.escape(EXIT_MEANINGS[exit_code][:30])}", output
         )
 
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from controller.cli import serve
 from controller.cli.exit_codes import ExitCode
 from controller.cli.main import app
 from controller.core.controller import Controller
@@ -41,10 +42,11 @@ def started(monkeypatch):
 
         def serve(self, config):
             self.append(config)
-            return self.status
+            return supervisor.Ended(self.status, "a reason" if self.status else "")
 
     calls = Started()
     monkeypatch.setattr(supervisor, "serve", calls.serve)
+    monkeypatch.setattr(serve, "_check_start", lambda *_: None)
     yield calls
     reset_logs()
 
@@ -87,6 +89,7 @@ OPTIONS = {
     "--tensor-parallel-size": "2",
     "--listen": "tcp://127.0.0.1:4711",
     "--log-format": "json",
+    "--log-level": "warning",
     "--http": "0.0.0.0:80",
     "--api-key": "secret",
 }
@@ -112,12 +115,12 @@ def test_every_bound_is_an_option(started, tmp_path):
     )
     server = ServerConfig(
         *(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True),
-        *("tcp://127.0.0.1:4711", {"image": "x=y"}, 15, "keep", 16),
+        *("tcp://127.0.0.1:4711", {"image": "x=y"}, 15, "keep", 16, (("n", "p=q"),)),
     )
     defaults = ServeConfig(ServerConfig(""))
     arguments = [word for option in OPTIONS.items() for word in option]
     arguments += ["--adapter-root", "b", "--checked", "--max-lora-rank", "64"]
-    arguments += ["--default-mm-lora", "image=x=y"]
+    arguments += ["--default-mm-lora", "image=x=y", "--adapter", "n=p=q"]
     result = run("serve", *arguments, directory=tmp_path)
     assert result.exit_code == 0, result.output
     options = EngineOptions(max_lora_rank=64, default_mm_loras=("image=x=y",))
@@ -135,6 +138,7 @@ def test_every_bound_is_an_option(started, tmp_path):
             hang_timeout_ms=350,
             step_timeout_ms=5000,
             log_format="json",
+            log_level="warning",
             gateway=(*python_arguments("gateway"), msgspec.json.encode(gateway).decode()),
         )
     ]
@@ -142,6 +146,47 @@ def test_every_bound_is_an_option(started, tmp_path):
         for name in changed.__struct_fields__:
             only_one = name == "policy"
             assert only_one or getattr(changed, name) != getattr(default, name), name
+
+
+def test_every_option_can_be_in_a_file(started, tmp_path):
+    repeated = {"adapter-root": ["a", "b"], "default-mm-lora": ["image=x=y"], "adapter": ["n=p=q"]}
+    values = {name.removeprefix("--"): text for name, text in OPTIONS.items()} | repeated
+    lines = [f"{name} = {json.dumps(value)}" for name, value in values.items()]
+    file = tmp_path / "serve.toml"
+    file.write_text("\n".join([*lines, "checked = true", "max_lora_rank = 64", ""]))
+    in_file = run("serve", "--config", str(file), directory=tmp_path)
+    assert in_file.exit_code == 0, in_file.output
+    words = [word for option in OPTIONS.items() for word in option]
+    words += ["--adapter-root", "b", "--default-mm-lora", "image=x=y", "--adapter", "n=p=q"]
+    words += ["--checked", "--max-lora-rank", "64"]
+    assert run("serve", *words, directory=tmp_path).exit_code == 0
+    assert started[0] == started[1]
+    # The command line precedes the file.
+    assert run("serve", "--config", str(file), "--slots", "4", directory=tmp_path).exit_code == 0
+    assert started[2].server.limits.slots_max == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("slot = 3", "'slot' is no option; did you mean 'slots'?"),
+        ("nothing-like-it = 3", "is no option; `loradock serve --help` lists them"),
+        ('dir = "d"', "the directory is named before the command"),
+        ("[slots]", "'slots' is a table; a value is needed"),
+        ("slots = ", "is not TOML"),
+        ("slots = 0", "'--slots'"),
+        ('host-bytes = "64M"', "use KiB, MiB"),
+    ],
+)
+def test_a_wrong_file_is_explained(started, tmp_path, text, problem):
+    file = tmp_path / "serve.toml"
+    file.write_text(text + "\n")
+    result = run("serve", "--model", "m", "--config", str(file), directory=tmp_path)
+    assert result.exit_code == ExitCode.USAGE
+    assert problem in " ".join(result.stderr.split())
+    assert started == []
+    missing = run("serve", "--config", str(tmp_path / "no.toml"), directory=tmp_path)
+    assert "no.toml: No such file or directory" in missing.stderr
 
 
 def test_serve_prints_its_configuration_as_json_and_exits_like_its_children(started, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.cli.sizes import format_size, parse_size
+from controller.shell.startup.sizes import format_size, parse_size
 
 
 @given(st.integers(0, 2**50), st.sampled_from(["", "B", "KiB", "MiB", "GiB", "TiB"]))

@@ -189,7 +189,7 @@ def test_a_suggested_pause_is_kept():
         rq.Generate(NO_ID, None, "x" * FRAME_BYTES_MAX),
         rq.Generate(NO_ID, None, (-1,)),
         rq.Generate(NO_ID, None, "x", Sampling(temperature=-1.0)),
-        rq.Generate(NO_ID, None, "x", Sampling(max_tokens=0)),
+        rq.Generate(NO_ID, None, "x", Sampling(max_tokens=-1)),
         rq.Generate(NO_ID, None, "lone \ud800"),
         rq.Generate(NO_ID, None, "x", Sampling(seed=2**70)),
         rq.CancelGeneration(NO_ID, ""),

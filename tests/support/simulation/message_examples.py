@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 from hypothesis import strategies as st
 
-from messages import commands, events, reports, requests
+from messages import commands, control, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import NAME_PATTERN, REQUEST_PATTERN
 from messages.prompts import IllustratedPrompt, Sampling, Structure
@@ -124,7 +124,30 @@ EXAMPLES: dict[type, Any] = {
             snapshot_seq=90,
             snapshot_age_ms=12_000,
             log_bytes=1 << 20,
+            version="0.2.0",
+            uptime_ms=61_000,
+            memory_bytes=1 << 26,
+            engine_memory_bytes=1 << 30,
+            device="cuda:0",
+            dtype="bfloat16",
+            stopping=True,
         ),
+        control.ListRequests("r-20", 10),
+        control.ListSlow("r-21"),
+        control.ShowSettings("r-22"),
+        control.CancelRequest("r-23", "c:r-10"),
+        control.ChangeSettings("r-24", {"host_adapters_max": 128}, "none"),
+        control.StopServer("r-25", 30_000),
+        control.RequestsListed(
+            "r-20", (control.RequestView("c:r-10", "generate", "tenant-17", "running", 5, 7),), 2
+        ),
+        control.SlowListed(
+            "r-21",
+            (control.SlowView("load", "tenant-17", 900, 60_000, "done"),),
+            (control.SlowView("generate", "tenant-17", 1900, 61_000, "L011"),),
+        ),
+        control.SettingsShown("r-22", {"host_adapters_max": 128}, "none", ("slots_max",)),
+        control.ServerStopping("r-25", 3),
         requests.EventsFetched(
             "r-15", (events.Published(77, 17, events.AdapterCached("tenant-17")),), 78
         ),
@@ -155,7 +178,9 @@ EXAMPLES: dict[type, Any] = {
         reports.GenerationEnded(9, "stop", 5, 64),
         reports.PoolingEnded(11, 2, 9),
         reports.OperationFailed(2, ErrorCode.NOT_FOUND, "no adapter_config.json"),
-        reports.EngineInventory("e-1", 4242, "tiny", 4, 65536, 10, (9,), (_HELD,), 44),
+        reports.EngineInventory(
+            *("e-1", 4242, "tiny", 4, 65536, 10, (9,), (_HELD,), 44, "cuda:0", "bfloat16")
+        ),
         reports.EngineBeat("e-1", 10, "loading"),
         events.AdapterAccepted("tenant-17", "xxh3:0f0f", 16, 8192),
         events.AdapterCached("tenant-17"),

@@ -15,6 +15,7 @@ import zmq
 from messages import events as ev
 from messages import requests as rq
 from messages.errors import ErrorCode
+from messages.prompts import MAX_TOKENS_DEFAULT
 from messages.wire import EVENTS, REPLIES, REQUESTS
 from tests.support.waiting import HANG_S
 
@@ -224,7 +225,7 @@ class StandIn:
         return rq.BatchDone(request.request_id, places)
 
     def _generate(self, request):
-        count = min(len(self.output), request.sampling.max_tokens)
+        count = min(len(self.output), request.sampling.max_tokens or MAX_TOKENS_DEFAULT)
         return rq.GenerationDone(request.request_id, request.adapter, "length", 4, count)
 
     def _pool(self, request, task):

@@ -12,7 +12,7 @@ from controller.core.views import AdapterPages
 from controller.shell.access import permissions
 from controller.shell.access.keys import AllowedKey, KeyStore, new_pair
 from controller.shell.access.permissions import RIGHT_OF, Access
-from messages import events
+from messages import control, events
 from messages import requests as rq
 from messages.errors import ErrorCode
 from tests.support.simulation.core_bench import CoreBench
@@ -44,6 +44,12 @@ EXAMPLES: dict[type, Any] = {
     rq.Embed: rq.Embed("r", "a", ("p",)),
     rq.Classify: rq.Classify("r", "a", ("p",)),
     rq.CancelGeneration: rq.CancelGeneration("r", "other"),
+    control.ListRequests: control.ListRequests("r"),
+    control.ListSlow: control.ListSlow("r"),
+    control.ShowSettings: control.ShowSettings("r"),
+    control.CancelRequest: control.CancelRequest("r", "c:other"),
+    control.ChangeSettings: control.ChangeSettings("r", {"rest_ms": 1}),
+    control.StopServer: control.StopServer("r"),
 }
 LOADING = (rq.LoadAdapter, rq.StageAdapter, rq.ActivateAdapter, rq.HoldAdapter)
 
@@ -85,6 +91,16 @@ def test_a_key_may_send_what_its_right_includes(access: Access, kind: type) -> N
     assert access.refusal("", EXAMPLES[kind]) is None
     for unknown in ("engine", "nobody", "(own engine)"):
         assert code_of(access, unknown, EXAMPLES[kind]) is ErrorCode.NOT_ALLOWED
+
+
+@pytest.mark.parametrize(
+    "kind", [control.ListRequests, control.ListSlow, *get_args(control.ServerCommand)]
+)
+def test_a_limited_key_may_not_act_on_the_whole_server(access: Access, kind: type) -> None:
+    refusal = access.refusal("acme", EXAMPLES[kind])
+    assert refusal is not None
+    assert refusal.code is ErrorCode.NOT_ALLOWED
+    assert "limited to acme-*, shared" in refusal.message
 
 
 def test_replacing_an_adapter_needs_more_than_loading_one(access: Access) -> None:

@@ -1,0 +1,1 @@
+"""What commands print: help pages, and tables for the width of a terminal."""

@@ -1,0 +1,164 @@
+"""Help pages of all commands: plain text that holds at 80 columns and is wider if there is room.
+
+A page has one section per panel of options or commands, in the order of their definition. From
+`WIDE` columns on, the allowed range of a number and the environment variable of an option are
+shown too.
+"""
+
+import shutil
+import typing
+from collections.abc import Iterable
+from typing import Any, Final
+
+from typer.core import TyperCommand, TyperGroup
+
+WIDTH_MAX: Final = 120
+WIDE: Final = 100
+
+_TERM_COLUMNS_MAX: Final = 30
+_OPTIONS: Final = "Options"
+_ARGUMENTS: Final = "Arguments"
+_COMMANDS: Final = "Commands"
+
+EXIT_CODES: Final = "Exit codes"
+
+
+def width() -> int:
+    """Return the columns of a page: those of the terminal or of COLUMNS, up to `WIDTH_MAX`."""
+    return min(shutil.get_terminal_size().columns, WIDTH_MAX)
+
+
+class HelpCommand(TyperCommand):
+    """A command with such a page."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the page."""
+        _write_page(self, ctx, formatter)
+
+
+class HelpGroup(TyperGroup):
+    """A group of commands with such a page; `exit_codes` are listed at its end."""
+
+    exit_codes: tuple[tuple[str, str], ...] = ()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the page."""
+        _write_page(self, ctx, formatter)
+        if self.exit_codes:
+            with formatter.section(EXIT_CODES):
+                formatter.write_dl(self.exit_codes)
+
+
+def _write_page(command: Any, ctx: Any, formatter: Any) -> None:
+    # The formatter's own bound is 80 columns.
+    formatter.width = width() - 2
+    command.format_usage(ctx, formatter)
+    command.format_help_text(ctx, formatter)
+    for title, rows in _sections(command, ctx).items():
+        with formatter.section(title):
+            formatter.write_dl(rows, col_max=_TERM_COLUMNS_MAX)
+
+
+def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+    """Return the rows of each section: terms and their descriptions."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for name, one in getattr(command, "commands", {}).items():
+        if not one.hidden:
+            panel = getattr(one, "rich_help_panel", None)
+            sections.setdefault(_title(panel, _COMMANDS), []).append((name, _summary(one)))
+    for one in command.get_params(ctx):
+        is_argument = one.param_type_name == "argument"
+        if not getattr(one, "hidden", False):
+            usual = _ARGUMENTS if is_argument else _OPTIONS
+            title = _title(getattr(one, "rich_help_panel", None), usual)
+            sections.setdefault(title, []).append((_term(one, ctx), _text(one, ctx)))
+    return sections
+
+
+def _title(panel: Any, usual: str) -> str:
+    return panel if isinstance(panel, str) else usual
+
+
+def _summary(command: Any) -> str:
+    """Return the first paragraph of a command's help, in one line."""
+    return " ".join((command.help or "").partition("\n\n")[0].split())
+
+
+def _term(one: Any, ctx: Any) -> str:
+    metavar = _metavar(one, ctx)
+    if one.param_type_name == "argument":
+        return metavar
+    names = ", ".join(sorted(one.opts, key=len))
+    if one.secondary_opts:
+        names = f"{names} / {', '.join(one.secondary_opts)}"
+    return names if one.is_flag else f"{names} {metavar}"
+
+
+def _metavar(one: Any, ctx: Any) -> str:
+    if one.metavar:
+        return str(one.metavar)
+    choices = _choices(one)
+    if choices:
+        return "|".join(choices)
+    if one.param_type_name == "argument":
+        name = str(one.name).upper()
+        return f"{name}..." if one.nargs < 0 else name
+    return "NUMBER" if isinstance(one.get_default(ctx, call=False), int | float) else "TEXT"
+
+
+def _choices(one: Any) -> tuple[str, ...]:
+    """Return the values of a choice; typer's versions keep them in two places."""
+    annotation = getattr(getattr(one, "type_descriptor", None), "annotation", None)
+    if typing.get_origin(annotation) is typing.Literal:
+        return tuple(map(str, typing.get_args(annotation)))
+    return tuple(map(str, getattr(getattr(one, "type", None), "choices", ())))
+
+
+def _text(one: Any, ctx: Any) -> str:
+    """Return the help of an option, with its default unless the help states it."""
+    text = (one.help or "").strip()
+    default = "" if "Default:" in text else _default(one, ctx)
+    notes = [f"Default: {default}."] if default else []
+    if one.required:
+        notes.append("Required.")
+    if width() >= WIDE:
+        notes += _details(one)
+    return " ".join([text, *notes])
+
+
+def _default(one: Any, ctx: Any) -> str:
+    shown = getattr(one, "show_default", None)
+    if isinstance(shown, str):
+        return shown
+    value = one.get_default(ctx, call=False)
+    if shown is False or value in (None, "", (), [], False) or one.is_eager or one.required:
+        return ""
+    if value is True:
+        return "on" if one.secondary_opts else ""
+    if isinstance(value, float):
+        return f"{value:g} s" if one.metavar == "SECONDS" else f"{value:g}"
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return ", ".join(map(str, value))
+    return str(getattr(value, "value", value))
+
+
+def _details(one: Any) -> Iterable[str]:
+    bounds = getattr(one, "type", None) or one
+    least, most = getattr(bounds, "min", None), getattr(bounds, "max", None)
+    if least is not None and most is not None:
+        yield f"From {least:g} to {most:g}."
+    elif least is not None:
+        yield f"At least {least:g}."
+    variable = getattr(one, "envvar", None)
+    if isinstance(variable, str):
+        yield f"Environment: {variable}."
+
+
+def with_help_pages(commands: Iterable[Any], groups: Iterable[Any]) -> None:
+    """Have typer make commands and groups, which are registered already, with such pages."""
+    for info in commands:
+        info.cls = HelpCommand
+    for info in groups:
+        info.cls = HelpGroup
+        nested = typing.cast(Any, info.typer_instance)
+        with_help_pages(nested.registered_commands, nested.registered_groups)

@@ -1,0 +1,1 @@
+"""Commands on a running server: readiness, stop, requests in progress, settings."""

@@ -1,0 +1,164 @@
+"""Answers to requests about the server itself: its requests, its settings, and its end."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from controller.core.controller import Controller
+from controller.core.eviction import POLICIES
+from controller.core.limits import FIXED, Limits, LimitsError, limits_from, limits_to
+from controller.log.format import LogFull
+from controller.shell.operating.process_facts import memory_bytes
+from controller.shell.operating.request_times import RequestTimes
+from messages import commands, control, requests
+from messages.errors import ErrorCode
+from messages.ids import RequestId
+from messages.records import EngineLost
+from messages.reports import EngineInventory, OperationFailed
+from messages.version import VERSION
+
+STOPPING_RETRY_MS: Final = 1000
+_NS_PER_MS: Final = 1_000_000
+
+_OPERATIONS: Final[dict[type, str]] = {
+    commands.CheckAdapter: "check",
+    commands.LoadWeights: "load",
+    commands.StageWeights: "stage",
+    commands.UnstageWeights: "unstage",
+    commands.WriteSlot: "write",
+    commands.DropWeights: "drop",
+}
+"""The operations on adapters, by their names in lists."""
+
+ChangeSettings = Callable[[Limits, str], None]
+"""Puts settings into force; raises `LogFull` and `OSError`."""
+
+
+class ServerControl:
+    """The server as its operator sees it; `engine_device` and `engine_dtype` are the engine's."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._started_ns = time.monotonic_ns()
+        self.times: Final = RequestTimes(self._started_ns)
+        self.change: ChangeSettings = lambda _limits, _policy: None
+        self.engine_device = ""
+        self.engine_dtype = ""
+        self._stop_at_ns = 0
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether new requests are refused."""
+        return self._stop_at_ns != 0
+
+    def may_end(self, now_ns: int) -> bool:
+        """Whether a stopping server has nothing left to wait for."""
+        if not self.is_stopping:
+            return False
+        return not self._controller.world.pending_requests or now_ns >= self._stop_at_ns
+
+    def ends_in_ns(self, now_ns: int) -> int | None:
+        """Return when a stopping server ends at the latest; None for one that does not stop."""
+        return max(0, self._stop_at_ns - now_ns) if self.is_stopping else None
+
+    def refuse(self, request_id: RequestId) -> requests.Refused:
+        """Return the refusal of a new request while the server stops."""
+        running = len(self._controller.world.pending_requests)
+        return requests.Refused(
+            request_id,
+            ErrorCode.STOPPING,
+            f"no new requests are accepted; {running} in progress are waited for",
+            STOPPING_RETRY_MS,
+        )
+
+    def execute(self, message: control.ChangeSettings | control.StopServer) -> requests.Reply:
+        """Return the answer to a command."""
+        if isinstance(message, control.ChangeSettings):
+            return self._change(message)
+        now = time.monotonic_ns()
+        # A repetition does not move the end, and a shorter time does.
+        stop_at_ns = now + message.timeout_ms * _NS_PER_MS
+        self._stop_at_ns = min(self._stop_at_ns or stop_at_ns, stop_at_ns)
+        running = len(self._controller.world.pending_requests)
+        return control.ServerStopping(message.request_id, running)
+
+    def _change(self, message: control.ChangeSettings) -> requests.Reply:
+        controller = self._controller
+        policy = message.policy or controller.policy_name
+        try:
+            limits = limits_from(limits_to(controller.limits) | message.limits)
+        except LimitsError as error:
+            return requests.Refused(message.request_id, ErrorCode.MALFORMED, str(error))
+        if policy not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            unknown = f"policy {policy!r} is not known; known are {known}"
+            return requests.Refused(message.request_id, ErrorCode.MALFORMED, unknown)
+        refusal = controller.change_refusal(limits)
+        if refusal:
+            return requests.Refused(message.request_id, ErrorCode.CONFLICT, refusal)
+        try:
+            self.change(limits, policy)
+        except (LogFull, OSError) as error:
+            return requests.Refused(message.request_id, ErrorCode.LOG_UNAVAILABLE, str(error))
+        return self._settings(message.request_id)
+
+    def answer(self, message: control.ServerQuery) -> requests.Reply:
+        """Return the answer to a query."""
+        now = time.monotonic_ns()
+        match message:
+            case control.ListRequests():
+                pending = self._controller.world.pending_requests
+                views = self.times.views(islice(self._pending(), message.limit), now)
+                return control.RequestsListed(message.request_id, views, len(pending))
+            case control.ListSlow():
+                operations, waits = self.times.slow_operations(now), self.times.slow_requests(now)
+                return control.SlowListed(message.request_id, operations, waits)
+            case control.ShowSettings():
+                return self._settings(message.request_id)
+
+    def _settings(self, request_id: RequestId) -> control.SettingsShown:
+        limits = limits_to(self._controller.limits)
+        return control.SettingsShown(request_id, limits, self._controller.policy_name, FIXED)
+
+    def _pending(self) -> Iterator[tuple[RequestId, str, str, bool]]:
+        world = self._controller.world
+        for request_id, pending in world.pending_requests.items():
+            names = [world.adapters[key].name for key in pending.adapters if key in world.adapters]
+            yield request_id, pending.kind, ",".join(names), bool(pending.op)
+
+    def note_command(self, command: commands.Command) -> None:
+        """Note an operation on an adapter, which takes time until its report."""
+        adapter_id = getattr(command, "adapter_id", 0)
+        kind = _OPERATIONS.get(type(command))
+        if kind is not None and isinstance(command, commands.Operation):
+            adapter = self._controller.world.adapters.get(adapter_id)
+            name = "" if adapter is None else adapter.name
+            self.times.begin_operation(command.op, kind, name, time.monotonic_ns())
+
+    def note_report(self, message: object) -> None:
+        """Note what an input reports about the engine, if it is a report."""
+        op = getattr(message, "op", 0)
+        if op:
+            outcome = message.code.value if isinstance(message, OperationFailed) else "done"
+            self.times.end_operation(op, outcome, time.monotonic_ns())
+        elif isinstance(message, EngineInventory):
+            self.engine_device, self.engine_dtype = message.device, message.dtype
+        elif isinstance(message, EngineLost):
+            self.times.end_operations()
+
+    def with_facts(self, status: requests.StatusShown) -> requests.StatusShown:
+        """Return a status with what is known about the processes."""
+        return msgspec.structs.replace(
+            status,
+            version=VERSION,
+            uptime_ms=(time.monotonic_ns() - self._started_ns) // _NS_PER_MS,
+            memory_bytes=memory_bytes(os.getpid()),
+            engine_memory_bytes=memory_bytes(status.engine_pid),
+            device=self.engine_device if status.engine_id else "",
+            dtype=self.engine_dtype if status.engine_id else "",
+            stopping=self.is_stopping,
+        )

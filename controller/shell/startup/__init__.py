@@ -1,0 +1,1 @@
+"""Checks before a server starts, in words, without loading the model."""

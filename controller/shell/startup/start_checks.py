@@ -1,0 +1,211 @@
+"""Checks of what `serve` is started with, before any process starts and without loading the model.
+
+What can't change by trying again is refused here, in one sentence and at once.
+"""
+
+import ctypes
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from controller.core.limits import Limits
+from controller.shell.startup.sizes import format_size
+from messages.engine_options import EngineOptions, option_flag, options_of
+
+HEADER_BYTES_MAX: Final = 100 << 20
+
+_DEVICE: Final = re.compile(r"(auto|cpu|cuda(?::(?P<index>[0-9]+))?)")
+_CUDA_SWITCHES: Final = ("dual_stream", "capture_steps", "pin_memory")
+_PACKED: Final = frozenset(
+    {"qkv_proj", "qkv", "gate_up_proj", "w13", "qkv_a_proj", "lm_head", "embed_tokens"}
+)
+"""Modules that may be made when the model is loaded, and are in no file."""
+
+
+class StartRefused(Exception):  # noqa: N818 - named after the event
+    """The server can't be started with these options; `hint`: what to do."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Start(Struct, frozen=True):
+    """What a managed engine is started with."""
+
+    model: Path
+    adapter_roots: tuple[Path, ...]
+    options: EngineOptions
+    limits: Limits
+    tensor_parallel_size: int = 1
+
+
+def check_start(start: Start) -> None:
+    """Raise `StartRefused` for options with which no engine can start."""
+    _check_model(start.model)
+    for root in start.adapter_roots:
+        if not root.is_dir():
+            raise StartRefused(
+                f"--adapter-root {root} is not a directory",
+                "create it, or name the directory that contains your adapters' directories",
+            )
+    _check_choices(start.options)
+    devices = _check_device(start)
+    _check_sizes(start.limits, is_cpu=not devices)
+    _check_target_modules(start.model, start.options.target_modules)
+
+
+def _check_model(model: Path) -> None:
+    if not model.is_dir():
+        raise StartRefused(
+            f"--model {model} is not a directory",
+            "name the directory of a model on this machine, as save_pretrained writes it",
+        )
+    adapter = _read_json(model / "adapter_config.json")
+    if isinstance(adapter, dict):
+        base = adapter.get("base_model_name_or_path") or "in its adapter_config.json"
+        raise StartRefused(
+            f"--model {model} is an adapter; its base model is {base}",
+            "name the base model's directory, and put the adapter below --adapter-root",
+        )
+    if not (model / "config.json").is_file():
+        raise StartRefused(
+            f"--model {model} is not a model's directory: it has no config.json",
+            "name the directory that contains config.json and the weights",
+        )
+    if not isinstance(_read_json(model / "config.json"), dict):
+        raise StartRefused(f"{model / 'config.json'} is not a JSON object", "copy the model again")
+    if not any(path.suffix in (".safetensors", ".bin") for path in model.iterdir()):
+        raise StartRefused(
+            f"--model {model} has no weights: no .safetensors and no .bin file",
+            "copy the whole directory, with the files that Git LFS or the hub keep apart",
+        )
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _check_choices(options: EngineOptions) -> None:
+    for option in options_of(EngineOptions):
+        value = getattr(options, option.field)
+        if option.choices and str(value) not in option.choices:
+            raise StartRefused(
+                f"{option.flag} {value} is not known; it is one of {', '.join(option.choices)}"
+            )
+    if options.fully_sharded_loras and options.expert_parallel:
+        raise StartRefused(
+            "--fully-sharded-loras and --expert-parallel exclude each other",
+            "leave one of them out",
+        )
+
+
+def _check_device(start: Start) -> int:
+    """Return the number of CUDA devices that are used; 0 for the CPU."""
+    options = start.options
+    match = _DEVICE.fullmatch(options.device)
+    if match is None:
+        raise StartRefused(
+            f"--device {options.device} is not known; it is auto, cpu, cuda or cuda:NUMBER"
+        )
+    found = cuda_devices() if options.device != "cpu" else 0
+    if options.device.startswith("cuda") and found == 0:
+        raise StartRefused(
+            f"--device {options.device}: this machine has no CUDA device that can be used",
+            "leave --device out to serve on the CPU, or install the NVIDIA driver",
+        )
+    index = int(match["index"] or 0)
+    if found and index >= found:
+        raise StartRefused(
+            f"--device {options.device}: this machine has {found} CUDA devices, numbered from 0"
+        )
+    for name in _CUDA_SWITCHES:
+        if getattr(options, name) and not found:
+            raise StartRefused(
+                f"{option_flag(name, False)} needs CUDA, and the engine runs on the CPU",
+                "leave it out, or serve on a CUDA device with --device cuda",
+            )
+    if found and start.tensor_parallel_size > found:
+        raise StartRefused(
+            f"--tensor-parallel-size {start.tensor_parallel_size}: one CUDA device per process is "
+            f"needed, and this machine has {found}"
+        )
+    return found
+
+
+def cuda_devices() -> int:
+    """Return the number of CUDA devices, 0 without a driver; -1 where they can't be counted."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        # ROCm presents its devices as CUDA, without this driver.
+        return -1 if Path("/dev/kfd").exists() else 0
+    number = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(number)) != 0:
+        return 0
+    return number.value
+
+
+def memory_total_bytes() -> int:
+    """Return the memory of this machine; 0 if it is not known."""
+    try:
+        line = Path("/proc/meminfo").read_text().partition("\n")[0]
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _check_sizes(limits: Limits, *, is_cpu: bool) -> None:
+    """Refuse memory that the machine does not have; defaults are never refused."""
+    total = memory_total_bytes()
+    names = {"host_bytes_max": "--host-bytes", "pinned_bytes_max": "--pinned-bytes"}
+    if is_cpu:
+        names["device_bytes_max"] = "--device-bytes"
+    for name, flag in names.items():
+        value = getattr(limits, name)
+        if total and value > max(total, getattr(Limits(), name)):
+            raise StartRefused(
+                f"{flag} is {format_size(value)}, and this machine has {format_size(total)} of "
+                "memory",
+                "name a smaller size, for example 4GiB",
+            )
+
+
+def _check_target_modules(model: Path, targets: Sequence[str]) -> None:
+    """Refuse suffixes that no module in the model's files has; full names are left to the engine.
+
+    The files may name modules by other paths than the loaded model does, but not by other suffixes.
+    """
+    if not targets:
+        return
+    suffixes = {name.split(".")[-2] for name in _parameters(model) if name.count(".")}
+    for target in targets:
+        if suffixes and "." not in target and target not in suffixes | _PACKED:
+            known = sorted(name for name in suffixes if "norm" not in name)
+            raise StartRefused(
+                f"--target-module {target} names no module of the model",
+                f"its modules are {', '.join(known)}",
+            )
+
+
+def _parameters(model: Path) -> Iterator[str]:
+    """Yield the names of the parameters in safetensors files; none for other files."""
+    index = _read_json(model / "model.safetensors.index.json")
+    if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
+        yield from index["weight_map"]
+        return
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(length) if length <= HEADER_BYTES_MAX else b"{}"
+        try:
+            yield from msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return

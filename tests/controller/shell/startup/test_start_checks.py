@@ -1,0 +1,138 @@
+"""What can't be served is refused in one sentence, before a process is started."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from controller.cli.exit_codes import ExitCode
+from controller.core.limits import Limits
+from controller.log.segments import lock_directory
+from controller.shell.startup import start_checks
+from controller.shell.startup.start_checks import Start, StartRefused, check_start
+from engine import config
+from messages import engine_options
+from messages.engine_options import EngineOptions
+from tests.support.parallel.processes import TINY
+from tests.support.simulation.command_runs import run
+
+MODEL = TINY / "model"
+
+
+def start(model: Path = MODEL, roots: tuple[Path, ...] = (), limits: Limits | None = None, **some):
+    return Start(model, roots, EngineOptions(**some), limits or Limits())
+
+
+def test_what_can_be_served_passes() -> None:
+    check_start(start(roots=(TINY / "adapters",)))
+    check_start(start(target_modules=("q_proj", "qkv_proj", "model.layers.0.mlp.up_proj")))
+    check_start(start(device="cpu", task="generate", max_lora_rank=64, pin_memory=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"device": "gpu"}, "--device gpu is not known; it is auto, cpu, cuda or cuda:NUMBER"),
+        ({"device": "cuda:x"}, "--device cuda:x is not known"),
+        ({"device": "cpu", "dual_stream": True}, "--dual-stream needs CUDA"),
+        ({"device": "cpu", "capture_steps": True}, "--capture-steps needs CUDA"),
+        ({"device": "cpu", "pin_memory": True}, "--pin-memory needs CUDA"),
+        ({"target_modules": ("q_prj",)}, "--target-module q_prj names no module of the model"),
+        ({"task": "sing"}, "--task sing is not known; it is one of auto, generate, embed"),
+        ({"max_lora_rank": 5}, "--max-lora-rank 5 is not known; it is one of 1, 8, 16"),
+        ({"quantization": "int3"}, "--quantization int3 is not known"),
+        ({"lora_dtype": "int8"}, "--lora-dtype int8 is not known"),
+        ({"pooling": "max"}, "--pooling max is not known"),
+        (
+            {"fully_sharded_loras": True, "expert_parallel": True},
+            "--fully-sharded-loras and --expert-parallel exclude each other",
+        ),
+    ],
+)
+def test_an_option_that_no_engine_accepts_is_refused(options, text: str) -> None:
+    with pytest.raises(StartRefused) as caught:
+        check_start(start(**options))
+    assert str(caught.value).startswith(text)
+
+
+def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_checks, "cuda_devices", lambda: 0)
+    with pytest.raises(StartRefused, match="this machine has no CUDA device"):
+        check_start(start(device="cuda"))
+    monkeypatch.setattr(start_checks, "cuda_devices", lambda: 2)
+    check_start(start(device="cuda:1"))
+    with pytest.raises(StartRefused, match="has 2 CUDA devices, numbered from 0"):
+        check_start(start(device="cuda:2"))
+    four = Start(MODEL, (), EngineOptions(), Limits(), tensor_parallel_size=4)
+    with pytest.raises(StartRefused, match="--tensor-parallel-size 4: one CUDA device per"):
+        check_start(four)
+
+
+def test_memory_that_the_machine_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_checks, "memory_total_bytes", lambda: 2 << 30)
+    # Defaults are bounds of which a small machine uses a part.
+    check_start(start(device="cpu"))
+    for field in ("host_bytes_max", "pinned_bytes_max", "device_bytes_max"):
+        with pytest.raises(StartRefused, match="is 5 TiB, and this machine has 2 GiB of memory"):
+            check_start(start(device="cpu", limits=Limits(**{field: 5 << 40})))
+
+
+def test_a_directory_without_a_model_is_explained(tmp_path: Path) -> None:
+    def refusal(path: Path) -> str:
+        with pytest.raises(StartRefused) as caught:
+            check_start(start(path))
+        return str(caught.value)
+
+    assert refusal(tmp_path / "no").endswith("is not a directory")
+    assert "it has no config.json" in refusal(tmp_path)
+    assert refusal(TINY / "adapters" / "upper").endswith("its base model is loradock/tiny")
+    (tmp_path / "config.json").write_text("[]")
+    assert "is not a JSON object" in refusal(tmp_path)
+    shutil.copy(MODEL / "config.json", tmp_path)
+    assert "has no weights" in refusal(tmp_path)
+
+
+def test_an_adapter_root_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(StartRefused, match=r"--adapter-root .*/no is not a directory"):
+        check_start(start(roots=(tmp_path, tmp_path / "no")))
+
+
+def test_the_modules_of_a_model_in_several_files_are_known(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "m")
+    weights = {"model.layers.0.attn.c_attn.weight": "a.safetensors"}
+    index = json.dumps({"weight_map": weights})
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(index)
+    check_start(start(tmp_path / "m", target_modules=("c_attn",)))
+    with pytest.raises(StartRefused) as caught:
+        check_start(start(tmp_path / "m", target_modules=("q_proj",)))
+    assert caught.value.hint == "its modules are c_attn"
+
+
+def test_the_known_values_are_those_of_the_engine() -> None:
+    assert engine_options.LORA_RANKS == config.LORA_RANKS
+    assert ("auto", *config.LORA_DTYPES) == engine_options.LORA_DTYPES
+    assert ("auto", *config.TASKS) == engine_options.TASKS
+    assert ("auto", *config.POOLINGS) == engine_options.POOLINGS
+    assert (config.UNQUANTIZED, *config.QUANTIZATIONS) == engine_options.QUANTIZATIONS
+
+
+@pytest.mark.parametrize("directory", ["/proc/x", "/dev/null/x"])
+def test_a_directory_that_can_not_be_made_is_one_sentence(directory: str) -> None:
+    result = run("serve", "--model", str(MODEL), directory=directory)
+    assert result.exit_code == ExitCode.UNREACHABLE
+    line, hint = result.stderr.splitlines()
+    assert line.startswith(f"--dir {directory} can't be used: ")
+    assert "loradock --dir DIRECTORY" in hint
+
+
+def test_a_directory_that_is_served_already_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    fd = lock_directory(tmp_path / "log")
+    try:
+        result = run("serve", "--model", str(MODEL), directory=tmp_path)
+    finally:
+        os.close(fd)
+    assert result.exit_code == ExitCode.LOG
+    assert f"a server runs in {tmp_path} already (process {os.getpid()})" in result.stderr
