@@ -15,15 +15,15 @@ from messages.ids import NO_SLOT, RequestId
 class SlotTable:
     """The adapter in each slot: `residents[slot]` is an adapter id, or None for an empty slot.
 
-    `fingerprint_of`: returns the fingerprint of an adapter's files by its id; without it a version
-    is one writing of a slot.
+    `fingerprint_of`: returns the fingerprint of an adapter's files by its id, or None if it is
+    unknown; then a version is one writing of a slot.
     """
 
     def __init__(
         self,
         arena: Arena,
         residents: Sequence[int | None],
-        fingerprint_of: Callable[[int], str] | None = None,
+        fingerprint_of: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self._arena = arena
         self._fingerprint_of = fingerprint_of
@@ -33,9 +33,8 @@ class SlotTable:
         """Return what identifies the weights that a request needs; empty for the base model."""
         if command.adapter_id == BASE:
             return ""
-        if self._fingerprint_of is not None:
-            return self._fingerprint_of(command.adapter_id)
-        return f"{command.adapter_id} {command.slot} {command.generation}"
+        fingerprint = self._fingerprint_of(command.adapter_id)
+        return fingerprint or f"{command.adapter_id} {command.slot} {command.generation}"
 
     def check(self, command: StartInference) -> None:
         """Raise `NotResident` unless the slot holds this adapter in this generation."""

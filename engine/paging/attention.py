@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.masking_utils import causal_mask_function
 
-from engine.paging.paged_cache import FlatStep, RowSpan
+from engine.paging.paged_cache import DecodeGroup, FlatStep, RowSpan
 
 FLAT: Final = "loradock_flat"
 """The name of the attention implementation."""
@@ -43,7 +43,7 @@ class RowMasks:
     """What each row of a pass attends to: (first token, mask of the tokens from there, or None).
 
     Without a mask, the queries attend to all tokens from the first up to their own. A mask is
-    [queries, tokens] bool.
+    [queries, tokens] bool. `groups`: a mask per group, see `_group_mask`.
     """
 
     def __init__(self, function: MaskFunction, step: FlatStep) -> None:
@@ -55,6 +55,15 @@ class RowMasks:
             else _row_mask(function, span, step.written.device)
             for span in step.spans
         ]
+        self.groups = [_group_mask(function, group) for group in step.groups]
+
+
+def _group_mask(function: MaskFunction, group: DecodeGroup) -> Tensor:
+    """Return the mask of a group's rows, [rows, 1, 1, width] bool."""
+    keys = torch.arange(group.tokens.shape[1], device=group.tokens.device)[None, None, None]
+    lengths = group.lengths[:, None, None, None]
+    zero = torch.zeros_like(lengths[:1])
+    return function(zero, zero, lengths - 1, keys) & (keys < lengths)
 
 
 def _row_mask(
@@ -108,7 +117,25 @@ def _attention(
         else:
             attended = _attend_explicitly(queries, keys, values, mask, scoring)
         output[span.begin : span.end] = attended[0].transpose(0, 1)
+    for group, mask in zip(step.groups, attention_mask.groups, strict=True):
+        queries = query[0].index_select(1, group.queries).transpose(0, 1)[:, :, None]
+        attended = _attend_group(queries, *layer.read_group(group), mask, scoring)
+        output.index_copy_(0, group.queries, attended)
     return output[None], None
+
+
+def _attend_group(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring
+) -> Tensor:
+    """Attend one query per row, [rows, heads, 1, head_dim]; return [rows, heads, head_dim]."""
+    rows, heads, _, width = queries.shape
+    if scoring.softcap is not None or scoring.sinks is not None:
+        return _attend_explicitly(queries, keys, values, mask, scoring)[:, :, 0]
+    packed = queries.reshape(rows, keys.shape[1], -1, width)
+    attended = scaled_dot_product_attention(
+        packed, keys, values, attn_mask=mask, scale=scoring.scaling
+    )
+    return attended.reshape(rows, heads, values.shape[3])
 
 
 def _attend(
@@ -142,10 +169,10 @@ def _attend_explicitly(
 ) -> Tensor:
     """Attend as `_attend` does, with soft-capped scores or sinks."""
     scaling, softcap, sinks = scoring
-    _, heads, count, width = queries.shape
-    packed = queries.reshape(1, keys.shape[1], -1, width)
+    rows, heads, count, width = queries.shape
+    packed = queries.reshape(rows, keys.shape[1], -1, width)
     scores = packed @ keys.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
-    scores = scores.view(1, heads, count, -1)
+    scores = scores.view(rows, heads, count, -1)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is None and count > 1:
@@ -153,11 +180,11 @@ def _attend_explicitly(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
-        columns = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(1, heads, count, 1)
+        columns = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(rows, heads, count, 1)
         scores = torch.cat([scores, columns], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype)[..., : keys.shape[2]]
-    packed = weights.reshape(1, keys.shape[1], -1, keys.shape[2])
-    return (packed @ values).view(1, heads, count, values.shape[3])
+    packed = weights.reshape(rows, keys.shape[1], -1, keys.shape[2])
+    return (packed @ values).view(rows, heads, count, values.shape[3])
 
 
 AttentionInterface.register(FLAT, _attention)

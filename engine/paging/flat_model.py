@@ -35,10 +35,11 @@ class FlatRefused(Exception):  # noqa: N818 - named like the engine's other refu
 
 
 class FlatModel:
-    """A model over a paged cache of `blocks` blocks."""
+    """A model over a paged cache of `blocks` blocks; `groups_rows`: as in `FlatStep`."""
 
     def __init__(self, model: CausalModel, blocks: int) -> None:
         self.cache: Final = PagedKVCache(blocks)
+        self.groups_rows = model.device.type != "cpu"
         self._model = model
         self._configs = _configs_of(model.model.config)
 
@@ -55,18 +56,17 @@ class FlatModel:
         The rows' tables have blocks for their new tokens, and do not count them yet.
         """
         model, device = self._model, self._model.device
-        step = FlatStep(rows, device)
+        step = FlatStep(rows, device, groups_rows=self.groups_rows)
         tokens = torch.tensor([[token for row in rows for token in row.tokens]], device=device)
         positions = [
             index + row.offset for row in rows for index in range(row.table.length, row.end)
         ]
-        last = torch.tensor([span.end - 1 for span in step.spans], device=device)
         arguments: dict[str, Any] = {"past_key_values": self.cache.cache, "use_cache": True}
         if "position_ids" in model.accepts:
             arguments["position_ids"] = torch.tensor([positions], device=device)
         selects = "logits_to_keep" in model.accepts
         if selects:
-            arguments["logits_to_keep"] = last
+            arguments["logits_to_keep"] = step.last
         self.cache.step = step
         try:
             with flat_attention(self._configs, step):
@@ -74,7 +74,7 @@ class FlatModel:
         finally:
             self.cache.step = None
         logits: Tensor = output.logits[0]
-        return logits if selects else logits[last]
+        return logits if selects else logits[step.last]
 
 
 def _configs_of(config: PretrainedConfig) -> list[PretrainedConfig]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from engine.layout import next_power_of_two
 from engine.models.kv_cache import BatchKVCache
 from engine.paging.block_pool import BLOCK_TOKENS
 from engine.paging.block_table import BlockTable
@@ -56,13 +57,50 @@ class RowSpan:
         return self.end - self.begin
 
 
+class DecodeGroup(NamedTuple):
+    """Rows with one query each and similar lengths, which are attended in one call.
+
+    All on the device, int64. queries: [rows], of the pass. lengths: [rows]. tokens: [rows, width],
+    where each token is in the memory; after a row's end its first token, which is masked.
+    """
+
+    queries: Tensor
+    lengths: Tensor
+    tokens: Tensor
+
+
+def decode_groups(spans: Sequence[RowSpan], rows: Sequence[FlatRow]) -> list[DecodeGroup]:
+    """Group rows of one query each whose lengths have the same next power of two."""
+    by_width: dict[int, list[int]] = {}
+    for number, span in enumerate(spans):
+        by_width.setdefault(next_power_of_two(span.length), []).append(number)
+    return [_group_of([(spans[n], rows[n]) for n in numbers]) for numbers in by_width.values()]
+
+
+def _group_of(members: Sequence[tuple[RowSpan, FlatRow]]) -> DecodeGroup:
+    width = max(span.length for span, _ in members)
+    blocks = torch.zeros(len(members), -(-width // BLOCK_TOKENS), dtype=torch.int64)
+    for number, (span, row) in enumerate(members):
+        used = row.table.blocks[: -(-span.length // BLOCK_TOKENS)]
+        blocks[number, : len(used)] = torch.tensor(used)
+    lengths = torch.tensor([span.length for span, _ in members])
+    inside = torch.arange(BLOCK_TOKENS)
+    tokens = (blocks[:, :, None] * BLOCK_TOKENS + inside).flatten(1)[:, :width]
+    tokens = tokens.where(torch.arange(width) < lengths[:, None], tokens[:, :1])
+    return DecodeGroup(torch.tensor([span.begin for span, _ in members]), lengths, tokens)
+
+
 class FlatStep:
     """One forward pass: the rows' places, and where each new token is written.
 
-    `written`: [tokens] int64 on the device. `layer_of`: the layer that was given these keys.
+    `spans`: of the rows that are attended one by one; `groups`: the others. `written`: [tokens]
+    int64 on the device. `groups_rows`: whether rows of one token are attended in groups, which is
+    faster where each call takes time to launch, and slower on a CPU, which reads rows in place.
     """
 
-    def __init__(self, rows: Sequence[FlatRow], device: torch.device) -> None:
+    def __init__(
+        self, rows: Sequence[FlatRow], device: torch.device, *, groups_rows: bool = False
+    ) -> None:
         self.spans: list[RowSpan] = []
         written: list[int] = []
         for row in rows:
@@ -84,6 +122,15 @@ class FlatStep:
                 )
             )
         self.written = torch.tensor(written, device=device)
+        self.last = torch.tensor([span.end - 1 for span in self.spans], device=device)
+        self.groups: list[DecodeGroup] = []
+        if groups_rows:
+            pairs = list(zip(self.spans, rows, strict=True))
+            single = [pair for pair in pairs if pair[0].count == 1]
+            if single:
+                found = decode_groups(*map(list, zip(*single, strict=True)))
+                self.groups = [DecodeGroup(*(one.to(device) for one in group)) for group in found]
+            self.spans = [span for span, _ in pairs if span.count > 1]
         self._layers: dict[int, PagedLayer] = {}
         # Keeps the identities of `_layers` unique during the pass.
         self._keys: list[Tensor] = []
@@ -184,6 +231,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
                 for buffer in (self.keys, self.values)
             )
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+    def read_group(self, group: DecodeGroup) -> tuple[Tensor, Tensor]:
+        """Return copies of a group's keys and values, [rows, heads, width, head_dim]."""
+        keys, values = (
+            buffer.index_select(0, group.tokens.flatten()).view(
+                *group.tokens.shape, *buffer.shape[1:]
+            )
+            for buffer in (self.keys, self.values)
+        )
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def get_seq_length(self) -> int:
         """Return 0: positions and masks are given for each row."""

@@ -110,9 +110,10 @@ class Residency:
         """The operations that have no report yet."""
         return iter(self._in_flight)
 
-    def fingerprint_of(self, adapter_id: AdapterId) -> str:
-        """Return the fingerprint of an adapter that is on the host."""
-        return self.host_adapters[adapter_id].source.fingerprint
+    def fingerprint_of(self, adapter_id: AdapterId) -> str | None:
+        """Return the fingerprint of an adapter, None if it is not on the host."""
+        adapter = self.host_adapters.get(adapter_id)
+        return None if adapter is None else adapter.source.fingerprint
 
     def execute(self, command: ResidencyCommand) -> None:
         """Execute a command, or start it."""
