@@ -299,7 +299,8 @@ def test_an_adapter_is_used_in_the_slot_that_it_moved_to(bench: EngineBench) -> 
 
 def test_a_generation_is_stopped_and_resent(bench: EngineBench) -> None:
     op = bench.generate(0, -1, 0, max_tokens=60)
-    bench.engine.step()
+    for _ in range(2):
+        bench.engine.step()
     bench.submit(cm.StopGeneration, target=op)
     assert bench.wait(op) == rp.GenerationEnded(op, "cancelled", len(PROMPT), 2)
     bench.engine.submit(cm.ResendTokens(f"r{op - 1}"))
@@ -310,6 +311,39 @@ def test_a_generation_is_stopped_and_resent(bench: EngineBench) -> None:
     bench.poll()
     assert bench.reports_of(stop) == []
     assert bench.engine.last_op == stop
+
+
+def test_a_prefix_is_reused_by_the_fingerprint_of_an_adapter(bench: EngineBench) -> None:
+    """Also after the adapter was in another slot, and never by another adapter in its slot."""
+    prompt = tuple(range(40))
+
+    def generate(adapter_id: int, slot: int, generation: int) -> tuple[list[int], int]:
+        fields = {"adapter_id": adapter_id, "slot": slot, "generation": generation}
+        sampling = Sampling(max_tokens=8)
+        op = bench.submit(
+            cm.StartGeneration,
+            request_id=f"r{bench.op}",
+            prompt=prompt,
+            sampling=sampling,
+            **fields,
+        )
+        bench.engine.step()
+        reused = [row.table.reused for row in bench.engine._inference.batch._rows]
+        bench.wait(op)
+        return bench.tokens(op), sum(reused)
+
+    bench.promote(1, "everything", GPU_SLOT, slot=0, generation=1)
+    first, reused = generate(1, 0, 1)
+    assert reused == 0
+    bench.do(cm.ResetSlot, adapter_id=1, slot=0, generation=1)
+    bench.promote(2, "mlp", GPU_SLOT, slot=0, generation=2)
+    other, reused = generate(2, 0, 2)
+    assert other != first
+    assert reused == 0
+    bench.do(cm.WriteSlot, adapter_id=1, slot=1, generation=1)
+    assert generate(1, 1, 1) == (first, 32)
+    assert generate(2, 0, 2) == (other, 32)
+    assert generate(0, -1, 0)[1] == 0
 
 
 def test_every_residency_command_has_a_handler(bench: EngineBench) -> None:
