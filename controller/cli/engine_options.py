@@ -12,8 +12,9 @@ _PANEL: Final = "Engine"
 
 
 def _parameter(option: Option) -> Parameter:
-    # A switch that can be left undecided has a second flag; the others are off by default.
-    flags = f"{option.flag}/--no-{option.flag[2:]}" if option.is_optional else option.flag
+    # A switch that can be left undecided, or is on by default, has a second flag.
+    can_be_off = option.is_optional or option.default is True
+    flags = f"{option.flag}/--no-{option.flag[2:]}" if can_be_off else option.flag
     shown = typer.Option(
         flags,
         help=option.help,

@@ -21,6 +21,7 @@ from messages import commands as cm
 from messages import reports as rp
 from messages.errors import ErrorCode
 from messages.ids import CPU_CACHED, GPU_SLOT, PINNED
+from messages.prompts import Sampling
 from tests.support.engine.engine_bench import PROMPT, EngineBench, failure
 from tests.support.engine.engine_examples import ADAPTERS
 from tests.support.waiting import HANG_S
@@ -335,7 +336,7 @@ def test_a_prefix_is_reused_by_the_fingerprint_of_an_adapter(bench: EngineBench)
     bench.promote(1, "everything", GPU_SLOT, slot=0, generation=1)
     first, reused = generate(1, 0, 1)
     assert reused == 0
-    bench.do(cm.ResetSlot, adapter_id=1, slot=0, generation=1)
+    bench.do(cm.ResetSlot, slot=0, generation=1)
     bench.promote(2, "mlp", GPU_SLOT, slot=0, generation=2)
     other, reused = generate(2, 0, 2)
     assert other != first
