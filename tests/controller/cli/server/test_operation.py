@@ -30,6 +30,7 @@ def test_the_requests_in_progress_are_listed_and_can_be_cancelled(tmp_path: Path
             "ready: stand-in\n"
         )
         assert "no requests are in progress" in run("requests", directory=directory).stdout
+        run("activate", "upper", directory=directory)
         engine.delayed = {commands.StartGeneration}
         with RawClient(directory) as client:
             client.send_request(rq.Generate("g", "upper", "p"))
@@ -106,6 +107,7 @@ def test_settings_change_while_the_server_runs_and_outlive_it(tmp_path: Path) ->
         assert result.controller.policy_name == "none"
         assert result.controller.limits.rest_ms == 3000
         process.start()
+        eventually(lambda: run("config", "show", directory=directory).exit_code == 0)
         (shown,) = run_json("config", "show", directory=directory)
         assert (shown["policy"], shown["limits"]["rest_ms"]) == ("none", 3000)
     with controller(directory, limits=Limits(slots_max=LIMITS.slots_max, rest_ms=7)):
@@ -136,6 +138,7 @@ def test_a_stopping_server_ends_its_requests_and_refuses_new_ones(tmp_path: Path
     with controller(directory) as process, RawClient(directory) as client:
         with StandInEngine(directory, "e", os.getpid()) as engine:
             run("ready", "--timeout", str(HANG_S), directory=directory)
+            run("activate", "upper", directory=directory)
             engine.delayed = {commands.StartGeneration}
             client.send_request(rq.Generate("g", "upper", "p"))
             started(engine)
@@ -157,12 +160,10 @@ def test_a_stopping_server_ends_its_requests_and_refuses_new_ones(tmp_path: Path
 
 def test_a_stop_waits_for_no_request_beyond_its_time(tmp_path: Path) -> None:
     directory = tmp_path / "d"
-    with (
-        controller(directory) as process,
-        RawClient(directory) as client,
-        StandInEngine(directory, "e", os.getpid()) as engine,
-    ):
+    peers = RawClient(directory), StandInEngine(directory, "e", os.getpid())
+    with controller(directory) as process, peers[0] as client, peers[1] as engine:
         run("ready", "--timeout", str(HANG_S), directory=directory)
+        run("activate", "upper", directory=directory)
         engine.delayed = {commands.StartGeneration}
         client.send_request(rq.Generate("g", "upper", "p"))
         started(engine)
