@@ -65,7 +65,7 @@ DOCUMENTS: Final = (
     *("README.md", "ARCHITECTURE.md", "SUPPORTED.md"),
     *("benchmarks/README.md", "examples/README.md", "deploy/README.md"),
     *("docs/openai-api.md", "docs/quickstart.md", "docs/from-vllm.md"),
-    *("docs/guarantees.md", "docs/engine-decisions.md"),
+    *("docs/guarantees.md", "docs/engine-decisions.md", "docs/operating.md"),
 )
 
 ALLOWED: Final = frozenset(

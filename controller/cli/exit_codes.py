@@ -72,20 +72,21 @@ HINTS: Final[dict[ErrorCode, str]] = {
     ErrorCode.CONFIG_REFUSED: "see the named settings in the adapter's adapter_config.json",
     ErrorCode.UNKNOWN_ADAPTER: "`loradock list` shows the known names; `loradock load` adds an "
     "adapter",
-    ErrorCode.NOT_RESIDENT: "activate it again",
+    ErrorCode.NOT_RESIDENT: "`loradock activate` copies it into a slot again",
     ErrorCode.NOT_FINITE: "train or export the adapter again; nothing of it was kept",
-    ErrorCode.PATH_NOT_ALLOWED: "the server loads adapters only from below its --adapter-root, "
-    "and follows no links: copy the adapter there with `cp -rL`",
+    ErrorCode.PATH_NOT_ALLOWED: "the server loads adapters only from below its --adapter-root: "
+    "copy the adapter there with `cp -rL`, or start the server with another root",
     ErrorCode.CONFLICT: "`loradock show` shows its state; `load --replace` replaces the content "
     "of a name, `remove --force` removes a held adapter",
-    ErrorCode.ENGINE_GONE: "check with `loradock status`; is `loradock serve` running, with this "
-    "--dir?",
-    ErrorCode.MALFORMED: "correct the name, the option, or the prompt and its images; `loradock "
-    "load NAME --path DIRECTORY` loads a directory under another name; if all of them are right, "
-    "client and server differ in version",
-    ErrorCode.NOT_ALLOWED: "use a key that has this right",
+    ErrorCode.ENGINE_GONE: "`loradock status` shows whether an engine is attached, `loradock "
+    "ready` waits for one; `loradock serve` logs why it can't start one",
+    ErrorCode.MALFORMED: "correct the named value; `loradock COMMAND --help` states what "
+    "is allowed",
+    ErrorCode.NOT_ALLOWED: "use a key that has this right; `loradock keys list` on the server "
+    "shows the rights of all keys",
     ErrorCode.LOG_UNAVAILABLE: "free disk space on the file system of the server's directory",
-    ErrorCode.OVERLOADED: "try again in a moment",
+    ErrorCode.OVERLOADED: "try again in a moment, or raise the named limit with `loradock "
+    "config set`",
     ErrorCode.NOT_SERVED: "serve a model for this task, or name the task: "
     "`loradock serve --task generate|embed|classify`",
     ErrorCode.HANDLING_FAILED: "report a bug, with the controller's messages and its log",

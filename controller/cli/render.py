@@ -11,6 +11,7 @@ import msgspec
 from rich.table import Table
 
 from controller.cli.pages.tables import FittingTable, field_table, safe
+from controller.cli.serve_settings import LIMIT_OPTIONS
 from controller.client.pooling import Classification, Embedding
 from controller.client.streams import EventItem, Gap, Snapshot
 from controller.shell.startup.sizes import format_size
@@ -265,7 +266,8 @@ def _settings(reply: SettingsShown) -> list[Renderable]:
     fields = {"policy": reply.policy}
     for name, value in reply.limits.items():
         note = "  (fixed until a restart)" if name in reply.fixed else ""
-        fields[name] = f"{readable_limit(name, value)}{note}"
+        flag, _ = LIMIT_OPTIONS.get(name, (name, ""))
+        fields[flag.removeprefix("--")] = f"{readable_limit(name, value)}{note}"
     return [field_table(fields)]
 
 

@@ -272,7 +272,7 @@ def _check_start(config: ServeConfig, accept_changes: bool) -> None:
 
 
 def _confirm_changes(config: ServeConfig, directory: Path, accept_changes: bool) -> None:
-    """Ask on a terminal, and else need an option, where adapters would be evicted or refused."""
+    """Need a confirmation or an option where adapters would be evicted or refused."""
     from controller.shell.startup import previous_start
 
     now = previous_start.served(config.model, config.server.limits, config.server.policy)

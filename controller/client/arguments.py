@@ -16,7 +16,7 @@ from messages.prompts import Sampling
 
 NAME_RULE: Final = (
     "use 1 to 128 of the characters A-Z a-z 0-9 . _ - and no two dots in a row; a directory with "
-    "another name can be the path of an adapter with a valid name"
+    "another name is loaded by its path: loradock load NAME --path DIRECTORY"
 )
 _SHOWN_CHARACTERS: Final = 200
 _CONTAINER_OF: Final = {"adapter": "adapter name", "adapters": "adapter name"}

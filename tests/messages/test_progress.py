@@ -84,3 +84,15 @@ def test_a_reader_never_sees_parts_of_two_steps() -> None:
         assert step.number % len(NAMES) == (NAMES.index(step.name) + 1) % len(NAMES)
     numbers = [step.number for step in steps]
     assert numbers == sorted(numbers)
+
+
+def test_a_process_records_why_it_ends() -> None:
+    page = Progress.share()
+    assert page.reason() == ""
+    Progress(page.path).end("wrong configuration: é" + "x" * 5000)
+    assert page.reason().startswith("wrong configuration: é")
+    assert len(page.reason()) < 5000
+    page.enter("wait", 1.0)
+    assert page.reason()
+    page.clear()
+    assert page.reason() == ""

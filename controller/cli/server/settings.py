@@ -99,7 +99,7 @@ def parse_changes(changes: Sequence[str]) -> tuple[dict[str, int], str]:
 
 
 def _value(name: str, field: str, text: str) -> int:
-    units: dict[str, Any] = {"_ms": ("seconds", lambda one: round(float(one) * 1000))}
+    units: dict[str, Any] = {"_ms": ("a number of seconds", lambda one: round(float(one) * 1000))}
     units["_bytes_max"] = ("a size, for example 8GiB", parse_size)
     wanted, parse = next(
         (unit for end, unit in units.items() if field.endswith(end)), ("a whole number", int)

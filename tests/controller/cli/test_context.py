@@ -80,7 +80,8 @@ def test_an_invalid_name_is_explained(controller):
     result = run("load", "with space", directory=controller.directory)
     line, hint = result.stderr.splitlines()
     assert "'with space' is not a valid adapter name: use 1 to 128 of the characters" in line
-    assert "`loradock load NAME --path DIRECTORY`" in hint
+    assert line.endswith("loradock load NAME --path DIRECTORY")
+    assert "`loradock COMMAND --help`" in hint
 
 
 def test_a_directory_with_a_too_long_socket_path_is_refused(tmp_path):

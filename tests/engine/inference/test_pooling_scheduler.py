@@ -170,7 +170,7 @@ def test_a_stale_request_is_refused(bench: SchedulerBench) -> None:
     [
         ("hello", "no tokenizer"),
         ((VOCABULARY,), f"token {VOCABULARY} .* 0 to {VOCABULARY - 1}"),
-        ((5,) * 65, "a prompt of 65 tokens; the context has 64"),
+        ((5,) * 65, r"the prompt \(65 tokens\) does not fit the model's context \(64 tokens\)"),
         ((), "empty"),
     ],
 )

@@ -121,7 +121,7 @@ def test_settings_change_while_the_server_runs_and_outlive_it(tmp_path: Path) ->
     [
         ("slots=4", ExitCode.REFUSED, "restart the server with --slots 4"),
         ("host-adapter=4", ExitCode.USAGE, "did you mean host-adapters?"),
-        ("rest=soon", ExitCode.USAGE, "rest=soon: seconds is needed"),
+        ("rest=soon", ExitCode.USAGE, "rest=soon: a number of seconds is needed"),
         ("host-bytes=64M", ExitCode.USAGE, "a size, for example 8GiB"),
         ("requests", ExitCode.USAGE, "write NAME=VALUE"),
     ],

@@ -1,0 +1,215 @@
+"""The pages that the command prints: help, tables and errors, and the files that keep them.
+
+`PYTHONPATH=. python -m tests.support.cli_pages` writes the files.
+"""
+
+import io
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from controller.cli.exit_codes import EXIT_CODES, HINTS, CommandError, ServerNotRunning, failure_of
+from controller.cli.main import app
+from controller.cli.render import classification, embedding, renderables
+from controller.cli.server.settings import parse_changes
+from controller.client.arguments import check_arguments
+from controller.client.errors import LoradockError
+from controller.client.pooling import Classification, Embedding
+from controller.core.limits import FIXED, Limits, limits_to
+from controller.shell.startup.start_checks import Start, StartRefused, check_start
+from messages import control
+from messages import requests as rq
+from messages.engine_options import EngineOptions
+from messages.errors import MEANINGS, ErrorCode
+from messages.prompts import Sampling
+from tests.support.parallel.processes import TINY
+from tests.support.simulation.standin_controller import view
+
+GOLDEN: Final = Path(__file__).parents[1] / "golden" / "pages"
+ERRORS: Final = GOLDEN / "errors.md"
+WIDTHS: Final = (80, 120)
+LONG_NAME: Final = "a-very-long-name-of-an-adapter-" * 4
+
+
+def golden_help(width: int) -> Path:
+    return GOLDEN / f"help-{width}.txt"
+
+
+def golden_tables(width: int) -> Path:
+    return GOLDEN / f"tables-{width}.txt"
+
+
+def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    yield words
+    for name, one in getattr(command, "commands", {}).items():
+        yield from _commands(one, (*words, name))
+
+
+@cache
+def help_pages(width: int) -> str:
+    """Return the help pages of all commands."""
+    pages = []
+    for words in _commands(typer.main.get_command(app), ()):
+        command = ["--help"] if not words else [*words, "--help"]
+        shown = CliRunner().invoke(
+            app, command, prog_name="loradock", env={"COLUMNS": str(width), "LORADOCK_DIR": ""}
+        )
+        assert shown.exit_code == 0, shown.output
+        pages.append(f"$ loradock {' '.join(command)}\n{shown.stdout}")
+    return "\n".join(pages)
+
+
+def _replies() -> Iterator[tuple[str, list[Any]]]:
+    now = view("upper", last_used_ns=0)
+    moving = view(LONG_NAME[:128], "cpu-cached", goal="gpu-slot", held=True, last_used_ns=0)
+    yield "list", renderables(rq.AdaptersListed("1", (moving, now), 7))
+    yield "show upper", renderables(rq.AdapterShown("1", now))
+    tiers = (
+        rq.TierView("host", 2, 64, 0, 1 << 32),
+        rq.TierView("device", 1, 8, 4096, 1 << 30),
+    )
+    status = rq.StatusShown(
+        request_id="1",
+        epoch=1,
+        seq=12,
+        digest="cd" * 16,
+        policy="lru",
+        engine_id="e" * 32,
+        engine_pid=4242,
+        model="tiny",
+        adapters=2,
+        requests=1,
+        operations=0,
+        answered=9,
+        refused=1,
+        tiers=tiers,
+        events_seq=7,
+        controller_pid=4241,
+        snapshot_seq=10,
+        snapshot_age_ms=90_000,
+        log_bytes=1 << 20,
+        version="9.9.9",
+        uptime_ms=7_200_000,
+        memory_bytes=40 << 20,
+        engine_memory_bytes=3 << 30,
+        device="cuda:0",
+        dtype="bfloat16",
+    )
+    yield "status", renderables(status)
+    request = control.RequestView("c" * 16 + ":17", "generate", "upper", "running", 65_000, 112)
+    yield "requests", renderables(control.RequestsListed("1", (request,), 3))
+    slow = control.SlowView("load", "upper", 1_234, 60_000, "done")
+    yield "slow", renderables(control.SlowListed("1", (slow,), ()))
+    shown = control.SettingsShown("1", limits_to(Limits()), "lru", FIXED)
+    yield "config show", renderables(shown)
+    texts = [f"text number {number}" for number in range(1, 13)]
+    vectors = tuple((1.0, float(number), 0.0) for number in range(12))
+    yield "embed", embedding(texts, Embedding(None, vectors, 40))
+    labels = tuple(f"label-{number}" for number in range(12))
+    scores = tuple(tuple(place / 12 for place in range(12)) for _ in texts)
+    yield "classify", classification(texts, Classification(None, labels, scores, 40))
+
+
+def tables(width: int) -> str:
+    """Return what commands print for people, on a terminal of this width."""
+    pages = []
+    for command, parts in _replies():
+        file = io.StringIO()
+        console = Console(file=file, width=width, markup=False, emoji=False, highlight=False)
+        for part in parts:
+            console.print(part)
+        lines = "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+        pages.append(f"$ loradock {command}\n{lines}\n")
+    return "\n".join(pages)
+
+
+def _usage_errors() -> Iterator[tuple[str, Exception]]:
+    requests = {
+        "loradock load 'with space'": rq.LoadAdapter("", "with space"),
+        "loradock generate PROMPT --top-p 0": rq.Generate("", None, "p", Sampling(top_p=0.0)),
+        "loradock generate PROMPT --stop ''": rq.Generate("", None, "p", Sampling(stop=("",))),
+    }
+    for command, request in requests.items():
+        try:
+            check_arguments(request)
+        except LoradockError as error:
+            yield command, error
+    for change in ("slots=4", "host-adapter=4", "rest=soon", "requests"):
+        try:
+            parse_changes([change])
+        except CommandError as error:
+            yield f"loradock config set {change}", error
+    yield "loradock status", ServerNotRunning(Path(".loradock"), "no socket there")
+    yield "loradock status", ServerNotRunning(Path(".loradock"), "no socket there", 4242)
+
+
+def _start_errors() -> Iterator[tuple[str, StartRefused]]:
+    model = TINY / "model"
+    starts = {
+        "--model nowhere": Start(Path("nowhere"), (), EngineOptions(), Limits()),
+        "--adapter-root nowhere": Start(model, (Path("nowhere"),), EngineOptions(), Limits()),
+        **{
+            f"{flag} {value}": Start(model, (), EngineOptions(**{field: value}), Limits())
+            for flag, field, value in (
+                ("--device", "device", "gpu"),
+                ("--task", "task", "sing"),
+                ("--max-lora-rank", "max_lora_rank", 5),
+            )
+        },
+        "--target-module q_prj": Start(
+            model, (), EngineOptions(target_modules=("q_prj",)), Limits()
+        ),
+        "--device cpu --dual-stream": Start(
+            model, (), EngineOptions(device="cpu", dual_stream=True), Limits()
+        ),
+    }
+    for words, start in starts.items():
+        try:
+            check_start(start)
+        except StartRefused as error:
+            yield f"loradock serve {words}", error
+
+
+def errors() -> str:
+    """Return the manual page of errors: each code, and examples of texts."""
+    parts = [
+        "# Errors",
+        "What a command prints is an error's code, its summary and the cause, then what to do. "
+        "Programs decide by the code or by the exit code. This page is generated from the code.",
+    ]
+    for code in ErrorCode:
+        meaning = MEANINGS[code]
+        retry = "may succeed later" if meaning.retryable else "fails again"
+        parts += [
+            f"## {code.value}: {meaning.summary}",
+            f"Typical cause: {meaning.typical_cause}. The same request {retry}. "
+            f"Exit code {EXIT_CODES[code].value}.",
+            f"What to do: {HINTS[code]}.",
+        ]
+    parts.append("## Before a request is sent")
+    for command, error in _usage_errors():
+        failure = failure_of(error)
+        lines = [f"$ {command}", failure.line]
+        if failure.hint:
+            lines.append(f"  {failure.hint}")
+        parts.append("\n".join(["```", *lines, "```"]))
+    parts.append("## Before a server starts")
+    for command, refused in _start_errors():
+        lines = [f"$ {command}", str(refused)]
+        if refused.hint:
+            lines.append(f"  {refused.hint}")
+        parts.append("\n".join(["```", *lines, "```"]))
+    return "\n\n".join(parts).replace(str(TINY.parent.parent) + "/", "") + "\n"
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for columns in WIDTHS:
+        golden_help(columns).write_text(help_pages(columns))
+        golden_tables(columns).write_text(tables(columns))
+    ERRORS.write_text(errors())
