@@ -30,6 +30,8 @@ EXIT_SOCKET: Final = 6
 BACKLOG: Final = 2048
 KEEP_ALIVE_S: Final = 75
 HEAD_TIMEOUT_S: Final = 20.0
+UNREAD_TIMEOUT_S: Final = 60.0
+"""How long a client may read nothing of an answer that waits for it."""
 
 log = structlog.get_logger("gateway")
 
@@ -144,7 +146,7 @@ def _protocol(config: GatewayConfig) -> Any:
     except ImportError:
         # h11 is slower, and has bounds of its own.
         return "h11"
-    return bounded_protocol(config.header_bytes_max, HEAD_TIMEOUT_S)
+    return bounded_protocol(config.header_bytes_max, HEAD_TIMEOUT_S, UNREAD_TIMEOUT_S)
 
 
 def _loop_runner() -> Callable[[Any], None]:

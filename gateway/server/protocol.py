@@ -19,12 +19,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     head_bytes_max: ClassVar[int]
     head_timeout_s: ClassVar[float]
+    unread_timeout_s: ClassVar[float]
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._head_bytes = 0
         self._in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._extensions: dict[str, Any] = {CONNECTION: self}
         self._on_lost: Callable[[], None] | None = None
         self._is_lost = False
@@ -37,10 +39,22 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting, and report the loss to the request in progress."""
         self._stop_timer()
+        self._stop_unread_timer()
         super().connection_lost(exc)
         self._is_lost = True
         if self._on_lost is not None:
             self._on_lost()
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the client to read; one that never does ends its request."""
+        super().pause_writing()
+        self._stop_unread_timer()
+        self._unread_timer = self.loop.call_later(self.unread_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop waiting for the client."""
+        self._stop_unread_timer()
+        super().resume_writing()
 
     @property
     def has_received_all(self) -> bool:
@@ -85,6 +99,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
     def _refuse(self, status: int, reason: bytes) -> None:
         self._stop_timer()
         if not self.transport.is_closing():
@@ -92,10 +111,11 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def bounded_protocol(bytes_max: int, timeout_s: float) -> type[BoundedProtocol]:
-    """Return the class of connections whose requests begin within these bounds.
+def bounded_protocol(bytes_max: int, timeout_s: float, unread_s: float) -> type[BoundedProtocol]:
+    """Return the class of connections whose requests begin, and are read, within these bounds.
 
-    The parser has no bound of its own, so an endless head would fill the memory.
+    The server has no bounds of its own: an endless head would fill the memory, and a client that
+    reads nothing would keep its request for ever.
     """
 
     class Configured(BoundedProtocol):
@@ -103,5 +123,6 @@ def bounded_protocol(bytes_max: int, timeout_s: float) -> type[BoundedProtocol]:
 
         head_bytes_max = bytes_max
         head_timeout_s = timeout_s
+        unread_timeout_s = unread_s
 
     return Configured

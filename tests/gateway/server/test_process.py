@@ -6,6 +6,7 @@ import socket
 import ssl
 import subprocess
 import threading
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -142,6 +143,24 @@ def test_a_head_that_does_not_arrive_is_refused(tmp_path, monkeypatch):
             with gateway.connect() as connection:
                 connection.sendall(data)
                 assert read_all(connection).startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_that_does_not_read_its_answer_loses_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "UNREAD_TIMEOUT_S", 0.2)
+    # More than the buffers of both sides hold.
+    output = tuple((number, "x" * (1 << 20)) for number in range(16))
+    with (
+        StandIn(tmp_path, output) as controller,
+        serve_gateway(controller) as gateway,
+        gateway.connect() as connection,
+    ):
+        body = json.dumps({"prompt": "p", "stream": True, "max_tokens": 16}).encode()
+        connection.sendall(post_bytes("/v1/completions", body))
+        wait_until(lambda: controller.requests(rq.Generate))
+        wait_until(lambda: gateway.get("/load").json() == {"server_load": 0})
+        # What is read now is not the whole.
+        with suppress(ConnectionResetError):
+            assert b"[DONE]" not in read_all(connection)
 
 
 @pytest.fixture(scope="module")
