@@ -81,17 +81,21 @@ def test_head_is_answered_as_get_is(served):
     assert (response.status_code, response.content) == (200, b"")
 
 
-WRONG = (True, -1, 1.5, "\x00", [[]], {"": [{}]}, 10**30, "x" * 100_000)
-"""Values of every type of JSON, and at the ends of their ranges."""
+WRONG = (True, -1, "\x00", [[]], {"": [{}]}, 10**30)
+"""Values of every type of JSON."""
 
 
 def fields_with_bodies(document):
-    """Yield (path, field, valid body) for each field of each body."""
-    schemas = document["components"]["schemas"]
+    """Yield (path, field, valid body) for each field of each type of body."""
+    schemas, seen = document["components"]["schemas"], set()
     for path, methods in document["paths"].items():
         content = methods.get("post", {}).get("requestBody", {}).get("content", {})
         for media in content.values():
-            schema = schemas[media["schema"]["$ref"].rpartition("/")[2]]
+            name = media["schema"]["$ref"].rpartition("/")[2]
+            if name in seen:
+                continue
+            seen.add(name)
+            schema = schemas[name]
             fields = schema.get("properties", {})
             # Some bodies need one of several fields, which their schemas can't express.
             alternatives = [name for name in ("prompt", "lora_name", "lora_path") if name in fields]
@@ -114,7 +118,7 @@ NEEDED = {
 
 def test_a_wrong_value_of_any_field_is_refused_by_its_name(served):
     fields = list(fields_with_bodies(served.get("/openapi.json").json()))
-    assert len({path for path, _, _ in fields}) > 10
+    assert len({path for path, _, _ in fields}) > 8
     accepted = {(path, field): 0 for path, field, _ in fields}
     others = []
     for path, field, body in fields:
