@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,21 @@ def test_alerts_and_dashboard_use_metrics_that_are_exposed(served):
     used = {name for text in expressions() for name in METRIC.findall(text)}
     assert len(used) > 15
     assert used - names == set()
+
+
+def test_the_image_has_all_that_the_package_is_built_from():
+    copied = {}
+    for line in joined_lines("Dockerfile"):
+        if line.startswith("COPY "):
+            *sources, target = line.split()[1:]
+            copied |= dict.fromkeys(sources, target)
+    assert all((DEPLOY.parent / source).exists() for source in copied)
+    project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    files = [project["project"]["readme"], *project["project"]["license-files"]]
+    needed = {*(name.removesuffix("*") for name in packages), *files, "pyproject.toml", "setup.py"}
+    # The example that a wheel has.
+    assert {*needed, "examples/tiny"} <= copied.keys()
 
 
 def promtool(*arguments, **options):
