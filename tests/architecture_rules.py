@@ -194,6 +194,12 @@ ROOMS: Final = (
         "engine engine.adapters engine.punica engine.models.light_imports engine.manager "
         "engine.worker gateway gateway.server",
     ),
+    Room(
+        "loradock.testing",
+        ("loradock.testing",),
+        ("controller.core",),
+        ("msgspec",),
+    ),
 )
 
 PLACES: Final[dict[str, tuple[str, ...]]] = {

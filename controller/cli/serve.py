@@ -311,11 +311,12 @@ def _gateway_arguments(
 
 
 def _check_policy(policy: str) -> None:
-    from controller.core.eviction import POLICIES
+    from controller.log.policies import PolicyUnknownError, check_policy
 
-    if policy not in POLICIES:
-        known = ", ".join(sorted(POLICIES))
-        raise CommandError(ExitCode.USAGE, f"policy {policy!r} is not known; known are {known}")
+    try:
+        check_policy(policy)
+    except PolicyUnknownError as error:
+        raise CommandError(ExitCode.USAGE, str(error)) from error
 
 
 def _default_paths(options: EngineOptions) -> DefaultPaths:

@@ -24,4 +24,4 @@ def choose_none(_candidates: Iterator[Adapter]) -> Adapter | None:
 
 
 POLICIES: Final[dict[str, Policy]] = {"lru": choose_lru, "none": choose_none}
-"""Policies by the name that `--policy` and a log's header use."""
+"""Policies by the name that `--policy` and a log's header use; plugins are added when needed."""

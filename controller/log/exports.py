@@ -12,12 +12,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from controller.core.controller import Controller
-from controller.core.eviction import POLICIES
 from controller.core.invariants import check
 from controller.core.limits import RULES, Limits, LimitsError, limits_from, limits_to
 from controller.core.world import RESIDENT, Adapter, World
 from controller.log.durable_files import write_file
 from controller.log.format import CHAIN_START, ChainLink, LogError, frame_header
+from controller.log.policies import PolicyUnknownError, check_policy
 from controller.log.replay import ReplayResult, replay, replay_approximately
 from controller.log.segments import segment_path, walk
 from controller.log.snapshots import LogPosition, take_snapshot, write_snapshot
@@ -172,8 +172,10 @@ def import_state(directory: Path, state: ExportedState, storage: Storage = DISK)
 
 def _controller(state: ExportedState) -> Controller:
     """Return a controller that knows the adapters, all of them evicted."""
-    if state.policy not in POLICIES:
-        raise ImportRefusedError(f"policy {state.policy!r} is not known")
+    try:
+        check_policy(state.policy)
+    except PolicyUnknownError as error:
+        raise ImportRefusedError(str(error)) from error
     known = set(Limits.__struct_fields__)
     try:
         limits = limits_from({name: n for name, n in state.limits.items() if name in known})

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from controller.core.actions import Action
 from controller.core.controller import Controller
-from controller.core.eviction import POLICIES
 from controller.core.invariants import InvariantError
 from controller.core.limits import RULES, limits_from
 from controller.log.format import CHAIN_START, LogError, LogForeign, read_record
+from controller.log.policies import PolicyUnknownError, check_policy
 from controller.log.segments import Segment, segment_paths
 from controller.log.skips import skipped_inputs
 from controller.log.snapshots import LogPosition, Snapshot, restore_newest
@@ -96,11 +96,10 @@ class _Replayer:
     def configure(self, header: Header) -> Controller:
         """Return the controller, with the limits and the policy of a segment."""
         limits, policy = limits_from(header.limits), self.policy or header.policy
-        if policy not in POLICIES:
-            raise LogForeign(
-                f"written with policy {policy!r}; this version knows {sorted(POLICIES)}; "
-                "use one that knows it"
-            )
+        try:
+            check_policy(policy)
+        except PolicyUnknownError as error:
+            raise LogForeign(f"its policy is needed for a replay: {error}") from error
         controller = self.controller
         if controller is None:
             self.controller = controller = Controller(limits, policy, checked=self._checked)

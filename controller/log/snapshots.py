@@ -18,10 +18,10 @@ import xxhash
 from msgspec import Struct
 
 from controller.core.controller import Controller
-from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, LimitsError, limits_from, limits_to
 from controller.log.durable_files import write_file
 from controller.log.format import UNDECODABLE, ChainLink, LogError
+from controller.log.policies import PolicyUnknownError, check_policy
 from controller.log.skips import skipped_inputs
 from controller.log.storage import DISK, Storage
 from controller.log.world_state import encode_world, restore_world
@@ -168,12 +168,11 @@ def decode_snapshot(data: bytes, path: Path) -> Snapshot:
 
 def restore_controller(snapshot: Snapshot, path: Path, *, checked: bool = False) -> Controller:
     """Return the controller of a snapshot; its digest is compared."""
-    if snapshot.policy not in POLICIES:
-        raise SnapshotInvalidError(f"{path}: policy {snapshot.policy!r} is not known")
     try:
+        check_policy(snapshot.policy)
         controller = Controller(limits_from(snapshot.limits), snapshot.policy, checked=checked)
         restore_world(controller.world, snapshot.world)
-    except (LimitsError, *UNDECODABLE) as error:
+    except (LimitsError, PolicyUnknownError, *UNDECODABLE) as error:
         raise SnapshotInvalidError(f"{path}: it is intact, but unknown here: {error}") from error
     if controller.digest() != snapshot.digest:
         raise SnapshotInvalidError(

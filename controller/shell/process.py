@@ -9,9 +9,9 @@ from typing import Final
 import msgspec
 import structlog
 
-from controller.core.eviction import POLICIES
 from controller.core.limits import RULES, LimitsError, check_limits, limits_to
 from controller.log.format import LogError, LogSyncFailed
+from controller.log.policies import PolicyUnknownError, check_policy
 from controller.log.replay import check_rules
 from controller.log.retention import retention_from
 from controller.log.writer import Log
@@ -76,11 +76,10 @@ def _read_config(text: str) -> ServerConfig:
     try:
         config = msgspec.json.decode(text, type=ServerConfig)
         check_limits(config.limits)
+        check_policy(config.policy)
         retention_from(config.log_retention)
-    except (msgspec.MsgspecError, LimitsError, ValueError) as error:
+    except (msgspec.MsgspecError, LimitsError, PolicyUnknownError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    if config.policy not in POLICIES:
-        raise ConfigError(f"policy {config.policy!r} is not known; known are {sorted(POLICIES)}")
     return config
 
 
