@@ -13,32 +13,36 @@ EvictionReason = Literal["policy", "request", "engine-lost"]
 
 
 class AdapterAccepted(Message, frozen=True):
-    """An adapter's files passed all checks."""
+    """An adapter's files passed all checks, which took `duration_ns`."""
 
     adapter: AdapterName
     fingerprint: str
     rank: int
     blob_bytes: Bytes
+    duration_ns: int = 0
 
 
 class AdapterCached(Message, frozen=True):
-    """unregistered or evicted -> cpu-cached."""
+    """unregistered or evicted -> cpu-cached; 0 as duration: found in an inventory."""
 
     adapter: AdapterName
+    duration_ns: int = 0
 
 
 class AdapterPinned(Message, frozen=True):
-    """cpu-cached -> pinned."""
+    """cpu-cached -> pinned; 0 as duration: found in an inventory."""
 
     adapter: AdapterName
+    duration_ns: int = 0
 
 
 class AdapterActivated(Message, frozen=True):
-    """pinned -> gpu-slot."""
+    """pinned -> gpu-slot; 0 as duration: found in an inventory."""
 
     adapter: AdapterName
     slot: Slot
     generation: Generation
+    duration_ns: int = 0
 
 
 class AdapterDeactivated(Message, frozen=True):

@@ -20,6 +20,7 @@ from messages.ids import (
     Slot,
 )
 from messages.requests import FinishReason, TokensStreamed, VectorsStreamed
+from messages.views import EngineStatistics
 
 
 class _Report(Message, frozen=True):
@@ -68,11 +69,15 @@ class MappingSet(_Report, frozen=True):
 
 
 class GenerationEnded(_Report, frozen=True):
-    """A generation ended; its tokens were sent to the client separately."""
+    """A generation ended; its tokens were sent to the client separately.
+
+    `prefix_tokens`: the prompt tokens whose KV cache was that of an earlier prompt.
+    """
 
     finish_reason: FinishReason
     prompt_tokens: int
     output_tokens: int
+    prefix_tokens: int = 0
 
 
 class PoolingEnded(_Report, frozen=True):
@@ -128,11 +133,12 @@ class EngineInventory(Message, frozen=True):
 
 
 class EngineBeat(Message, frozen=True):
-    """Heartbeat of the engine's main loop, with its identity and last operation."""
+    """Heartbeat of the engine's main loop: its identity, last operation and statistics."""
 
     engine_id: str
     last_op: OpId
     state: Literal["loading", "ready"] = "ready"
+    statistics: EngineStatistics = EngineStatistics()
 
 
 OperationReport = (

@@ -14,6 +14,7 @@ from messages.control import ServerCommand, ServerQuery, ServerReply
 from messages.errors import ErrorCode
 from messages.events import Published
 from messages.ids import (
+    GPU_SLOT,
     NO_SLOT,
     AdapterName,
     AdapterState,
@@ -28,12 +29,13 @@ from messages.ids import (
     TraceParent,
 )
 from messages.prompts import Inputs, Priority, Prompt, Sampling, TokenId
-from messages.views import AdapterView, TierView
+from messages.views import AdapterBooks, AdapterView, EngineStatistics, TierView
 
 Vector = Annotated[bytes, Meta(max_length=1 << 22)]
 """A sequence of float32 numbers, little-endian."""
 FinishReason = Literal["stop", "length", "cancelled"]
 PoolingTask = Literal["embed", "classify"]
+PrefetchTarget = Literal["cpu-cached", "pinned", "gpu-slot"]
 
 
 class _Request(Message, frozen=True):
@@ -71,6 +73,18 @@ class HoldAdapter(_Request, frozen=True):
     adapter: AdapterName
     path: Path = ""
     timeout_ms: TimeoutMs = 0
+
+
+class PrefetchAdapter(_Request, frozen=True):
+    """Move an adapter up to `target` ahead of its use; answered at once, before it moves.
+
+    It moves as far as it can without waiting: a slot must be free, and on the host only adapters
+    that no request needs and that are not in slots make room for it.
+    """
+
+    adapter: AdapterName
+    path: Path = ""
+    target: PrefetchTarget = GPU_SLOT
 
 
 class ReleaseAdapter(_Request, frozen=True):
@@ -191,6 +205,7 @@ LifecycleRequest = (
     | RemoveAdapter
     | ActivateBatch
     | CancelGeneration
+    | PrefetchAdapter
 )
 PrivateRequest = Generate | Embed | Classify
 """Requests with a payload. Prompts and inputs are never logged."""
@@ -217,6 +232,14 @@ class Placement(Value, frozen=True):
     adapter: AdapterName
     slot: Slot
     generation: Generation
+
+
+class PrefetchAccepted(_Reply, frozen=True):
+    """The adapter is in `state` now, and moves towards `goal`."""
+
+    adapter: AdapterName
+    state: AdapterState
+    goal: AdapterState
 
 
 class BatchDone(_Reply, frozen=True):
@@ -367,6 +390,8 @@ class StatusShown(_Reply, frozen=True):
     device: str = ""
     dtype: str = ""  # Of the base model.
     stopping: bool = False  # New requests are refused, those in progress end.
+    books: AdapterBooks = AdapterBooks()  # Of all adapters ever known, and of the base model.
+    engine: EngineStatistics = EngineStatistics()  # As of the engine's last heartbeat.
 
 
 class EventsFetched(_Reply, frozen=True):
@@ -407,4 +432,5 @@ Reply = (
     | StatusShown
     | EventsReply
     | ServerReply
+    | PrefetchAccepted
 )

@@ -1,13 +1,63 @@
 """Parts of the replies to queries."""
 
-from typing import Literal
+from typing import Final, Literal
 
 from messages.base import Value
 from messages.ids import AdapterName, AdapterState, Bytes, Generation, Path, Slot
 
 
+class AdapterBooks(Value, frozen=True):
+    """What happened to an adapter under one name; durations in nanoseconds of recorded time.
+
+    `hits`: requests that found it in a slot; `misses`: others. `evictions`: how often a policy
+    moved it down for others; `evictions_caused`: how often it moved others down. `loads` to
+    `deactivations` count how often it entered and left each tier, `checks` complete checks of its
+    files, `check_ns` to `write_ns` how long the engine took for them. `wait_ns`: the time that
+    its requests waited for it, summed over requests. `stalls`, `stall_ns`: its waits for room that
+    others used; `stall_caused_ns`: waits of others that ended when it left.
+    `unregistered_ns` to `gpu_slot_ns`: the time that it was in each state. `served`: generations
+    and poolings that ended, with their tokens; `prefix_hits`: those that reused an earlier prompt's
+    KV cache, for `prefix_tokens` tokens.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    prefetches: int = 0
+    failures: int = 0
+    evictions: int = 0
+    evictions_caused: int = 0
+    loads: int = 0
+    unloads: int = 0
+    stagings: int = 0
+    unstagings: int = 0
+    activations: int = 0
+    deactivations: int = 0
+    checks: int = 0
+    check_ns: int = 0
+    load_ns: int = 0
+    stage_ns: int = 0
+    write_ns: int = 0
+    wait_ns: int = 0
+    stalls: int = 0
+    stall_ns: int = 0
+    stall_caused_ns: int = 0
+    unregistered_ns: int = 0
+    evicted_ns: int = 0
+    cpu_cached_ns: int = 0
+    pinned_ns: int = 0
+    gpu_slot_ns: int = 0
+    served: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix_hits: int = 0
+    prefix_tokens: int = 0
+
+
 class AdapterView(Value, frozen=True):
-    """State of one adapter; sizes in bytes, times in nanoseconds (UTC)."""
+    """State of one adapter; sizes in bytes, times in nanoseconds (UTC).
+
+    `uses` to `failures` are also in `books`, which has everything that was counted under its name.
+    """
 
     adapter: AdapterName
     adapter_id: int
@@ -31,6 +81,47 @@ class AdapterView(Value, frozen=True):
     evictions: int
     failures: int
     last_used_ns: int
+    books: AdapterBooks = AdapterBooks()
+
+
+QUEUE_BOUNDS_S: Final = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+"""Upper bounds of the classes of `EngineStatistics.queue_counts`; another class follows."""
+
+
+class EngineStatistics(Value, frozen=True):
+    """What an engine measured since its start, and its memory; durations in nanoseconds.
+
+    `steps` are forward passes, which took `step_ns`; they computed `prompt_tokens` and
+    `output_tokens`. `waiting` and `running` are requests, `preempted` counts those that waited
+    again. A request was queued from its arrival in the engine until its first step: `queued`
+    requests for `queue_ns` in all, by `QUEUE_BOUNDS_S` in `queue_counts`. `slot_writes` and
+    `slot_resets` count complete changes of the arena's directory. `kernels` names the
+    implementation of the LoRA kernels. `allocated_bytes` is 0 on a CPU.
+    """
+
+    kernels: str = ""
+    steps: int = 0
+    step_ns: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    preempted: int = 0
+    queued: int = 0
+    queue_ns: int = 0
+    queue_counts: tuple[int, ...] = ()
+    slot_writes: int = 0
+    slot_resets: int = 0
+    kv_bytes: Bytes = 0
+    kv_bytes_max: Bytes = 0
+    arena_bytes: Bytes = 0
+    arena_bytes_max: Bytes = 0
+    host_bytes: Bytes = 0
+    pinned_bytes: Bytes = 0
+    allocated_bytes: Bytes = 0
 
 
 class TierView(Value, frozen=True):

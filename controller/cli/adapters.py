@@ -18,6 +18,7 @@ from controller.cli.context import (
     run_request,
 )
 from controller.cli.exit_codes import CommandError, ExitCode
+from messages.requests import PrefetchTarget
 
 app = typer.Typer()
 
@@ -91,6 +92,27 @@ def activate(
         )
     else:
         run_request(ctx, as_json, label, lambda client: client.activate_batch(adapters, timeout))
+
+
+@app.command(rich_help_panel=_LIFE_CYCLE)
+def prefetch(
+    ctx: typer.Context,
+    adapter: AdapterArgument,
+    path: PathOption = "",
+    to: Annotated[
+        PrefetchTarget,
+        typer.Option("--to", help="How far the adapter is moved; a slot only if one is free."),
+    ] = "gpu-slot",
+    timeout: Timeout = None,
+    as_json: AsJson = False,
+) -> None:
+    """Move an adapter towards a slot ahead of its use; ends before it has moved."""
+    run_request(
+        ctx,
+        as_json,
+        f"prefetching {adapter}",
+        lambda client: client.prefetch(adapter, path, to, timeout),
+    )
 
 
 @app.command(rich_help_panel=_LIFE_CYCLE)

@@ -23,9 +23,10 @@ from messages.requests import (
     AdaptersListed,
     BatchDone,
     CancelDone,
+    PrefetchAccepted,
     StatusShown,
 )
-from messages.views import AdapterView, TierView
+from messages.views import AdapterBooks, AdapterView, TierView
 
 _SECOND_NS: Final = 1_000_000_000
 _TEXT_CHARACTERS_MAX: Final = 30
@@ -110,6 +111,11 @@ def _done(reply: AdapterDone) -> list[Renderable]:
     return [f"{reply.adapter}: {reply.state}{slot}"]
 
 
+def _prefetch(reply: PrefetchAccepted) -> list[Renderable]:
+    towards = "" if reply.state == reply.goal else f", moving to {reply.goal}"
+    return [f"{reply.adapter}: {reply.state}{towards}"]
+
+
 def _batch(reply: BatchDone) -> list[Renderable]:
     rows = ((p.adapter, str(p.slot), str(p.generation)) for p in reply.placements)
     return [FittingTable(("adapter", "slot", "generation"), rows)]
@@ -166,6 +172,8 @@ def _adapter_fields(view: AdapterView) -> dict[str, str]:
     fields = {}
     for name, value in msgspec.structs.asdict(view).items():
         match name:
+            case "books":
+                fields.update(book_fields(value))
             case "host_bytes" | "pinned_bytes" | "device_bytes":
                 fields[name.removesuffix("_bytes")] = format_size(value)
             case "last_used_ns":
@@ -176,6 +184,32 @@ def _adapter_fields(view: AdapterView) -> dict[str, str]:
                 shown = {True: "yes", False: "no"}.get(value) if isinstance(value, bool) else value
                 fields[name.replace("_", " ")] = str(shown)
     return fields
+
+
+def book_fields(books: AdapterBooks) -> dict[str, str]:
+    """Return the books in groups, with durations in seconds."""
+
+    def seconds(name: str) -> str:
+        return f"{getattr(books, name) / _SECOND_NS:.3f} s"
+
+    states = ("unregistered", "evicted", "cpu_cached", "pinned", "gpu_slot")
+    times = (f"{name.replace('_', '-')} {seconds(f'{name}_ns')}" for name in states)
+    return {
+        "found in slot": f"{books.hits} hits, {books.misses} misses, {seconds('wait_ns')} waited",
+        "prefetches": str(books.prefetches),
+        "moved up": f"{books.checks} checks ({seconds('check_ns')}), {books.loads} loads "
+        f"({seconds('load_ns')}), {books.stagings} stagings ({seconds('stage_ns')}), "
+        f"{books.activations} activations ({seconds('write_ns')})",
+        "moved down": f"{books.deactivations} deactivations, {books.unstagings} unstagings, "
+        f"{books.unloads} unloads",
+        "evicted": f"{books.evictions} times for others, {books.evictions_caused} others for it",
+        "stalls": f"{books.stalls} waits for room ({seconds('stall_ns')}), "
+        f"{seconds('stall_caused_ns')} caused",
+        "time": ", ".join(times),
+        "served": f"{books.served} requests, {books.prompt_tokens} prompt and "
+        f"{books.output_tokens} output tokens",
+        "prefix reuse": f"{books.prefix_hits} requests, {books.prefix_tokens} tokens",
+    }
 
 
 def _status_fields(status: StatusShown) -> dict[str, str]:
@@ -198,6 +232,7 @@ def _status_fields(status: StatusShown) -> dict[str, str]:
         "log": f"record {status.seq}, event {status.events_seq}, {format_size(status.log_bytes)}",
         "snapshot": _snapshot(status),
         "digest": status.digest,
+        **book_fields(status.books),
     }
 
 
@@ -292,6 +327,7 @@ def duration(milliseconds: int) -> str:
 _RENDERERS: Final[dict[type, Callable[[Any], list[Renderable]]]] = {
     AdapterDone: _done,
     BatchDone: _batch,
+    PrefetchAccepted: _prefetch,
     AdaptersListed: _list,
     AdapterShown: _shown,
     StatusShown: _status,

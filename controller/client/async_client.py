@@ -133,6 +133,7 @@ class AsyncClient:
     stage = method(methods.stage, _answer)
     activate = method(methods.activate, _answer)
     hold = method(methods.hold, _answer)
+    prefetch = method(methods.prefetch, _answer)
     release = method(methods.release, _answer)
     deactivate = method(methods.deactivate, _answer)
     evict = method(methods.evict, _answer)

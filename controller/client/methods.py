@@ -50,6 +50,9 @@ from messages.requests import (
     HoldAdapter,
     LoadAdapter,
     PoolingDone,
+    PrefetchAccepted,
+    PrefetchAdapter,
+    PrefetchTarget,
     ReleaseAdapter,
     RemoveAdapter,
     ShowAdapter,
@@ -81,6 +84,20 @@ def activate(
 def hold(adapter: str, path: str = "", timeout_s: float | None = None) -> UnaryCall[AdapterDone]:
     """Exempt an adapter from every eviction, activating it first if needed."""
     return unary(HoldAdapter(NO_ID, adapter, path), AdapterDone, timeout_s)
+
+
+def prefetch(
+    adapter: str,
+    path: str = "",
+    target: PrefetchTarget = "gpu-slot",
+    timeout_s: float | None = None,
+) -> UnaryCall[PrefetchAccepted]:
+    """Move an adapter up to `target` ahead of its use; returns before it moves.
+
+    It moves as far as no use of another adapter is affected: a slot must be free, and on the host
+    only idle adapters outside the slots make room.
+    """
+    return unary(PrefetchAdapter(NO_ID, adapter, path, target), PrefetchAccepted, timeout_s)
 
 
 def release(adapter: str, timeout_s: float | None = None) -> UnaryCall[AdapterDone]:

@@ -6,11 +6,12 @@ a change.
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Final, NamedTuple
 
 from controller.core.context import Context
 from controller.core.tables.tier_queues import TIERS, TierName
-from controller.core.world import Adapter
+from controller.core.world import PREFETCH_PRIORITY, Adapter
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
 
 
@@ -66,6 +67,7 @@ def charge(context: Context, adapter: Adapter, tier: TierName) -> None:
 
 def refund(context: Context, adapter: Adapter, tier: TierName) -> None:
     """Free all bytes that the adapter is charged for in a tier."""
+    context.departed = adapter.id
     _add_bytes(context, adapter, tier, -usage_of(adapter, tier).size_bytes)
 
 
@@ -151,9 +153,17 @@ def find_victim(
 
     An idle one is preferred. Next is a leased one, which then accepts no new requests and leaves
     after its last one. Next is one whose requests are newer, so that the oldest request is always
-    served. Held adapters and those in motion are never chosen.
+    served. Held adapters and those in motion are never chosen. For a prefetch, only idle adapters
+    are that are outside the slots and at their goal.
     """
     priority = requester.priority
+    if priority == PREFETCH_PRIORITY:
+        for state in STATES_HOLDING[tier][:-1]:
+            resting = partial(_is_resting, context)
+            victim = context.policy(_candidates(context, state, tier, missing, resting))
+            if victim is not None:
+                return victim
+        return None
     for accepts in (_is_idle, _is_only_leased, lambda adapter: adapter.priority > priority):
         for state in STATES_HOLDING[tier]:
             victim = context.policy(_candidates(context, state, tier, missing, accepts))
@@ -164,6 +174,10 @@ def find_victim(
 
 def _is_idle(adapter: Adapter) -> bool:
     return not adapter.waiters and not adapter.leases
+
+
+def _is_resting(context: Context, adapter: Adapter) -> bool:
+    return _is_idle(adapter) and adapter.id not in context.world.promoting
 
 
 def _is_only_leased(adapter: Adapter) -> bool:

@@ -11,6 +11,7 @@ from controller.core.actions import Action, PublishEvent, SendCommand, SendReply
 from controller.core.eviction import Policy
 from controller.core.limits import Limits
 from controller.core.tables.answer_windows import Answer
+from controller.core.tables.books import COUNTS_OF_TRANSITION, TIME_IN
 from controller.core.world import Adapter, Operation, World
 from controller.states.machine import next_state
 from controller.states.table import RESIDENCY_LEVEL
@@ -57,6 +58,8 @@ class Context(Struct, gc=False):
     actions: list[Action]
     dirty_adapters: dict[AdapterId, None] = {}
     body: int = 0
+    # The adapter that was the last to free room in this input; 0 for none.
+    departed: AdapterId = 0
 
     def answer(self, reply: requests.Reply) -> None:
         """Send a request's final answer, and store it for repetitions of the request."""
@@ -92,6 +95,7 @@ class Context(Struct, gc=False):
         world.operations[op] = Operation(command, adapter.id, 0)
         self.bound_operation(op)
         adapter.op = op
+        adapter.step_since_ns = world.time_ns
         world.adapters.mark_changed(adapter.id)
         self.actions.append(SendCommand(command))
 
@@ -122,10 +126,56 @@ class Context(Struct, gc=False):
         target = next_state(adapter.name, adapter.state, trigger)
         if adapter.state in lru_order:
             del lru_order[adapter.state][adapter.id]
+        self._book_transition(adapter, target)
         adapter.state = target
         if target in lru_order:
             self.touch_lru(adapter)
+        if adapter.prefetched:
+            # Wherever its prefetch ends, it stays.
+            self.keep(adapter, target)
         self.set_goal(adapter, adapter.goal)
+
+    def _book_transition(self, adapter: Adapter, target: AdapterState) -> None:
+        self.book_time_in_state(adapter)
+        for name in COUNTS_OF_TRANSITION.get((adapter.state, target), ()):
+            self.book(adapter, name)
+
+    def book_time_in_state(self, adapter: Adapter) -> None:
+        """Book the time that the adapter has been in its state."""
+        now_ns = self.world.time_ns
+        self.book(adapter, TIME_IN[adapter.state], now_ns - adapter.state_since_ns)
+        adapter.state_since_ns = now_ns
+
+    def book(self, adapter: Adapter, name: str, amount: int = 1) -> None:
+        """Add to a field of the adapter's books and of the totals."""
+        adapter.books.count(name, amount)
+        self.world.totals.count(name, amount)
+        self.world.adapters.mark_changed(adapter.id)
+
+    def leave_queue(self, adapter: Adapter, cause: Adapter | None = None) -> None:
+        """Remove an adapter from its queue; `cause` left the room that it enters."""
+        self.world.queues.leave(adapter.id)
+        self._book_stall(adapter, cause)
+
+    def clear_queues(self) -> None:
+        """Remove every adapter from its queue."""
+        world = self.world
+        waiting = [world.adapters[adapter_id] for adapter_id in world.queues.members]
+        world.queues.clear()
+        for adapter in waiting:
+            self._book_stall(adapter, None)
+
+    def _book_stall(self, adapter: Adapter, cause: Adapter | None) -> None:
+        """Book a wait for room, to its cause too; without one, to that of removed adapters."""
+        world = self.world
+        stall_ns = world.time_ns - adapter.step_since_ns
+        self.book(adapter, "stalls")
+        self.book(adapter, "stall_ns", stall_ns)
+        if cause is not None:
+            self.book(cause, "stall_caused_ns", stall_ns)
+        else:
+            world.past_books.stall_caused_ns += stall_ns
+            world.totals.stall_caused_ns += stall_ns
 
     def touch_lru(self, adapter: Adapter) -> None:
         """Make a resident adapter the most recently used of its state."""
@@ -154,9 +204,10 @@ class Context(Struct, gc=False):
             world.promoting[adapter_id] = None
             world.demoting.pop(adapter_id, None)
         else:
+            adapter.prefetched = False
             world.promoting.pop(adapter_id, None)
             if adapter_id in world.queues.members:
-                world.queues.leave(adapter_id)
+                self.leave_queue(adapter)
             if rise < 0:
                 world.demoting[adapter_id] = None
             else:

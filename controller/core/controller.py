@@ -63,7 +63,7 @@ class Controller:
         world.seq += 1
         world.time_ns = max(world.time_ns, time_ns)
         actions: list[Action] = []
-        context.actions, context.body = actions, body
+        context.actions, context.body, context.departed = actions, body, 0
         if type(message) is reports.EngineInventory:
             self._allowed = None
         _HANDLERS[type(message)](context, message)

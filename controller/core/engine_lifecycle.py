@@ -26,7 +26,7 @@ def on_started(context: Context, message: records.ControllerStarted) -> None:
 def _mark_unready(context: Context) -> None:
     context.world.engine_ready = False
     context.world.unknown_operations.clear()
-    context.world.queues.clear()
+    context.clear_queues()
 
 
 def on_lost(context: Context, message: records.EngineLost) -> None:
@@ -86,7 +86,7 @@ def on_inventory(context: Context, inventory: reports.EngineInventory) -> None:
         return
     world.engine_ready = True
     # Which adapters wait for room follows from the corrected states; all are reconciled below.
-    world.queues.clear()
+    context.clear_queues()
     open_operations = list(world.operations.items())
     _discard_lost(context, inventory, open_operations)
     correct(context, inventory)
@@ -197,5 +197,6 @@ def on_payload_lost(context: Context, message: records.PayloadLost) -> None:
     discard_operation(context, context.world.operations.pop(pending.op))
     for adapter_id in pending.adapters:
         # The repetition counts as the use.
-        context.world.adapters[adapter_id].uses -= 1
+        adapter = context.world.adapters[adapter_id]
+        context.book(adapter, "misses" if pending.missed else "hits", -1)
     pending_requests.end_request(context, message.request_id, None)

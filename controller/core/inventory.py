@@ -190,6 +190,7 @@ def _record_of(context: Context, entry: InventoryAdapter) -> Adapter:
         adapter = None
     if adapter is None:
         adapter = Adapter(entry.adapter_id, entry.adapter, entry.path, retired=True)
+        adapter.state_since_ns = world.time_ns
         world.adapters[adapter.id] = adapter
     if not adapter.fingerprint:
         adapter.fingerprint, adapter.rank = entry.fingerprint, entry.rank
@@ -202,6 +203,8 @@ def _renumber(context: Context, adapter: Adapter) -> None:
     world = context.world
     old, new = adapter.id, world.next_adapter_id
     world.next_adapter_id += 1
+    if old in world.queues.members:
+        context.leave_queue(adapter)
     del world.adapters[old]
     adapter.id = new
     world.adapters[new] = adapter
@@ -217,8 +220,6 @@ def _renumber(context: Context, adapter: Adapter) -> None:
     for other in (adapter.predecessor, adapter.successor):
         if other in world.adapters:
             _relink(context, world.adapters[other], old, new)
-    if old in world.queues.members:
-        world.queues.leave(old)
     context.dirty_adapters[new] = None
 
 
@@ -240,7 +241,7 @@ def _replay_transitions(context: Context, adapter: Adapter, entry: InventoryAdap
         capacity.enter(context, adapter, "pinned")
     if entry.state == GPU_SLOT:
         _occupy_slot(context, adapter, entry)
-    adapter.loads = max(adapter.loads, int(not adapter.retired))
+    adapter.announced = adapter.announced or not adapter.retired
     goal = UNREGISTERED if adapter.retired else adapter.goal
     if not adapter.retired and not pending_requests.is_wanted_down(context, adapter):
         # The state is assumed to be wanted, by inputs that were lost with the log's tail.

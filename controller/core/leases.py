@@ -13,9 +13,9 @@ from controller.core.pending_requests import (
     INFERENCE,
     adapter_done,
     dequeue_batch,
+    end_waiting,
     has_reached,
     refuse_request,
-    stop_waiting,
     wait_for,
 )
 from controller.core.world import Adapter, PendingRequest, RequestKind
@@ -48,10 +48,10 @@ def serve(
         confirm_batch(context, request_id, pending)
     elif pending.kind in INFERENCE:
         if context.world.engine_ready:
-            stop_waiting(context, adapter, request_id)
+            end_waiting(context, adapter, request_id, pending)
             start_inference(context, request_id, pending)
     else:
-        stop_waiting(context, adapter, request_id)
+        end_waiting(context, adapter, request_id, pending)
         answer_granted(context, adapter, request_id, pending.kind)
         del context.world.pending_requests[request_id]
 
@@ -154,7 +154,7 @@ def confirm_batch(context: Context, request_id: RequestId, pending: PendingReque
         return
     for adapter in lease(context, pending):
         if request_id in adapter.waiters:
-            stop_waiting(context, adapter, request_id)
+            end_waiting(context, adapter, request_id, pending)
     dequeue_batch(context, request_id)
     refs = tuple([commands.SlotRef(adapter.slot, adapter.generation) for adapter in adapters])
     context.issue_for(request_id, commands.SetMapping(context.next_op(), refs))

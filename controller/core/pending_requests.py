@@ -46,6 +46,7 @@ def accept(
     deadline_ns = world.time_ns + timeout_ms * NANOS_PER_MS
     ids = tuple([adapter.id for adapter in adapters])
     pending = PendingRequest(kind, ids, target, deadline_ns, world.seq, body=context.body)
+    pending.arrived_ns = world.time_ns
     world.pending_requests[request_id] = pending
     world.add_deadline(deadline_ns, "request", request_id)
     return pending
@@ -75,6 +76,14 @@ def stop_waiting(context: Context, adapter: Adapter, request_id: RequestId) -> N
     context.mark_changed(adapter)
 
 
+def end_waiting(
+    context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
+) -> None:
+    """Remove a request that is served or ended from the waiters, and book how long it waited."""
+    context.book(adapter, "wait_ns", context.world.time_ns - pending.arrived_ns)
+    stop_waiting(context, adapter, request_id)
+
+
 def dequeue_batch(context: Context, request_id: RequestId) -> None:
     """Remove a batch from those that wait for slots; the next one becomes the current batch."""
     world = context.world
@@ -95,7 +104,7 @@ def end_request(context: Context, request_id: RequestId, reply: requests.Reply |
     for adapter_id in pending.adapters:
         adapter = world.adapters.get(adapter_id)
         if adapter is not None and request_id in adapter.waiters:
-            stop_waiting(context, adapter, request_id)
+            end_waiting(context, adapter, request_id, pending)
             if not adapter.waiters or pending.kind in DOWNWARD:
                 context.dirty_adapters[adapter_id] = None
 

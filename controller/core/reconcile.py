@@ -10,7 +10,7 @@ from typing import Final
 from controller.core import capacity, leases, pending_requests
 from controller.core.context import NANOS_PER_MS, Context
 from controller.core.tables.tier_queues import TierName
-from controller.core.world import NO_PRIORITY, Adapter
+from controller.core.world import NO_PRIORITY, PREFETCH_PRIORITY, Adapter
 from controller.states.machine import next_state
 from controller.states.table import ADAPTER_REMOVED, RESIDENCY_LEVEL
 from messages import commands, events
@@ -84,7 +84,8 @@ def _drop_unwanted_goal(context: Context, adapter: Adapter) -> None:
     """
     world = context.world
     if adapter.state == UNREGISTERED:
-        context.set_goal(adapter, UNREGISTERED)
+        if not adapter.prefetched:
+            context.set_goal(adapter, UNREGISTERED)
     elif adapter.id in world.queues.members and adapter.priority == NO_PRIORITY:
         _release_goal(context, adapter)
     elif adapter.backing_off and not adapter.held and adapter.id in world.promoting:
@@ -169,11 +170,13 @@ def drop(context: Context, adapter: Adapter) -> None:
 def forget(context: Context, adapter: Adapter) -> None:
     """Delete the record of an adapter that has no weights anywhere."""
     world = context.world
+    context.book_time_in_state(adapter)
     adapter.state = next_state(adapter.name, adapter.state, ADAPTER_REMOVED)
     has_successor = _unlink(context, adapter)
-    if adapter.loads and adapter.retired:
+    _pass_on_books(context, adapter)
+    if adapter.announced and adapter.retired:
         context.publish(events.AdapterRetired(adapter.name, adapter.fingerprint))
-    elif adapter.loads and not adapter.predecessor and not has_successor:
+    elif adapter.announced and not adapter.predecessor and not has_successor:
         context.publish(events.AdapterRemoved(adapter.name))
     batches = [b for b in world.batches if adapter.id in world.pending_requests[b].adapters]
     for request_id in (*adapter.waiters, *batches):
@@ -190,9 +193,9 @@ def forget(context: Context, adapter: Adapter) -> None:
 def _unlink(context: Context, adapter: Adapter) -> bool:
     """Remove the record from every index; returns whether a successor receives its name."""
     world = context.world
-    del world.adapters[adapter.id]
     if adapter.id in world.queues.members:
-        world.queues.leave(adapter.id)
+        context.leave_queue(adapter)
+    del world.adapters[adapter.id]
     for index in (world.demoting, world.promoting, world.held):
         index.pop(adapter.id, None)
     predecessor = world.adapters.get(adapter.predecessor)
@@ -208,6 +211,16 @@ def _unlink(context: Context, adapter: Adapter) -> bool:
         successor.predecessor = 0
         context.mark_changed(successor)
     return successor is not None
+
+
+def _pass_on_books(context: Context, adapter: Adapter) -> None:
+    """Add a removed version's books to those of its name, or of all removed adapters."""
+    heir = context.world.current(adapter.name)
+    if heir is None:
+        context.world.past_books.add(adapter.books)
+    else:
+        heir.books.add(adapter.books)
+        context.mark_changed(heir)
 
 
 NEXT_STEP: Final[dict[tuple[AdapterState, AdapterState], Callable[[Context, Adapter], None]]] = {
@@ -245,9 +258,12 @@ def _request_room(context: Context, adapter: Adapter, tier: TierName) -> None:
     queues = context.world.queues
     if adapter.id in queues.members:
         return
+    may_wait = adapter.priority < (PREFETCH_PRIORITY if tier == "device" else NO_PRIORITY)
     if not queues.by_tier[tier] and capacity.fits(context, adapter, tier):
         _enter(context, adapter, tier)
-    elif adapter.priority != NO_PRIORITY:
+    elif may_wait:
+        adapter.step_since_ns = context.world.time_ns
+        context.mark_changed(adapter)
         queues.join(tier, adapter.id, adapter.priority)
         _refuse_impossible(context, adapter, tier)
     else:
@@ -301,7 +317,7 @@ def _admit_queued(context: Context) -> None:
             if not capacity.fits(context, adapter, tier):
                 _make_room(context, tier)
                 break
-            world.queues.leave(adapter.id)
+            context.leave_queue(adapter, world.adapters.get(context.departed))
             _enter(context, adapter, tier)
 
 
@@ -317,18 +333,21 @@ def _make_room(context: Context, tier: TierName) -> None:
             missing = capacity.Amount(places, size_bytes)
             victim = capacity.find_victim(context, requester, tier, missing)
             if victim is None:
-                if position == 0:
+                if requester.priority == PREFETCH_PRIORITY:
+                    _release_goal(context, requester)
+                elif position == 0:
                     # Holds that began after it queued may have made it impossible.
                     _refuse_impossible(context, requester, tier)
                 return
             freed = capacity.usage_of(victim, tier)
             places, size_bytes = places - freed.places, size_bytes - freed.size_bytes
+            context.book(requester, "evictions_caused")
             _demote(context, victim, tier)
 
 
 def _demote(context: Context, victim: Adapter, tier: TierName) -> None:
     """Demote an adapter by policy, as far as leaving the tier requires."""
-    victim.evictions += 1
+    context.book(victim, "evictions")
     context.set_goal(victim, capacity.demotion_goal(context, victim, tier))
     take_next_step(context, victim)
 
@@ -352,6 +371,6 @@ def start_backoff(context: Context, adapter: Adapter) -> None:
     adapter.backing_off = adapter.failed = True
     adapter.retry_ns = world.time_ns + context.limits.rest_ms * NANOS_PER_MS
     if adapter.id in world.queues.members:
-        world.queues.leave(adapter.id)
+        context.leave_queue(adapter)
     world.add_deadline(adapter.retry_ns, "retry", adapter.id)
     context.mark_changed(adapter)

@@ -51,7 +51,9 @@ def is_replacement(message: requests.LoadAdapter, adapter: Adapter) -> bool:
     return message.replace or message.path not in ("", adapter.path)
 
 
-def _check_state(context: Context, message: StateRequest) -> Adapter | None:
+def _check_state(
+    context: Context, message: StateRequest | requests.PrefetchAdapter
+) -> Adapter | None:
     adapter = context.world.current(message.adapter)
     if adapter is None:
         _refuse_if_full(context, message.adapter)
@@ -160,6 +162,7 @@ _CHECKS: Final[dict[type, Callable[[Context, Any], Any]]] = {
     requests.StageAdapter: _check_state,
     requests.ActivateAdapter: _check_state,
     requests.HoldAdapter: _check_state,
+    requests.PrefetchAdapter: _check_state,
     requests.ReleaseAdapter: _check_release,
     requests.DeactivateAdapter: _check_unused,
     requests.EvictAdapter: _check_unused,

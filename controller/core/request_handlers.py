@@ -101,6 +101,24 @@ def _hold(context: Context, message: requests.HoldAdapter, adapter: Adapter | No
     _request_state(context, message, "hold", GPU_SLOT, adapter)
 
 
+def _prefetch(context: Context, message: requests.PrefetchAdapter, adapter: Adapter | None) -> None:
+    """Raise the goal without a waiter, unless the adapter is on its way down, and answer."""
+    if adapter is None:
+        adapter = _register(context, message.adapter, message.path)
+    context.book(adapter, "prefetches")
+    if adapter.state in context.world.lru_order:
+        context.touch_lru(adapter)
+    is_higher = RESIDENCY_LEVEL[message.target] > RESIDENCY_LEVEL[adapter.goal]
+    if is_higher and adapter.id not in context.world.demoting:
+        adapter.prefetched = True
+        context.set_goal(adapter, message.target)
+        context.dirty_adapters[adapter.id] = None
+    answer = requests.PrefetchAccepted(
+        message.request_id, adapter.name, adapter.state, adapter.goal
+    )
+    context.answer(answer)
+
+
 def _request_state(
     context: Context,
     message: StateRequest,
@@ -226,8 +244,9 @@ def _request_inference(
         if context.world.engine_ready:
             leases.start_inference(context, request_id, pending)
         return
-    _count_use(context, adapter)
+    is_hit = _count_use(context, adapter)
     pending = pending_requests.accept(context, request_id, kind, GPU_SLOT, timeout_ms, (adapter,))
+    pending.missed = not is_hit
     if context.world.engine_ready and pending_requests.has_reached(adapter, GPU_SLOT):
         leases.start_inference(context, request_id, pending)
     else:
@@ -252,6 +271,7 @@ _HANDLERS: Final[dict[type, Callable[[Context, Any, Any], None]]] = {
     requests.StageAdapter: _stage,
     requests.ActivateAdapter: _activate,
     requests.HoldAdapter: _hold,
+    requests.PrefetchAdapter: _prefetch,
     requests.ReleaseAdapter: _release,
     requests.DeactivateAdapter: _deactivate,
     requests.EvictAdapter: _evict,
@@ -273,6 +293,7 @@ def _timeout_ms(context: Context, message: Any) -> int:
 def _register(context: Context, name: str, path: str) -> Adapter:
     world = context.world
     adapter = Adapter(id=world.next_adapter_id, name=name, path=path or name)
+    adapter.state_since_ns = world.time_ns
     world.next_adapter_id += 1
     world.adapters[adapter.id] = adapter
     world.names.setdefault(name, adapter.id)
@@ -290,12 +311,19 @@ def _register_successor(
     return successor
 
 
-def _count_use(context: Context, adapter: Adapter) -> None:
-    adapter.uses += 1
+def _count_use(context: Context, adapter: Adapter) -> bool:
+    """Book a use; returns whether the adapter is in a slot."""
+    books, totals = adapter.books, context.world.totals
     adapter.last_used_ns = context.world.wall_ns
-    if adapter.state == GPU_SLOT:
-        adapter.hits += 1
+    is_hit = adapter.state == GPU_SLOT
+    if is_hit:
+        books.hits += 1
+        totals.hits += 1
+    else:
+        books.misses += 1
+        totals.misses += 1
     if adapter.state in context.world.lru_order:
         context.touch_lru(adapter)
     else:
         context.mark_changed(adapter)
+    return is_hit

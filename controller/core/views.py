@@ -7,20 +7,24 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from itertools import islice
 
+import msgspec
+
 from controller.core.context import Refusal, unknown_adapter
 from controller.core.controller import Controller
+from controller.core.tables.books import TIME_IN
 from controller.core.world import Adapter, World
 from messages import requests
 from messages.errors import ErrorCode
 from messages.ids import AdapterId
-from messages.views import AdapterView, TierView
+from messages.views import AdapterBooks, AdapterView, TierView
 
 Sees = Callable[[str], bool]
 """Whether a client may see the adapters of a name."""
 
 
-def adapter_view(adapter: Adapter) -> AdapterView:
-    """Return one record as clients see it."""
+def adapter_view(adapter: Adapter, now_ns: int) -> AdapterView:
+    """Return one record as clients see it at a recorded time."""
+    books = adapter.books
     return AdapterView(
         adapter=adapter.name,
         adapter_id=adapter.id,
@@ -38,13 +42,21 @@ def adapter_view(adapter: Adapter) -> AdapterView:
         host_bytes=adapter.host_bytes,
         pinned_bytes=adapter.pinned_bytes,
         device_bytes=adapter.device_bytes,
-        uses=adapter.uses,
-        loads=adapter.loads,
-        hits=adapter.hits,
-        evictions=adapter.evictions,
-        failures=adapter.failures,
+        uses=books.uses,
+        loads=books.loads,
+        hits=books.hits,
+        evictions=books.evictions,
+        failures=books.failures,
         last_used_ns=adapter.last_used_ns,
+        books=_books_until(adapter, now_ns),
     )
+
+
+def _books_until(adapter: Adapter, now_ns: int) -> AdapterBooks:
+    """Return the books with the time in the present state."""
+    shown = msgspec.structs.asdict(adapter.books)
+    shown[TIME_IN[adapter.state]] += now_ns - adapter.state_since_ns
+    return AdapterBooks(**shown)
 
 
 def list_adapters(world: World, message: requests.ListAdapters) -> requests.AdaptersListed:
@@ -56,7 +68,7 @@ def _listed(
     world: World, message: requests.ListAdapters, adapters: Iterable[Adapter]
 ) -> requests.AdaptersListed:
     ordered = sorted(adapters, key=lambda a: (a.name, a.retired, a.id))
-    views = tuple(adapter_view(adapter) for adapter in ordered)
+    views = tuple(adapter_view(adapter, world.time_ns) for adapter in ordered)
     return requests.AdaptersListed(message.request_id, views, world.events_seq)
 
 
@@ -109,7 +121,8 @@ class AdapterPages:
         visible = places if sees is None else (i for i in places if sees(keys[i][0]))
         # One more than the page has, to know whether any follow.
         chosen = [keys[place] for place in islice(visible, limit + 1)]
-        views = tuple(adapter_view(world.adapters[adapter_id]) for _, adapter_id in chosen[:limit])
+        shown = [world.adapters[adapter_id] for _, adapter_id in chosen[:limit]]
+        views = tuple(adapter_view(adapter, world.time_ns) for adapter in shown)
         more = len(chosen) > limit
         return requests.AdaptersPage(message.request_id, views, world.events_seq, more)
 
@@ -127,8 +140,9 @@ def show_adapter(world: World, message: requests.ShowAdapter) -> requests.Adapte
     if current is None:
         raise unknown_adapter(message.adapter)
     demoting = (world.adapters[adapter_id] for adapter_id in world.demoting)
-    retired = tuple(adapter_view(a) for a in demoting if a.retired and a.name == current.name)
-    return requests.AdapterShown(message.request_id, adapter_view(current), retired)
+    versions = [current, *(a for a in demoting if a.retired and a.name == current.name)]
+    views = [adapter_view(adapter, world.time_ns) for adapter in versions]
+    return requests.AdapterShown(message.request_id, views[0], tuple(views[1:]))
 
 
 def show_status(controller: Controller, message: requests.ShowStatus) -> requests.StatusShown:
@@ -150,6 +164,7 @@ def show_status(controller: Controller, message: requests.ShowStatus) -> request
         refused=world.refused,
         tiers=_tiers(world),
         events_seq=world.events_seq,
+        books=AdapterBooks(*msgspec.structs.astuple(world.totals)),
     )
 
 

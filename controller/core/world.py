@@ -10,10 +10,11 @@ from typing import Final, Literal
 
 import msgspec
 import xxhash
-from msgspec import Struct
+from msgspec import Struct, field
 
 from controller.core.limits import Limits, window_bounds
 from controller.core.tables.answer_windows import Answer, AnswerWindows
+from controller.core.tables.books import Books
 from controller.core.tables.digest_dict import DigestDict
 from controller.core.tables.tier_queues import TIERS, TierName, TierQueues
 from messages.commands import Operation as OperationCommand
@@ -45,11 +46,14 @@ Deadline = tuple[int, DeadlineKind, int | str]
 RESIDENT: Final = (CPU_CACHED, PINNED, GPU_SLOT)
 NO_PRIORITY: Final = 1 << 62
 """The priority of an adapter that nothing waits for: after every other."""
+
+PREFETCH_PRIORITY: Final = NO_PRIORITY - 1
+"""The priority of an adapter that moves ahead of its use: after every one with requests."""
 DEADLINES_MIN: Final = 1024
 
 
 class Adapter(Struct, array_like=True, gc=False):
-    """One version of an adapter: its state, its goal and its counters.
+    """One version of an adapter: its state, its goal and its books.
 
     The state is what the engine reported, the goal is the state to reach. `host_bytes`,
     `pinned_bytes` and `device_bytes` are charged now, reservations of an operation in flight
@@ -57,6 +61,7 @@ class Adapter(Struct, array_like=True, gc=False):
     that requests were granted, unless its goal was lowered since: a refused request leaves it
     there. `load_bytes` is its size as read, `blob_bytes` its size as packed. `waiters` maps the
     requests that wait for it, the oldest first, to the `seq` of the input that each arrived with.
+    `announced`: an event reported that it was loaded, so its removal is reported too.
     """
 
     id: AdapterId
@@ -96,18 +101,22 @@ class Adapter(Struct, array_like=True, gc=False):
     lru_stamp: int = 0
     # A wall time.
     last_used_ns: int = 0
-    uses: int = 0
-    loads: int = 0
-    hits: int = 0
-    evictions: int = 0
-    failures: int = 0
+    announced: bool = False
+    # Its goal is that of a prefetch: it moves as far as no use of another adapter is affected.
+    prefetched: bool = False
+    # The recorded time of its last transition.
+    state_since_ns: int = 0
+    # When its operation was sent, or when it began to wait for room.
+    step_since_ns: int = 0
+    books: Books = field(default_factory=Books)
 
     @property
     def priority(self) -> Seq:
         """Its priority for room, the lowest number first: held ones, then the oldest request."""
         if self.held and not self.failed:
             return 0
-        return next(iter(self.waiters.values()), NO_PRIORITY)
+        default = PREFETCH_PRIORITY if self.prefetched else NO_PRIORITY
+        return next(iter(self.waiters.values()), default)
 
 
 class Slot(Struct, array_like=True, gc=False):
@@ -138,7 +147,8 @@ class PendingRequest(Struct, array_like=True, gc=False):
     `arrived_seq` is the `seq` of the input that it arrived with. While `op` is set, the engine runs
     that operation for it and its adapters are leased. `answered`: its client has an answer, but the
     engine still works. `stopping`: the engine was ordered to end its inference. `body` is the hash
-    of the request's body, which a repetition has too.
+    of the request's body, which a repetition has too. `missed`: its adapter was not in a slot when
+    it arrived.
     """
 
     kind: RequestKind
@@ -151,6 +161,8 @@ class PendingRequest(Struct, array_like=True, gc=False):
     answered: bool = False
     stopping: bool = False
     body: int = 0
+    arrived_ns: int = 0
+    missed: bool = False
 
 
 class AttachedEngine(Struct, array_like=True, gc=False):
@@ -193,6 +205,10 @@ class World:
         self.lru_counter = 0
         self.answered = 0
         self.refused = 0
+        # The sum of all books: those of adapters, of removed adapters, and of the base model.
+        self.totals = Books()
+        self.past_books = Books()
+        self.base_books = Books()
         self.engine: AttachedEngine | None = None
         # Whether the engine sent its inventory since the controller started. No operation is sent
         # before.
@@ -301,6 +317,7 @@ class World:
             (self.seq, self.time_ns, self.epoch, self.events_seq, self.lru_counter),
             (self.next_op, self.next_adapter_id, self.next_generation),
             (self.answered, self.refused),
+            (self.totals, self.past_books, self.base_books),
             (self.engine, self.engine_ready, list(self.unknown_operations.items())),
             [self.tiers[tier] for tier in TIERS],
             [self.queues.by_tier[tier] for tier in TIERS],

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from controller.core.controller import Controller
 from controller.core.invariants import check
 from controller.core.limits import RULES, Limits, LimitsError, limits_from, limits_to
+from controller.core.tables.books import Books
 from controller.core.world import RESIDENT, Adapter, World
 from controller.log.durable_files import write_file
 from controller.log.format import CHAIN_START, ChainLink, LogError, frame_header
@@ -89,9 +90,12 @@ class ExportedState(Struct, frozen=True, forbid_unknown_fields=True):
 
 _SAME: Final = (
     *("name", "path", "goal", "held", "fingerprint", "rank", "load_bytes", "blob_bytes"),
-    *("last_used_ns", "uses", "loads", "hits", "evictions", "failures"),
+    "last_used_ns",
 )
 """The fields of an adapter's record that an export has too."""
+
+_COUNTS: Final = ("uses", "loads", "hits", "evictions", "failures")
+"""The fields of an adapter's books that an export has too."""
 
 
 class ImportRefusedError(LogError):
@@ -133,7 +137,10 @@ def _adapters(world: World) -> tuple[ExportedAdapter, ...]:
     """Return the versions that names stand for, without those that were never loaded."""
     current = [world.adapters[adapter_id] for adapter_id in world.names.values()]
     return tuple(
-        ExportedAdapter(**{name: getattr(adapter, name) for name in _SAME})
+        ExportedAdapter(
+            **{name: getattr(adapter, name) for name in _SAME},
+            **{name: getattr(adapter.books, name) for name in _COUNTS},
+        )
         for adapter in sorted(current, key=lambda a: a.lru_stamp)
         if UNREGISTERED not in (adapter.state, adapter.goal)
     )
@@ -198,6 +205,17 @@ def _controller(state: ExportedState) -> Controller:
     return controller
 
 
+def _books(exported: ExportedAdapter) -> Books:
+    return Books(
+        hits=exported.hits,
+        misses=max(0, exported.uses - exported.hits),
+        loads=exported.loads,
+        unloads=exported.loads,
+        evictions=exported.evictions,
+        failures=exported.failures,
+    )
+
+
 def _add(world: World, exported: ExportedAdapter) -> None:
     if exported.name in world.names:
         raise ImportRefusedError(f"adapter {exported.name!r} is there twice")
@@ -206,8 +224,15 @@ def _add(world: World, exported: ExportedAdapter) -> None:
     adapter = Adapter(
         world.next_adapter_id,
         state=EVICTED,
+        announced=exported.loads > 0,
+        state_since_ns=world.time_ns,
+        books=_books(exported),
         **{name: getattr(exported, name) for name in _SAME},
     )
+    world.totals.add(adapter.books)
+    # The documents do not have which adapter caused an eviction.
+    for books in (world.past_books, world.totals):
+        books.evictions_caused += exported.evictions
     world.next_adapter_id += 1
     world.lru_counter += 1
     adapter.lru_stamp = world.lru_counter

@@ -37,6 +37,7 @@ _LOADING: Final = (
     requests.StageAdapter,
     requests.ActivateAdapter,
     requests.HoldAdapter,
+    requests.PrefetchAdapter,
 )
 """Requests that load an adapter under a name that is not known yet."""
 
@@ -58,6 +59,7 @@ RIGHT_OF: Final[dict[type[Request], Right]] = {
     requests.StageAdapter: "operate",
     requests.ActivateAdapter: "operate",
     requests.ActivateBatch: "operate",
+    requests.PrefetchAdapter: "operate",
     requests.Generate: "operate",
     requests.Embed: "operate",
     requests.Classify: "operate",

@@ -25,6 +25,7 @@ from tests.support.simulation.workload import (
     NAMES,
     PATHS,
     PAUSES,
+    TARGETS,
     TIMEOUTS,
     Sizes,
     Workload,
@@ -74,6 +75,10 @@ class Histories(RuleBasedStateMachine):
     @rule(name=names, path=st.sampled_from(("", "", "missing")), ms=timeouts)
     def hold(self, name: str, path: str, ms: int) -> None:
         self.workload.send(requests.HoldAdapter, name, path, ms)
+
+    @rule(name=names, path=st.sampled_from(("", "", "missing")), goal=st.sampled_from(TARGETS))
+    def prefetch(self, name: str, path: str, goal: str) -> None:
+        self.workload.send(requests.PrefetchAdapter, name, path, goal)
 
     @rule(name=names)
     def release(self, name: str) -> None:

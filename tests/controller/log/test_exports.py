@@ -35,11 +35,11 @@ from tests.support.simulation.logged_histories import header_of, write_history
 from tests.support.sources import ROOT
 
 DEMO_LOG = ROOT / "tests" / "golden" / "demo-log"
-KEPT = ("name", "path", "fingerprint", "rank", "load_bytes", "blob_bytes", "goal", "held", "uses")
+KEPT = ("name", "path", "fingerprint", "rank", "load_bytes", "blob_bytes", "goal", "held")
 
 
 def kept_of(adapter: Adapter) -> tuple[Any, ...]:
-    return tuple(getattr(adapter, name) for name in KEPT)
+    return (*(getattr(adapter, name) for name in KEPT), adapter.books.uses, adapter.books.evictions)
 
 
 def exported(state: ExportedState) -> bytes:

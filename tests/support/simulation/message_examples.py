@@ -26,7 +26,31 @@ from messages.records import (
     RecordOfFormat1,
     TimerFired,
 )
+from messages.views import AdapterBooks, EngineStatistics
 
+_BOOKS = AdapterBooks(*range(101, 101 + len(AdapterBooks.__struct_fields__)))
+_STATISTICS = EngineStatistics(
+    kernels="cpu",
+    steps=1,
+    step_ns=2,
+    prompt_tokens=3,
+    output_tokens=4,
+    waiting=5,
+    running=6,
+    preempted=7,
+    queued=8,
+    queue_ns=9,
+    queue_counts=(1, 2, 5),
+    slot_writes=10,
+    slot_resets=11,
+    kv_bytes=12,
+    kv_bytes_max=13,
+    arena_bytes=14,
+    arena_bytes_max=15,
+    host_bytes=16,
+    pinned_bytes=17,
+    allocated_bytes=18,
+)
 _VIEW = requests.AdapterView(
     adapter="tenant-17",
     adapter_id=5,
@@ -50,6 +74,7 @@ _VIEW = requests.AdapterView(
     evictions=3,
     failures=1,
     last_used_ns=1_700_000_000_000_000_001,
+    books=_BOOKS,
 )
 _HELD = reports.InventoryAdapter(
     adapter_id=5,
@@ -131,7 +156,11 @@ EXAMPLES: dict[type, Any] = {
             device="cuda:0",
             dtype="bfloat16",
             stopping=True,
+            books=_BOOKS,
+            engine=_STATISTICS,
         ),
+        requests.PrefetchAdapter("r-19", "tenant-17", "tenants/17", "pinned"),
+        requests.PrefetchAccepted("r-19", "tenant-17", "evicted", "pinned"),
         control.ListRequests("r-20", 10),
         control.ListSlow("r-21"),
         control.ShowSettings("r-22"),
@@ -175,17 +204,17 @@ EXAMPLES: dict[type, Any] = {
         reports.SlotReset(6),
         reports.WeightsDropped(7),
         reports.MappingSet(8),
-        reports.GenerationEnded(9, "stop", 5, 64),
+        reports.GenerationEnded(9, "stop", 5, 64, 4),
         reports.PoolingEnded(11, 2, 9),
         reports.OperationFailed(2, ErrorCode.NOT_FOUND, "no adapter_config.json"),
         reports.EngineInventory(
             *("e-1", 4242, "tiny", 4, 65536, 10, (9,), (_HELD,), 44, "cuda:0", "bfloat16")
         ),
-        reports.EngineBeat("e-1", 10, "loading"),
-        events.AdapterAccepted("tenant-17", "xxh3:0f0f", 16, 8192),
-        events.AdapterCached("tenant-17"),
-        events.AdapterPinned("tenant-17"),
-        events.AdapterActivated("tenant-17", 3, 9),
+        reports.EngineBeat("e-1", 10, "loading", _STATISTICS),
+        events.AdapterAccepted("tenant-17", "xxh3:0f0f", 16, 8192, 71),
+        events.AdapterCached("tenant-17", 72),
+        events.AdapterPinned("tenant-17", 73),
+        events.AdapterActivated("tenant-17", 3, 9, 74),
         events.AdapterDeactivated("tenant-17", 3),
         events.AdapterUnpinned("tenant-17"),
         events.AdapterEvicted("tenant-17", "policy"),
@@ -277,6 +306,12 @@ def _tuples(info: Any) -> st.SearchStrategy[Any]:
 
 
 def _structs(info: Any) -> st.SearchStrategy[Any]:
+    if info.cls is AdapterBooks:
+        # One draw instead of one per field, of which every view of an adapter has many.
+        edges = st.sampled_from((0, 1, 2**31, 2**63 - 1))
+        return st.builds(
+            lambda most: AdapterBooks(*(most >> n for n in range(len(info.fields)))), edges
+        )
     return st.builds(info.cls, **{field.name: _strategy(field.type) for field in info.fields})
 
 

@@ -150,12 +150,14 @@ def _send(kind: type, *fields: Any) -> Any:
 
 
 _FLAGS = (False, True)
+TARGETS = ("cpu-cached", "pinned", "gpu-slot", "gpu-slot")
 _MOVES = (
     _send(requests.LoadAdapter, NAMES, ("", "", *PATHS), _FLAGS, TIMEOUTS),
     _send(requests.StageAdapter, NAMES, "", TIMEOUTS),
     *(_send(requests.ActivateAdapter, NAMES, "", TIMEOUTS),) * 3,
     _send(requests.HoldAdapter, NAMES, "", TIMEOUTS),
     *(_send(requests.ReleaseAdapter, NAMES),) * 2,
+    _send(requests.PrefetchAdapter, NAMES, "", TARGETS),
     _send(requests.DeactivateAdapter, NAMES, TIMEOUTS),
     _send(requests.EvictAdapter, NAMES, TIMEOUTS),
     _send(requests.RemoveAdapter, NAMES, _FLAGS, TIMEOUTS),
