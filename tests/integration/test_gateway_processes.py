@@ -155,7 +155,7 @@ def test_every_adapter_answers_as_trained_from_many_tasks(running):
 
 
 def test_a_context_that_is_too_long_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match="do(es)? not fit the model's"):
+    with pytest.raises(openai.BadRequestError, match=r"do(es)? not fit the model's"):
         client.completions.create(model="model", prompt="x", max_tokens=10_000)
 
 
