@@ -211,8 +211,8 @@ def _single(directory: Path, echo: str) -> Figure:
         "us",
         f"bare round trip {bare:.0f} us + one sync {sync:.0f} us",
         ours / (bare + sync),
-        "ratio <= 3",
-        ours / (bare + sync) <= 3,
+        "ratio <= 2",
+        ours / (bare + sync) <= 2,
     )
 
 
