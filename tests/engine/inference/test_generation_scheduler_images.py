@@ -166,6 +166,31 @@ def test_image_files_are_released_after_processing(bench: ImageBench) -> None:
     assert sys.getrefcount(prompt) == before
 
 
+def test_a_prefix_with_images_is_reused_with_the_same_images_only(bench: ImageBench) -> None:
+    text = "a @ cat and a dog and the mat and what is this? it is a cat and a dog and the mat"
+    same, other = (PromptRow("one", text, (picture(20, 12, seed),)) for seed in (1, 6))
+    plain = bench.driver(prefix_caching=False)
+    expected = [plain.alone("one", bench.prompt(row), TWELVE) for row in (same, other)]
+    assert expected[0] != expected[1]
+    driver = bench.driver()
+    for row, output, is_reused in (
+        (same, expected[0], False),
+        (other, expected[1], False),
+        (same, expected[0], True),
+        (other, expected[1], True),
+    ):
+        op = driver.start("one", bench.prompt(row), TWELVE)
+        driver.run(steps=1)
+        [running] = driver.scheduler.batch._rows
+        # All images are in the blocks, or none of them is used.
+        images_end = max(
+            at for at, token in enumerate(running.tokens) if token in bench.model.media_tokens
+        )
+        assert (running.table.reused > images_end) == bool(running.table.reused) == is_reused
+        driver.run()
+        assert driver.output(op) == output
+
+
 def test_a_prompt_with_a_broken_image_fails_alone(bench: ImageBench) -> None:
     driver = bench.driver()
     good = driver.start("one", bench.prompt(ROWS[0]), TWELVE)

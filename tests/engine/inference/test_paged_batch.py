@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 
 from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
+from engine.inference.padded_batch import PaddedBatch
+from engine.inference.paged_batch import PagedBatch
 from engine.models.causal_model import CausalModel
 from engine.paging.block_pool import BLOCK_TOKENS
 from engine.residency.staging import stage
@@ -97,6 +100,20 @@ def test_a_cache_that_is_too_small_for_one_sequence_is_refused(bench_of: Any) ->
     with pytest.raises(ValueError, match=f"kv_cache_bytes.*{CONTEXT_BLOCKS * BLOCK_BYTES} bytes"):
         bench_of(kv_cache_bytes=CONTEXT_BLOCKS * BLOCK_BYTES - 1)
     bench_of(kv_cache_bytes=CONTEXT_BLOCKS * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"), [({}, ""), ({"paged_attention": False}, "paged_attention is off")]
+)
+def test_the_cache_and_the_reason_for_a_padded_one_are_logged(
+    bench_of: Any, fields: dict[str, bool], reason: str
+) -> None:
+    with structlog.testing.capture_logs() as logs:
+        batch = bench_of(**fields).scheduler.batch
+    assert isinstance(batch, PaddedBatch if reason else PagedBatch)
+    [entry] = [one for one in logs if "key/value cache" in one["event"]]
+    assert entry["log_level"] == ("warning" if reason else "info")
+    assert entry.get("reason", "") == reason
 
 
 def test_a_long_row_among_short_ones_holds_blocks_for_its_own_tokens(bench_of: Any) -> None:
