@@ -195,3 +195,14 @@ def test_a_line_that_another_process_rendered_is_passed_on(
     process_log.write_line('{"event": "elsewhere"}')
     process_log.flush()
     assert '{"event": "elsewhere"}\n' in capfd.readouterr().err
+
+
+def test_a_level_excludes_less_important_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        process_log.configure("json", "test", "warning")
+        structlog.get_logger().info("not written")
+        structlog.get_logger().warning("written")
+        process_log.flush()
+    finally:
+        reset_logs()
+    assert '"written"' in capfd.readouterr().err

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from messages.progress import Progress
+from messages.progress import REASON_BYTES_MAX, Progress
 from tests.support.parallel.processes import ROOT
 
 NAMES = ("wait", "receive", "step", "report")
@@ -57,7 +57,7 @@ def test_a_damaged_record_is_not_read() -> None:
     page = Progress()
     for _ in range(500):
         page.enter("step", 1)
-        at = random.randrange(len(page._page))
+        at = random.randrange(len(page._page) - REASON_BYTES_MAX)
         page._page[at] ^= 1 << random.randrange(8)
         assert page.read() is None
 

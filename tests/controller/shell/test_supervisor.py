@@ -27,9 +27,12 @@ def test_both_children_are_restarted_and_a_signal_ends_all(tmp_path: Path) -> No
         assert second.engine_id == first.engine_id
         os.kill(second.engine_pid, signal.SIGKILL)
         third = status_once(directory, lambda status: status.engine_id not in ("", first.engine_id))
+        log = directory.with_suffix(".log")
+        lost = log.read_text().count("engine lost")
         process.send_signal(signal.SIGTERM)
         assert process.wait(HANG_S) == 0
         wait_for_end(third.controller_pid, third.engine_pid)
+        assert log.read_text().count("engine lost") == lost, "a stop is no loss"
 
 
 def test_children_end_when_their_parent_dies(tmp_path: Path) -> None:
@@ -59,7 +62,7 @@ def test_a_damaged_log_ends_the_supervisor(tmp_path: Path) -> None:
 def test_a_directory_without_a_model_ends_the_supervisor(tmp_path: Path, model: Path) -> None:
     with serve(tmp_path / "d", model=model) as process:
         assert process.wait(HANG_S) == ExitCode.USAGE
-    assert f"directory={model}" in (tmp_path / "d.log").read_text()
+    assert f"--model {model} is not a" in (tmp_path / "d.log").read_text()
 
 
 SUPERVISOR = """
@@ -115,7 +118,7 @@ def test_a_child_that_can_not_run_ends_them_all(
         assert process.returncode == status
     last = output.decode().splitlines()[-1]
     assert "a child can't run" in last
-    assert "broken" in last
+    assert "broken: see its messages above" in last
     assert len(pids(tmp_path, "broken")) == starts
     wait_for_end(*pids(tmp_path, "steady"))
 
