@@ -40,7 +40,7 @@ START_S: Final = 120.0
 _SERVE: Final = (
     "import sys, msgspec; from controller.shell.config import ServeConfig; "
     "from controller.shell.supervisor import serve; "
-    "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)))"
+    "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)).status)"
 )
 
 

@@ -13,7 +13,7 @@ from controller.shell.config import ServeConfig
 _SERVE = (
     "import sys, msgspec; from controller.shell.config import ServeConfig; "
     "from controller.shell.supervisor import serve; "
-    "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)))"
+    "sys.exit(serve(msgspec.json.decode(sys.argv[1], type=ServeConfig)).status)"
 )
 
 

@@ -114,16 +114,26 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         int,
         _option(
             "--max-model-len",
-            "Tokens of prompt and output together; 0 for the limit in the model's config.json.",
+            "Largest number of tokens of prompt and output together; 0 for the limit in the "
+            "model's config.json.",
             "NUMBER",
             0,
         ),
     ] = 0
     body_bytes_max: Annotated[
-        int, _option("--body-bytes", "Largest body of a request.", "BYTES", 1)
+        int,
+        _option(
+            "--body-bytes", "Largest body of an HTTP request; a larger one is refused.", "BYTES", 1
+        ),
     ] = 64 << 20
     header_bytes_max: Annotated[
-        int, _option("--header-bytes", "Largest head of a request.", "BYTES", 1)
+        int,
+        _option(
+            "--header-bytes",
+            "Largest head of an HTTP request; a larger one is refused.",
+            "BYTES",
+            1,
+        ),
     ] = 64 << 10
     receive_timeout_s: Annotated[
         int,

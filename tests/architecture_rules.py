@@ -70,7 +70,7 @@ ROOMS: Final = (
     ),
     _package("controller.client", "messages", "msgspec"),
     _package("controller.cli.example", "", "typer"),
-    _package("controller.cli.pages", "", "rich typer"),
+    _package("controller.cli.pages", "controller.shell.startup", "rich typer"),
     _package(
         "controller.cli",
         "messages controller.core controller.log controller.shell controller.shell.access "

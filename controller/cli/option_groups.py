@@ -69,6 +69,8 @@ def setting(field: FieldInfo, flag: str, text: str, panel: str) -> Parameter:
     elif field.name.endswith("_bytes_max"):
         kind = int
         shown |= {"parser": _size, "metavar": "SIZE", "show_default": format_size(default)}
+    elif field.name == "log_retention":
+        shown["metavar"] = "ACTION"
     elif isinstance(default, int) and not isinstance(default, bool):
         kind = int
         shown |= {"min": int(not field.name.endswith("_hours")), "metavar": "NUMBER"}

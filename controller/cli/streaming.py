@@ -102,6 +102,7 @@ Since = Annotated[
     int | None,
     typer.Option(
         min=0,
+        metavar="EVENT",
         help="Start after the event with this number; 0 starts with the oldest. Default: now with "
         "--follow, the oldest with --no-follow.",
     ),

@@ -4,14 +4,15 @@
 """
 
 import io
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import typer
 from rich.console import Console
-from typer.testing import CliRunner
 
 from controller.cli.exit_codes import EXIT_CODES, HINTS, CommandError, ServerNotRunning, failure_of
 from controller.cli.main import app
@@ -44,24 +45,18 @@ def golden_tables(width: int) -> Path:
     return GOLDEN / f"tables-{width}.txt"
 
 
-def _commands(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    yield words
-    for name, one in getattr(command, "commands", {}).items():
-        yield from _commands(one, (*words, name))
+def _pages(command: Any, name: str, parent: Any = None) -> Iterator[str]:
+    context = command.make_context(name, [], parent=parent, resilient_parsing=True)
+    yield f"$ {context.command_path} --help\n{command.get_help(context)}\n"
+    for each, one in getattr(command, "commands", {}).items():
+        yield from _pages(one, each, context)
 
 
 @cache
 def help_pages(width: int) -> str:
     """Return the help pages of all commands."""
-    pages = []
-    for words in _commands(typer.main.get_command(app), ()):
-        command = ["--help"] if not words else [*words, "--help"]
-        shown = CliRunner().invoke(
-            app, command, prog_name="loradock", env={"COLUMNS": str(width), "LORADOCK_DIR": ""}
-        )
-        assert shown.exit_code == 0, shown.output
-        pages.append(f"$ loradock {' '.join(command)}\n{shown.stdout}")
-    return "\n".join(pages)
+    with mock.patch.dict(os.environ, {"COLUMNS": str(width)}):
+        return "\n".join(_pages(typer.main.get_command(app), "loradock"))
 
 
 def _replies() -> Iterator[tuple[str, list[Any]]]:

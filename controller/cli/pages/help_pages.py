@@ -7,10 +7,12 @@ shown too.
 
 import shutil
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from typer.core import TyperCommand, TyperGroup
+
+from controller.shell.startup.sizes import format_size
 
 WIDTH_MAX: Final = 120
 WIDE: Final = 100
@@ -52,11 +54,21 @@ class HelpGroup(TyperGroup):
 def _write_page(command: Any, ctx: Any, formatter: Any) -> None:
     # The formatter's own bound is 80 columns.
     formatter.width = width() - 2
-    command.format_usage(ctx, formatter)
+    formatter.write_usage(ctx.command_path, " ".join(_usage(command, ctx)))
     command.format_help_text(ctx, formatter)
     for title, rows in _sections(command, ctx).items():
         with formatter.section(title):
             formatter.write_dl(rows, col_max=_TERM_COLUMNS_MAX)
+
+
+def _usage(command: Any, ctx: Any) -> Iterator[str]:
+    yield "[OPTIONS]"
+    for one in command.get_params(ctx):
+        if one.param_type_name == "argument":
+            metavar = _metavar(one, ctx)
+            yield metavar if one.required else f"[{metavar}]"
+    if hasattr(command, "commands"):
+        yield "COMMAND [ARGUMENT...]"
 
 
 def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
@@ -131,18 +143,27 @@ def _default(one: Any, ctx: Any) -> str:
     if isinstance(shown, str):
         return shown
     value = one.get_default(ctx, call=False)
-    if shown is False or value in (None, "", (), [], False) or one.is_eager or one.required:
+    is_empty = value is False or (not isinstance(value, int | float) and not value)
+    if shown is False or is_empty or one.is_eager or one.required:
         return ""
-    if value is True:
+    return _value(value, one)
+
+
+def _value(value: Any, one: Any) -> str:
+    """Return a default with its unit."""
+    if isinstance(value, bool):
         return "on" if one.secondary_opts else ""
-    if isinstance(value, float):
-        return f"{value:g} s" if one.metavar == "SECONDS" else f"{value:g}"
+    if one.metavar == "BYTES":
+        return format_size(value)
+    if isinstance(value, int | float):
+        number = f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{number} s" if one.metavar == "SECONDS" else number
     if isinstance(value, Iterable) and not isinstance(value, str):
         return ", ".join(map(str, value))
     return str(getattr(value, "value", value))
 
 
-def _details(one: Any) -> Iterable[str]:
+def _details(one: Any) -> Iterator[str]:
     bounds = getattr(one, "type", None) or one
     least, most = getattr(bounds, "min", None), getattr(bounds, "max", None)
     if least is not None and most is not None:

@@ -74,7 +74,7 @@ def test_an_end_with_an_error_is_one_format_too(tmp_path: Path) -> None:
     with serve(tmp_path / "d", "--log-format", "json", model=Path("/nowhere")) as process:
         assert process.wait(HANG_S) == ExitCode.USAGE
     *_, last = objects((tmp_path / "d.log").read_text())
-    assert "the server has ended" in str(last["error"])
+    assert "--model /nowhere is not a directory" in str(last["error"])
 
 
 def test_a_blocked_stderr_does_not_block_the_controller(tmp_path: Path) -> None:

@@ -58,13 +58,6 @@ def test_a_damaged_log_ends_the_supervisor(tmp_path: Path) -> None:
     assert str(segment) in directory.with_suffix(".log").read_text()
 
 
-@pytest.mark.parametrize("model", [Path("/nowhere"), ROOT / "tests"])
-def test_a_directory_without_a_model_ends_the_supervisor(tmp_path: Path, model: Path) -> None:
-    with serve(tmp_path / "d", model=model) as process:
-        assert process.wait(HANG_S) == ExitCode.USAGE
-    assert f"--model {model} is not a" in (tmp_path / "d.log").read_text()
-
-
 SUPERVISOR = """
 import os, sys
 from pathlib import Path
