@@ -37,9 +37,9 @@ def test_wrong_options_end_the_start_with_an_error(
     for options, status, text in [
         (["--max-lora-rank", "7"], 2, "max_lora_rank"),
         (["--lora-dtype", "int8"], 2, "lora_dtype"),
-        (["--device", "abacus"], 1, "abacus"),
-        (["--model", str(tmp_path)], 1, "config.json"),
-        (["--target-module", "nothing"], 1, "nothing"),
+        (["--device", "abacus"], 2, "abacus"),
+        (["--model", str(tmp_path)], 2, "config.json"),
+        (["--target-module", "nothing"], 2, "nothing"),
         (["--adapter-root", str(tmp_path), "--default-mm-lora", "image=/etc"], 2, "image=/etc"),
         (["--key", str(tmp_path / "nothing")], 2, "No such file"),
         (["--server-key", "/dev/null"], 2, "not a regular file"),
@@ -47,7 +47,7 @@ def test_wrong_options_end_the_start_with_an_error(
         # A missing default adapter is logged; the wrong device ends the start.
         (
             [*("--adapter-root", str(tmp_path), "--default-mm-lora", "image=a", "--device", "x")],
-            *(1, "a default adapter is not there"),
+            *(2, "a default adapter is not there"),
         ),
     ]:
         assert process.main([*right, *options]) == status
