@@ -163,7 +163,6 @@ class Server:
         self._stopping = True
 
     def _end_after_stop(self) -> None:
-        """End because a client stopped the server; the supervisor ends the other processes."""
         log.info("stopping: no request is waited for any more")
         self._stopping = True
         if self._restart_fd >= 0:
@@ -171,7 +170,6 @@ class Server:
                 os.write(self._restart_fd, RESTART.pack(STOP_ALL))
 
     def _change_settings(self, limits: Limits, policy: str) -> None:
-        """Continue with other settings, in a segment of the log whose header has them."""
         if not self._log.has_record:
             self._commit([GroupInput(records.TimerFired())])
         self._log.change_header(Header(FORMAT, RULES, policy, limits_to(limits), 0))
@@ -185,7 +183,7 @@ class Server:
         wall_ns = self._clock.wall_ns()
         epoch = max(world.epoch + 1, wall_ns // 1_000_000_000)
         started = records.ControllerStarted(epoch, wall_ns - self._clock.now_ns())
-        preloads = [GroupInput(request) for request in self._preloads]
+        preloads = map(GroupInput, self._preloads)
         group, self._pending = [*self._pending, GroupInput(started), *preloads], []
         self._commit(group)
         # Objects made by the recovery live as long as the process: garbage collection skips them.
@@ -385,7 +383,6 @@ class Server:
             self._published_ns = time.monotonic_ns()
 
     def _watch_engine(self) -> None:
-        """Watch the attached engine's process."""
         engine = self._controller.world.engine
         if engine is None or not self._link.engine_id:
             self._engine_watch.stop()
