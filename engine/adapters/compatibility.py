@@ -212,7 +212,8 @@ def _check_modules(
     problems.add_each(AdapterDoesNotFit, EXCLUDED, left_out)
     unknown = [module for module in touched if module not in modules and module not in left_out]
     unknown[:1] = [_with_hint(module, modules) for module in unknown[:1]]
-    problems.add_each(AdapterDoesNotFit, "not wrapped in this model", unknown)
+    count = f" ({len(unknown)} of {len(touched)} modules)" if len(unknown) > 1 else ""
+    problems.add_each(AdapterDoesNotFit, f"not wrapped in this model{count}", unknown)
     known = [(pair, modules[pair.module]) for pair in touched.values() if pair.module in modules]
     _check_orientation(known, helper, problems)
     resized: dict[str, str] = {}
@@ -223,7 +224,7 @@ def _check_modules(
                 resized[pair.module] = difference
             elif pair.kind is not ModuleKind.HEAD:
                 check_rank_divisible(pair.module, pair.rank, shape.shard)
-    _add_size_differences(resized, helper, problems)
+    _add_size_differences(resized, len(touched), helper, problems)
 
 
 def _check_targets(
@@ -310,19 +311,22 @@ def _size_difference(pair: TensorPair, shape: ModuleShape, tensors: Tensors) -> 
 
 
 def _add_size_differences(
-    resized: Mapping[str, str], helper: PEFTHelper, problems: Problems
+    resized: Mapping[str, str], modules: int, helper: PEFTHelper, problems: Problems
 ) -> None:
-    """Add one problem for all modules of other sizes."""
+    """Add one problem for all modules of other sizes, of the adapter's `modules`."""
     if not resized:
         return
-    first, *others = resized
+    first, *others = resized.values()
     if not others:
-        problems.add(AdapterDoesNotFit, resized[first])
+        problems.add(AdapterDoesNotFit, first)
     else:
         base = helper.base_model_name
         named = f" (its base_model_name_or_path is {shown(base)})" if base else ""
-        text = f"trained for a model of other sizes{named}: {resized[first]}; also different"
-        problems.add_each(AdapterDoesNotFit, text, others)
+        problems.add(
+            AdapterDoesNotFit,
+            f"trained for a model of other sizes{named}: {len(resized)} of its {modules} modules "
+            f"differ; {first}",
+        )
 
 
 def _with_hint(module: str, modules: Collection[str]) -> str:

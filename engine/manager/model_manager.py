@@ -104,6 +104,7 @@ class LoRAModelManager(ManagerAttributes):
         self._core.attach(engine.inventory())
         # A second manager over the same layers is refused because of this.
         self.model.lora_manager = self
+        _warn_when_saved(self.model)
 
     def add_adapter(self, adapter: LoRAModel) -> bool:
         """Check an adapter and copy it to the host; False if its id is on the host already.
@@ -365,3 +366,21 @@ def _check_positive(sizes: Mapping[str, int]) -> None:
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+
+
+def _warn_when_saved(model: nn.Module) -> None:
+    """Let `save_pretrained` of a wrapped model warn about the names that it saves."""
+    save = getattr(model, "save_pretrained", None)
+    if save is None:
+        return
+
+    def save_and_warn(*arguments: Any, **options: Any) -> Any:
+        warnings.warn(
+            "this model's layers are wrapped for LoRA, so its weights are saved under other names "
+            "(base_layer) and from_pretrained() does not find them; save the model before a "
+            "manager is made",
+            stacklevel=2,
+        )
+        return save(*arguments, **options)
+
+    model.save_pretrained = save_and_warn  # type: ignore[assignment]

@@ -35,6 +35,13 @@ def config_is_missing(path: str, directory: int) -> str:
         )
         has = "has one" if len(others) == 1 else f"{len(others)} directories below it have one"
         return f"{shown(path)} has no {CONFIG_NAME}, but {has}: use the path {paths}"
+    if is_present(WEIGHTS_NAME, directory):
+        return (
+            f"{shown(path)} has {WEIGHTS_NAME} but no {CONFIG_NAME}; copy it too, or save the "
+            "adapter again"
+        )
+    if not os.listdir(directory):
+        return f"{shown(path)} is an empty directory; copy {CONFIG_NAME} and {WEIGHTS_NAME} into it"
     return f"{shown(path)} has no {CONFIG_NAME}; save the adapter with PEFT's save_pretrained()"
 
 

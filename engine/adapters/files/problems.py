@@ -10,6 +10,8 @@ from typing import Final
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError, NotFinite
 
 _SHOWN_MAX: Final = 160
+_NAMES_MAX: Final = 4
+"""The most names that one problem lists: a wrong base model concerns every module."""
 _SEVEREST_FIRST: Final = (AdapterConfigRefused, AdapterDoesNotFit, NotFinite)
 
 
@@ -44,8 +46,8 @@ class Problems:
     def add_each(self, kind: type[EngineError], text: str, names: Sequence[str]) -> None:
         """Add one problem, `text`, which all of `names` (ASCII) have; nothing without names."""
         if names:
-            listed = ", ".join(_shortened(name) for name in names[: self._shown_max])
-            more = len(names) - self._shown_max
+            listed = ", ".join(_shortened(name) for name in names[:_NAMES_MAX])
+            more = len(names) - _NAMES_MAX
             self.add(kind, f"{text}: {listed}" + (f" and {more} more" if more > 0 else ""))
 
     @contextmanager

@@ -186,7 +186,10 @@ DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "A flat": (tensors(q_A=ones(64)), "[64]; two dimensions"),
     "whole numbers": (tensors(q_A=ones(4, 16).int()), "torch.int32; a floating dtype"),
     "bytes": (tensors(q_A=ones(4, 16).bool()), "torch.bool; a floating dtype"),
-    "a suffix only": (renamed(".layers.0", ""), "not wrapped in this model: model.attn.q_proj"),
+    "a suffix only": (
+        renamed(".layers.0", ""),
+        "in this model (2 of 2 modules): model.attn.q_proj",
+    ),
     "without model.": (renamed("model.layers", "layers"), f"(there is {Q})"),
     "another layer": (renamed("layers.0", "layers.7"), "model.layers.7.attn.q_proj"),
     "nothing": ({}, "no tensor is an A or a B"),

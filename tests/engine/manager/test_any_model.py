@@ -204,6 +204,16 @@ def test_a_second_manager_over_one_model_is_refused() -> None:
         LoRAModelManager(manager.model, 4, 64, 31, LoRAConfig(), "cpu")
 
 
+def test_a_wrapped_model_warns_when_it_is_saved(tmp_path: Path) -> None:
+    manager = manager_of_gpt2()
+    with (
+        pytest.warns(UserWarning, match="save the model before a manager is made"),
+        # `transformers` does not find that its head is tied.
+        pytest.raises(RuntimeError, match="shared tensors"),
+    ):
+        manager.model.save_pretrained(tmp_path)
+
+
 def test_a_closed_manager_refuses_every_change() -> None:
     manager = full_manager(LRUCacheLoRAModelManager)
     manager.set_adapter_mapping(mapping_of(1))

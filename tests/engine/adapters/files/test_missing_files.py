@@ -83,10 +83,19 @@ def test_one_checkpoint_is_suggested_for_an_absolute_path_too(tmp_path: Path) ->
     check_suggestions(text, tmp_path)
 
 
+def test_an_empty_directory_and_one_without_an_adapter_have_their_own_words(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "'empty' is an empty directory; copy" in error_of("empty", tmp_path)
+    (tmp_path / "empty" / "README.md").touch()
+    assert f"'empty' has no {CONFIG_NAME}; save the adapter with" in error_of("empty", tmp_path)
+
+
 def test_a_merged_model_is_recognised(tmp_path: Path) -> None:
     directory = write(tmp_path / "merged")
     (directory / CONFIG_NAME).rename(directory / "config.json")
-    assert f"'merged' has no {CONFIG_NAME}; save the adapter with" in error_of("merged", tmp_path)
+    assert f"'merged' has {WEIGHTS_NAME} but no {CONFIG_NAME}; copy" in error_of("merged", tmp_path)
     (directory / WEIGHTS_NAME).rename(directory / "model.safetensors")
     text = error_of("merged", tmp_path)
     assert "'merged' has config.json and model.safetensors: a whole model, not an adapter" in text
