@@ -42,7 +42,9 @@ def test_an_adapter_of_another_model_is_one_problem_with_the_name_of_that_model(
     )
     for name in ({}, {"base_model_name_or_path": 7}, {"base_model_name_or_path": None}):
         text = refusal(tmp_path / "a", OTHER_MODEL, **name)
-        assert text.endswith(f"trained for a model of other sizes: 2 of its 2 modules differ; {first}")
+        assert text.endswith(
+            f"trained for a model of other sizes: 2 of its 2 modules differ; {first}"
+        )
 
 
 def test_one_module_of_another_size_is_named_alone(tmp_path: Path) -> None:
