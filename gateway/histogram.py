@@ -8,10 +8,13 @@ from typing import Final
 class Histogram:
     """Counts of observations per bucket; `bounds` are inclusive upper bounds, ascending."""
 
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(
+        self, bounds: Sequence[float], counts: Sequence[int] = (), total: float = 0.0
+    ) -> None:
+        """`counts` are observations made elsewhere, one per bucket, of the sum `total`."""
         self.bounds: Final = tuple(bounds)
-        self._counts = [0] * (len(self.bounds) + 1)
-        self.sum = 0.0
+        self._counts = list(counts) or [0] * (len(self.bounds) + 1)
+        self.sum = total
 
     def observe(self, value: float) -> None:
         """Count one observation."""

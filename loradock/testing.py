@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from controller.core.eviction import Policy
+from controller.core.tables.counters import Counters
 from controller.core.world import Adapter
 
 _HISTORIES: Final = 200
@@ -41,10 +42,12 @@ def _candidates(generator: random.Random) -> list[Adapter]:
             name=f"adapter-{place}",
             path=f"adapters/{place}",
             lru_stamp=place,
-            uses=generator.randrange(100),
-            loads=generator.randrange(10),
-            hits=generator.randrange(100),
-            evictions=generator.randrange(10),
+            counters=Counters(
+                hits=generator.randrange(100),
+                misses=generator.randrange(100),
+                loads=generator.randrange(10),
+                evictions=generator.randrange(10),
+            ),
         )
         for place in range(count)
     ]

@@ -29,7 +29,7 @@ from messages.ids import (
     TraceParent,
 )
 from messages.prompts import Inputs, Priority, Prompt, Sampling, TokenId
-from messages.views import AdapterBooks, AdapterView, EngineStatistics, TierView
+from messages.views import AdapterCounters, AdapterView, EngineStatistics, TierView
 
 Vector = Annotated[bytes, Meta(max_length=1 << 22)]
 """A sequence of float32 numbers, little-endian."""
@@ -390,7 +390,9 @@ class StatusShown(_Reply, frozen=True):
     device: str = ""
     dtype: str = ""  # Of the base model.
     stopping: bool = False  # New requests are refused, those in progress end.
-    books: AdapterBooks = AdapterBooks()  # Of all adapters ever known, and of the base model.
+    counters: AdapterCounters = (
+        AdapterCounters()
+    )  # Of all adapters ever known, and of the base model.
     engine: EngineStatistics = EngineStatistics()  # As of the engine's last heartbeat.
 
 

@@ -6,7 +6,7 @@ from messages.base import Value
 from messages.ids import AdapterName, AdapterState, Bytes, Generation, Path, Slot
 
 
-class AdapterBooks(Value, frozen=True):
+class AdapterCounters(Value, frozen=True):
     """What happened to an adapter under one name; durations in nanoseconds of recorded time.
 
     `hits`: requests that found it in a slot; `misses`: others. `evictions`: how often a policy
@@ -56,7 +56,7 @@ class AdapterBooks(Value, frozen=True):
 class AdapterView(Value, frozen=True):
     """State of one adapter; sizes in bytes, times in nanoseconds (UTC).
 
-    `uses` to `failures` are also in `books`, which has everything that was counted under its name.
+    `uses` to `failures` are also in `counters`, with all that was counted under its name.
     """
 
     adapter: AdapterName
@@ -81,7 +81,7 @@ class AdapterView(Value, frozen=True):
     evictions: int
     failures: int
     last_used_ns: int
-    books: AdapterBooks = AdapterBooks()
+    counters: AdapterCounters = AdapterCounters()
 
 
 QUEUE_BOUNDS_S: Final = (

@@ -26,7 +26,7 @@ from messages.requests import (
     PrefetchAccepted,
     StatusShown,
 )
-from messages.views import AdapterBooks, AdapterView, TierView
+from messages.views import AdapterCounters, AdapterView, TierView
 
 _SECOND_NS: Final = 1_000_000_000
 _TEXT_CHARACTERS_MAX: Final = 30
@@ -172,8 +172,8 @@ def _adapter_fields(view: AdapterView) -> dict[str, str]:
     fields = {}
     for name, value in msgspec.structs.asdict(view).items():
         match name:
-            case "books":
-                fields.update(book_fields(value))
+            case "counters":
+                fields.update(counter_fields(value))
             case "host_bytes" | "pinned_bytes" | "device_bytes":
                 fields[name.removesuffix("_bytes")] = format_size(value)
             case "last_used_ns":
@@ -186,29 +186,31 @@ def _adapter_fields(view: AdapterView) -> dict[str, str]:
     return fields
 
 
-def book_fields(books: AdapterBooks) -> dict[str, str]:
-    """Return the books in groups, with durations in seconds."""
+def counter_fields(counters: AdapterCounters) -> dict[str, str]:
+    """Return the counters in groups, with durations in seconds."""
 
     def seconds(name: str) -> str:
-        return f"{getattr(books, name) / _SECOND_NS:.3f} s"
+        return f"{getattr(counters, name) / _SECOND_NS:.3f} s"
 
     states = ("unregistered", "evicted", "cpu_cached", "pinned", "gpu_slot")
     times = (f"{name.replace('_', '-')} {seconds(f'{name}_ns')}" for name in states)
     return {
-        "found in slot": f"{books.hits} hits, {books.misses} misses, {seconds('wait_ns')} waited",
-        "prefetches": str(books.prefetches),
-        "moved up": f"{books.checks} checks ({seconds('check_ns')}), {books.loads} loads "
-        f"({seconds('load_ns')}), {books.stagings} stagings ({seconds('stage_ns')}), "
-        f"{books.activations} activations ({seconds('write_ns')})",
-        "moved down": f"{books.deactivations} deactivations, {books.unstagings} unstagings, "
-        f"{books.unloads} unloads",
-        "evicted": f"{books.evictions} times for others, {books.evictions_caused} others for it",
-        "stalls": f"{books.stalls} waits for room ({seconds('stall_ns')}), "
+        "found in slot": f"{counters.hits} hits, {counters.misses} misses, "
+        f"{seconds('wait_ns')} waited",
+        "prefetches": str(counters.prefetches),
+        "moved up": f"{counters.checks} checks ({seconds('check_ns')}), {counters.loads} loads "
+        f"({seconds('load_ns')}), {counters.stagings} stagings ({seconds('stage_ns')}), "
+        f"{counters.activations} activations ({seconds('write_ns')})",
+        "moved down": f"{counters.deactivations} deactivations, {counters.unstagings} unstagings, "
+        f"{counters.unloads} unloads",
+        "evicted": f"{counters.evictions} times for others, "
+        f"{counters.evictions_caused} others for it",
+        "stalls": f"{counters.stalls} waits for room ({seconds('stall_ns')}), "
         f"{seconds('stall_caused_ns')} caused",
         "time": ", ".join(times),
-        "served": f"{books.served} requests, {books.prompt_tokens} prompt and "
-        f"{books.output_tokens} output tokens",
-        "prefix reuse": f"{books.prefix_hits} requests, {books.prefix_tokens} tokens",
+        "served": f"{counters.served} requests, {counters.prompt_tokens} prompt and "
+        f"{counters.output_tokens} output tokens",
+        "prefix reuse": f"{counters.prefix_hits} requests, {counters.prefix_tokens} tokens",
     }
 
 
@@ -232,7 +234,7 @@ def _status_fields(status: StatusShown) -> dict[str, str]:
         "log": f"record {status.seq}, event {status.events_seq}, {format_size(status.log_bytes)}",
         "snapshot": _snapshot(status),
         "digest": status.digest,
-        **book_fields(status.books),
+        **counter_fields(status.counters),
     }
 
 

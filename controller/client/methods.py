@@ -4,10 +4,11 @@
 """
 
 from collections.abc import Iterable
-from typing import Unpack
+from typing import Any, Unpack
 
-from controller.client.calls import NO_ID
+from controller.client.calls import NO_ID, ClientCall
 from controller.client.images import ImageSource
+from controller.client.metrics import metrics_of
 from controller.client.pooling import (
     Classification,
     Embedding,
@@ -144,6 +145,14 @@ def show(adapter: str, timeout_s: float | None = None) -> UnaryCall[AdapterShown
 def status(timeout_s: float | None = None) -> UnaryCall[StatusShown]:
     """Return the status of the controller, its engine and its budgets."""
     return unary(ShowStatus(NO_ID), StatusShown, timeout_s)
+
+
+def metrics(timeout_s: float | None = None) -> PreparedCall[ClientCall, dict[str, Any]]:
+    """Return counts, sizes and durations under the keys of `LoRAModelManager.get_lora_metrics`."""
+    return PreparedCall(
+        lambda session, now: session.begin(ShowStatus(NO_ID), now, timeout_s),
+        lambda call: metrics_of(answer_of(call, StatusShown)),
+    )
 
 
 def cancel(request_id: str, timeout_s: float | None = None) -> UnaryCall[CancelDone]:

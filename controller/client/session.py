@@ -26,6 +26,7 @@ from messages.requests import (
     Generate,
     GenerationDone,
     ListAdapters,
+    PrefetchAdapter,
     Refused,
     ReleaseAdapter,
     Reply,
@@ -308,6 +309,7 @@ def _batches(bodies: list[bytes]) -> Iterator[list[bytes]]:
 
 _WITHOUT_TIMEOUT: Final = (
     ReleaseAdapter,
+    PrefetchAdapter,
     CancelGeneration,
     ListAdapters,
     ShowAdapter,

@@ -129,6 +129,7 @@ class Client:
     list = method(methods.list, _list)
     show = method(methods.show, _answer)
     status = method(methods.status, _answer)
+    metrics = method(methods.metrics, _answer)
     cancel = method(methods.cancel, _answer)
     list_requests = method(methods.list_requests, _answer)
     cancel_request = method(methods.cancel_request, _answer)

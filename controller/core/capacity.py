@@ -159,8 +159,8 @@ def find_victim(
     priority = requester.priority
     if priority == PREFETCH_PRIORITY:
         for state in STATES_HOLDING[tier][:-1]:
-            resting = partial(_is_resting, context)
-            victim = context.policy(_candidates(context, state, tier, missing, resting))
+            is_idle = partial(_is_idle_at_goal, context)
+            victim = context.policy(_candidates(context, state, tier, missing, is_idle))
             if victim is not None:
                 return victim
         return None
@@ -176,7 +176,7 @@ def _is_idle(adapter: Adapter) -> bool:
     return not adapter.waiters and not adapter.leases
 
 
-def _is_resting(context: Context, adapter: Adapter) -> bool:
+def _is_idle_at_goal(context: Context, adapter: Adapter) -> bool:
     return _is_idle(adapter) and adapter.id not in context.world.promoting
 
 

@@ -11,7 +11,7 @@ from controller.core.actions import Action, PublishEvent, SendCommand, SendReply
 from controller.core.eviction import Policy
 from controller.core.limits import Limits
 from controller.core.tables.answer_windows import Answer
-from controller.core.tables.books import COUNTS_OF_TRANSITION, TIME_IN
+from controller.core.tables.counters import COUNTS_OF_TRANSITION, DURATION_OF, TIME_IN
 from controller.core.world import Adapter, Operation, World
 from controller.states.machine import next_state
 from controller.states.table import RESIDENCY_LEVEL
@@ -126,7 +126,7 @@ class Context(Struct, gc=False):
         target = next_state(adapter.name, adapter.state, trigger)
         if adapter.state in lru_order:
             del lru_order[adapter.state][adapter.id]
-        self._book_transition(adapter, target)
+        self._count_transition(adapter, target)
         adapter.state = target
         if target in lru_order:
             self.touch_lru(adapter)
@@ -135,27 +135,51 @@ class Context(Struct, gc=False):
             self.keep(adapter, target)
         self.set_goal(adapter, adapter.goal)
 
-    def _book_transition(self, adapter: Adapter, target: AdapterState) -> None:
-        self.book_time_in_state(adapter)
+    def _count_transition(self, adapter: Adapter, target: AdapterState) -> None:
+        self.count_time_in_state(adapter)
         for name in COUNTS_OF_TRANSITION.get((adapter.state, target), ()):
-            self.book(adapter, name)
+            self.count(adapter, name)
 
-    def book_time_in_state(self, adapter: Adapter) -> None:
-        """Book the time that the adapter has been in its state."""
+    def count_time_in_state(self, adapter: Adapter) -> None:
+        """Count the time that the adapter has been in its state."""
         now_ns = self.world.time_ns
-        self.book(adapter, TIME_IN[adapter.state], now_ns - adapter.state_since_ns)
+        self.count(adapter, TIME_IN[adapter.state], now_ns - adapter.state_since_ns)
         adapter.state_since_ns = now_ns
 
-    def book(self, adapter: Adapter, name: str, amount: int = 1) -> None:
-        """Add to a field of the adapter's books and of the totals."""
-        adapter.books.count(name, amount)
+    def count(self, adapter: Adapter, name: str, amount: int = 1) -> None:
+        """Add to a field of the adapter's counters and of the totals."""
+        adapter.counters.count(name, amount)
         self.world.totals.count(name, amount)
         self.world.adapters.mark_changed(adapter.id)
+
+    def step_ns(self, adapter: Adapter) -> int:
+        """Return the time since the adapter's operation was sent, or since it waits for room."""
+        return self.world.time_ns - adapter.step_since_ns
+
+    def count_duration(self, adapter: Adapter, command: type) -> None:
+        """Count how long an operation towards a slot took."""
+        name = DURATION_OF.get(command)
+        if name is not None:
+            self.count(adapter, name, self.step_ns(adapter))
+
+    def count_served(
+        self, request_id: RequestId, prompt_tokens: int, output_tokens: int = 0, reused: int = 0
+    ) -> None:
+        """Count the end of an inference; `reused` of its prompt's tokens were in the KV cache."""
+        world = self.world
+        adapters = world.pending_requests[request_id].adapters
+        own = world.adapters[adapters[0]].counters if adapters else world.base_counters
+        for counters in (own, world.totals):
+            counters.served += 1
+            counters.prompt_tokens += prompt_tokens
+            counters.output_tokens += output_tokens
+            counters.prefix_hits += reused > 0
+            counters.prefix_tokens += reused
 
     def leave_queue(self, adapter: Adapter, cause: Adapter | None = None) -> None:
         """Remove an adapter from its queue; `cause` left the room that it enters."""
         self.world.queues.leave(adapter.id)
-        self._book_stall(adapter, cause)
+        self._count_stall(adapter, cause)
 
     def clear_queues(self) -> None:
         """Remove every adapter from its queue."""
@@ -163,18 +187,18 @@ class Context(Struct, gc=False):
         waiting = [world.adapters[adapter_id] for adapter_id in world.queues.members]
         world.queues.clear()
         for adapter in waiting:
-            self._book_stall(adapter, None)
+            self._count_stall(adapter, None)
 
-    def _book_stall(self, adapter: Adapter, cause: Adapter | None) -> None:
-        """Book a wait for room, to its cause too; without one, to that of removed adapters."""
+    def _count_stall(self, adapter: Adapter, cause: Adapter | None) -> None:
+        """Count a wait for room, to its cause too; without one, to that of removed adapters."""
         world = self.world
-        stall_ns = world.time_ns - adapter.step_since_ns
-        self.book(adapter, "stalls")
-        self.book(adapter, "stall_ns", stall_ns)
+        stall_ns = self.step_ns(adapter)
+        self.count(adapter, "stalls")
+        self.count(adapter, "stall_ns", stall_ns)
         if cause is not None:
-            self.book(cause, "stall_caused_ns", stall_ns)
+            self.count(cause, "stall_caused_ns", stall_ns)
         else:
-            world.past_books.stall_caused_ns += stall_ns
+            world.past_counters.stall_caused_ns += stall_ns
             world.totals.stall_caused_ns += stall_ns
 
     def touch_lru(self, adapter: Adapter) -> None:

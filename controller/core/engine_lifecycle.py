@@ -198,5 +198,5 @@ def on_payload_lost(context: Context, message: records.PayloadLost) -> None:
     for adapter_id in pending.adapters:
         # The repetition counts as the use.
         adapter = context.world.adapters[adapter_id]
-        context.book(adapter, "misses" if pending.missed else "hits", -1)
+        context.count(adapter, "misses" if pending.missed else "hits", -1)
     pending_requests.end_request(context, message.request_id, None)

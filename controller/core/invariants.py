@@ -10,7 +10,7 @@ from typing import Final
 from msgspec.structs import astuple
 
 from controller.core.limits import Limits, window_bounds
-from controller.core.tables.books import Books
+from controller.core.tables.counters import Counters
 from controller.core.tables.tier_queues import TIERS, TierName
 from controller.core.world import NO_PRIORITY, RESIDENT, Adapter, World
 from controller.states.table import RESIDENCY_LEVEL
@@ -43,7 +43,7 @@ def check(world: World, limits: Limits, allowed: Excess | None = NO_EXCESS) -> N
         check_one(world)
     for check_one in (_check_operations, _check_requests, _check_progress, _check_queues):
         check_one(world)
-    _check_books(world)
+    _check_counters(world)
     _require(world.digest() == world.digest_from_scratch(), "the digest forgot a change")
 
 
@@ -265,20 +265,24 @@ _ENTRIES: Final[dict[TierName, tuple[str, str]]] = {
 }
 
 
-def _check_books(world: World) -> None:
-    """The totals are the sum of all books, and agree with the tiers' and the slots' counts."""
+def _check_counters(world: World) -> None:
+    """The totals are the sum of all counters, and agree with the tiers' and the slots' counts."""
     totals = world.totals
-    all_books = [world.past_books, world.base_books, *(a.books for a in world.adapters.values())]
-    expected = tuple(map(sum, zip(*map(astuple, all_books), strict=True)))
-    _require(astuple(totals) == expected, f"{totals} are not the sums {Books(*expected)}")
+    all_counters = [
+        world.past_counters,
+        world.base_counters,
+        *(a.counters for a in world.adapters.values()),
+    ]
+    expected = tuple(map(sum, zip(*map(astuple, all_counters), strict=True)))
+    _require(astuple(totals) == expected, f"{totals} are not the sums {Counters(*expected)}")
     reserved = Counter(_RESERVING.get(type(o.command)) for o in world.operations.values())
     for tier, (entered, left) in _ENTRIES.items():
         inside, count = getattr(totals, entered) - getattr(totals, left), world.tiers[tier].count
         is_equal = inside + reserved[tier] == count
-        _require(is_equal, f"the books have {inside} adapters in {tier}, the tier {count}")
+        _require(is_equal, f"the counters have {inside} adapters in {tier}, the tier {count}")
     taken = sum(1 for slot in world.slots.values() if slot.adapter_id)
     used = totals.activations - totals.deactivations + reserved["device"]
-    _require(used == taken, f"the books have {used} slots in use, there are {taken}")
+    _require(used == taken, f"the counters have {used} slots in use, there are {taken}")
     evictions = (totals.evictions, totals.evictions_caused)
     _require(evictions[0] == evictions[1], f"evictions suffered and caused are {evictions}")
     stalls = (totals.stall_ns, totals.stall_caused_ns)

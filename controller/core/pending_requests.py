@@ -79,8 +79,8 @@ def stop_waiting(context: Context, adapter: Adapter, request_id: RequestId) -> N
 def end_waiting(
     context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
 ) -> None:
-    """Remove a request that is served or ended from the waiters, and book how long it waited."""
-    context.book(adapter, "wait_ns", context.world.time_ns - pending.arrived_ns)
+    """Remove a request that is served or ended from the waiters, and count how long it waited."""
+    context.count(adapter, "wait_ns", context.world.time_ns - pending.arrived_ns)
     stop_waiting(context, adapter, request_id)
 
 

@@ -1,4 +1,4 @@
-"""The reconcile loop: moves adapters from their state towards their goal.
+"""The reconcile loop: moves adapters from tsuccessor state towards tsuccessor goal.
 
 An adapter has at most one operation of its own in flight, and only that operation's report changes
 its state.
@@ -170,10 +170,10 @@ def drop(context: Context, adapter: Adapter) -> None:
 def forget(context: Context, adapter: Adapter) -> None:
     """Delete the record of an adapter that has no weights anywhere."""
     world = context.world
-    context.book_time_in_state(adapter)
+    context.count_time_in_state(adapter)
     adapter.state = next_state(adapter.name, adapter.state, ADAPTER_REMOVED)
     has_successor = _unlink(context, adapter)
-    _pass_on_books(context, adapter)
+    _pass_on_counters(context, adapter)
     if adapter.announced and adapter.retired:
         context.publish(events.AdapterRetired(adapter.name, adapter.fingerprint))
     elif adapter.announced and not adapter.predecessor and not has_successor:
@@ -213,14 +213,14 @@ def _unlink(context: Context, adapter: Adapter) -> bool:
     return successor is not None
 
 
-def _pass_on_books(context: Context, adapter: Adapter) -> None:
-    """Add a removed version's books to those of its name, or of all removed adapters."""
-    heir = context.world.current(adapter.name)
-    if heir is None:
-        context.world.past_books.add(adapter.books)
+def _pass_on_counters(context: Context, adapter: Adapter) -> None:
+    """Add a removed version's counters to those of its name, or of all removed adapters."""
+    successor = context.world.current(adapter.name)
+    if successor is None:
+        context.world.past_counters.add(adapter.counters)
     else:
-        heir.books.add(adapter.books)
-        context.mark_changed(heir)
+        successor.counters.add(adapter.counters)
+        context.mark_changed(successor)
 
 
 NEXT_STEP: Final[dict[tuple[AdapterState, AdapterState], Callable[[Context, Adapter], None]]] = {
@@ -341,13 +341,13 @@ def _make_room(context: Context, tier: TierName) -> None:
                 return
             freed = capacity.usage_of(victim, tier)
             places, size_bytes = places - freed.places, size_bytes - freed.size_bytes
-            context.book(requester, "evictions_caused")
+            context.count(requester, "evictions_caused")
             _demote(context, victim, tier)
 
 
 def _demote(context: Context, victim: Adapter, tier: TierName) -> None:
     """Demote an adapter by policy, as far as leaving the tier requires."""
-    context.book(victim, "evictions")
+    context.count(victim, "evictions")
     context.set_goal(victim, capacity.demotion_goal(context, victim, tier))
     take_next_step(context, victim)
 

@@ -11,7 +11,7 @@ from controller.core import capacity, leases, pending_requests
 from controller.core.actions import SendCommand
 from controller.core.context import Context
 from controller.core.reconcile import abandon_goal, start_backoff
-from controller.core.tables.books import Books
+from controller.core.tables.counters import Counters
 from controller.core.tables.tier_queues import TIERS, TierName
 from controller.core.world import Adapter, Operation, PendingRequest
 from controller.states.machine import IllegalTransitionError
@@ -90,7 +90,7 @@ def _move_adapter(context: Context, operation: Operation, report: Any) -> None:
     context.mark_changed(adapter)
     context.dirty_adapters[adapter.id] = None
     if kind is not reports.OperationFailed:
-        _book_duration(context, adapter, type(operation.command))
+        context.count_duration(adapter, type(operation.command))
     if on_transition is not None:
         on_transition(context, adapter)
     elif kind is reports.AdapterChecked:
@@ -99,35 +99,16 @@ def _move_adapter(context: Context, operation: Operation, report: Any) -> None:
         _on_failed(context, adapter, operation, report)
 
 
-_DURATION_OF: Final[dict[type, str]] = {
-    commands.CheckAdapter: "check_ns",
-    commands.LoadWeights: "load_ns",
-    commands.StageWeights: "stage_ns",
-    commands.WriteSlot: "write_ns",
-}
-
-
-def _book_duration(context: Context, adapter: Adapter, command: type) -> None:
-    """Book how long an operation that brings an adapter closer to its slot took."""
-    name = _DURATION_OF.get(command)
-    if name is not None:
-        context.book(adapter, name, _duration_ns(context, adapter))
-
-
-def _duration_ns(context: Context, adapter: Adapter) -> int:
-    return context.world.time_ns - adapter.step_since_ns
-
-
 def _on_loaded(context: Context, adapter: Adapter) -> None:
     adapter.announced = True
     promote_version(context, adapter)
-    cached = events.AdapterCached(adapter.name, _duration_ns(context, adapter))
+    cached = events.AdapterCached(adapter.name, context.step_ns(adapter))
     publish_if_current(context, adapter, cached)
 
 
 def _on_staged(context: Context, adapter: Adapter) -> None:
     capacity.refund(context, adapter, "host")
-    pinned = events.AdapterPinned(adapter.name, _duration_ns(context, adapter))
+    pinned = events.AdapterPinned(adapter.name, context.step_ns(adapter))
     publish_if_current(context, adapter, pinned)
 
 
@@ -138,7 +119,7 @@ def _on_unstaged(context: Context, adapter: Adapter) -> None:
 
 def _on_written(context: Context, adapter: Adapter) -> None:
     activated = events.AdapterActivated(
-        adapter.name, adapter.slot, adapter.generation, _duration_ns(context, adapter)
+        adapter.name, adapter.slot, adapter.generation, context.step_ns(adapter)
     )
     publish_if_current(context, adapter, activated)
 
@@ -176,14 +157,14 @@ _ON_TRANSITION: Final[dict[type, Callable[[Context, Adapter], None]]] = {
 def _on_checked(context: Context, adapter: Adapter, report: reports.AdapterChecked) -> None:
     adapter.fingerprint, adapter.rank = report.fingerprint, report.rank
     adapter.load_bytes, adapter.blob_bytes = report.host_bytes, report.blob_bytes
-    context.book(adapter, "checks")
+    context.count(adapter, "checks")
     context.publish(
         events.AdapterAccepted(
             adapter.name,
             report.fingerprint,
             report.rank,
             report.blob_bytes,
-            _duration_ns(context, adapter),
+            context.step_ns(adapter),
         )
     )
     current = context.world.adapters.get(adapter.predecessor)
@@ -229,9 +210,9 @@ def promote_version(context: Context, new: Adapter) -> None:
         return
     world.names[new.name] = new.id
     old.retired = True
-    # The books are those of the name. What the old version still does is added when it is removed.
-    new.books.add(old.books)
-    old.books = Books()
+    # They are those of the name. What the old version still does is added when it is removed.
+    new.counters.add(old.counters)
+    old.counters = Counters()
     context.publish(events.AdapterReplaced(new.name, new.fingerprint))
     _move_waiters(context, old, new)
     context.set_goal(new, max(new.goal, old.goal, key=RESIDENCY_LEVEL.__getitem__))
@@ -264,7 +245,7 @@ def _on_failed(
     context: Context, adapter: Adapter, operation: Operation, report: reports.OperationFailed
 ) -> None:
     _refund_reservation(context, adapter, operation)
-    context.book(adapter, "failures")
+    context.count(adapter, "failures")
     context.publish(events.AdapterFailed(adapter.name, adapter.state, report.code, report.message))
     if isinstance(operation.command, DEMOTIONS):
         _abandon_demotion(context, adapter, report)
@@ -324,7 +305,7 @@ def _on_generation_ended(
     context.publish(events.GenerationFinished(name or "", report.finish_reason, *tokens))
     request_id = operation.request_id
     reply = requests.GenerationDone(request_id, name, report.finish_reason, *tokens)
-    _book_served(context, operation, *tokens, report.prefix_tokens)
+    context.count_served(operation.request_id, *tokens, report.prefix_tokens)
     _end_request(context, request_id, reply)
 
 
@@ -333,27 +314,9 @@ def _on_pooling_ended(context: Context, operation: Operation, report: reports.Po
     # `on_report` refuses this report for every other command.
     task = cast("commands.StartPooling", operation.command).task
     counts = (report.inputs, report.input_tokens)
-    _book_served(context, operation, report.input_tokens, 0, 0)
+    context.count_served(operation.request_id, report.input_tokens)
     context.publish(events.PoolingFinished(name or "", task, "done", *counts))
     _end_request(context, request_id, requests.PoolingDone(request_id, name, task, *counts))
-
-
-def _book_served(
-    context: Context,
-    operation: Operation,
-    prompt_tokens: int,
-    output_tokens: int,
-    prefix_tokens: int,
-) -> None:
-    world = context.world
-    adapters = world.pending_requests[operation.request_id].adapters
-    books = world.adapters[adapters[0]].books if adapters else world.base_books
-    for entries in (books, world.totals):
-        entries.served += 1
-        entries.prompt_tokens += prompt_tokens
-        entries.output_tokens += output_tokens
-        entries.prefix_hits += prefix_tokens > 0
-        entries.prefix_tokens += prefix_tokens
 
 
 def _adapter_name(context: Context, operation: Operation) -> str | None:

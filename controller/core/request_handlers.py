@@ -102,10 +102,10 @@ def _hold(context: Context, message: requests.HoldAdapter, adapter: Adapter | No
 
 
 def _prefetch(context: Context, message: requests.PrefetchAdapter, adapter: Adapter | None) -> None:
-    """Raise the goal without a waiter, unless the adapter is on its way down, and answer."""
+    """Raise the goal without a waiter, unless the adapter is being demoted, and answer."""
     if adapter is None:
         adapter = _register(context, message.adapter, message.path)
-    context.book(adapter, "prefetches")
+    context.count(adapter, "prefetches")
     if adapter.state in context.world.lru_order:
         context.touch_lru(adapter)
     is_higher = RESIDENCY_LEVEL[message.target] > RESIDENCY_LEVEL[adapter.goal]
@@ -312,15 +312,15 @@ def _register_successor(
 
 
 def _count_use(context: Context, adapter: Adapter) -> bool:
-    """Book a use; returns whether the adapter is in a slot."""
-    books, totals = adapter.books, context.world.totals
+    """Count a use; returns whether the adapter is in a slot."""
+    counters, totals = adapter.counters, context.world.totals
     adapter.last_used_ns = context.world.wall_ns
     is_hit = adapter.state == GPU_SLOT
     if is_hit:
-        books.hits += 1
+        counters.hits += 1
         totals.hits += 1
     else:
-        books.misses += 1
+        counters.misses += 1
         totals.misses += 1
     if adapter.state in context.world.lru_order:
         context.touch_lru(adapter)

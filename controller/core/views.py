@@ -11,12 +11,12 @@ import msgspec
 
 from controller.core.context import Refusal, unknown_adapter
 from controller.core.controller import Controller
-from controller.core.tables.books import TIME_IN
+from controller.core.tables.counters import TIME_IN
 from controller.core.world import Adapter, World
 from messages import requests
 from messages.errors import ErrorCode
 from messages.ids import AdapterId
-from messages.views import AdapterBooks, AdapterView, TierView
+from messages.views import AdapterCounters, AdapterView, TierView
 
 Sees = Callable[[str], bool]
 """Whether a client may see the adapters of a name."""
@@ -24,7 +24,7 @@ Sees = Callable[[str], bool]
 
 def adapter_view(adapter: Adapter, now_ns: int) -> AdapterView:
     """Return one record as clients see it at a recorded time."""
-    books = adapter.books
+    counters = adapter.counters
     return AdapterView(
         adapter=adapter.name,
         adapter_id=adapter.id,
@@ -42,21 +42,21 @@ def adapter_view(adapter: Adapter, now_ns: int) -> AdapterView:
         host_bytes=adapter.host_bytes,
         pinned_bytes=adapter.pinned_bytes,
         device_bytes=adapter.device_bytes,
-        uses=books.uses,
-        loads=books.loads,
-        hits=books.hits,
-        evictions=books.evictions,
-        failures=books.failures,
+        uses=counters.uses,
+        loads=counters.loads,
+        hits=counters.hits,
+        evictions=counters.evictions,
+        failures=counters.failures,
         last_used_ns=adapter.last_used_ns,
-        books=_books_until(adapter, now_ns),
+        counters=_counters_until(adapter, now_ns),
     )
 
 
-def _books_until(adapter: Adapter, now_ns: int) -> AdapterBooks:
-    """Return the books with the time in the present state."""
-    shown = msgspec.structs.asdict(adapter.books)
+def _counters_until(adapter: Adapter, now_ns: int) -> AdapterCounters:
+    """Return the counters with the time in the present state."""
+    shown = msgspec.structs.asdict(adapter.counters)
     shown[TIME_IN[adapter.state]] += now_ns - adapter.state_since_ns
-    return AdapterBooks(**shown)
+    return AdapterCounters(**shown)
 
 
 def list_adapters(world: World, message: requests.ListAdapters) -> requests.AdaptersListed:
@@ -164,7 +164,7 @@ def show_status(controller: Controller, message: requests.ShowStatus) -> request
         refused=world.refused,
         tiers=_tiers(world),
         events_seq=world.events_seq,
-        books=AdapterBooks(*msgspec.structs.astuple(world.totals)),
+        counters=AdapterCounters(*msgspec.structs.astuple(world.totals)),
     )
 
 

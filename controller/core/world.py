@@ -14,7 +14,7 @@ from msgspec import Struct, field
 
 from controller.core.limits import Limits, window_bounds
 from controller.core.tables.answer_windows import Answer, AnswerWindows
-from controller.core.tables.books import Books
+from controller.core.tables.counters import Counters
 from controller.core.tables.digest_dict import DigestDict
 from controller.core.tables.tier_queues import TIERS, TierName, TierQueues
 from messages.commands import Operation as OperationCommand
@@ -53,7 +53,7 @@ DEADLINES_MIN: Final = 1024
 
 
 class Adapter(Struct, array_like=True, gc=False):
-    """One version of an adapter: its state, its goal and its books.
+    """One version of an adapter: its state, its goal and its counters.
 
     The state is what the engine reported, the goal is the state to reach. `host_bytes`,
     `pinned_bytes` and `device_bytes` are charged now, reservations of an operation in flight
@@ -108,7 +108,7 @@ class Adapter(Struct, array_like=True, gc=False):
     state_since_ns: int = 0
     # When its operation was sent, or when it began to wait for room.
     step_since_ns: int = 0
-    books: Books = field(default_factory=Books)
+    counters: Counters = field(default_factory=Counters)
 
     @property
     def priority(self) -> Seq:
@@ -205,10 +205,10 @@ class World:
         self.lru_counter = 0
         self.answered = 0
         self.refused = 0
-        # The sum of all books: those of adapters, of removed adapters, and of the base model.
-        self.totals = Books()
-        self.past_books = Books()
-        self.base_books = Books()
+        # The sum of all counters: those of adapters, of removed adapters, and of the base model.
+        self.totals = Counters()
+        self.past_counters = Counters()
+        self.base_counters = Counters()
         self.engine: AttachedEngine | None = None
         # Whether the engine sent its inventory since the controller started. No operation is sent
         # before.
@@ -317,7 +317,7 @@ class World:
             (self.seq, self.time_ns, self.epoch, self.events_seq, self.lru_counter),
             (self.next_op, self.next_adapter_id, self.next_generation),
             (self.answered, self.refused),
-            (self.totals, self.past_books, self.base_books),
+            (self.totals, self.past_counters, self.base_counters),
             (self.engine, self.engine_ready, list(self.unknown_operations.items())),
             [self.tiers[tier] for tier in TIERS],
             [self.queues.by_tier[tier] for tier in TIERS],

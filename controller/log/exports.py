@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from controller.core.controller import Controller
 from controller.core.invariants import check
 from controller.core.limits import RULES, Limits, LimitsError, limits_from, limits_to
-from controller.core.tables.books import Books
+from controller.core.tables.counters import Counters
 from controller.core.world import RESIDENT, Adapter, World
 from controller.log.durable_files import write_file
 from controller.log.format import CHAIN_START, ChainLink, LogError, frame_header
@@ -95,7 +95,7 @@ _SAME: Final = (
 """The fields of an adapter's record that an export has too."""
 
 _COUNTS: Final = ("uses", "loads", "hits", "evictions", "failures")
-"""The fields of an adapter's books that an export has too."""
+"""The fields of an adapter's counters that an export has too."""
 
 
 class ImportRefusedError(LogError):
@@ -139,7 +139,7 @@ def _adapters(world: World) -> tuple[ExportedAdapter, ...]:
     return tuple(
         ExportedAdapter(
             **{name: getattr(adapter, name) for name in _SAME},
-            **{name: getattr(adapter.books, name) for name in _COUNTS},
+            **{name: getattr(adapter.counters, name) for name in _COUNTS},
         )
         for adapter in sorted(current, key=lambda a: a.lru_stamp)
         if UNREGISTERED not in (adapter.state, adapter.goal)
@@ -205,8 +205,8 @@ def _controller(state: ExportedState) -> Controller:
     return controller
 
 
-def _books(exported: ExportedAdapter) -> Books:
-    return Books(
+def _counters(exported: ExportedAdapter) -> Counters:
+    return Counters(
         hits=exported.hits,
         misses=max(0, exported.uses - exported.hits),
         loads=exported.loads,
@@ -226,13 +226,13 @@ def _add(world: World, exported: ExportedAdapter) -> None:
         state=EVICTED,
         announced=exported.loads > 0,
         state_since_ns=world.time_ns,
-        books=_books(exported),
+        counters=_counters(exported),
         **{name: getattr(exported, name) for name in _SAME},
     )
-    world.totals.add(adapter.books)
+    world.totals.add(adapter.counters)
     # The documents do not have which adapter caused an eviction.
-    for books in (world.past_books, world.totals):
-        books.evictions_caused += exported.evictions
+    for counters in (world.past_counters, world.totals):
+        counters.evictions_caused += exported.evictions
     world.next_adapter_id += 1
     world.lru_counter += 1
     adapter.lru_stamp = world.lru_counter

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from controller.core.restore import derive
 from controller.core.tables.answer_windows import Answer
-from controller.core.tables.books import Books
+from controller.core.tables.counters import Counters
 from controller.core.tables.digest_dict import DigestDict
 from controller.core.tables.tier_queues import TierName
 from controller.core.world import (
@@ -52,9 +52,9 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     tiers: dict[TierName, Tier]
     batches: list[RequestId]
     current_batch: str
-    totals: Books
-    past_books: Books
-    base_books: Books
+    totals: Counters
+    past_counters: Counters
+    base_counters: Counters
 
 
 _LISTS: Final = ("adapters", "slots", "answers", "batches")

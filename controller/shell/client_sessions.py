@@ -36,6 +36,7 @@ from messages.records import GenerationRequested, InferenceRequested, PoolingReq
 from messages.reports import PrivateReport
 from messages.requests import LifecycleRequest, PrivateRequest
 from messages.scoped_ids import client_of, scoped
+from messages.views import EngineStatistics
 from messages.wire import REQUESTS, Body, WireError
 
 REFUSALS: Final = WindowBounds(65_536, 256, 3_600_000_000_000)
@@ -80,6 +81,7 @@ class ClientSessions:
         access: Access = LOCAL_ONLY,
     ) -> None:
         self.log_facts: Callable[[], LogFacts] = LogFacts
+        self.engine_statistics: Callable[[], EngineStatistics] = EngineStatistics
         self._controller = controller
         self._access = access
         self._can_reply = can_reply
@@ -358,6 +360,7 @@ class ClientSessions:
             snapshot_seq=facts.snapshot_seq,
             snapshot_age_ms=age_ns // 1_000_000,
             log_bytes=facts.log_bytes,
+            engine=self.engine_statistics(),
         )
 
 

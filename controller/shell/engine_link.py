@@ -23,6 +23,7 @@ import structlog
 
 from messages import commands, reports
 from messages.ids import Epoch, Seq
+from messages.views import EngineStatistics
 from messages.wire import COMMANDS, REPORTS, DecodedFrame, WireError
 
 BEAT_INTERVAL_NS: Final = 500_000_000
@@ -60,6 +61,8 @@ class EngineLink:
 
     def __init__(self, send: Callable[[bytes, bytes], None], timeout_ns: int) -> None:
         self.engine_id = ""
+        # Of the engine's last heartbeat.
+        self.statistics = EngineStatistics()
         self._send = send
         self._timeout_ns: Final = timeout_ns
         self._epoch: Epoch = 0
@@ -142,6 +145,7 @@ class EngineLink:
             answers = report.answers if epoch == self._epoch else 0
             self._on_inventory(answers, seq, report, output, now_ns)
         elif isinstance(report, reports.EngineBeat):
+            self.statistics = report.statistics
             self._on_beat(seq, now_ns)
         else:
             self._on_report(seq, report, output, now_ns)
@@ -301,4 +305,5 @@ class EngineLink:
         if ended:
             self._ended_id, self._ended_ns = self.engine_id, now_ns
         self.engine_id, self._known_id, self._peer = "", "", b""
+        self.statistics = EngineStatistics()
         self._phase = Phase.SYNCHRONISING

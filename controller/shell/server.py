@@ -121,6 +121,7 @@ class Server:
         self._settings_file = SettingsFile(Path(config.directory), config.limits, config.policy)
         transport.on_gone = self._events.drop_client
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
+        self._sessions.engine_statistics = lambda: self._link.statistics
         self._interval_sync = config.sync == "interval"
         # The server's own inputs for the next group.
         self._pending = [GroupInput(skipped) for skipped in unlogged_skips]

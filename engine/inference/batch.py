@@ -53,6 +53,13 @@ class Waiting(NamedTuple):
     is_resident: Callable[[Sequence], bool]
 
 
+class KVUse(NamedTuple):
+    """The bytes of keys and values, and their budget; 0 where they have none."""
+
+    size_bytes: int
+    size_bytes_max: int
+
+
 class SequenceBatch(Protocol):
     """Sequences whose prompts are prefilled or which are decoded."""
 
@@ -67,6 +74,10 @@ class SequenceBatch(Protocol):
     @property
     def prefilling(self) -> list[Sequence]:
         """The other sequences of the batch."""
+
+    @property
+    def kv_use(self) -> KVUse:
+        """The memory of keys and values."""
 
     @property
     def lacks_memory(self) -> bool:

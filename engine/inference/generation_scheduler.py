@@ -17,7 +17,7 @@ from typing import Final
 from engine.config import EngineConfig
 from engine.errors import NotFinite, NotResident, RequestRefused, code_of
 from engine.inference.admission import SlotTable, check_admission
-from engine.inference.batch import ForwardError, Waiting
+from engine.inference.batch import ForwardError, KVUse, Waiting
 from engine.inference.batch_choice import choose_batch
 from engine.inference.fair_queue import FairQueue
 from engine.inference.output_cache import OutputCache
@@ -94,6 +94,17 @@ class GenerationScheduler:
     def operations(self) -> list[OpId]:
         """The operations whose generations have not ended."""
         return [sequence.command.op for sequence in self._active.values()]
+
+    @property
+    def running(self) -> list[OpId]:
+        """The operations that take part in the next step."""
+        batch = self.batch
+        return [sequence.command.op for sequence in chain(batch.running, batch.prefilling)]
+
+    @property
+    def kv_use(self) -> KVUse:
+        """The memory of keys and values."""
+        return self.batch.kv_use
 
     def start(self, command: StartGeneration) -> None:
         """Queue a generation; raises `EngineError` where it can't be run."""
@@ -290,7 +301,8 @@ class GenerationScheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         op, tokens = sequence.command.op, len(sequence.output.tokens)
-        self._emit(GenerationEnded(op, reason, len(sequence.prompt), tokens))
+        prompt_tokens, reused = len(sequence.prompt), sequence.prefix_tokens
+        self._emit(GenerationEnded(op, reason, prompt_tokens, tokens, reused))
         self._release(sequence)
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:

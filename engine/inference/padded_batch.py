@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from engine.config import EngineConfig
-from engine.inference.batch import BatchEvents, ForwardError, Waiting
+from engine.inference.batch import BatchEvents, ForwardError, KVUse, Waiting
 from engine.inference.decoding.decode_probe import choose_decode
 from engine.inference.forward_runner import ForwardRunner
 from engine.inference.prefill import PrefillBatch, may_join
@@ -60,6 +60,12 @@ class PaddedBatch:
     def prefilling(self) -> list[Sequence]:
         """The sequences of all groups."""
         return [sequence for batch in self._prefilling for sequence in batch.sequences]
+
+    @property
+    def kv_use(self) -> KVUse:
+        """The bytes of the batch's cache and of those of prefilled groups, without a budget."""
+        caches = (self._cache, *(group.cache for group in self._prefilling))
+        return KVUse(sum(cache.size_bytes for cache in caches), 0)
 
     @property
     def lacks_memory(self) -> bool:

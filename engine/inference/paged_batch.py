@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.inference.batch import BatchEvents, ForwardError, Waiting
+from engine.inference.batch import BatchEvents, ForwardError, KVUse, Waiting
 from engine.inference.forward_runner import ForwardRunner, adapter_rows
 from engine.inference.sequence import Sequence
 from engine.inference.step_budget import StepBudget
@@ -112,6 +112,12 @@ class PagedBatch:
         return [row.sequence for row in self._rows if not row.is_prefilled]
 
     @property
+    def kv_use(self) -> KVUse:
+        """The bytes of the blocks that sequences hold, and of all blocks."""
+        block_bytes = self._flat.cache.block_bytes
+        return KVUse(self.pool.held * block_bytes, self.pool.blocks * block_bytes)
+
+    @property
     def tokens_held(self) -> int:
         """The tokens in the blocks that sequences hold, each shared block counted once."""
         lengths = {
@@ -196,6 +202,7 @@ class PagedBatch:
             found = self._reusable(row)
             if len(found) > len(row.table.blocks):
                 row.table.reuse(found, row.keys)
+                row.sequence.note_reused(row.table.reused)
                 row.sequence.images = None
 
     def _reserve_for_running(self) -> None:

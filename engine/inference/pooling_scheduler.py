@@ -22,6 +22,7 @@ from engine.errors import (
     RequestRefused,
 )
 from engine.inference.admission import SlotTable, check_admission
+from engine.inference.batch import KVUse
 from engine.inference.output_cache import OutputCache
 from engine.inference.pooling_request import PoolingRequest, TokenizedText
 from engine.models.pooling_model import PoolingModel
@@ -90,6 +91,16 @@ class PoolingScheduler:
     def operations(self) -> list[OpId]:
         """The operations that have not ended."""
         return [request.command.op for request in self._waiting.values()]
+
+    @property
+    def running(self) -> list[OpId]:
+        """The operation whose texts are next."""
+        return self.operations[:1]
+
+    @property
+    def kv_use(self) -> KVUse:
+        """The memory of keys and values, of which pooling keeps none."""
+        return KVUse(0, 0)
 
     def start(self, command: StartPooling) -> None:
         """Queue a request; raises `EngineError` where it can't be run."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from engine.config import EngineConfig
 from engine.errors import NotServed
 from engine.inference.admission import SlotTable
+from engine.inference.batch import KVUse
 from engine.inference.generation_scheduler import GenerationScheduler
 from engine.inference.pooling_scheduler import PoolingScheduler
 from engine.jobs import Jobs
@@ -30,6 +31,14 @@ class Scheduler(Protocol):
     @property
     def operations(self) -> list[OpId]:
         """The operations that have not ended."""
+
+    @property
+    def running(self) -> list[OpId]:
+        """The operations that take part in the next step."""
+
+    @property
+    def kv_use(self) -> KVUse:
+        """The memory of keys and values."""
 
     @property
     def is_reading(self) -> bool:

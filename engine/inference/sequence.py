@@ -40,6 +40,8 @@ class Sequence:
         self.images: ImageInputs | None = None
         self.can_resume = True
         self.output = Output()
+        # Tokens of the prompt that were in the KV cache when the sequence first began.
+        self.prefix_tokens = 0
         sampling = command.sampling
         eos_ids = frozenset() if sampling.ignore_eos else frozenset(model.eos_ids)
         self._end_ids = eos_ids | frozenset(sampling.stop_token_ids)
@@ -62,6 +64,11 @@ class Sequence:
             self.command = structs.replace(self.command, prompt="")
         if self._tokenizer is not None:
             self._detokenizer = Detokenizer(self._tokenizer, self.prompt)
+
+    def note_reused(self, tokens: int) -> None:
+        """Record that the first tokens were in the KV cache; after a preemption they are its own."""
+        if not self.output.tokens:
+            self.prefix_tokens = min(tokens, len(self.prompt))
 
     @property
     def tokens(self) -> list[int]:

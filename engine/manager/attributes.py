@@ -8,10 +8,11 @@ import torch
 from engine.kernels import DEFAULTS
 from engine.layers import BaseLayerWithLoRA
 from engine.layers.experts import ExpertsWithLoRA
-from engine.manager.metrics import MEBIBYTE, ManagerMetrics, allocated_bytes
+from engine.manager.metrics import MEBIBYTE, ManagerMetrics
 from engine.models.vision.mapping import IMAGE_PARTS
 from engine.punica.mapping import LoRAMapping, MappingType
 from engine.punica.wrapper import PunicaWrapper
+from engine.residency.device_memory import allocated_bytes
 from messages.ids import GPU_SLOT
 
 if TYPE_CHECKING:
@@ -161,6 +162,10 @@ class ManagerAttributes:
                 **self.metrics.as_dict(),
                 "punica_kernel_enabled": True,
                 "punica_kernels": DEFAULTS[self.device.type],
+            },
+            "counters": {
+                int(one.name): _fields_of(one.counters, one.counters.__struct_fields__)
+                for one in adapters
             },
         }
 

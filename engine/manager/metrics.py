@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-import torch
-
 MEBIBYTE: Final = 1 << 20
 """The bytes of a MiB."""
 
@@ -80,8 +78,3 @@ class ManagerMetrics:
             "misses": self.misses,
             "evictions": self.evictions,
         }
-
-
-def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes that this process has allocated on a CUDA device; 0 on another one."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -6,8 +6,10 @@ the same meaning in both.
 
 from typing import Any, NamedTuple
 
+import torch
+
 from engine.config import LoRAConfig
-from engine.kernels import choose_kernels
+from engine.kernels import DEFAULTS, choose_kernels
 from engine.layout import rank_parts_max
 from engine.models.served_model import ServedModel
 from engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrapper
@@ -62,3 +64,8 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
     }
     model.bind(arena, punica, image_punicas)
     return BoundRuntime(arena, punica, config)
+
+
+def kernels_for(device: torch.device) -> str:
+    """Return the name of the kernels that `bind_lora` chooses on a device."""
+    return DEFAULTS[device.type]

@@ -83,6 +83,11 @@ class BatchKVCache:
         """The identity of all layers' buffers; it differs once any buffer was reallocated."""
         return tuple(layer.buffers_key for layer in self.layers)
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all layers' buffers."""
+        return sum(layer.size_bytes for layer in self.layers)
+
     def grow(self, tokens: int) -> None:
         """Count `tokens` new tokens of every row, which the next forward writes."""
         self.lengths = [length + tokens for length in self.lengths]

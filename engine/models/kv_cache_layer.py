@@ -57,6 +57,11 @@ class GrowableKVLayer(CacheLayerMixin):  # type: ignore[misc]
         """The device of the buffers."""
         return self._buffers[0].device
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for just these states: most prefilled rows are soon copied to another batch."""
         self.rows, tokens = len(key_states), key_states.shape[-2]

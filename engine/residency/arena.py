@@ -90,6 +90,8 @@ class Arena:
         self._slot_extents: dict[int, _SlotExtent] = {}
         self._writes: dict[int, _Write] = {}
         self._residents: dict[int, int] = {}
+        # Complete writes and resets since the start.
+        self.writes = self.resets = 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -150,6 +152,7 @@ class Arena:
         del self._writes[slot]
         self._publish(write.owner)
         self.generations[slot] = self._residents[slot] = write.generation
+        self.writes += 1
 
     def discard_write(self, slot: int) -> None:
         """Wait for the copy of the slot's unfinished write, and free its extent."""
@@ -168,6 +171,7 @@ class Arena:
             if slot_extent.slot == slot:
                 self._free(owner)
         del self._residents[slot]
+        self.resets += 1
 
     def check_generation(self, slot: int, generation: int) -> None:
         """Raise `NotResident` unless exactly this generation is published in the slot."""

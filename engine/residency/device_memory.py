@@ -19,3 +19,8 @@ def allocate_device(size_bytes: int, device: torch.device) -> torch.Tensor:
         ) from error
     start = -allocated.data_ptr() % ALIGNMENT_BYTES
     return allocated[start : start + size_bytes]
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes that this process has allocated on a CUDA device; 0 on another one."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

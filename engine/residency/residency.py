@@ -115,6 +115,16 @@ class Residency:
         adapter = self.host_adapters.get(adapter_id)
         return None if adapter is None else adapter.source.fingerprint
 
+    def host_use(self) -> tuple[int, int]:
+        """Return the bytes of adapters in pageable and in staged memory."""
+        pageable = staged = 0
+        for adapter in self.host_adapters.values():
+            if adapter.is_staged:
+                staged += adapter.blob_bytes
+            else:
+                pageable += adapter.weights.size_bytes
+        return pageable, staged
+
     def execute(self, command: ResidencyCommand) -> None:
         """Execute a command, or start it."""
         try:

@@ -11,21 +11,26 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
+
 from engine.adapters.reader import LoadedAdapter, read_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import EngineError
 from engine.inference.admission import SlotTable
+from engine.inference.meter import Meter
 from engine.inference.scheduler import check_task, choose_scheduler
 from engine.jobs import Jobs, ThreadedJobs
-from engine.models.binding import bind_lora
+from engine.models.binding import bind_lora, kernels_for
 from engine.models.causal_model import CausalModel
 from engine.models.pooling_model import PoolingModel
 from engine.parallel import ParallelGroup
+from engine.residency.device_memory import allocated_bytes
 from engine.residency.residency import OperationJob, Residency
 from engine.worker.collective_jobs import CollectiveJobs
 from engine.worker.seen_operations import SeenOperations
 from messages import commands, reports
 from messages.ids import OpId
+from messages.views import EngineStatistics
 
 EngineCommand = commands.Operation | commands.StopGeneration | commands.ResendTokens
 """The commands of an engine; the worker handles those of the link (beats, inventory requests)."""
@@ -63,6 +68,7 @@ class Engine:
         slots = SlotTable(arena, self.residency.residents, self.residency.fingerprint_of)
         self._inference = choose_scheduler(model, punica, slots, config, report, image_jobs)
         self._seen_operations = SeenOperations()
+        self._meter = Meter()
 
     @property
     def is_idle(self) -> bool:
@@ -94,7 +100,9 @@ class Engine:
     def step(self) -> None:
         """Run one forward pass, if a request waits for one."""
         if not self._inference.is_idle:
+            self._meter.begin_step()
             self._inference.step()
+            self._meter.end_step(self._inference.running)
 
     def poll(self) -> list[reports.Report]:
         """Return the reports since the last call, in order."""
@@ -102,7 +110,28 @@ class Engine:
         self._inference.collect()
         collected = self._outbox.copy()
         self._outbox.clear()
+        for report in collected:
+            self._meter.on_report(report)
         return collected
+
+    def statistics(self) -> EngineStatistics:
+        """Return what this engine measured since its start, and its use of memory."""
+        inference, arena = self._inference, self.residency.arena
+        running = len(inference.running)
+        host_bytes, pinned_bytes = self.residency.host_use()
+        return msgspec.structs.replace(
+            self._meter.statistics(running, len(inference.operations) - running),
+            kernels=kernels_for(arena.device),
+            slot_writes=arena.writes,
+            slot_resets=arena.resets,
+            kv_bytes=inference.kv_use.size_bytes,
+            kv_bytes_max=inference.kv_use.size_bytes_max,
+            arena_bytes=arena.capacity_bytes - arena.free_bytes,
+            arena_bytes_max=arena.capacity_bytes,
+            host_bytes=host_bytes,
+            pinned_bytes=pinned_bytes,
+            allocated_bytes=allocated_bytes(arena.device),
+        )
 
     def close(self) -> None:
         """Start no further jobs, and wait for running copies."""
@@ -136,6 +165,7 @@ class Engine:
     def _start_inference(self, command: commands.StartInference) -> None:
         try:
             check_task(self._task, command)
+            self._meter.arrived(command.op)
             self._inference.start(command)
         except EngineError as error:
             self.residency.fail(command.op, error)

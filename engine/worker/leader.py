@@ -17,6 +17,7 @@ from engine.worker.engine import Engine, EngineCommand
 from messages.commands import ControllerBeat, RequestInventory
 from messages.ids import OpId
 from messages.reports import EngineInventory, OperationFailed, OperationReport, Report
+from messages.views import EngineStatistics
 from messages.wire import COMMANDS
 
 
@@ -90,6 +91,10 @@ class Leader:
     def inventory(self) -> EngineInventory:
         """Return rank 0's inventory, which equals that of every rank."""
         return self._engine.inventory()
+
+    def statistics(self) -> EngineStatistics:
+        """Return rank 0's statistics."""
+        return self._engine.statistics()
 
     def close(self) -> None:
         """End all ranks."""

@@ -203,7 +203,11 @@ class Worker:
             self._beat_due_s = now + BEAT_INTERVAL_S
             # The first frame to any controller is the inventory.
             if not self._link.needs_sync:
-                beat = EngineBeat(self._engine.engine_id, self._engine.last_op)
+                beat = EngineBeat(
+                    self._engine.engine_id,
+                    self._engine.last_op,
+                    statistics=self._engine.statistics(),
+                )
                 self._send(self._link.encode(beat))
         if now >= self._last_frame_s + SILENCE_MAX_S:
             self._last_frame_s = now

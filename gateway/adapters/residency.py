@@ -1,7 +1,7 @@
 """LoRADock's own endpoints: models, adapters with their counters, and moves between the tiers."""
 
 from collections.abc import Awaitable, Callable
-from typing import Final, Literal
+from typing import Final
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -14,13 +14,13 @@ from gateway.adapters.views import AdapterCards, adapter_card
 from gateway.http.errors import HttpError
 from gateway.http.streams import json_response
 from messages.errors import ErrorCode
-from messages.requests import AdapterDone
+from messages.requests import AdapterDone, PrefetchTarget
 
 
 class PrefetchRequest(Struct, frozen=True, forbid_unknown_fields=True):
     """How far an adapter is moved towards its use."""
 
-    to: Literal["cpu-cached", "pinned", "gpu-slot"] = "gpu-slot"
+    to: PrefetchTarget = "gpu-slot"
 
 
 class NoFields(Struct, frozen=True, forbid_unknown_fields=True):
@@ -34,6 +34,14 @@ class MoveAnswer(Struct, frozen=True):
     state: str
     slot: int | None
     generation: int
+
+
+class PrefetchAnswer(Struct, frozen=True):
+    """The state that an adapter is in, and the one that it moves to."""
+
+    id: str
+    state: str
+    goal: str
 
 
 class Residency:
@@ -90,13 +98,11 @@ class Residency:
         return await self._move(request, self._client.evict)
 
     async def prefetch(self, request: Request, body: PrefetchRequest) -> Response:
-        """Answer `POST /v1/lora_adapters/{name}/prefetch`."""
-        moves: dict[str, Callable[[str], Awaitable[AdapterDone]]] = {
-            "cpu-cached": self._client.load,
-            "pinned": self._client.stage,
-            "gpu-slot": self._client.activate,
-        }
-        return await self._move(request, moves[body.to])
+        """Answer `POST /v1/lora_adapters/{name}/prefetch`, before the adapter moves."""
+        name = _name_of(request)
+        await self._client.show(name)
+        accepted = await self._client.prefetch(name, target=body.to)
+        return json_response(PrefetchAnswer(accepted.adapter, accepted.state, accepted.goal))
 
     async def _move(
         self, request: Request, move: Callable[[str], Awaitable[AdapterDone]]

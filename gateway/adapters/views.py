@@ -1,5 +1,6 @@
 """Adapters and models in the answers of the gateway."""
 
+import msgspec
 from msgspec import Struct
 
 from gateway.timestamps import unix_seconds
@@ -53,6 +54,7 @@ class AdapterCard(Struct, frozen=True, kw_only=True):
     evictions: int
     failures: int
     last_used: float
+    counters: dict[str, int]
 
 
 class AdapterCards(Struct, frozen=True):
@@ -89,6 +91,7 @@ def adapter_card(view: AdapterView) -> AdapterCard:
         evictions=view.evictions,
         failures=view.failures,
         last_used=view.last_used_ns / 1e9,
+        counters=msgspec.structs.asdict(view.counters),
     )
 
 

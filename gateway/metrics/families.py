@@ -7,12 +7,12 @@ from typing import Final, get_args
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
-    HistogramMetricFamily,
     Metric,
 )
 
 from gateway.adapters.table import AdapterTable
-from gateway.histogram import Histogram
+from gateway.metrics.controller_counters import counter_families, engine_families
+from gateway.metrics.metric_types import counter, gauge, histogram, labelled_counter
 from messages.ids import AdapterState
 
 OTHER: Final = "other"
@@ -23,31 +23,6 @@ def top_names(counts: Mapping[str, int], names_max: int) -> frozenset[str]:
     """Return the names with the largest counts; equal counts are in order of name."""
     ordered = sorted(counts, key=lambda name: (-counts[name], name))
     return frozenset(ordered[:names_max])
-
-
-def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    """Return a gauge without labels."""
-    return GaugeMetricFamily(name, text, value=value)
-
-
-def counter(name: str, text: str, value: float) -> CounterMetricFamily:
-    """Return a counter without labels."""
-    return CounterMetricFamily(name, text, value=value)
-
-
-def histogram(name: str, text: str, found: Histogram) -> HistogramMetricFamily:
-    """Return a histogram without labels."""
-    return HistogramMetricFamily(name, text, buckets=found.buckets(), sum_value=found.sum)
-
-
-def labelled_counter(
-    name: str, text: str, label: str, counts: Mapping[str, int]
-) -> CounterMetricFamily:
-    """Return a counter with one label."""
-    family = CounterMetricFamily(name, text, labels=[label])
-    for value in sorted(counts):
-        family.add_metric([value], counts[value])
-    return family
 
 
 class ControllerFamilies:
@@ -117,6 +92,8 @@ class ControllerFamilies:
         yield from (sizes, bounds, counts, most)
         yield gauge("loradock_requests_pending", "Requests without an answer.", status.requests)
         yield gauge("loradock_operations", "Operations of the engine in flight.", status.operations)
+        yield from counter_families(status.counters)
+        yield from engine_families(status.engine)
         yield gauge("loradock_log_seq", "Number of the last input in the log.", status.seq)
         yield gauge("loradock_log_bytes", "Size of the log.", status.log_bytes)
         age_s = status.snapshot_age_ms / 1000

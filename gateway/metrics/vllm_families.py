@@ -21,7 +21,7 @@ from gateway.metrics.families import OTHER, joined
 from gateway.metrics.recorder import Recorder
 from gateway.timestamps import unix_seconds
 from messages.ids import CPU_CACHED, GPU_SLOT, PINNED
-from messages.views import AdapterView
+from messages.views import QUEUE_BOUNDS_S, AdapterView, EngineStatistics
 
 _LABELS: Final = ["model_name", "engine"]
 _ENGINE: Final = "0"
@@ -68,6 +68,16 @@ class VllmFamilies:
         running = max(0, pending - waiting)
         yield self._gauge("num_requests_running", "Requests that are executed.", running)
         yield self._gauge("num_requests_waiting", "Requests that wait for an adapter.", waiting)
+        engine = EngineStatistics() if status is None else status.engine
+        usage = engine.kv_bytes / engine.kv_bytes_max if engine.kv_bytes_max else 0.0
+        yield self._gauge("kv_cache_usage_perc", "Part of the KV cache in use; 1: all.", usage)
+        yield self._counter("num_preemptions", "Requests that waited again.", engine.preempted)
+        queued = Histogram(QUEUE_BOUNDS_S, engine.queue_counts, engine.queue_ns / 1e9)
+        yield self._histogram(
+            "request_queue_time_seconds",
+            "Time in the engine's queue before the first step.",
+            queued,
+        )
 
     def _adapters(self) -> Iterator[Metric]:
         views = self._table.views.values()

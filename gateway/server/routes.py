@@ -2,7 +2,13 @@
 
 from typing import Any, Final
 
-from gateway.adapters.residency import MoveAnswer, NoFields, PrefetchRequest, Residency
+from gateway.adapters.residency import (
+    MoveAnswer,
+    NoFields,
+    PrefetchAnswer,
+    PrefetchRequest,
+    Residency,
+)
 from gateway.adapters.updates import (
     AdapterUpdates,
     LoadRequest,
@@ -208,7 +214,7 @@ def _updates(gateway: Gateway) -> tuple[Endpoint, ...]:
             f"{moves}/prefetch",
             residency.prefetch,
             PrefetchRequest,
-            MoveAnswer,
+            PrefetchAnswer,
             "Move towards a slot",
             **more,
         ),

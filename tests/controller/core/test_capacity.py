@@ -205,7 +205,7 @@ def test_a_failed_operation_leaves_every_other_adapter_and_this_one_where_they_w
         bench.fail(kind, ErrorCode.DEVICE_OUT_OF_MEMORY)
         assert bench.reply(request).code is ErrorCode.DEVICE_OUT_OF_MEMORY
         assert (bench.state("a"), bench.state("b")) == ("gpu-slot", state)
-        assert bench.adapter("b").books.failures == 1
+        assert bench.adapter("b").counters.failures == 1
         assert used != {tier: (t.count, t.size_bytes) for tier, t in bench.world.tiers.items()}
         assert bench.request(ActivateAdapter, "b").state == "gpu-slot"
 
@@ -218,8 +218,8 @@ def test_the_least_recently_used_leaves_first_and_a_hit_counts_as_use() -> None:
     assert bench.in_slots() == {"a", "c", "d"}
     bench.activate("e")
     assert bench.in_slots() == {"a", "d", "e"}
-    assert bench.adapter("b").books.evictions == 1
-    assert (bench.adapter("a").books.uses, bench.adapter("a").books.hits) == (2, 1)
+    assert bench.adapter("b").counters.evictions == 1
+    assert (bench.adapter("a").counters.uses, bench.adapter("a").counters.hits) == (2, 1)
 
 
 def test_a_held_adapter_is_no_victim_until_its_release() -> None:
@@ -324,7 +324,7 @@ def test_a_batch_and_a_single_request_that_need_each_others_room_are_both_served
     bench.settle()
     assert bench.reply(single).state == "gpu-slot"
     assert isinstance(bench.reply(batch), requests.BatchDone)
-    assert bench.adapter("a").books.evictions == 1
+    assert bench.adapter("a").counters.evictions == 1
 
 
 def test_batches_that_overlap_are_served_one_after_the_other() -> None:
@@ -360,7 +360,7 @@ def test_many_waiters_of_one_adapter_are_served_by_one_step() -> None:
     waiting += [bench.send(kind, "a") for kind in (LoadAdapter, StageAdapter, HoldAdapter)]
     bench.settle()
     assert all(isinstance(bench.reply(request), AdapterDone) for request in waiting)
-    assert bench.adapter("a").books.loads == 1
+    assert bench.adapter("a").counters.loads == 1
 
 
 def test_limits_that_contradict_one_another_are_refused() -> None:

@@ -90,10 +90,10 @@ def test_a_repeated_one_gets_its_first_answer() -> None:
     bench.activate("a")
     request_id = bench.pool("a")
     bench.end_generation(request_id)
-    uses = bench.adapter("a").books.uses
+    uses = bench.adapter("a").counters.uses
     bench.handle(records.PoolingRequested(request_id, "a", "embed"))
     bench.settle()
-    assert bench.adapter("a").books.uses == uses
+    assert bench.adapter("a").counters.uses == uses
     assert not bench.world.pending_requests
 
 
@@ -102,13 +102,13 @@ def test_inputs_lost_with_the_controller_are_sent_again() -> None:
     bench.activate("a")
     bench.lose_engine()
     request_id = bench.send(records.PoolingRequested, "a", "embed")
-    uses = bench.adapter("a").books.uses
+    uses = bench.adapter("a").counters.uses
     bench.restart_controller()
     bench.start_engine()
     bench.settle()
     assert request_id in bench.oracle.forgotten
     assert bench.reply(request_id) is None
-    assert bench.adapter("a").books.uses == uses - 1
+    assert bench.adapter("a").counters.uses == uses - 1
     bench.handle(records.PoolingRequested(request_id, "a", "embed"))
     bench.settle()
     bench.end_generation(request_id)

@@ -181,7 +181,7 @@ def test_a_generation_whose_prompt_is_lost_is_dropped_and_may_be_sent_again() ->
     bench.settle()
     assert request not in bench.world.pending_requests
     assert bench.reply(request) is None
-    assert (bench.adapter("a").leases, bench.adapter("a").books.uses) == (0, 1)
+    assert (bench.adapter("a").leases, bench.adapter("a").counters.uses) == (0, 1)
     bench.handle(records.GenerationRequested(request, "a"))
     bench.settle()
     bench.end_generation(request)

@@ -23,8 +23,8 @@ def test_it_is_answered_before_the_adapter_moves_to_its_target(target: str) -> N
     assert bench.reply(request) == PrefetchAccepted(request, "a", "unregistered", target)
     bench.settle()
     assert (bench.state("a"), bench.adapter("a").goal) == (target, target)
-    assert bench.adapter("a").books.prefetches == 1
-    assert bench.adapter("a").books.uses == 0
+    assert bench.adapter("a").counters.prefetches == 1
+    assert bench.adapter("a").counters.uses == 0
 
 
 def test_a_request_that_arrives_meanwhile_finds_the_adapter_on_its_way() -> None:
@@ -35,7 +35,7 @@ def test_a_request_that_arrives_meanwhile_finds_the_adapter_on_its_way() -> None
     request = bench.send(ActivateAdapter, "a")
     bench.settle()
     assert bench.reply(request).state == "gpu-slot"
-    assert bench.adapter("a").books.loads == 1
+    assert bench.adapter("a").counters.loads == 1
 
 
 def test_a_slot_is_taken_only_if_it_is_free() -> None:
@@ -44,7 +44,7 @@ def test_a_slot_is_taken_only_if_it_is_free() -> None:
     bench.request(PrefetchAdapter, "b")
     assert bench.in_slots() == {"a"}
     assert (bench.state("b"), bench.adapter("b").goal) == ("pinned", "pinned")
-    assert bench.adapter("a").books.evictions == 0
+    assert bench.adapter("a").counters.evictions == 0
 
 
 def test_on_the_host_the_least_recently_used_idle_adapter_outside_the_slots_makes_room() -> None:
@@ -54,7 +54,7 @@ def test_on_the_host_the_least_recently_used_idle_adapter_outside_the_slots_make
     bench.request(LoadAdapter, "c")
     bench.request(PrefetchAdapter, "d", "", "pinned")
     assert [bench.state(name) for name in "abcd"] == ["gpu-slot", "pinned", "evicted", "pinned"]
-    assert bench.adapter("d").books.evictions_caused == 1
+    assert bench.adapter("d").counters.evictions_caused == 1
 
 
 def test_adapters_that_are_held_leased_waited_for_or_in_slots_stay() -> None:
@@ -70,8 +70,8 @@ def test_adapters_that_are_held_leased_waited_for_or_in_slots_stay() -> None:
     assert bench.in_slots() >= {"a", "b"}
     assert bench.reply(waiting).state == "gpu-slot"
     bench.end_generation(running)
-    books = bench.world.totals
-    assert (books.evictions, books.loads) == (1, 4)
+    counters = bench.world.totals
+    assert (counters.evictions, counters.loads) == (1, 4)
 
 
 def test_a_request_takes_the_room_before_a_prefetch() -> None:

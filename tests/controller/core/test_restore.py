@@ -12,7 +12,7 @@ from controller.core.actions import SetTimer
 from controller.core.controller import Controller
 from controller.core.limits import Limits
 from controller.core.restore import derive
-from controller.core.tables.books import Books
+from controller.core.tables.counters import Counters
 from controller.core.tables.digest_dict import DigestDict
 from controller.core.world import World
 from messages.records import Record
@@ -24,7 +24,7 @@ IN_DIGEST = {
     *("engine", "engine_ready", "unknown_operations"),
     *("adapters", "slots", "answers", "operations", "pending_requests", "tiers"),
     *("batches", "current_batch"),
-    *("totals", "past_books", "base_books"),
+    *("totals", "past_counters", "base_counters"),
 }
 DERIVED = {
     *("names", "free_slots", "lru_order", "queues", "demoting", "promoting"),
@@ -50,7 +50,7 @@ CHANGES: dict[str, Any] = {
     "operations": {3: 4},
     "pending_requests": {"r": 4},
     "batches": {"r": None},
-    **dict.fromkeys(("totals", "past_books", "base_books"), Books(hits=1)),
+    **dict.fromkeys(("totals", "past_counters", "base_counters"), Counters(hits=1)),
 }
 
 

@@ -39,7 +39,11 @@ KEPT = ("name", "path", "fingerprint", "rank", "load_bytes", "blob_bytes", "goal
 
 
 def kept_of(adapter: Adapter) -> tuple[Any, ...]:
-    return (*(getattr(adapter, name) for name in KEPT), adapter.books.uses, adapter.books.evictions)
+    return (
+        *(getattr(adapter, name) for name in KEPT),
+        adapter.counters.uses,
+        adapter.counters.evictions,
+    )
 
 
 def exported(state: ExportedState) -> bytes:

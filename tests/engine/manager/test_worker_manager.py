@@ -232,6 +232,7 @@ def test_metrics_count_calls(folder: Path) -> None:
     performance = metrics["performance"]
     assert (performance["avg_activation_time"], performance["avg_switching_time"]) == (1.0, 3.0)
     assert (performance["hits"], performance["misses"], performance["evictions"]) == (2, 3, 1)
+    assert sum(one["activations"] for one in metrics["counters"].values()) == 3
     assert {name: performance[name]["count"] for name in ("activations", "switches", "loads")} == {
         "activations": 1,
         "switches": 1,

@@ -100,7 +100,7 @@ def test_adapters_are_not_changed_unless_the_operator_allows_it(tmp_path, monkey
             assert gateway.post(UNLOAD, {"lora_name": "nope"}).status_code == 404
 
 
-@pytest.mark.parametrize("move", ["hold", "release", "evict", "prefetch"])
+@pytest.mark.parametrize("move", ["hold", "release", "evict"])
 def test_an_adapter_is_moved(served, move):
     answer = served.post(f"/v1/lora_adapters/upper/{move}").json()
     assert answer == {"id": "upper", "state": "gpu-slot", "slot": 2, "generation": 5}
@@ -108,18 +108,17 @@ def test_an_adapter_is_moved(served, move):
         "hold": rq.HoldAdapter,
         "release": rq.ReleaseAdapter,
         "evict": rq.EvictAdapter,
-        "prefetch": rq.ActivateAdapter,
     }
     [request] = served.controller.requests(kinds[move])
     assert request.adapter == "upper"
 
 
-@pytest.mark.parametrize(
-    ("to", "kind"), [("cpu-cached", rq.LoadAdapter), ("pinned", rq.StageAdapter)]
-)
-def test_an_adapter_is_prefetched_to_a_tier(served, to, kind):
-    assert served.post("/v1/lora_adapters/upper/prefetch", {"to": to}).status_code == 200
-    assert len(served.controller.requests(kind)) == 1
+@pytest.mark.parametrize("to", ["cpu-cached", "pinned", "gpu-slot"])
+def test_an_adapter_is_prefetched_to_a_tier(served, to):
+    answer = served.post("/v1/lora_adapters/upper/prefetch", {"to": to}).json()
+    assert answer == {"id": "upper", "state": "evicted", "goal": to}
+    [request] = served.controller.requests(rq.PrefetchAdapter)
+    assert (request.adapter, request.target) == ("upper", to)
     assert served.post("/v1/lora_adapters/upper/prefetch", {"to": "disk"}).status_code == 400
 
 

@@ -1,8 +1,10 @@
 """Metrics: readable by Prometheus' own parser, consistent, growing, and bounded."""
 
 import math
+import re
 from collections import Counter
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -14,7 +16,9 @@ from gateway.metrics.recorder import Recorder
 from gateway.metrics.vllm_families import VllmFamilies
 from messages import events as ev
 from messages import requests as rq
+from messages.views import AdapterCounters, EngineStatistics
 from tests.support.gateway.served import data_of
+from tests.support.simulation.message_examples import example_of
 from tests.support.simulation.standin_controller import view
 
 VLLM = {
@@ -24,6 +28,7 @@ VLLM = {
     *("vllm:e2e_request_latency_seconds", "vllm:lora_adapter_loaded"),
     *("vllm:num_gpu_loaded_lora_adapters", "vllm:num_cpu_loaded_lora_adapters"),
     *("vllm:max_gpu_lora_adapters", "vllm:lora_adapter_load_seconds"),
+    *("vllm:kv_cache_usage_perc", "vllm:request_queue_time_seconds", "vllm:num_preemptions"),
 }
 
 
@@ -34,7 +39,7 @@ def scrape(served):
 
 
 def value(families, name, **labels):
-    family = families[name.removesuffix("_total").removesuffix("_count").removesuffix("_sum")]
+    family = families[re.sub("_(total|count|sum|bucket)$", "", name)]
     found = [
         s.value for s in family.samples if s.name == name and labels.items() <= s.labels.items()
     ]
@@ -64,6 +69,37 @@ def test_the_states_are_those_of_the_controller(served):
     assert value(families, "loradock_adapters", state="evicted") == 1
     assert sum(sample.value for sample in families["loradock_adapters"].samples) == 2
     assert value(families, "loradock_tier_bytes", tier="device") == 4096
+
+
+def test_counters_of_the_controller_and_of_its_engine_are_passed_on():
+    engine = EngineStatistics(
+        steps=7, kv_bytes=25, kv_bytes_max=100, queued=3, queue_ns=2_500_000_000,
+        queue_counts=(1, *[0] * 6, 2, *[0] * 9),
+    )  # fmt: skip
+    counters = AdapterCounters(
+        loads=4, load_ns=6_000_000_000, stall_ns=1_500_000_000, stall_caused_ns=1_500_000_000,
+        prefix_tokens=8,
+    )  # fmt: skip
+    table = AdapterTable()
+    status = msgspec.structs.replace(example_of(rq.StatusShown), counters=counters, engine=engine)
+    table.reset(rq.AdaptersListed("", (), 0), status)
+    names = ModelNames(("base",))
+    families = {
+        family.name: family
+        for source in (ControllerFamilies(table, 5), VllmFamilies(table, Recorder(), names, 5))
+        for family in source.families()
+    }
+    assert value(families, "loradock_transitions_total", transition="load") == 4
+    assert value(families, "loradock_transition_seconds_total", transition="load") == 6
+    for role in ("caused", "suffered"):
+        assert value(families, "loradock_stall_seconds_total", role=role) == 1.5
+    assert value(families, "loradock_prefix_tokens_total") == 8
+    assert value(families, "loradock_engine_steps_total") == 7
+    assert value(families, "vllm:kv_cache_usage_perc") == 0.25
+    assert value(families, "vllm:request_queue_time_seconds_count") == 3
+    assert value(families, "vllm:request_queue_time_seconds_sum") == 2.5
+    assert value(families, "vllm:request_queue_time_seconds_bucket", le="0.5") == 1
+    assert value(families, "vllm:request_queue_time_seconds_bucket", le="1.0") == 3
 
 
 def test_requests_are_measured_and_counters_only_grow(served):

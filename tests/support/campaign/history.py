@@ -195,7 +195,7 @@ class History:
         for name, adapter_id in world.names.items():
             if name in changed_names:
                 continue
-            uses, least = world.adapters[adapter_id].books.uses, done.get(name, 0)
+            uses, least = world.adapters[adapter_id].counters.uses, done.get(name, 0)
             most = least + open_.get(name, 0)
             assert least <= uses <= most, f"{name} has {uses} uses; {least} to {most} were due"
 

@@ -26,9 +26,9 @@ from messages.records import (
     RecordOfFormat1,
     TimerFired,
 )
-from messages.views import AdapterBooks, EngineStatistics
+from messages.views import AdapterCounters, EngineStatistics
 
-_BOOKS = AdapterBooks(*range(101, 101 + len(AdapterBooks.__struct_fields__)))
+_COUNTERS = AdapterCounters(*range(101, 101 + len(AdapterCounters.__struct_fields__)))
 _STATISTICS = EngineStatistics(
     kernels="cpu",
     steps=1,
@@ -74,7 +74,7 @@ _VIEW = requests.AdapterView(
     evictions=3,
     failures=1,
     last_used_ns=1_700_000_000_000_000_001,
-    books=_BOOKS,
+    counters=_COUNTERS,
 )
 _HELD = reports.InventoryAdapter(
     adapter_id=5,
@@ -156,7 +156,7 @@ EXAMPLES: dict[type, Any] = {
             device="cuda:0",
             dtype="bfloat16",
             stopping=True,
-            books=_BOOKS,
+            counters=_COUNTERS,
             engine=_STATISTICS,
         ),
         requests.PrefetchAdapter("r-19", "tenant-17", "tenants/17", "pinned"),
@@ -306,11 +306,11 @@ def _tuples(info: Any) -> st.SearchStrategy[Any]:
 
 
 def _structs(info: Any) -> st.SearchStrategy[Any]:
-    if info.cls is AdapterBooks:
+    if info.cls is AdapterCounters:
         # One draw instead of one per field, of which every view of an adapter has many.
         edges = st.sampled_from((0, 1, 2**31, 2**63 - 1))
         return st.builds(
-            lambda most: AdapterBooks(*(most >> n for n in range(len(info.fields)))), edges
+            lambda most: AdapterCounters(*(most >> n for n in range(len(info.fields)))), edges
         )
     return st.builds(info.cls, **{field.name: _strategy(field.type) for field in info.fields})
 

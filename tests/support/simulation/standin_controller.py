@@ -200,6 +200,9 @@ class StandIn:
             else:
                 send(rq.VectorsStreamed(done.request_id, start, vectors, labels))
 
+    def _prefetch(self, request):
+        return rq.PrefetchAccepted(request.request_id, request.adapter, "evicted", request.target)
+
     def _answer(self, request):
         special = self.answers.get(type(request))
         if special is not None:
@@ -208,6 +211,7 @@ class StandIn:
             rq.ListAdapters: self._list,
             rq.ShowStatus: self._status,
             rq.FetchEvents: self._fetch,
+            rq.PrefetchAdapter: self._prefetch,
             rq.ActivateBatch: self._place,
             rq.Generate: self._generate,
             rq.Embed: lambda r: self._pool(r, "embed"),

@@ -1,4 +1,4 @@
-"""Books per adapter: what is counted, for which adapter, and that nothing is lost with it.
+"""Counters per adapter: what is counted, for which adapter, and that nothing is lost with it.
 
 `controller.core.invariants` compares the sums with the tiers and slots after every input.
 """
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from controller.core.invariants import InvariantError, check
-from controller.core.tables.books import TIME_IN
+from controller.core.tables.counters import TIME_IN
 from controller.core.views import show_adapter, show_status
 from messages import records, requests
 from messages.requests import (
@@ -18,42 +18,42 @@ from messages.requests import (
     RemoveAdapter,
     StageAdapter,
 )
-from messages.views import AdapterBooks
+from messages.views import AdapterCounters
 from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.engine import Content
 
 SECOND_NS = 1_000_000_000
 
 
-def books(bench: CoreBench, name: str) -> Any:
-    return bench.adapter(name).books
+def counters(bench: CoreBench, name: str) -> Any:
+    return bench.adapter(name).counters
 
 
-def named(books: Any, *names: str) -> tuple[int, ...]:
-    return tuple(getattr(books, name) for name in names)
+def named(counters: Any, *names: str) -> tuple[int, ...]:
+    return tuple(getattr(counters, name) for name in names)
 
 
-def test_the_core_and_the_messages_have_the_same_books() -> None:
+def test_the_core_and_the_messages_have_the_same_counters() -> None:
     bench = CoreBench()
-    assert AdapterBooks.__struct_fields__ == type(bench.world.totals).__struct_fields__
+    assert AdapterCounters.__struct_fields__ == type(bench.world.totals).__struct_fields__
 
 
 def test_each_move_and_each_use_is_counted_once() -> None:
     bench = CoreBench(slots=1)
     tiers = ("loads", "unloads", "stagings", "unstagings", "activations", "deactivations")
     bench.request(LoadAdapter, "a")
-    assert named(books(bench, "a"), *tiers) == (1, 0, 0, 0, 0, 0)
+    assert named(counters(bench, "a"), *tiers) == (1, 0, 0, 0, 0, 0)
     bench.activate("a", "a", "b", "a")
-    assert named(books(bench, "a"), "hits", "misses", "checks") == (1, 3, 1)
-    assert named(books(bench, "a"), *tiers) == (1, 0, 1, 0, 2, 1)
-    assert named(books(bench, "b"), *tiers) == (1, 0, 1, 0, 1, 1)
-    assert named(books(bench, "a"), "evictions", "evictions_caused") == (1, 1)
-    assert named(books(bench, "b"), "evictions", "evictions_caused") == (1, 1)
+    assert named(counters(bench, "a"), "hits", "misses", "checks") == (1, 3, 1)
+    assert named(counters(bench, "a"), *tiers) == (1, 0, 1, 0, 2, 1)
+    assert named(counters(bench, "b"), *tiers) == (1, 0, 1, 0, 1, 1)
+    assert named(counters(bench, "a"), "evictions", "evictions_caused") == (1, 1)
+    assert named(counters(bench, "b"), "evictions", "evictions_caused") == (1, 1)
     bench.request(EvictAdapter, "a")
-    assert named(books(bench, "a"), *tiers) == (1, 1, 1, 1, 2, 2)
-    assert books(bench, "a").evictions == 1, "a client's own request is no eviction by policy"
+    assert named(counters(bench, "a"), *tiers) == (1, 1, 1, 1, 2, 2)
+    assert counters(bench, "a").evictions == 1, "a client's own request is no eviction by policy"
     bench.lose_engine()
-    assert named(books(bench, "b"), *tiers) == (1, 1, 1, 1, 1, 1)
+    assert named(counters(bench, "b"), *tiers) == (1, 1, 1, 1, 1, 1)
 
 
 def test_the_time_of_each_state_is_that_between_transitions() -> None:
@@ -62,16 +62,16 @@ def test_the_time_of_each_state_is_that_between_transitions() -> None:
     for kind in (LoadAdapter, StageAdapter, ActivateAdapter, EvictAdapter):
         bench.request(kind, "a")
         bench.now += SECOND_NS
-    found = {s: getattr(books(bench, "a"), name) // SECOND_NS for s, name in TIME_IN.items()}
+    found = {s: getattr(counters(bench, "a"), name) // SECOND_NS for s, name in TIME_IN.items()}
     resident = dict.fromkeys(("cpu-cached", "pinned", "gpu-slot"), 1)
-    # That of the present state is not booked yet.
+    # That of the present state is not counted yet.
     assert found == {"unregistered": 0, "evicted": 0, **resident}
     bench.request(RemoveAdapter, "a")
-    past = bench.world.past_books
+    past = bench.world.past_counters
     assert sum(named(past, *TIME_IN.values())) == bench.world.time_ns - began
 
 
-def test_the_engines_time_and_the_requests_wait_are_booked() -> None:
+def test_the_engines_time_and_the_requests_wait_are_counted() -> None:
     bench = CoreBench()
     request = bench.send(ActivateAdapter, "a")
     fields = ("check_ns", "load_ns", "stage_ns", "write_ns")
@@ -80,14 +80,14 @@ def test_the_engines_time_and_the_requests_wait_are_booked() -> None:
         bench.now += (number + 1) * SECOND_NS
         bench.finish("a")
     assert bench.reply(request).state == "gpu-slot"
-    seconds = [value // SECOND_NS for value in named(books(bench, "a"), *fields)]
+    seconds = [value // SECOND_NS for value in named(counters(bench, "a"), *fields)]
     assert seconds == [1, 2, 3, 4]
-    assert books(bench, "a").wait_ns // SECOND_NS == 10
+    assert counters(bench, "a").wait_ns // SECOND_NS == 10
     bench.generate("a")
-    assert books(bench, "a").wait_ns // SECOND_NS == 10, "a hit waits for nothing"
+    assert counters(bench, "a").wait_ns // SECOND_NS == 10, "a hit waits for nothing"
 
 
-def test_a_wait_for_room_is_booked_for_the_adapter_that_waits_and_the_one_that_leaves() -> None:
+def test_a_wait_for_room_is_counted_for_the_adapter_that_waits_and_the_one_that_leaves() -> None:
     bench = CoreBench(slots=1)
     bench.request(StageAdapter, "b")
     bench.activate("a")
@@ -97,13 +97,13 @@ def test_a_wait_for_room_is_booked_for_the_adapter_that_waits_and_the_one_that_l
     bench.now += 5 * SECOND_NS
     bench.end_generation(running)
     assert bench.in_slots() == {"b"}
-    assert books(bench, "b").stalls == 1
-    suffered, caused = books(bench, "b").stall_ns, books(bench, "a").stall_caused_ns
+    assert counters(bench, "b").stalls == 1
+    suffered, caused = counters(bench, "b").stall_ns, counters(bench, "a").stall_caused_ns
     assert suffered == caused
     assert suffered // SECOND_NS == 5
 
 
-def test_a_wait_that_no_departure_ends_is_booked_for_no_adapter() -> None:
+def test_a_wait_that_no_departure_ends_is_counted_for_no_adapter() -> None:
     bench = CoreBench(slots=1)
     bench.activate("a")
     bench.generate("a")
@@ -111,37 +111,37 @@ def test_a_wait_that_no_departure_ends_is_booked_for_no_adapter() -> None:
     bench.send(ActivateAdapter, "b", timeout_ms=1000)
     bench.settle()
     bench.advance(2000)
-    assert books(bench, "b").stall_ns > 0
-    assert books(bench, "a").stall_caused_ns == 0
-    assert bench.world.past_books.stall_caused_ns == books(bench, "b").stall_ns
+    assert counters(bench, "b").stall_ns > 0
+    assert counters(bench, "a").stall_caused_ns == 0
+    assert bench.world.past_counters.stall_caused_ns == counters(bench, "b").stall_ns
 
 
-def test_tokens_are_booked_for_the_adapter_or_the_base_model() -> None:
+def test_tokens_are_counted_for_the_adapter_or_the_base_model() -> None:
     bench = CoreBench()
     bench.activate("a")
     for name in ("a", None, "a"):
         bench.end_generation(bench.generate(name))
     bench.end_generation(bench.pool("a"))
-    base = bench.world.base_books
-    assert named(books(bench, "a"), "served") == (3,)
+    base = bench.world.base_counters
+    assert named(counters(bench, "a"), "served") == (3,)
     assert base.served == 1
     assert base.prompt_tokens > 0
-    assert books(bench, "a").prompt_tokens == 2 * base.prompt_tokens + 7
-    assert books(bench, "a").output_tokens == 2 * base.output_tokens
+    assert counters(bench, "a").prompt_tokens == 2 * base.prompt_tokens + 7
+    assert counters(bench, "a").output_tokens == 2 * base.output_tokens
 
 
-def test_the_books_of_a_name_pass_to_its_next_version_and_then_to_the_removed_ones() -> None:
+def test_the_counters_of_a_name_pass_to_its_next_version_and_then_to_the_removed_ones() -> None:
     bench = CoreBench()
     bench.activate("a")
     running = bench.generate("a")
     bench.files["other"] = Content("other content", 10, 10)
     bench.request(LoadAdapter, "a", "other", True)
-    assert named(books(bench, "a"), "loads", "unloads") == (2, 0)
-    assert books(bench, "a").uses == 3
+    assert named(counters(bench, "a"), "loads", "unloads") == (2, 0)
+    assert counters(bench, "a").uses == 3
     bench.end_generation(running)
-    assert named(books(bench, "a"), "loads", "unloads", "served") == (2, 1, 1)
+    assert named(counters(bench, "a"), "loads", "unloads", "served") == (2, 1, 1)
     bench.request(RemoveAdapter, "a")
-    assert named(bench.world.past_books, "loads", "unloads", "served") == (2, 2, 1)
+    assert named(bench.world.past_counters, "loads", "unloads", "served") == (2, 2, 1)
     assert bench.world.totals.uses == 3
 
 
@@ -149,29 +149,29 @@ def test_a_lost_prompt_is_no_use() -> None:
     bench = CoreBench()
     bench.activate("a")
     bench.send(records.GenerationRequested, "a")
-    assert named(books(bench, "a"), "hits", "misses") == (1, 1)
+    assert named(counters(bench, "a"), "hits", "misses") == (1, 1)
     bench.restart_controller()
     bench.settle()
-    assert named(books(bench, "a"), "hits", "misses") == (0, 1)
+    assert named(counters(bench, "a"), "hits", "misses") == (0, 1)
 
 
-def test_views_have_the_books_with_the_time_in_the_present_state() -> None:
+def test_views_have_the_counters_with_the_time_in_the_present_state() -> None:
     bench = CoreBench()
     bench.activate("a")
     bench.now += SECOND_NS
     bench.request(requests.ActivateAdapter, "b")
-    shown = show_adapter(bench.world, requests.ShowAdapter("q", "a")).adapter.books
+    shown = show_adapter(bench.world, requests.ShowAdapter("q", "a")).adapter.counters
     assert shown.gpu_slot_ns == bench.world.time_ns - bench.adapter("a").state_since_ns
     assert shown.gpu_slot_ns > SECOND_NS
     status = show_status(bench.controller, requests.ShowStatus("q"))
-    assert named(status.books, "activations", "misses") == (2, 2)
+    assert named(status.counters, "activations", "misses") == (2, 2)
 
 
 @pytest.mark.parametrize("field", ["loads", "stagings", "activations", "hits", "stall_caused_ns"])
-def test_books_that_disagree_are_found(field: str) -> None:
+def test_counters_that_disagree_are_found(field: str) -> None:
     bench = CoreBench()
     bench.activate("a")
-    bench.adapter("a").books.count(field)
+    bench.adapter("a").counters.count(field)
     if field != "hits":
         bench.world.totals.count(field)
     bench.world.adapters.mark_changed(bench.adapter("a").id)

@@ -1,7 +1,7 @@
-"""The books of one adapter: counters and durations that no decision depends on.
+"""The counters of one adapter: numbers and durations that no decision depends on.
 
 They are a part of the state, so that a replay leads to the same numbers. `World.totals` has the sum
-of all books, `World.past_books` those of removed adapters, `World.base_books` those of the base
+of all, `World.past_counters` those of removed adapters, `World.base_counters` those of the base
 model.
 """
 
@@ -9,13 +9,14 @@ from typing import Final
 
 from msgspec import Struct
 
+from messages import commands
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
 
 
-class Books(Struct, array_like=True, gc=False):
+class Counters(Struct, array_like=True, gc=False):
     """What happened to an adapter under one name; durations in nanoseconds of logical time.
 
-    `messages.views.AdapterBooks` describes each field.
+    `messages.views.AdapterCounters` describes each field.
     """
 
     hits: int = 0
@@ -55,8 +56,8 @@ class Books(Struct, array_like=True, gc=False):
         """The number of requests that used the adapter."""
         return self.hits + self.misses
 
-    def add(self, other: "Books") -> None:
-        """Add other books to these."""
+    def add(self, other: "Counters") -> None:
+        """Add other counters to these."""
         for name in FIELDS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -65,7 +66,7 @@ class Books(Struct, array_like=True, gc=False):
         setattr(self, name, getattr(self, name) + amount)
 
 
-FIELDS: Final = Books.__struct_fields__
+FIELDS: Final = Counters.__struct_fields__
 
 TIME_IN: Final[dict[AdapterState, str]] = {
     UNREGISTERED: "unregistered_ns",
@@ -88,3 +89,11 @@ COUNTS_OF_TRANSITION: Final[dict[tuple[AdapterState, AdapterState], tuple[str, .
     (GPU_SLOT, EVICTED): ("deactivations", "unstagings", "unloads"),
 }
 """The tiers that an adapter enters or leaves by a transition."""
+
+DURATION_OF: Final[dict[type, str]] = {
+    commands.CheckAdapter: "check_ns",
+    commands.LoadWeights: "load_ns",
+    commands.StageWeights: "stage_ns",
+    commands.WriteSlot: "write_ns",
+}
+"""The field with the duration of the operations of a kind."""
