@@ -237,6 +237,9 @@ DEFAULT_BOUNDS: Final = AdapterBounds()
 """The default bounds."""
 
 
+ADAPTER_WEIGHT_MAX: Final = 1000
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Configuration of an engine process.
@@ -257,7 +260,8 @@ class EngineConfig:
     `expert_parallel`: with several ranks, each keeps some experts whole instead of some columns of
     every expert. `quantization`: one of `QUANTIZATIONS` to quantise the model while it is loaded.
     `capture_steps`: capture decode steps as CUDA graphs and replay them, if the model
-    allows it. Raises `ValueError`.
+    allows it. `adapter_weights`: by adapter name, its share of the steps while several adapters
+    wait, 1 by default. Raises `ValueError`.
     """
 
     model_directory: Path
@@ -280,6 +284,7 @@ class EngineConfig:
     expert_parallel: bool = False
     capture_steps: bool = False
     quantization: str = "none"
+    adapter_weights: Mapping[str, int] | None = None
     adapter_bounds: AdapterBounds = field(default_factory=AdapterBounds)
 
     def __post_init__(self) -> None:
@@ -302,6 +307,12 @@ class EngineConfig:
                 f"quantization is {self.quantization!r}; {UNQUANTIZED}, or one of "
                 f"{', '.join(QUANTIZATIONS)}"
             )
+        for name, weight in (self.adapter_weights or {}).items():
+            if not _is_int(weight) or not 1 <= weight <= ADAPTER_WEIGHT_MAX:
+                raise ValueError(
+                    f"the weight of adapter {name!r} is {weight!r}; an integer from 1 to "
+                    f"{ADAPTER_WEIGHT_MAX}"
+                )
         if self.pin_memory and not torch.cuda.is_available():
             raise ValueError("pin_memory is True; page-locked memory needs CUDA")
 

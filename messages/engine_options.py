@@ -235,6 +235,14 @@ class EngineOptions(Struct, frozen=True):
             extra={"metavar": "NAME", "choices": QUANTIZATIONS},
         ),
     ] = "none"
+    adapter_weights: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Share of an adapter in the steps while requests of several adapters wait: "
+            "a number from 1 to 1000, 1 for adapters without one. Repeat for several.",
+            extra={"metavar": "ADAPTER=NUMBER"},
+        ),
+    ] = ()
 
 
 class EngineArguments(EngineOptions, frozen=True, kw_only=True):

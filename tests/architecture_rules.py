@@ -197,7 +197,7 @@ ROOMS: Final = (
     Room(
         "loradock.testing",
         ("loradock.testing",),
-        ("controller.core",),
+        ("controller.core", "controller.core.tables"),
         ("msgspec",),
     ),
 )

@@ -4,19 +4,21 @@ A refused request leaves no trace. An admitted one has an id unique among runnin
 """
 
 from collections.abc import Callable, Container, Sequence
+from typing import Final
 
 from engine.errors import Conflict, EngineOverloaded, NotResident
 from engine.punica.mapping import BASE
 from engine.residency.arena import Arena
 from messages.commands import StartInference
-from messages.ids import NO_SLOT, RequestId
+from messages.ids import NO_SLOT, AdapterId, RequestId
 
 
 class SlotTable:
     """The adapter in each slot: `residents[slot]` is an adapter id, or None for an empty slot.
 
     `fingerprint_of`: returns the fingerprint of an adapter's files by its id, or None if it is
-    unknown; then a version is one writing of a slot.
+    unknown; then a version is one writing of a slot. `weight_of`: returns an adapter's share of the
+    steps where several wait.
     """
 
     def __init__(
@@ -24,10 +26,12 @@ class SlotTable:
         arena: Arena,
         residents: Sequence[int | None],
         fingerprint_of: Callable[[int], str | None] = lambda _: None,
+        weight_of: Callable[[AdapterId], int] = lambda _: 1,
     ) -> None:
         self._arena = arena
         self._fingerprint_of = fingerprint_of
         self.residents = residents
+        self.weight_of: Final = weight_of
 
     def version_of(self, command: StartInference) -> str:
         """Return what identifies the weights that a request needs; empty for the base model."""

@@ -1,16 +1,22 @@
 """Waiting sequences by adapter, served in turn: deficit round robin with tokens as the cost.
 
-Between two turns of an adapter, every other waiting adapter is served at most one quantum and one
-sequence more than its share (Shreedhar and Varghese, 1995). So the wait of a sequence depends on
-the number of waiting adapters and on the sequences of its own adapter, not on those of others.
+An adapter's quantum is its weight times that of a weight of 1. Let the sequence of adapter a, with
+all before it in a's own queue, cost C tokens, let Q(b) be the quantum of each adapter b and L the
+largest cost of one sequence. Before it is served, every other adapter is served at most
+
+    ceil((C + D) / Q(a)) * Q(b) + L
+
+tokens, where D is what a has generated beyond its credit (Shreedhar and Varghese, 1995). So a wait
+depends on the number of waiting adapters, the weights and the sequences of the own adapter, and not
+on the number or the length of the sequences of others.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, Generic, TypeVar
 
 QUANTUM_TOKENS: Final = 512
-"""The tokens that an adapter is served per turn."""
+"""The tokens that an adapter of weight 1 is served per turn."""
 
 T = TypeVar("T")
 AdapterKey = int
@@ -23,8 +29,15 @@ class FairQueue(Generic[T]):
     afterwards.
     """
 
-    def __init__(self, quantum_tokens: int = QUANTUM_TOKENS) -> None:
-        self._quantum = quantum_tokens
+    def __init__(
+        self,
+        quantum_tokens: int = QUANTUM_TOKENS,
+        weight_of: Callable[[AdapterKey], int] = lambda _: 1,
+    ) -> None:
+        """`weight_of` returns an adapter's weight, at least 1, whenever it begins to wait."""
+        self._quantum_tokens = quantum_tokens
+        self._weight_of = weight_of
+        self._quantum: dict[AdapterKey, int] = {}
         # The adapter whose turn it is comes first.
         self._by_adapter: OrderedDict[AdapterKey, deque[tuple[T, int]]] = OrderedDict()
         self._credit: dict[AdapterKey, int] = {}
@@ -57,6 +70,7 @@ class FairQueue(Generic[T]):
         if adapter not in self._by_adapter:
             self._by_adapter[adapter] = deque()
             self._credit[adapter] = 0
+            self._quantum[adapter] = self._quantum_tokens * self._weight_of(adapter)
         return self._by_adapter[adapter]
 
     def charge(self, adapter: AdapterKey, tokens: int) -> None:
@@ -101,21 +115,22 @@ class FairQueue(Generic[T]):
         if rounds > 1:
             # The rounds in which no adapter can pay are counted at once.
             for adapter in self._credit:
-                self._credit[adapter] += (rounds - 1) * self._quantum
+                self._credit[adapter] += (rounds - 1) * self._quantum[adapter]
         while True:
             adapter, queue = next(iter(self._by_adapter.items()))
             if self._credit[adapter] >= queue[0][1]:
                 return adapter
-            self._credit[adapter] += self._quantum
+            self._credit[adapter] += self._quantum[adapter]
             self._by_adapter.move_to_end(adapter)
 
     def _rounds_needed(self) -> int:
         """Return the rounds after which the first adapter can pay, 0 if one already can."""
-        missing = min(
-            queue[0][1] - self._credit[adapter] for adapter, queue in self._by_adapter.items()
+        rounds = (
+            -((self._credit[adapter] - queue[0][1]) // self._quantum[adapter])
+            for adapter, queue in self._by_adapter.items()
         )
-        return max(0, -(-missing // self._quantum))
+        return max(0, min(rounds))
 
     def _drop_if_empty(self, adapter: AdapterKey) -> None:
         if not self._by_adapter[adapter]:
-            del self._by_adapter[adapter], self._credit[adapter]
+            del self._by_adapter[adapter], self._credit[adapter], self._quantum[adapter]

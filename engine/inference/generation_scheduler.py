@@ -68,7 +68,7 @@ class GenerationScheduler:
         self._config = config
         self._emit = emit
         self._prefetcher = PromptPrefetcher(jobs)
-        self._waiting: FairQueue[Sequence] = FairQueue()
+        self._waiting: FairQueue[Sequence] = FairQueue(weight_of=slots.weight_of)
         # The number of the next waiting sequences that are prefilled one at a time.
         self._prefill_singly = 0
         # Fewer than the configuration allows after a lack of memory.

@@ -66,7 +66,7 @@ class Sequence:
             self._detokenizer = Detokenizer(self._tokenizer, self.prompt)
 
     def note_reused(self, tokens: int) -> None:
-        """Record that the first tokens were in the KV cache; after a preemption they are its own."""
+        """Record that the first tokens were cached; after a preemption they are its own."""
         if not self.output.tokens:
             self.prefix_tokens = min(tokens, len(self.prompt))
 

@@ -29,7 +29,7 @@ from engine.residency.residency import OperationJob, Residency
 from engine.worker.collective_jobs import CollectiveJobs
 from engine.worker.seen_operations import SeenOperations
 from messages import commands, reports
-from messages.ids import OpId
+from messages.ids import AdapterId, OpId
 from messages.views import EngineStatistics
 
 EngineCommand = commands.Operation | commands.StopGeneration | commands.ResendTokens
@@ -65,7 +65,8 @@ class Engine:
         self._dtype = str(model.dtype).removeprefix("torch.")
         # A pool of their own, so that adapters don't wait for images to be decoded.
         image_jobs: Jobs[OpId] = _jobs_of(group, config.file_threads, wake)
-        slots = SlotTable(arena, self.residency.residents, self.residency.fingerprint_of)
+        residency = self.residency
+        slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
         self._inference = choose_scheduler(model, punica, slots, config, report, image_jobs)
         self._seen_operations = SeenOperations()
         self._meter = Meter()
@@ -169,6 +170,12 @@ class Engine:
             self._inference.start(command)
         except EngineError as error:
             self.residency.fail(command.op, error)
+
+    def _weight_of(self, adapter_id: AdapterId) -> int:
+        """Return the weight of the name of an adapter; 1 by default and for the base model."""
+        adapter = self.residency.host_adapters.get(adapter_id)
+        name = "" if adapter is None else adapter.source.adapter
+        return (self._config.adapter_weights or {}).get(name, 1)
 
     def _read(self, command: commands.CheckAdapter | commands.LoadWeights) -> LoadedAdapter:
         return read_adapter(

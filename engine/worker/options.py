@@ -58,6 +58,7 @@ def configs(arguments: EngineArguments) -> tuple[EngineConfig, LoRAConfig]:
         # The default depends on the environment.
         del values["dual_stream"]
     values["default_mm_loras"] = dict(map(_modality, arguments.default_mm_loras)) or None
+    values["adapter_weights"] = dict(map(_weight, arguments.adapter_weights)) or None
     engine, lora = (
         {field.name: values[field.name] for field in fields(owner) if field.name in values}
         for owner in (EngineConfig, LoRAConfig)
@@ -70,3 +71,10 @@ def _modality(text: str) -> tuple[str, str]:
     if not modality or not path:
         raise ValueError(f"--default-mm-lora {text!r}; MODALITY=PATH is needed")
     return modality, path
+
+
+def _weight(text: str) -> tuple[str, int]:
+    adapter, _, weight = text.partition("=")
+    if not adapter or not weight.isdecimal() or not weight.isascii():
+        raise ValueError(f"--adapter-weight {text!r}; ADAPTER=NUMBER is needed")
+    return adapter, int(weight)

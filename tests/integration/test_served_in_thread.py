@@ -114,6 +114,21 @@ def test_the_engines_statistics_agree_with_the_controllers_counters(bench: Serve
     assert 0 < statistics.steps <= bench.steps
 
 
+def test_an_adapter_has_the_weight_of_its_name(
+    make_engine: Callable[..., EngineBench], no_eos: None
+) -> None:
+    weights = {"attention": 4}
+    bench = ServedBench(make_engine(max_num_seqs=1, adapter_weights=weights))
+    for name in ("attention", "mlp"):
+        bench.request(ActivateAdapter, name)
+    ids = {name: bench.world.current(name).id for name in ("attention", "mlp")}
+    assert {name: bench.engine._weight_of(key) for name, key in ids.items()} == {
+        "attention": 4,
+        "mlp": 1,
+    }
+    assert bench.engine._weight_of(0) == 1
+
+
 def test_memory_after_many_life_cycles_is_that_before(bench: ServedBench) -> None:
     def cycle() -> None:
         for name in ("attention", "mlp"):

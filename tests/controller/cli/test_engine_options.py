@@ -48,6 +48,7 @@ OTHER_VALUES: dict[str, Any] = {
     "expert_parallel": True,
     "capture_steps": True,
     "quantization": "torchao-int8",
+    "adapter_weights": ("tenant=3",),
 }
 FROM_OTHER_OPTIONS = {
     "adapter_roots": ("a", "-b"),
@@ -93,6 +94,8 @@ def configured(arguments: EngineArguments, name: str) -> Any:
     value = getattr(lora if name in LoRAConfig.__dataclass_fields__ else config, name)
     if name == "default_mm_loras":
         return tuple(f"{modality}={path}" for modality, path in (value or {}).items())
+    if name == "adapter_weights":
+        return tuple(f"{adapter}={weight}" for adapter, weight in (value or {}).items())
     if name == "adapter_roots":
         return tuple(map(str, value))
     return value or () if name == "target_modules" else value
@@ -206,6 +209,12 @@ def test_serve_refuses_numbers_that_the_configurations_refuse(name: str, tmp_pat
     result = CliRunner().invoke(app, ["--dir", str(tmp_path), "serve", "--model", "m", *words])
     assert result.exit_code == 2
     assert words[0].partition("=")[0] in result.output
+
+
+@pytest.mark.parametrize("text", ["a", "=2", "a=", "a=b", "a=-1", "a=0", "a=1001", "a=1.5", ""])
+def test_an_engine_refuses_a_malformed_weight(text: str) -> None:
+    with pytest.raises(ValueError, match=r"ADAPTER=NUMBER|an integer from 1 to 1000"):
+        configs(parsed(f"--adapter-weight={text}"))
 
 
 @pytest.mark.parametrize("text", ["image", "=a", "image=", ""])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from messages import requests
+from messages import commands, records, requests
 from messages.errors import ErrorCode
 from messages.requests import (
     ActivateAdapter,
@@ -139,3 +139,52 @@ def test_another_path_under_a_known_name_is_refused() -> None:
     bench.activate("a")
     bench.refused(ErrorCode.CONFLICT, ("'a'", "load the new path"), PrefetchAdapter, "a", "other")
     assert isinstance(bench.request(requests.PrefetchAdapter, "a"), PrefetchAccepted)
+
+
+def test_adapters_of_queued_requests_are_staged_ahead_in_the_order_of_their_requests() -> None:
+    bench = CoreBench(slots=1)
+    for name in ("b", "c", "d"):
+        bench.request(LoadAdapter, name)
+        bench.request(EvictAdapter, name)
+    bench.activate("a")
+    running = bench.generate("a")
+    issued = record_commands(bench)
+    waiting = [bench.send(records.GenerationRequested, name) for name in ("c", "d", "b")]
+    bench.settle()
+    # While the slot is leased: read and staged, so that only a copy is left.
+    order = [bench.adapter(name).id for name in ("c", "d", "b")]
+    for kind in (commands.LoadWeights, commands.StageWeights):
+        assert [c.adapter_id for c in issued if isinstance(c, kind)] == order
+    assert {bench.state(name) for name in "bcd"} == {"pinned"}
+    for request in (running, *waiting):
+        assert bench.world.pending_requests[request].op, "it runs as soon as its slot is written"
+        bench.end_generation(request)
+    assert [c.adapter_id for c in issued if isinstance(c, commands.WriteSlot)] == order
+
+
+def test_adapters_of_queued_requests_are_staged_ahead_within_the_budgets() -> None:
+    bench = CoreBench(slots=1, pinned_bytes_max=20)
+    for name in ("b", "c"):
+        bench.request(LoadAdapter, name)
+        bench.request(EvictAdapter, name)
+    bench.activate("a")
+    running = bench.generate("a")
+    for name in ("b", "c"):
+        bench.send(records.GenerationRequested, name)
+    bench.settle()
+    assert [bench.state(name) for name in "abc"] == ["gpu-slot", "pinned", "cpu-cached"]
+    bench.end_generation(running)
+    assert bench.in_slots() == {"b"}
+
+
+def record_commands(bench: CoreBench) -> list[commands.Command]:
+    """Return a list to which every command from now on is appended."""
+    recorded: list[commands.Command] = []
+    on_command = bench.oracle.on_command
+
+    def record(command: commands.Command) -> None:
+        recorded.append(command)
+        on_command(command)
+
+    bench.oracle.on_command = record  # type: ignore[method-assign]
+    return recorded

@@ -120,3 +120,37 @@ def test_generated_tokens_count_against_an_adapter_that_waits() -> None:
         queue.append(2, "brief", 100)
     queue.charge(1, 300)
     assert [queue.pop() for _ in range(3)] == ["brief"] * 3
+
+
+@given(
+    weights=st.tuples(*[st.integers(1, 5)] * 3),
+    own=st.lists(COSTS, min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_a_wait_is_bounded_by_the_weights_and_the_own_costs(
+    weights: tuple[int, int, int], own: list[int], data: Any
+) -> None:
+    quantum = 300
+    queue: FairQueue[tuple[int, int]] = FairQueue(quantum, weights.__getitem__)
+    others = [data.draw(st.lists(COSTS, min_size=1, max_size=30)) for _ in range(2)]
+    for adapter, costs in enumerate((own, *others)):
+        for cost in costs:
+            queue.append(adapter, (adapter, cost), cost)
+    served, left = Counter[int](), len(own)
+    while left:
+        adapter, cost = queue.pop()
+        served[adapter] += cost
+        left -= adapter == 0
+    rounds = -(-sum(own) // (quantum * weights[0]))
+    largest = max(max(costs) for costs in others)
+    for other in (1, 2):
+        assert served[other] <= rounds * quantum * weights[other] + largest
+
+
+def test_adapters_that_always_wait_are_served_by_their_weights() -> None:
+    queue: FairQueue[int] = FairQueue(100, {1: 1, 2: 3}.__getitem__)
+    for _ in range(400):
+        queue.append(1, 1, 50)
+        queue.append(2, 2, 50)
+    served = Counter(queue.pop() for _ in range(400))
+    assert served == {1: 100, 2: 300}
