@@ -43,7 +43,7 @@ Clock = Callable[[], float]
 def run() -> Iterator[Figure]:
     """Measure every figure of the group."""
     with tempfile.TemporaryDirectory(prefix="ld-") as name:
-        modules = _write(Path(name) / "adapter")
+        modules = write_adapter(Path(name) / "adapter")
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         yield _read(Path(name), modules, "adapters.read", time.process_time)
@@ -51,7 +51,7 @@ def run() -> Iterator[Figure]:
         yield _read(Path(name), modules, "adapters.read_all_threads", time.perf_counter)
 
 
-def _write(directory: Path) -> dict[str, ModuleShape]:
+def write_adapter(directory: Path, rank: int = RANK) -> dict[str, ModuleShape]:
     """Write a bfloat16 adapter of every linear layer, and return the modules that it adapts."""
     modules, tensors = {}, {}
     generator = torch.Generator().manual_seed(0)
@@ -59,12 +59,12 @@ def _write(directory: Path) -> dict[str, ModuleShape]:
         for projection, (width, height) in WIDTHS.items():
             name = f"model.layers.{layer}.{projection}"
             modules[name] = ModuleShape(name, width, height, len(modules))
-            for matrix, shape in (("A", (RANK, width)), ("B", (height, RANK))):
+            for matrix, shape in (("A", (rank, width)), ("B", (height, rank))):
                 values = torch.randn(shape, generator=generator).to(torch.bfloat16)
                 tensors[f"base_model.model.{name}.lora_{matrix}.weight"] = values
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": ".*_proj"}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": ".*_proj"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return modules
 

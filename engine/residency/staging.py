@@ -125,13 +125,23 @@ def _write_slice(data: torch.Tensor, start: int, lora: LoRALayerWeights, shape: 
     """Write A and B at element `start` of `data`; return the first element after B's padding."""
     is_embedding = shape.kind is ModuleKind.EMBEDDING
     start = _write_matrix(data, start, lora.lora_a.T if is_embedding else lora.lora_a)
-    return _write_matrix(data, start, scaled(lora.lora_b, lora.scaling))
+    scaling = lora.scaling
+    if lora.lora_b.dtype == data.dtype and torch.tensor(scaling, dtype=data.dtype) == scaling:
+        # The product is rounded once too, without an intermediate tensor in float32.
+        return _write_matrix(data, start, lora.lora_b, scaling)
+    return _write_matrix(data, start, scaled(lora.lora_b, scaling))
 
 
-def _write_matrix(data: torch.Tensor, start: int, matrix: torch.Tensor) -> int:
+def _write_matrix(
+    data: torch.Tensor, start: int, matrix: torch.Tensor, scaling: float = 1.0
+) -> int:
     """Write a matrix, and zeros up to the next multiple of 128 bytes; return that element."""
     end = start + matrix.numel()
-    data[start:end].view(matrix.shape).copy_(matrix)
+    written = data[start:end].view(matrix.shape)
+    if scaling == 1.0:
+        written.copy_(matrix)
+    else:
+        torch.mul(matrix, scaling, out=written)
     aligned_end = start + aligned_elements(matrix.numel(), data.dtype)
     if aligned_end > end:
         data[end:aligned_end].zero_()

@@ -20,6 +20,7 @@ from engine.residency.staging import (
     blob_bytes,
     slice_elements,
     stage,
+    unpack,
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -170,3 +171,15 @@ def test_a_host_without_enough_memory_is_an_error() -> None:
         pytest.raises(HostOutOfMemory, match="256 bytes of pageable host memory"),
     ):
         stage(LoRAModel(1, 1, {"m": lora}), [ModuleShape("m", 2, 2, 0)], torch.float32, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scaling", [0.25, 2.0, 3.0, 1 / 3, 1.0])
+def test_b_is_the_product_in_float32_rounded_once(dtype: torch.dtype, scaling: float) -> None:
+    exponents = torch.linspace(-30, 10, 640).exp2().reshape(64, 10)
+    lora_b = (torch.randn(64, 10, generator=torch.Generator().manual_seed(3)) * exponents).to(dtype)
+    shape = ModuleShape("m", 8, 64, 0)
+    lora = LoRALayerWeights("m", 10, 10, torch.zeros(10, 8, dtype=dtype), lora_b, scaling)
+    blob = stage(LoRAModel(1, 10, {"m": lora}), [shape], dtype, pin=False)
+    [written] = unpack(blob, [shape], 1).loras.values()
+    assert torch.equal(written.lora_b, (lora_b.float() * scaling).to(dtype))
