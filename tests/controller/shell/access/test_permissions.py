@@ -36,6 +36,7 @@ EXAMPLES: dict[type, Any] = {
     rq.ActivateAdapter: rq.ActivateAdapter("r", "a"),
     rq.ActivateBatch: rq.ActivateBatch("r", ("a",)),
     rq.HoldAdapter: rq.HoldAdapter("r", "a"),
+    rq.PrefetchAdapter: rq.PrefetchAdapter("r", "a"),
     rq.ReleaseAdapter: rq.ReleaseAdapter("r", "a"),
     rq.DeactivateAdapter: rq.DeactivateAdapter("r", "a"),
     rq.EvictAdapter: rq.EvictAdapter("r", "a"),
@@ -51,7 +52,7 @@ EXAMPLES: dict[type, Any] = {
     control.ChangeSettings: control.ChangeSettings("r", {"rest_ms": 1}),
     control.StopServer: control.StopServer("r"),
 }
-LOADING = (rq.LoadAdapter, rq.StageAdapter, rq.ActivateAdapter, rq.HoldAdapter)
+LOADING = (rq.LoadAdapter, rq.StageAdapter, rq.ActivateAdapter, rq.HoldAdapter, rq.PrefetchAdapter)
 
 
 @pytest.fixture
