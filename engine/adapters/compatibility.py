@@ -316,17 +316,13 @@ def _add_size_differences(
     """Add one problem for all modules of other sizes, of the adapter's `modules`."""
     if not resized:
         return
-    first, *others = resized.values()
-    if not others:
-        problems.add(AdapterDoesNotFit, first)
-    else:
+    text = next(iter(resized.values()))
+    if len(resized) > 1:
         base = helper.base_model_name
         named = f" (its base_model_name_or_path is {shown(base)})" if base else ""
-        problems.add(
-            AdapterDoesNotFit,
-            f"trained for a model of other sizes{named}: {len(resized)} of its {modules} modules "
-            f"differ; {first}",
-        )
+        differ = f"{len(resized)} of its {modules} modules differ"
+        text = f"trained for a model of other sizes{named}: {differ}; {text}"
+    problems.add(AdapterDoesNotFit, text)
 
 
 def _with_hint(module: str, modules: Collection[str]) -> str:
