@@ -1,8 +1,12 @@
 """Types of identifiers and numbers, with the bounds that decoding enforces.
 
-An identifier that decoding accepts is safe to log and to show.
+An identifier that decoding accepts is safe to log and to show. Inside the controller, its log and
+the engine the id of a request is `CLIENT:ID`: `ID` is what the client chose, `CLIENT` its name, so
+that no client can name another's request.
 """
 
+from base64 import urlsafe_b64encode
+from hashlib import blake2b
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
@@ -22,7 +26,7 @@ RequestId = Annotated[str, Meta(pattern=REQUEST_PATTERN)]
 """Chosen by the client and never used twice; a repeated request gets its first answer again.
 
 A client's own id has at most 64 characters. Inside the controller, in the log and in the engine it
-follows the client's name (`messages.scoped_ids`).
+follows the client's name (`scoped`).
 """
 
 OpId = Annotated[int, Meta(ge=0, le=2**53)]
@@ -62,3 +66,35 @@ GPU_SLOT: Final = "gpu-slot"
 
 NO_SLOT: Final = -1
 BASE_MODEL: Final = 0
+
+_NAME_BYTES: Final = 12
+_USER_BYTES_MAX: Final = blake2b.PERSON_SIZE
+
+
+def client_name(token: bytes, user: str) -> str:
+    """Return the name, 16 characters, of the client with a token; `user` is that of its key.
+
+    The token is secret: it proves that a frame is of the client. The name is not.
+    """
+    person = user.encode()
+    if len(person) > _USER_BYTES_MAX:
+        person = blake2b(person, digest_size=_USER_BYTES_MAX).digest()
+    name = blake2b(token, person=person, digest_size=_NAME_BYTES).digest()
+    return urlsafe_b64encode(name).decode()
+
+
+def scoped(client: str, request_id: RequestId) -> RequestId:
+    """Return the id of a client's request inside the controller."""
+    return f"{client}:{request_id}"
+
+
+def client_of(request_id: RequestId) -> str:
+    """Return the client's name; empty for an id that the controller made."""
+    client, colon, _ = request_id.partition(":")
+    return client if colon else ""
+
+
+def unscoped(request_id: RequestId) -> RequestId:
+    """Return the id that the client chose."""
+    client, colon, own = request_id.partition(":")
+    return own if colon else client

@@ -324,10 +324,7 @@ class CancelDone(_Reply, frozen=True):
 
 
 class Refused(_Reply, frozen=True):
-    """The request was refused, and it changed nothing.
-
-    `retry_after_ms`: when the same request may succeed; 0 where that is not known.
-    """
+    """The request changed nothing; `retry_after_ms`: when it may succeed, 0 if not known."""
 
     code: ErrorCode
     message: str

@@ -15,8 +15,16 @@ from controller.core.tables.tier_queues import TIERS, TierName
 from controller.core.world import NO_PRIORITY, RESIDENT, Adapter, World
 from controller.states.table import RESIDENCY_LEVEL
 from messages import commands
-from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, UNREGISTERED, AdapterId
-from messages.scoped_ids import client_of
+from messages.ids import (
+    CPU_CACHED,
+    EVICTED,
+    GPU_SLOT,
+    NO_SLOT,
+    PINNED,
+    UNREGISTERED,
+    AdapterId,
+    client_of,
+)
 
 
 class InvariantError(AssertionError):

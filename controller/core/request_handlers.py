@@ -23,8 +23,8 @@ from messages.ids import (
     UNREGISTERED,
     AdapterState,
     RequestId,
+    unscoped,
 )
-from messages.scoped_ids import unscoped
 
 Request = requests.LifecycleRequest | records.InferenceRequested
 

@@ -1,7 +1,7 @@
 """Client sessions: the client of a request, what is answered at once, the inputs for the log.
 
 A request that repeats an earlier one, or that would be refused, is answered without an input.
-Inside the controller, ids of requests carry the client's name (`messages.scoped_ids`).
+Inside the controller, ids of requests carry the client's name (`messages.ids`).
 """
 
 import time
@@ -31,11 +31,10 @@ from messages import requests
 from messages.commands import StartInference
 from messages.control import CancelRequest, ChangeSettings, StopServer
 from messages.errors import ErrorCode
-from messages.ids import AdapterName, RequestId
+from messages.ids import AdapterName, RequestId, client_of, scoped
 from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
 from messages.reports import PrivateReport
 from messages.requests import LifecycleRequest, PrivateRequest
-from messages.scoped_ids import client_of, scoped
 from messages.views import EngineStatistics
 from messages.wire import REQUESTS, Body, WireError
 

@@ -12,9 +12,8 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from msgspec import Struct
 
-from messages.ids import RequestId
+from messages.ids import RequestId, client_of
 from messages.requests import Reply
-from messages.scoped_ids import client_of
 
 _EXPIRED_PER_ANSWER: Final = 2
 """Bound on the answers that one new answer drops per window for their age, so its cost has one."""

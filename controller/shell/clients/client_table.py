@@ -12,7 +12,7 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from messages.scoped_ids import client_name
+from messages.ids import client_name
 from messages.wire import Body
 
 CLIENTS_MAX: Final = 65_536

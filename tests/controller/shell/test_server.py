@@ -19,7 +19,7 @@ from controller.shell.config import EXIT_LOG
 from messages import commands, records
 from messages import requests as rq
 from messages.errors import ErrorCode
-from messages.scoped_ids import unscoped
+from messages.ids import unscoped
 from tests.support.parallel.processes import LIMITS, ControllerProcess, controller
 from tests.support.simulation.log_examples import flip
 from tests.support.simulation.shell_examples import (

@@ -13,8 +13,8 @@ from controller.client.calls import Timing
 from controller.log.replay import replay
 from controller.log.segments import verify
 from messages import commands, records
+from messages.ids import unscoped
 from messages.prompts import IMAGE_BYTES_MAX, IMAGES_BYTES_MAX, IllustratedPrompt
-from messages.scoped_ids import unscoped
 from tests.support.parallel.processes import controller
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
 from tests.support.waiting import HANG_S

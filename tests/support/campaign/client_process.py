@@ -12,7 +12,7 @@ from controller.client.session import Session
 from controller.client.streams import EventCursor, Gap
 from messages import requests
 from messages.events import Published
-from messages.scoped_ids import client_name, scoped
+from messages.ids import client_name, scoped
 from messages.wire import TOKEN_BYTES
 from tests.support.campaign.machine import MACHINE, SECOND
 from tests.support.campaign.network import Link

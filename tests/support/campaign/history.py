@@ -13,7 +13,7 @@ from controller.core.world import World
 from messages import events, requests
 from messages.errors import ErrorCode
 from messages.events import Published
-from messages.scoped_ids import scoped, unscoped
+from messages.ids import scoped, unscoped
 from messages.wire import EVENTS, REPLIES
 from tests.support.campaign.client_process import (
     GENERATION_TIMEOUT_S,

@@ -8,7 +8,7 @@ from controller.shell.client_sessions import ClientSessions
 from controller.shell.default_adapters import DefaultAdapters
 from messages import commands, records, reports
 from messages import requests as rq
-from messages.scoped_ids import client_name, scoped
+from messages.ids import client_name, scoped
 from messages.wire import REPLIES, REQUESTS, TOKEN_BYTES
 
 LIMITS = Limits(requests_max=4)

@@ -4,9 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.tables.answer_windows import Answer, AnswerWindows, WindowBounds
-from messages.ids import RequestId
+from messages.ids import RequestId, client_name, client_of, scoped, unscoped
 from messages.requests import CancelDone
-from messages.scoped_ids import client_name, client_of, scoped, unscoped
 
 BOUNDS = WindowBounds(count_max=12, client_max=5, kept_ns=100)
 
