@@ -115,7 +115,7 @@ def _snapshot_pause() -> Figure:
         "control.snapshot_pause",
         ours,
         "ms",
-        f"the longest request of as many without a snapshot: {bare:.1f} ms",
+        f"the longest request of the same number without a snapshot: {bare:.1f} ms",
         ours / bare,
         "ratio <= 2 and <= 5 ms more",
         ours / bare <= 2 and ours - bare <= 5,

@@ -127,7 +127,7 @@ def _size_bytes(path: Path) -> int:
 
 
 def fill_tables(directory: Path) -> None:
-    """Make the controller know as many clients, and keep as many events, as it ever does."""
+    """Fill the tables of clients and of events up to their bounds."""
     with zmq.Context() as context:
         for _ in range(CLIENTS_MAX // CLIENTS_PER_ROUTE_MAX):
             with context.socket(zmq.DEALER) as socket:

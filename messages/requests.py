@@ -387,9 +387,8 @@ class StatusShown(_Reply, frozen=True):
     device: str = ""
     dtype: str = ""  # Of the base model.
     stopping: bool = False  # New requests are refused, those in progress end.
-    counters: AdapterCounters = (
-        AdapterCounters()
-    )  # Of all adapters ever known, and of the base model.
+    # Of all adapters ever known, and of the base model.
+    counters: AdapterCounters = AdapterCounters()
     engine: EngineStatistics = EngineStatistics()  # As of the engine's last heartbeat.
 
 

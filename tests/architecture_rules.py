@@ -89,7 +89,7 @@ ROOMS: Final = (
         ("controller.cli.main",),
         (
             *("messages", "controller.cli", "controller.cli.server", "controller.cli.pages"),
-            *("controller.client",),
+            *("controller.cli.example", "controller.client"),
         ),
         ("typer",),
     ),

@@ -276,9 +276,8 @@ class Server:
             return
         self._link.note_logged()
         handle, perform = self._handler.handle, self._perform
-        seq = last_seq - len(group)
-        for received, record in zip(group, batch, strict=True):
-            seq += 1
+        seqs = range(last_seq - len(group) + 1, last_seq + 1)
+        for seq, received, record in zip(seqs, group, batch, strict=True):
             if type(received.message) in _NOTED:
                 self._note(received.message)
             actions = handle(seq, record)
