@@ -12,7 +12,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences openai2 test check bench soak fuzz gpu replay sim sim-bugs histories diagrams supported clean
+.PHONY: help setup demo sentences openai2 test check bench soak fuzz gpu replay sim sim-bugs histories diagrams supported parity clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -83,6 +83,11 @@ diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 	$(BIN)/python -m tests.architecture_rules ARCHITECTURE.md
 
 supported: $(STAMP)  ## write the tables of SUPPORTED.md and README.md
+	$(BIN)/python -m tests.supported
+
+# Results are kept, so a run that was interrupted continues; ALL=1 judges all again.
+parity: $(STAMP)  ## compare every causal architecture with PEFT: half an hour (ALL=1)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity $(if $(ALL),--all)
 	$(BIN)/python -m tests.supported
 
 clean:  ## remove what the targets made

@@ -126,11 +126,12 @@ ROOMS: Final = (
         "messages.prompts messages.requests engine engine.kernels engine.punica",
         "torch transformers",
     ),
+    _package("engine.models.caches", "engine", "torch transformers"),
     _package(
         "engine.models",
         "messages.prompts messages.requests engine engine.adapters engine.kernels "
         "engine.kernels.__init__ engine.residency engine.punica engine.layers "
-        "engine.models.vision",
+        "engine.models.caches engine.models.vision",
         "msgspec torch transformers",
     ),
     _package(

@@ -18,7 +18,6 @@ from engine.inference.forward_runner import ForwardRunner
 from engine.inference.prefill import PrefillBatch, may_join
 from engine.inference.sequence import Sequence
 from engine.inference.step_budget import TOKENS_MAX, StepBudget
-from engine.models.kv_cache import BatchKVCache
 from engine.punica.mapping import BASE, LoRAMapping
 from engine.punica.wrapper import PunicaWrapper
 
@@ -46,7 +45,7 @@ class PaddedBatch:
         self._events = events
         slots = len(runner.slots.residents)
         self._strategy = choose_decode(self._model, punica, slots, config)
-        self._cache = BatchKVCache([], keeps_capacity=self._strategy.keeps_capacity)
+        self._cache = self._model.new_cache(keeps_capacity=self._strategy.keeps_capacity)
         self._running: list[Sequence] = []
         # The group whose chunk is next comes first.
         self._prefilling: deque[PrefillBatch] = deque()
@@ -90,7 +89,7 @@ class PaddedBatch:
                 lengths.append(length)
         if sequences:
             # Before the others: it is probably shorter than what is left of them.
-            self._prefilling.appendleft(PrefillBatch(sequences))
+            self._prefilling.appendleft(PrefillBatch(sequences, self._model.new_cache))
         return len(sequences)
 
     def keep(self, stays: Callable[[Sequence], bool]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.inference.sequence import Sequence
 from engine.models.kv_cache import BatchKVCache
+from engine.models.probe import MakeCache
 from engine.models.vision.image_inputs import ImageInputs, position_offsets
 from engine.punica.mapping import LoRAMapping
 
@@ -32,7 +33,9 @@ def may_join(lengths: SequenceOf[int], length: int) -> bool:
 class PrefillBatch:
     """The prompts of some sequences, of which the columns before `done` are in `cache`."""
 
-    def __init__(self, sequences: SequenceOf[Sequence]) -> None:
+    def __init__(
+        self, sequences: SequenceOf[Sequence], new_cache: MakeCache = BatchKVCache
+    ) -> None:
         self.sequences = list(sequences)
         self.images: list[ImageInputs | None] = [one.images for one in sequences]
         self._totals = [len(one.tokens) for one in sequences]
@@ -41,7 +44,7 @@ class PrefillBatch:
             [[0] * (self._width - len(one.tokens)) + one.tokens for one in sequences]
         )
         self._done = 0
-        self.cache = BatchKVCache([0] * len(self.sequences), position_offsets(self.images))
+        self.cache = new_cache([0] * len(self.sequences), position_offsets(self.images))
 
     def __len__(self) -> int:
         """Return the number of rows."""

@@ -15,7 +15,6 @@ from engine.config import EngineConfig
 from engine.errors import MODEL_CODE_ERRORS
 from engine.inference.decoding.decode_probe import ProbeMapper
 from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import BatchKVCache
 from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
 
 _log = structlog.get_logger()
@@ -74,7 +73,7 @@ def _prefill(model: CausalModel, mapper: ProbeMapper, columns: int) -> Tensor:
     padded = torch.zeros(len(_PROBE_LENGTHS), width, dtype=torch.int64)
     for row, length in enumerate(_PROBE_LENGTHS):
         padded[row, width - length :] = (torch.arange(length) * 7 + row + 3) % model.vocab_size
-    cache = BatchKVCache([0] * len(_PROBE_LENGTHS))
+    cache = model.new_cache([0] * len(_PROBE_LENGTHS))
     for end in (*range(columns, width, columns), width):
         chunk = padded[:, cache.width : end]
         cache.lengths = [max(0, length - (width - end)) for length in _PROBE_LENGTHS]
@@ -92,6 +91,6 @@ def _seconds_per_token(model: CausalModel, mapper: ProbeMapper) -> float:
         mapper.map(count, 1)
         started = time.perf_counter()
         # Reading a result waits for the device.
-        float(model.forward(tokens, BatchKVCache([count]))[0, 0])
+        float(model.forward(tokens, model.new_cache([count]))[0, 0])
         seconds = time.perf_counter() - started
     return max(seconds, 1e-9) / count

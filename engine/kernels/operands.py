@@ -30,8 +30,11 @@ class LoRASlices:
     shapes: for LINEAR A is [rank, in_features] and B is [out_features[s], rank]; for EMBEDDING A is
     [in_features, rank]; for EXPERTS both have a leading dimension `experts`.
 
-    Views of the weights are cached for one version of the directory.
+    Views of the weights are cached for one version of the directory. `is_ordered`: the layer's
+    input has its rows in the order of a mapping; without it a batch can have one adapter only.
     """
+
+    is_ordered = True
 
     def __init__(
         self,

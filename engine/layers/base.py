@@ -68,6 +68,8 @@ class BaseLayerWithLoRA(nn.Module):
         self._punica: PunicaWrapper | None = None
         self._saved: tuple[SavedWeights, ...] = ()
         self._affine: tuple[SavedWeights, ...] = ()
+        # Whether inputs have their rows in the order of a mapping.
+        self.is_ordered = True
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
@@ -241,6 +243,7 @@ class BaseLayerWithLoRA(nn.Module):
     def _bind(self, arena: Arena) -> None:
         """Create the operands of the layer's products; overridden by layers with several."""
         self._slices = slices_of(arena, self.slice_shapes, self._columns)
+        self._slices.is_ordered = self.is_ordered
 
     def set_mapping(self, punica_wrapper: PunicaWrapper) -> None:
         """Use the mapping of `punica_wrapper` for every batch from now on."""
@@ -294,16 +297,13 @@ class BaseLayerWithLoRA(nn.Module):
         """
         if self._punica is None or self._slices is None:
             return base(x)
-        rows = x.reshape(-1, x.shape[-1])
-        return self._punica.with_lora_linear(
-            lambda: self.transform_rows(base(x)), rows, self._slices
-        )
+        return self._punica.with_lora_linear(lambda: self.transform_rows(base(x)), x, self._slices)
 
     def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the batch's deltas to `y` in place: y [..., out], contiguous; x [..., in]."""
         if self._punica is not None and self._slices is not None:
             rows = y.view(-1, y.shape[-1])
-            self._punica.add_lora_linear(rows, x.reshape(-1, x.shape[-1]), self._slices)
+            self._punica.add_lora_linear(rows, x, self._slices)
         return y
 
     def transform_rows(self, y: Tensor) -> Tensor:

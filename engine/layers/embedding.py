@@ -64,9 +64,8 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         y: Tensor = self.base_layer(token_ids)
         if self._punica is not None and self._slices is not None:
             rows = y.view(-1, y.shape[-1])
-            ids = token_ids.flatten().contiguous()
-            self._punica.add_lora_embedding(rows, ids, self._slices, self._scale)
-            self._replace(rows, ids)
+            self._punica.add_lora_embedding(rows, token_ids, self._slices, self._scale)
+            self._replace(rows, token_ids.flatten())
         return y
 
     @property

@@ -4,6 +4,7 @@ The base layer's own forward computes the base output, so the layer may be of an
 quantised; only the delta is computed here.
 """
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers.pytorch_utils import Conv1D
@@ -19,7 +20,7 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:
         """Linear layers whose forward is called; attention reads the excluded kind's weight."""
-        return not isinstance(layer, NonDynamicallyQuantizableLinear)
+        return not isinstance(layer, NonDynamicallyQuantizableLinear) and _is_product(layer)
 
     @property
     def slice_shapes(self) -> tuple[SliceShape, ...]:
@@ -60,3 +61,18 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ W.T + bias + delta`; x: [..., in_features], one row per mapped token."""
         return self.replace_rows(self.with_lora(self.base_layer, x), x)
+
+
+def _is_product(layer: nn.Module) -> bool:
+    """Whether a layer returns a product with its weight: a model's own kind may return more."""
+    if type(layer) is nn.Linear or not isinstance(layer, nn.Linear):
+        return True
+    if type(layer).forward is nn.Linear.forward or not layer.weight.is_floating_point():
+        return True
+    try:
+        with torch.inference_mode():
+            y = layer(layer.weight.new_zeros(2, layer.in_features))
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        # A kind that is split over ranks or quantised may not run here.
+        return True
+    return isinstance(y, Tensor) and y.shape == (2, layer.out_features)

@@ -48,7 +48,8 @@ class RouterWithLoRA(BaseLayerWithLoRA):
         """Modules with `num_experts`, a weight [num_experts, in] and one product with it."""
         parameters = dict(layer.named_parameters())
         weight = parameters.get("weight")
-        if weight is None or not parameters.keys() <= {"weight", "bias"} or weight.ndim != 2:
+        others = [one for name, one in parameters.items() if name != "weight"]
+        if weight is None or weight.ndim != 2 or any(one.ndim > 2 for one in others):
             return False
         is_router = getattr(layer, "num_experts", None) == len(weight)
         return is_router and _count_products(layer, weight) == 1
@@ -64,20 +65,23 @@ class RouterWithLoRA(BaseLayerWithLoRA):
         """The base layer's weight, for models that read its dtype or device."""
         return self.base_layer.get_parameter("weight")
 
-    def forward(self, hidden_states: Tensor) -> Any:
+    def forward(self, hidden_states: Tensor, *others: Any) -> Any:
         """Return the router's result, computed from scores with the deltas of each row's adapter.
 
-        hidden_states: [..., in_features], one row per token of the mapping.
+        hidden_states: [..., in_features], one row per token of the mapping. others: as the base
+        layer's, such as a correction per expert.
         """
         if self._punica is None or self._slices is None:
-            return self.base_layer(hidden_states)
+            return self.base_layer(hidden_states, *others)
         with _LinearHook(self.weight.shape, self.add_lora):
-            return self.base_layer(hidden_states)
+            return self.base_layer(hidden_states, *others)
 
 
 def _count_products(layer: nn.Module, weight: Tensor) -> int:
     """Return how often the layer multiplies a batch by a matrix of the shape of `weight`."""
-    if len(inspect.signature(layer.forward).parameters) != 1:
+    arguments = inspect.signature(layer.forward).parameters
+    others = [weight.detach().new_zeros(len(weight)) for _ in range(len(arguments) - 1)]
+    if len(others) > 1:
         return 0
     seen: list[Tensor] = []
 
@@ -87,7 +91,7 @@ def _count_products(layer: nn.Module, weight: Tensor) -> int:
     rows = weight.detach().new_ones(2, weight.shape[1])
     try:
         with torch.inference_mode(), _LinearHook(weight.shape, record):
-            layer(rows)
+            layer(rows, *others)
     except _FAILURES:
         return 0
     return len(seen)

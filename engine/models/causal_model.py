@@ -6,7 +6,9 @@ request.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -14,12 +16,28 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from engine.config import LoRAConfig
+from engine.models.caches.single_rows import SingleRows
+from engine.models.caches.state_cache import StateCache
 from engine.models.image_batch_probe import probe_images
 from engine.models.image_processor import ImagePromptReader, ImagesRefused, Processor
 from engine.models.kv_cache import BatchKVCache, left_padding_mask
-from engine.models.probe import generation_probe
+from engine.models.probe import ProbeSpec, check_causal, generation_probe, states_probe
 from engine.models.served_model import ServedModel, Tokenizer
 from engine.models.vision.image_inputs import ImageInputs, image_arguments
+from engine.models.vision.mapping import NO_PUNICAS, ImagePunicas
+from engine.punica.wrapper import PunicaWrapper
+from engine.residency.arena import Arena
+
+Batching = Literal["padded", "together", "single"]
+"""How the rows of a model are run.
+
+"padded": as one left-padded batch over keys and values. "together": prompts alone, without padding,
+and then all rows together, with the states of the model's own layers. "single": each row alone, as
+the model's own `generate` does.
+"""
+
+BATCHINGS: Final[tuple[Batching, ...]] = ("padded", "together", "single")
+"""In order of preference: the first in which the model answers as for a row alone is used."""
 
 _NO_PROCESSOR: Final = ImagesRefused("the model was prepared without a processor")
 
@@ -46,19 +64,47 @@ class CausalModel(ServedModel):
         super().__init__(model, tokenizer, context_tokens_max)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.accepts = frozenset(inspect.signature(model.forward).parameters)
-        self._prepare(generation_probe(self.forward), lora_config)
+        self._punica: PunicaWrapper | None = None
+        chosen = self._prepare([self._probe_of(one) for one in BATCHINGS], lora_config)
+        self.batching = BATCHINGS[chosen]
+        if self.batching == "single":
+            check_causal(self._forward_whole, self.vocab_size)
         self.prompt_reader, self.no_images_reason = self._make_reader(processor)
+
+    def new_cache(
+        self,
+        lengths: Sequence[int] = (),
+        offsets: Sequence[int] = (),
+        *,
+        keeps_capacity: bool = False,
+    ) -> Any:
+        """Return an empty `RowCache` for rows with these numbers of tokens.
+
+        `keeps_capacity`: buffers stay in place when rows leave, where there are any.
+        """
+        if self.batching == "padded":
+            return BatchKVCache(lengths, offsets, keeps_capacity=keeps_capacity)
+        return self._cache_of(self.batching, lengths, offsets)
+
+    def bind(
+        self, arena: Arena, punica: PunicaWrapper, image_punicas: ImagePunicas = NO_PUNICAS
+    ) -> None:
+        """Bind the layers, and use `punica` for rows that are run alone."""
+        super().bind(arena, punica, image_punicas)
+        self._punica = punica
 
     @torch.inference_mode()
     def forward(
-        self, input_ids: Tensor, cache: BatchKVCache, images: Sequence[ImageInputs | None] = ()
+        self, input_ids: Tensor, cache: Any, images: Sequence[ImageInputs | None] = ()
     ) -> Tensor:
         """Return the logits after each row's last token, [rows, vocabulary]; fill `cache` in place.
 
         input_ids: [rows, tokens] int64, on any device; rows with fewer tokens are padded on the
-        left. `cache.lengths` already counts the new tokens, and `cache.offsets` the images. images:
-        in a prefill with images, one entry per row.
+        left. cache: from `new_cache`. `cache.lengths` already counts the new tokens, and
+        `cache.offsets` the images. images: in a prefill with images, one entry per row.
         """
+        if not isinstance(cache, BatchKVCache):
+            return self._forward_states(input_ids, cache)
         tokens = input_ids.shape[1]
         lengths, next_positions = torch.tensor([cache.lengths, cache.positions], device=self.device)
         mask = left_padding_mask(lengths, cache.width + tokens)
@@ -100,6 +146,71 @@ class CausalModel(ServedModel):
         logits: Tensor = output.logits[:, -1]
         return logits
 
+    def _probe_of(self, batching: Batching) -> ProbeSpec:
+        if batching == "padded":
+            return generation_probe(self.forward, BatchKVCache, self._last_of_whole)
+        make_cache = partial(self._cache_of, batching)
+        if batching == "single":
+            # Its own cached steps are what a model generates; sparse ones may differ from a whole
+            # forward pass in the columns that they choose.
+            return states_probe(self.forward, make_cache, None, "single rows")
+        how = "rows that are decoded together"
+        return states_probe(self.forward, make_cache, self._last_of_whole, how)
+
+    @torch.inference_mode()
+    def _forward_whole(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits after each token of a text, [tokens, vocabulary], without a cache."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        logits: Tensor = self.model(ids, use_cache=False).logits[0]
+        return logits
+
+    def _last_of_whole(self, tokens: Sequence[int]) -> Tensor:
+        return self._forward_whole(tokens)[-1:]
+
+    def _cache_of(
+        self, batching: Batching, lengths: Sequence[int], offsets: Sequence[int]
+    ) -> StateCache | SingleRows:
+        if batching == "together":
+            return StateCache(self.model.config, lengths, offsets)
+        return SingleRows(lengths, offsets, "position_ids" in self.accepts)
+
+    def _forward_states(self, input_ids: Tensor, cache: StateCache | SingleRows) -> Tensor:
+        """Run each row's new tokens alone, or all rows' next tokens together."""
+        columns = input_ids.shape[1]
+        is_step = columns == 1 and all(cache.done) and set(cache.new_tokens) == {1}
+        if isinstance(cache, StateCache) and (cache.is_together or is_step) and len(cache) > 0:
+            logits = self._step_together(input_ids, cache)
+        else:
+            logits = self._run_alone(input_ids, cache)
+        cache.finish(columns)
+        return logits
+
+    def _step_together(self, input_ids: Tensor, cache: StateCache) -> Tensor:
+        lengths, next_positions = torch.tensor([cache.lengths, cache.positions], device=self.device)
+        mask = left_padding_mask(lengths, max(cache.lengths))
+        positions = (next_positions - 1)[:, None]
+        return self.run(input_ids.to(self.device), mask, positions, cache.together())
+
+    def _run_alone(self, input_ids: Tensor, cache: StateCache | SingleRows) -> Tensor:
+        """Run each row's new tokens without padding, all of them with the row's adapter."""
+        logits: list[Tensor | None] = []
+        for row, count in enumerate(cache.new_tokens):
+            own = input_ids[row, input_ids.shape[1] - count :].to(self.device)
+            only = nullcontext() if self._punica is None else self._punica.only_row(row)
+            with only:
+                logits.append(self._run_row(own, cache, row) if count else None)
+        known = next(one for one in logits if one is not None)
+        # A row whose tokens come with a later chunk has no result yet, and none is read.
+        return torch.cat([torch.zeros_like(known) if one is None else one for one in logits])
+
+    def _run_row(self, tokens: Tensor, cache: StateCache | SingleRows, row: int) -> Tensor:
+        if isinstance(cache, SingleRows):
+            return cache.forward(self.model, row, tokens)
+        end = cache.positions[row]
+        positions = torch.arange(end - len(tokens), end, device=self.device)
+        mask = torch.ones(1, cache.lengths[row], dtype=torch.int64, device=self.device)
+        return self.run(tokens[None], mask, positions[None], cache.single(row))
+
     def _make_reader(
         self, processor: Processor | ImagesRefused
     ) -> tuple[ImagePromptReader | None, str]:
@@ -108,7 +219,7 @@ class CausalModel(ServedModel):
             return None, str(processor)
         try:
             reader = ImagePromptReader(processor, self, self.accepts)
-            probe_images(self.forward, reader)
+            probe_images(self.forward, self.new_cache, reader)
         except ImagesRefused as refusal:
             return None, str(refusal)
         return reader, ""

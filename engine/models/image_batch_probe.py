@@ -9,7 +9,7 @@ from typing import Final
 
 from engine.errors import MODEL_CODE_ERRORS, ModelRefused, RequestRefused
 from engine.models.image_processor import ImagePromptReader, ImagesRefused, ProcessedPrompt
-from engine.models.probe import Forward, check_same, prefill_and_decode
+from engine.models.probe import Forward, MakeCache, check_same, prefill_and_decode
 from engine.models.vision.decoding import sample_png
 from messages.prompts import IllustratedPrompt
 
@@ -19,24 +19,23 @@ _IMAGE_SIZES: Final = ((64, 48), (48, 120))
 _TEXT: Final = "What is this?"
 
 
-def probe_images(forward: Forward, reader: ImagePromptReader) -> None:
+def probe_images(forward: Forward, make_cache: MakeCache, reader: ImagePromptReader) -> None:
     """Raise `ImagesRefused` unless rows with images answer in a batch as they do alone."""
     try:
         rows = list(_probe_rows(reader))
-        _check_rows(forward, rows)
+        _check_rows(forward, make_cache, rows)
     except (*MODEL_CODE_ERRORS, RequestRefused, ModelRefused) as error:
         raise ImagesRefused(
             f"the model did not pass the probe with images: {type(error).__name__}: {error}"
         ) from error
 
 
-def _check_rows(forward: Forward, rows: list[ProcessedPrompt]) -> None:
+def _check_rows(forward: Forward, make_cache: MakeCache, rows: list[ProcessedPrompt]) -> None:
     next_token = rows[0].tokens[-1]
-    together = prefill_and_decode(
-        forward, [row.tokens for row in rows], next_token, [row.images for row in rows]
-    )
+    prompts, images = [row.tokens for row in rows], [row.images for row in rows]
+    together = prefill_and_decode(forward, prompts, [next_token], make_cache, images)
     for index, row in enumerate(rows):
-        alone = prefill_and_decode(forward, [row.tokens], next_token, [row.images])
+        alone = prefill_and_decode(forward, [row.tokens], [next_token], make_cache, [row.images])
         check_same(together[:, index], alone[:, 0])
 
 

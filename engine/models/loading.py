@@ -19,7 +19,7 @@ from engine.errors import ModelRefused
 from engine.models.causal_model import CausalModel
 from engine.models.image_processor import LOCAL, ImagesRefused, Processor, load_processor
 from engine.models.light_imports import without_compiler
-from engine.models.plain_model import PlainModel
+from engine.models.plain_model import HeldTextModel, PlainModel
 from engine.models.pooling_model import PoolingModel
 from engine.models.pooling_options import PoolingOptions, pooling_options
 from engine.models.preparation import CLASSIFIERS
@@ -58,7 +58,7 @@ def prepare_loaded(model: nn.Module, lora_config: LoRAConfig) -> ServedModel:
     if not isinstance(model, PreTrainedModel) or not _embeds_tokens(model):
         return PlainModel(model, lora_config)
     if model.get_output_embeddings() is not None:
-        return CausalModel(model, lora_config)
+        return HeldTextModel(model, lora_config)
     is_classifier = any(name in CLASSIFIERS for name, _ in model.named_children())
     return PoolingModel(model, lora_config, task="classify" if is_classifier else "embed")
 

@@ -1,20 +1,47 @@
-"""A model of which nothing but its layers is known: a custom module or a diffusion transformer.
+"""Models that only the program which holds them runs: batches and caches are theirs.
 
-There is no probe, because the arguments of its forward are unknown. So layers are not packed, and
-each one's input must have one row per entry of a mapping, in its order: `index_mapping` for layers
-that see every token, `prompt_mapping` for those that see one row per sample.
+A text model is observed in one plain forward, which shows the rows of its layers and which of them
+share an input. Of any other module, such as a diffusion transformer, nothing but its layers is
+known: they are not packed, and each one's input must have one row per entry of a mapping, in its
+order: `index_mapping` for layers that see every token, `prompt_mapping` for those that see one row
+per sample.
 """
 
+from typing import Final
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from engine.adapters.module_paths import Equivalence
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.layers import wrappers_for
 from engine.models.preparation import WrapScope, module_shapes, prepare_unprobed
+from engine.models.probe import ALIGNED_ROWS, ProbeSpec, Prompts
 from engine.models.served_model import ServedModel
 from engine.models.vision.mapping import ImageMapper
+
+_TOKENS: Final = 16
+
+
+class HeldTextModel(ServedModel):
+    """A text model of `transformers` that its program runs, with a cache of its own or none."""
+
+    task = "generate"
+
+    def __init__(self, model: PreTrainedModel, lora_config: LoRAConfig) -> None:
+        """Wrap the layers of `model` in place; raises `ModelRefused`, which changes nothing."""
+        super().__init__(model, None, 0)
+        spec = ProbeSpec(self._run, "a batch of rows of equal lengths", ALIGNED_ROWS, True)
+        self._prepare([spec], lora_config)
+
+    @torch.inference_mode()
+    def _run(self, prompts: Prompts, token: int) -> Tensor:
+        """Run one row per prompt, and return constants: nothing is to be compared."""
+        steps = torch.arange(_TOKENS)[None] + 3 * torch.arange(len(prompts))[:, None]
+        self.model((steps * 7 + token) % self.vocab_size)
+        return torch.ones(2, len(prompts), 1)
 
 
 class PlainModel(ServedModel):
@@ -39,5 +66,6 @@ class PlainModel(ServedModel):
         self._warn_about_unused(lora_config)
         table = wrappers_for(lora_config.enable_mixed_moe_lora_format, fully_sharded=False)
         scope = WrapScope(lora_config.target_modules, table)
-        self.layers, self.parts, self.image_layers, self.norms = prepare_unprobed(model, scope)
+        prepared = prepare_unprobed(model, scope)
+        self.layers, self.parts, self.image_layers, self.norms, _ = prepared
         self.shapes = module_shapes(self.layers)

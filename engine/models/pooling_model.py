@@ -61,7 +61,7 @@ class PoolingModel(ServedModel):
         self.labels = _labels(model.config) if task == "classify" else ()
         if task == "embed":
             self.pooling = options.pooling or self._default_pooling()
-        self._prepare(pooling_probe(self.forward, model.dtype), lora_config)
+        self._prepare([pooling_probe(self.forward, model.dtype)], lora_config)
         self.width = self.forward([[0]]).shape[-1]
         if self.width > VECTOR_NUMBERS_MAX:
             raise ModelRefused(

@@ -67,33 +67,42 @@ class PreparedLayers(NamedTuple):
 
     `layers`: wrappers by path. `parts`: the part of the model that each of them belongs to.
     `image_layers`: the paths of layers that read images and have a wrapper, wrapped or not.
-    `norms`: those that adapters may replace whole, which see every token.
+    `norms`: those that adapters may replace whole, which see every token. `spec`: the index of the
+    probe that was chosen.
     """
 
     layers: dict[str, BaseLayerWithLoRA]
     parts: dict[str, MappingType]
     image_layers: frozenset[str]
     norms: Mapping[str, ReplaceableNorm] = MappingProxyType({})
+    spec: int = 0
 
 
 class ProbeResult(NamedTuple):
-    """The layers that a probe found mappable, with their parts, and which of them share inputs."""
+    """The layers that a probe found mappable, with their parts, and which of them share inputs.
+
+    `unordered`: those of them whose rows are in no order of a mapping.
+    """
 
     parts: Mapping[str, MappingType]
     share_inputs: Callable[[Sequence[str]], bool]
+    unordered: frozenset[str] = frozenset()
 
     def is_packable(self, group: PackingGroup) -> bool:
         """Whether a group's children can be mapped, and read one input."""
-        return self.parts.keys() >= set(group.children) and self.share_inputs(group.children)
+        children = set(group.children)
+        is_mapped = self.parts.keys() >= children and self.unordered.isdisjoint(children)
+        return is_mapped and self.share_inputs(group.children)
 
 
 def prepare_layers(
-    model: PreTrainedModel, spec: ProbeSpec, vocab_size: int, scope: WrapScope
+    model: PreTrainedModel, specs: Sequence[ProbeSpec], vocab_size: int, scope: WrapScope
 ) -> PreparedLayers:
     """Wrap the model's layers in place, and pack them where possible.
 
-    A layer with several paths is wrapped once, under its first one. Raises `ModelRefused` for a
-    model without a layer to wrap, a target that names none, and a model that can't be batched.
+    The first of `specs` is chosen in which the model runs and all its layers can be mapped. A layer
+    with several paths is wrapped once, under its first one. Raises `ModelRefused` for a model
+    without a layer to wrap, a target that names none, and a model that can't be batched.
     """
     candidates = find_candidates(model, scope.table)
     if not candidates:
@@ -107,7 +116,9 @@ def prepare_layers(
         for name, module in model.named_modules()
         if name not in layers and is_replaceable_norm(module)
     }
-    observed = record_layer_inputs(spec, layers | norms, vocab_size, siblings)
+    probed = _Probed(candidates, layers | norms, siblings)
+    chosen, observed = _choose_probe(specs, probed, vocab_size, scope)
+    spec = specs[chosen]
     image_layers = _image_layers(layers, scope.images, observed)
     excluded = frozenset() if scope.adapts_images else image_layers
     targets = _select_targets(candidates.keys() - excluded, scope.targets, excluded)
@@ -122,13 +133,73 @@ def prepare_layers(
     packed = [group for group in groups if any(r.is_packable(group) for r in results)]
     parts |= {group.name: parts[group.children[0]] for group in packed}
     wrapped = _wrap(model, candidates, parts, packed, scope.table)
+    for name in wrapped.keys() & results[0].unordered:
+        wrapped[name].is_ordered = False
     replaceable = {
         name: ReplaceableNorm(norm)
         for name, norm in norms.items()
-        if observed.has_all_rows(name, spec.rows)
+        if observed.inputs[name] and observed.is_ordered(name, spec.rows)
     }
     parts = {name: parts[name] for name in wrapped}
-    return PreparedLayers(wrapped, parts, image_layers, replaceable)
+    return PreparedLayers(wrapped, parts, image_layers, replaceable, chosen)
+
+
+class _Probed(NamedTuple):
+    """What a probe observes: `candidates` among all `modules`; `siblings` may share inputs."""
+
+    candidates: Mapping[str, Candidate]
+    modules: Mapping[str, nn.Module]
+    siblings: Sequence[str]
+
+
+def _choose_probe(
+    specs: Sequence[ProbeSpec], probed: _Probed, vocab_size: int, scope: WrapScope
+) -> tuple[int, ObservedInputs]:
+    """Return the first probe that passes and maps every layer it observed, and its observations.
+
+    The last one that passes, if none does. Raises the refusals of all if none passes.
+    """
+    chosen: tuple[int, ObservedInputs] | None = None
+    refusals = []
+    for number, spec in enumerate(specs):
+        try:
+            observed = record_layer_inputs(spec, probed.modules, vocab_size, probed.siblings)
+        except ModelRefused as refusal:
+            refusals.append(str(refusal))
+            continue
+        chosen = number, observed
+        named = [name for name in probed.candidates if _is_target(name, scope.targets)]
+        if not _unordered(spec, named, probed.candidates, observed):
+            break
+    if chosen is None:
+        raise ModelRefused("; ".join(dict.fromkeys(refusals)))
+    return chosen
+
+
+def _is_target(name: str, targets: Sequence[str] | None) -> bool:
+    return targets is None or any(
+        _is_named(name, with_implied_targets(target)) for target in targets
+    )
+
+
+def _unordered(
+    spec: ProbeSpec,
+    names: Collection[str],
+    candidates: Mapping[str, Candidate],
+    observed: ObservedInputs,
+) -> frozenset[str]:
+    """Return the layers that were observed with rows in no order of a mapping."""
+    return frozenset(
+        name
+        for name in names
+        if not observed.is_ordered(name, _rows_of(spec, candidates[name].role))
+    )
+
+
+def _rows_of(spec: ProbeSpec, role: Role) -> RowShapes:
+    """Return the input rows that a layer must have to be mapped."""
+    rows = _ROWS_BY_ROLE.get(role, spec.rows)
+    return rows._replace(alone=spec.rows.alone)
 
 
 def prepare_unprobed(model: nn.Module, scope: WrapScope) -> PreparedLayers:
@@ -168,9 +239,19 @@ def _image_layers(
 def _language_result(
     spec: ProbeSpec, candidates: Mapping[str, Candidate], observed: ObservedInputs, explicit: bool
 ) -> ProbeResult:
-    rows = {name: _ROWS_BY_ROLE.get(one.role, spec.rows) for name, one in candidates.items()}
-    mapped = _mappable(rows, observed, explicit)
-    return ProbeResult(dict.fromkeys(mapped, MappingType.LANGUAGE), observed.share_inputs)
+    unordered = _unordered(spec, candidates, candidates, observed)
+    # PEFT adapts layers that are never called, without effect, and so their B stays zero.
+    mapped = set(candidates)
+    if not spec.is_tolerant:
+        mapped = {name for name in mapped - unordered if observed.inputs[name]}
+    unmapped = [name for name in candidates if name not in mapped]
+    if unmapped and (explicit or not mapped):
+        raise ModelRefused(
+            f"layers {unmapped} do not receive every token of a batch in its order, so no adapter "
+            "can be applied to them; name other layers in target_modules"
+        )
+    parts = dict.fromkeys(mapped, MappingType.LANGUAGE)
+    return ProbeResult(parts, observed.share_inputs, unordered)
 
 
 def _image_result(
@@ -282,17 +363,6 @@ def _select_targets(
 
 def _is_named(name: str, targets: Collection[str]) -> bool:
     return any(name == target or name.endswith("." + target) for target in targets)
-
-
-def _mappable(rows: Mapping[str, RowShapes], observed: ObservedInputs, explicit: bool) -> set[str]:
-    """Return the layers that received the rows that they must; others stay unwrapped."""
-    unmapped = [name for name, shapes in rows.items() if not observed.has_all_rows(name, shapes)]
-    if unmapped and (explicit or len(unmapped) == len(rows)):
-        raise ModelRefused(
-            f"layers {unmapped} do not receive every token of a batch in its order, so no adapter "
-            "can be applied to them; name other layers in target_modules"
-        )
-    return set(rows).difference(unmapped)
 
 
 def _check_targets(targets: Sequence[str] | None, mapped: Collection[str]) -> None:

@@ -14,11 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import MODEL_CODE_ERRORS, ModelRefused
+from engine.models.caches.row_cache import RowCache
 from engine.models.kv_cache import BatchKVCache
 from engine.models.vision.image_inputs import ImageInputs, position_offsets
 
-Forward = Callable[[Tensor, BatchKVCache, Sequence[ImageInputs | None]], Tensor]
-"""The signature of `CausalModel.forward`."""
+Forward = Callable[[Tensor, Any, Sequence[ImageInputs | None]], Tensor]
+"""The signature of `CausalModel.forward`, whose second argument is a `RowCache`."""
+
+MakeCache = Callable[[Sequence[int], Sequence[int]], RowCache]
+"""Makes the cache of rows with these lengths and offsets."""
+
+WholeForward = Callable[[Sequence[int]], Tensor]
+"""Returns the logits after a text, [1 or tokens, vocabulary], from one forward without a cache."""
 
 Prompts = Sequence[Sequence[int]]
 
@@ -38,17 +45,35 @@ _ROUNDING_HALF: Final = 0.02
 
 _SHORT: Final = 7
 _LONG: Final = 16
+_ROWS: Final = 2
+_STEPS: Final = 4
 
 
 class RowShapes(NamedTuple):
-    """The shapes that a layer's input rows may have, in the probe's prefill and decode step."""
+    """The shapes that a layer's input rows may have, in the probe's prefill and decode step.
+
+    `alone`: the tokens of prompts that are run alone; empty if all are run together.
+    """
 
     prefill: frozenset[tuple[int, ...]]
     decode: frozenset[tuple[int, ...]]
+    alone: frozenset[int] = frozenset()
+
+    def is_alone(self, shape: tuple[int, ...]) -> bool:
+        """Whether an input can be that of a row which is run alone."""
+        return bool(self.alone) and (len(shape) != 1 or shape[0] in self.alone)
 
 
 EVERY_TOKEN: Final = RowShapes(frozenset({(2, _LONG), (2 * _LONG,)}), frozenset({(2, 1), (2,)}))
 """The input of a layer that is mapped token by token."""
+
+TOGETHER: Final = RowShapes(EVERY_TOKEN.decode, EVERY_TOKEN.decode, frozenset({_SHORT, _LONG, 1}))
+"""The input where prompts are run alone, and decoded together."""
+
+ALIGNED_ROWS: Final = RowShapes(
+    EVERY_TOKEN.prefill | EVERY_TOKEN.decode, EVERY_TOKEN.prefill | EVERY_TOKEN.decode
+)
+"""The input in a forward of two rows of `_LONG` tokens, by token or by row."""
 
 SAMPLED_ROWS: Final = RowShapes(EVERY_TOKEN.prefill | EVERY_TOKEN.decode, EVERY_TOKEN.decode)
 """The input of a head: the last token of each row, or every token if the model does not select."""
@@ -59,12 +84,17 @@ class ProbeSpec(NamedTuple):
 
     `run` accepts prompts and a token, and returns the results of both batches, [2, rows, width].
     `batch` describes the batch for an error text. `rows`: the input rows that a body layer may
-    have.
+    have. `is_tolerant`: layers with other rows are wrapped too, for batches of one adapter.
+    `joined`: as `run`, with prompts that are prefilled apart and then joined. `whole`: the logits
+    after a text in one forward pass without a cache, [1, width].
     """
 
     run: Callable[[Prompts, int], Tensor]
     batch: str
     rows: RowShapes
+    is_tolerant: bool = False
+    joined: Callable[[Prompts, int], Tensor] | None = None
+    whole: Callable[[Sequence[int]], Tensor] | None = None
 
 
 class RecordedInput(NamedTuple):
@@ -91,6 +121,22 @@ class ObservedInputs:
         prefill, decode = set(shapes[:half]), set(shapes[half:])
         return half > 0 and prefill <= rows.prefill and decode <= rows.decode
 
+    def is_ordered(self, name: str, rows: RowShapes) -> bool:
+        """Whether every input had its rows in the order of a mapping.
+
+        As `has_all_rows`, or with any number of rows for each row of the batch, or for all of them
+        together. Inputs of a row that was run alone have any shape.
+        """
+        shapes = [recorded.shape for recorded in self.inputs[name]]
+        whole = rows.prefill | rows.decode
+        return all(
+            shape in whole
+            # Rows of one sequence of the batch, or of an input that all of them share.
+            or (len(shape) > 1 and shape[0] in {1, _ROWS})
+            or rows.is_alone(shape)
+            for shape in shapes
+        )
+
     def share_inputs(self, names: Sequence[str]) -> bool:
         """Whether these layers always received the same tensor, unchanged between them.
 
@@ -110,11 +156,10 @@ def record_layer_inputs(
     The tensors of `retained` layers are kept, for `share_inputs`. Raises `ModelRefused` if the
     model can't be batched.
     """
-    tokens = [(7 * index + 3) % vocab_size for index in range(_LONG + 1)]
-    prompts = [tokens[:_SHORT], tokens[1:]]
+    prompts, token = probe_prompts(vocab_size)
     with _recording(layers, frozenset(retained)) as observed:
         try:
-            together = spec.run(prompts, tokens[0])
+            together = spec.run(prompts, token)
         except ModelRefused:
             raise
         except MODEL_CODE_ERRORS as error:
@@ -122,17 +167,60 @@ def record_layer_inputs(
                 f"the model does not run with {spec.batch}: {type(error).__name__}: {error}"
             ) from error
     # All rows in one norm: a classifier's row may be a single number, which may be nearly zero.
-    alone = [spec.run([prompt], tokens[0])[:, 0] for prompt in prompts]
-    check_same(together, torch.stack(alone, dim=1))
+    alone = torch.stack([spec.run([prompt], token)[:, 0] for prompt in prompts], dim=1)
+    check_same(together, alone)
+    if spec.joined is not None:
+        check_same(spec.joined(prompts, token), alone, "a joined row")
+    if spec.whole is not None:
+        texts = [[*prompt, *steps_after(token)] for prompt in prompts]
+        whole = torch.cat([spec.whole(text) for text in texts])
+        check_same(alone[-1], whole, "a cached row")
     return observed
 
 
-def generation_probe(forward: Forward) -> ProbeSpec:
-    """Return the probe of a generating model: a prefill and a decode step."""
-    batch = (
-        "a left-padded batch and a plain key/value cache (state-space and encoder models do not)"
-    )
-    return ProbeSpec(partial(prefill_and_decode, forward), batch, EVERY_TOKEN)
+def probe_prompts(vocab_size: int) -> tuple[list[list[int]], int]:
+    """Return two prompts of unlike lengths, and a token that follows both."""
+    tokens = [(7 * index + 3) % vocab_size for index in range(_LONG + 1)]
+    return [tokens[:_SHORT], tokens[1:]], tokens[0]
+
+
+def generation_probe(forward: Forward, make_cache: MakeCache, whole: WholeForward) -> ProbeSpec:
+    """Return the probe of a generating model in padded batches: a prefill and decode steps."""
+    spec = states_probe(forward, make_cache, whole, "a left-padded batch and a key/value cache")
+
+    def run(prompts: Prompts, token: int) -> Tensor:
+        steps = steps_after(token)
+        return prefill_and_decode(forward, prompts, steps, make_cache, checks_cache=True)
+
+    return spec._replace(run=run, rows=EVERY_TOKEN)
+
+
+def states_probe(
+    forward: Forward, make_cache: MakeCache, whole: WholeForward | None, batch: str
+) -> ProbeSpec:
+    """Return the probe of a generating model whose prompts are run alone."""
+
+    def run(prompts: Prompts, token: int) -> Tensor:
+        return prefill_and_decode(forward, prompts, steps_after(token), make_cache)
+
+    def joined(prompts: Prompts, token: int) -> Tensor:
+        caches = [make_cache([len(prompt)], []) for prompt in prompts]
+        pairs = zip(prompts, caches, strict=True)
+        logits = [torch.cat([forward(torch.tensor([one]), cache, ()) for one, cache in pairs])]
+        first, *others = caches
+        for other in others:
+            first.join(other)
+        for step in steps_after(token):
+            first.grow(1)
+            logits.append(forward(torch.full((len(prompts), 1), step), first, ()))
+        return torch.stack(logits)
+
+    return ProbeSpec(run, batch, TOGETHER, is_tolerant=True, joined=joined, whole=whole)
+
+
+def steps_after(token: int) -> list[int]:
+    """Return the tokens of a probe's decode steps."""
+    return [max(0, token - number) for number in range(_STEPS)]
 
 
 def pooling_probe(forward: PoolingForward, dtype: torch.dtype) -> ProbeSpec:
@@ -166,21 +254,31 @@ def is_bidirectional(states: PoolingForward, vocab_size: int) -> bool:
 
 
 def prefill_and_decode(
-    forward: Forward, prompts: Prompts, next_token: int, images: Sequence[ImageInputs | None] = ()
+    forward: Forward,
+    prompts: Prompts,
+    next_tokens: Sequence[int],
+    make_cache: MakeCache,
+    images: Sequence[ImageInputs | None] = (),
+    checks_cache: bool = False,
 ) -> Tensor:
-    """Return the logits after a prefill and after one decode step, [2, rows, vocabulary]."""
+    """Return the logits after a prefill and after each step, [1 + steps, rows, vocabulary]."""
     width = max(len(prompt) for prompt in prompts)
     padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    cache = BatchKVCache([len(prompt) for prompt in prompts], position_offsets(images))
-    first = forward(padded, cache, images)
-    _check_cache(cache, width)
-    cache.grow(1)
-    second = forward(torch.full((len(prompts), 1), next_token), cache, ())
-    _check_cache(cache, width + 1)
-    return torch.stack([first, second])
+    cache = make_cache([len(prompt) for prompt in prompts], position_offsets(images))
+    logits = [forward(padded, cache, images)]
+    if checks_cache:
+        _check_cache(cache, width)
+    for step, token in enumerate(next_tokens, start=1):
+        cache.grow(1)
+        logits.append(forward(torch.full((len(prompts), 1), token), cache, ()))
+        if checks_cache:
+            _check_cache(cache, width + step)
+    return torch.stack(logits)
 
 
-def _check_cache(cache: BatchKVCache, width: int) -> None:
+def _check_cache(cache: RowCache, width: int) -> None:
+    if not isinstance(cache, BatchKVCache):
+        return
     rows = len(cache)
     for number, layer in enumerate(cache.layers):
         shape = () if layer.keys is None else tuple(layer.keys.shape)
@@ -193,15 +291,29 @@ def _check_cache(cache: BatchKVCache, width: int) -> None:
         raise ModelRefused("the model fills no key/value cache; generation would start over")
 
 
-def check_same(padded: Tensor, alone: Tensor) -> None:
+def check_same(found: Tensor, alone: Tensor, row: str = "a padded row") -> None:
     """Raise `ModelRefused` if a batch's rows differ from the same rows alone."""
     allowed = ERRORS_MAX.get(alone.dtype, ERROR_MAX_HALF)
-    error = _difference(padded, alone)
+    error = _difference(found, alone)
     if not error <= allowed:
         raise ModelRefused(
-            f"a padded row's results differ from the row alone (relative norm {error:.1e}, "
+            f"{row}'s results differ from the row alone (relative norm {error:.1e}, "
             f"at most {allowed:.0e}); the model can't be batched"
         )
+
+
+def check_causal(whole: WholeForward, vocab_size: int) -> None:
+    """Raise `ModelRefused` for a model whose logits depend on later tokens, as an encoder's do.
+
+    `whole` returns the logits after each token of a text.
+    """
+    [begin, text], _ = probe_prompts(vocab_size)
+    try:
+        logits, shorter = whole([*begin, *text]), whole(begin)
+    except MODEL_CODE_ERRORS as error:
+        raise ModelRefused(f"the model does not run: {type(error).__name__}: {error}") from error
+    if len(logits) == len(begin) + len(text):
+        check_same(logits[len(begin) - 1], shorter[-1], "with more tokens after it a row")
 
 
 def share_inputs(inputs: Sequence[Sequence[RecordedInput]]) -> bool:

@@ -5,7 +5,7 @@ process that prepared the model from the same configuration.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
@@ -16,7 +16,6 @@ from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.module_paths import Equivalence, equivalences_of
 from engine.adapters.output_vectors import BaseWeights
 from engine.config import LoRAConfig
-from engine.errors import ModelRefused
 from engine.layers import (
     BaseLayerWithLoRA,
     VocabParallelEmbeddingWithLoRA,
@@ -37,6 +36,15 @@ from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
 
 _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id")
+
+_CONTEXT_FIELDS: Final = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    *("context_length", "model_max_length", "max_sequence_length"),
+)
+"""Where configurations state the longest context, in order of preference."""
+
+CONTEXT_TOKENS_DEFAULT: Final = 8192
+"""The longest context of a model that states none, as with ALiBi, unless one is configured."""
 
 Tokenizer = Any
 """A `transformers` tokenizer; the library has no types for it."""
@@ -85,8 +93,8 @@ class ServedModel:
         tokens = (getattr(model.config, name, None) for name in _MEDIA_TOKENS)
         self.media_tokens = frozenset(token for token in tokens if token is not None)
 
-    def _prepare(self, spec: ProbeSpec, lora_config: LoRAConfig) -> None:
-        """Wrap the model's layers in place."""
+    def _prepare(self, specs: Sequence[ProbeSpec], lora_config: LoRAConfig) -> int:
+        """Wrap the model's layers in place; return the index of the probe that was chosen."""
         self.image_part = find_image_part(self.model) if self.task == "generate" else None
         self._warn_about_unused(lora_config)
         scope = WrapScope(
@@ -95,14 +103,15 @@ class ServedModel:
             self.image_part,
             lora_config.enable_tower_connector_lora,
         )
-        prepared = prepare_layers(self.model, spec, self.vocab_size, scope)
-        self.layers, self.parts, self.image_layers, self.norms = prepared
+        prepared = prepare_layers(self.model, specs, self.vocab_size, scope)
+        self.layers, self.parts, self.image_layers, self.norms, chosen = prepared
         tokens = self.model.get_input_embeddings()
         for name, layer in self.layers.items():
             is_text = self.parts[name] is MappingType.LANGUAGE
             if isinstance(layer, VocabParallelEmbeddingWithLoRA) and is_text:
                 layer.is_shared_by_rows = layer is not tokens
         self.shapes = module_shapes(self.layers, self.norms)
+        return chosen
 
     def _warn_about_unused(self, lora_config: LoRAConfig) -> None:
         """Warn about settings for parts that this model lacks; they are ignored."""
@@ -161,14 +170,11 @@ class ServedModel:
 
 def _context_tokens_max(config: Any, configured: int) -> int:
     text_config = config.get_text_config(decoder=True)
-    positions = getattr(text_config, "max_position_embeddings", 0) or 0
+    stated = [getattr(text_config, name, None) for name in _CONTEXT_FIELDS]
+    positions = next((one for one in stated if isinstance(one, int) and one > 0), 0)
     limits = (positions, configured, *_batch_wide_limits(text_config))
-    known = [limit for limit in limits if limit > 0]
-    if not known:
-        raise ModelRefused(
-            "the model's config has no max_position_embeddings; set context_tokens_max"
-        )
-    return min(known)
+    # Position schemes without a table, such as ALiBi or a recurrent state, have no length.
+    return min((limit for limit in limits if limit > 0), default=CONTEXT_TOKENS_DEFAULT)
 
 
 def _batch_wide_limits(text_config: Any) -> list[int]:

@@ -88,6 +88,8 @@ def try_flat(model: CausalModel, map_tokens: MapTokens) -> int:
 
     Raises `FlatRefused` with the reason where they do not.
     """
+    if model.batching != "padded":
+        raise FlatRefused("the model does not answer in a padded batch as alone")
     if "position_ids" not in model.accepts:
         raise FlatRefused("the model accepts no positions")
     tokens = [

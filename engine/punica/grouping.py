@@ -37,6 +37,7 @@ class Grouper:
     def __init__(
         self, device: torch.device, rank_max: int, specialize_active: bool = False
     ) -> None:
+        self._device = device
         self._rank_max = rank_max
         self._specialize_active = specialize_active
         self._buffer = _DeviceBuffer(device) if device.type == "cuda" else None
@@ -66,6 +67,16 @@ class Grouper:
             table.read(part) for table, part in zip(tables, torch.split(device, sizes), strict=True)
         )
         return Batch(tokens, prompts)
+
+    def group_once(self, slots: Tensor, slots_max: int) -> Groups:
+        """Return the groups of other rows of the same batch, in memory of their own.
+
+        slots: [rows] int64 on the host, -1 for the base model.
+        """
+        tables = self._sort(slots, slots_max)
+        host = torch.zeros(tables.words, dtype=torch.int64)
+        tables.write(host)
+        return tables.read(host.to(self._device))
 
     def _sort(self, slots: Tensor, slots_max: int) -> "_BatchTables":
         """Sort the rows with an adapter stably by slot."""

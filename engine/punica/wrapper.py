@@ -4,7 +4,9 @@ An adapter id without a slot is an error; it never falls back to the base model.
 checked by the engine before it builds a mapping.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -74,6 +76,10 @@ class PunicaWrapper:
         self._has_saved_layers = has_saved_layers
         self._mapping: LoRAMapping | None = None
         self._layout: tuple[int | None, ...] = ()
+        # Groups of layers that have neither a row per token nor one per sampled row.
+        self._derived: dict[tuple[int | None, int], Groups] = {}
+        self._is_derived = False
+        self._only_row: int | None = None
         self.token_slots: Tensor | None = None
         self.prompt_slots: Tensor | None = None
         self.groups: Groups | None = None
@@ -100,6 +106,7 @@ class PunicaWrapper:
                 "a batch with one token per prompt must have one adapter per row"
             )
         self._group(token_slots, prompt_slots, len(layout))
+        self._derived.clear()
         self.token_slots, self.prompt_slots = token_slots, prompt_slots
         self._mapping, self._layout = mapping, layout
         return True
@@ -114,7 +121,17 @@ class PunicaWrapper:
             groups.bounds if groups is not None and groups.spans else None
             for groups in (self.groups, self.prompt_groups)
         )
-        return LaunchKey(tokens, prompts, self.grouper.buffer_identity, not self._has_saved())
+        is_fixed = not (self._is_derived or self._has_saved())
+        return LaunchKey(tokens, prompts, self.grouper.buffer_identity, is_fixed)
+
+    @contextmanager
+    def only_row(self, row: int) -> Iterator[None]:
+        """Use the adapter of one sampled row for all rows of every layer, within the context."""
+        self._only_row = row
+        try:
+            yield
+        finally:
+            self._only_row = None
 
     def _has_saved(self) -> bool:
         groups = self.groups if self.groups is not None and self.groups.spans else None
@@ -123,7 +140,9 @@ class PunicaWrapper:
 
     @property
     def adapted_tokens(self) -> int | None:
-        """The tokens of the mapping; None if none of them has an adapter."""
+        """The tokens of the mapping; None if none has an adapter, or one row is run alone."""
+        if self._only_row is not None:
+            return None
         return self.groups.tokens if self.groups is not None and self.groups.spans else None
 
     def add_shrink(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
@@ -148,26 +167,29 @@ class PunicaWrapper:
     def add_lora_linear(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
         """Add every row's delta to a linear layer's output, in place; scale 1 means no scaling.
 
-        y: [rows, sum of out_features]. x: [rows, in_features]; `groups_of` specifies which rows. A
-        batch without adapters costs nothing.
+        y: [rows, sum of out_features]. x: [..., in_features], one row per row of `y`; `groups_of`
+        specifies which. A batch without adapters costs nothing.
         """
-        groups = self.groups_of(len(x))
+        groups = self.groups_of(x.shape[:-1], slices)
         if groups is not None:
-            self._kernels.linear(y, x, slices, groups, scale)
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            self._kernels.linear(y, rows, slices, groups, scale)
 
     def with_lora_linear(self, base: Callable[[], Tensor], x: Tensor, slices: LoRASlices) -> Tensor:
         """Return `base()`, a linear layer's output for `x`, with every row's delta added.
 
-        base: returns [..., sum of out_features], contiguous. x: [rows, in_features]; `groups_of`
+        base: returns [..., sum of out_features], contiguous. x: [..., in_features]; `groups_of`
         specifies which rows. With `concurrent` the delta is computed in float32 while `base` runs,
         and their sum is rounded once, as it is without.
         """
-        groups = None if self._concurrent is None else self.groups_of(len(x))
+        groups = None if self._concurrent is None else self.groups_of(x.shape[:-1], slices)
         if self._concurrent is None or groups is None:
-            y = base()
+            # A model's own kind of linear layer may return a transposed view.
+            y = base().contiguous()
             self.add_lora_linear(y.view(-1, y.shape[-1]), x, slices)
             return y
-        y, delta = self._concurrent.run(base, lambda: self._delta(x, slices, groups))
+        rows = x.reshape(-1, x.shape[-1])
+        y, delta = self._concurrent.run(base, lambda: self._delta(rows, slices, groups))
         y.view(delta.shape).add_(delta)
         return y
 
@@ -205,11 +227,13 @@ class PunicaWrapper:
     ) -> None:
         """Add every row's delta to a token embedding's output, in place.
 
-        y: [tokens, hidden]. token_ids: [tokens] int64. Raises ValueError as `groups_of` does.
+        y: [tokens, hidden]. token_ids: [...] integers, one per token. Raises ValueError as
+        `groups_of` does.
         """
-        groups = self.groups_of(len(token_ids))
+        groups = self.groups_of(token_ids.shape, slices)
         if groups is not None:
-            self._kernels.embedding(y, token_ids, slices, groups, scale)
+            ids = token_ids.flatten().contiguous().long()
+            self._kernels.embedding(y, ids, slices, groups, scale)
 
     def add_lora_logits(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
         """Add every row's delta to the logits, in place; `groups_of` specifies which rows.
@@ -220,23 +244,88 @@ class PunicaWrapper:
         if groups is not None:
             self._kernels.linear(y, x, slices, groups, scale)
 
-    def groups_of(self, rows: int) -> Groups | None:
-        """Return the groups of a layer's input: of the sampled rows or of the tokens, by its rows.
+    def groups_of(
+        self, shape: int | Sequence[int], slices: LoRASlices | None = None
+    ) -> Groups | None:
+        """Return the groups of a layer's input by its leading shape; None if no row has an adapter.
 
-        They are those of the sampled rows if there are `rows` of them. If there are `rows` of both,
-        the two mappings are equal, which `update_metadata` ensures. None if no row has an adapter.
-        Raises ValueError if the mapping is for another number of rows.
+        An input has a row per sampled row, a row per token, or any number of rows for each sampled
+        row, which are then its leading dimension, as projections of cached states have. An input
+        of another shape is the base model's where no adapter of the batch is in `slices`. Raises
+        ValueError otherwise: the mapping is for another number of rows.
         """
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        rows = math.prod(shape)
+        if slices is not None and not slices.is_ordered:
+            return self._one_adapter_groups(rows, slices)
+        if self._only_row is not None:
+            return self._groups_of_slot(self._slot_of_row(self._only_row), rows)
         is_sampled = self.prompt_groups is not None and self.prompt_groups.tokens == rows
         groups = self.prompt_groups if is_sampled else self.groups
         if groups is None or not groups.spans:
             return None
-        if rows != groups.tokens:
-            raise ValueError(
-                f"a batch of {rows} rows, but the mapping has {groups.tokens}; "
-                "update the mapping before every forward"
-            )
-        return groups
+        return groups if rows == groups.tokens else self._derived_groups(shape, slices)
+
+    def _one_adapter_groups(self, rows: int, slices: LoRASlices) -> Groups | None:
+        """Return the groups of an input whose rows are in no known order, as `groups_of`.
+
+        Raises ValueError unless all rows of the mapping have one adapter, or none of them is in
+        `slices`.
+        """
+        if self._only_row is not None:
+            return self.groups_of(rows)
+        slot = self._common_slot()
+        if slot is not None:
+            return self._groups_of_slot(slot, rows)
+        if not self._is_touched(slices):
+            return None
+        raise ValueError(
+            "the layer sees rows in an order of the model's own, so a batch can have one adapter "
+            "with weights for it, and no other rows; run its rows in a batch of their own"
+        )
+
+    def _derived_groups(self, shape: Sequence[int], slices: LoRASlices | None) -> Groups | None:
+        rows, tokens = math.prod(shape), 0 if self.groups is None else self.groups.tokens
+        prompts = self.prompt_slots
+        if prompts is not None and len(shape) > 1 and 0 < len(prompts) == shape[0]:
+            key = (None, rows)
+            if key not in self._derived:
+                self._derived[key] = self._group_once(prompts.repeat_interleave(rows // shape[0]))
+            return self._derived[key]
+        if slices is not None and not self._is_touched(slices):
+            return None
+        raise ValueError(
+            f"a batch of {rows} rows, but the mapping has {tokens}; "
+            "update the mapping before every forward"
+        )
+
+    def _groups_of_slot(self, slot: int, rows: int) -> Groups | None:
+        """Return the groups of `rows` rows that all use one slot; -1 is the base model."""
+        if slot < 0:
+            return None
+        if (slot, rows) not in self._derived:
+            slots = torch.full((rows,), slot, dtype=torch.int64)
+            self._derived[slot, rows] = self._group_once(slots)
+        return self._derived[slot, rows]
+
+    def _group_once(self, slots: Tensor) -> Groups:
+        # A captured step has no table for these groups, which other batches do not overwrite.
+        self._is_derived = True
+        return self.grouper.group_once(slots, len(self._layout))
+
+    def _slot_of_row(self, row: int) -> int:
+        return -1 if self.prompt_slots is None else int(self.prompt_slots[row])
+
+    def _common_slot(self) -> int | None:
+        """Return the slot of all rows of the mapping; None if they differ."""
+        slots = [one for one in (self.token_slots, self.prompt_slots) if one is not None]
+        distinct = {slot for one in slots for slot in one.tolist()}
+        return distinct.pop() if len(distinct) == 1 else None
+
+    def _is_touched(self, slices: LoRASlices) -> bool:
+        """Whether an adapter of the batch has weights in these slices."""
+        spans = () if self.groups is None else self.groups.spans
+        return any(pair is not None for span in spans for pair in slices.pairs(span.slot))
 
     def group_experts(
         self,

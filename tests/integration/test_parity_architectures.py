@@ -13,17 +13,15 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
-from engine.errors import AdapterDoesNotFit, ModelRefused
 from engine.models.causal_model import CausalModel
 from tests.support.engine.engine_examples import relative_error
-from tests.support.engine.parity_bench import ParityBench, ParityRow, PeftDecodeReference, read
+from tests.support.engine.parity_bench import ParityBench, ParityRow, PeftDecodeReference
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 PROMPTS = ((72, 10, 18), (1, 2, 3, 4, 5, 6, 7, 8, 9), (20,))
 NEXT_TOKENS = (5, 44)
-SERVED = [one for one in ARCHITECTURES if not one.refused]
 
 
 def name_of(architecture: Architecture) -> str:
@@ -39,7 +37,7 @@ class Comparison:
     """One architecture's mixed batch by both libraries: [rows, steps, vocabulary]."""
 
     def __init__(self, architecture: Architecture, root: Path, **built: object) -> None:
-        peft = PeftDecodeReference(architecture.build(**built), root, architecture.unwrapped)
+        peft = PeftDecodeReference(architecture.build(**built), root)
         bench = ParityBench(prepare(architecture.build(**built)), root, len(peft.names), 8 << 20)
         for slot, name in enumerate(peft.names):
             bench.write(slot, name)
@@ -55,7 +53,7 @@ class Comparison:
         )
 
 
-@pytest.mark.parametrize("architecture", SERVED, ids=name_of)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=name_of)
 def test_each_row_of_a_mixed_batch_matches_peft(architecture: Architecture, tmp_path: Path) -> None:
     found = Comparison(architecture, tmp_path)
     for engine_logits in (found.engine_logits, found.chunked_logits):
@@ -68,25 +66,8 @@ def test_each_row_of_a_mixed_batch_matches_peft(architecture: Architecture, tmp_
     assert (distances > 1e-3).all(), "adapters are alike"
 
 
-@pytest.mark.parametrize("architecture", SERVED, ids=name_of)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=name_of)
 def test_a_mixed_batch_in_bfloat16_matches_peft(architecture: Architecture, tmp_path: Path) -> None:
     """Over one layer, because each further layer adds rounding of its own to both results."""
     found = Comparison(architecture, tmp_path, dtype=torch.bfloat16, layers=1)
     assert relative_error(found.engine_logits, found.peft_logits) < 1e-2
-
-
-@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a.refused], ids=name_of)
-def test_an_architecture_that_can_not_be_served_is_refused_at_start(
-    architecture: Architecture,
-) -> None:
-    with pytest.raises(ModelRefused, match=architecture.refused):
-        prepare(architecture.build())
-
-
-@pytest.mark.parametrize("architecture", [a for a in SERVED if a.unwrapped], ids=name_of)
-def test_an_adapter_of_a_layer_that_is_not_wrapped_is_refused(
-    architecture: Architecture, tmp_path: Path
-) -> None:
-    PeftDecodeReference(architecture.build(), tmp_path)
-    with pytest.raises(AdapterDoesNotFit, match=rf"not wrapped.*{architecture.unwrapped[0]}"):
-        read(prepare(architecture.build()), tmp_path, "rank8")

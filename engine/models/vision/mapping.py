@@ -6,6 +6,7 @@ the wrapped layers keep to that. Entries stand for units only in a forward whose
 that number of units; any other number of rows than its own is an error.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import Groups
+from engine.kernels.operands import Groups, LoRASlices
 from engine.models.vision.encoder import ImagePart, ImageTensors, units_of
 from engine.models.vision.image_inputs import ImageInputs
 from engine.punica.mapping import LoRAMapping, MappingType
@@ -38,14 +39,19 @@ class ImagePunicaWrapper(PunicaWrapper):
     _is_base: bool = True
     _latest: Groups | None = None
 
-    def groups_of(self, rows: int) -> Groups | None:
-        """Return the groups of a layer's input; None if no row has an adapter.
+    def groups_of(
+        self,
+        shape: int | Sequence[int],
+        slices: LoRASlices | None = None,  # noqa: ARG002 - the base class's
+    ) -> Groups | None:
+        """Return the groups of a layer's input by its leading shape; None without an adapter.
 
         The device tables are rewritten for each number of rows, so only the latest groups are
         valid. Raises `ValueError` if the mapping is another batch's.
         """
         if self._is_base:
             return None
+        rows = shape if isinstance(shape, int) else math.prod(shape)
         if self._latest is None or self._latest.tokens != rows:
             nothing = torch.empty(0, dtype=torch.int64)
             slots = self._slots_of_rows(rows)

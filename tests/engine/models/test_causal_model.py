@@ -137,17 +137,17 @@ class PartialMLP(nn.Module):
         return y
 
 
-def test_layers_that_do_not_receive_every_token_stay_unwrapped() -> None:
+def test_rows_of_a_model_with_layers_that_choose_tokens_are_run_alone() -> None:
     model = tiny_model()
     model.model.layers[0].mlp = PartialMLP(32)
-    layers = prepare(model).layers
-    wrapped = {name.rpartition(".")[2] for name in layers if name.startswith("model.layers.0.mlp")}
-    assert wrapped == {"router", "shared"}
-    assert type(model.model.layers[0].mlp.expert) is nn.Linear
-    broken = tiny_model()
-    broken.model.layers[0].mlp = PartialMLP(32)
-    with pytest.raises(ModelRefused, match="expert"):
-        prepare(broken, target_modules=["expert", "o_proj"])
+    prepared = prepare(model)
+    names = {name for name in prepared.layers if name.startswith("model.layers.0.mlp")}
+    wrapped = {name.rpartition(".")[2] for name in names}
+    assert prepared.batching == "single"
+    assert wrapped == {"router", "expert", "bypassed", "shared"}
+    others = tiny_model()
+    others.model.layers[0].mlp = PartialMLP(32)
+    assert prepare(others, target_modules=["o_proj", "shared"]).batching == "padded"
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,12 @@ def test_unequal_rows_in_one_prefill_answer_as_alone(make: object) -> None:
             assert relative_error(logits[row], alone) < 1e-5
 
 
-def test_models_that_can_not_be_batched_are_refused() -> None:
+def test_a_state_space_model_is_served_row_by_row() -> None:
     mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1))
-    with pytest.raises(ModelRefused, match="key/value cache"):
-        prepare(mamba)
+    assert prepare(mamba).batching == "single"
+
+
+def test_models_without_a_layer_to_wrap_are_refused() -> None:
     bare = GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCABULARY_MAX + 1, n_embd=1, n_head=1, n_layer=0, n_positions=8)
     )

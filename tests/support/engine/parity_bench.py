@@ -3,9 +3,9 @@
 Adapters are made and saved by PEFT, and read by the engine's own reader.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -16,8 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from engine.adapters import LoRAModel, read_adapter
 from engine.config import LoRAConfig
 from engine.kernels import choose_kernels
+from engine.models.caches.row_cache import RowCache
 from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import BatchKVCache
 from engine.paging.block_pool import BlockPool
 from engine.paging.block_table import BlockTable
 from engine.paging.flat_model import FlatModel, FlatRefused, try_flat
@@ -85,7 +85,7 @@ class ParityBench:
         padded = torch.tensor(
             [[1] * gap + list(tokens) for gap, (_, tokens) in zip(padding, rows, strict=True)]
         )
-        cache = BatchKVCache([0] * len(rows))
+        cache = self.model.new_cache([0] * len(rows))
         for end in (*range(columns, width, columns), width):
             first = cache.width
             cache.lengths = [max(0, end - gap) for gap in padding]
@@ -184,25 +184,19 @@ def linear_suffixes(model: PreTrainedModel) -> tuple[list[str], list[str]]:
     return attention, [name for name in is_attention_by_name if name not in attention]
 
 
-def adapter_configs(
-    model: PreTrainedModel, unwrapped: Collection[str] = ()
-) -> dict[str, dict[str, Any]]:
+def adapter_configs(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
     """Return configs of five kinds of adapters of five ranks, for any model, by adapter name.
 
     All linear layers; attention only; one layer of each kind with patterns; both ends of the model;
-    and one single layer, whose siblings' slices stay empty. `unwrapped`: last names to leave out.
+    and one single layer, whose siblings' slices stay empty.
     """
-    attention, others = (
-        [name for name in names if name.rpartition(".")[2] not in unwrapped]
-        for names in linear_suffixes(model)
-    )
+    attention, others = linear_suffixes(model)
     names = {module: name for name, module in model.named_modules()}
     ends = [names[model.get_input_embeddings()], names[model.get_output_embeddings()]]
     one = [name for name in names.values() if name.endswith(attention[0])][-1]
     transposed = {"fan_in_fan_out": any(isinstance(module, Conv1D) for module in names)}
-    all_linear = [*attention, *others] if unwrapped else "all-linear"
     return {
-        "rank8": {"r": 8, "lora_alpha": 16, "target_modules": all_linear, **transposed},
+        "rank8": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", **transposed},
         "rank4": {
             "r": 4,
             "lora_alpha": 6,
@@ -226,10 +220,10 @@ def adapter_configs(
 class PeftDecodeReference:
     """The same base with every adapter in PEFT, saved under `root`, and its cached steps."""
 
-    def __init__(self, model: PreTrainedModel, root: Path, unwrapped: Collection[str] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, root: Path) -> None:
         configs = {
             name: LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **fields)
-            for name, fields in adapter_configs(model, unwrapped).items()
+            for name, fields in adapter_configs(model).items()
         }
         torch.manual_seed(3)
         first, *rest = configs
@@ -273,3 +267,66 @@ class PeftDecodeReference:
             )
             found.append(output.logits[0, -1])
         return found
+
+
+class ServerBench(ParityBench):
+    """A bench that runs rows as the server does: prefilled, joined, decoded and dropped."""
+
+    def generate(self, rows: list[ParityRow], tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return each row's logits, [its steps, vocabulary], when it continues with `tokens`.
+
+        The first half is prefilled together and decoded for a third of the steps. Then the others
+        join, and after another third two rows leave.
+        """
+        steps, half = len(tokens[0]), len(rows) // 2
+        running = list(range(half))
+        cache = self._prefilled([rows[row] for row in running])
+        found: list[list[Tensor]] = [[] for _ in rows]
+        self._collect(found, running, cache.logits)
+        running_cache = cache.cache
+        for step in range(1, steps):
+            if step == steps // 3:
+                joining = list(range(half, len(rows)))
+                prefilled = self._prefilled([rows[row] for row in joining])
+                running_cache.join(prefilled.cache)
+                running += joining
+                self._collect(found, joining, prefilled.logits)
+            if step == 2 * steps // 3:
+                kept = [at for at, row in enumerate(running) if row not in {0, half + 1}]
+                running_cache.keep(kept)
+                running = [running[at] for at in kept]
+            running_cache.grow(1)
+            ids = [self.id_of(rows[row][0]) for row in running]
+            self._map(LoRAMapping(ids, ids))
+            last = torch.tensor([[tokens[row][len(found[row]) - 1]] for row in running])
+            self._collect(found, running, self.model.forward(last, running_cache))
+        return [torch.stack(logits) for logits in found]
+
+    def id_of(self, name: str | None) -> int:
+        """Return an adapter's id, 0 for the base."""
+        return 0 if name is None else self.ids[name]
+
+    def _prefilled(self, rows: list[ParityRow]) -> "_Prefilled":
+        width = max(len(prompt) for _, prompt in rows)
+        padded = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for _, prompt in rows])
+        ids = [self.id_of(name) for name, _ in rows]
+        index = [
+            0 if column < width - len(prompt) else self.id_of(name)
+            for name, prompt in rows
+            for column in range(width)
+        ]
+        cache = self.model.new_cache([len(prompt) for _, prompt in rows])
+        self._map(LoRAMapping(index, ids, is_prefill=True))
+        return _Prefilled(cache, self.model.forward(padded, cache))
+
+    @staticmethod
+    def _collect(found: list[list[Tensor]], rows: Sequence[int], logits: Tensor) -> None:
+        for row, one in zip(rows, logits, strict=True):
+            found[row].append(one.clone())
+
+
+class _Prefilled(NamedTuple):
+    """The cache of some prefilled rows, and the logits after each of them."""
+
+    cache: RowCache
+    logits: Tensor

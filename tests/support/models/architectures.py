@@ -1,8 +1,7 @@
 """The architectures that are compared with PEFT: one tiny random model per row.
 
 The parity tests run this table, and SUPPORTED.md is generated from it. It restricts nothing: any
-model that passes the probe is served. A row that the engine refuses contains the reason, and the
-refusal is tested too.
+model that passes the probe is served. `make parity` compares every architecture that can be built.
 """
 
 from collections.abc import Mapping
@@ -44,32 +43,18 @@ MLA: Final[Mapping[str, Any]] = {
 """The widths of latent attention."""
 
 
-JAMBA: Final[Mapping[str, Any]] = {
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "use_mamba_kernels": False,
-    "num_experts": 1,
-    "num_experts_per_tok": 1,
-}
-"""One attention layer, one state-space layer."""
-
-
 @dataclass(frozen=True)
 class Architecture:
     """One `transformers` model type.
 
-    `fields`: its own, in addition to the common ones (None removes one). `unwrapped`: last names of
-    linear layers that do not receive every token, so that an adapter with them is refused.
-    `padded`: a part of the reason if the model can't be run in flat passes. `refused`: a part of
-    the error text if the whole model is refused.
+    `fields`: its own, in addition to the common ones (None removes one). `padded`: a part of the
+    reason if the model can't be run in flat passes.
     """
 
     model_type: str
     title: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    unwrapped: tuple[str, ...] = ()
     padded: str = ""
-    refused: str = ""
 
     def build(self, dtype: torch.dtype = torch.float32, layers: int = 2) -> PreTrainedModel:
         """Return a random instance, the same every time."""
@@ -136,16 +121,11 @@ ARCHITECTURES: Final = (
     Architecture("ernie4_5", "ERNIE 4.5"),
     Architecture("apertus", "Apertus"),
     Architecture("hunyuan_v1_dense", "Hunyuan dense"),
-    Architecture("minicpm3", "MiniCPM 3", MLA, unwrapped=("kv_b_proj",), padded="KeyError"),
+    Architecture("minicpm3", "MiniCPM 3", MLA, padded="KeyError"),
     Architecture("nanochat", "nanochat"),
     Architecture("diffllama", "DiffLlama", padded="differs from the model's own"),
     Architecture("internlm3", "InternLM 3"),
-    Architecture("doge", "Doge", unwrapped=("dt_proj",), padded="RowMasks"),
-    Architecture("openai-gpt", "GPT", refused="the model fills no key/value cache"),
-    Architecture("mamba", "Mamba", refused="the model fills no key/value cache"),
-    Architecture("jamba", "Jamba", JAMBA, refused="does not run with a left-padded batch"),
-    Architecture("recurrent_gemma", "RecurrentGemma", refused="the model fills no key/value cache"),
-    Architecture("modernbert-decoder", "ModernBERT decoder", unwrapped=("dense",)),
+    Architecture("doge", "Doge", padded="RowMasks"),
+    Architecture("modernbert-decoder", "ModernBERT decoder"),
     Architecture("vaultgemma", "VaultGemma"),
-    Architecture("rwkv", "RWKV", refused="the model fills no key/value cache"),
 )

@@ -1,0 +1,72 @@
+"""Rows that a model runs one by one, as its own `generate` does.
+
+What a row keeps between two tokens is the model's business: a cache of any kind, under any name,
+or nothing, and then all its tokens are computed again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.models.caches.row_cache import RowStates
+
+
+@dataclass
+class _Row:
+    """One row: its tokens, and what the model wants to be given with the next ones."""
+
+    tokens: list[int] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class SingleRows(RowStates):
+    """The states of rows that are never computed together."""
+
+    def __init__(
+        self, lengths: Sequence[int] = (), offsets: Sequence[int] = (), with_positions: bool = False
+    ) -> None:
+        """`with_positions`: the model accepts `position_ids`."""
+        super().__init__(lengths, offsets)
+        self._with_positions = with_positions
+        self._rows = [_Row() for _ in self.lengths]
+
+    def join(self, other: "SingleRows") -> None:
+        """Append the rows of `other`, which must not be used afterwards."""
+        self._rows += other._rows
+        self._join_counts(other)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drop all rows but these."""
+        self._rows = [self._rows[row] for row in rows]
+        self._keep_counts(rows)
+
+    def forward(self, model: PreTrainedModel, row: int, tokens: Tensor) -> Tensor:
+        """Return the logits after a row's new tokens, [1, vocabulary]; tokens: [new] int64."""
+        state, is_first = self._rows[row], not self._rows[row].tokens
+        state.tokens += tokens.tolist()
+        device = model.device
+        if is_first:
+            state.arguments = {"use_cache": True}
+        ids = torch.tensor([state.tokens], device=device)
+        state.arguments["attention_mask"] = torch.ones_like(ids)
+        if self._with_positions:
+            state.arguments["position_ids"] = torch.arange(len(state.tokens), device=device)[None]
+        has_cache = any(name.startswith(_STATES) for name in state.arguments)
+        inputs = model.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=len(tokens) if has_cache and not is_first else None,
+            is_first_iteration=is_first,
+            **state.arguments,
+        )
+        output = model(**inputs, return_dict=True)
+        state.arguments = model._update_model_kwargs_for_generation(output, state.arguments)
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+_STATES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
+"""Names under which models return their states."""
