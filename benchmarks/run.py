@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import adapters, control, experts, gateway, kernels, layers, start
+from benchmarks import adapters, control, experts, gateway, kernels, layers, models, start
 from benchmarks.figures import Figure
 from benchmarks.tables import rounded, write_tables
 
@@ -31,6 +31,7 @@ GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "gateway": gateway.run,
     "kernels": kernels.run,
     "layers": layers.run,
+    "models": models.run,
     "start": start.run,
 }
 

@@ -4,7 +4,7 @@ No weights have been read when this is checked. A module is identified by its fu
 its last name alone.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -40,7 +40,7 @@ class AdapterTarget:
     `image_layers`: the paths of tower and connector, wrapped or not. `requires_head`: the model has
     no trained classification head, so an adapter must contain one. `missing_layers`: the paths of
     layers on another rank of a pipeline, whose tensors are skipped. `read_base` returns a linear
-    module's base weights.
+    module's base weights. `has_parameter`: whether a parameter's path is, or ends in, a name.
     """
 
     modules: Modules
@@ -50,6 +50,7 @@ class AdapterTarget:
     requires_head: bool = False
     missing_layers: tuple[str, ...] = ()
     read_base: ReadBase = field(default=lambda _: None, compare=False)
+    has_parameter: Callable[[str], bool] = field(default=lambda _: True, compare=False)
 
     def excludes(self, module: str) -> bool:
         """Whether a module is not adapted because `enable_tower_connector_lora` is off."""
@@ -241,7 +242,7 @@ def _check_targets(
     paths = {shape.parameter for shape in modules.values()} if helper.target_parameters else ()
     for target in helper.target_parameters:
         found = {path for path in paths if path == target or path.endswith(f".{target}")}
-        if found.isdisjoint(adapted):
+        if found.isdisjoint(adapted) and model.has_parameter(target):
             why = "no tensor is for it" if found else "it is not wrapped in this model"
             problems.add(AdapterDoesNotFit, f"target_parameters names {shown(target)}; {why}")
 

@@ -21,7 +21,13 @@ from engine.models.caches.state_cache import StateCache
 from engine.models.image_batch_probe import probe_images
 from engine.models.image_processor import ImagePromptReader, ImagesRefused, Processor
 from engine.models.kv_cache import BatchKVCache, left_padding_mask
-from engine.models.probe import ProbeSpec, check_causal, generation_probe, states_probe
+from engine.models.probe import (
+    ProbeSpec,
+    check_causal,
+    check_separate,
+    generation_probe,
+    states_probe,
+)
 from engine.models.served_model import ServedModel, Tokenizer
 from engine.models.vision.image_inputs import ImageInputs, image_arguments
 from engine.models.vision.mapping import NO_PUNICAS, ImagePunicas
@@ -63,12 +69,13 @@ class CausalModel(ServedModel):
         """Wrap the layers of `model` in place; `processor` may be a reason to refuse images."""
         super().__init__(model, tokenizer, context_tokens_max)
         self.eos_ids = _eos_ids(model, tokenizer)
-        self.accepts = frozenset(inspect.signature(model.forward).parameters)
+        self.accepts = _accepted(model)
         self._punica: PunicaWrapper | None = None
         chosen = self._prepare([self._probe_of(one) for one in BATCHINGS], lora_config)
         self.batching = BATCHINGS[chosen]
         if self.batching == "single":
             check_causal(self._forward_whole, self.vocab_size)
+            check_separate(self.forward, self.new_cache, self.vocab_size)
         self.prompt_reader, self.no_images_reason = self._make_reader(processor)
 
     def new_cache(
@@ -161,7 +168,8 @@ class CausalModel(ServedModel):
     def _forward_whole(self, tokens: Sequence[int]) -> Tensor:
         """Return the logits after each token of a text, [tokens, vocabulary], without a cache."""
         ids = torch.tensor([list(tokens)], device=self.device)
-        logits: Tensor = self.model(ids, use_cache=False).logits[0]
+        mask = torch.ones_like(ids)
+        logits: Tensor = self.model(ids, attention_mask=mask, use_cache=False).logits[0]
         return logits
 
     def _last_of_whole(self, tokens: Sequence[int]) -> Tensor:
@@ -223,6 +231,15 @@ class CausalModel(ServedModel):
         except ImagesRefused as refusal:
             return None, str(refusal)
         return reader, ""
+
+
+def _accepted(model: PreTrainedModel) -> frozenset[str]:
+    """Return the arguments of a model's forward, and those that it passes on to its decoder."""
+    own = inspect.signature(model.forward).parameters
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in own.values()):
+        return frozenset(own)
+    inner = inspect.signature(model.base_model.forward).parameters
+    return frozenset(own) | ({"position_ids"} & set(inner))
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:

@@ -58,6 +58,7 @@ class PlainModel(ServedModel):
             raise ModelRefused(f"{type(model).__name__} has no floating parameter to adapt")
         self.device: torch.device = first.device
         self.dtype = first.dtype
+        self._parameter_paths = frozenset(name for name, _ in model.named_parameters())
         self.tokenizer = None
         self.image_mapper = ImageMapper(None)
         self.image_part = None

@@ -157,16 +157,22 @@ def record_layer_inputs(
     model can't be batched.
     """
     prompts, token = probe_prompts(vocab_size)
-    with _recording(layers, frozenset(retained)) as observed:
-        try:
+    try:
+        with _recording(layers, frozenset(retained)) as observed:
             together = spec.run(prompts, token)
-        except ModelRefused:
-            raise
-        except MODEL_CODE_ERRORS as error:
-            raise ModelRefused(
-                f"the model does not run with {spec.batch}: {type(error).__name__}: {error}"
-            ) from error
-    # All rows in one norm: a classifier's row may be a single number, which may be nearly zero.
+        _compare(spec, together, prompts, token)
+    except ModelRefused:
+        raise
+    except MODEL_CODE_ERRORS as error:
+        raise ModelRefused(
+            f"the model does not run with {spec.batch}: {type(error).__name__}: {error}"
+        ) from error
+    return observed
+
+
+def _compare(spec: ProbeSpec, together: Tensor, prompts: Prompts, token: int) -> None:
+    """Raise `ModelRefused` if rows differ from the same rows alone, or from a whole forward."""
+    # In one norm: a classifier's row may be a single number that is nearly zero.
     alone = torch.stack([spec.run([prompt], token)[:, 0] for prompt in prompts], dim=1)
     check_same(together, alone)
     if spec.joined is not None:
@@ -175,7 +181,6 @@ def record_layer_inputs(
         texts = [[*prompt, *steps_after(token)] for prompt in prompts]
         whole = torch.cat([spec.whole(text) for text in texts])
         check_same(alone[-1], whole, "a cached row")
-    return observed
 
 
 def probe_prompts(vocab_size: int) -> tuple[list[list[int]], int]:
@@ -314,6 +319,21 @@ def check_causal(whole: WholeForward, vocab_size: int) -> None:
         raise ModelRefused(f"the model does not run: {type(error).__name__}: {error}") from error
     if len(logits) == len(begin) + len(text):
         check_same(logits[len(begin) - 1], shorter[-1], "with more tokens after it a row")
+
+
+def check_separate(forward: Forward, make_cache: MakeCache, vocab_size: int) -> None:
+    """Raise `ModelRefused` for a model that continues one row with a text of one token."""
+    [begin, text], token = probe_prompts(vocab_size)
+    logits = []
+    for before in (begin, text):
+        for tokens in (before, [token]):
+            cache = make_cache([len(tokens)], [])
+            last = forward(torch.tensor([tokens]), cache, ())
+            for step in steps_after(token):
+                cache.grow(1)
+                forward(torch.tensor([[step]]), cache, ())
+        logits.append(last)
+    check_same(logits[0], logits[1], "after another row a row")
 
 
 def share_inputs(inputs: Sequence[Sequence[RecordedInput]]) -> bool:

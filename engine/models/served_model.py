@@ -83,6 +83,8 @@ class ServedModel:
     ) -> None:
         """`context_tokens_max` 0 selects the model's own."""
         self.model = model.eval().requires_grad_(False)
+        # Before layers are wrapped, which changes paths.
+        self._parameter_paths = frozenset(name for name, _ in model.named_parameters())
         self.tokenizer = tokenizer
         self.device: torch.device = model.device
         self.dtype = model.dtype
@@ -133,7 +135,12 @@ class ServedModel:
             requires_head=self.without_head,
             missing_layers=tuple(missing_layers(self.model)),
             read_base=self._base_weights,
+            has_parameter=self._has_parameter,
         )
+
+    def _has_parameter(self, name: str) -> bool:
+        ending = f".{name}"
+        return any(path == name or path.endswith(ending) for path in self._parameter_paths)
 
     def _base_weights(self, module: str) -> BaseWeights | None:
         """Return the base weights of a linear module or a norm; None where they can't be read."""

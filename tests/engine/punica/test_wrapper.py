@@ -208,3 +208,44 @@ def test_a_row_that_is_a_token_and_a_sampled_row_has_one_adapter() -> None:
             punica.update_metadata(LoRAMapping(index, prompt), [1, 2])
     assert punica.groups is before
     assert not punica.update_metadata(LoRAMapping([1, 0], [1, 0]), [1, 2])
+
+
+def test_a_layer_may_have_any_number_of_rows_for_each_sampled_row() -> None:
+    weights, operands = two_ranks()
+    punica = wrapper()
+    punica.update_metadata(LoRAMapping([7, 0, 8], [7, 0, 8]), [7, 8])
+    x, y = torch.randn(3, 4, 5), torch.zeros(12, 4)
+    punica.add_lora_linear(y, x, operands)
+    for row, slot in ((0, 0), (2, 1)):
+        a, b = weights[slot, 0]
+        assert torch.allclose(y.view(3, 4, 4)[row], x[row] @ a.T @ b.T, atol=1e-5)
+    assert (y.view(3, 4, 4)[1] == 0).all()
+
+
+def test_a_row_that_runs_alone_has_its_adapter_in_every_layer() -> None:
+    weights, operands = two_ranks()
+    punica = wrapper()
+    punica.update_metadata(LoRAMapping([7, 0, 8], [7, 0, 8]), [7, 8])
+    x, y = torch.randn(5, 5), torch.zeros(5, 4)
+    with punica.only_row(2):
+        punica.add_lora_linear(y, x, operands)
+    a, b = weights[1, 0]
+    assert torch.allclose(y, x @ a.T @ b.T, atol=1e-5)
+    with punica.only_row(1):
+        assert punica.groups_of(5) is None
+    with pytest.raises(ValueError, match="5 rows"):
+        punica.add_lora_linear(y, x, operands)
+
+
+def test_rows_in_an_order_of_the_model_itself_have_one_adapter_or_none() -> None:
+    weights, operands = two_ranks()
+    operands.is_ordered = False
+    punica = wrapper()
+    x, y = torch.randn(3, 5), torch.zeros(3, 4)
+    punica.update_metadata(LoRAMapping([7, 7], [7, 7]), [7, 8])
+    punica.add_lora_linear(y, x, operands)
+    a, b = weights[0, 0]
+    assert torch.allclose(y, x @ a.T @ b.T, atol=1e-5)
+    punica.update_metadata(LoRAMapping([7, 0, 8], [7, 0, 8]), [7, 8])
+    with pytest.raises(ValueError, match="a batch of their own"):
+        punica.add_lora_linear(y, x, operands)
