@@ -37,7 +37,7 @@ openai2: $(STAMP)  ## install the client `openai` 2 for one test
 	  --target $(VENV)/openai-2 'openai>=2,<3'
 
 test: $(STAMP)  ## run all tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Without the small model or the older client, their tests are skipped with the reason.
 check: $(STAMP)  ## lint, types and tests: what CI runs

@@ -47,7 +47,7 @@ def test_from_every_point_of_a_history_the_same_follows(seed: int) -> None:
     controller = Controller(limits)
     for point, record in enumerate(records):
         copy = restored(controller)
-        check(copy.world, limits)
+        check(copy.world, limits, None)
         assert copy.digest() == controller.digest()
         assert fields_of(copy.world) == fields_of(controller.world)
         # The rest of the history from every seventh point, and the next input from every point.

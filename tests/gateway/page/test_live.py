@@ -45,6 +45,7 @@ def test_a_reader_follows_the_adapters(served):
         "adapter": "reverse",
         "slot": 3,
         "generation": 8,
+        "duration_ns": 0,
     }
     _, second, event = reader.next("event")
     assert (second, event["event"]["code"]) == (seq + 2, "L002")

@@ -20,6 +20,7 @@ from messages import commands, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT
 from messages.progress import Step
+from messages.views import EngineStatistics
 from tests.support.campaign.machine import MACHINE, MS
 from tests.support.campaign.network import Link
 from tests.support.campaign.scheduler import Scheduler, Wakeup
@@ -99,6 +100,10 @@ class ModelledEngine:
     @property
     def last_op(self) -> int:
         return max(self.model.seen, default=0)
+
+    def statistics(self) -> EngineStatistics:
+        """Return no statistics: they are not logged, and no promise is about them."""
+        return EngineStatistics()
 
     def submit(self, command: Any) -> None:
         if isinstance(command, commands.ResendTokens):

@@ -11,6 +11,7 @@ from typing import Any, Final
 from controller.log.writer import Log
 from controller.shell.config import ServerConfig
 from controller.shell.logical_clock import Clocks
+from controller.shell.operating.settings_file import SettingsFile
 from controller.shell.process import _open_log
 from controller.shell.server import Server
 from controller.shell.transport import Transport
@@ -62,7 +63,7 @@ def serving(
             gc.unfreeze()
 
     with transport_type(directory) as transport:
-        thread = threading.Thread(target=run, args=(transport, _open_log(config)))
+        thread = threading.Thread(target=run, args=(transport, _open_log(config, SettingsFile(directory, config.limits, config.policy))))
         thread.start()
         try:
             with RequestClient(directory) as client:
