@@ -22,11 +22,8 @@ from messages.requests import PrefetchTarget
 
 app = typer.Typer()
 
-_LIFE_CYCLE = "Life cycle"
-_QUERIES = "Queries"
 
-
-@app.command(rich_help_panel=_LIFE_CYCLE)
+@app.command()
 def load(
     ctx: typer.Context,
     adapter: AdapterArgument,
@@ -51,7 +48,7 @@ def load(
     )
 
 
-@app.command(rich_help_panel=_LIFE_CYCLE)
+@app.command()
 def stage(
     ctx: typer.Context,
     adapter: AdapterArgument,
@@ -65,7 +62,7 @@ def stage(
     )
 
 
-@app.command(rich_help_panel=_LIFE_CYCLE)
+@app.command()
 def activate(
     ctx: typer.Context,
     adapters: Annotated[
@@ -94,7 +91,7 @@ def activate(
         run_request(ctx, as_json, label, lambda client: client.activate_batch(adapters, timeout))
 
 
-@app.command(rich_help_panel=_LIFE_CYCLE)
+@app.command()
 def prefetch(
     ctx: typer.Context,
     adapter: AdapterArgument,
@@ -115,7 +112,7 @@ def prefetch(
     )
 
 
-@app.command(rich_help_panel=_LIFE_CYCLE)
+@app.command()
 def deactivate(
     ctx: typer.Context, adapter: AdapterArgument, timeout: Timeout = None, as_json: AsJson = False
 ) -> None:
@@ -125,7 +122,7 @@ def deactivate(
     )
 
 
-@app.command(rich_help_panel=_LIFE_CYCLE)
+@app.command()
 def hold(
     ctx: typer.Context,
     adapter: AdapterArgument,
@@ -139,7 +136,7 @@ def hold(
     )
 
 
-@app.command(rich_help_panel=_LIFE_CYCLE)
+@app.command()
 def release(
     ctx: typer.Context, adapter: AdapterArgument, timeout: Timeout = None, as_json: AsJson = False
 ) -> None:
@@ -149,7 +146,7 @@ def release(
     )
 
 
-@app.command(rich_help_panel=_LIFE_CYCLE)
+@app.command()
 def evict(
     ctx: typer.Context, adapter: AdapterArgument, timeout: Timeout = None, as_json: AsJson = False
 ) -> None:
@@ -157,7 +154,7 @@ def evict(
     run_request(ctx, as_json, f"evicting {adapter}", lambda client: client.evict(adapter, timeout))
 
 
-@app.command(rich_help_panel=_LIFE_CYCLE)
+@app.command()
 def remove(
     ctx: typer.Context,
     adapter: AdapterArgument,
@@ -178,7 +175,7 @@ def remove(
     )
 
 
-@app.command("list", rich_help_panel=_QUERIES)
+@app.command("list")
 def list_adapters(
     ctx: typer.Context, timeout: QueryTimeout = QUERY_TIMEOUT_S, as_json: AsJson = False
 ) -> None:
@@ -186,7 +183,7 @@ def list_adapters(
     run_request(ctx, as_json, "querying", lambda client: client.list(timeout))
 
 
-@app.command(rich_help_panel=_QUERIES)
+@app.command()
 def show(
     ctx: typer.Context,
     adapter: AdapterArgument,
@@ -197,7 +194,7 @@ def show(
     run_request(ctx, as_json, "querying", lambda client: client.show(adapter, timeout))
 
 
-@app.command(rich_help_panel=_QUERIES)
+@app.command()
 def status(
     ctx: typer.Context, timeout: QueryTimeout = QUERY_TIMEOUT_S, as_json: AsJson = False
 ) -> None:

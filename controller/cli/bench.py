@@ -69,7 +69,7 @@ class Result(Struct, frozen=True):
     request: dict[str, float]
 
 
-@app.command(rich_help_panel="Inference")
+@app.command()
 def bench(  # noqa: PLR0913, PLR0917 - one parameter per option
     ctx: typer.Context,
     adapter: Adapters = None,

@@ -29,7 +29,7 @@ _POLL_S: Final = 0.1
 
 app = typer.Typer()
 engine_app = typer.Typer(no_args_is_help=True, help="Restart the engine.")
-app.add_typer(engine_app, name="engine", rich_help_panel="Server and log")
+app.add_typer(engine_app, name="engine")
 
 
 @engine_app.command()

@@ -103,7 +103,7 @@ Model = Annotated[
 ]
 
 
-@app.command(rich_help_panel="Server and log")
+@app.command()
 @with_option_groups(options=GATEWAY_OPTIONS)
 def gateway(
     ctx: typer.Context,

@@ -24,7 +24,7 @@ app = typer.Typer()
 keys_app = typer.Typer(
     no_args_is_help=True, help="Make keys, and decide which ones may connect to the server."
 )
-app.add_typer(keys_app, name="keys", rich_help_panel="Server and log")
+app.add_typer(keys_app, name="keys")
 
 NameArgument = Annotated[
     str, typer.Argument(metavar="NAME", help="The key's name on the server, up to 16 characters.")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 log_app = typer.Typer(no_args_is_help=True, help="Check the log's files, and repair damage.")
-app.add_typer(log_app, name="log", rich_help_panel="Server and log")
+app.add_typer(log_app, name="log")
 
 _REPAIR_HINT = "`loradock log repair` shows whether it can be mended, or what a cut would lose"
 
@@ -69,7 +69,7 @@ _REPLAY_OPTIONS: Final = OptionGroup(
 )
 
 
-@app.command(rich_help_panel="Server and log")
+@app.command()
 @with_option_groups(options=_REPLAY_OPTIONS)
 def replay(
     ctx: typer.Context,

@@ -6,35 +6,248 @@ An expected error ends in one line and a hint, never in a traceback.
 # Heavy modules are imported when a command runs: help and completion answer at once.
 # ruff: noqa: PLC0415
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
-from controller.cli import (
-    adapters,
-    bench,
-    engine_commands,
-    gateway,
-    keys,
-    log_state_commands,
-    pooling,
-    serve,
-    streaming,
-    timeline,
-    top,
-)
 from controller.cli.context import Settings, settings_of
-from controller.cli.example import command as example
 from controller.cli.exit_codes import EXIT_MEANINGS, CommandError, failure_of
-from controller.cli.pages.help_pages import HelpGroup, with_help_pages
-from controller.cli.server import in_progress, life, settings
+from controller.cli.pages.overview import Entry, OverviewGroup
 from controller.client.errors import LoradockError
 from messages.version import VERSION
 
+_HELP: Final = """Keep many LoRA adapters ready for one base model.
 
-class Commands(HelpGroup):
+First steps, in a directory of your own; the last two in another terminal:
+
+\b
+  loradock example tiny
+  loradock serve --model tiny/model --adapter-root tiny/adapters
+  loradock load upper
+  loradock generate --adapter upper 'hello>'
+"""
+
+
+def _adapters() -> typer.Typer:
+    from controller.cli import adapters
+
+    return adapters.app
+
+
+def _top() -> typer.Typer:
+    from controller.cli import top
+
+    return top.app
+
+
+def _streaming() -> typer.Typer:
+    from controller.cli import streaming
+
+    return streaming.app
+
+
+def _pooling() -> typer.Typer:
+    from controller.cli import pooling
+
+    return pooling.app
+
+
+def _bench() -> typer.Typer:
+    from controller.cli import bench
+
+    return bench.app
+
+
+def _serve() -> typer.Typer:
+    from controller.cli import serve
+
+    return serve.app
+
+
+def _gateway() -> typer.Typer:
+    from controller.cli import gateway
+
+    return gateway.app
+
+
+def _engine_commands() -> typer.Typer:
+    from controller.cli import engine_commands
+
+    return engine_commands.app
+
+
+def _log_state_commands() -> typer.Typer:
+    from controller.cli import log_state_commands
+
+    return log_state_commands.app
+
+
+def _keys() -> typer.Typer:
+    from controller.cli import keys
+
+    return keys.app
+
+
+def _timeline() -> typer.Typer:
+    from controller.cli import timeline
+
+    return timeline.app
+
+
+def _example() -> typer.Typer:
+    from controller.cli.example import command
+
+    return command.app
+
+
+def _life() -> typer.Typer:
+    from controller.cli.server import life
+
+    return life.app
+
+
+def _in_progress() -> typer.Typer:
+    from controller.cli.server import in_progress
+
+    return in_progress.app
+
+
+def _settings() -> typer.Typer:
+    from controller.cli.server import settings
+
+    return settings.app
+
+
+COMMANDS: Final = {
+    "Server": (
+        Entry(
+            "example",
+            _example,
+            "Write an example to serve: a model of 0.8 million parameters and eight adapters, "
+            "7 MB.",
+        ),
+        Entry(
+            "serve",
+            _serve,
+            "Run a controller and its engine until Ctrl-C; both are restarted if they die or hang.",
+        ),
+        Entry(
+            "ready",
+            _life,
+            "Wait until the server has an engine and answers; exit with 6 if it does not in time.",
+        ),
+        Entry(
+            "status",
+            _adapters,
+            "Show the server, its engine and its memory; exit with 6 if no engine is attached.",
+        ),
+        Entry(
+            "stop",
+            _life,
+            "End the server: new requests are refused, and those in progress end first.",
+        ),
+        Entry(
+            "config", _settings, "Show and change the limits and the policy of a running server."
+        ),
+        Entry(
+            "gateway",
+            _gateway,
+            "Serve the OpenAI protocol, metrics and a page over HTTP, for a server that runs here.",
+        ),
+        Entry("engine", _engine_commands, "Restart the engine."),
+        Entry("keys", _keys, "Make keys, and decide which ones may connect to the server."),
+    ),
+    "Adapters": (
+        Entry("load", _adapters, "Read and check an adapter, and keep it in host memory."),
+        Entry("list", _adapters, "List every known adapter and where it is."),
+        Entry("show", _adapters, "Show everything that is known about one adapter."),
+        Entry(
+            "prefetch",
+            _adapters,
+            "Move an adapter towards a slot ahead of its use; ends before it has moved.",
+        ),
+        Entry(
+            "stage",
+            _adapters,
+            "Prepare an adapter in page-locked memory, ready to be copied to the device.",
+        ),
+        Entry(
+            "activate",
+            _adapters,
+            "Copy one adapter, or all adapters of a batch, into device slots.",
+        ),
+        Entry(
+            "deactivate",
+            _adapters,
+            "Remove an adapter from its slot; it stays in page-locked memory.",
+        ),
+        Entry("hold", _adapters, "Activate an adapter and exempt it from every eviction."),
+        Entry("release", _adapters, "End a hold."),
+        Entry(
+            "evict",
+            _adapters,
+            "Drop an adapter's weights from all memory; it is loaded again when it is used.",
+        ),
+        Entry("remove", _adapters, "Forget an adapter; its name is free again."),
+    ),
+    "Inference": (
+        Entry(
+            "generate",
+            _streaming,
+            "Continue a prompt, with or without images, and print the text as it is generated.",
+        ),
+        Entry(
+            "embed",
+            _pooling,
+            "Compute a vector per text and show how similar they are; --json prints the vectors.",
+        ),
+        Entry("classify", _pooling, "Compute a score per text and label of the model."),
+        Entry(
+            "requests",
+            _in_progress,
+            "List the requests in progress: id, adapter, age, and tokens sent so far.",
+        ),
+        Entry(
+            "cancel",
+            _in_progress,
+            "Stop a running generation of any client; its client gets the output so far.",
+        ),
+        Entry(
+            "bench",
+            _bench,
+            "Measure a running server: requests and tokens per second, and latencies.",
+        ),
+    ),
+    "Monitoring": (
+        Entry("top", _top, "Show slots, states, rates and waits, updated until Ctrl-C."),
+        Entry(
+            "slow",
+            _in_progress,
+            "Show the slowest operations on adapters and the slowest requests of the last hour.",
+        ),
+        Entry("events", _streaming, "Print the life-cycle events, in order and without gaps."),
+    ),
+    "Log": (
+        Entry("log", _log_state_commands, "Check the log's files, and repair damage."),
+        Entry(
+            "replay",
+            _log_state_commands,
+            "Rebuild the controller's state from the log, compare digests, and show the adapters.",
+        ),
+        Entry(
+            "timeline",
+            _timeline,
+            "Draw the adapters of a log over time: a lane per slot, loads, evictions and failures.",
+        ),
+    ),
+}
+"""The panels of the overview, with the commands of each: their modules and summaries."""
+
+
+class Commands(OverviewGroup):
     """All commands; an error of a command ends the program with its exit code."""
 
+    panels = COMMANDS
     exit_codes = tuple((str(code.value), text) for code, text in EXIT_MEANINGS.items())
 
     def invoke(self, ctx: Any) -> Any:
@@ -55,18 +268,11 @@ class Commands(HelpGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
+    subcommand_metavar="COMMAND [ARGUMENT...]",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Keep many LoRA adapters ready for one base model.",
+    help=_HELP,
 )
-for group in (
-    *(adapters.app, top.app, streaming.app, pooling.app, bench.app),
-    *(example.app, serve.app, gateway.app, engine_commands.app, log_state_commands.app),
-    *(life.app, in_progress.app, settings.app, keys.app, timeline.app),
-):
-    app.registered_commands += group.registered_commands
-    app.registered_groups += group.registered_groups
-with_help_pages(app.registered_commands, app.registered_groups)
 
 
 def _version(is_requested: bool) -> None:

@@ -39,7 +39,7 @@ Attempts = Annotated[
 ]
 
 
-@app.command(rich_help_panel="Inference")
+@app.command()
 def embed(
     ctx: typer.Context,
     texts: Texts,
@@ -60,7 +60,7 @@ def embed(
         output.show(*embedding(lines, result))
 
 
-@app.command(rich_help_panel="Inference")
+@app.command()
 def classify(
     ctx: typer.Context,
     texts: Texts,

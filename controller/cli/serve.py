@@ -148,7 +148,7 @@ Http = Annotated[
 ]
 
 
-@app.command(rich_help_panel="Server and log")
+@app.command()
 @with_option_groups(
     limits=LIMITS,
     server=SERVER_SETTINGS,

@@ -116,7 +116,7 @@ WithSnapshot = Annotated[
 ]
 
 
-@app.command(rich_help_panel="Inference")
+@app.command()
 def generate(  # noqa: PLR0913, PLR0917 - one parameter per option
     ctx: typer.Context,
     prompt: Prompt,
@@ -187,7 +187,7 @@ def _print_generation(output: "Output", running: "Generation") -> None:
         )
 
 
-@app.command(rich_help_panel="Queries")
+@app.command()
 def events(
     ctx: typer.Context,
     since: Since = None,

@@ -70,7 +70,7 @@ Out = Annotated[
 ]
 
 
-@app.command(rich_help_panel="Server and log")
+@app.command()
 def timeline(ctx: typer.Context, first: From = 0, last: To = None, output: Out = None) -> None:
     """Draw the adapters of a log over time: a lane per slot, loads, evictions and failures."""
     if output is not None and output.suffix not in (".svg", ".html"):

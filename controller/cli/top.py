@@ -46,7 +46,7 @@ class Reading(NamedTuple):
     listed: "AdaptersListed"
 
 
-@app.command(rich_help_panel="Queries")
+@app.command()
 def top(
     ctx: typer.Context, interval: Interval = 1.0, once: Once = False, as_json: AsJson = False
 ) -> None:

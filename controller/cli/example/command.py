@@ -15,7 +15,7 @@ _SOURCES: Final = (_ROOT / "loradock" / "tiny", _ROOT / "examples" / "tiny")
 _PARTS: Final = ("model", "adapters")
 
 
-@app.command(rich_help_panel="Server and log")
+@app.command()
 def example(
     directory: Annotated[
         Path, typer.Argument(metavar="DIRECTORY", help="Directory to write; must not exist yet.")

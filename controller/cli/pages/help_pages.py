@@ -43,6 +43,12 @@ class HelpGroup(TyperGroup):
 
     exit_codes: tuple[tuple[str, str], ...] = ()
 
+    def overview(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the panel, the name and the summary of each command."""
+        for name, one in self.commands.items():
+            if not one.hidden:
+                yield _COMMANDS, name, summary(one)
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page."""
         _write_page(self, ctx, formatter)
@@ -67,17 +73,16 @@ def _usage(command: Any, ctx: Any) -> Iterator[str]:
         if one.param_type_name == "argument":
             metavar = _metavar(one, ctx)
             yield metavar if one.required else f"[{metavar}]"
-    if hasattr(command, "commands"):
+    if isinstance(command, HelpGroup):
         yield "COMMAND [ARGUMENT...]"
 
 
 def _sections(command: Any, ctx: Any) -> dict[str, list[tuple[str, str]]]:
     """Return the rows of each section: terms and their descriptions."""
     sections: dict[str, list[tuple[str, str]]] = {}
-    for name, one in getattr(command, "commands", {}).items():
-        if not one.hidden:
-            panel = getattr(one, "rich_help_panel", None)
-            sections.setdefault(_title(panel, _COMMANDS), []).append((name, _summary(one)))
+    if isinstance(command, HelpGroup):
+        for panel, name, text in command.overview():
+            sections.setdefault(panel, []).append((name, text))
     for one in command.get_params(ctx):
         is_argument = one.param_type_name == "argument"
         if not getattr(one, "hidden", False):
@@ -91,7 +96,7 @@ def _title(panel: Any, usual: str) -> str:
     return panel if isinstance(panel, str) else usual
 
 
-def _summary(command: Any) -> str:
+def summary(command: Any) -> str:
     """Return the first paragraph of a command's help, in one line."""
     return " ".join((command.help or "").partition("\n\n")[0].split())
 

@@ -39,7 +39,7 @@ RequestArgument = Annotated[
 ]
 
 
-@app.command(rich_help_panel="Queries")
+@app.command()
 def requests(
     ctx: typer.Context, timeout: QueryTimeout = QUERY_TIMEOUT_S, as_json: AsJson = False
 ) -> None:
@@ -47,7 +47,7 @@ def requests(
     run_request(ctx, as_json, "querying", lambda client: client.list_requests(timeout))
 
 
-@app.command(rich_help_panel="Queries")
+@app.command()
 def slow(
     ctx: typer.Context, timeout: QueryTimeout = QUERY_TIMEOUT_S, as_json: AsJson = False
 ) -> None:
@@ -55,7 +55,7 @@ def slow(
     run_request(ctx, as_json, "querying", lambda client: client.list_slow(timeout))
 
 
-@app.command(rich_help_panel="Inference")
+@app.command()
 def cancel(
     ctx: typer.Context,
     request: RequestArgument,

@@ -46,7 +46,7 @@ DrainTimeout = Annotated[
 ]
 
 
-@app.command(rich_help_panel="Server and log")
+@app.command()
 def ready(ctx: typer.Context, timeout: ReadyTimeout = READY_S, as_json: AsJson = False) -> None:
     """Wait until the server has an engine and answers; exit with 6 if it does not in time."""
     output = output_of(ctx, as_json)
@@ -90,7 +90,7 @@ def _is_preloading(ctx: typer.Context) -> bool:
     return any(view.request_id.startswith(PRELOAD) for view in listed.requests)
 
 
-@app.command(rich_help_panel="Server and log")
+@app.command()
 def stop(ctx: typer.Context, timeout: DrainTimeout = DRAIN_S, as_json: AsJson = False) -> None:
     """End the server: new requests are refused, and those in progress end first."""
     output = output_of(ctx, as_json)

@@ -18,7 +18,7 @@ app = typer.Typer()
 config_app = typer.Typer(
     no_args_is_help=True, help="Show and change the limits and the policy of a running server."
 )
-app.add_typer(config_app, name="config", rich_help_panel="Server and log")
+app.add_typer(config_app, name="config")
 
 POLICY: Final = "policy"
 

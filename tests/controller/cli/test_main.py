@@ -3,19 +3,42 @@
 import subprocess
 import sys
 import tomllib
+from inspect import unwrap
+
+import typer
 
 import loradock
-from controller.cli.main import VERSION
+from controller.cli.main import COMMANDS, VERSION, app
+from controller.cli.pages.help_pages import summary
 from tests.support.simulation.command_runs import ROOT, run
 
 
 def test_it_starts_without_heavy_modules():
-    heavy = ["torch", "transformers", "zmq", "structlog", "transitions"]
-    code = f"import sys, controller.cli.main; print([m for m in {heavy} if m in sys.modules])"
+    heavy = ["torch", "transformers", "zmq", "structlog", "transitions", "asyncio", "rich"]
+    heavy += ["controller.cli.serve", "controller.cli.adapters"]
+    code = f"""
+import atexit, sys
+from controller.cli.main import app
+atexit.register(lambda: print([m for m in {heavy} if m in sys.modules]))
+app()
+"""
     listed = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert listed.stdout == "[]\n"
+    assert listed.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_overview_has_each_command_with_the_summary_of_its_page():
+    commands = typer.main.get_command(app).commands
+    assert {entry.name for panel in COMMANDS.values() for entry in panel} == set(commands)
+    for panel in COMMANDS.values():
+        for entry in panel:
+            assert entry.summary == summary(commands[entry.name])
+            assert {info.name for info in entry.load().registered_groups} <= set(commands)
+            known = {commands[name].callback for name in commands if commands[name].callback}
+            assert {unwrap(i.callback) for i in entry.load().registered_commands} <= set(
+                map(unwrap, known)
+            )
 
 
 def test_the_version_is_written_in_one_place():
