@@ -84,6 +84,9 @@ class AdapterView(Value, frozen=True):
     counters: AdapterCounters = AdapterCounters()
 
 
+KVLayout = Literal["", "paged", "padded"]
+"""How keys and values are kept: in blocks, as rows of equal length, or not at all."""
+
 QUEUE_BOUNDS_S: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
@@ -99,7 +102,8 @@ class EngineStatistics(Value, frozen=True):
     again. A request was queued from its arrival in the engine until its first step: `queued`
     requests for `queue_ns` in all, by `QUEUE_BOUNDS_S` in `queue_counts`. `slot_writes` and
     `slot_resets` count complete changes of the arena's directory. `kernels` names the
-    implementation of the LoRA kernels. `allocated_bytes` is 0 on a CPU.
+    implementation of the LoRA kernels. `allocated_bytes` is 0 on a CPU. `kv_layout` is empty where
+    no keys and values are kept, and before the first heartbeat.
     """
 
     kernels: str = ""
@@ -122,6 +126,7 @@ class EngineStatistics(Value, frozen=True):
     host_bytes: Bytes = 0
     pinned_bytes: Bytes = 0
     allocated_bytes: Bytes = 0
+    kv_layout: KVLayout = ""
 
 
 class TierView(Value, frozen=True):

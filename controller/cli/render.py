@@ -195,8 +195,7 @@ def counter_fields(counters: AdapterCounters) -> dict[str, str]:
     states = ("unregistered", "evicted", "cpu_cached", "pinned", "gpu_slot")
     times = (f"{name.replace('_', '-')} {seconds(f'{name}_ns')}" for name in states)
     return {
-        "found in slot": f"{counters.hits} hits, {counters.misses} misses, "
-        f"{seconds('wait_ns')} waited",
+        "found in slot": _hit_rate(counters),
         "prefetches": str(counters.prefetches),
         "moved up": f"{counters.checks} checks ({seconds('check_ns')}), {counters.loads} loads "
         f"({seconds('load_ns')}), {counters.stagings} stagings ({seconds('stage_ns')}), "
@@ -234,8 +233,32 @@ def _status_fields(status: StatusShown) -> dict[str, str]:
         "log": f"record {status.seq}, event {status.events_seq}, {format_size(status.log_bytes)}",
         "snapshot": _snapshot(status),
         "digest": status.digest,
+        "keys, values": _kv_cache(status),
         **counter_fields(status.counters),
     }
+
+
+def _kv_cache(status: StatusShown) -> str:
+    """Return how the engine keeps keys and values, and their memory."""
+    engine = status.engine
+    if not engine.kv_layout:
+        return "-"
+    size = format_size(engine.kv_bytes)
+    if engine.kv_layout == "padded":
+        return f"padded, {size}; prefixes are not reused"
+    return f"paged, {size} of {format_size(engine.kv_bytes_max)}"
+
+
+def _hit_rate(counters: AdapterCounters) -> str:
+    """Return the part of requests that found their adapter in a slot, and the others' mean wait."""
+    requests = counters.hits + counters.misses
+    if not requests:
+        return "no requests yet"
+    rate = f"{counters.hits} of {requests} requests ({counters.hits / requests:.0%})"
+    if not counters.misses:
+        return rate
+    mean_ms = counters.wait_ns // counters.misses // 1_000_000
+    return f"{rate}; the others waited {duration(mean_ms)} on average"
 
 
 def _snapshot(status: StatusShown) -> str:

@@ -12,6 +12,7 @@ from engine.errors import EngineError
 from engine.inference.fair_queue import FairQueue
 from engine.inference.sequence import Sequence
 from engine.inference.step_budget import StepBudget
+from messages.views import KVLayout
 
 
 class ForwardError(Exception):
@@ -54,10 +55,11 @@ class Waiting(NamedTuple):
 
 
 class KVUse(NamedTuple):
-    """The bytes of keys and values, and their budget; 0 where they have none."""
+    """The bytes of keys and values, and their budget; 0 where they have none. How they are kept."""
 
     size_bytes: int
     size_bytes_max: int
+    layout: KVLayout = ""
 
 
 class SequenceBatch(Protocol):

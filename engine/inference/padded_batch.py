@@ -64,7 +64,7 @@ class PaddedBatch:
     def kv_use(self) -> KVUse:
         """The bytes of the batch's cache and of those of prefilled groups, without a budget."""
         caches = (self._cache, *(group.cache for group in self._prefilling))
-        return KVUse(sum(cache.size_bytes for cache in caches), 0)
+        return KVUse(sum(cache.size_bytes for cache in caches), 0, "padded")
 
     @property
     def lacks_memory(self) -> bool:

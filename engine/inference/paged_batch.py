@@ -115,7 +115,7 @@ class PagedBatch:
     def kv_use(self) -> KVUse:
         """The bytes of the blocks that sequences hold, and of all blocks."""
         block_bytes = self._flat.cache.block_bytes
-        return KVUse(self.pool.held * block_bytes, self.pool.blocks * block_bytes)
+        return KVUse(self.pool.held * block_bytes, self.pool.blocks * block_bytes, "paged")
 
     @property
     def tokens_held(self) -> int:

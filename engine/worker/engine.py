@@ -127,6 +127,7 @@ class Engine:
             slot_resets=arena.resets,
             kv_bytes=inference.kv_use.size_bytes,
             kv_bytes_max=inference.kv_use.size_bytes_max,
+            kv_layout=inference.kv_use.layout,
             arena_bytes=arena.capacity_bytes - arena.free_bytes,
             arena_bytes_max=arena.capacity_bytes,
             host_bytes=host_bytes,

@@ -28,6 +28,7 @@ from messages import requests as rq
 from messages.engine_options import EngineOptions
 from messages.errors import MEANINGS, ErrorCode
 from messages.prompts import Sampling
+from messages.views import AdapterCounters, EngineStatistics
 from tests.support.parallel.processes import TINY
 from tests.support.simulation.standin_controller import view
 
@@ -94,6 +95,8 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
         engine_memory_bytes=3 << 30,
         device="cuda:0",
         dtype="bfloat16",
+        counters=AdapterCounters(hits=18, misses=6, wait_ns=3 * 10**9, stalls=2, stall_ns=10**9),
+        engine=EngineStatistics(kv_layout="paged", kv_bytes=3 << 30, kv_bytes_max=12 << 30),
     )
     yield "status", renderables(status)
     request = control.RequestView("c" * 16 + ":17", "generate", "upper", "running", 65_000, 112)

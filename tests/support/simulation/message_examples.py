@@ -50,6 +50,7 @@ _STATISTICS = EngineStatistics(
     host_bytes=16,
     pinned_bytes=17,
     allocated_bytes=18,
+    kv_layout="paged",
 )
 _VIEW = requests.AdapterView(
     adapter="tenant-17",
