@@ -137,7 +137,8 @@ class ModuleShape:
     one `ModuleShape` per slice. `experts`: 1 for every kind but EXPERTS. `shard`: what this process
     keeps of a LINEAR or EXPERTS slice; `a_shape` and `b_shape` are those of the kept part.
     `parameter_rows`: for experts' gate and up where one model parameter holds both. `is_optional`:
-    for a module that few adapters replace whole; it counts for no default size.
+    for a module that few adapters replace whole; it counts for no default size. `kernel`: the sizes
+    of a convolution's kernel; `in_features` counts every value under it.
     """
 
     name: str
@@ -150,6 +151,12 @@ class ModuleShape:
     shard: Shard = WHOLE
     parameter_rows: ParameterRows | None = None
     is_optional: bool = False
+    kernel: tuple[int, ...] = ()
+
+    @property
+    def input_sizes(self) -> list[int]:
+        """The sizes of one row of A in an adapter: the inputs, or channels and kernel."""
+        return [self.in_features // math.prod(self.kernel), *self.kernel]
 
     @property
     def kept_experts(self) -> range:

@@ -19,7 +19,7 @@ from engine.adapters.output_vectors import (
     check_vectors,
     take_vectors,
 )
-from engine.adapters.pairs import TensorPair, check_rank_divisible, pair_up
+from engine.adapters.pairs import TensorPair, check_rank_divisible, pair_up, size_difference
 from engine.adapters.peft_config import CLASSIFICATION_HEADS, PEFTHelper
 from engine.adapters.tensor_names import WeightNames, is_within, sort_names
 from engine.adapters.weights_mapper import Rename
@@ -41,6 +41,7 @@ class AdapterTarget:
     no trained classification head, so an adapter must contain one. `missing_layers`: the paths of
     layers on another rank of a pipeline, whose tensors are skipped. `read_base` returns a linear
     module's base weights. `has_parameter`: whether a parameter's path is, or ends in, a name.
+    `unwrapped`: why layers with these paths are not wrapped.
     """
 
     modules: Modules
@@ -51,6 +52,7 @@ class AdapterTarget:
     missing_layers: tuple[str, ...] = ()
     read_base: ReadBase = field(default=lambda _: None, compare=False)
     has_parameter: Callable[[str], bool] = field(default=lambda _: True, compare=False)
+    unwrapped: Mapping[str, str] = field(default_factory=dict)
 
     def excludes(self, module: str) -> bool:
         """Whether a module is not adapted because `enable_tower_connector_lora` is off."""
@@ -212,7 +214,7 @@ def _check_modules(
     left_out = [module for module in touched if model.excludes(module)]
     problems.add_each(AdapterDoesNotFit, EXCLUDED, left_out)
     unknown = [module for module in touched if module not in modules and module not in left_out]
-    unknown[:1] = [_with_hint(module, modules) for module in unknown[:1]]
+    unknown[:1] = [_with_hint(module, model) for module in unknown[:1]]
     count = f" ({len(unknown)} of {len(touched)} modules)" if len(unknown) > 1 else ""
     problems.add_each(AdapterDoesNotFit, f"not wrapped in this model{count}", unknown)
     known = [(pair, modules[pair.module]) for pair in touched.values() if pair.module in modules]
@@ -221,7 +223,7 @@ def _check_modules(
     for pair, shape in known:
         with problems.collecting():
             _check_kind(pair, shape)
-            if difference := _size_difference(pair, shape, tensors):
+            if difference := size_difference(pair, shape, tensors):
                 resized[pair.module] = difference
             elif pair.kind is not ModuleKind.HEAD:
                 check_rank_divisible(pair.module, pair.rank, shape.shard)
@@ -297,20 +299,6 @@ def _check_kind(pair: TensorPair, shape: ModuleShape) -> None:
         )
 
 
-def _size_difference(pair: TensorPair, shape: ModuleShape, tensors: Tensors) -> str:
-    """Return how a pair's sizes differ from those of its module; empty where they don't."""
-    a = list(tensors[pair.a].shape)
-    expected = f"in this model it has {shape.in_features} inputs and {shape.out_features} outputs"
-    if pair.kind is ModuleKind.HEAD:
-        found = a if len(a) > 1 else [*a, 1]
-        is_same = found == [shape.out_features, shape.in_features]
-        name = pair.module.removesuffix(SAVED_SUFFIX)
-        return "" if is_same else f"{name} has a weight {a}; {expected}"
-    b = [] if pair.b is None else list(tensors[pair.b].shape)
-    is_same = a[1] == shape.in_features and b[0] == shape.out_features
-    return "" if is_same else f"{pair.module} has A {a} and B {b}; {expected}"
-
-
 def _add_size_differences(
     resized: Mapping[str, str], modules: int, helper: PEFTHelper, problems: Problems
 ) -> None:
@@ -326,8 +314,10 @@ def _add_size_differences(
     problems.add(AdapterDoesNotFit, text)
 
 
-def _with_hint(module: str, modules: Collection[str]) -> str:
-    near = next((name for name in modules if name.endswith(f".{module}")), None)
+def _with_hint(module: str, model: AdapterTarget) -> str:
+    if module in model.unwrapped:
+        return f"{module} ({model.unwrapped[module]})"
+    near = next((name for name in model.modules if name.endswith(f".{module}")), None)
     return module if near is None else f"{module} (there is {near})"
 
 

@@ -75,6 +75,7 @@ def _check_fit(
     shape = target.modules.get(name)
     if shape is None:
         where = EXCLUDED if target.excludes(name) else "not wrapped in this model"
+        where = f"{where}: {target.unwrapped[name]}" if name in target.unwrapped else where
         problems.add(AdapterDoesNotFit, f"{shown(name)} is {where}")
         return
     rank_max = target.lora_config.max_lora_rank

@@ -262,6 +262,9 @@ def _weights(
     if pair.kind is ModuleKind.HEAD:
         a = a if a.ndim > 1 else a[:, None]
         b, shard = b[:, None], WHOLE
+    elif a.ndim > 2:
+        # Of a convolution: B has width 1, and A's kernel is a part of its inputs.
+        a, b = a.flatten(1), b.flatten(1)
     return LoRALayerWeights(
         pair.module, pair.rank, pair.alpha, a, b, pair.scaling, shard, pair.kind
     )

@@ -4,14 +4,17 @@ A pair that exists has the rank that its config specifies. `compatibility` check
 model.
 """
 
+import math
 from typing import Final, NamedTuple
+
+import torch
 
 from engine.adapters.files.problems import Problems
 from engine.adapters.files.weights_file import HasShape, Tensors
 from engine.adapters.peft_config import PEFTHelper
 from engine.adapters.tensor_names import PairNames, WeightNames
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
-from engine.layout import ModuleKind, Shard
+from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, Shard
 from engine.submatrix import WHOLE_TENSOR, Submatrix
 
 _SCALING_MAX: Final = 3.0e38
@@ -56,8 +59,33 @@ def pair_up(
     return pairs
 
 
+class _Flat(NamedTuple):
+    """The shape of a convolution's tensor as a matrix."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 def _module_pair(module: str, names: PairNames, tensors: Tensors, helper: PEFTHelper) -> TensorPair:
-    return make_pair(module, names, tensors, helper, helper.key_of(names.source))
+    found = {name: _flat(tensors[name]) for name in (names.a, names.b) if name is not None}
+    key = helper.key_of(names.source)
+    if names.b is not None and len(tensors[names.b].shape) > 2:
+        columns, rank = found[names.b].shape[1], helper.rank_of(key)
+        if columns < rank and rank % columns == 0:
+            raise AdapterDoesNotFit(
+                f"{module} has rank {rank} and a B of {columns} columns, as a convolution of "
+                f"{rank // columns} groups; A and B are stored whole, so it is not served"
+            )
+    return make_pair(module, names, found, helper, key)
+
+
+def _flat(tensor: HasShape) -> HasShape:
+    """Return the shape of A `[rank, in, *kernel]` or B `[out, rank, 1, ...]` as that of a matrix.
+
+    The kernel has one to three sizes; `size_difference` compares it with the model's.
+    """
+    first, *others = tensor.shape or (0,)
+    return _Flat(tensor.dtype, (first, math.prod(others))) if 2 <= len(others) <= 4 else tensor
 
 
 def make_pair(
@@ -89,6 +117,20 @@ def make_pair(
             "must be in the range of float32"
         )
     return TensorPair(module, names.a, names.b, rank, alpha, scaling, names.kind)
+
+
+def size_difference(pair: TensorPair, shape: ModuleShape, tensors: Tensors) -> str:
+    """Return how a pair's sizes differ from those of its module; empty where they don't."""
+    a = list(tensors[pair.a].shape)
+    expected = f"in this model it has {shape.in_features} inputs and {shape.out_features} outputs"
+    if pair.kind is ModuleKind.HEAD:
+        found = a if len(a) > 1 else [*a, 1]
+        is_same = found == [shape.out_features, shape.in_features]
+        name = pair.module.removesuffix(SAVED_SUFFIX)
+        return "" if is_same else f"{name} has a weight {a}; {expected}"
+    b = [] if pair.b is None else list(tensors[pair.b].shape)
+    is_same = (len(a), a[1:], b[0]) == (len(b), shape.input_sizes, shape.out_features)
+    return "" if is_same else f"{pair.module} has A {a} and B {b}; {expected}"
 
 
 def check_rank_divisible(module: str, rank: int, shard: Shard) -> None:

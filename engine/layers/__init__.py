@@ -17,6 +17,7 @@ from engine.layers.column import (
     ColumnParallelLinearWithLoRA,
     ColumnParallelLinearWithShardedLoRA,
 )
+from engine.layers.convolution import CONVOLUTIONS, ConvolutionWithLoRA
 from engine.layers.embedding import VocabParallelEmbeddingWithLoRA
 from engine.layers.experts import FusedMoE3DWithLoRA, FusedMoEWithLoRA
 from engine.layers.fully_sharded_experts import FusedMoE3DWithShardedLoRA, FusedMoEWithShardedLoRA
@@ -45,6 +46,7 @@ from engine.layers.tensor_parallel import (
 )
 
 __all__ = [
+    "CONVOLUTION_WRAPPERS",
     "FULLY_SHARDED",
     "MIXED_WRAPPERS",
     "WRAPPERS",
@@ -53,6 +55,7 @@ __all__ = [
     "ColumnParallelLinear",
     "ColumnParallelLinearWithLoRA",
     "ColumnParallelLinearWithShardedLoRA",
+    "ConvolutionWithLoRA",
     "FusedMoE3DWithLoRA",
     "FusedMoE3DWithShardedLoRA",
     "FusedMoEWithLoRA",
@@ -119,6 +122,11 @@ WRAPPERS: Final = (
     WrapperRule(Role.BODY, nn.Module, RouterWithLoRA),
 )
 """In order of preference: the first rule that matches a layer determines its wrapper."""
+
+CONVOLUTION_WRAPPERS: Final = tuple(
+    WrapperRule(Role.BODY, kind, ConvolutionWithLoRA) for kind in CONVOLUTIONS
+)
+"""Further rules for models that are taken as they are; no probe is made for convolutions."""
 
 MIXED_WRAPPERS: Final = tuple(rule for rule in WRAPPERS if rule.wrapper is not FusedMoE3DWithLoRA)
 """The table for mixed formats of expert adapters: 3-D adapters are split when they are loaded."""

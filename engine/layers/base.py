@@ -50,6 +50,7 @@ class SliceShape(NamedTuple):
     kind: ModuleKind = ModuleKind.LINEAR
     experts: int = 1
     shard: Shard = WHOLE
+    kernel: tuple[int, ...] = ()
 
 
 class BaseLayerWithLoRA(nn.Module):
@@ -156,6 +157,7 @@ class BaseLayerWithLoRA(nn.Module):
                     kind=shape.kind,
                     experts=shape.experts,
                     shard=shape.shard,
+                    kernel=shape.kernel,
                 )
             )
         for saved in self.saved_shapes:

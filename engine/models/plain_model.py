@@ -16,8 +16,13 @@ from transformers import PreTrainedModel
 from engine.adapters.module_paths import Equivalence
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
-from engine.layers import wrappers_for
-from engine.models.preparation import WrapScope, module_shapes, prepare_unprobed
+from engine.layers import CONVOLUTION_WRAPPERS, wrappers_for
+from engine.models.preparation import (
+    WrapScope,
+    module_shapes,
+    prepare_unprobed,
+    unwrapped_layers,
+)
 from engine.models.probe import ALIGNED_ROWS, ProbeSpec, Prompts
 from engine.models.served_model import ServedModel
 from engine.models.vision.mapping import ImageMapper
@@ -65,8 +70,9 @@ class PlainModel(ServedModel):
         self.vocab_size = self.context_tokens_max = 0
         self.media_tokens = frozenset()
         self._warn_about_unused(lora_config)
+        self.unwrapped = unwrapped_layers(model)
         table = wrappers_for(lora_config.enable_mixed_moe_lora_format, fully_sharded=False)
-        scope = WrapScope(lora_config.target_modules, table)
+        scope = WrapScope(lora_config.target_modules, (*table, *CONVOLUTION_WRAPPERS))
         prepared = prepare_unprobed(model, scope)
         self.layers, self.parts, self.image_layers, self.norms, _ = prepared
         self.shapes = module_shapes(self.layers)

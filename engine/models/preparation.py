@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from engine.errors import ModelRefused
 from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRule, wrapper_of
+from engine.layers.convolution import refusal_of
 from engine.layers.packed import PackedLinear
 from engine.layers.saved import ReplaceableNorm, is_replaceable_norm
 from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, directory_columns
@@ -208,7 +209,7 @@ def prepare_unprobed(model: nn.Module, scope: WrapScope) -> PreparedLayers:
     Raises `ModelRefused` for a model without a layer to wrap, and for a target that names none.
     """
     candidates = find_candidates(model, scope.table)
-    hidden = {child for path, module in model.named_modules() for child in _unseen(path, module)}
+    hidden = unwrapped_layers(model)
     known = {name: one for name, one in candidates.items() if name not in hidden}
     if not known:
         raise ModelRefused("the model has no layer of a kind that can be wrapped")
@@ -216,6 +217,14 @@ def prepare_unprobed(model: nn.Module, scope: WrapScope) -> PreparedLayers:
     mapped = [name for name in known if name in targets]
     wrapped = _wrap(model, known, mapped, (), scope.table)
     return PreparedLayers(wrapped, dict.fromkeys(wrapped, MappingType.LANGUAGE), frozenset())
+
+
+def unwrapped_layers(model: nn.Module) -> dict[str, str]:
+    """Return why layers of a model that is taken as it is can't be wrapped, by path."""
+    modules = list(model.named_modules())
+    uncalled = {child for path, module in modules for child in _unseen(path, module)}
+    reasons = dict.fromkeys(sorted(uncalled), "PyTorch computes it from its weights, uncalled")
+    return reasons | {path: why for path, module in modules if (why := refusal_of(module))}
 
 
 def _unseen(path: str, module: nn.Module) -> list[str]:

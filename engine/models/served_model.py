@@ -7,6 +7,7 @@ process that prepared the model from the same configuration.
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -62,13 +63,15 @@ class ServedModel:
     are token ids. `media_tokens`: tokens that stand for an image, a video or a sound, which text
     alone may not contain. `no_images_reason`: why prompts may contain no images; empty if they may.
     `group`: the ranks that the model is split over. `without_head`: the model classifies, and was
-    saved without the head for that. Raises `ModelRefused` for a model that can't be served.
+    saved without the head for that. `unwrapped`:
+    why some layers are not wrapped, by path. Raises `ModelRefused` for a model that is not served.
     """
 
     task: Task
     no_images_reason: str = "a model that embeds or classifies accepts text alone"
     group: ParallelGroup = SINGLE
     without_head: bool = False
+    unwrapped: Mapping[str, str] = MappingProxyType({})
     image_part: ImagePart | None
     dtype: torch.dtype
     equivalences: tuple[Equivalence, ...]
@@ -136,6 +139,7 @@ class ServedModel:
             missing_layers=tuple(missing_layers(self.model)),
             read_base=self._base_weights,
             has_parameter=self._has_parameter,
+            unwrapped=self.unwrapped,
         )
 
     def _has_parameter(self, name: str) -> bool:

@@ -63,7 +63,13 @@ def serving(
             gc.unfreeze()
 
     with transport_type(directory) as transport:
-        thread = threading.Thread(target=run, args=(transport, _open_log(config, SettingsFile(directory, config.limits, config.policy))))
+        thread = threading.Thread(
+            target=run,
+            args=(
+                transport,
+                _open_log(config, SettingsFile(directory, config.limits, config.policy)),
+            ),
+        )
         thread.start()
         try:
             with RequestClient(directory) as client:
