@@ -139,9 +139,9 @@ def test_a_convolution_without_an_adapter_in_the_batch_takes_any_rows(tmp_path: 
         [LoRARequest("1", 1, str(tmp_path / "1"))], LoRAMapping([1] * 5, [1], is_prefill=True)
     )
     first = worker.manager.modules["0"]
-    x = torch.randn(1, WIDTH, 9)
+    x = torch.randn(2, WIDTH, 9)
     assert torch.equal(first(x), first.base_layer(x))
-    with pytest.raises(ValueError, match="a batch of 9 rows, but the mapping has 5"):
+    with pytest.raises(ValueError, match="a batch of 18 rows, but the mapping has 5"):
         worker.manager.modules["1"](x)
 
 
