@@ -90,6 +90,10 @@ MODEL: Final = (
         "leaves it to them.",
     ),
     DocumentedName(
+        "LoRARequest.adapter_id, name, path, tensorizer_config_dict",
+        "engine.adapters:LoRARequest.adapter_id",
+    ),
+    DocumentedName(
         "get_adapter_absolute_path",
         "engine.adapters:get_adapter_absolute_path",
         "lora_path",
@@ -153,6 +157,13 @@ MANAGERS: Final = (
         "model max_num_seqs max_num_batched_tokens vocab_size lora_config device vllm_config",
         "`vllm_config` is kept and not read: what it contains is in the other arguments.",
     ),
+    DocumentedName(
+        "LoRAModelManager.model, lora_config, max_num_seqs, max_num_batched_tokens, vocab_size",
+        _MANAGER,
+        "model max_num_seqs max_num_batched_tokens vocab_size lora_config",
+        "`lora_config` is a copy with its dtype resolved.",
+    ),
+    DocumentedName("model.lora_manager", _MANAGER),
     *(
         DocumentedName(f"LoRAModelManager.{name}", f"engine.manager:LoRAModelManager.{name}", args)
         for name, args in {
@@ -233,6 +244,20 @@ MANAGERS: Final = (
         "Its keys are the parts of `LoRAMappingType`, because prefixes differ by model.",
     ),
     DocumentedName(
+        "_last_mapping",
+        f"{_MANAGER}.set_adapter_mapping",
+        "mapping",
+        "The wrapper keeps a copy of the last mapping and compares by value, because a caller may "
+        "refill a buffer.",
+    ),
+    DocumentedName(
+        "_init_punica_wrapper, _get_punica_wrapper, _maybe_init_mm",
+        f"{_MANAGER}.punica_wrapper_mapping",
+        "",
+        "There is one wrapper per part that the model has, and a layer is bound to that of its "
+        "part once, so that none is looked up by a prefix.",
+    ),
+    DocumentedName(
         "register_module, _register_packed_modules, _create_lora_modules, _match_target_modules",
         "engine.models.preparation:prepare_layers",
         "",
@@ -245,6 +270,25 @@ MANAGERS: Final = (
         "",
         "One contiguous blob per adapter, at its own ranks, so that activating is one copy. The "
         "adapter that was passed is not changed.",
+    ),
+    DocumentedName(
+        "_convert_3d_to_2d_moe_lora",
+        "engine.adapters.expert_stacks:expert_stacks",
+        "",
+        "While the adapter is read, by the columns that this model's experts have.",
+    ),
+    DocumentedName(
+        "_pad_lora_pairs_to_triplets",
+        "engine.layers:FusedMoEWithLoRA.slice_shapes",
+        "",
+        "Not needed: a projection that the experts lack has no column.",
+    ),
+    DocumentedName(
+        "_get_lora_layer_weights",
+        "engine.adapters.module_paths:ModulePathResolver.resolve",
+        "",
+        "Paths with and without the prefix of pooling models are found while an adapter is read "
+        "or added, so that layers are found by equal names.",
     ),
     DocumentedName(
         "LRUCacheLoRAModelManager.remove_oldest_adapter",
@@ -327,15 +371,18 @@ def text() -> str:
     """Return the tables of the document."""
     parts = []
     for title, names in SECTIONS.items():
-        rows = [
-            f"| `{one.name}` | `{one.place.replace(':', '.')}` | {one.difference or '-'} |"
-            for one in names
-        ]
+        rows = [f"| `{one.name}` | `{_call(one)}` | {one.difference or '-'} |" for one in names]
         parts += [
             f"## {title}",
             "\n".join(("| documented | here | difference and reason |", "|---|---|---|", *rows)),
         ]
     return "\n\n".join(parts)
+
+
+def _call(name: DocumentedName) -> str:
+    """Return the place with its arguments."""
+    place = name.place.replace(":", ".")
+    return f"{place}({', '.join(name.arguments.split())})" if name.arguments else place
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from typing import Final
 import pytest
 
 import controller.client
+import engine.adapters.expert_stacks
 import engine.adapters.module_paths
 import engine.config
 import engine.errors
@@ -24,7 +25,8 @@ NAMES = [name for names in SECTIONS.values() for name in names]
 MODULES: Final = {
     module.__name__: module
     for module in (
-        *(controller.client, engine.adapters, engine.adapters.module_paths, engine.config),
+        *(controller.client, engine.adapters, engine.adapters.expert_stacks, engine.config),
+        engine.adapters.module_paths,
         *(engine.errors, engine.layers, engine.manager, engine.manager.request_reader),
         *(engine.models.preparation, engine.punica, engine.residency.staging),
     )

@@ -17,13 +17,15 @@ LAYERS: Final = (
         "BaseLayerWithLoRA.create_lora_weights",
         f"{_BASE}.create_lora_weights",
         "arena columns",
-        "A layer has no buffers: all weights are in one arena, at exact ranks.",
+        "The arena and the layer's columns take the place of the configurations, because a layer "
+        "has no buffers: all weights are in one arena, at exact ranks.",
     ),
     DocumentedName(
         "BaseLayerWithLoRA.can_replace_layer",
         f"{_BASE}.can_replace_layer",
         "layer",
-        "The configuration decides in the table `WRAPPERS`, and names in `PACKING_RULES`.",
+        "It takes the layer alone: the configuration decides in the table `WRAPPERS`, and names in "
+        "`PACKING_RULES`.",
     ),
     *(
         DocumentedName(f"BaseLayerWithLoRA.{name}", f"{_BASE}.{name}")
@@ -31,6 +33,19 @@ LAYERS: Final = (
             *("tp_rank", "tp_size", "n_slices", "input_size", "output_size", "output_sizes"),
             "output_slices",
         )
+    ),
+    DocumentedName(
+        "set_lora(..., embeddings_tensor, bias)",
+        f"{_BASE}.set_lora",
+        "index lora_a lora_b",
+        "The two are not accepted, as in newer vLLM: adapters with additional tokens are refused, "
+        "and biases have columns of their own, which loading an adapter fills.",
+    ),
+    DocumentedName(
+        "output_ids, q_proj_shard_size, kv_proj_shard_size, q_shard_id, kv_shard_id",
+        f"{_BASE}.slice_shapes",
+        "",
+        "Absent: each slice's shape has its shard, which may be several ranges.",
     ),
     DocumentedName(
         "BaseLayerWithLoRA.lora_a_stacked, lora_b_stacked",
@@ -70,10 +85,41 @@ LAYERS: Final = (
         "kind. A vocabulary over 258,048 is not wrapped, and adapters of the head are refused.",
     ),
     DocumentedName(
+        "LogitsProcessorWithLoRA.hidden_size, dtype, device, scale, soft_cap, _get_logits, "
+        "sharded_to_full_mapping",
+        "engine.layers:LogitsProcessorWithLoRA.weight",
+        "",
+        "Absent: they are a logits processor's. `weight`, `input_size` and `output_size` are the "
+        "head's.",
+    ),
+    DocumentedName(
         "FusedMoEWithLoRA.set_lora",
         "engine.layers:FusedMoEWithLoRA.set_lora",
         "index lora_a lora_b",
         "In the order w1, w2, w3.",
+    ),
+    *(
+        DocumentedName(f"FusedMoEWithLoRA.{name}", f"engine.layers:FusedMoEWithLoRA.{name}")
+        for name in ("hidden_size", "global_num_experts", "local_num_experts", "ep_rank", "use_ep")
+    ),
+    DocumentedName(
+        "w13_input_size, w13_output_size, w2_input_size, w2_output_size, quant_method, runner, "
+        "is_internal_router",
+        "engine.layers:FusedMoEWithLoRA.slice_shapes",
+        "",
+        "Absent: the slices' shapes have the sizes, and the base layer computes its own product.",
+    ),
+    DocumentedName(
+        "_slice_w13_b",
+        "engine.layers:FusedMoEWithLoRA.slice_lora_b",
+        "lora_b",
+        "By the layout of the experts, which may interleave gate and up.",
+    ),
+    DocumentedName(
+        "_verify_ep_fs",
+        "engine.errors:ModelRefused",
+        "",
+        "A `ModelRefused`, which is a ValueError, instead of an assertion.",
     ),
     DocumentedName(
         "FusedMoE3DWithLoRA",
@@ -108,6 +154,12 @@ ERRORS: Final = tuple(
         ("L003", "ValueError", "AdapterDoesNotFit", ""),
         ("L004", "RuntimeError", "DeviceOutOfMemory", ""),
         ("L005", "ValueError", "AdapterConfigRefused", ""),
+        (
+            "Failed to add LoRA",
+            "RuntimeError",
+            "EngineError",
+            "The error has the code and the reason; there is no general one.",
+        ),
         ("an unknown id", "KeyError", "UnknownAdapter", "L006."),
         ("pin of an unknown id", "ValueError", "NotRegistered", "L006, a KeyError too."),
     )
