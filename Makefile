@@ -12,7 +12,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences openai2 test check bench soak fuzz gpu replay sim sim-bugs histories diagrams supported parity clean
+.PHONY: help setup demo sentences openai2 quantization test check bench soak fuzz gpu replay sim sim-bugs histories diagrams supported parity clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,16 +36,20 @@ openai2: $(STAMP)  ## install the client `openai` 2 for one test
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade \
 	  --target $(VENV)/openai-2 'openai>=2,<3'
 
+quantization: $(STAMP)  ## install torchao and bitsandbytes (47 MB) for the tests of quantised bases
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[quantization]'
+
 test: $(STAMP)  ## run all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
-# Without the small model or the older client, their tests are skipped with the reason.
+# Without the small model, the older client or the quantising libraries, their tests are skipped with the reason.
 check: $(STAMP)  ## lint, types and tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	-$(MAKE) sentences
 	-$(MAKE) openai2
+	-$(MAKE) quantization
 	$(MAKE) test
 
 bench: $(STAMP)  ## measure and print the tables (ONLY=control for one group)

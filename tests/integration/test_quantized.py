@@ -1,6 +1,6 @@
 """Adapters over quantised bases are PEFT's over the same base: torchao and bitsandbytes on a CPU.
 
-A library that is not installed (`loradock[quantization]`) skips its cases.
+A library that is not installed skips its cases; `make quantization` installs all of them.
 """
 
 import sys
@@ -13,11 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.adapters import LoRARequest
 from engine.config import QUANTIZATIONS, EngineConfig, LoRAConfig
-from engine.errors import ModelRefused
+from engine.errors import AdapterDoesNotFit, ModelRefused
 from engine.layers import ReplicatedLinearWithLoRA
 from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
 from engine.models.loading import load_model
 from engine.models.quantization import loading_options
+from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.supported import QUANTIZED_ON_CPU
@@ -52,8 +53,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def needs(library: str) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed; see `make quantization`")
+
+
 def quantized(root: Path, name: str) -> LlamaForCausalLM:
-    pytest.importorskip(QUANTIZED_ON_CPU[name])
+    needs(QUANTIZED_ON_CPU[name])
     options = loading_options(name, CONFIG, CPU)
     path = root / "model"
     return LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
@@ -87,11 +92,31 @@ def test_a_quantized_base_serves_adapters_as_peft_does(name: str, saved: Path) -
 
 @pytest.mark.parametrize("name", ["torchao-int8", "bitsandbytes-4bit"])
 def test_a_model_is_quantized_while_it_is_served(name: str, saved: Path) -> None:
-    pytest.importorskip(QUANTIZED_ON_CPU[name])
+    needs(QUANTIZED_ON_CPU[name])
     model = load_model(
         EngineConfig(saved / "model", device="cpu", quantization=name), LoRAConfig(8)
     )
     assert "model.layers.0.self_attn.q_proj" in model.layers
+
+
+def test_dora_over_a_quantized_base_is_refused_by_layer(saved: Path, tmp_path: Path) -> None:
+    needs("torchao")
+    plain = LlamaForCausalLM.from_pretrained(saved / "model")
+    get_peft_model(
+        plain, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
+    ).save_pretrained(tmp_path)
+    manager = LRUCacheLoRAModelManager(
+        quantized(saved, "torchao-int8"), 4, 64, CONFIG.vocab_size, LoRAConfig(8, 2), "cpu"
+    )
+    with pytest.raises(AdapterDoesNotFit, match=r"q_proj\.lora_magnitude.* that are not quantised"):
+        LRUCacheWorkerLoRAManager(manager).add_adapter(LoRARequest("a", 1, str(tmp_path)))
+
+
+def test_a_quantized_model_is_not_split(saved: Path) -> None:
+    needs("torchao")
+    config = EngineConfig(saved / "model", device="cpu", quantization="torchao-int8")
+    with pytest.raises(ModelRefused, match="can't be split; serve it on one rank"):
+        load_model(config, LoRAConfig(8), ParallelGroup(0, 2))
 
 
 def test_wrong_quantizations_are_refused(tmp_path: Path) -> None:
