@@ -69,13 +69,14 @@ ROOMS: Final = (
         "msgspec structlog",
     ),
     _package("controller.client", "messages", "msgspec"),
+    _package("controller.cli.options", "messages controller.shell.startup", "msgspec typer"),
     _package("controller.cli.example", "", "typer"),
     _package("controller.cli.pages", "controller.shell.startup", "rich typer"),
     _package(
         "controller.cli",
         "messages controller.core controller.log controller.shell controller.shell.access "
-        "controller.shell.startup controller.client controller.cli.example controller.cli.pages "
-        "gateway.options",
+        "controller.shell.startup controller.client controller.cli.example controller.cli.options "
+        "controller.cli.pages gateway.options",
         "msgspec rich structlog typer",
     ),
     _package(
@@ -139,11 +140,17 @@ ROOMS: Final = (
         "engine engine.punica engine.models engine.models.vision",
         "structlog torch transformers",
     ),
+    _package("engine.inference.queues", "", ""),
     _package("engine.inference.decoding", "engine engine.punica engine.models", "structlog torch"),
+    _package(
+        "engine.sampling",
+        "messages.prompts messages.requests engine",
+        "llguidance torch",
+    ),
     _package(
         "engine.inference",
         "messages engine engine.residency.arena engine.punica engine.models engine.models.vision "
-        "engine.paging engine.inference.decoding",
+        "engine.paging engine.sampling engine.inference.decoding engine.inference.queues",
         "msgspec structlog torch",
     ),
     _package(

@@ -13,7 +13,7 @@ import typer
 
 from controller.cli.context import Settings, settings_of
 from controller.cli.exit_codes import CommandError, ExitCode
-from controller.cli.option_groups import OptionGroup, parameter, with_option_groups
+from controller.cli.options.groups import OptionGroup, parameter, with_option_groups
 from gateway.options import (
     HOST_DEFAULT,
     PORT_DEFAULT,

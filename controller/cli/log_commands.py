@@ -15,7 +15,7 @@ import typer
 
 from controller.cli.context import AsJson, directory_of, output_of
 from controller.cli.exit_codes import CommandError, ExitCode
-from controller.cli.option_groups import OptionGroup, parameter, with_option_groups
+from controller.cli.options.groups import OptionGroup, parameter, with_option_groups
 
 if TYPE_CHECKING:
     from controller.cli.output import Output

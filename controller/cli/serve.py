@@ -13,10 +13,10 @@ import msgspec
 import typer
 
 from controller.cli.context import AsJson, Settings, directory_of, output_of, settings_of
-from controller.cli.engine_options import ENGINE_OPTIONS
 from controller.cli.exit_codes import CommandError, ExitCode
 from controller.cli.gateway import GATEWAY_OPTIONS, gateway_arguments, gateway_config
-from controller.cli.option_groups import with_option_groups
+from controller.cli.options.engine import ENGINE_OPTIONS
+from controller.cli.options.groups import with_option_groups
 from controller.cli.serve_settings import HANG_SETTINGS, LIMITS, SERVER_SETTINGS
 from controller.core.limits import Limits
 from controller.shell.config import EngineKind, ServeConfig, ServerConfig

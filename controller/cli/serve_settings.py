@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from controller.cli.exit_codes import CommandError, ExitCode
-from controller.cli.option_groups import OptionGroup, in_milliseconds, settings
+from controller.cli.options.groups import OptionGroup, in_milliseconds, settings
 from controller.core.limits import Limits, LimitsError, limits_from
 from controller.shell.config import ServeConfig, ServerConfig
 

@@ -6,7 +6,7 @@
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,11 +18,12 @@ from controller.cli.context import (
     output_of,
 )
 from controller.cli.exit_codes import CommandError, ExitCode
+from controller.cli.options.groups import with_option_groups
+from controller.cli.options.sampling import SAMPLING
 
 if TYPE_CHECKING:
     from controller.cli.output import Output
     from controller.client import Generation
-    from controller.client.session import SamplingOptions
 
 app = typer.Typer()
 
@@ -45,57 +46,19 @@ Images = Annotated[
         help="An image file; repeat the option for several, in the order of the placeholders.",
     ),
 ]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="NUMBER",
-        help="Largest number of output tokens. Default: 128, or as many as the model's context "
-        "leaves for the prompt.",
-    ),
-]
-Temperature = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        max=100,
-        help="Sampling temperature; 0 always chooses the most likely token. Default: 0.",
-    ),
-]
-TopK = Annotated[
-    int,
-    typer.Option(
-        min=0, metavar="K", help="Sample only from the K most likely tokens; 0 for all. Default: 0."
-    ),
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        min=0,
-        max=1,
-        metavar="P",
-        help="Sample only from the smallest set of most likely tokens whose probabilities sum to "
-        "P; 1 for all.",
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        min=0, metavar="NUMBER", help="Seed that makes sampling repeatable. Default: random."
-    ),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="TEXT", help="End the output before this text; repeat for several. Default: none."
-    ),
-]
 Attempts = Annotated[
     int,
     typer.Option(
         min=1,
         metavar="NUMBER",
         help="Attempts in all, while a failure may be temporary and no token has arrived.",
+    ),
+]
+Priority = Annotated[
+    int,
+    typer.Option(
+        metavar="NUMBER",
+        help="Of the requests that wait for a batch, smaller numbers start first. Default: 0.",
     ),
 ]
 Since = Annotated[
@@ -117,39 +80,34 @@ WithSnapshot = Annotated[
 
 
 @app.command()
+@with_option_groups(sampling=SAMPLING)
 def generate(  # noqa: PLR0913, PLR0917 - one parameter per option
     ctx: typer.Context,
     prompt: Prompt,
+    sampling: dict[str, Any],
     adapter: AdapterOption = None,
     image: Images = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = None,
-    stop: Stop = None,
+    priority: Priority = 0,
     attempts: Attempts = 1,
     timeout: InferenceTimeout = None,
     as_json: AsJson = False,
 ) -> None:
     """Continue a prompt, with or without images, and print the text as it is generated."""
-    sampling: SamplingOptions = {
-        "max_tokens": max_tokens or 0,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "stop": tuple(stop or ()),
-    }
     text = _prompt(prompt)
     output = output_of(ctx, as_json)
     with (
         open_client(ctx) as client,
         client.generate(
-            text, adapter, images=image or (), timeout_s=timeout, attempts=attempts, **sampling
+            text,
+            adapter,
+            images=image or (),
+            timeout_s=timeout,
+            attempts=attempts,
+            priority=priority,
+            **sampling,
         ) as running,
     ):
-        _print_generation(output, running)
+        _print_generation(output, running, sampling.get("n", 1))
 
 
 def _prompt(prompt: str) -> str:
@@ -161,24 +119,21 @@ def _prompt(prompt: str) -> str:
         raise CommandError(ExitCode.USAGE, f"stdin is not UTF-8 text: {error}") from error
 
 
-def _print_generation(output: "Output", running: "Generation") -> None:
+def _print_generation(output: "Output", running: "Generation", count: int) -> None:
+    from controller.cli.generated import GeneratedText
+
     started = time.monotonic()
+    shown = GeneratedText(output, count)
     with output.progress("waiting for the first token"):
         chunk = next(running, None)
-    ends_line = True
     while chunk is not None:
-        if output.as_json:
-            output.document(chunk)
-        elif chunk.text:
-            output.text(chunk.text)
-            ends_line = chunk.text.endswith("\n")
+        shown.add(chunk)
         chunk = next(running, None)
     result = running.result
     if output.as_json:
         output.document(result)
         return
-    if not ends_line:
-        output.text("\n")
+    shown.end()
     if result is not None:
         seconds = time.monotonic() - started
         output.note(

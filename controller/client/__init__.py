@@ -40,9 +40,11 @@ from controller.client.errors import (
 from controller.client.images import ImageSource
 from controller.client.pooling import Classification, Embedding
 from controller.client.streams import Gap, Snapshot
+from messages.prompts import Structure
 
 if TYPE_CHECKING:
-    from controller.client.async_client import AsyncClient, AsyncEventStream, AsyncGeneration
+    from controller.client.async_client import AsyncClient, AsyncEventStream
+    from controller.client.async_generation import AsyncGeneration
     from controller.client.calls import Timing
     from controller.client.sync_client import Client, EventStream, Generation
 
@@ -77,6 +79,7 @@ __all__ = [
     "PathNotAllowed",
     "ServerStops",
     "Snapshot",
+    "Structure",
     "Timing",
     "UnknownAdapter",
 ]

@@ -16,7 +16,7 @@ from typing import Final, Generic, TypeVar
 from msgspec import Struct
 
 from controller.client.errors import EngineGone, LoradockError, error_of
-from controller.client.streams import TokenOutput
+from controller.client.streams import GenerationOutput
 from messages.errors import ErrorCode
 from messages.requests import (
     Generate,
@@ -212,13 +212,13 @@ class GenerationCall(StreamingCall[GenerationDone]):
         self, request: Generate, timeout_s: float, timing: Timing, attempts: int = 1
     ) -> None:
         self.chunks: deque[TokensStreamed] = deque()
-        self._delivered_texts: list[str] = []
+        self._delivered_texts: list[list[str]] = [[] for _ in range(request.sampling.n)]
         super().__init__(request, timeout_s, timing, attempts)
 
     def _reset_attempt(self) -> None:
         super()._reset_attempt()
         self.chunks.clear()
-        self._output = TokenOutput()
+        self._output = GenerationOutput(self.request.sampling.n)
         self._is_continuous = True
         self._last_tokens_at: float | None = None
         self._longest_pause_s = 0.0
@@ -232,14 +232,18 @@ class GenerationCall(StreamingCall[GenerationDone]):
         """Deliver the next chunk to the caller, after which no further attempt is made."""
         self.delivered = True
         chunk = self.chunks.popleft()
-        self._delivered_texts.append(chunk.text)
+        self._delivered_texts[chunk.index].append(chunk.text)
         return chunk
 
-    def text(self) -> str:
-        """Deliver all remaining chunks and return the text of every chunk of the generation."""
+    def texts(self) -> tuple[str, ...]:
+        """Deliver all remaining chunks and return the whole text of each output."""
         while self.chunks:
             self.pop()
-        return "".join(self._delivered_texts)
+        return tuple("".join(pieces) for pieces in self._delivered_texts)
+
+    def text(self) -> str:
+        """Return the first of `texts`."""
+        return self.texts()[0]
 
     def on_reply(self, reply: Reply, now: float) -> None:
         """Process a chunk, the final reply or a refusal."""
@@ -265,14 +269,17 @@ class GenerationCall(StreamingCall[GenerationDone]):
         self._is_continuous = False
 
     def _has_all_output(self, final: GenerationDone) -> bool:
-        return self._output.tokens >= final.output_tokens
+        return self._output.has_all(final)
 
     def _on_chunk(self, chunk: TokensStreamed, now: float) -> None:
         self._is_continuous = self._is_continuous or chunk.offset == 0
-        if self._output.has_gap_before(chunk):
+        output = self._output.of(chunk)
+        if output is None:
+            return
+        if output.has_gap_before(chunk):
             self.send_at = min(self.send_at, now + self.timing.retry_s_min)
             return
-        new = self._output.add(chunk)
+        new = output.add(chunk)
         if new is not None:
             self.chunks.append(new)
             self._extend_output_deadline(now)

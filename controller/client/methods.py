@@ -232,7 +232,7 @@ def classify(
     )
 
 
-def generate(
+def generate(  # noqa: PLR0913 - named options
     prompt: TextPrompt,
     adapter: str | None = None,
     *,
@@ -240,6 +240,7 @@ def generate(
     timeout_s: float | None = None,
     attempts: int = 1,
     trace: str = "",
+    priority: int = 0,
     **sampling: Unpack[SamplingOptions],
 ) -> PreparedGeneration:
     """Continue a prompt (text or token ids) with an adapter, or with the base model for None.
@@ -248,12 +249,15 @@ def generate(
     own placeholder once per image, in their order. Raises `Malformed` if a request can't hold the
     images.
 
-    `sampling` is any of the fields of `messages.prompts.Sampling`. With `attempts` over 1, a
+    `sampling` is any of the fields of `messages.prompts.Sampling`. Of the requests whose adapters
+    are in slots, those with the smallest `priority` start first. With `attempts` over 1, a
     retryable failure starts a new generation under a new id while no token has been delivered;
     `text()` delivers all tokens at the end. `trace` is the W3C `traceparent` of the span that
     causes the request.
     """
-    return PreparedGeneration(prompt, adapter, images, timeout_s, attempts, sampling, trace)
+    return PreparedGeneration(
+        prompt, adapter, images, timeout_s, attempts, priority, sampling, trace
+    )
 
 
 def events(since: int | None = None, follow: bool = True, snapshot: bool = False) -> PreparedEvents:

@@ -73,13 +73,14 @@ class PreparedGeneration:
     images: ImageSource | Iterable[ImageSource]
     timeout_s: float | None
     attempts: int
+    priority: int
     sampling: SamplingOptions
     trace: str = ""
 
     def request(self) -> Generate:
         """Read the images and return the request."""
         prompt = with_images(self.prompt, self.images)
-        return generate_request(prompt, self.adapter, self.sampling, self.trace)
+        return generate_request(prompt, self.adapter, self.sampling, self.priority, self.trace)
 
 
 Page = AdaptersPage | AdaptersListed | SnapshotFetched

@@ -17,7 +17,7 @@ from controller.client.calls import NO_ID, ClientCall, GenerationCall, Streaming
 from controller.client.errors import EngineGone, LoradockError, Malformed
 from controller.client.pooling import PoolingCall
 from messages.control import ServerCommand, ServerQuery
-from messages.prompts import Prompt, Sampling
+from messages.prompts import Prompt, Sampling, Structure
 from messages.requests import (
     CancelGeneration,
     Classify,
@@ -64,13 +64,21 @@ class SamplingOptions(TypedDict, total=False):
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     include_stop: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    n: int
+    structure: Structure | None
 
 
 def generate_request(
-    prompt: Prompt, adapter: str | None, sampling: SamplingOptions, trace: str = ""
+    prompt: Prompt,
+    adapter: str | None,
+    sampling: SamplingOptions,
+    priority: int = 0,
+    trace: str = "",
 ) -> Generate:
     """Return a request that the session has not numbered yet."""
-    return Generate(NO_ID, adapter, prompt, Sampling(**sampling), trace=trace)
+    return Generate(NO_ID, adapter, prompt, Sampling(**sampling), priority=priority, trace=trace)
 
 
 def answer_of(call: ClientCall, reply_type: type[R]) -> R:

@@ -8,6 +8,7 @@ complete stream, or contains a `Gap` or a `Snapshot` where events are missing.
 from collections import deque
 from typing import Final
 
+import msgspec
 from msgspec import Struct
 
 from messages.events import EventWithheld, Published
@@ -16,6 +17,7 @@ from messages.requests import (
     EventsFetched,
     EventsTooOld,
     FetchEvents,
+    GenerationDone,
     TokensStreamed,
 )
 from messages.views import AdapterView
@@ -31,7 +33,7 @@ A subscription receives beats, and a key that is limited to some adapters can on
 
 
 class TokenOutput:
-    """A generation's output, assembled from chunks.
+    """One output of a generation, assembled from chunks.
 
     After a request was sent again the engine streams everything again from offset 0, perhaps in
     other chunks. The text of n tokens is a function of those tokens alone, so a chunk is usable
@@ -41,6 +43,8 @@ class TokenOutput:
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.has_ended = False
+        self._has_prompt = False
         self._characters = 0
         self._characters_at = {0: 0}
 
@@ -54,21 +58,59 @@ class TokenOutput:
         # The smaller length is kept: text that arrived without a token (the end of a held-back
         # piece) must not count as known before a repeated chunk that contains it alone.
         self._characters_at[end] = min(characters, self._characters_at.get(end, characters))
-        if end < self.tokens or (end == self.tokens and characters <= self._characters):
+        has_text = end > self.tokens or (end == self.tokens and characters > self._characters)
+        is_end = chunk.finish_reason is not None and not self.has_ended
+        if not has_text and not is_end:
             return None
-        new = TokensStreamed(
-            chunk.request_id,
-            self.tokens,
-            chunk.tokens[self.tokens - chunk.offset :],
-            chunk.text[max(0, self._characters - before) :],
+        known = self.tokens - chunk.offset
+        new = msgspec.structs.replace(
+            chunk,
+            offset=self.tokens,
+            tokens=chunk.tokens[known:],
+            text=chunk.text[max(0, self._characters - before) :],
+            logprobs=chunk.logprobs[known:],
+            prompt_logprobs=() if self._has_prompt else chunk.prompt_logprobs,
         )
-        self.tokens = end
+        self.tokens = max(self.tokens, end)
+        self.has_ended = self.has_ended or is_end
+        self._has_prompt = self._has_prompt or bool(chunk.prompt_logprobs)
         self._characters = max(self._characters, characters)
         return new
 
     def has_gap_before(self, chunk: TokensStreamed) -> bool:
         """Whether tokens before `chunk` have not arrived."""
         return chunk.offset not in self._characters_at
+
+
+class GenerationOutput:
+    """All outputs of a generation; `count` is their number."""
+
+    def __init__(self, count: int) -> None:
+        self._outputs = [TokenOutput() for _ in range(count)]
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that have arrived."""
+        return sum(output.tokens for output in self._outputs)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the ends of all outputs have arrived."""
+        return all(output.has_ended for output in self._outputs)
+
+    def of(self, chunk: TokensStreamed) -> TokenOutput | None:
+        """Return the output that a chunk belongs to; None for one that was not requested."""
+        is_known = 0 <= chunk.index < len(self._outputs)
+        return self._outputs[chunk.index] if is_known else None
+
+    def has_all(self, final: GenerationDone) -> bool:
+        """Whether everything that the final reply counts has arrived.
+
+        Of several outputs the end of each is needed too, unless they were cancelled.
+        """
+        is_short = self.tokens < final.output_tokens
+        needs_ends = len(self._outputs) > 1 and final.finish_reason != "cancelled"
+        return not is_short and (self.has_ended or not needs_ends)
 
 
 class Gap(Struct, frozen=True, tag=True):

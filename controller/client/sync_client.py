@@ -195,7 +195,7 @@ class Client:
 class Generation:
     """A generation in flight: iterate over its chunks as they arrive, or wait for its `text()`.
 
-    A chunk is a `TokensStreamed`: `tokens[i]` is output number `offset + i`, and each occurs once.
+    A chunk is a `TokensStreamed`: `tokens[i]` is token `offset + i` of output `index`, each once.
     Leaving the `with` block, `close()`, and dropping the last reference to it, as by leaving a
     `for` loop over it, cancel a generation that was not read to its end.
     """
@@ -233,12 +233,19 @@ class Generation:
         raise StopIteration
 
     def text(self) -> str:
-        """Wait for the end and return the whole text, including chunks iterated over before."""
+        """Wait for the end and return the whole text, including chunks iterated over before.
+
+        Of several outputs (`n`) it is the first one's.
+        """
+        return self.texts()[0]
+
+    def texts(self) -> tuple[str, ...]:
+        """Wait for the end and return the whole text of each output."""
         call = self._call
         if not self._closed:
             self._client._wait(lambda: call.settled)
             answer_of(call, GenerationDone)
-        return call.text()
+        return call.texts()
 
     def cancel(self) -> bool:
         """End it early; its output can still be read. False if it was not running."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from engine.errors import EngineError
-from engine.inference.fair_queue import FairQueue
+from engine.inference.queues.priority_queue import PriorityQueue
 from engine.inference.sequence import Sequence
 from engine.inference.step_budget import StepBudget
 from messages.views import KVLayout
@@ -48,7 +48,7 @@ class Waiting(NamedTuple):
     a sequence's adapter is in its slot; a sequence for which it is not has failed.
     """
 
-    queue: FairQueue[Sequence]
+    queue: PriorityQueue[Sequence]
     rows_max: int
     one_by_one: bool
     is_resident: Callable[[Sequence], bool]

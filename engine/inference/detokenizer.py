@@ -111,18 +111,25 @@ class StopFilter:
         self._stops = stops
         self._includes_stop = includes_stop
         self._pending = ""
-        self.has_matched = False
+        self.matched = ""
+
+    @property
+    def has_matched(self) -> bool:
+        """Whether the text has ended at a stop string, which is `matched`."""
+        return bool(self.matched)
 
     def add(self, text: str) -> str:
         """Return the text that may be shown now; after a match, none."""
         if self.has_matched:
             return ""
         text = self._pending + text
-        matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        matches = [
+            (at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0
+        ]
         if matches:
-            self.has_matched = True
+            end, at, self.matched = min(matches)
             self._pending = ""
-            return text[: min(matches)[0 if self._includes_stop else 1]]
+            return text[: end if self._includes_stop else at]
         shown = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
         self._pending = text[shown:]
         return text[:shown]

@@ -15,12 +15,13 @@ from engine.errors import (
 )
 from engine.inference.admission import SlotTable
 from engine.inference.batch import ForwardError
-from engine.inference.sampler import NOT_FINITE, sample
 from engine.inference.sequence import Sequence as Generation
 from engine.models.causal_model import CausalModel
 from engine.models.vision.image_inputs import ImageInputs
 from engine.punica.mapping import LoRAMapping
 from engine.punica.wrapper import PunicaWrapper
+from engine.sampling.logprobs import PROMPT_LOGITS_BYTES_MAX, PromptChunk, score_prompts
+from engine.sampling.sampler import NOT_FINITE, sample
 
 
 class ForwardRunner:
@@ -38,7 +39,7 @@ class ForwardRunner:
         forward: Callable[[], Tensor],
         images: Sequence[ImageInputs | None] = (),
     ) -> Tensor:
-        """Call `forward` under `mapping` and return its logits, [rows, vocabulary].
+        """Call `forward` under `mapping` and return its logits.
 
         Raises `ForwardError` where only these sequences are affected, and the model's own error
         where the engine can't continue.
@@ -68,6 +69,17 @@ class ForwardRunner:
         if has_images:
             return RequestRefused(f"the model can't process these images: {str(error)[:300]}")
         return None
+
+    @property
+    def scored_tokens_max(self) -> int:
+        """The most tokens of a pass whose logits fit into the bound on those of prompts."""
+        token_bytes = torch.float32.itemsize * self.model.vocab_size
+        return max(1, PROMPT_LOGITS_BYTES_MAX // token_bytes)
+
+    def score(self, chunks: Sequence[PromptChunk]) -> None:
+        """Store the log-probabilities of prompts' tokens; only the leader reports them."""
+        if self.model.group.is_leader:
+            score_prompts(chunks)
 
     def sample(self, sequences: Sequence[Generation], logits: Tensor) -> list[int]:
         """Return a token per sequence, `NOT_FINITE` where there is none: the leader's on all ranks.

@@ -1,8 +1,8 @@
 """Continuous batching: requests join and leave the running batch between two forward passes.
 
 A step is one decode step of all running sequences and one chunk of waiting prompts, within a budget
-of tokens. Waiting adapters take turns (`engine.inference.fair_queue`). A running sequence may be
-preempted: it waits again, and its KV cache is computed again from its tokens.
+of tokens. Waiting adapters of one priority take turns (`engine.inference.queues`). A running
+sequence may be preempted: it waits again, and its KV cache is computed again from its tokens.
 
 Before every forward pass each sequence's (slot, generation) is checked against the arena; a stale
 sequence fails alone (L007). Adapters are not scheduled here: a request names its slot.
@@ -10,34 +10,26 @@ sequence fails alone (L007). Adapters are not scheduled here: a request names it
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from typing import Final
 
 from engine.config import EngineConfig
-from engine.errors import NotFinite, NotResident, RequestRefused, code_of
+from engine.errors import NotResident
 from engine.inference.admission import SlotTable, check_admission
 from engine.inference.batch import ForwardError, KVUse, Waiting
 from engine.inference.batch_choice import choose_batch
-from engine.inference.fair_queue import FairQueue
-from engine.inference.output_cache import OutputCache
+from engine.inference.generations import Generations
 from engine.inference.prompt_prefetch import PromptPrefetcher
-from engine.inference.sampler import NOT_FINITE
+from engine.inference.prompt_reader import PromptReader
+from engine.inference.queues.priority_queue import PriorityQueue
 from engine.inference.sequence import Sequence
 from engine.jobs import Jobs
 from engine.models.causal_model import CausalModel
-from engine.models.image_processor import ProcessedPrompt
-from engine.models.tokenization import check_text, prompt_tokens
 from engine.punica.wrapper import PunicaWrapper
 from messages.commands import StartGeneration
 from messages.errors import ErrorCode
 from messages.ids import OpId, RequestId
-from messages.prompts import IllustratedPrompt
-from messages.reports import GenerationEnded, OperationFailed, Report
-from messages.requests import FinishReason, TokensStreamed
-
-INLINE_TEXT_MAX: Final = 4096
-"""Longer texts, in characters, are tokenized by a job, because the main loop would stand still."""
+from messages.reports import Report
 
 PREEMPT_AFTER_STEPS: Final = 32
 """A waiting adapter with fewer running sequences than another one waits at most this many steps."""
@@ -47,11 +39,11 @@ RECOVERY_STEPS: Final = 64
 
 
 class GenerationScheduler:
-    """All generations of an engine: the queue, the running sequences, and their reports.
+    """The sequences of all generations of an engine: those that wait, and those that run.
 
     Used by one thread, which calls `step` while not idle. `batch`: the sequences that are computed,
-    which report to this class. Reports leave through `emit`; `jobs`
-    processes images and long texts.
+    which report to this class. Reports leave through `emit`; `jobs` processes images and long
+    texts, and compiles structures.
     """
 
     def __init__(
@@ -63,12 +55,11 @@ class GenerationScheduler:
         emit: Callable[[Report], None],
         jobs: Jobs[OpId],
     ) -> None:
-        self._model = model
         self._slots = slots
         self._config = config
-        self._emit = emit
+        self._prompts = PromptReader(model)
         self._prefetcher = PromptPrefetcher(jobs)
-        self._waiting: FairQueue[Sequence] = FairQueue(weight_of=slots.weight_of)
+        self._waiting: PriorityQueue[Sequence] = PriorityQueue(slots.weight_of)
         # The number of the next waiting sequences that are prefilled one at a time.
         self._prefill_singly = 0
         # Fewer than the configuration allows after a lack of memory.
@@ -77,8 +68,7 @@ class GenerationScheduler:
         # The number of steps in which sequences waited for a row or for memory.
         self._full_steps = 0
         self.batch = choose_batch(model, punica, slots, config, self)
-        self._active: dict[RequestId, Sequence] = {}
-        self._outputs = OutputCache()
+        self._generations = Generations(model, emit)
 
     @property
     def is_idle(self) -> bool:
@@ -93,7 +83,7 @@ class GenerationScheduler:
     @property
     def operations(self) -> list[OpId]:
         """The operations whose generations have not ended."""
-        return [sequence.command.op for sequence in self._active.values()]
+        return self._generations.operations
 
     @property
     def running(self) -> list[OpId]:
@@ -110,29 +100,29 @@ class GenerationScheduler:
         """Queue a generation; raises `EngineError` where it can't be run."""
         waiting = len(self._waiting) + len(self._prefetcher)
         waiting_max = self._config.queue_requests_max
-        check_admission(command, self._slots, waiting, waiting_max, self._active)
-        sequence = Sequence(command, self._model)
-        self._read_prompt(sequence)
-        self._active[command.request_id] = sequence
+        check_admission(command, self._slots, waiting, waiting_max, self._generations)
+        prepare, is_long = self._prompts.preparation_of(command.prompt, command.sampling)
+        if is_long:
+            self._prefetcher.add(self._generations.add(command), prepare, self._ready)
+        else:
+            prepared = prepare()
+            sequence = self._generations.add(command)
+            self._generations.set_prompt(sequence, prepared)
+            self._enqueue(sequence)
 
     def stop(self, target: OpId) -> None:
         """End the generation that operation `target` started; do nothing where it has ended."""
-        active = self._active.values()
-        sequence = next((one for one in active if one.command.op == target), None)
-        if sequence is None:
-            return
-        self._stream(sequence, [], sequence.flush())
-        self._end(sequence, "cancelled")
-        if not self._waiting.remove(sequence.command.adapter_id, sequence):
-            self.batch.keep(lambda one: one is not sequence)
-            self._prefetcher.cancel(sequence)
+        ended = self._generations.cancel(target)
+        waiting = [one for one in ended if self._waiting.remove(one.command.adapter_id, one)]
+        for sequence in ended:
+            if sequence not in waiting:
+                self._prefetcher.cancel(sequence)
+        if len(waiting) < len(ended):
+            self.batch.keep(lambda one: one not in ended)
 
     def resend(self, request_id: RequestId) -> None:
-        """Send a running or recent output again from its first token, if it is known."""
-        sequence = self._active.get(request_id)
-        output = self._outputs.get(request_id) if sequence is None else sequence.full_output()
-        if output is not None:
-            self._emit(output)
+        """Send running or recent outputs again from their first tokens, if they are known."""
+        self._generations.resend(request_id)
 
     def collect(self) -> None:
         """Move sequences whose prompts have been processed to the queue."""
@@ -141,7 +131,7 @@ class GenerationScheduler:
             if error is not None:
                 self._fail(sequence, error)
             else:
-                sequence.set_prompt(future.result())
+                self._generations.set_prompt(sequence, future.result())
                 self._enqueue(sequence)
 
     def close(self) -> None:
@@ -182,41 +172,15 @@ class GenerationScheduler:
         """The number of waiting sequences with processed images."""
         return sum(sequence.images is not None for sequence in self._waiting)
 
-    def _read_prompt(self, sequence: Sequence) -> None:
-        """Tokenize a short text now, or have a job process a long one or one with images."""
-        prompt, sampling = sequence.command.prompt, sequence.command.sampling
-        if self._model.tokenizer is None and sampling.stop:
-            raise RequestRefused(
-                "the model's directory has no tokenizer, so stop strings can't be found"
-            )
-        if isinstance(prompt, IllustratedPrompt):
-            if self._model.prompt_reader is None:
-                raise RequestRefused(
-                    f"images in the prompt, but the model is served for text only: "
-                    f"{self._model.no_images_reason}"
-                )
-            read = partial(self._model.prompt_reader.read, prompt, sampling.max_tokens or 1)
-            self._prefetcher.add(sequence, read, self._ready)
-            return
-
-        def tokenize() -> ProcessedPrompt:
-            return ProcessedPrompt(prompt_tokens(self._model, prompt, sampling.max_tokens or 1))
-
-        if isinstance(prompt, str) and len(prompt) > INLINE_TEXT_MAX:
-            check_text(self._model, prompt)
-            self._prefetcher.add(sequence, tokenize, self._ready)
-        else:
-            sequence.set_prompt(tokenize())
-            self._enqueue(sequence)
-
     def _enqueue(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence.command.adapter_id, sequence, len(sequence.tokens))
+        command = sequence.command
+        self._waiting.append(command.adapter_id, sequence, len(sequence.tokens), command.priority)
 
     def _enqueue_first(self, sequences: list[Sequence]) -> None:
         """Let sequences that were dequeued or preempted wait again, before others of their own."""
         for sequence in reversed(sequences):
-            adapter_id = sequence.command.adapter_id
-            self._waiting.append_first(adapter_id, sequence, len(sequence.tokens))
+            command, cost = sequence.command, len(sequence.tokens)
+            self._waiting.append_first(command.adapter_id, sequence, cost, command.priority)
 
     @property
     def _rows(self) -> int:
@@ -224,7 +188,12 @@ class GenerationScheduler:
         return len(self.batch.running) + len(self.batch.prefilling)
 
     def _is_resident(self, sequence: Sequence) -> bool:
-        """Return whether the adapter is still in its slot; fail the sequence where it is not."""
+        """Return whether the adapter is still in its slot; fail the generation where it is not.
+
+        A sequence of a generation that has failed is not.
+        """
+        if self._generations.of(sequence) is None:
+            return False
         try:
             self._slots.check(sequence.command)
         except NotResident as error:
@@ -280,36 +249,9 @@ class GenerationScheduler:
 
     def _append(self, sequence: Sequence, token: int) -> bool:
         """Append a token to a sequence, report it, and return whether the sequence continues."""
-        if token == NOT_FINITE:
-            text = "the model's output is not finite; check the adapter's weights"
-            self._fail(sequence, NotFinite(text))
-            return False
-        before = len(sequence.output.tokens)
-        text, reason = sequence.append(token)
-        self._stream(sequence, sequence.output.tokens[before:], text)
-        if reason is not None:
-            self._end(sequence, reason)
-        return reason is None
-
-    def _stream(self, sequence: Sequence, tokens: list[int], text: str) -> None:
-        """Report the latest tokens of an output, and add `text` to it."""
-        sequence.output.text.append(text)
-        if tokens or text:
-            offset = len(sequence.output.tokens) - len(tokens)
-            request_id = sequence.command.request_id
-            self._emit(TokensStreamed(request_id, offset, tuple(tokens), text))
-
-    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
-        op, tokens = sequence.command.op, len(sequence.output.tokens)
-        prompt_tokens, reused = len(sequence.prompt), sequence.prefix_tokens
-        self._emit(GenerationEnded(op, reason, prompt_tokens, tokens, reused))
-        self._release(sequence)
+        continues = self._generations.append(sequence, token)
+        self._enqueue_first(self._generations.start_others(sequence))
+        return continues
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
-        self._emit(OperationFailed(sequence.command.op, code_of(error), str(error)))
-        self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        """Drop an ended sequence, except for its output."""
-        del self._active[sequence.command.request_id]
-        self._outputs.put(sequence.full_output())
+        self._generations.fail(sequence, error)

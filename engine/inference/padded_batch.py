@@ -110,9 +110,10 @@ class PaddedBatch:
 
     def _prefill(self, batch: PrefillBatch) -> None:
         """Prefill a chunk of a group; its sequences join the batch after the last one."""
-        tokens_max = self.budget.tokens - len(self._running) if self.budget.chunks else TOKENS_MAX
-        chunk = batch.next_chunk(tokens_max)
-        forward = partial(self._model.forward, chunk, batch.cache, batch.images)
+        chunk = batch.next_chunk(self._chunk_tokens(batch))
+        is_scored = batch.needs_prompt_logprobs
+        run = self._model.forward_all if is_scored else self._model.forward
+        forward = partial(run, chunk, batch.cache, batch.images)
         try:
             logits = self._runner.forward(
                 batch.sequences, batch.mapping(chunk), forward, batch.images
@@ -120,6 +121,9 @@ class PaddedBatch:
         except ForwardError as failure:
             self._events.on_failure(batch.sequences, failure)
             return
+        if is_scored:
+            self._runner.score(batch.scored(logits))
+            logits = logits[:, -1]
         if not batch.is_done:
             self._prefilling.append(batch)
             return
@@ -127,6 +131,15 @@ class PaddedBatch:
         rows = self._events.on_tokens(batch.sequences, tokens)
         if rows:
             self._join(batch, rows)
+
+    def _chunk_tokens(self, batch: PrefillBatch) -> int:
+        """Return the most tokens of a group's next chunk, padding included."""
+        if not self.budget.chunks:
+            return TOKENS_MAX
+        tokens_max = self.budget.tokens - len(self._running)
+        if batch.needs_prompt_logprobs:
+            tokens_max = min(tokens_max, self._runner.scored_tokens_max)
+        return tokens_max
 
     def _join(self, batch: PrefillBatch, rows: list[int]) -> None:
         """Append these rows of a prefill to the running batch."""

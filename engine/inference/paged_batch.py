@@ -16,64 +16,17 @@ from torch import Tensor
 
 from engine.inference.batch import BatchEvents, ForwardError, KVUse, Waiting
 from engine.inference.forward_runner import ForwardRunner, adapter_rows
+from engine.inference.paged_row import PagedRow
 from engine.inference.sequence import Sequence
 from engine.inference.step_budget import StepBudget
 from engine.models.kv_cache import BatchKVCache
 from engine.models.vision.image_inputs import ImageInputs
 from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, NoFreeBlocks
-from engine.paging.block_table import BlockTable, block_keys, blocks_of, root_key
+from engine.paging.block_table import root_key
 from engine.paging.flat_model import FlatModel
 from engine.paging.paged_cache import FlatRow
 from engine.punica.mapping import LoRAMapping
-
-
-class PagedRow:
-    """A sequence of the batch and its blocks.
-
-    `tokens`: those to be prefilled. `offset`: see `FlatRow`. `keys`: of its full blocks that may be
-    shared, without the last token; empty if none may.
-    """
-
-    def __init__(self, sequence: Sequence, pool: BlockPool, root: bytes | None) -> None:
-        self.sequence: Final = sequence
-        self.table: Final = BlockTable(pool, root)
-        self.tokens: Final = sequence.tokens
-        images = sequence.images
-        self.offset: Final = 0 if images is None else images.offset
-        self.keys: Final = [] if root is None else list(block_keys(root, self.tokens[:-1]))
-
-    @property
-    def is_prefilled(self) -> bool:
-        """Whether the prompt is in the cache."""
-        return self.table.length >= len(self.tokens)
-
-    @property
-    def left(self) -> int:
-        """The tokens that are not in the cache: of the prompt, or the one sampled last."""
-        return 1 if self.is_prefilled else len(self.tokens) - self.table.length
-
-    @property
-    def can_leave(self) -> bool:
-        """Whether the sequence can be computed again."""
-        return self.sequence.can_resume or self.sequence.images is not None
-
-    @property
-    def tokens_max(self) -> int:
-        """The most tokens that the sequence will have in the cache."""
-        return len(self.sequence.prompt) + self.sequence.command.sampling.max_tokens
-
-    @property
-    def missing_blocks(self) -> int:
-        """The blocks that the sequence needs until its prompt is in the cache, or to its end."""
-        tokens = len(self.tokens) if self.sequence.can_resume else self.tokens_max
-        return max(0, blocks_of(tokens) - len(self.table.blocks))
-
-    def next_tokens(self, count: int) -> FlatRow:
-        """Return the next `count` tokens of the sequence, for which blocks are reserved."""
-        if self.is_prefilled:
-            return FlatRow([self.sequence.output.tokens[-1]], self.table, self.offset)
-        begin = self.table.length
-        return FlatRow(self.tokens[begin : begin + count], self.table, self.offset)
+from engine.sampling.logprobs import PromptChunk
 
 
 class PagedBatch:
@@ -180,8 +133,11 @@ class PagedBatch:
     def _reusable(self, row: PagedRow) -> list[int]:
         """Return the blocks of other sequences that a sequence can begin with.
 
-        Images are read at once, so either all of them are in these blocks, or none is used.
+        Images are read at once, so either all of them are in these blocks, or none is used. Of
+        tokens that another sequence computed there are no logits.
         """
+        if row.is_scored:
+            return []
         found = self.pool.find(row.keys)
         if row.sequence.images is not None:
             media = self._runner.model.media_tokens
@@ -194,7 +150,7 @@ class PagedBatch:
         self._rows.append(row)
         self._reuse(row)
         if not row.sequence.can_resume:
-            row.table.reserve(row.tokens_max)
+            row.table.reserve(row.sequence.tokens_max)
 
     def _reuse(self, row: PagedRow) -> None:
         """Begin a sequence that has computed nothing with the blocks of others."""
@@ -218,7 +174,7 @@ class PagedBatch:
         """
         while row in self._rows:
             try:
-                row.table.reserve(tokens, row.tokens_max)
+                row.table.reserve(tokens, row.sequence.tokens_max)
             except NoFreeBlocks:
                 later = self._rows[self._rows.index(row) + 1 :]
                 victim = next((one for one in reversed(later) if one.can_leave), row)
@@ -239,8 +195,10 @@ class PagedBatch:
         others.sort(key=lambda row: row.left)
         counts = dict.fromkeys(map(id, eligible), 0)
         first = -(-tokens // 2) if others else tokens
+        scored = self._runner.scored_tokens_max
         for row, share in ((oldest, first), *((row, tokens) for row in others), (oldest, tokens)):
-            count = min(row.left - counts[id(row)], share, tokens)
+            most = min(share, scored) if row.is_scored else share
+            count = min(row.left - counts[id(row)], most, tokens)
             end = row.table.length + counts[id(row)] + count
             if row is oldest:
                 self._reserve_or_preempt(row, end)
@@ -248,6 +206,7 @@ class PagedBatch:
                 continue
             if row in self._rows:
                 tokens -= count
+                scored -= count if row.is_scored else 0
                 counts[id(row)] += count
         return [(row, counts[id(row)]) for row in eligible if counts[id(row)]]
 
@@ -261,7 +220,8 @@ class PagedBatch:
             self._reuse(row)
             begun = row.table.length // BLOCK_TOKENS
             keys = row.keys[begun:]
-            if row.table.length == row.table.reused and keys and keys[0] in claimed:
+            is_new = row.table.length == row.table.reused and not row.is_scored
+            if is_new and keys and keys[0] in claimed:
                 continue
             claimed.update(keys)
             eligible.append(row)
@@ -274,8 +234,11 @@ class PagedBatch:
         flat_rows = [row.next_tokens(count) for row, count in parts]
         ids = adapter_rows(sequences)
         counts = torch.tensor([len(part.tokens) for part in flat_rows])
+        kept = torch.tensor([part.logits for part in flat_rows])
         mapping = LoRAMapping(
-            ids.repeat_interleave(counts), ids, is_prefill=bool((counts > 1).any())
+            ids.repeat_interleave(counts),
+            ids.repeat_interleave(kept),
+            is_prefill=bool((counts > 1).any()),
         )
         try:
             logits = self._runner.forward(
@@ -286,7 +249,23 @@ class PagedBatch:
             return
         for row, part in zip(rows, flat_rows, strict=True):
             row.table.advance(part.end, partial(_tokens_of, row))
-        self._report(rows, logits)
+        self._report(rows, self._score(rows, flat_rows, logits))
+
+    def _score(self, rows: list[PagedRow], parts: list[FlatRow], logits: Tensor) -> Tensor:
+        """Score the tokens of prompts; return the logits after each last token, [rows, vocabulary].
+
+        logits: [logits, vocabulary], of the parts one after another.
+        """
+        if not any(part.is_scored for part in parts):
+            return logits
+        pieces = torch.split(logits, [part.logits for part in parts])
+        chunks = [
+            PromptChunk(scores, row.table.length - part.logits, piece)
+            for row, part, piece in zip(rows, parts, pieces, strict=True)
+            if part.is_scored and (scores := row.sequence.prompt_logprobs) is not None
+        ]
+        self._runner.score(chunks)
+        return torch.stack([piece[-1] for piece in pieces])
 
     def _report(self, rows: list[PagedRow], logits: Tensor) -> None:
         """Sample a token of each sequence whose prompt is in the cache; drop those that end."""
@@ -334,7 +313,7 @@ class PagedBatch:
 def _reserve(row: PagedRow, tokens: int) -> bool:
     """Reserve blocks for `tokens` tokens of a sequence; return False where there are too few."""
     try:
-        row.table.reserve(tokens, row.tokens_max)
+        row.table.reserve(tokens, row.sequence.tokens_max)
     except NoFreeBlocks:
         return False
     return True

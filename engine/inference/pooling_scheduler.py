@@ -155,8 +155,7 @@ class PoolingScheduler:
 
     def resend(self, request_id: RequestId) -> None:
         """Send the vectors of a recently ended request again, if they are known."""
-        output = self._outputs.get(request_id)
-        if output is not None:
+        for output in self._outputs.get(request_id):
             self._emit(output)
 
     def collect(self) -> None:

@@ -15,6 +15,7 @@ from engine.models.kv_cache import BatchKVCache
 from engine.models.probe import MakeCache
 from engine.models.vision.image_inputs import ImageInputs, position_offsets
 from engine.punica.mapping import LoRAMapping
+from engine.sampling.logprobs import PromptChunk
 
 WIDTH_PADDED_MAX: Final = 32
 """Prompts up to this length are prefilled together however different they are."""
@@ -80,6 +81,24 @@ class PrefillBatch:
         own = torch.tensor(self.cache.lengths)[:, None]
         is_own = torch.arange(columns) >= columns - own
         return LoRAMapping((is_own * ids[:, None]).flatten(), ids, is_prefill=True)
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether the logits of all tokens are needed."""
+        return any(one.needs_prompt_logprobs for one in self.sequences)
+
+    def scored(self, logits: Tensor) -> list[PromptChunk]:
+        """Return the last chunk's tokens to be scored; logits: [rows, columns, vocabulary]."""
+        columns = logits.shape[1]
+        chunks = []
+        for row, (sequence, total) in enumerate(
+            zip(self.sequences, self.cache.lengths, strict=True)
+        ):
+            own = min(columns, total)
+            if sequence.prompt_logprobs is not None and own:
+                own_logits = logits[row, columns - own :]
+                chunks.append(PromptChunk(sequence.prompt_logprobs, total - own, own_logits))
+        return chunks
 
     def keep(self, rows: SequenceOf[int]) -> None:
         """Keep only these rows, and drop the columns that are then padding in all of them."""

@@ -1,4 +1,4 @@
-"""Prompts with images and long texts, processed by background jobs while others generate.
+"""Prompts with images, long texts and structures, processed by jobs while others generate.
 
 Prompts start in the order of their requests. At most `PREFETCHED_MAX` are processed ahead of the
 batch, because pixels take far more memory than the files that they come from.
@@ -9,9 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from engine.inference.sequence import Sequence
+from engine.inference.sequence import PreparedPrompt, Sequence
 from engine.jobs import Jobs
-from engine.models.image_processor import ProcessedPrompt
 from messages.ids import OpId
 
 PREFETCHED_MAX: Final = 8
@@ -26,7 +25,7 @@ class PromptPrefetcher:
 
     def __init__(self, jobs: Jobs[OpId]) -> None:
         self._jobs = jobs
-        self._queue: deque[tuple[Sequence, Callable[[], ProcessedPrompt]]] = deque()
+        self._queue: deque[tuple[Sequence, Callable[[], PreparedPrompt]]] = deque()
         # The job of a cancelled sequence counts until it has ended; its value is None.
         self._running: dict[OpId, Sequence | None] = {}
 
@@ -38,7 +37,7 @@ class PromptPrefetcher:
         """Whether a job is running, the end of which only `collect` reports."""
         return bool(self._running)
 
-    def add(self, sequence: Sequence, read: Callable[[], ProcessedPrompt], ready: int) -> None:
+    def add(self, sequence: Sequence, read: Callable[[], PreparedPrompt], ready: int) -> None:
         """Queue a sequence, whose prompt is the result of `read`."""
         self._queue.append((sequence, read))
         self._start_jobs(ready)

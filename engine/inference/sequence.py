@@ -1,42 +1,60 @@
-"""One generation: its request, its prompt, and its output as tokens and text.
+"""One output of a generation: the prompt, and what was generated as tokens and text.
 
 Streamed text is never withdrawn. A token that ends the output is not part of it.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec import structs
 
 from engine.inference.detokenizer import Detokenizer, StopFilter
-from engine.inference.sampler import Sampler
 from engine.models.causal_model import CausalModel
 from engine.models.image_processor import ProcessedPrompt
 from engine.models.vision.image_inputs import ImageInputs
+from engine.sampling.logprobs import PromptLogprobs
+from engine.sampling.sampler import Sampler
+from engine.sampling.structure import Guide
 from messages.commands import StartGeneration
 from messages.prompts import MAX_TOKENS_DEFAULT
-from messages.requests import FinishReason, TokensStreamed
+from messages.requests import FinishReason, TokenLogprob, TokensStreamed
+
+
+class PreparedPrompt(NamedTuple):
+    """All that a generation needs before it is queued; `guide`: that of its structure, if any."""
+
+    prompt: ProcessedPrompt
+    guide: Guide | None = None
 
 
 @dataclass
 class Output:
-    """The output so far: all tokens, and the pieces of text that were streamed with them."""
+    """The output so far: all tokens, and the pieces of text that were streamed with them.
+
+    `logprobs` has an entry per token, if they were requested. `finish_reason` is set at the end.
+    """
 
     tokens: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
 
 
 class Sequence:
-    """One request, from the queue to its end.
+    """Output number `index` of a request, from the queue to its end.
 
     `prompt`: its tokens, empty until `set_prompt`. `images`: its images, until they are in the
     KV cache. `can_resume`: whether its KV cache can be computed again from its tokens.
     """
 
-    def __init__(self, command: StartGeneration, model: CausalModel) -> None:
+    def __init__(self, command: StartGeneration, model: CausalModel, index: int = 0) -> None:
         self.command = command
+        self.index = index
         self.prompt: list[int] = []
         # Made with the prompt, which its penalties depend on.
         self.sampler: Sampler
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.images: ImageInputs | None = None
         self.can_resume = True
         self.output = Output()
@@ -46,24 +64,26 @@ class Sequence:
         eos_ids = frozenset() if sampling.ignore_eos else frozenset(model.eos_ids)
         self._end_ids = eos_ids | frozenset(sampling.stop_token_ids)
         self._stop_filter = StopFilter(sampling.stop, sampling.include_stop)
-        self._context_tokens_max = model.context_tokens_max
         self._output_tokens_max = sampling.max_tokens
-        self._tokenizer = model.tokenizer
+        self._model = model
         self._detokenizer: Detokenizer | None = None
 
-    def set_prompt(self, prompt: ProcessedPrompt) -> None:
+    def set_prompt(self, prepared: PreparedPrompt) -> None:
         """Store the prompt in the form that the model accepts."""
-        self.prompt, self.images = prompt
+        (self.prompt, self.images), guide = prepared
         self.can_resume = self.images is None
+        sampling = self.command.sampling
         if not self._output_tokens_max:
-            left = self._context_tokens_max - len(self.prompt)
+            left = self._model.context_tokens_max - len(self.prompt)
             self._output_tokens_max = min(MAX_TOKENS_DEFAULT, left)
-        self.sampler = Sampler(self.command.sampling, self.prompt, self._end_ids)
+        self.sampler = Sampler(sampling, self.prompt, self._end_ids, guide, self.index)
+        if sampling.prompt_logprobs is not None and self.index == 0:
+            self.prompt_logprobs = PromptLogprobs(self.prompt, sampling.prompt_logprobs)
         if self.images is not None:
             # Image files are large and are not needed again.
             self.command = structs.replace(self.command, prompt="")
-        if self._tokenizer is not None:
-            self._detokenizer = Detokenizer(self._tokenizer, self.prompt)
+        if self._model.tokenizer is not None:
+            self._detokenizer = Detokenizer(self._model.tokenizer, self.prompt)
 
     def note_reused(self, tokens: int) -> None:
         """Record that the first tokens were cached; after a preemption they are its own."""
@@ -75,31 +95,65 @@ class Sequence:
         """The prompt and the output so far, from which the KV cache can be computed again."""
         return self.prompt + self.output.tokens
 
+    @property
+    def tokens_max(self) -> int:
+        """The most tokens that the prompt and the output can have together."""
+        return len(self.prompt) + self._output_tokens_max
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether its prefill has to compute the logits of all tokens of the prompt."""
+        return self.prompt_logprobs is not None and not self.output.tokens
+
     def append(self, token: int) -> tuple[str, FinishReason | None]:
         """Append the next token; return the text to stream and, at the end, the finish reason.
 
         A token that ends the output is not part of it. The token that completes a stop string is,
         but the stop string's text is not, unless `include_stop` is set.
         """
+        output, sampling = self.output, self.command.sampling
         if token in self._end_ids:
+            output.stop_reason = token if token in sampling.stop_token_ids else None
             return self.flush(), "stop"
-        self.output.tokens.append(token)
-        self.sampler.history.append(token)
+        output.tokens.append(token)
+        self.sampler.append(token)
+        if self.sampler.logprob is not None:
+            output.logprobs.append(self.sampler.logprob)
         text = self._detokenizer.add(token) if self._detokenizer else ""
-        if len(self.output.tokens) >= self.command.sampling.min_tokens:
+        if len(output.tokens) >= sampling.min_tokens:
             text = self._stop_filter.add(text)
         if self._stop_filter.has_matched:
-            return text, "stop"
-        if len(self.output.tokens) < self._output_tokens_max:
+            return text, self._matched()
+        is_complete = self.sampler.guide is not None and self.sampler.guide.is_complete
+        if not is_complete and len(output.tokens) < self._output_tokens_max:
             return text, None
         text += self.flush()
-        return text, "stop" if self._stop_filter.has_matched else "length"
+        if self._stop_filter.has_matched:
+            return text, self._matched()
+        return text, "stop" if is_complete else "length"
+
+    def _matched(self) -> FinishReason:
+        self.output.stop_reason = self._stop_filter.matched
+        return "stop"
+
+    def streamed(self, offset: int, text: str) -> TokensStreamed:
+        """Return the message with the tokens from `offset` on, and `text`."""
+        output, prompt = self.output, self.prompt_logprobs
+        return TokensStreamed(
+            self.command.request_id,
+            offset,
+            tuple(output.tokens[offset:]),
+            text,
+            self.index,
+            output.finish_reason,
+            output.stop_reason if output.finish_reason else None,
+            tuple(output.logprobs[offset:]),
+            tuple(prompt.entries) if prompt is not None and offset == 0 else (),
+        )
 
     def full_output(self) -> TokensStreamed:
         """Return the output so far, from its first token."""
-        output = self.output
-        text = "".join(output.text)
-        return TokensStreamed(self.command.request_id, 0, tuple(output.tokens), text)
+        return self.streamed(0, "".join(self.output.text))
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the output."""

@@ -5,13 +5,14 @@ request.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -110,8 +111,26 @@ class CausalModel(ServedModel):
         left. cache: from `new_cache`. `cache.lengths` already counts the new tokens, and
         `cache.offsets` the images. images: in a prefill with images, one entry per row.
         """
+        return self._forward(input_ids, cache, images)[:, -1]
+
+    @torch.inference_mode()
+    def forward_all(
+        self, input_ids: Tensor, cache: Any, images: Sequence[ImageInputs | None] = ()
+    ) -> Tensor:
+        """Return the logits after every token, [rows, tokens, vocabulary], as `forward`."""
+        return self._forward(input_ids, cache, images, keeps_all=True)
+
+    def _forward(
+        self,
+        input_ids: Tensor,
+        cache: Any,
+        images: Sequence[ImageInputs | None],
+        *,
+        keeps_all: bool = False,
+    ) -> Tensor:
+        """Return at least the last column of the logits, [rows, columns, vocabulary]."""
         if not isinstance(cache, BatchKVCache):
-            return self._forward_states(input_ids, cache)
+            return self._forward_states(input_ids, cache, keeps_all)
         tokens = input_ids.shape[1]
         lengths, next_positions = torch.tensor([cache.lengths, cache.positions], device=self.device)
         mask = left_padding_mask(lengths, cache.width + tokens)
@@ -122,36 +141,37 @@ class CausalModel(ServedModel):
             arguments = image_arguments(images, positions.cpu())
             image_tensors = {name: tensor.to(self.device) for name, tensor in arguments.items()}
             positions = image_tensors.pop("position_ids")
-        return self.run(input_ids.to(self.device), mask, positions, cache.cache, image_tensors)
+        arguments = self._arguments(mask, positions, cache.cache, keeps_all=keeps_all)
+        logits: Tensor = self.model(input_ids.to(self.device), **arguments, **image_tensors).logits
+        return logits
 
     @torch.inference_mode()
-    def run(
-        self,
-        input_ids: Tensor,
-        mask: Tensor,
-        positions: Tensor,
-        cache: Cache,
-        image_tensors: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def run(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
         """Return the logits after the last column, [rows, vocabulary], from tensors on the device.
 
         input_ids: [rows, tokens] int64. mask: [rows, columns] int64, 1 for the columns that a row
-        attends to. positions: [rows, tokens] int64, or the shape that the model expects with
-        images.
+        attends to. positions: [rows, tokens] int64.
+        """
+        logits: Tensor = self.model(input_ids, **self._arguments(mask, positions, cache)).logits
+        return logits[:, -1]
+
+    def _arguments(
+        self, mask: Tensor, positions: Tensor, cache: Cache, *, keeps_all: bool = False
+    ) -> dict[str, Any]:
+        """Return the arguments of a forward; `keeps_all`: logits of all columns, not of the last.
+
+        positions: [rows, tokens] int64, or the shape that the model expects with images.
         """
         arguments: dict[str, Any] = {
             "attention_mask": mask,
             "past_key_values": cache,
             "use_cache": True,
-            **(image_tensors or {}),
         }
         if "position_ids" in self.accepts:
             arguments["position_ids"] = positions
         if "logits_to_keep" in self.accepts:
-            arguments["logits_to_keep"] = 1
-        output = self.model(input_ids, **arguments)
-        logits: Tensor = output.logits[:, -1]
-        return logits
+            arguments["logits_to_keep"] = 0 if keeps_all else 1
+        return arguments
 
     def _probe_of(self, batching: Batching) -> ProbeSpec:
         if batching == "padded":
@@ -182,14 +202,16 @@ class CausalModel(ServedModel):
             return StateCache(self.model.config, lengths, offsets)
         return SingleRows(lengths, offsets, "position_ids" in self.accepts)
 
-    def _forward_states(self, input_ids: Tensor, cache: StateCache | SingleRows) -> Tensor:
+    def _forward_states(
+        self, input_ids: Tensor, cache: StateCache | SingleRows, keeps_all: bool
+    ) -> Tensor:
         """Run each row's new tokens alone, or all rows' next tokens together."""
         columns = input_ids.shape[1]
         is_step = columns == 1 and all(cache.done) and set(cache.new_tokens) == {1}
         if isinstance(cache, StateCache) and (cache.is_together or is_step) and len(cache) > 0:
-            logits = self._step_together(input_ids, cache)
+            logits = self._step_together(input_ids, cache)[:, None]
         else:
-            logits = self._run_alone(input_ids, cache)
+            logits = self._run_alone(input_ids, cache, columns if keeps_all else 1)
         cache.finish(columns)
         return logits
 
@@ -199,25 +221,36 @@ class CausalModel(ServedModel):
         positions = (next_positions - 1)[:, None]
         return self.run(input_ids.to(self.device), mask, positions, cache.together())
 
-    def _run_alone(self, input_ids: Tensor, cache: StateCache | SingleRows) -> Tensor:
-        """Run each row's new tokens without padding, all of them with the row's adapter."""
+    def _run_alone(self, input_ids: Tensor, cache: StateCache | SingleRows, columns: int) -> Tensor:
+        """Run each row's new tokens without padding, all of them with the row's adapter.
+
+        Returns the last `columns` columns of the logits, zeros where a row has no new token.
+        """
         logits: list[Tensor | None] = []
         for row, count in enumerate(cache.new_tokens):
             own = input_ids[row, input_ids.shape[1] - count :].to(self.device)
             only = nullcontext() if self._punica is None else self._punica.only_row(row)
             with only:
-                logits.append(self._run_row(own, cache, row) if count else None)
+                found = self._run_row(own, cache, row, columns > 1) if count else None
+            logits.append(None if found is None else found[:, -min(count, columns) :])
         known = next(one for one in logits if one is not None)
         # A row whose tokens come with a later chunk has no result yet, and none is read.
-        return torch.cat([torch.zeros_like(known) if one is None else one for one in logits])
+        rows = [known[:, :0] if one is None else one for one in logits]
+        return torch.cat([pad(one, (0, 0, columns - one.shape[1], 0)) for one in rows])
 
-    def _run_row(self, tokens: Tensor, cache: StateCache | SingleRows, row: int) -> Tensor:
+    def _run_row(
+        self, tokens: Tensor, cache: StateCache | SingleRows, row: int, keeps_all: bool
+    ) -> Tensor:
+        """Return at least the last one of a row's logits, [1, tokens, vocabulary]."""
         if isinstance(cache, SingleRows):
             return cache.forward(self.model, row, tokens)
         end = cache.positions[row]
         positions = torch.arange(end - len(tokens), end, device=self.device)
         mask = torch.ones(1, cache.lengths[row], dtype=torch.int64, device=self.device)
-        return self.run(tokens[None], mask, positions[None], cache.single(row))
+        own = cache.single(row)
+        arguments = self._arguments(mask, positions[None], own, keeps_all=keeps_all)
+        logits: Tensor = self.model(tokens[None], **arguments).logits
+        return logits
 
     def _make_reader(
         self, processor: Processor | ImagesRefused

@@ -51,9 +51,10 @@ class FlatModel:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[FlatRow]) -> Tensor:
-        """Return the logits after each row's last token, [rows, vocabulary].
+        """Return the logits after the last `logits` tokens of each row, [logits, vocabulary].
 
-        The rows' tables have blocks for their new tokens, and do not count them yet.
+        They are in the order of the rows, which need one each unless their tokens are scored. The
+        rows' tables have blocks for their new tokens, and do not count them yet.
         """
         model, device = self._model, self._model.device
         step = FlatStep(rows, device, groups_rows=self.groups_rows)
@@ -66,7 +67,7 @@ class FlatModel:
             arguments["position_ids"] = torch.tensor([positions], device=device)
         selects = "logits_to_keep" in model.accepts
         if selects:
-            arguments["logits_to_keep"] = step.last
+            arguments["logits_to_keep"] = step.kept
         self.cache.step = step
         try:
             with flat_attention(self._configs, step):
@@ -74,7 +75,7 @@ class FlatModel:
         finally:
             self.cache.step = None
         logits: Tensor = output.logits[0]
-        return logits if selects else logits[step.last]
+        return logits if selects else logits[step.kept]
 
 
 def _configs_of(config: PretrainedConfig) -> list[PretrainedConfig]:

@@ -24,17 +24,24 @@ from engine.paging.block_table import BlockTable
 class FlatRow(NamedTuple):
     """A row's part of a forward pass: its new tokens, after the `table.length` tokens before.
 
-    `offset`: the position of a token minus its index in the row; not 0 after images.
+    `offset`: the position of a token minus its index in the row; not 0 after images. `is_scored`:
+    whether the logits after each of the tokens are needed, and not only after the last one.
     """
 
     tokens: Sequence[int]
     table: BlockTable
     offset: int = 0
+    is_scored: bool = False
 
     @property
     def end(self) -> int:
         """The number of the row's tokens after the pass."""
         return self.table.length + len(self.tokens)
+
+    @property
+    def logits(self) -> int:
+        """The number of the tokens whose logits are needed."""
+        return len(self.tokens) if self.is_scored else 1
 
 
 @dataclass(frozen=True)
@@ -94,7 +101,8 @@ class FlatStep:
     """One forward pass: the rows' places, and where each new token is written.
 
     `spans`: of the rows that are attended one by one; `groups`: the others. `written`: [tokens]
-    int64 on the device. `groups_rows`: whether rows of one token are attended in groups, which is
+    int64 on the device. `kept`: the tokens whose logits are needed, [kept] int64 on the device, in
+    the order of the rows. `groups_rows`: whether rows of one token are attended in groups, which is
     faster where each call takes time to launch, and slower on a CPU, which reads rows in place.
     """
 
@@ -122,7 +130,12 @@ class FlatStep:
                 )
             )
         self.written = torch.tensor(written, device=device)
-        self.last = torch.tensor([span.end - 1 for span in self.spans], device=device)
+        kept = [
+            token
+            for row, span in zip(rows, self.spans, strict=True)
+            for token in range(span.end - row.logits, span.end)
+        ]
+        self.kept = torch.tensor(kept, device=device)
         self.groups: list[DecodeGroup] = []
         if groups_rows:
             pairs = list(zip(self.spans, rows, strict=True))

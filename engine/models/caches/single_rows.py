@@ -45,7 +45,10 @@ class SingleRows(RowStates):
         self._keep_counts(rows)
 
     def forward(self, model: PreTrainedModel, row: int, tokens: Tensor) -> Tensor:
-        """Return the logits after a row's new tokens, [1, vocabulary]; tokens: [new] int64."""
+        """Return logits, [1, columns, vocabulary], of which the last are those of the new tokens.
+
+        tokens: [new] int64. A model without states has columns for all tokens.
+        """
         state, is_first = self._rows[row], not self._rows[row].tokens
         state.tokens += tokens.tolist()
         device = model.device
@@ -64,7 +67,7 @@ class SingleRows(RowStates):
         )
         output = model(**inputs, return_dict=True)
         state.arguments = model._update_model_kwargs_for_generation(output, state.arguments)
-        logits: Tensor = output.logits[:, -1]
+        logits: Tensor = output.logits
         return logits
 
 

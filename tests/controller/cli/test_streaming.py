@@ -3,6 +3,7 @@
 import json
 import signal
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -11,9 +12,9 @@ from controller.cli.main import app
 from messages import events as ev
 from messages import requests as rq
 from messages.errors import ErrorCode
-from messages.prompts import IllustratedPrompt, Sampling
+from messages.prompts import IllustratedPrompt, Sampling, Structure
 from tests.support.simulation.command_runs import run, run_json, start_command
-from tests.support.simulation.standin_controller import StandIn
+from tests.support.simulation.standin_controller import PROMPT, StandIn
 from tests.support.waiting import HANG_S
 
 PNG, JPEG = b"\x89PNG", b"\xff\xd8\xff"
@@ -102,7 +103,7 @@ def test_past_events_start_after_the_given_number_and_end(controller):
     assert everything[0].endswith("Z  AdapterCached         adapter=upper duration_ns=0")
     later = run_json("events", "--since", "2", "--no-follow", directory=controller.directory)
     assert [(item["seq"], item["event"]) for item in later] == [
-        (3, {"type": "AdapterCached", "adapter": "upper"})
+        (3, {"type": "AdapterCached", "adapter": "upper", "duration_ns": 0})
     ]
 
 
@@ -137,3 +138,64 @@ def test_interrupting_a_generation_cancels_it(controller):
     assert process.returncode == ExitCode.INTERRUPTED
     (generation,) = {request.request_id for request in controller.requests(rq.Generate)}
     assert [request.target for request in controller.requests(rq.CancelGeneration)] == [generation]
+
+
+def test_every_field_of_sampling_has_an_option(controller):
+    arguments = [
+        *("generate", "p", "--max-tokens", "2", "--temperature", "0.5", "--top-k", "4"),
+        *("--top-p", "0.5", "--seed", "3", "--stop", "x", "--min-p", "0.1", "-n", "2"),
+        *("--presence-penalty", "0.5", "--frequency-penalty", "-0.5"),
+        *("--repetition-penalty", "1.5", "--logit-bias", "7=-2.5", "--min-tokens", "1"),
+        *("--stop-token-id", "5", "--ignore-eos", "--include-stop", "--logprobs", "1"),
+        *("--prompt-logprobs", "2", "--regex", "a+", "--priority", "-3"),
+    ]
+    run(*arguments, directory=controller.directory)
+    (request,) = controller.requests(rq.Generate)
+    changed = [
+        field.name
+        for field in msgspec.structs.fields(Sampling)
+        if getattr(request.sampling, field.name) == field.default
+    ]
+    assert changed == []
+    assert request.sampling.structure == Structure("regex", "a+")
+    assert request.sampling.logit_bias == ((7, -2.5),)
+    assert request.priority == -3
+
+
+def test_structures_are_given_as_text_or_file(controller):
+    schema = controller.directory / "schema.json"
+    schema.write_text('{"type": "object"}')
+    for option, expected in (
+        (("--json-schema", str(schema)), Structure("json_schema", '{"type": "object"}')),
+        (("--json-schema", "{}"), Structure("json_schema", "{}")),
+        (("--choice", "a", "--choice", "b"), Structure("choice", choices=("a", "b"))),
+    ):
+        run("generate", "p", *option, directory=controller.directory)
+        assert controller.requests(rq.Generate)[-1].sampling.structure == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--regex", "a", "--choice", "b"),
+        ("--json-schema", "no-such-file"),
+        ("--logit-bias", "7"),
+        ("--logprobs", "21"),
+    ],
+)
+def test_wrong_sampling_options_are_wrong_usage(controller, options):
+    result = run("generate", "p", *options, directory=controller.directory)
+    assert result.exit_code == ExitCode.USAGE
+    assert not controller.received
+
+
+def test_several_outputs_and_their_log_probabilities_are_printed_whole(controller):
+    arguments = ["generate", "p", "-n", "2", "--max-tokens", "1", "--logprobs", "2"]
+    result = run(*arguments, "--prompt-logprobs", "0", directory=controller.directory)
+    (token, text), *_ = controller.output
+    entry = f"{token:>7}    -1.5000 rank 2  {token + 1} -0.2500  {token} -1.5000"
+    prompt = [f"prompt {token:>7}    -1.5000 rank 2" for token in PROMPT[1:]]
+    assert result.stdout.splitlines() == [
+        *(f"[0] {text}", f"output 0 {entry}", f"[1] {text}", f"output 1 {entry}"),
+        *prompt,
+    ]

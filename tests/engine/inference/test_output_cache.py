@@ -41,5 +41,5 @@ def test_the_cache_holds_the_latest_outputs_that_fit(outputs: list[PrivateReport
             expected.append(output)
             while len(expected) > COUNT_MAX or sum(map(size_of, expected)) > BYTES_MAX:
                 expected.pop(0)
-            by_id = {one.request_id: one for one in expected}
-            assert {name: cache.get(name) for name in IDS} == {n: by_id.get(n) for n in IDS}
+            by_id = {one.request_id: (one,) for one in expected}
+            assert {name: cache.get(name) for name in IDS} == {n: by_id.get(n, ()) for n in IDS}

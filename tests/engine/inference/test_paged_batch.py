@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from msgspec import structs
 
 from engine.adapters import read_adapter
 from engine.config import EngineConfig, LoRAConfig
@@ -174,6 +175,65 @@ def test_samples_of_one_prompt_share_it_while_it_is_computed(
     assert [bench.output(op) for op in ops] == [expected] * 4
     shared = 3 * BLOCK_TOKENS
     assert prompt_tokens(passes) == len(LONG) + 3 * (len(LONG) - shared)
+
+
+def test_outputs_of_one_request_share_the_blocks_of_its_prompt(
+    bench_of: Any, computed: Callable[[GenerationBench], list[list[int]]]
+) -> None:
+    bench = bench_of()
+    passes = computed(bench)
+    sampling = Sampling(max_tokens=4, temperature=1.0, seed=3, n=4)
+    op = bench.start(NAMES[0], LONG, sampling)
+    bench.run(steps=3)
+    shared = len(LONG) // BLOCK_TOKENS
+    batch = bench.scheduler.batch
+    assert len(batch.running) == 4
+    assert len({tuple(row.table.blocks[:shared]) for row in batch._rows}) == 1
+    assert batch.pool.held == shared + 4
+    bench.run()
+    assert prompt_tokens(passes) == len(LONG) + 3 * (len(LONG) - shared * BLOCK_TOKENS)
+    assert bench.end(op).output_tokens == 16
+
+
+def test_a_prompt_with_log_probabilities_is_computed_whole_and_reused_by_others(
+    bench_of: Any, computed: Callable[[GenerationBench], list[list[int]]]
+) -> None:
+    bench = bench_of()
+    rest = len(LONG) % BLOCK_TOKENS
+    passes = computed(bench)
+    scored = Sampling(max_tokens=4, prompt_logprobs=1)
+    alone = bench.alone(NAMES[0], LONG, scored)
+    assert prompt_tokens(passes) == len(LONG)
+    # In a later request, and while another request with log-probabilities computes the prompt.
+    assert bench.alone(NAMES[0], LONG, SHORT) == alone
+    assert prompt_tokens(passes) == rest
+    ops = [bench.start(NAMES[0], LONG, scored) for _ in range(2)]
+    others = bench.start(NAMES[0], LONG, structs.replace(scored, n=3))
+    bench.run()
+    assert prompt_tokens(passes) == 3 * len(LONG) + 2 * rest
+    assert [bench.output(op) for op in ops] == [alone] * 2
+    assert bench.end(others).output_tokens == 12
+
+
+def test_the_logits_of_prompts_in_memory_are_bounded(
+    bench_of: Any,
+    computed: Callable[[GenerationBench], list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = bench_of()
+    token_bytes = 4 * bench.model.vocab_size
+    monkeypatch.setattr("engine.inference.forward_runner.PROMPT_LOGITS_BYTES_MAX", 7 * token_bytes)
+    passes = computed(bench)
+    scored = Sampling(max_tokens=1, prompt_logprobs=0)
+    for start in range(2):
+        bench.start(None, LONG[start:], scored)
+    bench.run()
+    assert max(map(sum, passes)) <= 7
+    assert sum(map(sum, passes)) == 2 * len(LONG) - 1
+    entries = [
+        report.prompt_logprobs for report in bench.reports if getattr(report, "prompt_logprobs", ())
+    ]
+    assert [len(one) for one in entries] == [len(LONG), len(LONG) - 1]
 
 
 def test_a_beginning_of_another_length_or_content_is_not_reused(

@@ -23,6 +23,7 @@ from messages.commands import StartGeneration, StopGeneration
 from messages.ids import OpId
 from messages.prompts import IllustratedPrompt, Sampling
 from messages.reports import GenerationEnded, Report
+from messages.requests import TokensStreamed
 from tests.support.engine.image_bench import LORA
 from tests.support.models.image_examples import build_with_processor, image_prompt, picture
 from tests.support.waiting import HANG_S
@@ -89,11 +90,15 @@ def test_a_generation_stopped_during_processing_ends_at_once(bench: PrefetchBenc
     bench.start(1)
     bench.engine.submit(StopGeneration(2, 1))
     bench.run()
-    assert bench.reports == [GenerationEnded(1, "cancelled", 0, 0)]
+    ended = [
+        TokensStreamed("1", 0, (), finish_reason="cancelled"),
+        GenerationEnded(1, "cancelled", 0, 0),
+    ]
+    assert bench.reports == ended
     bench.may_read.set()
     assert bench.woken.wait(HANG_S)
     bench.run()
-    assert bench.reports == [GenerationEnded(1, "cancelled", 0, 0)]
+    assert bench.reports == ended
     assert bench.engine.inventory().running == ()
 
 

@@ -102,7 +102,7 @@ class SchedulerDriver:
         for report in self.reports:
             if isinstance(report, TokensStreamed) and report.request_id == str(op):
                 assert report.offset == len(tokens), "offsets have a gap"
-                assert report.tokens or report.text
+                assert report.tokens or report.text or report.finish_reason
                 tokens += report.tokens
                 text += report.text
         return tokens, text

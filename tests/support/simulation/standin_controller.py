@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from messages import events as ev
@@ -49,6 +50,16 @@ def view(name, state="gpu-slot", **changes):
         "last_used_ns": 1_700_000_000_000_000_000,
     }
     return rq.AdapterView(**(fields | changes))
+
+
+PROMPT = (97, 98, 99, 100)
+"""The tokens of every prompt, as log-probabilities are reported for them."""
+
+
+def _logprob(token, top):
+    """Return the entry of a token, which is the second most likely one."""
+    best = ((token + 1, -0.25), (token, -1.5), *((200 + at, -2.0 - at) for at in range(top)))
+    return rq.TokenLogprob(token, -1.5, 2, best[:top])
 
 
 class StandIn:
@@ -164,7 +175,7 @@ class StandIn:
         streams = isinstance(reply, rq.GenerationDone | rq.PoolingDone)
         done_first = answered or self.done_first
         if streams and not done_first:
-            self._stream(send, key, reply)
+            self._stream(send, key, reply, request)
         while self.extra_replies:
             send(self.extra_replies.pop(0))
         if self.lose:
@@ -172,23 +183,37 @@ class StandIn:
         else:
             send(reply)
         if streams and done_first:
-            self._stream(send, key, reply)
+            self._stream(send, key, reply, request)
 
-    def _stream(self, send, key, done):
+    def _stream(self, send, key, done, request):
         # Each repetition is sent in larger chunks than the one before.
         size = self._streamed[key] = self._streamed.get(key, 0) + 1
         if isinstance(done, rq.PoolingDone):
             self._stream_vectors(send, done, size)
             return
-        output = self.output[: done.output_tokens]
-        for start in range(0, len(output), size):
-            part = output[start : start + size]
-            tokens = tuple(token for token, _ in part)
-            if self.lose_chunks:
-                self.lose_chunks -= 1
-            else:
-                text = "".join(text for _, text in part)
-                send(rq.TokensStreamed(done.request_id, start, tokens, text))
+        count = request.sampling.n
+        for index in range(count):
+            output = self.output[: done.output_tokens // count]
+            for start in range(0, len(output), size):
+                message = self._chunk(request, output, start, size, index)
+                reason = done.finish_reason if start + size >= len(output) else None
+                if self.lose_chunks:
+                    self.lose_chunks -= 1
+                else:
+                    send(msgspec.structs.replace(message, finish_reason=reason))
+
+    def _chunk(self, request, output, start, size, index):
+        part, sampling = output[start : start + size], request.sampling
+        tokens = tuple(token for token, _ in part)
+        text = "".join(text for _, text in part)
+        message = rq.TokensStreamed(request.request_id, start, tokens, text, index)
+        if sampling.logprobs is not None:
+            scores = tuple(_logprob(token, sampling.logprobs) for token in tokens)
+            message = msgspec.structs.replace(message, logprobs=scores)
+        if sampling.prompt_logprobs is not None and start == index == 0:
+            scores = tuple(_logprob(token, sampling.prompt_logprobs) for token in PROMPT[1:])
+            message = msgspec.structs.replace(message, prompt_logprobs=(None, *scores))
+        return message
 
     def _stream_vectors(self, send, done, size):
         labels = ("good", "bad") if done.task == "classify" else ()
@@ -229,7 +254,8 @@ class StandIn:
         return rq.BatchDone(request.request_id, places)
 
     def _generate(self, request):
-        count = min(len(self.output), request.sampling.max_tokens or MAX_TOKENS_DEFAULT)
+        sampling = request.sampling
+        count = min(len(self.output), sampling.max_tokens or MAX_TOKENS_DEFAULT) * sampling.n
         return rq.GenerationDone(request.request_id, request.adapter, "length", 4, count)
 
     def _pool(self, request, task):

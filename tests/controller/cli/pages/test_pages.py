@@ -27,7 +27,7 @@ def test_no_line_is_longer_than_the_terminal_is_wide(width: int) -> None:
 
 def test_wider_terminals_show_more() -> None:
     assert "failures" not in cli_pages.tables(80).split("not shown", 1)[0]
-    assert "From 0 to 100." in cli_pages.help_pages(120)
+    assert "From 0 to 1." in cli_pages.help_pages(120)
     assert "evictions" in cli_pages.tables(120)
 
 

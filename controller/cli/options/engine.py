@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import typer
 
-from controller.cli.option_groups import OptionGroup, parameter
+from controller.cli.options.groups import OptionGroup, parameter
 from messages.engine_options import EngineOptions, Option, options_of
 
 _PANEL: Final = "Engine"

@@ -1,7 +1,7 @@
 """Choice of the next tokens from logits, for all rows of a batch in one pass on their device.
 
-The order is that of vLLM: forbidden tokens and biases, penalties (`engine.inference.penalties`),
-temperature, min_p, top_k, top_p, draw. A request with a seed draws the same tokens regardless of
+The order is that of vLLM: structures, forbidden tokens and biases, penalties, temperature, min_p,
+top_k, top_p, draw. A request with a seed draws the same tokens regardless of
 the rest of the batch: each row is drawn by inverting its cumulative distribution at one number of
 the request's own random sequence.
 """
@@ -13,11 +13,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.inference.penalties import TokenHistory, adjust_logits
+from engine.sampling.logprobs import read_scores, score
+from engine.sampling.penalties import TokenHistory, adjust_logits
+from engine.sampling.structure import Guide, apply_masks
 from messages.prompts import Sampling
+from messages.requests import TokenLogprob
 
 NOT_FINITE: Final = -1
 """Stands for a token where a row's logits are not finite."""
+
+NOT_STRUCTURED: Final = -2
+"""Stands for a token where a row's structure can't be followed further."""
 
 CANDIDATES: Final = 256
 """The number of most likely tokens that are sorted first for top_p; more only where needed."""
@@ -29,18 +35,27 @@ _TEMPERATURE_MIN: Final = 1e-37
 
 
 class Sampler:
-    """One request's choice of tokens: its options, its random sequence and its earlier tokens.
+    """One output's choice of tokens: its options, its random sequence and its earlier tokens.
 
     `prompt`: the prompt's tokens. `end_ids`: tokens that end the output, forbidden before
-    `min_tokens`.
+    `min_tokens`. `guide`: that of its structure. `index`: the number of the output. `logprob`: that
+    of the token which was chosen last, where the options request it.
     """
 
     def __init__(
-        self, sampling: Sampling, prompt: Sequence[int] = (), end_ids: frozenset[int] = frozenset()
+        self,
+        sampling: Sampling,
+        prompt: Sequence[int] = (),
+        end_ids: frozenset[int] = frozenset(),
+        guide: Guide | None = None,
+        index: int = 0,
     ) -> None:
         self.options: Final = sampling
         self.history: Final = TokenHistory(sampling, prompt, end_ids)
-        self._random = random.Random(sampling.seed)  # noqa: S311 - repeatable on purpose
+        self.guide: Final = guide
+        self.logprob: TokenLogprob | None = None
+        seed = None if sampling.seed is None else sampling.seed + index
+        self._random = random.Random(seed)  # noqa: S311 - repeatable on purpose
 
     @property
     def is_greedy(self) -> bool:
@@ -51,12 +66,51 @@ class Sampler:
         """Return the next number of the random sequence, from 0 to below 1."""
         return self._random.random()
 
+    def append(self, token: int) -> None:
+        """Count a token of the output."""
+        self.history.append(token)
+        if self.guide is not None:
+            self.guide.append(token)
+
 
 def sample(samplers: Sequence[Sampler], logits: Tensor) -> list[int]:
-    """Return each row's next token, or `NOT_FINITE`; logits: [rows, vocabulary], unchanged.
+    """Return each row's next token, and store its log-probability where it is requested.
 
-    A row must allow at least one token: NaN and +inf anywhere, or -inf everywhere, are not finite.
+    logits: [rows, vocabulary], unchanged. `NOT_FINITE` stands for a token of a row with NaN or +inf
+    anywhere, or -inf everywhere, and `NOT_STRUCTURED` for one whose structure can't be followed.
     """
+    guides = [sampler.guide for sampler in samplers]
+    tokens = _choose(samplers, apply_masks(guides, logits))
+    scored = [row for row, one in enumerate(samplers) if one.options.logprobs is not None]
+    chosen = _score(samplers, scored, logits, tokens) if scored else tokens.tolist()
+    return [
+        NOT_STRUCTURED if guide is not None and guide.error else int(token)
+        for guide, token in zip(guides, chosen, strict=True)
+    ]
+
+
+def _score(
+    samplers: Sequence[Sampler], rows: list[int], logits: Tensor, tokens: Tensor
+) -> list[float]:
+    """Store the log-probabilities of these rows' tokens; return the tokens of all rows.
+
+    Everything is read back from the device at once.
+    """
+    is_part = len(rows) < len(samplers)
+    own, chosen = (logits[rows], tokens[rows]) if is_part else (logits, tokens)
+    tops = [samplers[row].options.logprobs or 0 for row in rows]
+    table = score(own, chosen.clamp(min=0), max(tops))
+    found: list[float] = torch.cat([tokens.double(), table.flatten()]).tolist()
+    count, width = len(samplers), table.shape[1]
+    lines = [found[at : at + width] for at in range(count, len(found), width)]
+    entries = read_scores([int(found[row]) for row in rows], lines, tops)
+    for row, entry in zip(rows, entries, strict=True):
+        samplers[row].logprob = entry
+    return found[:count]
+
+
+def _choose(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:
+    """Return each row's next token, or `NOT_FINITE`: [rows] int64 on the device."""
     scores = adjust_logits([sampler.history for sampler in samplers], logits)
     # NaN and +inf survive the maximum, which is -inf where every token is forbidden.
     is_finite = scores.amax(-1).isfinite()
@@ -67,8 +121,7 @@ def sample(samplers: Sequence[Sampler], logits: Tensor) -> list[int]:
         # Rows that are not finite are drawn from zeros instead, and marked below.
         own.masked_fill_(~is_finite[rows, None], 0.0)
         tokens[rows] = _draw([samplers[row] for row in rows], own)
-    chosen: list[int] = tokens.where(is_finite, NOT_FINITE).tolist()
-    return chosen
+    return tokens.where(is_finite, NOT_FINITE)
 
 
 def _draw(samplers: Sequence[Sampler], scores: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from engine.inference.penalties import TokenHistory, adjust_logits
+from engine.sampling.penalties import TokenHistory, adjust_logits
 from messages.prompts import Sampling
 
 VOCABULARY = 12

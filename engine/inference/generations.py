@@ -1,0 +1,184 @@
+"""Generations in progress: their outputs, and the reports of what they produce and how they end.
+
+A generation has one sequence per requested output. It ends with one report, after all of them have
+ended or when one of them fails.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from engine.errors import NotFinite, RequestRefused, code_of
+from engine.inference.output_cache import OutputCache
+from engine.inference.sequence import PreparedPrompt, Sequence
+from engine.models.causal_model import CausalModel
+from engine.sampling.sampler import NOT_FINITE, NOT_STRUCTURED
+from messages.commands import StartGeneration
+from messages.ids import OpId, RequestId
+from messages.reports import GenerationEnded, OperationFailed, Report
+from messages.requests import FinishReason
+
+
+class Generation:
+    """The sequences of one request, of which the first one starts alone.
+
+    The others start with its first token: most of their prompt can then be reused.
+    """
+
+    def __init__(self, command: StartGeneration, model: CausalModel) -> None:
+        self.sequences = [Sequence(command, model)]
+        self._model = model
+        self._prepared: PreparedPrompt | None = None
+
+    def set_prompt(self, prepared: PreparedPrompt) -> None:
+        """Store the prompt."""
+        [first] = self.sequences
+        self._prepared = prepared if first.command.sampling.n > 1 else None
+        first.set_prompt(_with_own_guide(prepared))
+
+    def others(self) -> list[Sequence]:
+        """Return the sequences after the first one, at the first call; then none."""
+        if self._prepared is None:
+            return []
+        command = self.sequences[0].command
+        others = [Sequence(command, self._model, index) for index in range(1, command.sampling.n)]
+        for sequence in others:
+            sequence.set_prompt(_with_own_guide(self._prepared))
+        self.sequences += others
+        self._prepared = None
+        return others
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The sequences that have not ended."""
+        return [one for one in self.sequences if one.output.finish_reason is None]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all sequences have ended."""
+        return self._prepared is None and not self.unfinished
+
+
+def _with_own_guide(prepared: PreparedPrompt) -> PreparedPrompt:
+    guide = prepared.guide
+    return prepared._replace(guide=None if guide is None else guide.fork())
+
+
+class Generations:
+    """All generations in progress, by request; their reports leave through `emit`."""
+
+    def __init__(self, model: CausalModel, emit: Callable[[Report], None]) -> None:
+        self._model = model
+        self._emit: Final = emit
+        self._active: dict[RequestId, Generation] = {}
+        self._outputs = OutputCache()
+
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a generation with this id is in progress."""
+        return request_id in self._active
+
+    @property
+    def operations(self) -> list[OpId]:
+        """The operations whose generations have not ended."""
+        return [one.sequences[0].command.op for one in self._active.values()]
+
+    def add(self, command: StartGeneration) -> Sequence:
+        """Add a generation and return its first sequence."""
+        generation = Generation(command, self._model)
+        self._active[command.request_id] = generation
+        return generation.sequences[0]
+
+    def of(self, sequence: Sequence) -> Generation | None:
+        """Return the generation of a sequence; None where it has ended or failed."""
+        generation = self._active.get(sequence.command.request_id)
+        if generation is None or len(generation.sequences) <= sequence.index:
+            return None
+        # A later request may have the same id.
+        return generation if generation.sequences[sequence.index] is sequence else None
+
+    def set_prompt(self, sequence: Sequence, prepared: PreparedPrompt) -> None:
+        """Store the prompt of a generation in progress, whose first sequence is `sequence`."""
+        self._active[sequence.command.request_id].set_prompt(prepared)
+
+    def append(self, sequence: Sequence, token: int) -> bool:
+        """Append a token to a sequence, report it, and return whether the sequence continues."""
+        if self.of(sequence) is None:
+            return False
+        if token == NOT_FINITE:
+            text = "the model's output is not finite; check the adapter's weights"
+            self.fail(sequence, NotFinite(text))
+            return False
+        if token == NOT_STRUCTURED:
+            guide = sequence.sampler.guide
+            reason = "" if guide is None else guide.error
+            self.fail(sequence, RequestRefused(f"the structure can't be followed: {reason}"))
+            return False
+        before = len(sequence.output.tokens)
+        text, reason_of_end = sequence.append(token)
+        self._report(sequence, before, text, reason_of_end)
+        return reason_of_end is None
+
+    def start_others(self, sequence: Sequence) -> list[Sequence]:
+        """Return the further sequences of a request that has its first token, once."""
+        generation = self.of(sequence)
+        return [] if generation is None else generation.others()
+
+    def cancel(self, target: OpId) -> list[Sequence]:
+        """End the generation of an operation; return the sequences that had not ended."""
+        active = self._active.values()
+        found = next((one for one in active if one.sequences[0].command.op == target), None)
+        if found is None:
+            return []
+        unfinished = found.unfinished
+        for sequence in unfinished:
+            offset, text = len(sequence.output.tokens), sequence.flush()
+            self._stream(sequence, offset, text, "cancelled")
+        self._end(found, "cancelled")
+        return unfinished
+
+    def fail(self, sequence: Sequence, error: BaseException) -> None:
+        """Report that a generation failed; its other sequences are then unknown to `of`."""
+        generation = self.of(sequence)
+        if generation is not None:
+            self._emit(OperationFailed(sequence.command.op, code_of(error), str(error)))
+            self._release(generation)
+
+    def resend(self, request_id: RequestId) -> None:
+        """Send running or recent outputs again from their first tokens, if they are known."""
+        generation = self._active.get(request_id)
+        if generation is None:
+            outputs = self._outputs.get(request_id)
+        else:
+            outputs = tuple(one.full_output() for one in generation.sequences)
+        for output in outputs:
+            self._emit(output)
+
+    def _report(
+        self, sequence: Sequence, offset: int, text: str, reason: FinishReason | None
+    ) -> None:
+        self._stream(sequence, offset, text, reason)
+        generation = self.of(sequence)
+        if reason is not None and generation is not None and generation.has_ended:
+            self._end(generation, reason)
+
+    def _stream(
+        self, sequence: Sequence, offset: int, text: str, reason: FinishReason | None
+    ) -> None:
+        """Report the tokens from `offset` on, and add `text` to the output."""
+        output = sequence.output
+        output.text.append(text)
+        output.finish_reason = reason
+        if text or reason or len(output.tokens) > offset:
+            self._emit(sequence.streamed(offset, text))
+
+    def _end(self, generation: Generation, reason: FinishReason) -> None:
+        first = generation.sequences[0]
+        tokens = sum(len(one.output.tokens) for one in generation.sequences)
+        op, reused = first.command.op, first.prefix_tokens
+        self._emit(GenerationEnded(op, reason, len(first.prompt), tokens, reused))
+        self._release(generation)
+
+    def _release(self, generation: Generation) -> None:
+        """Drop a generation, except for its outputs."""
+        request_id = generation.sequences[0].command.request_id
+        del self._active[request_id]
+        self._outputs.put(*(one.full_output() for one in generation.sequences))

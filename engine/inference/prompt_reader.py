@@ -1,0 +1,80 @@
+"""What a generation needs before it is queued: its prompt's tokens and its compiled structure."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NamedTuple
+
+from engine.errors import RequestRefused
+from engine.inference.sequence import PreparedPrompt
+from engine.models.causal_model import CausalModel
+from engine.models.image_processor import ProcessedPrompt
+from engine.models.tokenization import check_text, prompt_tokens
+from engine.sampling.structure import StructureCompiler
+from messages.prompts import IllustratedPrompt, Prompt, Sampling
+
+INLINE_TEXT_MAX: Final = 4096
+"""Longer texts, in characters, are tokenized by a job, because the main loop would stand still."""
+
+
+class Preparation(NamedTuple):
+    """The function that prepares a prompt, and whether a job has to call it."""
+
+    prepare: Callable[[], PreparedPrompt]
+    is_long: bool
+
+
+class PromptReader:
+    """Checks what can be checked at once, and returns how the rest is prepared."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model = model
+        self._structures = StructureCompiler(model.tokenizer, model.vocab_size, model.eos_ids)
+
+    def preparation_of(self, prompt: Prompt, sampling: Sampling) -> Preparation:
+        """Return how a request is prepared; raises `EngineError` where it can't be run."""
+        self._check(prompt, sampling)
+        read, is_long = self._read(prompt, sampling)
+        structure = sampling.structure
+        if structure is None:
+            return Preparation(lambda: PreparedPrompt(read()), is_long)
+
+        def prepare() -> PreparedPrompt:
+            # Before the prompt, which may contain images and takes longer.
+            guide = self._structures.compile(structure)
+            return PreparedPrompt(read(), guide)
+
+        return Preparation(prepare, is_long=True)
+
+    def _check(self, prompt: Prompt, sampling: Sampling) -> None:
+        if self._model.tokenizer is None and sampling.stop:
+            raise RequestRefused(
+                "the model's directory has no tokenizer, so stop strings can't be found"
+            )
+        if self._model.tokenizer is None and sampling.structure is not None:
+            raise RequestRefused(
+                "the model's directory has no tokenizer, so outputs can't have a structure"
+            )
+        if sampling.structure is not None and sampling.min_tokens:
+            raise RequestRefused("min_tokens and a structure exclude each other")
+        if sampling.prompt_logprobs is not None and isinstance(prompt, IllustratedPrompt):
+            raise RequestRefused("prompt_logprobs are not served for prompts with images")
+
+    def _read(
+        self, prompt: Prompt, sampling: Sampling
+    ) -> tuple[Callable[[], ProcessedPrompt], bool]:
+        model = self._model
+        if isinstance(prompt, IllustratedPrompt):
+            if model.prompt_reader is None:
+                raise RequestRefused(
+                    f"images in the prompt, but the model is served for text only: "
+                    f"{model.no_images_reason}"
+                )
+            return partial(model.prompt_reader.read, prompt, sampling.max_tokens or 1), True
+
+        def tokenize() -> ProcessedPrompt:
+            return ProcessedPrompt(prompt_tokens(model, prompt, sampling.max_tokens or 1))
+
+        is_long = isinstance(prompt, str) and len(prompt) > INLINE_TEXT_MAX
+        if isinstance(prompt, str) and is_long:
+            check_text(model, prompt)
+        return tokenize, is_long

@@ -1,0 +1,1 @@
+"""Queues of waiting sequences: in turns of their adapters, and by priority."""

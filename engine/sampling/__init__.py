@@ -1,0 +1,1 @@
+"""Logits to tokens: penalties, structures, the choice itself, and log-probabilities."""
