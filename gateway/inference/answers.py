@@ -2,6 +2,8 @@
 
 from msgspec import UNSET, Struct, UnsetType
 
+from gateway.inference.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+
 
 class Usage(Struct, frozen=True):
     """Numbers of tokens of a request."""
@@ -17,8 +19,9 @@ class CompletionChoice(Struct, frozen=True):
     index: int
     text: str
     finish_reason: str | None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -50,7 +53,7 @@ class ChatChoice(Struct, frozen=True):
     index: int
     message: ChatMessage
     finish_reason: str
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     stop_reason: int | str | None = None
 
 
@@ -63,6 +66,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Delta(Struct, frozen=True, omit_defaults=True):
@@ -78,7 +82,7 @@ class ChunkChoice(Struct, frozen=True):
     index: int
     delta: Delta
     finish_reason: str | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     stop_reason: int | str | None = None
 
 

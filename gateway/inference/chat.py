@@ -1,15 +1,14 @@
 """`POST /v1/chat/completions`: messages to a prompt by the model's template, and its answer."""
 
-from collections.abc import AsyncGenerator
 from typing import Final
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
-from controller.client import LoradockError
 from gateway.http.endpoints import Answer
-from gateway.http.errors import HttpError, error_of
-from gateway.http.streams import DONE, EventStream, data_event, error_events, json_response
+from gateway.http.errors import HttpError
+from gateway.http.streams import EventStream, json_response
+from gateway.inference.answer import InferenceAnswer
 from gateway.inference.answers import (
     ChatChoice,
     ChatChunk,
@@ -20,11 +19,11 @@ from gateway.inference.answers import (
     Usage,
 )
 from gateway.inference.chat_prompt import ChatPrompts
+from gateway.inference.logprobs import ChatLogprobs, TokenText, chat_logprobs, prompt_logprobs
 from gateway.inference.messages import Json, Messages
-from gateway.inference.run import Output, Run
-from gateway.inference.sampling import SamplingFields, StreamOptions, of_choice, sampling_of
-from gateway.inference.service import Service, Start, UsageCount, finish_reason, new_id
-from gateway.timestamps import unix_seconds
+from gateway.inference.sampling import Logprobs, SamplingFields, StreamOptions, sampling_of
+from gateway.inference.service import Service, Start, UsageCount, finish_reason, token_text_of
+from messages.requests import TokensStreamed
 
 MAX_TOKENS_DEFAULT: Final = 128
 """For a chat that sets no limit, where the context of the model is unknown."""
@@ -45,7 +44,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: str | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Logprobs | None = None
     echo: bool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
@@ -69,15 +68,15 @@ class Chats:
         tokens = None if isinstance(rendered.prompt, str) else len(rendered.prompt)
         max_tokens = self._max_tokens(body, tokens)
         sampling = sampling_of(body, service.files.defaults, max_tokens)
-        starts = [
-            Start(rendered.prompt, of_choice(sampling, index), rendered.images)
-            for index in range(count)
-        ]
+        if body.logprobs:
+            sampling["logprobs"] = body.top_logprobs or 0
+        text_of = token_text_of(service, body, has_logprobs=bool(body.logprobs))
         usage = UsageCount(count)
         if tokens is not None:
             usage.on_prompt(0, tokens)
-        run = await service.start(adapter, starts)
-        answer = _Answer(service.models.names.shown(adapter), usage)
+        start = Start(rendered.prompt, sampling, rendered.images)
+        run = await service.start(adapter, [start], count)
+        answer = _Answer(service.models.names.shown(adapter), usage, body, text_of)
         if not body.stream:
             return json_response(await answer.collected(run))
         options = body.stream_options or StreamOptions()
@@ -100,74 +99,63 @@ def _check(body: ChatRequest) -> None:
         raise HttpError(
             400, f"max_completion_tokens is {limit}; at least 1", "max_completion_tokens"
         )
+    if body.top_logprobs and not body.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    if body.max_tokens == 0:
+        raise HttpError(400, "max_tokens is 0; at least 1", "max_tokens")
     if body.echo:
         raise HttpError(400, "echo is not served for chats; leave it out", "echo")
     if body.modalities not in (None, ["text"]):
         raise HttpError(400, f"modalities {body.modalities}; only text is served", "modalities")
 
 
-class _Answer:
-    """The answer to one request, whole or as chunks."""
+class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
+    """The answer to one chat."""
 
-    def __init__(self, model: str, usage: UsageCount) -> None:
-        self._id = new_id("chatcmpl")
-        self._created = unix_seconds()
-        self._model = model
-        self._usage = usage
+    def __init__(
+        self, model: str, usage: UsageCount, body: ChatRequest, text_of: TokenText
+    ) -> None:
+        super().__init__("chatcmpl", model, usage)
+        self._has_logprobs = bool(body.logprobs)
+        self._has_prompt_logprobs = body.prompt_logprobs is not None
+        self._text_of = text_of
 
-    async def collected(self, run: Run) -> ChatCompletion:
-        """Read the whole run, and close it."""
-        texts: list[list[str]] = [[] for _ in range(run.choices)]
-        reasons = [""] * run.choices
-        try:
-            async for output in run.outputs():
-                texts[output.choice].append(output.text)
-                if output.done is not None:
-                    self._usage.on_done(output.choice, output.done)
-                    reasons[output.choice] = finish_reason(output.done)
-        finally:
-            await run.close()
-        choices = [
-            ChatChoice(index, ChatMessage("".join(texts[index])), reason)
-            for index, reason in enumerate(reasons)
-        ]
+    def _whole(self, choices: list[TokensStreamed]) -> ChatCompletion:
+        entries = choices[0].prompt_logprobs
+        shown = prompt_logprobs(entries, self._text_of) if self._has_prompt_logprobs else None
         return ChatCompletion(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            usage=self._usage.usage(),
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=[self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+            usage=self.usage.usage(),
+            prompt_logprobs=shown,
         )
 
-    async def events(self, run: Run, options: StreamOptions) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream; each choice begins with its role."""
-        try:
-            for choice in range(run.choices):
-                role = Delta(role="assistant", content="")
-                yield self._event(ChunkChoice(choice, role), options)
-            async for output in run.outputs():
-                yield self._event(self._choice_of(output), options)
-        except LoradockError as error:
-            yield error_events(error_of(error))
-            return
-        if options.include_usage:
-            yield data_event(self._chunk([], self._usage.usage()))
-        yield DONE
+    def _whole_choice(self, index: int, choice: TokensStreamed) -> ChatChoice:
+        reason = finish_reason(choice) or ""
+        return ChatChoice(
+            index, ChatMessage(choice.text), reason, self._logprobs(choice), choice.stop_reason
+        )
 
-    def _choice_of(self, output: Output) -> ChunkChoice:
-        if output.done is None:
-            self._usage.on_tokens(output.choice, len(output.tokens))
-            return ChunkChoice(output.choice, Delta(content=output.text))
-        self._usage.on_done(output.choice, output.done)
-        return ChunkChoice(output.choice, Delta(), finish_reason(output.done))
+    def _first_parts(self, choice: int) -> list[ChunkChoice]:
+        """Return the role."""
+        return [ChunkChoice(choice, Delta(role="assistant", content=""))]
 
-    def _event(self, choice: ChunkChoice, options: StreamOptions) -> bytes:
-        usage: Usage | UnsetType | None = None if options.include_usage else UNSET
-        if options.continuous_usage_stats:
-            usage = self._usage.usage_of(choice.index)
-        return data_event(self._chunk([choice], usage))
+    def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[ChunkChoice]:
+        if chunk is None:
+            return []
+        has_content = chunk.text or chunk.tokens
+        delta = Delta(content=chunk.text) if has_content else Delta()
+        reason, scores = finish_reason(chunk), self._logprobs(chunk)
+        return [ChunkChoice(choice, delta, reason, scores, chunk.stop_reason)]
 
-    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+    def _logprobs(self, chunk: TokensStreamed) -> ChatLogprobs | None:
+        if not self._has_logprobs or not chunk.logprobs:
+            return None
+        return chat_logprobs(chunk.logprobs, self._text_of)
+
+    def _chunk(self, parts: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         return ChatChunk(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage
+            id=self.id, created=self.created, model=self.model, choices=parts, usage=usage
         )

@@ -1,21 +1,33 @@
 """`POST /v1/completions`: texts and token ids continued, one choice or several."""
 
-from collections.abc import AsyncGenerator
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta, UnsetType
 from starlette.requests import Request
 
-from controller.client import LoradockError
 from gateway.http.endpoints import Answer
-from gateway.http.errors import HttpError, error_of
-from gateway.http.streams import DONE, EventStream, data_event, error_events, json_response
+from gateway.http.errors import HttpError
+from gateway.http.streams import EventStream, json_response
+from gateway.inference.answer import InferenceAnswer
 from gateway.inference.answers import Completion, CompletionChoice, Usage
-from gateway.inference.run import Output, Run
-from gateway.inference.sampling import SamplingFields, StreamOptions, of_choice, sampling_of
-from gateway.inference.service import Service, Start, UsageCount, finish_reason, new_id
-from gateway.timestamps import unix_seconds
+from gateway.inference.logprobs import (
+    CompletionLogprobs,
+    Entries,
+    PromptLogprobs,
+    TokenText,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from gateway.inference.sampling import (
+    Logprobs,
+    SamplingDefaults,
+    SamplingFields,
+    StreamOptions,
+    sampling_of,
+)
+from gateway.inference.service import Service, Start, UsageCount, finish_reason, token_text_of
 from messages.prompts import TokenId
+from messages.requests import TokenLogprob, TokensStreamed
 
 MAX_TOKENS_DEFAULT = 16
 """As in the OpenAI protocol."""
@@ -31,7 +43,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
 
     prompt: Prompt | Annotated[list[str | int | TokenIds], Meta(min_length=1)]
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Logprobs | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
 
@@ -45,21 +57,20 @@ class Completions:
     async def complete(self, _: Request, body: CompletionRequest) -> Answer:
         """Answer with all texts, or with a stream of chunks."""
         service, count = self._service, body.n or 1
-        max_tokens = body.max_tokens or MAX_TOKENS_DEFAULT
-        sampling = sampling_of(body, service.files.defaults, max_tokens)
+        sampling = _sampling(body, service.files.defaults)
+        text_of = token_text_of(service, body, has_logprobs=body.logprobs is not None)
         prompts = prompts_of(body.prompt)
         if body.add_special_tokens is False:
             prompts = [self._without_special_tokens(prompt) for prompt in prompts]
-        echoes = [self._text_of(prompt) for prompt in prompts] if body.echo else []
+        echoes = [self._echo_of(prompt) for prompt in prompts] if body.echo else []
         usage = self._usage(body, prompts)
         adapter = await service.models.find(body.model)
         starts = [
-            Start(tuple(prompt) if isinstance(prompt, list) else prompt, of_choice(sampling, index))
+            Start(tuple(prompt) if isinstance(prompt, list) else prompt, sampling)
             for prompt in prompts
-            for index in range(count)
         ]
-        run = await service.start(adapter, starts)
-        answer = _Answer(service.models.names.shown(adapter), echoes, count, usage)
+        run = await service.start(adapter, starts, count)
+        answer = _Answer(service.models.names.shown(adapter), usage, body, echoes, text_of)
         if not body.stream:
             return json_response(await answer.collected(run))
         options = body.stream_options or StreamOptions()
@@ -69,8 +80,12 @@ class Completions:
         tokenizer = self._service.tokenizer
         return tokenizer.encode(prompt, special=False) if isinstance(prompt, str) else prompt
 
-    def _text_of(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._service.tokenizer.decode(prompt)
+    def _echo_of(self, prompt: str | list[int]) -> "_Echo":
+        if isinstance(prompt, list):
+            return _Echo(self._service.tokenizer.decode(prompt), prompt[0] if prompt else 0)
+        tokenizer = self._service.files.tokenizer
+        tokens = tokenizer.encode(prompt, special=True) if tokenizer is not None else []
+        return _Echo(prompt, tokens[0] if tokens else 0)
 
     def _usage(self, body: CompletionRequest, prompts: list[str | list[int]]) -> UsageCount:
         """Return the counter of tokens, with those of the prompts if chunks need them."""
@@ -83,6 +98,19 @@ class Completions:
                 else:
                     usage.on_prompt(index, len(prompt))
         return usage
+
+
+def _sampling(body: CompletionRequest, defaults: SamplingDefaults) -> dict[str, Any]:
+    """Return the keywords of `AsyncClient.generate`."""
+    if body.max_tokens == 0 and not body.echo:
+        raise HttpError(400, "max_tokens is 0; at least 1, or 0 with echo: true", "max_tokens")
+    max_tokens = MAX_TOKENS_DEFAULT if body.max_tokens is None else max(1, body.max_tokens)
+    sampling = sampling_of(body, defaults, max_tokens)
+    if body.logprobs is not None:
+        sampling["logprobs"] = body.logprobs
+        if body.echo:
+            sampling["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return sampling
 
 
 def prompts_of(
@@ -101,69 +129,99 @@ def prompts_of(
     return [*texts, *lists]
 
 
-class _Answer:
-    """The answer to one request, whole or as chunks."""
+class _Echo(NamedTuple):
+    """A prompt's text, and its first token, for which there is no log-probability."""
 
-    def __init__(self, model: str, echoes: list[str], per_prompt: int, usage: UsageCount) -> None:
-        self._id = new_id("cmpl")
-        self._created = unix_seconds()
-        self._model = model
+    text: str
+    first_token: int
+
+
+class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
+    """The answer to one request; `echoes`: one per prompt, if they are part of it."""
+
+    def __init__(
+        self,
+        model: str,
+        usage: UsageCount,
+        body: CompletionRequest,
+        echoes: "list[_Echo]",
+        text_of: TokenText,
+    ) -> None:
+        super().__init__("cmpl", model, usage)
         self._echoes = echoes
-        self._per_prompt = per_prompt
-        self._usage = usage
+        self._per_prompt = body.n or 1
+        self._body = body
+        self._text_of = text_of
+        # Per prompt what its first choice has received, and per choice the characters of tokens.
+        self._prompts: dict[int, Entries] = {}
+        self._characters: dict[int, int] = {}
 
-    async def collected(self, run: Run) -> Completion:
-        """Read the whole run, and close it."""
-        texts = [[self._echo(choice)] for choice in range(run.choices)]
-        reasons = [""] * run.choices
-        try:
-            async for output in run.outputs():
-                texts[output.choice].append(output.text)
-                if output.done is not None:
-                    self._usage.on_done(output.choice, output.done)
-                    reasons[output.choice] = finish_reason(output.done)
-        finally:
-            await run.close()
-        choices = [
-            CompletionChoice(index, "".join(texts[index]), reason)
-            for index, reason in enumerate(reasons)
-        ]
-        return self._completion(choices, self._usage.usage())
+    def _whole(self, choices: list[TokensStreamed]) -> Completion:
+        parts = []
+        for index, choice in enumerate(choices):
+            prompt = self._prompt_of(index, choice)
+            shown = None
+            if self._body.prompt_logprobs is not None:
+                shown = prompt_logprobs(prompt, self._text_of)
+            parts.append(self._choice(index, choice, self._echo(index), shown))
+        return self._chunk(parts, self.usage.usage())
 
-    async def events(self, run: Run, options: StreamOptions) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream."""
-        try:
-            for choice in range(run.choices if self._echoes else 0):
-                echo = CompletionChoice(choice, self._echo(choice), None)
-                yield self._event(echo, options)
-            async for output in run.outputs():
-                yield self._event(self._choice_of(output), options)
-        except LoradockError as error:
-            yield error_events(error_of(error))
-            return
-        if options.include_usage:
-            yield data_event(self._completion([], self._usage.usage()))
-        yield DONE
+    def _first_parts(self, choice: int) -> list[CompletionChoice]:
+        """Return nothing: an echo precedes the first chunk of its choice."""
+        del choice
+        return []
 
-    def _choice_of(self, output: Output) -> CompletionChoice:
-        if output.done is None:
-            self._usage.on_tokens(output.choice, len(output.tokens))
-            return CompletionChoice(output.choice, output.text, None)
-        self._usage.on_done(output.choice, output.done)
-        return CompletionChoice(output.choice, output.text, finish_reason(output.done))
+    def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[CompletionChoice]:
+        if chunk is None:
+            return []
+        echo = "" if choice in self._characters else self._echo(choice)
+        self._prompt_of(choice, chunk)
+        return [self._choice(choice, chunk, echo)]
 
-    def _event(self, choice: CompletionChoice, options: StreamOptions) -> bytes:
-        usage: Usage | UnsetType | None = None if options.include_usage else UNSET
-        if options.continuous_usage_stats:
-            usage = self._usage.usage_of(choice.index)
-        return data_event(self._completion([choice], usage))
+    def _choice(
+        self,
+        index: int,
+        chunk: TokensStreamed,
+        echo: str,
+        shown_prompt: PromptLogprobs | None = None,
+    ) -> CompletionChoice:
+        has_output = self._body.max_tokens != 0
+        scores = self._logprobs(index, chunk, has_output=has_output)
+        self._characters.setdefault(index, 0)
+        text = echo + (chunk.text if has_output else "")
+        reason = finish_reason(chunk) if has_output else "length"
+        return CompletionChoice(index, text, reason, scores, chunk.stop_reason, shown_prompt)
+
+    def _logprobs(
+        self, index: int, chunk: TokensStreamed, *, has_output: bool
+    ) -> CompletionLogprobs | None:
+        """Return the log-probabilities of the chunk's tokens, after the prompt's in an echo."""
+        is_echo = bool(self._echoes) and index not in self._characters
+        if self._body.logprobs is None or not (chunk.tokens or is_echo):
+            return None
+        tokens = list(chunk.tokens) if has_output else []
+        entries: list[TokenLogprob | None] = list(chunk.logprobs) if has_output else []
+        if is_echo:
+            number = index // self._per_prompt
+            prompt, first = self._prompts.get(number, ()), self._echoes[number].first_token
+            entries = [*prompt, *entries]
+            tokens = [first if one is None else one.token for one in prompt] + tokens
+        offset = self._characters.get(index, 0)
+        found = completion_logprobs(tokens, entries, self._text_of, offset)
+        self._characters[index] = offset + sum(map(len, found.tokens))
+        return found
+
+    def _prompt_of(self, choice: int, chunk: TokensStreamed) -> Entries:
+        """Return the entries of a choice's prompt, which its first choice receives."""
+        prompt = choice // self._per_prompt
+        if chunk.prompt_logprobs:
+            self._prompts[prompt] = chunk.prompt_logprobs
+        return self._prompts.get(prompt, ())
 
     def _echo(self, choice: int) -> str:
-        return self._echoes[choice // self._per_prompt] if self._echoes else ""
+        return self._echoes[choice // self._per_prompt].text if self._echoes else ""
 
-    def _completion(
-        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
-    ) -> Completion:
+    def _chunk(self, parts: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(
-            id=self._id, created=self._created, model=self._model, choices=choices, usage=usage
+            id=self.id, created=self.created, model=self.model, choices=parts, usage=usage
         )

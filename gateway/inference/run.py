@@ -9,23 +9,25 @@ from typing import NamedTuple
 
 from controller.client import AsyncGeneration, LoradockError
 from gateway.metrics.recorder import Recorder
-from messages.requests import GenerationDone
+from messages.requests import GenerationDone, TokensStreamed
 
 
 class Output(NamedTuple):
-    """New text and tokens of a choice, or its end."""
+    """A chunk of a choice, the last one with a finish reason; or the end of its generation."""
 
     choice: int
-    text: str
-    tokens: tuple[int, ...] = ()
+    chunk: TokensStreamed | None = None
     done: GenerationDone | None = None
 
 
 class Run:
-    """Generations in flight; `choices` is their number."""
+    """Generations in flight, each with `per_generation` choices."""
 
-    def __init__(self, generations: Sequence[AsyncGeneration], recorder: Recorder) -> None:
+    def __init__(
+        self, generations: Sequence[AsyncGeneration], recorder: Recorder, per_generation: int = 1
+    ) -> None:
         self._generations = generations
+        self._per_generation = per_generation
         self._measurements = [recorder.begin() for _ in generations]
         self._readers: list[asyncio.Task[None]] = []
         self._first: Output | None = None
@@ -33,15 +35,15 @@ class Run:
 
     @property
     def choices(self) -> int:
-        """The number of generations."""
-        return len(self._generations)
+        """The number of choices."""
+        return len(self._generations) * self._per_generation
 
     async def wait_for_first(self) -> None:
         """Wait for the first output: what fails before it can still be answered with a status."""
         self._first = await anext(self._source)
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
-        """Yield every output, and per choice one with `done`; raises `LoradockError`."""
+        """Yield every output, and per generation one with `done`; raises `LoradockError`."""
         if self._first is not None:
             yield self._first
         async for output in self._source:
@@ -55,25 +57,34 @@ class Run:
             measurement.on_closed()
             await generation.close()
 
-    async def _read_one(self, choice: int) -> AsyncGenerator[Output, None]:
-        generation, measurement = self._generations[choice], self._measurements[choice]
+    async def _read_one(self, number: int) -> AsyncGenerator[Output, None]:
+        generation, measurement = self._generations[number], self._measurements[number]
+        first = number * self._per_generation
+        running = set(range(self._per_generation))
         try:
             async for chunk in generation:
-                measurement.on_tokens(len(chunk.tokens))
-                yield Output(choice, chunk.text, chunk.tokens)
+                if chunk.tokens:
+                    measurement.on_tokens(len(chunk.tokens))
+                if chunk.finish_reason is not None:
+                    running.discard(chunk.index)
+                yield Output(first + chunk.index, chunk)
         except LoradockError:
             measurement.on_failed()
             raise
         result = generation.result
         if result is not None:
             measurement.on_done(result)
-            yield Output(choice, "", (), result)
+            for index in sorted(running):
+                reason = result.finish_reason
+                end = TokensStreamed(result.request_id, 0, (), index=index, finish_reason=reason)
+                yield Output(first + index, end)
+            yield Output(first, done=result)
 
     async def _read_all(self) -> AsyncGenerator[Output, None]:
         outputs: asyncio.Queue[Output | LoradockError] = asyncio.Queue(maxsize=1)
-        for choice in range(self.choices):
-            self._readers.append(asyncio.create_task(self._forward(choice, outputs)))
-        running = self.choices
+        for number in range(len(self._generations)):
+            self._readers.append(asyncio.create_task(self._forward(number, outputs)))
+        running = len(self._generations)
         while running:
             output = await outputs.get()
             if isinstance(output, LoradockError):
@@ -81,9 +92,9 @@ class Run:
             running -= output.done is not None
             yield output
 
-    async def _forward(self, choice: int, outputs: "asyncio.Queue[Output | LoradockError]") -> None:
+    async def _forward(self, number: int, outputs: "asyncio.Queue[Output | LoradockError]") -> None:
         try:
-            async for output in self._read_one(choice):
+            async for output in self._read_one(number):
                 await outputs.put(output)
         except LoradockError as error:
             # Raised again where the outputs are read.

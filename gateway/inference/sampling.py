@@ -10,6 +10,8 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.http.errors import FieldProblem, HttpError, refused_field
+from gateway.inference.structures import ResponseFormat, StructuredOutputs, structure_of
+from messages.prompts import LOGPROBS_MAX, Priority
 
 CHOICES_MAX: Final = 128
 STOP_MAX: Final = 16
@@ -17,7 +19,8 @@ STOP_MAX: Final = 16
 TEMPERATURE_DEFAULT: Final = 1.0
 """As in the OpenAI protocol; the model's generation_config.json precedes it, as in vLLM."""
 
-Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
+Tokens = Annotated[int, Meta(ge=0, le=1_000_000)]
+Logprobs = Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)]
 StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -26,14 +29,6 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
-
-
-class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
-    """Only `text` is served."""
-
-    type: str
-    json_schema: msgspec.Raw | UnsetType = UNSET
-    schema: msgspec.Raw | UnsetType = UNSET
 
 
 LogitBias = Annotated[
@@ -75,14 +70,14 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Logprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     use_beam_search: bool | None = None
     best_of: int | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: msgspec.Raw | UnsetType = UNSET
+    structured_outputs: StructuredOutputs | None = None
     guided_json: msgspec.Raw | UnsetType = UNSET
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -107,22 +102,13 @@ UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (0,),
     "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "use_beam_search": (False,),
     "best_of": (1,),
-    "priority": (0,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
     "guided_grammar": (),
     "logits_processors": (),
     "kv_transfer_params": (),
     "vllm_xargs": (),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
     "suffix": ("",),
     "dimensions": (),
 }
@@ -131,7 +117,7 @@ UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
 PASSED_ON: Final = frozenset(
     {
         *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("stop_token_ids", "ignore_eos", "min_tokens"),
+        *("stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "n", "priority"),
     }
 )
 """Parameters that mean the same to the engine, under the same name."""
@@ -155,10 +141,6 @@ def check_served(body: Struct) -> None:
             continue
         if not isinstance(value, msgspec.Raw) or bytes(value).strip() != _NULL:
             raise refused_field(FieldProblem(name, f"{name} is not served; leave it out"))
-    answer_format = getattr(body, "response_format", None)
-    if answer_format is not None and answer_format.type != "text":
-        message = f"response_format {answer_format.type!r} is not served; only 'text' is"
-        raise refused_field(FieldProblem("response_format", message))
 
 
 def check_stream_options(body: SamplingFields) -> None:
@@ -183,6 +165,12 @@ def sampling_of(
     }
     if max_tokens is not None:
         sampling["max_tokens"] = max_tokens
+    structure = structure_of(body)
+    if structure is not None:
+        sampling["structure"] = structure
+    if body.prompt_logprobs is not None and body.stream:
+        message = "prompt_logprobs are not served in streams"
+        raise HttpError(400, message, "prompt_logprobs")
     if body.seed is not None:
         sampling["seed"] = body.seed % 2**63
     if body.logit_bias:
@@ -197,10 +185,3 @@ def _stop_of(stop: str | list[str] | None) -> tuple[str, ...]:
     if stop is None:
         return ()
     return (stop,) if isinstance(stop, str) else tuple(stop)
-
-
-def of_choice(sampling: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return the sampling of one of several choices: a seed is counted on, so that they differ."""
-    if index == 0 or "seed" not in sampling:
-        return sampling
-    return sampling | {"seed": (sampling["seed"] + index) % 2**63}

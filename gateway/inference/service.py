@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,14 +15,16 @@ from gateway.adapters.names import context_tokens
 from gateway.http.errors import HttpError
 from gateway.inference.answers import Usage
 from gateway.inference.chat_template import ChatTemplate, find_template
+from gateway.inference.logprobs import TokenText
 from gateway.inference.run import Run
-from gateway.inference.sampling import SamplingDefaults
+from gateway.inference.sampling import SamplingDefaults, SamplingFields
 from gateway.inference.tokenizer import Tokenizer, no_tokenizer, sampling_defaults
 from gateway.metrics.recorder import Recorder
 from messages.prompts import TextPrompt
-from messages.requests import GenerationDone
+from messages.requests import GenerationDone, TokensStreamed
 
 CHOICES_PER_REQUEST_MAX: Final = 2048
+_TEXTS_MAX: Final = 4096
 
 log = structlog.get_logger("gateway")
 
@@ -93,12 +96,15 @@ class Service:
         """The tokens of prompt and output together; None where unknown."""
         return self.files.context
 
-    async def start(self, adapter: str | None, starts: Sequence[Start]) -> Run:
-        """Start generations and wait for the first output of any; raises `LoradockError`."""
-        if len(starts) > CHOICES_PER_REQUEST_MAX:
+    async def start(self, adapter: str | None, starts: Sequence[Start], count: int = 1) -> Run:
+        """Start generations with `count` choices each, and wait for the first output of any.
+
+        Raises `LoradockError`.
+        """
+        if len(starts) * count > CHOICES_PER_REQUEST_MAX:
             raise HttpError(
                 400,
-                f"{len(starts)} texts are requested; one request may produce "
+                f"{len(starts) * count} texts are requested; one request may produce "
                 f"{CHOICES_PER_REQUEST_MAX}",
                 "n",
             )
@@ -106,7 +112,7 @@ class Service:
         try:
             for one in starts:
                 generations += [await self._start_one(adapter, one)]
-            run = self.run_of(generations)
+            run = self.run_of(generations, count)
         except BaseException:
             for generation in generations:
                 await generation.close()
@@ -118,9 +124,9 @@ class Service:
             raise
         return run
 
-    def run_of(self, generations: Sequence[AsyncGeneration]) -> Run:
-        """Return the run of generations that were started."""
-        return Run(generations, self.recorder)
+    def run_of(self, generations: Sequence[AsyncGeneration], count: int) -> Run:
+        """Return the run of generations that were started, with `count` choices each."""
+        return Run(generations, self.recorder, count)
 
     async def embed(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Embedding:
         """Return the vector of each input; raises `LoradockError`."""
@@ -154,9 +160,26 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(16)}"
 
 
-def finish_reason(result: GenerationDone) -> str:
-    """Return the protocol's name for how a generation ended."""
-    return "abort" if result.finish_reason == "cancelled" else result.finish_reason
+def finish_reason(chunk: TokensStreamed) -> str | None:
+    """Return the protocol's name for how a choice ended; None before its end."""
+    return "abort" if chunk.finish_reason == "cancelled" else chunk.finish_reason
+
+
+def token_text_of(service: Service, body: SamplingFields, *, has_logprobs: bool) -> TokenText:
+    """Return the function from a token id to its text in log-probabilities.
+
+    Raises `HttpError` where they are requested and there is no tokenizer.
+    """
+    if body.return_tokens_as_token_ids:
+        return "token_id:{}".format
+
+    def text(token: int) -> str:
+        return service.tokenizer.token_text(token)
+
+    if has_logprobs or body.prompt_logprobs is not None:
+        # Refuses the request before it is started.
+        _ = service.tokenizer
+    return lru_cache(maxsize=_TEXTS_MAX)(text)
 
 
 class UsageCount:
@@ -176,9 +199,8 @@ class UsageCount:
         self._output_tokens[choice] = self._output_tokens.get(choice, 0) + tokens
 
     def on_done(self, choice: int, result: GenerationDone) -> None:
-        """Note the final counts of a choice."""
+        """Note the tokens of the prompt of a choice."""
         self._prompt_tokens[choice // self._choices_per_prompt] = result.prompt_tokens
-        self._output_tokens[choice] = result.output_tokens
 
     def usage(self) -> Usage:
         """Return the total of all choices."""

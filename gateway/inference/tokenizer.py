@@ -29,6 +29,7 @@ class Tokenizer:
         self.config = read_json(directory / "tokenizer_config.json")
         tokens = {name: token_text(self.config.get(name)) for name in SPECIAL_TOKENS}
         self.special_tokens: Final = {name: text for name, text in tokens.items() if text}
+        self._anchor: Final = self.encode("a", special=False)[:1]
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the token ids; `special`: with those that the tokenizer adds to every text."""
@@ -39,6 +40,12 @@ class Tokenizer:
         """Return the text of token ids, special ones included."""
         text: str = self._vocabulary.decode(list(tokens), skip_special_tokens=False)
         return text
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token id, with a space that it begins with."""
+        # Some tokenizers drop the space before the first word of a text.
+        before = self._anchor
+        return self.decode([*before, token])[len(self.decode(before)) :]
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the vocabulary's entry of each token id."""

@@ -75,7 +75,7 @@ class RequestTrace:
             self._awaited_since_s = None
 
     def on_start(self, choices: int) -> None:
-        """Note the number of generations; one without an end was cancelled by the client."""
+        """Note the number of choices; one without an end was cancelled by the client."""
         self._reasons = ["cancelled"] * choices
 
     def on_output(self, output: Output) -> None:
@@ -85,8 +85,10 @@ class RequestTrace:
             self.on_resident()
             seconds = time.monotonic() - self._began_s
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", seconds)
+        reason = None if output.chunk is None else finish_reason(output.chunk)
+        if reason is not None:
+            self._reasons[output.choice] = reason
         if output.done is not None:
-            self._reasons[output.choice] = finish_reason(output.done)
             prompt = output.choice // self._choices_per_prompt
             self._prompt_tokens[prompt] = output.done.prompt_tokens
             self._output_tokens += output.done.output_tokens
@@ -218,9 +220,9 @@ class TracedService(Service):
             self._traces.wait_for(trace, adapter)
         return trace.parent
 
-    def run_of(self, generations: Sequence[AsyncGeneration]) -> Run:
+    def run_of(self, generations: Sequence[AsyncGeneration], count: int) -> Run:
         """Return a run whose outputs are noted in the span of the current request."""
-        return _TracedRun(generations, self.recorder, _current.get())
+        return _TracedRun(generations, self.recorder, count, _current.get())
 
     async def embed(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Embedding:
         """Return the vector of each input; raises `LoradockError`."""
@@ -240,11 +242,15 @@ class TracedService(Service):
 
 class _TracedRun(Run):
     def __init__(
-        self, generations: Sequence[AsyncGeneration], recorder: Recorder, trace: RequestTrace
+        self,
+        generations: Sequence[AsyncGeneration],
+        recorder: Recorder,
+        count: int,
+        trace: RequestTrace,
     ) -> None:
-        super().__init__(generations, recorder)
+        super().__init__(generations, recorder, count)
         self._trace = trace
-        trace.on_start(len(generations))
+        trace.on_start(self.choices)
 
     async def wait_for_first(self) -> None:
         """Wait for the first output."""
@@ -253,7 +259,7 @@ class _TracedRun(Run):
             self._trace.on_output(self._first._replace(done=None))
 
     async def outputs(self) -> AsyncGenerator[Output, None]:
-        """Yield every output, and per choice one with `done`; raises `LoradockError`."""
+        """Yield every output, and per generation one with `done`; raises `LoradockError`."""
         try:
             async for output in super().outputs():
                 self._trace.on_output(output)

@@ -43,7 +43,7 @@ class Recorder:
 
 
 class Measurement:
-    """The times of one choice of a request, from its arrival to its end."""
+    """The times of one generation of a request, from its arrival to its end."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -80,7 +80,7 @@ def test_a_stream_begins_with_the_role(served):
     chunks = data_of(served.events(PATH, body))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
     assert deltas[0] == {"role": "assistant", "content": ""}
-    assert [delta.get("content") for delta in deltas[1:]] == ["o", "n", "e", None]
+    assert [delta.get("content") for delta in deltas[1:]] == ["o", "n", "e"]
     assert chunks[-2]["choices"][0]["finish_reason"] == "length"
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 3
@@ -123,7 +123,8 @@ def test_calls_of_tools_are_passed_to_the_template(served):
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        ({"logprobs": True}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"modalities": ["audio"]}, "modalities"),
@@ -162,3 +163,21 @@ def test_tools_that_are_nested_too_deeply_are_refused(served):
     body = f'{{"messages": [{{"role": "user", "content": "hi"}}], "tools": {deep}}}'
     headers = {"content-type": "application/json"}
     assert served.http.post(PATH, content=body, headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_message(served, stream):
+    body = {"messages": HELLO, "max_tokens": 2, "logprobs": True, "top_logprobs": 1, "n": 2}
+    if stream:
+        chunks = data_of(served.events(PATH, {**body, "stream": True}))
+        choices = [chunk["choices"][0] for chunk in chunks]
+    else:
+        choices = served.post(PATH, body).json()["choices"]
+    for index in range(2):
+        own = [choice["logprobs"] for choice in choices if choice["index"] == index]
+        content = [entry for scores in own if scores for entry in scores["content"]]
+        assert [entry["logprob"] for entry in content] == [-1.5, -1.5]
+        assert all(entry["bytes"] == [*entry["token"].encode()] for entry in content)
+        assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
+    (request,) = served.controller.requests(rq.Generate)
+    assert (request.sampling.logprobs, request.sampling.n) == (1, 2)

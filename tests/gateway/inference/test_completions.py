@@ -6,11 +6,12 @@ import pytest
 
 from messages import requests as rq
 from messages.errors import ErrorCode
-from messages.prompts import Sampling
+from messages.prompts import Sampling, Structure
 from tests.support.gateway.served import data_of
 from tests.support.waiting import wait_until
 
 PATH = "/v1/completions"
+JSON = Structure("json_schema")
 
 
 def only_request(served):
@@ -78,8 +79,9 @@ def test_several_prompts_have_several_choices_each(served):
     assert texts == ["aone", "aone", "bone", "bone"]
     # Both prompts count once.
     assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 12, "total_tokens": 20}
-    sent = {(r.prompt, r.sampling.seed) for r in served.controller.requests(rq.Generate)}
-    assert sent == {("a", 7), ("a", 8), ("b", 7), ("b", 8)}
+    requests = served.controller.requests(rq.Generate)
+    sent = {(one.prompt, one.sampling.seed, one.sampling.n) for one in requests}
+    assert sent == {("a", 7, 2), ("b", 7, 2)}
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_stream_has_chunks_and_an_end(served):
     chunks = data_of(served.events(PATH, {"prompt": "p", "stream": True}))
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one"
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-    assert reasons == [None, None, None, "length"]
+    assert reasons == [None, None, "length"]
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert not any("usage" in chunk for chunk in chunks)
 
@@ -108,7 +110,7 @@ def test_a_stream_has_chunks_and_an_end(served):
 def test_a_stream_ends_with_its_usage_if_requested(served):
     body = {"prompt": "p", "stream": True, "stream_options": {"include_usage": True}}
     chunks = data_of(served.events(PATH, body))
-    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 4
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 3
     assert chunks[-1]["choices"] == []
     usage = {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
     assert chunks[-1]["usage"] == usage
@@ -118,7 +120,7 @@ def test_continuous_usage_grows_with_every_chunk(served):
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "abc", "stream": True, "stream_options": options}
     chunks = data_of(served.events(PATH, body))
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3, 3]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3, 3]
     assert chunks[0]["usage"]["prompt_tokens"] == 3
 
 
@@ -157,14 +159,14 @@ def test_an_error_within_a_stream_is_an_event_of_it(served):
 @pytest.mark.parametrize(
     ("field", "value", "unchanged"),
     [
-        ("logprobs", 5, None),
-        ("prompt_logprobs", 1, None),
+        ("logprobs", 21, None),
+        ("max_tokens", 0, None),
         ("best_of", 2, 1),
         ("use_beam_search", True, False),
         ("suffix", "x", ""),
-        ("priority", 1, 0),
-        ("structured_outputs", {"regex": "x"}, None),
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
+        ("structured_outputs", {"grammar": "x"}, None),
+        ("guided_grammar", "x", None),
+        ("response_format", {"type": "json_schema"}, {"type": "text"}),
         ("skip_special_tokens", False, True),
         ("stream_options", {"include_usage": True}, None),
     ],
@@ -189,6 +191,21 @@ def test_what_is_not_served_is_refused_by_name(served, field, value, unchanged):
         ("ignore_eos", True, "ignore_eos", True),
         ("min_tokens", 3, "min_tokens", 3),
         ("include_stop_str_in_output", True, "include_stop", True),
+        ("logprobs", 2, "logprobs", 2),
+        ("prompt_logprobs", 2, "prompt_logprobs", 2),
+        ("response_format", {"type": "json_object"}, "structure", JSON),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": {"a": 1}}},
+            "structure",
+            Structure("json_schema", '{"a":1}'),
+        ),
+        ("structured_outputs", {"json": {}}, "structure", Structure("json_schema", "{}")),
+        ("structured_outputs", {"json_object": True}, "structure", JSON),
+        ("structured_outputs", {"regex": "a"}, "structure", Structure("regex", "a")),
+        ("guided_json", '{"b": 2}', "structure", Structure("json_schema", '{"b": 2}')),
+        ("guided_regex", "a+", "structure", Structure("regex", "a+")),
+        ("guided_choice", ["a"], "structure", Structure("choice", choices=("a",))),
     ],
 )
 def test_what_the_engine_serves_is_passed_on(served, field, value, option, expected):
@@ -247,3 +264,56 @@ def test_a_client_that_leaves_cancels_its_generation(served):
         [cancel] = served.controller.requests(rq.CancelGeneration)
         assert cancel.target == request.request_id
         wait_until(lambda: served.get("/load").json() == {"server_load": 0})
+
+
+def test_log_probabilities_of_a_text(served):
+    answer = served.post(PATH, {"prompt": "abcd", "max_tokens": 2, "logprobs": 2}).json()
+    (choice,) = answer["choices"]
+    scores = choice["logprobs"]
+    assert scores["token_logprobs"] == [-1.5, -1.5]
+    assert [len(best) for best in scores["top_logprobs"]] == [2, 2]
+    assert scores["text_offset"] == [0, len(scores["tokens"][0])]
+    assert choice["prompt_logprobs"] is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_with_log_probabilities_begins_with_those_of_the_prompt(served, stream):
+    body = {"prompt": "abcd", "max_tokens": 0, "echo": True, "logprobs": 1, "n": 2}
+    if stream:
+        chunks = data_of(served.events(PATH, {**body, "stream": True}))
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert [choice["index"] for choice in choices] == [0, 1]
+    else:
+        choices = served.post(PATH, body).json()["choices"]
+    for choice in choices:
+        assert (choice["text"], choice["finish_reason"]) == ("abcd", "length")
+        assert choice["logprobs"]["tokens"] == ["a", "b", "c", "d"]
+        assert choice["logprobs"]["token_logprobs"] == [None, -1.5, -1.5, -1.5]
+        assert choice["logprobs"]["top_logprobs"][:2] == [None, {"c": -0.25, "b": -1.5}]
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3]
+    (request,) = served.controller.requests(rq.Generate)
+    assert (request.sampling.max_tokens, request.sampling.prompt_logprobs) == (1, 1)
+
+
+def test_log_probabilities_of_the_prompt_as_in_vllm(served):
+    body = {"prompt": "abcd", "prompt_logprobs": 1, "return_tokens_as_token_ids": True}
+    (choice,) = served.post(PATH, body).json()["choices"]
+    first, second, *_ = choice["prompt_logprobs"]
+    assert first is None
+    assert second == {
+        "99": {"logprob": -0.25, "rank": 1, "decoded_token": "token_id:99"},
+        "98": {"logprob": -1.5, "rank": 2, "decoded_token": "token_id:98"},
+    }
+    refused = served.post(PATH, {**body, "stream": True})
+    assert refused.json()["error"]["param"] == "prompt_logprobs"
+
+
+def test_a_priority_is_passed_on(served):
+    served.post(PATH, {"prompt": "p", "priority": -2})
+    assert only_request(served).priority == -2
+
+
+def test_two_structures_exclude_each_other(served):
+    response = served.post(PATH, {"prompt": "p", "guided_regex": "a", "guided_choice": ["b"]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "guided_choice"

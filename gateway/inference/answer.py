@@ -1,0 +1,103 @@
+"""What the answers of texts and chats have in common: choices, whole or as a stream of chunks."""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from controller.client import LoradockError
+from gateway.http.errors import error_of
+from gateway.http.streams import DONE, data_event, error_events
+from gateway.inference.answers import Usage
+from gateway.inference.run import Output, Run
+from gateway.inference.sampling import StreamOptions
+from gateway.inference.service import UsageCount, new_id
+from gateway.timestamps import unix_seconds
+from messages.requests import TokensStreamed
+
+Whole = TypeVar("Whole")
+Part = TypeVar("Part")
+Chunk = TypeVar("Chunk")
+
+
+class InferenceAnswer(ABC, Generic[Whole, Part, Chunk]):
+    """The answer to one request: `Whole`, or a `Chunk` per `Part` of a choice."""
+
+    def __init__(self, prefix: str, model: str, usage: UsageCount) -> None:
+        self.id = new_id(prefix)
+        self.created = unix_seconds()
+        self.model = model
+        self.usage = usage
+
+    async def collected(self, run: Run) -> Whole:
+        """Read the whole run, close it, and return the answer."""
+        choices: dict[int, TokensStreamed] = {}
+        try:
+            async for output in run.outputs():
+                self._count(output)
+                if output.chunk is not None:
+                    before = choices.get(output.choice)
+                    choices[output.choice] = _joined(before, output.chunk)
+        finally:
+            await run.close()
+        return self._whole([choices[index] for index in range(run.choices)])
+
+    async def events(self, run: Run, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+        try:
+            for choice in range(run.choices):
+                for part in self._first_parts(choice):
+                    yield self._event(choice, part, options)
+            async for output in run.outputs():
+                self._count(output)
+                for part in self._parts(output.choice, output.chunk):
+                    yield self._event(output.choice, part, options)
+        except LoradockError as error:
+            yield error_events(error_of(error))
+            return
+        if options.include_usage:
+            yield data_event(self._chunk([], self.usage.usage()))
+        yield DONE
+
+    @abstractmethod
+    def _whole(self, choices: list[TokensStreamed]) -> Whole:
+        """Return the answer; every choice is one message, with its finish reason."""
+
+    @abstractmethod
+    def _first_parts(self, choice: int) -> list[Part]:
+        """Return what a stream begins with."""
+
+    @abstractmethod
+    def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[Part]:
+        """Return what a chunk adds to a choice; None ends a generation."""
+
+    @abstractmethod
+    def _chunk(self, parts: list[Part], usage: Usage | UnsetType | None) -> Chunk:
+        """Return an event's content."""
+
+    def _count(self, output: Output) -> None:
+        if output.done is not None:
+            self.usage.on_done(output.choice, output.done)
+        if output.chunk is not None:
+            self.usage.on_tokens(output.choice, len(output.chunk.tokens))
+
+    def _event(self, choice: int, part: Part, options: StreamOptions) -> bytes:
+        usage: Usage | UnsetType | None = None if options.include_usage else UNSET
+        if options.continuous_usage_stats:
+            usage = self.usage.usage_of(choice)
+        return data_event(self._chunk([part], usage))
+
+
+def _joined(before: TokensStreamed | None, chunk: TokensStreamed) -> TokensStreamed:
+    if before is None:
+        return chunk
+    return msgspec.structs.replace(
+        before,
+        tokens=before.tokens + chunk.tokens,
+        text=before.text + chunk.text,
+        finish_reason=chunk.finish_reason,
+        stop_reason=chunk.stop_reason,
+        logprobs=before.logprobs + chunk.logprobs,
+    )
