@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import adapters, control, experts, gateway, kernels, layers, models, start
+from benchmarks import adapters, control, experts, gateway, kernels, layers, models, serve, start
 from benchmarks.figures import Figure
 from benchmarks.tables import rounded, write_tables
 
@@ -32,6 +32,7 @@ GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "kernels": kernels.run,
     "layers": layers.run,
     "models": models.run,
+    "serve": serve.run,
     "start": start.run,
 }
 
