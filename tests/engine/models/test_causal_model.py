@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoModelForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
@@ -38,6 +39,7 @@ from tests.support.engine.engine_examples import (
     relative_error,
     tiny_config,
 )
+from tests.support.models.causal_configs import build_config
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
@@ -182,6 +184,18 @@ def test_unequal_rows_in_one_prefill_answer_as_alone(make: object) -> None:
 def test_a_state_space_model_is_served_row_by_row() -> None:
     mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1))
     assert prepare(mamba).batching == "single"
+
+
+@pytest.mark.parametrize(("name", "batching"), [("lfm2", "together"), ("minimax", "single")])
+def test_rows_with_states_have_the_logits_of_all_their_tokens(name: str, batching: str) -> None:
+    torch.manual_seed(0)
+    model = prepare(AutoModelForCausalLM.from_config(build_config(name)).eval())
+    assert model.batching == batching
+    rows = [[5, 7, 9, 11, 3, 2], [4, 6, 8]]
+    cache = model.new_cache([6, 3])
+    logits = model.forward_all(torch.tensor([rows[0], [0] * 3 + rows[1]]), cache)
+    for row, tokens in enumerate(rows):
+        assert relative_error(logits[row, -len(tokens) :], model._forward_whole(tokens)) < 1e-5
 
 
 def test_models_without_a_layer_to_wrap_are_refused() -> None:
