@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
-from messages.base import Message, Value
+from messages.base import Message
 from messages.control import ServerCommand, ServerQuery, ServerReply
 from messages.errors import ErrorCode
 from messages.events import Published
@@ -28,8 +28,15 @@ from messages.ids import (
     TimeoutMs,
     TraceParent,
 )
-from messages.prompts import Inputs, Priority, Prompt, Sampling, TokenId
-from messages.views import AdapterCounters, AdapterView, EngineStatistics, TierView
+from messages.prompts import Inputs, Priority, Prompt, Sampling
+from messages.views import (
+    AdapterCounters,
+    AdapterView,
+    EngineStatistics,
+    Placement,
+    TierView,
+    TokenLogprob,
+)
 
 Vector = Annotated[bytes, Meta(max_length=1 << 22)]
 """A sequence of float32 numbers, little-endian."""
@@ -51,28 +58,22 @@ class LoadAdapter(_Request, frozen=True):
     timeout_ms: TimeoutMs = 0
 
 
-class StageAdapter(_Request, frozen=True):
+class _Upward(_Request, frozen=True):
+    adapter: AdapterName
+    path: Path = ""
+    timeout_ms: TimeoutMs = 0
+
+
+class StageAdapter(_Upward, frozen=True):
     """Stage an adapter in page-locked memory, after loading it if necessary."""
 
-    adapter: AdapterName
-    path: Path = ""
-    timeout_ms: TimeoutMs = 0
 
-
-class ActivateAdapter(_Request, frozen=True):
+class ActivateAdapter(_Upward, frozen=True):
     """Copy an adapter to a device slot, after loading and staging it if necessary."""
 
-    adapter: AdapterName
-    path: Path = ""
-    timeout_ms: TimeoutMs = 0
 
-
-class HoldAdapter(_Request, frozen=True):
+class HoldAdapter(_Upward, frozen=True):
     """Exempt an adapter from every eviction, after activating it if necessary."""
-
-    adapter: AdapterName
-    path: Path = ""
-    timeout_ms: TimeoutMs = 0
 
 
 class PrefetchAdapter(_Request, frozen=True):
@@ -226,14 +227,6 @@ class AdapterDone(_Reply, frozen=True):
     generation: Generation = 0
 
 
-class Placement(Value, frozen=True):
-    """The slot of one adapter of a batch."""
-
-    adapter: AdapterName
-    slot: Slot
-    generation: Generation
-
-
 class PrefetchAccepted(_Reply, frozen=True):
     """The adapter is in `state` now, and moves towards `goal`."""
 
@@ -246,19 +239,6 @@ class BatchDone(_Reply, frozen=True):
     """All adapters of the batch were in slots at one moment; the engine confirmed each."""
 
     placements: tuple[Placement, ...]
-
-
-class TokenLogprob(Value, frozen=True):
-    """The natural logarithm of a token's probability under the model's own logits.
-
-    Temperature, penalties, biases and structures don't change it. `rank`: 1 for the most likely
-    token. `top`: the most likely tokens with theirs, in descending order.
-    """
-
-    token: TokenId
-    logprob: float
-    rank: int
-    top: tuple[tuple[TokenId, float], ...] = ()
 
 
 class TokensStreamed(_Reply, frozen=True):

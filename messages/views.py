@@ -4,6 +4,7 @@ from typing import Final, Literal
 
 from messages.base import Value
 from messages.ids import AdapterName, AdapterState, Bytes, Generation, Path, Slot
+from messages.prompts import TokenId
 
 
 class AdapterCounters(Value, frozen=True):
@@ -137,3 +138,24 @@ class TierView(Value, frozen=True):
     count_max: int
     size_bytes: Bytes
     size_bytes_max: Bytes
+
+
+class Placement(Value, frozen=True):
+    """The slot of one adapter of a batch."""
+
+    adapter: AdapterName
+    slot: Slot
+    generation: Generation
+
+
+class TokenLogprob(Value, frozen=True):
+    """The natural logarithm of a token's probability under the model's own logits.
+
+    Temperature, penalties, biases and structures don't change it. `rank`: 1 for the most likely
+    token. `top`: the most likely tokens with theirs, in descending order.
+    """
+
+    token: TokenId
+    logprob: float
+    rank: int
+    top: tuple[tuple[TokenId, float], ...] = ()

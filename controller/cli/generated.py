@@ -1,7 +1,8 @@
 """Generated text as it arrives: one output at once, several one after another."""
 
 from controller.cli.output import Output
-from messages.requests import TokenLogprob, TokensStreamed
+from messages.requests import TokensStreamed
+from messages.views import TokenLogprob
 
 
 class GeneratedText:

@@ -19,6 +19,7 @@ from controller.states.table import ENGINE_LOST, RESIDENCY_LEVEL
 from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT, UNREGISTERED, AdapterId
+from messages.views import Placement
 
 SUCCESS_OF: Final[dict[type, type]] = {
     commands.CheckAdapter: reports.AdapterChecked,
@@ -335,9 +336,9 @@ def _on_mapping_set(context: Context, operation: Operation, _report: reports.Map
     _end_request(context, request_id, requests.BatchDone(request_id, placements))
 
 
-def _placements(context: Context, pending: PendingRequest) -> tuple[requests.Placement, ...]:
+def _placements(context: Context, pending: PendingRequest) -> tuple[Placement, ...]:
     adapters = [context.world.adapters[adapter_id] for adapter_id in pending.adapters]
-    return tuple([requests.Placement(a.name, a.slot, a.generation) for a in adapters])
+    return tuple([Placement(a.name, a.slot, a.generation) for a in adapters])
 
 
 def _on_request_failed(

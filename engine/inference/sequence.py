@@ -17,7 +17,8 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.structure import Guide
 from messages.commands import StartGeneration
 from messages.prompts import MAX_TOKENS_DEFAULT
-from messages.requests import FinishReason, TokenLogprob, TokensStreamed
+from messages.requests import FinishReason, TokensStreamed
+from messages.views import TokenLogprob
 
 
 class PreparedPrompt(NamedTuple):

@@ -17,7 +17,7 @@ from engine.sampling.logprobs import read_scores, score
 from engine.sampling.penalties import TokenHistory, adjust_logits
 from engine.sampling.structure import Guide, apply_masks
 from messages.prompts import Sampling
-from messages.requests import TokenLogprob
+from messages.views import TokenLogprob
 
 NOT_FINITE: Final = -1
 """Stands for a token where a row's logits are not finite."""

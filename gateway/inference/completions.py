@@ -27,7 +27,8 @@ from gateway.inference.sampling import (
 )
 from gateway.inference.service import Service, Start, UsageCount, finish_reason, token_text_of
 from messages.prompts import TokenId
-from messages.requests import TokenLogprob, TokensStreamed
+from messages.requests import TokensStreamed
+from messages.views import TokenLogprob
 
 MAX_TOKENS_DEFAULT = 16
 """As in the OpenAI protocol."""

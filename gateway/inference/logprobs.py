@@ -5,7 +5,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from messages.requests import TokenLogprob
+from messages.views import TokenLogprob
 
 LOGPROB_MIN: Final = -9999.0
 """Stands for the log-probability of an impossible token, because JSON has no infinity."""

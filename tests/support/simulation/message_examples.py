@@ -26,7 +26,7 @@ from messages.records import (
     RecordOfFormat1,
     TimerFired,
 )
-from messages.views import AdapterCounters, EngineStatistics
+from messages.views import AdapterCounters, EngineStatistics, Placement, TokenLogprob
 
 _COUNTERS = AdapterCounters(*range(101, 101 + len(AdapterCounters.__struct_fields__)))
 _STATISTICS = EngineStatistics(
@@ -95,7 +95,7 @@ _SAMPLING = Sampling(
     *(0.05, 0.5, -0.25, 1.1, ((7, -3.5),), 2, (3, 4), True, True),
     *(5, 2, 3, Structure("choice", "[ab]", ("a", "b"))),
 )
-_LOGPROB = requests.TokenLogprob(11, -0.5, 2, ((12, -0.25), (11, -0.5)))
+_LOGPROB = TokenLogprob(11, -0.5, 2, ((12, -0.25), (11, -0.5)))
 
 EXAMPLES: dict[type, Any] = {
     type(message): message
@@ -118,7 +118,7 @@ EXAMPLES: dict[type, Any] = {
         requests.ShowStatus("r-14"),
         requests.FetchEvents("r-15", 77, 16, True),
         requests.AdapterDone("r-1", "tenant-17", "gpu-slot", 3, 9),
-        requests.BatchDone("r-9", (requests.Placement("tenant-17", 3, 9),)),
+        requests.BatchDone("r-9", (Placement("tenant-17", 3, 9),)),
         requests.TokensStreamed(
             *("r-10", 0, (11,), "ab", 1, "stop", "b", (_LOGPROB,), (None, _LOGPROB))
         ),

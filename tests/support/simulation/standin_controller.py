@@ -17,6 +17,7 @@ from messages import events as ev
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.prompts import MAX_TOKENS_DEFAULT
+from messages.views import Placement, TokenLogprob
 from messages.wire import EVENTS, REPLIES, REQUESTS
 from tests.support.waiting import HANG_S
 
@@ -59,7 +60,7 @@ PROMPT = (97, 98, 99, 100)
 def _logprob(token, top):
     """Return the entry of a token, which is the second most likely one."""
     best = ((token + 1, -0.25), (token, -1.5), *((200 + at, -2.0 - at) for at in range(top)))
-    return rq.TokenLogprob(token, -1.5, 2, best[:top])
+    return TokenLogprob(token, -1.5, 2, best[:top])
 
 
 class StandIn:
@@ -250,7 +251,7 @@ class StandIn:
         return rq.AdaptersListed(request.request_id, views, len(self.published))
 
     def _place(self, request):
-        places = tuple(rq.Placement(name, i, 7) for i, name in enumerate(request.adapters))
+        places = tuple(Placement(name, i, 7) for i, name in enumerate(request.adapters))
         return rq.BatchDone(request.request_id, places)
 
     def _generate(self, request):
