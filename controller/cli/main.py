@@ -268,7 +268,6 @@ class Commands(OverviewGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    subcommand_metavar="COMMAND [ARGUMENT...]",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help=_HELP,

@@ -254,7 +254,9 @@ def _hit_rate(counters: AdapterCounters) -> str:
     requests = counters.hits + counters.misses
     if not requests:
         return "no requests yet"
-    rate = f"{counters.hits} of {requests} requests ({counters.hits / requests:.0%})"
+    rate = (
+        f"{counters.hits} of {requests} requests, loads included ({counters.hits / requests:.0%})"
+    )
     if not counters.misses:
         return rate
     mean_ms = counters.wait_ns // counters.misses // 1_000_000

@@ -5,12 +5,14 @@
 
 import io
 import os
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+import torch
 import typer
 from rich.console import Console
 
@@ -23,12 +25,25 @@ from controller.client.errors import LoradockError
 from controller.client.pooling import Classification, Embedding
 from controller.core.limits import FIXED, Limits, limits_to
 from controller.shell.startup.start_checks import Start, StartRefused, check_start
+from engine.adapters import read_adapter
+from engine.adapters.compatibility import AdapterTarget
+from engine.errors import EngineError
 from messages import control
 from messages import requests as rq
 from messages.engine_options import EngineOptions
 from messages.errors import MEANINGS, ErrorCode
 from messages.prompts import Sampling
 from messages.views import AdapterCounters, EngineStatistics
+from tests.support.engine.adapter_examples import (
+    CONFIG,
+    LORA_CONFIG,
+    MODULES,
+    Q,
+    V,
+    pair,
+    tensors,
+    write,
+)
 from tests.support.parallel.processes import TINY
 from tests.support.simulation.standin_controller import view
 
@@ -173,6 +188,37 @@ def _start_errors() -> Iterator[tuple[str, StartRefused]]:
             yield f"loradock serve {words}", error
 
 
+def _adapter_errors() -> Iterator[tuple[str, str]]:
+    """Yield what was done wrong and the text of the engine."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name) / "adapters"
+        (root / "empty").mkdir(parents=True)
+        write(root / "runs" / "checkpoint-100")
+        write(root / "no-config" / "adapter").parent.joinpath("notes.txt").touch()
+        (root / "no-config" / "adapter" / "adapter_config.json").unlink()
+        merged = write(root / "merged")
+        (merged / "adapter_config.json").rename(merged / "config.json")
+        (merged / "adapter_model.safetensors").rename(merged / "model.safetensors")
+        cut = write(root / "cut-off") / "adapter_model.safetensors"
+        cut.write_bytes(cut.read_bytes()[:-8])
+        other = tensors(q_A=torch.ones(4, 96), v_A=torch.ones(4, 96))
+        write(root / "other-model", {**CONFIG, "base_model_name_or_path": "other/model"}, other)
+        write(root / "large-rank", {**CONFIG, "r": 64}, pair(Q, 64) | pair(V, 64))
+        paths = (
+            "nowhere",
+            "adapters/runs/checkpoint-100",
+            "empty",
+            "runs",
+            "no-config/adapter",
+            "merged",
+        )
+        for path in (*paths, "cut-off", "other-model", "large-rank"):
+            try:
+                read_adapter(path, [root], AdapterTarget(MODULES, LORA_CONFIG), adapter="mine")
+            except EngineError as error:
+                yield f"loradock load mine --path {path}", str(error).replace(f"{name}/", "/srv/")
+
+
 def errors() -> str:
     """Return the manual page of errors: each code, and examples of texts."""
     parts = [
@@ -202,6 +248,10 @@ def errors() -> str:
         if refused.hint:
             lines.append(f"  {refused.hint}")
         parts.append("\n".join(["```", *lines, "```"]))
+    parts.append("## Where an adapter can't be read, with --adapter-root /srv/adapters")
+    parts += [
+        "\n".join(["```", f"$ {command}", text, "```"]) for command, text in _adapter_errors()
+    ]
     return "\n\n".join(parts).replace(str(TINY.parent.parent) + "/", "") + "\n"
 
 

@@ -33,6 +33,10 @@ def width() -> int:
 class HelpCommand(TyperCommand):
     """A command with such a page."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words after the command's name, in usage errors too."""
+        return list(_usage(self, ctx))
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page."""
         _write_page(self, ctx, formatter)
@@ -42,6 +46,10 @@ class HelpGroup(TyperGroup):
     """A group of commands with such a page; `exit_codes` are listed at its end."""
 
     exit_codes: tuple[tuple[str, str], ...] = ()
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words after the group's name, in usage errors too."""
+        return list(_usage(self, ctx))
 
     def overview(self) -> Iterator[tuple[str, str, str]]:
         """Yield the panel, the name and the summary of each command."""
@@ -60,7 +68,7 @@ class HelpGroup(TyperGroup):
 def _write_page(command: Any, ctx: Any, formatter: Any) -> None:
     # The formatter's own bound is 80 columns.
     formatter.width = width() - 2
-    formatter.write_usage(ctx.command_path, " ".join(_usage(command, ctx)))
+    formatter.write_usage(ctx.command_path, " ".join(command.collect_usage_pieces(ctx)))
     command.format_help_text(ctx, formatter)
     for title, rows in _sections(command, ctx).items():
         with formatter.section(title):

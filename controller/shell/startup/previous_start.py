@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from controller.core.limits import Limits, limits_to
+from controller.shell.startup.sizes import format_size
 
 FILE: Final = "served.json"
 
@@ -57,5 +58,14 @@ def changes(before: Served | None, now: Served) -> list[str]:
     for name in _CAPACITIES:
         old, new = before.limits.get(name, 0), now.limits[name]
         if new < old:
-            found.append(f"{name} is {new} instead of {old}")
+            found.append(f"{_option(name)} is {_value(name, new)} instead of {_value(name, old)}")
     return found
+
+
+def _option(limit: str) -> str:
+    """Return the option of `serve` that sets a limit."""
+    return "--" + limit.removesuffix("_max").replace("_", "-")
+
+
+def _value(limit: str, value: int) -> str:
+    return format_size(value) if limit.endswith("_bytes_max") else str(value)

@@ -33,7 +33,11 @@ def config_is_missing(path: str, directory: int) -> str:
         paths = " or ".join(
             shown(f"{path.rstrip('/')}/{name}") for name in others[-_SUGGESTIONS_MAX:]
         )
-        has = "has one" if len(others) == 1 else f"{len(others)} directories below it have one"
+        has = (
+            "a directory below it has one"
+            if len(others) == 1
+            else f"{len(others)} directories below it have one"
+        )
         return f"{shown(path)} has no {CONFIG_NAME}, but {has}: use the path {paths}"
     if is_present(WEIGHTS_NAME, directory):
         return (

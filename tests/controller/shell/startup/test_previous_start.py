@@ -23,9 +23,10 @@ def test_only_what_evicts_or_excludes_adapters_is_a_change(tmp_path: Path) -> No
     assert changes(before, before) == []
     assert changes(before, served("/m", Limits(slots_max=9, rest_ms=1), "none")) == []
     assert changes(before, served("", Limits(), "lru")) == []
-    assert changes(before, served("/n", Limits(slots_max=2), "lru")) == [
+    assert changes(before, served("/n", Limits(slots_max=2, host_bytes_max=1 << 30), "lru")) == [
         "the model is /n instead of /m",
-        "slots_max is 2 instead of 8",
+        "--slots is 2 instead of 8",
+        "--host-bytes is 1 GiB instead of 4 GiB",
     ]
 
 
@@ -43,7 +44,7 @@ def test_a_changed_start_needs_an_option(monkeypatch: pytest.MonkeyPatch, tmp_pa
         refused = run(*words, "--slots", "2", directory=tmp_path)
         assert refused.exit_code == ExitCode.REFUSED
         line, hint = refused.stderr.splitlines()
-        assert line.endswith("was served differently before: slots_max is 2 instead of 8")
+        assert line.endswith("was served differently before: --slots is 2 instead of 8")
         assert "--accept-changes" in hint
         accepted = run(*words, "--slots", "2", "--accept-changes", directory=tmp_path)
         assert accepted.exit_code == 0
