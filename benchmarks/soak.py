@@ -48,6 +48,7 @@ SEGMENT_BYTES: Final = 1 << 20
 CLIENTS: Final = 3
 CALLS_PER_CLIENT: Final = 20
 PAUSE_S: Final = 0.02
+REPLY_TIMEOUT_MS: Final = 120_000
 SAMPLES: Final = 240
 WARM_UP: Final = 1 / 3
 """The part of the run that is not counted."""
@@ -132,12 +133,16 @@ def fill_tables(directory: Path) -> None:
         for _ in range(CLIENTS_MAX // CLIENTS_PER_ROUTE_MAX):
             with context.socket(zmq.DEALER) as socket:
                 socket.connect(endpoint(directory, "requests.sock"))
-                query = (ShowAdapter("r", ADAPTERS[0]),)
-                for _ in range(CLIENTS_PER_ROUTE_MAX):
+                socket.rcvtimeo = REPLY_TIMEOUT_MS
+                # Other ids, because a connection's query under the id of one that waits is not
+                # answered twice.
+                for number in range(CLIENTS_PER_ROUTE_MAX):
+                    query = (ShowAdapter(str(number), ADAPTERS[0]),)
                     socket.send(REQUESTS.encode(query, token=secrets.token_bytes(TOKEN_BYTES)))
                 _receive(socket, CLIENTS_PER_ROUTE_MAX)
         with context.socket(zmq.DEALER) as socket:
             socket.connect(endpoint(directory, "requests.sock"))
+            socket.rcvtimeo = REPLY_TIMEOUT_MS
             token, kinds = secrets.token_bytes(TOKEN_BYTES), (HoldAdapter, ReleaseAdapter)
             for first in range(0, EVENTS_KEPT, BATCH_MAX):
                 numbers = range(first, first + BATCH_MAX)
