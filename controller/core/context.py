@@ -12,7 +12,7 @@ from controller.core.eviction import Policy
 from controller.core.limits import Limits
 from controller.core.tables.answer_windows import Answer
 from controller.core.tables.counters import COUNTS_OF_TRANSITION, DURATION_OF, TIME_IN
-from controller.core.world import Adapter, Operation, World
+from controller.core.world import Adapter, Operation, PendingRequest, World
 from controller.states.machine import next_state
 from controller.states.table import RESIDENCY_LEVEL
 from messages import commands, events, requests
@@ -80,8 +80,9 @@ class Context(Struct, gc=False):
     def publish(self, event: events.Event) -> None:
         """Publish an event under the next number of the stream."""
         world = self.world
-        world.events_seq += 1
-        self.actions.append(PublishEvent(events.Published(world.events_seq, world.wall_ns, event)))
+        number = world.events_seq = world.events_seq + 1
+        wall_ns = world.time_ns + world.wall_offset_ns
+        self.actions.append(PublishEvent(events.Published(number, wall_ns, event)))
 
     def next_op(self) -> OpId:
         """Return a fresh operation id."""
@@ -99,11 +100,13 @@ class Context(Struct, gc=False):
         world.adapters.mark_changed(adapter.id)
         self.actions.append(SendCommand(command))
 
-    def issue_for(self, request_id: RequestId, command: commands.Operation) -> None:
+    def issue_for(
+        self, request_id: RequestId, pending: PendingRequest, command: commands.Operation
+    ) -> None:
         """Send the operation that a request waits for; the request's deadline bounds it."""
-        world = self.world
-        world.operations[command.op] = Operation(command, 0, 0, request_id)
-        world.pending_requests[request_id].op = command.op
+        op = command.op
+        self.world.operations[op] = Operation(command, 0, 0, request_id)
+        pending.op = op
         self.actions.append(SendCommand(command))
 
     def bound_operation(self, op: OpId) -> None:
@@ -163,18 +166,21 @@ class Context(Struct, gc=False):
             self.count(adapter, name, self.step_ns(adapter))
 
     def count_served(
-        self, request_id: RequestId, prompt_tokens: int, output_tokens: int = 0, reused: int = 0
+        self, adapter: Adapter | None, prompt_tokens: int, output_tokens: int = 0, reused: int = 0
     ) -> None:
-        """Count the end of an inference; `reused` of its prompt's tokens were in the KV cache."""
+        """Count the end of an inference; `reused` of its prompt's tokens were in the KV cache.
+
+        `adapter` is None for the base model.
+        """
         world = self.world
-        adapters = world.pending_requests[request_id].adapters
-        own = world.adapters[adapters[0]].counters if adapters else world.base_counters
+        own = world.base_counters if adapter is None else adapter.counters
         for counters in (own, world.totals):
             counters.served += 1
             counters.prompt_tokens += prompt_tokens
             counters.output_tokens += output_tokens
-            counters.prefix_hits += reused > 0
-            counters.prefix_tokens += reused
+            if reused:
+                counters.prefix_hits += 1
+                counters.prefix_tokens += reused
 
     def leave_queue(self, adapter: Adapter, cause: Adapter | None = None) -> None:
         """Remove an adapter from its queue; `cause` left the room that it enters."""
@@ -203,13 +209,12 @@ class Context(Struct, gc=False):
 
     def touch_lru(self, adapter: Adapter) -> None:
         """Make a resident adapter the most recently used of its state."""
-        world = self.world
-        world.lru_counter += 1
-        adapter.lru_stamp = world.lru_counter
+        world, adapter_id = self.world, adapter.id
+        adapter.lru_stamp = world.lru_counter = world.lru_counter + 1
         order = world.lru_order[adapter.state]
-        order[adapter.id] = None
-        order.move_to_end(adapter.id)
-        world.adapters.mark_changed(adapter.id)
+        order[adapter_id] = None
+        order.move_to_end(adapter_id)
+        world.adapters.mark_changed(adapter_id)
 
     def keep(self, adapter: Adapter, state: AdapterState) -> None:
         """Record that a request was granted `state`: later refusals do not lower it."""

@@ -64,9 +64,10 @@ class Controller:
         world.time_ns = max(world.time_ns, time_ns)
         actions: list[Action] = []
         context.actions, context.body, context.departed = actions, body, 0
-        if type(message) is reports.EngineInventory:
+        kind = type(message)
+        if kind is reports.EngineInventory:
             self._allowed = None
-        _HANDLERS[type(message)](context, message)
+        _HANDLERS[kind](context, message)
         if report_seq and world.engine is not None:
             world.engine.reported = max(world.engine.reported, report_seq)
         self._finish(context)

@@ -90,20 +90,23 @@ def release(context: Context, adapter: Adapter) -> None:
 
 def lease(context: Context, pending: PendingRequest) -> tuple[Adapter, ...]:
     """Keep a request's adapters in their slots until its operation ends; returns them."""
-    adapters = tuple([context.world.adapters[adapter_id] for adapter_id in pending.adapters])
+    known = context.world.adapters
+    adapters = tuple(map(known.__getitem__, pending.adapters))
     for adapter in adapters:
         adapter.leases += 1
-        context.keep(adapter, GPU_SLOT)
-        context.mark_changed(adapter)
+        if adapter.kept != GPU_SLOT:
+            context.keep(adapter, GPU_SLOT)
+        known.mark_changed(adapter.id)
     return adapters
 
 
 def end_lease(context: Context, pending: PendingRequest) -> None:
     """End the leases of a request; an adapter without leases may leave its slot."""
     world = context.world
+    adapters = world.adapters
     for adapter_id in pending.adapters:
-        world.adapters[adapter_id].leases -= 1
-        world.adapters.mark_changed(adapter_id)
+        adapters[adapter_id].leases -= 1
+        adapters.mark_changed(adapter_id)
         if adapter_id in world.demoting or world.queues.members:
             context.dirty_adapters[adapter_id] = None
 
@@ -114,11 +117,13 @@ def start_inference(context: Context, request_id: RequestId, pending: PendingReq
     for adapter in lease(context, pending):
         adapter_in_slot = (adapter.id, adapter.slot, adapter.generation)
     op = context.next_op()
-    command: commands.StartInference = commands.StartGeneration(op, request_id, *adapter_in_slot)
+    command: commands.StartInference
     match pending.kind:
         case "embed" | "classify" as task:
             command = commands.StartPooling(op, request_id, *adapter_in_slot, task)
-    context.issue_for(request_id, command)
+        case _:
+            command = commands.StartGeneration(op, request_id, *adapter_in_slot)
+    context.issue_for(request_id, pending, command)
 
 
 def stop_inference(context: Context, pending: PendingRequest) -> None:
@@ -157,7 +162,7 @@ def confirm_batch(context: Context, request_id: RequestId, pending: PendingReque
             end_waiting(context, adapter, request_id, pending)
     dequeue_batch(context, request_id)
     refs = tuple([commands.SlotRef(adapter.slot, adapter.generation) for adapter in adapters])
-    context.issue_for(request_id, commands.SetMapping(context.next_op(), refs))
+    context.issue_for(request_id, pending, commands.SetMapping(context.next_op(), refs))
 
 
 def refuse_impossible_batch(context: Context) -> None:

@@ -11,7 +11,7 @@ from controller.core.world import Adapter, PendingRequest, RequestKind
 from controller.states.table import RESIDENCY_LEVEL
 from messages import requests
 from messages.errors import ErrorCode
-from messages.ids import EVICTED, UNREGISTERED, AdapterState, RequestId
+from messages.ids import EVICTED, UNREGISTERED, AdapterId, AdapterState, RequestId
 
 DOWNWARD: Final = ("deactivate", "evict", "remove")
 """Kinds of requests whose target is a maximum; the target of every other kind is a minimum."""
@@ -21,6 +21,9 @@ INFERENCE: Final = ("generate", "embed", "classify")
 
 def has_reached(adapter: Adapter, target: AdapterState) -> bool:
     """Whether both state and goal of the adapter are `target` or above."""
+    if adapter.state == adapter.goal == target:
+        # The hot path.
+        return True
     level = RESIDENCY_LEVEL[target]
     return RESIDENCY_LEVEL[adapter.state] >= level and RESIDENCY_LEVEL[adapter.goal] >= level
 
@@ -39,14 +42,15 @@ def accept(
     kind: RequestKind,
     target: AdapterState,
     timeout_ms: int,
-    adapters: tuple[Adapter, ...],
+    adapters: tuple[AdapterId, ...],
 ) -> PendingRequest:
     """Add a request to the pending ones, with its deadline."""
     world = context.world
-    deadline_ns = world.time_ns + timeout_ms * NANOS_PER_MS
-    ids = tuple([adapter.id for adapter in adapters])
-    pending = PendingRequest(kind, ids, target, deadline_ns, world.seq, body=context.body)
-    pending.arrived_ns = world.time_ns
+    now_ns = world.time_ns
+    deadline_ns = now_ns + timeout_ms * NANOS_PER_MS
+    pending = PendingRequest(
+        kind, adapters, target, deadline_ns, world.seq, body=context.body, arrived_ns=now_ns
+    )
     world.pending_requests[request_id] = pending
     world.add_deadline(deadline_ns, "request", request_id)
     return pending

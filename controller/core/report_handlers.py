@@ -301,28 +301,31 @@ def mark_lost(context: Context, adapter: Adapter) -> None:
 def _on_generation_ended(
     context: Context, operation: Operation, report: reports.GenerationEnded
 ) -> None:
-    name = _adapter_name(context, operation)
-    tokens = (report.prompt_tokens, report.output_tokens)
-    context.publish(events.GenerationFinished(name or "", report.finish_reason, *tokens))
+    adapter = _adapter_of(context, operation)
+    name = None if adapter is None else adapter.name
+    reason, prompt, output = report.finish_reason, report.prompt_tokens, report.output_tokens
+    context.publish(events.GenerationFinished(name or "", reason, prompt, output))
     request_id = operation.request_id
-    reply = requests.GenerationDone(request_id, name, report.finish_reason, *tokens)
-    context.count_served(operation.request_id, *tokens, report.prefix_tokens)
+    reply = requests.GenerationDone(request_id, name, reason, prompt, output)
+    context.count_served(adapter, prompt, output, report.prefix_tokens)
     _end_request(context, request_id, reply)
 
 
 def _on_pooling_ended(context: Context, operation: Operation, report: reports.PoolingEnded) -> None:
-    request_id, name = operation.request_id, _adapter_name(context, operation)
+    request_id, adapter = operation.request_id, _adapter_of(context, operation)
+    name = None if adapter is None else adapter.name
     # `on_report` refuses this report for every other command.
     task = cast("commands.StartPooling", operation.command).task
     counts = (report.inputs, report.input_tokens)
-    context.count_served(operation.request_id, report.input_tokens)
+    context.count_served(adapter, report.input_tokens)
     context.publish(events.PoolingFinished(name or "", task, "done", *counts))
     _end_request(context, request_id, requests.PoolingDone(request_id, name, task, *counts))
 
 
-def _adapter_name(context: Context, operation: Operation) -> str | None:
+def _adapter_of(context: Context, operation: Operation) -> Adapter | None:
+    """Return the adapter of an inference, None for the base model."""
     adapters: tuple[AdapterId, ...] = context.world.pending_requests[operation.request_id].adapters
-    return context.world.adapters[adapters[0]].name if adapters else None
+    return context.world.adapters[adapters[0]] if adapters else None
 
 
 def _end_request(context: Context, request_id: str, reply: requests.Reply | None) -> None:
@@ -346,7 +349,8 @@ def _on_request_failed(
 ) -> None:
     request_id = operation.request_id
     if isinstance(operation.command, commands.StartInference):
-        name = _adapter_name(context, operation) or ""
+        adapter = _adapter_of(context, operation)
+        name = "" if adapter is None else adapter.name
         context.publish(_failure_event(operation.command, name, report.code))
     _end_request(context, request_id, requests.Refused(request_id, report.code, report.message))
 

@@ -103,7 +103,8 @@ def _check_inference(context: Context, message: records.InferenceRequested) -> A
     if message.adapter is None:
         return None
     adapter = _known_adapter(context, message.adapter)
-    _refuse_if_removing(adapter)
+    if adapter.goal == UNREGISTERED:
+        _refuse_if_removing(adapter)
     return adapter
 
 
@@ -113,10 +114,11 @@ def _check_cancel(context: Context, message: requests.CancelGeneration) -> None:
 
 
 def _known_adapter(context: Context, name: str) -> Adapter:
-    adapter = context.world.current(name)
-    if adapter is None:
+    world = context.world
+    adapter_id = world.names.get(name)
+    if adapter_id is None:
         raise unknown_adapter(name)
-    return adapter
+    return world.adapters[adapter_id]
 
 
 def _refuse_if_removing(adapter: Adapter) -> None:

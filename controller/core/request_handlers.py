@@ -67,7 +67,8 @@ def _find_known(
 ) -> requests.Reply | Pending | None:
     """Return the answer to a repeated request; a refusal if its id was another request's."""
     world = context.world
-    answer, pending = world.answers.get(request_id), world.pending_requests.get(request_id)
+    answer = world.answers.by_id.get(request_id)
+    pending = world.pending_requests.get(request_id)
     if answer is not None and answer.body == body:
         return answer.reply
     if answer is not None or (pending is not None and pending.body != body):
@@ -144,7 +145,7 @@ def _request_up(
         leases.answer_granted(context, adapter, message.request_id, kind)
         return
     pending = pending_requests.accept(
-        context, message.request_id, kind, target, _timeout_ms(context, message), (adapter,)
+        context, message.request_id, kind, target, _timeout_ms(context, message), (adapter.id,)
     )
     pending.replace = getattr(message, "replace", False)
     _add_waiter(context, adapter, message.request_id, target)
@@ -200,7 +201,7 @@ def _request_down(
 ) -> None:
     """Lower the goal; the request is answered once the adapter is there."""
     pending = pending_requests.accept(
-        context, message.request_id, kind, target, _timeout_ms(context, message), (adapter,)
+        context, message.request_id, kind, target, _timeout_ms(context, message), (adapter.id,)
     )
     pending_requests.wait_for(context, adapter, message.request_id, pending.arrived_seq)
     if RESIDENCY_LEVEL[target] < RESIDENCY_LEVEL[adapter.goal]:
@@ -215,7 +216,7 @@ def _activate_batch(
         _count_use(context, adapter)
     timeout_ms = _timeout_ms(context, message)
     pending = pending_requests.accept(
-        context, message.request_id, "batch", GPU_SLOT, timeout_ms, adapters
+        context, message.request_id, "batch", GPU_SLOT, timeout_ms, tuple([a.id for a in adapters])
     )
     context.world.batches[message.request_id] = None
     leases.confirm_batch(context, message.request_id, pending)
@@ -245,8 +246,10 @@ def _request_inference(
             leases.start_inference(context, request_id, pending)
         return
     is_hit = _count_use(context, adapter)
-    pending = pending_requests.accept(context, request_id, kind, GPU_SLOT, timeout_ms, (adapter,))
-    pending.missed = not is_hit
+    ids = (adapter.id,)
+    pending = pending_requests.accept(context, request_id, kind, GPU_SLOT, timeout_ms, ids)
+    if not is_hit:
+        pending.missed = True
     if context.world.engine_ready and pending_requests.has_reached(adapter, GPU_SLOT):
         leases.start_inference(context, request_id, pending)
     else:
@@ -313,8 +316,9 @@ def _register_successor(
 
 def _count_use(context: Context, adapter: Adapter) -> bool:
     """Count a use; returns whether the adapter is in a slot."""
-    counters, totals = adapter.counters, context.world.totals
-    adapter.last_used_ns = context.world.wall_ns
+    world, counters = context.world, adapter.counters
+    totals = world.totals
+    adapter.last_used_ns = world.wall_ns
     is_hit = adapter.state == GPU_SLOT
     if is_hit:
         counters.hits += 1
@@ -322,7 +326,7 @@ def _count_use(context: Context, adapter: Adapter) -> bool:
     else:
         counters.misses += 1
         totals.misses += 1
-    if adapter.state in context.world.lru_order:
+    if adapter.state in world.lru_order:
         context.touch_lru(adapter)
     else:
         context.mark_changed(adapter)

@@ -7,6 +7,7 @@ record, a slot's record or a deadline that a record has.
 
 import heapq
 from collections import OrderedDict
+from operator import attrgetter
 
 from controller.core.tables.tier_queues import TierName, TierQueues
 from controller.core.world import (
@@ -31,14 +32,15 @@ _NEXT_TIER: dict[AdapterState, TierName] = {
 
 def derive(world: World) -> None:
     """Compute every derived field of a world anew."""
-    adapters = sorted(world.adapters.values(), key=lambda adapter: adapter.id)
+    adapters = sorted(world.adapters.values(), key=attrgetter("id"))
     world.names = {a.name: a.id for a in adapters if not (a.retired or a.predecessor)}
     world.free_slots = sorted(i for i, slot in world.slots.items() if not slot.adapter_id)
     world.lru_order = {state: OrderedDict() for state in RESIDENT}
-    for adapter in sorted(adapters, key=lambda adapter: adapter.lru_stamp):
-        if adapter.state in world.lru_order:
-            world.lru_order[adapter.state][adapter.id] = None
-    rises = [(a.id, RESIDENCY_LEVEL[a.goal] - RESIDENCY_LEVEL[a.state]) for a in adapters]
+    resident = [adapter for adapter in adapters if adapter.state in world.lru_order]
+    for adapter in sorted(resident, key=attrgetter("lru_stamp")):
+        world.lru_order[adapter.state][adapter.id] = None
+    moving = [adapter for adapter in adapters if adapter.goal != adapter.state]
+    rises = [(a.id, RESIDENCY_LEVEL[a.goal] - RESIDENCY_LEVEL[a.state]) for a in moving]
     world.demoting = {adapter_id: None for adapter_id, rise in rises if rise < 0}
     world.promoting = {adapter_id: None for adapter_id, rise in rises if rise > 0}
     world.held = {adapter.id: None for adapter in adapters if adapter.held}

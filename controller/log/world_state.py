@@ -5,6 +5,7 @@ order of the entries: the inputs after a restored world then lead to the same ac
 """
 
 from collections import OrderedDict
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -63,6 +64,7 @@ _LISTS: Final = ("adapters", "slots", "answers", "batches")
 _SAME: Final = tuple(name for name in WorldState.__struct_fields__ if name not in _LISTS)
 """The fields that are stored as they are."""
 
+_id: Final = attrgetter("id")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(WorldState).decode
 
@@ -87,7 +89,7 @@ def restore_world(world: World, data: bytes) -> None:
     state = _decode(data)
     for name in _SAME:
         setattr(world, name, getattr(state, name))
-    world.adapters = DigestDict.of((adapter.id, adapter) for adapter in state.adapters)
+    world.adapters = DigestDict.of(zip(map(_id, state.adapters), state.adapters, strict=True))
     world.slots = DigestDict.of(enumerate(state.slots))
     world.answers.restore(state.answers)
     world.batches = OrderedDict.fromkeys(state.batches)

@@ -50,7 +50,7 @@ class AnswerWindows(Generic[D]):
         self.by_id: Final = by_id
         self.bounds = bounds
         # The client whose newest answer is the oldest comes first.
-        self._windows: OrderedDict[str, deque[RequestId]] = OrderedDict()
+        self._windows: OrderedDict[str, deque[Answer]] = OrderedDict()
         # A heap of (-size, client), which exists once the bound of all windows was reached.
         self._largest: list[tuple[int, str]] = []
 
@@ -72,33 +72,33 @@ class AnswerWindows(Generic[D]):
 
     def window(self, client: str) -> tuple[RequestId, ...]:
         """Return a client's answered requests, the oldest first."""
-        return tuple(self._windows.get(client, ()))
+        return tuple([answer.reply.request_id for answer in self._windows.get(client, ())])
 
     def add(self, answer: Answer) -> None:
         """Keep the answer of a request that has none, and drop those beyond the bounds."""
-        by_id, windows = self.by_id, self._windows
+        by_id, windows, bounds = self.by_id, self._windows, self.bounds
         request_id = answer.reply.request_id
         client = client_of(request_id)
         by_id[request_id] = answer
         window = windows.get(client)
         if window is None:
-            window = windows[client] = deque((request_id,))
+            window = windows[client] = deque((answer,))
         else:
-            window.append(request_id)
+            window.append(answer)
             windows.move_to_end(client)
         if self._largest:
             heappush(self._largest, (-len(window), client))
-        count_max, client_max, kept_ns = self.bounds
-        expired_ns = answer.time_ns - kept_ns
-        if by_id[window[0]].time_ns <= expired_ns:
+        client_max = bounds.client_max
+        expired_ns = answer.time_ns - bounds.kept_ns
+        if window[0].time_ns <= expired_ns:
             self._drop_expired(client, expired_ns)
         oldest = next(iter(windows))
-        if oldest != client and by_id[windows[oldest][0]].time_ns <= expired_ns:
+        if oldest != client and windows[oldest][0].time_ns <= expired_ns:
             self._drop_expired(oldest, expired_ns)
         if len(window) > client_max:
             # The hot path of a client with a full window.
-            del by_id[window.popleft()]
-        if len(window) > client_max or len(by_id) > count_max:
+            del by_id[window.popleft().reply.request_id]
+        if len(window) > client_max or len(by_id) > bounds.count_max:
             self._drop_beyond_bounds(client)
 
     def restore(self, answers: Iterable[Answer]) -> None:
@@ -107,7 +107,7 @@ class AnswerWindows(Generic[D]):
             request_id = answer.reply.request_id
             client = client_of(request_id)
             self.by_id[request_id] = answer
-            self._windows.setdefault(client, deque()).append(request_id)
+            self._windows.setdefault(client, deque()).append(answer)
             self._windows.move_to_end(client)
 
     def set_bounds(self, bounds: WindowBounds) -> None:
@@ -119,7 +119,7 @@ class AnswerWindows(Generic[D]):
     def _drop_expired(self, client: str, expired_ns: int) -> None:
         window = self._windows[client]
         for _ in range(_EXPIRED_PER_ANSWER):
-            if not window or self.by_id[window[0]].time_ns > expired_ns:
+            if not window or window[0].time_ns > expired_ns:
                 return
             self._drop_oldest(client)
 
@@ -131,7 +131,7 @@ class AnswerWindows(Generic[D]):
 
     def _drop_oldest(self, client: str) -> None:
         window = self._windows[client]
-        del self.by_id[window.popleft()]
+        del self.by_id[window.popleft().reply.request_id]
         if not window:
             del self._windows[client]
 

@@ -7,7 +7,7 @@ hash of Bellare and Micciancio, 1997, without its cryptographic claim: divergenc
 here).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, Generic, Self, TypeVar
 
 import msgspec
@@ -20,9 +20,9 @@ _MODULUS: Final = 1 << 128
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
-def entry_hash(key: int | str, value: object) -> int:
-    """Return one entry's summand, a function of its content only."""
-    return xxhash.xxh3_128_intdigest(_encode((key, value)))
+def _hashes(entries: Iterable[tuple[int | str, object]]) -> Iterator[int]:
+    """Yield the summand of each entry, a function of its key and its value only."""
+    return map(xxhash.xxh3_128_intdigest, map(_encode, entries))
 
 
 class DigestDict(dict[K, V], Generic[K, V]):
@@ -48,7 +48,7 @@ class DigestDict(dict[K, V], Generic[K, V]):
         """Return a dict with these entries."""
         made = cls()
         dict.update(made, entries)
-        made._hashes = {key: entry_hash(key, value) for key, value in made.items()}
+        made._hashes = dict(zip(made, _hashes(made.items()), strict=True))
         made._sum = sum(made._hashes.values()) % _MODULUS
         made.membership = len(made)
         return made
@@ -66,16 +66,15 @@ class DigestDict(dict[K, V], Generic[K, V]):
     def digest(self) -> int:
         """Return the sum over all entries; hashes the changed ones only."""
         # The order of this set does not matter, because addition is commutative.
-        for key in self._changed:
-            self._sum -= self._hashes.pop(key, 0)
-            if key in self:
-                entry = entry_hash(key, self[key])
-                self._hashes[key] = entry
-                self._sum += entry
-        self._changed.clear()
-        self._sum %= _MODULUS
+        changed, hashes = self._changed, self._hashes
+        present = [key for key in changed if key in self]
+        before = sum([hashes.pop(key, 0) for key in changed])
+        entries = tuple(_hashes([(key, self[key]) for key in present]))
+        hashes.update(zip(present, entries, strict=True))
+        changed.clear()
+        self._sum = (self._sum - before + sum(entries)) % _MODULUS
         return self._sum
 
     def digest_from_scratch(self) -> int:
         """Return the same sum, with every entry hashed anew."""
-        return sum(entry_hash(key, value) for key, value in self.items()) % _MODULUS
+        return sum(_hashes(self.items())) % _MODULUS
