@@ -11,7 +11,7 @@ of other packages (`controller`, `engine`, `gateway`, `messages`) may change bet
 
 from typing import TYPE_CHECKING, Final
 
-from messages.version import VERSION
+from messages import VERSION
 
 if TYPE_CHECKING:
     from controller.client import (

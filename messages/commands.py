@@ -17,7 +17,7 @@ from messages.ids import (
     TraceParent,
 )
 from messages.prompts import Priority, Prompt, Sampling, TextPrompt
-from messages.requests import PoolingTask
+from messages.views import PoolingTask
 
 
 class _Command(Message, frozen=True):

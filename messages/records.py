@@ -7,7 +7,8 @@ decision of the core depends on is in a record. `controller.log.format` adds fra
 from messages.base import Message, Value
 from messages.ids import AdapterName, Epoch, RequestId, Seq, TimeoutMs
 from messages.reports import LoggedReport
-from messages.requests import LifecycleRequest, PoolingTask
+from messages.requests import LifecycleRequest
+from messages.views import PoolingTask
 
 FORMAT = 2
 FORMATS_READ = (1, 2)

@@ -19,8 +19,8 @@ from messages.ids import (
     Seq,
     Slot,
 )
-from messages.requests import FinishReason, TokensStreamed, VectorsStreamed
-from messages.views import EngineStatistics
+from messages.requests import TokensStreamed, VectorsStreamed
+from messages.views import EngineStatistics, FinishReason
 
 
 class _Report(Message, frozen=True):

@@ -5,7 +5,7 @@ inputs are never logged; the log has `records.InferenceRequested` instead.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 from msgspec import Meta
 
@@ -33,16 +33,14 @@ from messages.views import (
     AdapterCounters,
     AdapterView,
     EngineStatistics,
+    FinishReason,
     Placement,
+    PoolingTask,
+    PrefetchTarget,
     TierView,
     TokenLogprob,
+    Vector,
 )
-
-Vector = Annotated[bytes, Meta(max_length=1 << 22)]
-"""A sequence of float32 numbers, little-endian."""
-FinishReason = Literal["stop", "length", "cancelled"]
-PoolingTask = Literal["embed", "classify"]
-PrefetchTarget = Literal["cpu-cached", "pinned", "gpu-slot"]
 
 
 class _Request(Message, frozen=True):
@@ -94,18 +92,17 @@ class ReleaseAdapter(_Request, frozen=True):
     adapter: AdapterName
 
 
-class DeactivateAdapter(_Request, frozen=True):
+class _Downward(_Request, frozen=True):
+    adapter: AdapterName
+    timeout_ms: TimeoutMs = 0
+
+
+class DeactivateAdapter(_Downward, frozen=True):
     """Remove an adapter from its slot; it stays pinned."""
 
-    adapter: AdapterName
-    timeout_ms: TimeoutMs = 0
 
-
-class EvictAdapter(_Request, frozen=True):
+class EvictAdapter(_Downward, frozen=True):
     """Drop an adapter's weights in all tiers; its name, path and counters are kept."""
-
-    adapter: AdapterName
-    timeout_ms: TimeoutMs = 0
 
 
 class RemoveAdapter(_Request, frozen=True):
@@ -137,22 +134,19 @@ class Generate(_Request, frozen=True):
     trace: TraceParent = ""
 
 
-class Embed(_Request, frozen=True):
+class _Pooling(_Request, frozen=True):
+    adapter: AdapterName | None
+    inputs: Inputs
+    timeout_ms: TimeoutMs = 0
+    trace: TraceParent = ""
+
+
+class Embed(_Pooling, frozen=True):
     """Embed each input with an adapter (None: the base model); vectors are streamed back."""
 
-    adapter: AdapterName | None
-    inputs: Inputs
-    timeout_ms: TimeoutMs = 0
-    trace: TraceParent = ""
 
-
-class Classify(_Request, frozen=True):
+class Classify(_Pooling, frozen=True):
     """Score each input for every label of the model with an adapter (None: the base model)."""
-
-    adapter: AdapterName | None
-    inputs: Inputs
-    timeout_ms: TimeoutMs = 0
-    trace: TraceParent = ""
 
 
 class CancelGeneration(_Request, frozen=True):
@@ -246,7 +240,6 @@ class TokensStreamed(_Reply, frozen=True):
 
     `text` is the text that they complete; an incomplete character is in a later message. The
     controller receives them from the engine, sends them on and does not log them.
-
     `finish_reason` is set in the last message of an output, and `stop_reason` is then the stop
     string or the token of `stop_token_ids` that ended it. `logprobs` has an entry per token, if
     they were requested. `prompt_logprobs` is in the first message of output 0, with an entry per
@@ -264,10 +257,7 @@ class TokensStreamed(_Reply, frozen=True):
 
 
 class GenerationDone(_Reply, frozen=True):
-    """The final reply to a `Generate`: how it ended, and its numbers of tokens.
-
-    `output_tokens` is the total of all outputs, and `finish_reason` that of the last one to end.
-    """
+    """The final reply to a `Generate`: the tokens of all outputs, and how the last one ended."""
 
     adapter: AdapterName | None
     finish_reason: FinishReason
@@ -278,8 +268,7 @@ class GenerationDone(_Reply, frozen=True):
 class VectorsStreamed(_Reply, frozen=True):
     """Results of an `Embed` or `Classify`: `vectors[i]` is that of input `offset + i`.
 
-    An embedding's vector has the model's dimensions; a classification's has one score per label.
-    `labels` is empty for an embedding. They are sent on and not logged, as `TokensStreamed`.
+    An embedding's vector has the model's dimensions, a classification's one score per label.
     """
 
     offset: int
@@ -324,12 +313,14 @@ class AdaptersListed(_Reply, frozen=True):
         return len(self.adapters)
 
 
-class AdaptersPage(_Reply, frozen=True):
-    """One page of a list as of event `events_seq`; `more`: other adapters follow its last one."""
-
+class _Page(_Reply, frozen=True):
     adapters: tuple[AdapterView, ...]
     events_seq: Seq
     more: bool = False
+
+
+class AdaptersPage(_Page, frozen=True):
+    """One page of a list as of event `events_seq`; `more`: other adapters follow its last one."""
 
 
 class AdapterShown(_Reply, frozen=True):
@@ -367,8 +358,7 @@ class StatusShown(_Reply, frozen=True):
     device: str = ""
     dtype: str = ""  # Of the base model.
     stopping: bool = False  # New requests are refused, those in progress end.
-    # Of all adapters ever known, and of the base model.
-    counters: AdapterCounters = AdapterCounters()
+    counters: AdapterCounters = AdapterCounters()  # Of all adapters, and of the base model.
     engine: EngineStatistics = EngineStatistics()  # As of the engine's last heartbeat.
 
 
@@ -386,12 +376,8 @@ class EventsTooOld(_Reply, frozen=True):
     last_seq: Seq
 
 
-class SnapshotFetched(_Reply, frozen=True):
+class SnapshotFetched(_Page, frozen=True):
     """The first page of a list as of event `events_seq`, in place of events that are too old."""
-
-    adapters: tuple[AdapterView, ...]
-    events_seq: Seq
-    more: bool = False
 
 
 EventsReply = EventsFetched | EventsTooOld | SnapshotFetched

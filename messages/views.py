@@ -1,10 +1,19 @@
-"""Parts of the replies to queries."""
+"""Parts of replies and reports."""
 
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta
 
 from messages.base import Value
 from messages.ids import AdapterName, AdapterState, Bytes, Generation, Path, Slot
 from messages.prompts import TokenId
+
+FinishReason = Literal["stop", "length", "cancelled"]
+PoolingTask = Literal["embed", "classify"]
+PrefetchTarget = Literal["cpu-cached", "pinned", "gpu-slot"]
+
+Vector = Annotated[bytes, Meta(max_length=1 << 22)]
+"""A sequence of float32 numbers, little-endian."""
 
 
 class AdapterCounters(Value, frozen=True):

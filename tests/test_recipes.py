@@ -113,7 +113,7 @@ def marking(candidates):
     """A policy that changes what it chooses."""
     victim = next(candidates, None)
     if victim is not None:
-        victim.uses += 1
+        victim.counters.hits += 1
     return victim
 
 

@@ -18,7 +18,7 @@ from controller.cli.context import (
     run_request,
 )
 from controller.cli.exit_codes import CommandError, ExitCode
-from messages.requests import PrefetchTarget
+from messages.views import PrefetchTarget
 
 app = typer.Typer()
 

@@ -14,7 +14,7 @@ from controller.cli.context import Settings, settings_of
 from controller.cli.exit_codes import EXIT_MEANINGS, CommandError, failure_of
 from controller.cli.pages.overview import Entry, OverviewGroup
 from controller.client.errors import LoradockError
-from messages.version import VERSION
+from messages import VERSION
 
 _HELP: Final = """Keep many LoRA adapters ready for one base model.
 

@@ -53,7 +53,6 @@ from messages.requests import (
     PoolingDone,
     PrefetchAccepted,
     PrefetchAdapter,
-    PrefetchTarget,
     ReleaseAdapter,
     RemoveAdapter,
     ShowAdapter,
@@ -61,6 +60,7 @@ from messages.requests import (
     StageAdapter,
     StatusShown,
 )
+from messages.views import PrefetchTarget
 
 
 def load(

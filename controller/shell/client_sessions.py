@@ -35,7 +35,7 @@ from messages.ids import AdapterName, RequestId, client_of, scoped
 from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
 from messages.reports import PrivateReport
 from messages.requests import LifecycleRequest, PrivateRequest
-from messages.views import EngineStatistics
+from messages.views import EngineStatistics, PoolingTask
 from messages.wire import REQUESTS, Body, WireError
 
 REFUSALS: Final = WindowBounds(65_536, 256, 3_600_000_000_000)
@@ -380,7 +380,7 @@ def _without_payload(
     timeout_ms = message.timeout_ms
     if isinstance(message, requests.Generate):
         return GenerationRequested(request_id, adapter, timeout_ms)
-    task: requests.PoolingTask = "embed" if isinstance(message, requests.Embed) else "classify"
+    task: PoolingTask = "embed" if isinstance(message, requests.Embed) else "classify"
     return PoolingRequested(request_id, adapter, task, timeout_ms)
 
 

@@ -35,8 +35,9 @@ from controller.shell.config import (
 )
 from controller.shell.hang_watch import HANG_TIMEOUT_MS, HangWatch, is_stopped, process_tree
 from controller.shell.listener import TransportError, endpoint
-from messages.engine_options import EngineArguments, LogFormat, command_line
+from messages.engine_options import EngineArguments, LogFormat
 from messages.key_files import KeyFileError, share_key_pair
+from messages.option_list import command_line
 from messages.own_processes import process_command
 from messages.progress import Progress
 

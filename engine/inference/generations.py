@@ -15,7 +15,7 @@ from engine.sampling.sampler import NOT_FINITE, NOT_STRUCTURED
 from messages.commands import StartGeneration
 from messages.ids import OpId, RequestId
 from messages.reports import GenerationEnded, OperationFailed, Report
-from messages.requests import FinishReason
+from messages.views import FinishReason
 
 
 class Generation:

@@ -17,8 +17,8 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.structure import Guide
 from messages.commands import StartGeneration
 from messages.prompts import MAX_TOKENS_DEFAULT
-from messages.requests import FinishReason, TokensStreamed
-from messages.views import TokenLogprob
+from messages.requests import TokensStreamed
+from messages.views import FinishReason, TokenLogprob
 
 
 class PreparedPrompt(NamedTuple):

@@ -17,11 +17,11 @@ from engine.adapters.module_paths import Equivalence
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.layers import CONVOLUTION_WRAPPERS, wrappers_for
+from engine.layers.convolution import refusal_of
 from engine.models.preparation import (
     WrapScope,
     module_shapes,
     prepare_unprobed,
-    unwrapped_layers,
 )
 from engine.models.probe import ALIGNED_ROWS, ProbeSpec, Prompts
 from engine.models.served_model import ServedModel
@@ -73,6 +73,21 @@ class PlainModel(ServedModel):
         self.unwrapped = unwrapped_layers(model)
         table = wrappers_for(lora_config.enable_mixed_moe_lora_format, fully_sharded=False)
         scope = WrapScope(lora_config.target_modules, (*table, *CONVOLUTION_WRAPPERS))
-        prepared = prepare_unprobed(model, scope)
+        prepared = prepare_unprobed(model, scope, self.unwrapped)
         self.layers, self.parts, self.image_layers, self.norms, _ = prepared
         self.shapes = module_shapes(self.layers)
+
+
+def unwrapped_layers(model: nn.Module) -> dict[str, str]:
+    """Return why layers of a model that is taken as it is can't be wrapped, by path."""
+    modules = list(model.named_modules())
+    uncalled = {child for path, module in modules for child in _unseen(path, module)}
+    reasons = dict.fromkeys(sorted(uncalled), "PyTorch computes it from its weights, uncalled")
+    return reasons | {path: why for path, module in modules if (why := refusal_of(module))}
+
+
+def _unseen(path: str, module: nn.Module) -> list[str]:
+    """Return the layers below a module that it may compute from their weights, uncalled."""
+    if not isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+        return []
+    return [f"{path}.{name}" if path else name for name, _ in module.named_modules()]

@@ -19,7 +19,7 @@ from engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
 from engine.models.probe import Prompts, is_bidirectional, pooling_probe
 from engine.models.served_model import ServedModel, Tokenizer
 from engine.punica.mapping import LoRAMapping
-from messages.requests import PoolingTask
+from messages.views import PoolingTask
 
 VECTOR_NUMBERS_MAX: Final = (1 << 22) // 4
 """The most numbers of one vector that a report may contain."""

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from engine.errors import ModelRefused
 from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRule, wrapper_of
-from engine.layers.convolution import refusal_of
 from engine.layers.packed import PackedLinear
 from engine.layers.saved import ReplaceableNorm, is_replaceable_norm
 from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, directory_columns
@@ -203,35 +202,23 @@ def _rows_of(spec: ProbeSpec, role: Role) -> RowShapes:
     return rows._replace(alone=spec.rows.alone)
 
 
-def prepare_unprobed(model: nn.Module, scope: WrapScope) -> PreparedLayers:
+def prepare_unprobed(
+    model: nn.Module, scope: WrapScope, unwrapped: Collection[str]
+) -> PreparedLayers:
     """Wrap the layers of a model in place whose forward can't be tried out; none is packed.
+
+    `unwrapped`: the paths of layers that can't be wrapped.
 
     Raises `ModelRefused` for a model without a layer to wrap, and for a target that names none.
     """
     candidates = find_candidates(model, scope.table)
-    hidden = unwrapped_layers(model)
-    known = {name: one for name, one in candidates.items() if name not in hidden}
+    known = {name: one for name, one in candidates.items() if name not in unwrapped}
     if not known:
         raise ModelRefused("the model has no layer of a kind that can be wrapped")
     targets = _select_targets(known, scope.targets, frozenset())
     mapped = [name for name in known if name in targets]
     wrapped = _wrap(model, known, mapped, (), scope.table)
     return PreparedLayers(wrapped, dict.fromkeys(wrapped, MappingType.LANGUAGE), frozenset())
-
-
-def unwrapped_layers(model: nn.Module) -> dict[str, str]:
-    """Return why layers of a model that is taken as it is can't be wrapped, by path."""
-    modules = list(model.named_modules())
-    uncalled = {child for path, module in modules for child in _unseen(path, module)}
-    reasons = dict.fromkeys(sorted(uncalled), "PyTorch computes it from its weights, uncalled")
-    return reasons | {path: why for path, module in modules if (why := refusal_of(module))}
-
-
-def _unseen(path: str, module: nn.Module) -> list[str]:
-    """Return the layers below a module that it may compute from their weights, uncalled."""
-    if not isinstance(module, nn.TransformerEncoderLayer | nn.MultiheadAttention):
-        return []
-    return [f"{path}.{name}" if path else name for name, _ in module.named_modules()]
 
 
 def _image_layers(

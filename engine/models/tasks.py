@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from messages.requests import PoolingTask
+from messages.views import PoolingTask
 
 Task = Literal["generate"] | PoolingTask
 

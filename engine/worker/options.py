@@ -14,7 +14,8 @@ from uuid import uuid4
 import msgspec
 
 from engine.config import EngineConfig, LoRAConfig
-from messages.engine_options import EngineArguments, Option, options_of
+from messages.engine_options import EngineArguments
+from messages.option_list import Option, options_of
 
 
 def parse(arguments: Sequence[str] | None) -> EngineArguments:

@@ -14,7 +14,8 @@ from gateway.adapters.views import AdapterCards, adapter_card
 from gateway.http.errors import HttpError
 from gateway.http.streams import json_response
 from messages.errors import ErrorCode
-from messages.requests import AdapterDone, PrefetchTarget
+from messages.requests import AdapterDone
+from messages.views import PrefetchTarget
 
 
 class PrefetchRequest(Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from controller.client import AsyncClient, LoradockError
 from gateway.http.streams import json_response
 from gateway.metrics.recorder import Recorder
-from messages.version import VERSION
+from messages import VERSION
 
 TIMEOUT_S: Final = 2.0
 

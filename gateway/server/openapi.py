@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.http.endpoints import Endpoint
 from gateway.http.errors import ErrorBody, UnauthorizedBody
-from messages.version import VERSION
+from messages import VERSION
 
 OPENAPI: Final = "3.1.0"
 _REF: Final = "#/components/schemas/{name}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from messages.errors import ErrorCode
-from messages.requests import PoolingTask
+from messages.views import PoolingTask
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.pooling_bench import ROWS, PeftReference, PoolingBench
 from tests.support.models.pooling_examples import save_adapters

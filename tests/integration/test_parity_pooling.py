@@ -8,7 +8,7 @@ import torch
 from engine.config import LoRAConfig
 from engine.models.pooling_model import PoolingModel
 from engine.models.pooling_options import Pooling, PoolingOptions
-from messages.requests import PoolingTask
+from messages.views import PoolingTask
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.pooling_bench import ROWS, PeftReference, PoolingBench
 from tests.support.models.pooling_examples import (

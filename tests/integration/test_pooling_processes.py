@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from controller.client import Client, NotServed
-from messages.requests import PoolingTask
+from messages.views import PoolingTask
 from tests.support.engine.serve_process import serve, status_once
 from tests.support.gateway.served import serve_gateway
 from tests.support.models.pooling_examples import (

@@ -6,7 +6,8 @@ from typing import Any, Final
 import typer
 
 from controller.cli.options.groups import OptionGroup, parameter
-from messages.engine_options import EngineOptions, Option, options_of
+from messages.engine_options import EngineOptions
+from messages.option_list import Option, options_of
 
 _PANEL: Final = "Engine"
 

@@ -14,12 +14,11 @@ from controller.core.limits import FIXED, Limits, LimitsError, limits_from, limi
 from controller.log.format import LogFull
 from controller.shell.operating.process_facts import memory_bytes
 from controller.shell.operating.request_times import RequestTimes
-from messages import commands, control, requests
+from messages import VERSION, commands, control, requests
 from messages.errors import ErrorCode
 from messages.ids import RequestId
 from messages.records import EngineLost
 from messages.reports import EngineInventory, OperationFailed
-from messages.version import VERSION
 
 STOPPING_RETRY_MS: Final = 1000
 _NS_PER_MS: Final = 1_000_000

@@ -14,7 +14,8 @@ from msgspec import Struct
 
 from controller.core.limits import Limits
 from controller.shell.startup.sizes import format_size
-from messages.engine_options import EngineOptions, option_flag, options_of
+from messages.engine_options import EngineOptions
+from messages.option_list import option_flag, options_of
 
 HEADER_BYTES_MAX: Final = 100 << 20
 

@@ -5,6 +5,7 @@ import pytest
 from messages import commands, events, records, requests
 from messages.errors import ErrorCode
 from messages.requests import PoolingDone, Refused
+from messages.views import PoolingTask
 from tests.support.simulation.core_bench import CoreBench
 
 TASKS = ("embed", "classify")
@@ -12,7 +13,7 @@ TASKS = ("embed", "classify")
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("name", ["a", None])
-def test_it_is_answered_with_its_counts(task: requests.PoolingTask, name: str | None) -> None:
+def test_it_is_answered_with_its_counts(task: PoolingTask, name: str | None) -> None:
     bench = CoreBench()
     bench.activate("a")
     published = bench.record_events()
@@ -27,7 +28,7 @@ def test_it_is_answered_with_its_counts(task: requests.PoolingTask, name: str | 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_adapter_is_activated_first_and_leased(
-    task: requests.PoolingTask,
+    task: PoolingTask,
 ) -> None:
     bench = CoreBench(slots=1)
     bench.activate("a", "b")
@@ -52,7 +53,7 @@ def test_the_command_names_the_task() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_failure_is_reported_with_its_code(task: requests.PoolingTask) -> None:
+def test_a_failure_is_reported_with_its_code(task: PoolingTask) -> None:
     bench = CoreBench()
     bench.activate("a")
     published = bench.record_events()
@@ -67,7 +68,7 @@ def test_a_failure_is_reported_with_its_code(task: requests.PoolingTask) -> None
 
 @pytest.mark.parametrize("task", TASKS)
 def test_one_that_takes_too_long_is_refused_stopped_and_still_leased(
-    task: requests.PoolingTask,
+    task: PoolingTask,
 ) -> None:
     bench = CoreBench()
     bench.activate("a")

@@ -15,6 +15,7 @@ from messages import requests as rq
 from messages.commands import StartGeneration, StopGeneration
 from messages.errors import ErrorCode
 from messages.prompts import IllustratedPrompt, Sampling
+from messages.views import PoolingTask
 from messages.wire import BATCH_MAX, REQUESTS, TOKEN_BYTES
 from tests.support.simulation.session_bench import LIMITS, TOKEN, SessionBench, id_of
 
@@ -44,7 +45,7 @@ def test_a_prompt_is_sent_to_the_engine_and_not_logged(bench: SessionBench) -> N
 
 @pytest.mark.parametrize(("kind", "task"), [(rq.Embed, "embed"), (rq.Classify, "classify")])
 def test_inputs_are_sent_to_the_engine_and_vectors_to_the_client(
-    bench: SessionBench, kind: type, task: rq.PoolingTask
+    bench: SessionBench, kind: type, task: PoolingTask
 ) -> None:
     logged = bench.receive(kind("r", None, ("hello", (1, 2)), 700, TRACE))
     assert logged == records.PoolingRequested(id_of("r"), None, task, 700)

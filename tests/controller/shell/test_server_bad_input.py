@@ -22,6 +22,7 @@ from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT
 from messages.prompts import Sampling
+from messages.views import AdapterCounters
 from messages.wire import REPORTS, REQUESTS, WireError
 from tests.support.parallel.processes import TINY, ControllerProcess, controller, engine
 from tests.support.simulation.damaged_adapters import (
@@ -64,11 +65,11 @@ class Stack:
         return "".join(parts)
 
     def adapters(self) -> dict[str, rq.AdapterView]:
-        """Return every adapter's view by name; the witness without its counters."""
+        """Return every adapter's view by name without its times; the witness without its uses."""
         found = {}
         for view in self.client.list().adapters:
             assert view.adapter not in found
-            found[view.adapter] = view
+            found[view.adapter] = msgspec.structs.replace(view, counters=AdapterCounters())
         counters = {"uses": 0, "hits": 0, "last_used_ns": 0}
         found[WITNESS] = msgspec.structs.replace(found[WITNESS], **counters)
         return found
@@ -159,8 +160,8 @@ def _link_out(stack: Stack, tmp_path: Path) -> str:
 
 
 def _link_in_the_middle(stack: Stack, tmp_path: Path) -> str:
-    copy_adapter("caesar", stack.root / "real" / "caesar")
-    (stack.root / "way").symlink_to(stack.root / "real")
+    copy_adapter("caesar", tmp_path / "real" / "caesar")
+    (stack.root / "way").symlink_to(tmp_path / "real")
     return str(stack.root / "way" / "caesar")
 
 

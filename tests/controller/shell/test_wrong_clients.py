@@ -194,7 +194,10 @@ def that_may_not_administrate(served: Served) -> None:
         assert operator.call(replacing).code is ErrorCode.NOT_ALLOWED
         for kind, right in RIGHT_OF.items():
             if right == "administrate":
-                answer = operator.call(named(EXAMPLES[kind], "acme-1"))
+                request = EXAMPLES[kind]
+                if "adapter" in kind.__struct_fields__:
+                    request = named(request, "acme-1")
+                answer = operator.call(request)
                 assert answer.code is ErrorCode.NOT_ALLOWED
 
 

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from gateway.adapters import views as model_cards
+from messages import VERSION
 from messages import requests as rq
 from messages.errors import ErrorCode
-from messages.version import VERSION
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping"])

@@ -19,7 +19,7 @@ from engine.parallel import SINGLE, ParallelGroup
 from engine.punica import PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import stage
-from messages.requests import PoolingTask
+from messages.views import PoolingTask
 from tests.support.models.pooling_examples import ADAPTERS, TEXTS, PoolingExample
 
 NAMES = tuple(ADAPTERS)

@@ -17,7 +17,7 @@ from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
 from messages.commands import StartPooling
 from messages.reports import OperationFailed, PoolingEnded, Report
-from messages.requests import PoolingTask
+from messages.views import PoolingTask
 from tests.support.engine.pooling_bench import PoolingBench
 from tests.support.models.pooling_examples import CLASSIFIERS, EMBEDDERS, TEXTS, PoolingExample
 from tests.support.parallel.ranks import serve

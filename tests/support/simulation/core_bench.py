@@ -12,6 +12,7 @@ from controller.core.limits import Limits
 from controller.core.world import Adapter
 from messages import commands, events, records, requests
 from messages.errors import ErrorCode
+from messages.views import PoolingTask
 from tests.support.simulation.deployment import Deployment
 from tests.support.simulation.engine import Content
 
@@ -71,7 +72,7 @@ class CoreBench(Deployment):
         self.settle()
         return request_id
 
-    def pool(self, name: str | None, task: requests.PoolingTask = "embed") -> str:
+    def pool(self, name: str | None, task: PoolingTask = "embed") -> str:
         """Start an embedding or a classification and leave it running; returns its request id."""
         request_id = self.send(records.PoolingRequested, name, task)
         self.settle()

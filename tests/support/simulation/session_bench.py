@@ -9,6 +9,7 @@ from controller.shell.default_adapters import DefaultAdapters
 from messages import commands, records, reports
 from messages import requests as rq
 from messages.ids import client_name, scoped
+from messages.views import PoolingTask
 from messages.wire import REPLIES, REQUESTS, TOKEN_BYTES
 
 LIMITS = Limits(requests_max=4)
@@ -88,7 +89,7 @@ class SessionBench:
         scoped_id = id_of(request_id)
         return self.sessions.with_payload(commands.StartGeneration(op, scoped_id, 0, -1, 0))
 
-    def pool(self, request_id: str, task: rq.PoolingTask) -> commands.StartPooling | None:
+    def pool(self, request_id: str, task: PoolingTask) -> commands.StartPooling | None:
         """Return a pooling's command with its payload."""
         scoped_id = id_of(request_id)
         return self.sessions.with_payload(commands.StartPooling(1, scoped_id, 0, -1, 0, task))

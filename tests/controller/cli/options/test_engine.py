@@ -16,7 +16,8 @@ from controller.shell.config import ServeConfig, ServerConfig
 from controller.shell.supervisor import Ended
 from engine.config import EngineConfig, LoRAConfig
 from engine.worker.options import configs, parse
-from messages.engine_options import EngineArguments, EngineOptions, command_line, options_of
+from messages.engine_options import EngineArguments, EngineOptions
+from messages.option_list import command_line, options_of
 from messages.own_processes import process_command
 from tests.support.plain_logs import reset_logs
 
