@@ -130,7 +130,7 @@ ROOMS: Final = (
     _package("engine.models.caches", "engine", "torch transformers"),
     _package(
         "engine.models",
-        "messages.prompts messages.requests engine engine.adapters engine.kernels "
+        "messages.prompts messages.requests messages.views engine engine.adapters engine.kernels "
         "engine.kernels.__init__ engine.residency engine.punica engine.layers "
         "engine.models.caches engine.models.vision",
         "msgspec torch transformers",
@@ -144,7 +144,7 @@ ROOMS: Final = (
     _package("engine.inference.decoding", "engine engine.punica engine.models", "structlog torch"),
     _package(
         "engine.sampling",
-        "messages.prompts messages.requests engine",
+        "messages.prompts messages.requests messages.views engine",
         "llguidance torch",
     ),
     _package(

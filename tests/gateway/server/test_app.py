@@ -136,5 +136,5 @@ def test_a_wrong_value_of_any_field_is_refused_by_its_name(served):
     assert unchecked <= ANY
 
 
-ANY = {"tools", "documents", "chat_template_kwargs", "tool_choice"}
-"""What templates read may be any JSON."""
+ANY = {"tools", "documents", "chat_template_kwargs", "tool_choice", "guided_json"}
+"""What templates read, and a schema, may be any JSON."""

@@ -38,6 +38,7 @@ class ClientProcess:
         self.scope = client_name(token, "")
         self.session = Session(token, TIMING, TIMEOUT_S, GENERATION_TIMEOUT_S)
         self.calls: list[ClientCall] = []
+        self._begun: set[str] = set()
         self.is_running = True
         self._link = to_controller
         self._on_begun = on_begun
@@ -55,9 +56,16 @@ class ClientProcess:
         else:
             call = self.session.begin(request, now)
         self.calls.append(call)
-        self._on_begun(scoped(self.scope, call.request_id), call.request)
+        self._note_begun()
         self.advance()
         return call
+
+    def _note_begun(self) -> None:
+        """Note each new request: the session itself cancels generations that are too late."""
+        for request_id, call in self.session._calls.items():
+            if request_id not in self._begun:
+                self._begun.add(request_id)
+                self._on_begun(scoped(self.scope, request_id), call.request)
 
     def receive(self, frame: bytes) -> None:
         if self.is_running:
@@ -71,6 +79,7 @@ class ClientProcess:
         now = MACHINE.now_s
         for frame in self.session.due(now):
             self._link.send(frame)
+        self._note_begun()
         if any(call.settled for call in self.calls):
             settled = [call for call in self.calls if call.settled]
             self.calls = [call for call in self.calls if not call.settled]

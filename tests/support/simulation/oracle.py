@@ -29,6 +29,7 @@ class Oracle:
         self.world = world
         self.requests: dict[str, Any] = {}
         self.replies: dict[str, Any] = {}
+        self.replied_ns: dict[str, int] = {}
         self.forgotten: set[str] = set()
         self.states: dict[str, str] = {}
         self.holds: set[str] = set()
@@ -39,10 +40,20 @@ class Oracle:
     def on_input(self, message: Any) -> None:
         """Record a request, or the loss of its prompt, after which its client sends it again."""
         if isinstance(message, records.InferenceRequested | requests.LifecycleRequest):
+            if self._is_out_of_window(message.request_id):
+                del self.replies[message.request_id]
             self.requests.setdefault(message.request_id, message)
             self.forgotten.discard(message.request_id)
         elif isinstance(message, records.PayloadLost):
             self.forgotten.add(message.request_id)
+
+    def _is_out_of_window(self, request_id: str) -> bool:
+        """Whether a request's answer is dropped for its age, so that it is executed again."""
+        world = self.world
+        if request_id not in self.replies or request_id in world.pending_requests:
+            return False
+        age_ns = world.time_ns - self.replied_ns[request_id]
+        return request_id not in world.answers and age_ns > world.answers.bounds.kept_ns
 
     def on_reply(self, reply: Any) -> None:
         """Check that the first reply fits its request, and that later ones repeat it."""
@@ -51,6 +62,7 @@ class Oracle:
             assert first == reply, f"{reply.request_id} is answered twice: {first}, {reply}"
             return
         self.replies[reply.request_id] = reply
+        self.replied_ns[reply.request_id] = self.world.time_ns
         request = self.requests[reply.request_id]
         if isinstance(reply, requests.Refused):
             assert reply.message
