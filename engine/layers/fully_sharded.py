@@ -34,6 +34,7 @@ def striped_shrink_expand(slices: LoRASlices, group: ParallelGroup) -> ShrinkExp
     b_columns = tuple(column + 1 for column in slices.columns)
     shrink = LoRASlices(slices.directory, slices.columns, slices.in_features, no_outputs, *kind)
     expand = LoRASlices(slices.directory, b_columns, 0, slices.out_features, *kind)
+    shrink.is_ordered = expand.is_ordered = slices.is_ordered
     return ShrinkExpand(shrink, expand, parts)
 
 
@@ -67,9 +68,9 @@ class ShardedLoRA(BaseLayerWithLoRA):
         raise NotImplementedError(f"{type(self).__name__} must implement _shrink_expand_of")
 
     def _bind(self, arena: Arena) -> None:
-        self._shrink_expand = self._shrink_expand_of(
-            slices_of(arena, self.slice_shapes, self._columns)
-        )
+        slices = slices_of(arena, self.slice_shapes, self._columns)
+        slices.is_ordered = self.is_ordered
+        self._shrink_expand = self._shrink_expand_of(slices)
 
     def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Compute `base(x)` first: the exchange leaves nothing to run concurrently."""
@@ -78,8 +79,8 @@ class ShardedLoRA(BaseLayerWithLoRA):
     def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the batch's deltas to `y` in place, with an exchange between shrink and expand."""
         if self._punica is not None and self._shrink_expand is not None:
-            rows, inputs = self.rank_columns(y.view(-1, y.shape[-1])), x.reshape(-1, x.shape[-1])
-            self._punica.add_lora_shrink_expand(rows, inputs, self._shrink_expand, self.exchange)
+            rows = self.rank_columns(y.view(-1, y.shape[-1]))
+            self._punica.add_lora_shrink_expand(rows, x, self._shrink_expand, self.exchange)
         return y
 
 

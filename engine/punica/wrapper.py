@@ -207,15 +207,17 @@ class PunicaWrapper:
     ) -> None:
         """As `add_lora_linear`, with `exchange` between shrink and expand, in place.
 
-        y: [rows, sum of out_features], this process's columns, possibly a view of more columns.
-        `exchange` maps [slices, tokens, rank_max / rank_parts], in the accumulator's dtype and 0
-        where nothing was shrunk, to [slices, tokens, rank_max]. Whether it is called follows from
-        the mapping alone, so no rank waits for one that skips it.
+        y: [rows, sum of out_features], this process's columns, possibly a view of more columns. x:
+        [..., in_features], as for `groups_of`. `exchange` maps [slices, tokens, rank_max /
+        rank_parts], in the accumulator's dtype and 0 where nothing was shrunk, to [slices, tokens,
+        rank_max]. Whether it is called is the same on all ranks, so none waits for another.
         """
-        if self.groups_of(len(x)) is not None:
-            shrunk = self._shrink_buffer(x, slices)
-            self.add_shrink(shrunk, x, slices.shrink)
-            self.add_expand(y, exchange(shrunk), slices.expand)
+        groups = self.groups_of(x.shape[:-1], slices.expand)
+        if groups is not None:
+            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            shrunk = self._shrink_buffer(rows, slices)
+            self._kernels.shrink(shrunk, rows, slices.shrink, groups, 1.0)
+            self._kernels.expand(y, exchange(shrunk), slices.expand, groups, 0, True)
 
     def _shrink_buffer(self, x: Tensor, slices: ShrinkExpand) -> Tensor:
         """Return the buffer for `slices.shrink` of `x`: zeros, because ranks may sum it."""

@@ -33,7 +33,7 @@ KNOWN_SEEDS: Final = {
     "failed_sync_ignored": 49,
     "hold_ignored": 64,
     "operation_executed_twice": 291,
-    "overtaken_inventory_accepted": 82,
+    "overtaken_inventory_accepted": 2837,
     "refused_group_kept_in_file": 406,
     "report_acknowledged_before_log": 148,
     "skips_not_replayed": 41,
