@@ -5,6 +5,7 @@ Groups that were not measured keep their figures in the file.
 
 import argparse
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,19 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import adapters, control, experts, gateway, kernels, layers, models, serve, start
+from benchmarks import (
+    adapters,
+    control,
+    experts,
+    gateway,
+    kernels,
+    layers,
+    models,
+    serve,
+    serve_cache,
+    serve_loading,
+    start,
+)
 from benchmarks.figures import Figure
 from benchmarks.tables import rounded, write_tables
 
@@ -32,7 +45,9 @@ GROUPS: Final[dict[str, Callable[[], Iterator[Figure]]]] = {
     "kernels": kernels.run,
     "layers": layers.run,
     "models": models.run,
-    "serve": serve.run,
+    "serve": lambda: chain(
+        *(serve.run(), serve_cache.run(), serve_loading.activation(), serve_loading.cold_load())
+    ),
     "start": start.run,
 }
 

@@ -5,7 +5,7 @@ the engine the id of a request is `CLIENT:ID`: `ID` is what the client chose, `C
 that no client can name another's request.
 """
 
-from base64 import urlsafe_b64encode
+from base64 import b64encode
 from hashlib import blake2b
 from typing import Annotated, Final, Literal
 
@@ -80,7 +80,8 @@ def client_name(token: bytes, user: str) -> str:
     if len(person) > _USER_BYTES_MAX:
         person = blake2b(person, digest_size=_USER_BYTES_MAX).digest()
     name = blake2b(token, person=person, digest_size=_NAME_BYTES).digest()
-    return urlsafe_b64encode(name).decode()
+    # Without a dash: an id that begins with one would be an option of a command line.
+    return b64encode(name, b"._").decode()
 
 
 def scoped(client: str, request_id: RequestId) -> RequestId:
