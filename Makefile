@@ -42,14 +42,13 @@ quantization: $(STAMP)  ## install torchao and bitsandbytes (47 MB) for the test
 test: $(STAMP)  ## run all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
-# Without the small model, the older client or the quantising libraries, their tests are skipped with the reason.
+# Without the small model or the older client, their tests are skipped with the reason.
 check: $(STAMP)  ## lint, types and tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	-$(MAKE) sentences
 	-$(MAKE) openai2
-	-$(MAKE) quantization
 	$(MAKE) test
 
 bench: $(STAMP)  ## measure and print the tables (ONLY=control for one group)

@@ -39,7 +39,7 @@ def without_compiler() -> Iterator[ModuleType | None]:
 
     Any other use of it loads it.
     """
-    if _COMPILER in sys.modules:
+    if _COMPILER in sys.modules or _is_compiler_needed():
         yield None
         return
     marks = _CompilerMarks(_COMPILER)
@@ -48,6 +48,13 @@ def without_compiler() -> Iterator[ModuleType | None]:
         yield marks
     finally:
         marks.remove()
+
+
+def _is_compiler_needed() -> bool:
+    """Whether transformers imports torchao, whose modules use the compiler's own ones."""
+    from transformers.utils import is_torchao_available
+
+    return bool(is_torchao_available())
 
 
 class _CompilerMarks(ModuleType):
@@ -83,7 +90,7 @@ def _unmarked(function: Callable[..., Any] | None = None, *_: object, **__: obje
 def _without_distributed() -> Iterator[None]:
     """Let transformers find no `torch.distributed`, except on a rank."""
     is_available = torch.distributed.is_available
-    if not is_rank():
+    if not is_rank() and not _is_compiler_needed():
         torch.distributed.is_available = lambda: False
     try:
         yield
