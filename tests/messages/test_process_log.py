@@ -1,5 +1,6 @@
 """Logs on stderr: no line waits for a reader, every line has the format, no value is shown."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -81,22 +82,31 @@ class Collected:
         self.warning = lines.append
 
 
-def full_pipe() -> tuple[int, int]:
-    """Return both ends of a pipe into which nothing more can be written."""
+def full_pipe() -> tuple[int, int, int]:
+    """Return both ends of a pipe without room for one more byte, and how many bytes it holds."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, F_SETPIPE_SZ, 4096)
     os.set_blocking(writer, False)
-    try:
-        while True:
-            os.write(writer, b"x" * 4096)
-    except BlockingIOError:
-        pass
+    size = 0
+    # A write of up to a page is done wholly or not at all, so what is left is filled in bytes.
+    for part in (b"x" * 4096, b"x"):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                size += os.write(writer, part)
     os.set_blocking(writer, True)
-    return reader, writer
+    return reader, writer, size
+
+
+def read_exactly(fd: int, size: int) -> bytes:
+    """Read `size` bytes from a pipe."""
+    found = b""
+    while len(found) < size:
+        found += os.read(fd, size - len(found))
+    return found
 
 
 def test_a_full_pipe_blocks_no_writer_and_dropped_lines_are_reported() -> None:
-    reader, writer = full_pipe()
+    reader, writer, size = full_pipe()
     lines = LineWriter(writer, lambda count: f"{count} dropped", lines_max=10)
     for number in range(1000):
         lines.write(f"line {number}")
@@ -104,17 +114,18 @@ def test_a_full_pipe_blocks_no_writer_and_dropped_lines_are_reported() -> None:
     assert lines.dropped in (989, 990)
     dropped = lines.dropped
     assert not lines.flush(0.0)
-    os.read(reader, 4096)
+    read_exactly(reader, size)
     assert lines.flush(HANG_S)
     lines.write("the end")
     assert lines.flush(HANG_S)
-    written = os.read(reader, 1 << 16).decode().splitlines()
-    kept = [f"line {number}" for number in range(1000 - dropped)]
-    assert written == [*kept, f"{dropped} dropped", "the end"]
+    expected = [f"line {number}" for number in range(1000 - dropped)]
+    expected += [f"{dropped} dropped", "the end"]
+    text = "".join(line + "\n" for line in expected)
+    assert read_exactly(reader, len(text)).decode() == text
 
 
 def test_the_lines_that_wait_are_bounded_in_bytes() -> None:
-    _, writer = full_pipe()
+    _, writer, _ = full_pipe()
     lines = LineWriter(writer, str, bytes_max=1000)
     for _ in range(100):
         lines.write("x" * 99)
@@ -169,7 +180,7 @@ os.write(1, b"done")
 
 
 def test_a_process_with_a_blocked_stderr_goes_on_and_ends() -> None:
-    reader, writer = full_pipe()
+    reader, writer, _ = full_pipe()
     ended = subprocess.run(
         [sys.executable, "-c", BLOCKED],
         cwd=ROOT,

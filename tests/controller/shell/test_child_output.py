@@ -79,7 +79,7 @@ def test_an_end_with_an_error_is_one_format_too(tmp_path: Path) -> None:
 
 def test_a_blocked_stderr_does_not_block_the_controller(tmp_path: Path) -> None:
     directory = tmp_path / "d"
-    reader, writer = full_pipe()
+    reader, writer, _ = full_pipe()
     config = msgspec.json.encode(ServerConfig(str(directory))).decode()
     command = [sys.executable, "-m", "controller.shell.process", config]
     process = subprocess.Popen(command, cwd=ROOT, stderr=writer)
