@@ -36,19 +36,24 @@ openai2: $(STAMP)  ## install the client `openai` 2 for one test
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade \
 	  --target $(VENV)/openai-2 'openai>=2,<3'
 
+# In a folder of their own, which one test puts on its path: where torchao is found, `transformers`
+# imports it, and every process starts slower.
 quantization: $(STAMP)  ## install torchao and bitsandbytes (47 MB) for the tests of quantised bases
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[quantization]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps \
+	  --target $(VENV)/quantization 'bitsandbytes>=0.49,<1' 'torchao>=0.17,<1'
 
 test: $(STAMP)  ## run all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
-# Without the small model or the older client, their tests are skipped with the reason.
+# Without the small model, the older client or the quantising libraries, their tests are skipped with
+# the reason.
 check: $(STAMP)  ## lint, types and tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	-$(MAKE) sentences
 	-$(MAKE) openai2
+	-$(MAKE) quantization
 	$(MAKE) test
 
 bench: $(STAMP)  ## measure and print the tables (ONLY=control for one group)

@@ -142,11 +142,14 @@ def full() -> str:
             "With `fully_sharded_loras`, the second class replaces the first:",
             _table(("wrapper", "fully sharded"), _sharded()),
             "## Quantised bases",
-            _table(("`--quantization`", "compared with PEFT"), _quantized()),
-            "A model that was saved quantised by one of these libraries needs no option. Wrapped "
-            "layers call their base layer and never read its weight, so quantised projections are "
-            "not packed. Quantised models are served on one rank. `loradock[quantization]` has the "
-            "libraries.",
+            _table(("`--quantization`", "on a CPU"), _quantized()),
+            "A model that was saved quantised by one of these libraries needs no option, and is "
+            "compared in the same way. Wrapped layers call their base layer and never read its "
+            "weight, so quantised projections are not packed. Quantised models are served on one "
+            "rank. `loradock[quantization]` has the libraries. `transformers` has kernels of FP8 "
+            "for GPUs alone: on a CPU `--quantization fp8` is refused, and a model that was saved "
+            "in FP8 is served dequantised. Its layer is tested with a product in place of the "
+            "kernel, and not yet on a GPU.",
             "## Packed projections",
             _table(("packed layer", "children"), _packing_rules()),
             "Children are packed only if the probe observed that they receive the same tensor.",
@@ -167,7 +170,8 @@ def full() -> str:
 
 def _quantized() -> Iterator[tuple[str, ...]]:
     for name in QUANTIZATIONS:
-        yield f"`{name}`", "on a CPU" if name in QUANTIZED_ON_CPU else "not yet: it needs a GPU"
+        compared = "compared with PEFT" if name in QUANTIZED_ON_CPU else "refused"
+        yield f"`{name}`", compared
 
 
 def short() -> str:

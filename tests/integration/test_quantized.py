@@ -1,122 +1,136 @@
-"""Adapters over quantised bases are PEFT's over the same base: torchao and bitsandbytes on a CPU.
+"""Adapters over quantised bases are PEFT's over the same base: those that run on a CPU.
 
-A library that is not installed skips its cases; `make quantization` installs all of them.
+Models of torchao and bitsandbytes are compared by a process of its own, which alone finds them.
 """
 
+import json
+import os
+import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.integrations import finegrained_fp8
 
-from engine.adapters import LoRARequest
 from engine.config import QUANTIZATIONS, EngineConfig, LoRAConfig
-from engine.errors import AdapterDoesNotFit, ModelRefused
-from engine.layers import ReplicatedLinearWithLoRA
-from engine.manager import LRUCacheLoRAModelManager, LRUCacheWorkerLoRAManager
+from engine.errors import ModelRefused
+from engine.kernels import choose_kernels
+from engine.layers import wrapper_of
 from engine.models.loading import load_model
 from engine.models.quantization import loading_options
-from engine.parallel import ParallelGroup
-from engine.punica import LoRAMapping
+from engine.punica import LoRAMapping, PunicaWrapper
+from engine.residency.arena import Arena
 from tests.support.engine.engine_examples import relative_error
-from tests.supported import QUANTIZED_ON_CPU
+from tests.support.engine.parity_bench import ParityBench, PeftReference
+from tests.support.models.quantized_bases import CONFIG, PROMPT, Comparison, save_example
+from tests.supported import QUANTIZED_ON_CPU, ROOT
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=128,
-    intermediate_size=128,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
-TARGETS = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-PROMPT = (5, 1, 44, 3)
+LIBRARIES = Path(sys.prefix) / "quantization"
+BLOCK = 128
+FP8_MAX = 448
+"""The largest float8_e4m3fn."""
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with a whole model and an adapter for it."""
     root = tmp_path_factory.mktemp("quantized")
-    torch.manual_seed(3)
-    LlamaForCausalLM(CONFIG).save_pretrained(root / "model")
-    model = LlamaForCausalLM.from_pretrained(root / "model")
-    peft = get_peft_model(
-        model, LoraConfig(r=4, lora_alpha=6, target_modules=TARGETS, init_lora_weights=False)
-    )
-    peft.peft_config["default"].init_lora_weights = True
-    peft.save_pretrained(root / "adapter")
+    save_example(root)
     return root
 
 
-def needs(library: str) -> None:
-    pytest.importorskip(library, reason=f"{library} is not installed; see `make quantization`")
+# One test, because each process that finds torchao starts slowly.
+def test_quantized_bases_serve_adapters_as_peft_does(saved: Path) -> None:
+    """`make quantization` installs the libraries in a folder of their own."""
+    if not LIBRARIES.is_dir() and find_spec("torchao") is None:
+        pytest.skip("torchao and bitsandbytes are not installed; see `make quantization`")
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.support.models.quantized_bases", str(saved)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(LIBRARIES)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    found = msgspec.json.decode(process.stdout.splitlines()[-1], type=dict[str, Comparison])
+    assert found.keys() == QUANTIZED_ON_CPU.keys()
+    for name, one in found.items():
+        # bitsandbytes rounds activations to float16, or to bfloat16 in its product of 4 bits.
+        error_max = 1e-2 if name.startswith("bitsandbytes") else 1e-5
+        assert max(one.base, one.adapter, one.served) < error_max, (name, one)
+        assert one.effect > 0.1, (name, "the adapter has no effect")
+        assert one.wrapper == "ReplicatedLinearWithLoRA", (name, "projections are not packed")
+        assert "q_proj.lora_magnitude" in one.dora, name
+        assert "that are not quantised" in one.dora, name
+        assert "can't be split; serve it on one rank" in one.split, name
 
 
-def quantized(root: Path, name: str) -> LlamaForCausalLM:
-    needs(QUANTIZED_ON_CPU[name])
-    options = loading_options(name, CONFIG, CPU)
-    path = root / "model"
-    return LlamaForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+def in_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight [128, 128 n] as `float8_e4m3fn`, and the scale of each block."""
+    blocks = weight.unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax((0, 2)) / FP8_MAX
+    return (blocks / scales[None, :, None]).to(torch.float8_e4m3fn).flatten(1), scales[None]
 
 
-@pytest.mark.parametrize("name", QUANTIZED_ON_CPU)
 @torch.no_grad()
-def test_a_quantized_base_serves_adapters_as_peft_does(name: str, saved: Path) -> None:
-    manager = LRUCacheLoRAModelManager(
-        quantized(saved, name), 4, 64, CONFIG.vocab_size, LoRAConfig(8, 2), "cpu"
-    )
-    # Before its first forward, in which a library may pack the weights anew.
-    reference = PeftModel.from_pretrained(quantized(saved, name), saved / "adapter").eval()
-    base = quantized(saved, name)
-    layer = manager.modules["model.layers.0.self_attn.q_proj"]
-    assert isinstance(layer, ReplicatedLinearWithLoRA), "quantised projections are not packed"
-    worker = LRUCacheWorkerLoRAManager(manager)
-    index = [0] * len(PROMPT) + [1] * len(PROMPT)
-    worker.set_active_adapters(
-        [LoRARequest("a", 1, str(saved / "adapter"))], LoRAMapping(index, [0, 1], is_prefill=True)
-    )
-    tokens = torch.tensor([PROMPT] * 2)
-    found = manager.model(tokens).logits
-    # bitsandbytes with 8 bits rounds activations to float16, which a batch's order may change.
-    error_max = 1e-2 if name in ("bitsandbytes-8bit", "bitsandbytes-4bit") else 1e-5
-    assert relative_error(found[0], base(tokens).logits[0]) < error_max
-    expected = reference(input_ids=tokens).logits[1]
-    assert relative_error(found[1], expected) < error_max
-    assert relative_error(found[1], found[0]) > 0.1, "the adapter has no effect"
+def test_a_model_that_was_saved_in_fp8_is_served_dequantized_on_a_cpu(saved: Path) -> None:
+    """`transformers` does that; its product of FP8 weights has kernels for GPUs alone."""
+    path = saved / "fp8"
+    LlamaForCausalLM.from_pretrained(saved / "model").save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weights[name], weights[f"{name}_scale_inv"] = in_fp8(weights[name])
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    stated = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+
+    served = load_model(EngineConfig(path, device="cpu"), LoRAConfig(8))
+    bench = ParityBench(served, saved / "plain", slots=1, device_bytes=1 << 20)
+    bench.write(0, "plain")
+    base = LlamaForCausalLM.from_pretrained(path, dtype="auto")
+    peft = PeftReference({"plain": PeftModel.from_pretrained(base, saved / "plain/plain").eval()})
+    peft.check(bench, [("plain", PROMPT), (None, PROMPT)])
+    with pytest.raises(ModelRefused, match="FP8 quantization"):
+        load_model(EngineConfig(saved / "model", device="cpu", quantization="fp8"), LoRAConfig(8))
 
 
-@pytest.mark.parametrize("name", ["torchao-int8", "bitsandbytes-4bit"])
-def test_a_model_is_quantized_while_it_is_served(name: str, saved: Path) -> None:
-    needs(QUANTIZED_ON_CPU[name])
-    model = load_model(
-        EngineConfig(saved / "model", device="cpu", quantization=name), LoRAConfig(8)
-    )
-    assert "model.layers.0.self_attn.q_proj" in model.layers
+@torch.no_grad()
+def test_the_fp8_layer_computes_its_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel is replaced by one for CPUs; its weight is not read."""
 
+    def product(x: Tensor, weight: Tensor, scale: Tensor, *_: object) -> Tensor:
+        return linear(x, weight.to(x.dtype) * scale.repeat_interleave(BLOCK, 1))
 
-def test_dora_over_a_quantized_base_is_refused_by_layer(saved: Path, tmp_path: Path) -> None:
-    needs("torchao")
-    plain = LlamaForCausalLM.from_pretrained(saved / "model")
-    get_peft_model(
-        plain, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True)
-    ).save_pretrained(tmp_path)
-    manager = LRUCacheLoRAModelManager(
-        quantized(saved, "torchao-int8"), 4, 64, CONFIG.vocab_size, LoRAConfig(8, 2), "cpu"
-    )
-    with pytest.raises(AdapterDoesNotFit, match=r"q_proj\.lora_magnitude.* that are not quantised"):
-        LRUCacheWorkerLoRAManager(manager).add_adapter(LoRARequest("a", 1, str(tmp_path)))
-
-
-def test_a_quantized_model_is_not_split(saved: Path) -> None:
-    needs("torchao")
-    config = EngineConfig(saved / "model", device="cpu", quantization="torchao-int8")
-    with pytest.raises(ModelRefused, match="can't be split; serve it on one rank"):
-        load_model(config, LoRAConfig(8), ParallelGroup(0, 2))
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", product)
+    weight, x = torch.randn(BLOCK, 2 * BLOCK), torch.randn(3, 2 * BLOCK)
+    layer = finegrained_fp8.FP8Linear(2 * BLOCK, BLOCK, (BLOCK, BLOCK)).requires_grad_(False)
+    layer.weight.data, layer.weight_scale_inv.data = in_fp8(weight)
+    wrapper = wrapper_of(layer)
+    assert wrapper is not None
+    wrapped = wrapper(layer)
+    assert (wrapped.affine_shapes, wrapped.saved_shapes) == ((), ())
+    shapes = wrapped.module_shapes("m", 0)
+    punica = PunicaWrapper(CPU, 8, choose_kernels("cpu"))
+    punica.update_metadata(LoRAMapping([0, 1, 0], [0, 1, 0]), [1])
+    wrapped.create_lora_weights(Arena(1, shapes, 1 << 20, torch.float32, "cpu"), [0])
+    wrapped.set_mapping(punica)
+    a, b = torch.randn(2, 2 * BLOCK), torch.randn(BLOCK, 2)
+    wrapped.set_lora(0, a, b)
+    expected = layer(x)
+    assert 0 < relative_error(expected, linear(x, weight)) < 0.1
+    expected[1] += x[1] @ a.T @ b.T
+    assert relative_error(wrapped(x), expected) < 1e-5
 
 
 def test_wrong_quantizations_are_refused(tmp_path: Path) -> None:
