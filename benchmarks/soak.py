@@ -5,8 +5,9 @@ engine on the tiny model, and clients that come and go. They load, move and evic
 generate, list, hold and fetch events; snapshots are made and old files dropped meanwhile. Memory,
 descriptors, threads and the bytes of the log's directory are sampled. At the end their growth is
 printed: the slope of Theil and Sen (1968), the median of the slopes between all pairs of samples.
-Tables with a fixed bound, of known clients and of the latest events, are filled before. The first
-part of the run is not counted. The status is 1 if anything grows.
+What has a fixed bound is filled before: the tables of clients, answers, refusals and events. The
+blocks of the KV cache, of which there are few, are used in the first part of the run, which is not
+counted. The status is 1 if anything grows.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import combinations, islice
 from pathlib import Path
 from statistics import median
@@ -33,18 +34,24 @@ from benchmarks.serving import serving
 from controller.client import Client
 from controller.client.errors import LoradockError
 from controller.core.limits import Limits
-from controller.shell.clients.client_table import CLIENTS_MAX, CLIENTS_PER_ROUTE_MAX
+from controller.shell.clients.client_table import CLIENTS_MAX
 from controller.shell.config import ServeConfig, ServerConfig
 from controller.shell.event_stream import EVENTS_KEPT
 from controller.shell.transport import endpoint
-from messages.requests import HoldAdapter, ReleaseAdapter, ShowAdapter
+from messages.engine_options import EngineOptions
+from messages.requests import EvictAdapter, HoldAdapter, ReleaseAdapter
 from messages.wire import BATCH_MAX, REPLIES, REQUESTS, TOKEN_BYTES
 
 TINY: Final = Path(__file__).parent.parent / "examples" / "tiny"
 ADAPTERS: Final = tuple(sorted(path.name for path in (TINY / "adapters").iterdir()))
 LIMITS: Final = Limits(slots_max=3, host_adapters_max=5, answers_max=4096, digest_interval=256)
+ENGINE_OPTIONS: Final = EngineOptions(kv_cache_bytes=8 << 20)
 SNAPSHOT_INTERVAL: Final = 500
 SEGMENT_BYTES: Final = 1 << 20
+UNKNOWN: Final = "no-adapter-has-this-name"
+CONNECTIONS: Final = 64
+"""The connections that are open together while the tables are filled."""
+
 CLIENTS: Final = 3
 CALLS_PER_CLIENT: Final = 20
 PAUSE_S: Final = 0.02
@@ -128,27 +135,38 @@ def _size_bytes(path: Path) -> int:
 
 
 def fill_tables(directory: Path) -> None:
-    """Fill the tables of clients and of events up to their bounds."""
+    """Fill the tables of clients, answers, refusals and events up to their bounds.
+
+    Every client has a connection and a window of its own, so that the tables have their largest
+    size.
+    """
     with zmq.Context() as context:
-        for _ in range(CLIENTS_MAX // CLIENTS_PER_ROUTE_MAX):
-            with context.socket(zmq.DEALER) as socket:
-                socket.connect(endpoint(directory, "requests.sock"))
-                socket.rcvtimeo = REPLY_TIMEOUT_MS
-                # Other ids, because a connection's query under the id of one that waits is not
-                # answered twice.
-                for number in range(CLIENTS_PER_ROUTE_MAX):
-                    query = (ShowAdapter(str(number), ADAPTERS[0]),)
-                    socket.send(REQUESTS.encode(query, token=secrets.token_bytes(TOKEN_BYTES)))
-                _receive(socket, CLIENTS_PER_ROUTE_MAX)
-        with context.socket(zmq.DEALER) as socket:
-            socket.connect(endpoint(directory, "requests.sock"))
-            socket.rcvtimeo = REPLY_TIMEOUT_MS
+        for first in range(0, CLIENTS_MAX, CONNECTIONS):
+            with ExitStack() as opened:
+                sockets = [
+                    opened.enter_context(_connected(context, directory)) for _ in range(CONNECTIONS)
+                ]
+                # A refusal, and for the last clients an answer.
+                calls = 1 + (first >= CLIENTS_MAX - LIMITS.answers_max)
+                for socket in sockets:
+                    batch = (EvictAdapter("1", UNKNOWN), ReleaseAdapter("2", ADAPTERS[0]))[:calls]
+                    socket.send(REQUESTS.encode(batch, token=secrets.token_bytes(TOKEN_BYTES)))
+                for socket in sockets:
+                    _receive(socket, calls)
+        with _connected(context, directory) as socket:
             token, kinds = secrets.token_bytes(TOKEN_BYTES), (HoldAdapter, ReleaseAdapter)
             for first in range(0, EVENTS_KEPT, BATCH_MAX):
                 numbers = range(first, first + BATCH_MAX)
-                batch = tuple([kinds[n % 2](str(n), ADAPTERS[0]) for n in numbers])
-                socket.send(REQUESTS.encode(batch, token=token))
+                changes = tuple([kinds[n % 2](str(n), ADAPTERS[0]) for n in numbers])
+                socket.send(REQUESTS.encode(changes, token=token))
                 _receive(socket, BATCH_MAX)
+
+
+def _connected(context: "zmq.Context[zmq.Socket[bytes]]", directory: Path) -> "zmq.Socket[bytes]":
+    socket = context.socket(zmq.DEALER)
+    socket.connect(endpoint(directory, "requests.sock"))
+    socket.rcvtimeo = REPLY_TIMEOUT_MS
+    return socket
 
 
 def _receive(socket: "zmq.Socket[bytes]", replies: int) -> None:
@@ -234,6 +252,7 @@ def soak(minutes: float, directory: Path, console: Console) -> list[Growth]:
         server,
         model=str(TINY / "model"),
         adapter_roots=(str(TINY / "adapters"),),
+        engine_options=ENGINE_OPTIONS,
     )
     times: list[float] = []
     samples: list[dict[str, float]] = []

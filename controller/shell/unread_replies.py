@@ -5,6 +5,7 @@ long reply is therefore sent with a tracker, which is done once the reply has le
 """
 
 from collections import deque
+from itertools import islice
 from typing import Final, Protocol
 
 LONG_REPLY_BYTES: Final = 4096
@@ -16,6 +17,8 @@ UNREAD_BYTES_PER_CLIENT_MAX: Final = 32 << 20
 UNREAD_BYTES_MAX: Final = 512 << 20
 """Bound on the long replies of all clients; beyond it each client may have one."""
 
+_FORGOTTEN_PER_REPLY: Final = 2
+"""The clients whose read replies are forgotten with each reply: more than one reply adds."""
 
 UNSENT_BYTES_PER_CLIENT_MAX: Final = 4 << 20
 """Bound on the replies to one client that wait until it has read others, in bytes."""
@@ -61,6 +64,10 @@ class UnreadReplies:
         self._bytes: dict[bytes, int] = {}
         self.size_bytes = 0
 
+    def __len__(self) -> int:
+        """Return the number of clients with replies that are not known to be read."""
+        return len(self._sent)
+
     def allows(self, client: bytes, size_bytes: int) -> bool:
         """Whether a reply of this size may be sent to a client now."""
         self._forget_read(client)
@@ -74,10 +81,16 @@ class UnreadReplies:
         )
 
     def add(self, client: bytes, tracker: Tracker, size_bytes: int) -> None:
-        """Count a reply that was sent."""
+        """Count a reply that was sent.
+
+        A client that has disconnected sends nothing more, so all clients are examined in turn.
+        """
         self._sent.setdefault(client, deque()).append((tracker, size_bytes))
         self._bytes[client] = self._bytes.get(client, 0) + size_bytes
         self.size_bytes += size_bytes
+        for other in tuple(islice(self._sent, _FORGOTTEN_PER_REPLY)):
+            self._sent[other] = self._sent.pop(other)
+            self._forget_read(other)
 
     def _forget_read(self, client: bytes) -> None:
         sent = self._sent.get(client)

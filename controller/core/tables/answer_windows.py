@@ -87,7 +87,7 @@ class AnswerWindows(Generic[D]):
             window.append(answer)
             windows.move_to_end(client)
         if self._largest:
-            heappush(self._largest, (-len(window), client))
+            self._note_size(-len(window), client)
         client_max = bounds.client_max
         expired_ns = answer.time_ns - bounds.kept_ns
         if window[0].time_ns <= expired_ns:
@@ -135,10 +135,17 @@ class AnswerWindows(Generic[D]):
         if not window:
             del self._windows[client]
 
+    def _note_size(self, size: int, client: str) -> None:
+        heappush(self._largest, (size, client))
+        if len(self._largest) > 4 * len(self._windows) + 64:
+            # Made again when it is needed. Until then the bound of all windows is not reached, and
+            # entries would only accumulate.
+            self._largest.clear()
+
     def _largest_window(self) -> str:
         """Return the client with the most answers; of several, the first by name."""
         sizes = self._largest
-        if not sizes or len(sizes) > 4 * len(self._windows) + 64:
+        if not sizes:
             sizes[:] = [(-len(window), client) for client, window in self._windows.items()]
             heapify(sizes)
         while True:

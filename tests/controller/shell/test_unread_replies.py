@@ -47,3 +47,19 @@ def test_beyond_the_bound_for_all_each_client_may_have_one_reply() -> None:
     # What another client has read makes room.
     replies[-1].done = True
     assert unread.allows(b"0", size)
+
+
+def test_clients_that_have_read_everything_and_are_gone_are_forgotten() -> None:
+    unread, waiting = UnreadReplies(), Reply()
+    unread.add(b"waits", waiting, 1)
+    for number in range(1000):
+        read = Reply()
+        read.done = True
+        assert unread.allows(b"%d" % number, 1)
+        unread.add(b"%d" % number, read, 1)
+        assert len(unread) <= 3
+    assert unread.size_bytes <= 3
+    waiting.done = True
+    for _ in range(3):
+        unread.add(b"last", read, 1)
+    assert len(unread) <= 1

@@ -115,6 +115,20 @@ def test_the_answers_of_clients_that_have_left_are_dropped_in_time() -> None:
     assert len(found) == 5
 
 
+def test_the_index_of_sizes_is_bounded_while_the_bound_of_all_windows_is_not_reached() -> None:
+    found = windows(WindowBounds(12, 5, 1000))
+    for number in range(4 * 12):
+        found.add(answer("abcd"[number % 4], number))
+    # From now on only the bound of this client's window is reached, then only that of time.
+    for number in range(1000):
+        found.add(answer("a", 100 + number))
+    assert len(found._largest) < 100
+    for number in range(1000):
+        found.add(answer(f"client-{number}", number, 2000 * number))
+    assert len(found._largest) < 100
+    assert len(found) <= 12
+
+
 def test_lower_bounds_drop_the_oldest_of_the_largest_windows() -> None:
     found = windows(WindowBounds(1000, 100, 1000))
     for client, count in (("a", 10), ("b", 4), ("c", 7)):
