@@ -23,6 +23,7 @@ from typing import Final, NamedTuple
 import msgspec
 import xxhash
 
+from controller.log.durable_files import write_file
 from controller.log.format import UNDECODABLE, LogForeign
 from controller.log.storage import DISK, Storage
 from messages.events import Published
@@ -131,6 +132,7 @@ class EventWriter:
         # Events of the files that follow the last one that `add` compared.
         self._stored: deque[Published] = deque()
         self._reader: EventReader | None = None
+        self._is_durable = False
         self._continue(None)
 
     def add(self, events: Sequence[Published]) -> None:
@@ -142,6 +144,7 @@ class EventWriter:
         for event in events:
             if event.seq <= self.newest_seq:
                 if self._has(event):
+                    self._make_durable()
                     continue
                 self.cut_after(event.seq - 1)
             if event.seq != self.newest_seq + 1:
@@ -164,6 +167,22 @@ class EventWriter:
                 # Of another version: this one writes them again.
                 self._stored.clear()
         return bool(self._stored) and self._stored.popleft() == event
+
+    def _make_durable(self) -> None:
+        """Write the last file again if this writer continues one of which `add` has a part.
+
+        A writer before added that part, and may have failed to sync it. After a failed sync the
+        system takes unwritten bytes for written ones, and no further sync writes them. That writer
+        ended then, so all earlier files are durable.
+        """
+        if self._is_durable or self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        self._storage.close(fd)
+        path = event_files(self._directory, self._storage)[-1]
+        write_file(path, self._storage.read(path, 0, self._file_bytes), self._storage)
+        self._fd = self._storage.open_end(path)
+        self._is_durable = True
 
     def cut_after(self, seq: Seq) -> None:
         """Drop the events after number `seq`: a log that was cut may have others there."""

@@ -121,7 +121,7 @@ def _locked(directory: Path, storage: Storage) -> Iterator[None]:
 
 def _remove_drafts(directory: Path, storage: Storage) -> None:
     for name in storage.names(directory):
-        if name.endswith(".snap.new"):
+        if name.endswith((".snap.new", ".evt.new")):
             storage.remove(directory / name)
 
 

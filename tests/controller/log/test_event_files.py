@@ -23,6 +23,7 @@ from controller.log.format import LogForeign
 from controller.log.storage import Storage
 from messages.events import AdapterCached, Published
 from tests.support.simulation.log_examples import flip
+from tests.support.simulation.memory_storage import MemoryStorage
 
 pytestmark = pytest.mark.usefixtures("without_fsync")
 
@@ -257,6 +258,28 @@ def test_a_full_disk_leaves_whole_frames(tmp_path: Path) -> None:
     assert EventReader(tmp_path).read(1, COUNT) == published(1, newest)
     assert write(tmp_path, published(1, COUNT)) == COUNT
     assert EventReader(tmp_path).read(1, COUNT) == published(1, COUNT)
+
+
+@pytest.mark.parametrize("file_bytes_max", [1, 2000, 1 << 20])
+@pytest.mark.parametrize("seed", range(5))
+def test_events_that_were_not_synced_are_written_again(seed: int, file_bytes_max: int) -> None:
+    """A failed sync loses bytes that the process still sees, and the next sync succeeds."""
+    directory, storage = Path("/log"), MemoryStorage(Random(seed))
+    storage.make_directory(directory)
+    for first, last in ((1, 40), (41, 90)):
+        storage.faults.sync_fails = 0.5 if first > 1 else 0.0
+        for _ in range(100):
+            writer = EventWriter(directory, storage, file_bytes_max)
+            try:
+                # What has no snapshot yet is added again.
+                writer.add(published(first, last))
+                writer.close()
+            except OSError:
+                storage.crash()
+            else:
+                break
+    storage.lose_power()
+    assert EventReader(directory, storage).read(1, 200) == published(1, 90)
 
 
 def test_events_of_another_version_are_reported_as_foreign(tmp_path: Path) -> None:
