@@ -1,6 +1,5 @@
 """Configurations of the controller's process and of `loradock serve`, and their exit statuses."""
 
-import struct
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
@@ -27,12 +26,6 @@ EXIT_SOCKET: Final = 6
 """A socket can't be opened."""
 EXIT_LOG: Final = 7
 """The log is damaged, foreign, in use or diverges: a restart does not help."""
-
-RESTART: Final = struct.Struct("<Q")
-"""What a controller writes to `Supervision.restart_fd`: the process id of an engine to restart."""
-
-STOP_ALL: Final = 0
-"""In place of a process id: every process has to end, because a client has stopped the server."""
 
 EngineKind = Literal["managed", "external"]
 """Whether `serve` starts the engine, or waits for one that is started elsewhere."""

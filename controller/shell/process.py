@@ -27,7 +27,8 @@ from controller.shell.config import (
     Supervision,
 )
 from controller.shell.operating.settings_file import SettingsFile
-from controller.shell.server import Server, SupervisorLink
+from controller.shell.operating.supervisor_link import SupervisorLink
+from controller.shell.server import Server
 from controller.shell.transport import Transport, TransportError
 from messages import process_log
 from messages.key_files import KeyFileError

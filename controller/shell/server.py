@@ -5,13 +5,12 @@ input, and each input's actions are performed. What is not in the log never happ
 acknowledged is in the log.
 """
 
-import contextlib
 import gc
 import os
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Final, NamedTuple, get_args
+from typing import Final, get_args
 
 import msgspec
 import structlog
@@ -29,7 +28,7 @@ from controller.log.format import LogFull
 from controller.log.retention import retention_from
 from controller.log.writer import Log
 from controller.shell.client_sessions import ClientSessions
-from controller.shell.config import RESTART, STOP_ALL, ServerConfig
+from controller.shell.config import ServerConfig
 from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
 from controller.shell.event_stream import EVENTS_BEAT_NS, EventStream
@@ -38,12 +37,13 @@ from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
 from controller.shell.operating.engine_watch import EngineWatch
 from controller.shell.operating.preloads import preload_requests
 from controller.shell.operating.settings_file import SettingsFile
+from controller.shell.operating.supervisor_link import SupervisorLink
 from controller.shell.snapshot_process import SnapshotProcess
 from controller.shell.transport import Transport
 from messages import records
 from messages.commands import RequestInventory, ResendTokens, StartInference
 from messages.errors import ErrorCode
-from messages.ids import Epoch
+from messages.ids import Epoch, Seq
 from messages.progress import Progress
 from messages.records import FORMAT, Header, Input, Record
 from messages.reports import EngineInventory, LoggedReport
@@ -68,14 +68,6 @@ _NOTED: Final = frozenset(
 log = structlog.get_logger("controller")
 
 
-class SupervisorLink(NamedTuple):
-    """What the server shares with its supervisor: pages of steps, and where it reads restarts."""
-
-    progress: Progress
-    engine_progress: Progress
-    restart_fd: int = -1
-
-
 class Server:
     """The controller between start and stop, which is one epoch."""
 
@@ -89,8 +81,8 @@ class Server:
     ) -> None:
         self._transport = transport
         self._log = opened
-        supervisor = supervisor or SupervisorLink(Progress(), Progress())
-        self._progress, self._engine_progress, self._restart_fd = supervisor
+        self._supervisor = supervisor or SupervisorLink(Progress(), Progress())
+        self._progress = self._supervisor.progress
         self._events = EventStream(opened.directory, opened.storage)
         self._snapshots = SnapshotProcess(
             opened.directory,
@@ -151,7 +143,7 @@ class Server:
                     self._end_after_stop()
             self._progress.enter("stop", STEP_BOUND_S)
             self._log.sync()
-            self._snapshots.finish(self._controller.world.seq)
+            self._snapshots.finish(self.snapshot_until)
         finally:
             self._progress.enter("stop", STEP_BOUND_S)
             self._snapshots.close()
@@ -163,12 +155,17 @@ class Server:
         """End after this iteration; a signal handler."""
         self._stopping = True
 
+    @property
+    def snapshot_until(self) -> Seq:
+        """The last record of a snapshot; 0 while the log lacks that a record is skipped."""
+        if any(isinstance(one.message, records.InputSkipped) for one in self._pending):
+            return 0
+        return self._controller.world.seq
+
     def _end_after_stop(self) -> None:
         log.info("stopping: no request is waited for any more")
         self._stopping = True
-        if self._restart_fd >= 0:
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._restart_fd, RESTART.pack(STOP_ALL))
+        self._supervisor.stop_all()
 
     def _change_settings(self, limits: Limits, policy: str) -> None:
         if not self._log.has_record:
@@ -256,7 +253,7 @@ class Server:
 
     def _engine_step_since(self) -> int | None:
         """Return the start of the step that the engine reports; None if it has no supervisor."""
-        step, engine = self._engine_progress.read(), self._controller.world.engine
+        step, engine = self._supervisor.engine_progress.read(), self._controller.world.engine
         return step.since_ns if step and engine and step.pid == engine.pid else None
 
     def _commit(self, group: list[GroupInput]) -> None:
@@ -319,10 +316,7 @@ class Server:
         log.error("engine has to be restarted", engine=engine_id, pid=pid, reason=reason)
         self._link.detach(time.monotonic_ns(), ended=True)
         self._engine_watch.stop()
-        if self._restart_fd >= 0:
-            # The pipe is full only if the supervisor has not read thousands of these.
-            with contextlib.suppress(BlockingIOError):
-                os.write(self._restart_fd, RESTART.pack(pid))
+        self._supervisor.restart(pid)
 
     def _request_resends(self) -> None:
         """Have the engine send output again to clients that may lack some."""
@@ -395,6 +389,6 @@ class Server:
             self._beat_ns = now
             if self._interval_sync:
                 self._log.sync()
-            self._snapshots.tick(self._controller.world.seq)
+            self._snapshots.tick(self.snapshot_until)
         if now - self._published_ns >= EVENTS_BEAT_NS:
             self._publish(beat=True)

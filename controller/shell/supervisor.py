@@ -27,14 +27,13 @@ from controller.shell.config import (
     EXIT_FAILED,
     EXIT_LOG,
     EXIT_SOCKET,
-    RESTART,
-    STOP_ALL,
     ServeConfig,
     ServerConfig,
     Supervision,
 )
 from controller.shell.hang_watch import HANG_TIMEOUT_MS, HangWatch, is_stopped, process_tree
 from controller.shell.listener import TransportError, endpoint
+from controller.shell.operating.supervisor_link import RESTART, STOP_ALL
 from messages.engine_options import EngineArguments, LogFormat
 from messages.key_files import KeyFileError, share_key_pair
 from messages.option_list import command_line

@@ -11,7 +11,8 @@ from controller.log.format import LogError
 from controller.log.writer import Log
 from controller.shell.access.permissions import LOCAL_ONLY
 from controller.shell.config import ServerConfig
-from controller.shell.server import Server, SupervisorLink
+from controller.shell.operating.supervisor_link import SupervisorLink
+from controller.shell.server import Server
 from messages.records import FORMAT, Header
 from tests.support.campaign.disk import SimulatedCrash, SimulatedDisk
 from tests.support.campaign.engine_process import SimulatedProgress
@@ -120,6 +121,12 @@ class ControllerProcess:
         """The running controller's state, for reading only."""
         assert self._server is not None
         return self._server._controller.world
+
+    @property
+    def snapshot_until(self) -> int:
+        """The record up to which the running controller orders a snapshot; 0 for none."""
+        assert self._server is not None
+        return self._server.snapshot_until
 
     def start(self) -> None:
         """Recover and begin an epoch; raises `LogError`, and `SimulatedCrash` on the way."""

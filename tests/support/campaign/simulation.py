@@ -198,9 +198,9 @@ class Simulation:
 
     def make_snapshot(self, crash_after: int = -1) -> None:
         """Let the snapshotter work, which is another process; it may crash or find no space."""
-        if not self.controller.is_running:
+        if not self.controller.is_running or not self.controller.snapshot_until:
             return
-        order = SnapshotOrder(self.controller.world.seq, self.retention)
+        order = SnapshotOrder(self.controller.snapshot_until, self.retention)
         with self.disk.other_process(crash_after):
             try:
                 make_snapshot(LOG_DIRECTORY, order, self.disk)
