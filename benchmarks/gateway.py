@@ -152,8 +152,9 @@ async def _streams(directory: Path, port: int) -> list[Figure]:
     # A text that the adapter continues without an end.
     prompt = "a" * 40
     opened = await connections(port, STREAMS)
-    request = post(PATH, _body(prompt, max_tokens=TOKENS, stream=True))
-    one = post(PATH, _body(prompt, max_tokens=1, stream=True))
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    request = post(PATH, _body(prompt, max_tokens=TOKENS, **streamed))
+    one = post(PATH, _body(prompt, max_tokens=1, **streamed))
     async with AsyncClient(directory) as client:
 
         async def direct(max_tokens: int) -> tuple[float, int]:
@@ -162,7 +163,8 @@ async def _streams(directory: Path, port: int) -> list[Figure]:
                 prompt, ADAPTER, max_tokens=max_tokens, temperature=1.0
             )
             async for chunk in generation:
-                first_s = first_s or time.perf_counter() - began
+                if chunk.text:
+                    first_s = first_s or time.perf_counter() - began
                 tokens += len(chunk.tokens)
             return first_s, tokens
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 _HEAD_END: Final = b"\r\n\r\n"
+_DONE: Final = b"data: [DONE]"
+_TEXT: Final = b'"text":"'
+_TOKENS: Final = b'"completion_tokens":'
 
 
 def post(path: str, body: bytes) -> bytes:
@@ -48,22 +51,30 @@ class Connection:
         await self._writer.drain()
 
     async def stream(self, request: bytes) -> tuple[float, int]:
-        """Read a stream to its end; return seconds to its first event, and its tokens."""
-        began, first_s, tokens = time.perf_counter(), 0.0, 0
+        """Read a stream of texts to its end; return seconds to its first text, and its tokens.
+
+        The request includes the usage, which the last chunk has.
+        """
+        began, first_s, last = time.perf_counter(), 0.0, b""
         await self.start(request)
         while True:
             line = await self._reader.readuntil(b"\n")
-            if line.startswith(b"data: [DONE]"):
+            if line.startswith(_DONE):
                 await self._reader.readuntil(b"0\r\n\r\n")
-                return first_s, tokens
-            # The last chunk has the end instead of a token.
-            if line.startswith(b"data: ") and b'"finish_reason":null' in line:
-                first_s = first_s or time.perf_counter() - began
-                tokens += 1
+                return first_s, int(last.partition(_TOKENS)[2].partition(b"}")[0])
+            if line.startswith(b"data: "):
+                if not first_s and _has_text(line):
+                    first_s = time.perf_counter() - began
+                last = line
 
     def close(self) -> None:
         """End the connection."""
         self._writer.close()
+
+
+def _has_text(line: bytes) -> bool:
+    """Whether a chunk has a text that is not empty."""
+    return line.partition(_TEXT)[2][:1] not in (b"", b'"')
 
 
 async def connections(port: int, count: int) -> list[Connection]:

@@ -23,6 +23,9 @@ class Models:
 
         Raises `HttpError` with status 404 for an unknown name.
         """
+        # The usual case first; a name of the base model is no adapter's.
+        if model in self._table.views and model not in self.names.base_names:
+            return model
         adapter = self.names.adapter_of(model)
         if adapter is None or adapter in self._table.views:
             return adapter

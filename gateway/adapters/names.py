@@ -27,27 +27,23 @@ class ModelNames:
     """The names of the base model; the first one is in answers."""
 
     def __init__(self, served: Sequence[str], directory: str = "") -> None:
-        self._served = tuple(served)
-        self._own = BASE_NAME_DEFAULT
+        self._served: Final = tuple(served)
         self.directory = ""
+        self.base_names: tuple[str, ...] = ()
+        """All names of the base model."""
+        self.set_own_name(BASE_NAME_DEFAULT)
         if directory:
             self.set_directory(directory)
 
     def set_directory(self, directory: str) -> None:
         """Set the base model's directory, which also names the model by default."""
         self.directory = directory
-        self._own = Path(directory).resolve().name or BASE_NAME_DEFAULT
+        self.set_own_name(Path(directory).resolve().name or BASE_NAME_DEFAULT)
 
     def set_own_name(self, name: str) -> None:
         """Set the name that the engine reports, where the directory is not known."""
-        self._own = name
-
-    @property
-    def base_names(self) -> tuple[str, ...]:
-        """All names of the base model."""
-        if self._served:
-            return self._served
-        return (self._own, self.directory) if self.directory else (self._own,)
+        own = (name, self.directory) if self.directory else (name,)
+        self.base_names = self._served or own
 
     @property
     def base(self) -> str:

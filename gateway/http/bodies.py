@@ -15,6 +15,9 @@ TEXT_BYTES_MAX: Final = 8 << 20
 """Bound on a body without images: no request of this length fits into a message."""
 
 
+_JSON: Final = "application/json"
+
+
 class Disconnected(Exception):  # noqa: N818 - named by what happened
     """The client closed the connection before its request was complete."""
 
@@ -29,12 +32,12 @@ def header_of(scope: Scope, name: bytes) -> str:
 
 async def read_body(scope: Scope, receive: Receive, bytes_max: int, timeout_s: float) -> bytes:
     """Return the whole body; raises `HttpError` if it is too long or arrives too slowly."""
-    length = header_of(scope, b"content-length")
-    if length.isascii() and length.isdigit() and int(length) > bytes_max:
-        raise _too_long(bytes_max)
     connection = connection_of(scope)
     if connection is not None and connection.has_received_all:
         return await _read(receive, bytes_max)
+    length = header_of(scope, b"content-length")
+    if length.isascii() and length.isdigit() and int(length) > bytes_max:
+        raise _too_long(bytes_max)
     try:
         async with asyncio.timeout(timeout_s):
             return await _read(receive, bytes_max)
@@ -43,16 +46,20 @@ async def read_body(scope: Scope, receive: Receive, bytes_max: int, timeout_s: f
 
 
 async def _read(receive: Receive, bytes_max: int) -> bytes:
-    parts, size, more = [], 0, True
+    parts: list[bytes] = []
+    size, more = 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Disconnected
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
+        part: bytes = message.get("body", b"")
+        size += len(part)
         if size > bytes_max:
             raise _too_long(bytes_max)
         more = message.get("more_body", False)
+        if not more and not parts:
+            return part
+        parts.append(part)
     return b"".join(parts)
 
 
@@ -62,8 +69,11 @@ def _too_long(bytes_max: int) -> HttpError:
 
 def check_json_type(scope: Scope) -> None:
     """Raise `HttpError` unless the body is declared as JSON."""
-    declared = header_of(scope, b"content-type").partition(";")[0].strip().lower()
-    if declared != "application/json":
+    declared = header_of(scope, b"content-type")
+    if declared == _JSON:
+        return
+    declared = declared.partition(";")[0].strip().lower()
+    if declared != _JSON:
         raise HttpError(
             415, f"the content type is {declared or 'missing'!r}; application/json is needed"
         )

@@ -102,5 +102,7 @@ class HeaderLimit:
 
 
 def _head_bytes(scope: Scope) -> int:
-    headers = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-    return headers + len(scope["raw_path"] or b"") + len(scope["query_string"])
+    size = len(scope["raw_path"] or b"") + len(scope["query_string"])
+    for name, value in scope["headers"]:
+        size += len(name) + len(value) + 4
+    return size

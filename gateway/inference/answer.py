@@ -8,11 +8,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from controller.client import LoradockError
+from gateway.http.endpoints import Answer
 from gateway.http.errors import error_of
-from gateway.http.streams import DONE, data_event, error_events
+from gateway.http.streams import DONE, EventStream, data_event, error_events, json_response
 from gateway.inference.answers import Usage
 from gateway.inference.run import Output, Run
-from gateway.inference.sampling import StreamOptions
+from gateway.inference.sampling import SamplingFields, StreamOptions
 from gateway.inference.service import UsageCount, new_id
 from gateway.timestamps import unix_seconds
 from messages.requests import TokensStreamed
@@ -31,7 +32,21 @@ class InferenceAnswer(ABC, Generic[Whole, Part, Chunk]):
         self.model = model
         self.usage = usage
 
-    async def collected(self, run: Run) -> Whole:
+    async def response(self, run: Run, body: SamplingFields) -> Answer:
+        """Return the whole answer, or a stream that begins with the first output.
+
+        Raises `LoradockError`. The run is closed with the answer.
+        """
+        if not body.stream:
+            return json_response(await self._collected(run))
+        try:
+            await run.wait_for_first()
+        except BaseException:
+            await run.close()
+            raise
+        return EventStream(self._events(run, body.stream_options or StreamOptions()), run.close)
+
+    async def _collected(self, run: Run) -> Whole:
         """Read the whole run, close it, and return the answer."""
         choices: dict[int, TokensStreamed] = {}
         try:
@@ -44,7 +59,7 @@ class InferenceAnswer(ABC, Generic[Whole, Part, Chunk]):
             await run.close()
         return self._whole([choices[index] for index in range(run.choices)])
 
-    async def events(self, run: Run, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+    async def _events(self, run: Run, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
         try:
             for choice in range(run.choices):

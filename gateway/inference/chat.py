@@ -7,7 +7,6 @@ from starlette.requests import Request
 
 from gateway.http.endpoints import Answer
 from gateway.http.errors import HttpError
-from gateway.http.streams import EventStream, json_response
 from gateway.inference.answer import InferenceAnswer
 from gateway.inference.answers import (
     ChatChoice,
@@ -21,7 +20,7 @@ from gateway.inference.answers import (
 from gateway.inference.chat_prompt import ChatPrompts
 from gateway.inference.logprobs import ChatLogprobs, TokenText, chat_logprobs, prompt_logprobs
 from gateway.inference.messages import Json, Messages
-from gateway.inference.sampling import Logprobs, SamplingFields, StreamOptions, sampling_of
+from gateway.inference.sampling import Logprobs, SamplingFields, sampling_of
 from gateway.inference.service import Service, Start, UsageCount, finish_reason, token_text_of
 from messages.requests import TokensStreamed
 
@@ -77,10 +76,7 @@ class Chats:
         start = Start(rendered.prompt, sampling, rendered.images)
         run = await service.start(adapter, [start], count)
         answer = _Answer(service.models.names.shown(adapter), usage, body, text_of)
-        if not body.stream:
-            return json_response(await answer.collected(run))
-        options = body.stream_options or StreamOptions()
-        return EventStream(answer.events(run, options), run.close)
+        return await answer.response(run, body)
 
     def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None) -> int:
         limit = body.max_completion_tokens or body.max_tokens

@@ -7,7 +7,6 @@ from starlette.requests import Request
 
 from gateway.http.endpoints import Answer
 from gateway.http.errors import HttpError
-from gateway.http.streams import EventStream, json_response
 from gateway.inference.answer import InferenceAnswer
 from gateway.inference.answers import Completion, CompletionChoice, Usage
 from gateway.inference.logprobs import (
@@ -22,7 +21,6 @@ from gateway.inference.sampling import (
     Logprobs,
     SamplingDefaults,
     SamplingFields,
-    StreamOptions,
     sampling_of,
 )
 from gateway.inference.service import Service, Start, UsageCount, finish_reason, token_text_of
@@ -72,10 +70,7 @@ class Completions:
         ]
         run = await service.start(adapter, starts, count)
         answer = _Answer(service.models.names.shown(adapter), usage, body, echoes, text_of)
-        if not body.stream:
-            return json_response(await answer.collected(run))
-        options = body.stream_options or StreamOptions()
-        return EventStream(answer.events(run, options), run.close)
+        return await answer.response(run, body)
 
     def _without_special_tokens(self, prompt: str | list[int]) -> str | list[int]:
         tokenizer = self._service.tokenizer

@@ -42,10 +42,12 @@ class Run:
         """Wait for the first output: what fails before it can still be answered with a status."""
         self._first = await anext(self._source)
 
-    async def outputs(self) -> AsyncGenerator[Output, None]:
-        """Yield every output, and per generation one with `done`; raises `LoradockError`."""
-        if self._first is not None:
-            yield self._first
+    def outputs(self) -> AsyncGenerator[Output, None]:
+        """Return every output, and per generation one with `done`; raises `LoradockError`."""
+        return self._source if self._first is None else self._from_first(self._first)
+
+    async def _from_first(self, first: Output) -> AsyncGenerator[Output, None]:
+        yield first
         async for output in self._source:
             yield output
 

@@ -4,10 +4,13 @@ A parameter that the engine does not serve is refused by its name, unless its va
 changes nothing.
 """
 
-from typing import Annotated, Any, Final
+from collections.abc import Callable
+from functools import cache, partial
+from operator import attrgetter
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from gateway.http.errors import FieldProblem, HttpError, refused_field
 from gateway.inference.structures import ResponseFormat, StructuredOutputs, structure_of
@@ -114,14 +117,13 @@ UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
 }
 """Parameter -> its values that change nothing; null is one of them for every parameter."""
 
-PASSED_ON: Final = frozenset(
-    {
-        *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-        *("stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "n", "priority"),
-    }
+PASSED_ON: Final = (
+    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "n", "priority"),
 )
 """Parameters that mean the same to the engine, under the same name."""
 
+_passed_on: Final = attrgetter(*PASSED_ON)
 _NULL: Final = b"null"
 
 
@@ -133,11 +135,36 @@ class SamplingDefaults(Struct, frozen=True):
     top_k: int = 0
 
 
+class _Unserved(NamedTuple):
+    """The parameters in `UNCHANGED` that bodies of one type have, and their defaults."""
+
+    names: tuple[str, ...]
+    values: Callable[[Struct], tuple[Any, ...]]
+    defaults: tuple[Any, ...]
+
+
+@cache
+def _unserved(body_type: type[Struct]) -> _Unserved:
+    fields = [field for field in structs.fields(body_type) if field.name in UNCHANGED]
+    names = tuple([field.name for field in fields])
+    # Of a single name, `attrgetter` would return no tuple.
+    values = attrgetter(*names) if len(names) > 1 else partial(_values, names)
+    return _Unserved(names, values, tuple([field.default for field in fields]))
+
+
+def _values(names: tuple[str, ...], body: Struct) -> tuple[Any, ...]:
+    return tuple([getattr(body, name) for name in names])
+
+
 def check_served(body: Struct) -> None:
     """Raise `HttpError` for the first parameter with a value that is not served."""
-    for name, unchanged in UNCHANGED.items():
-        value = getattr(body, name, None)
-        if value is None or value is UNSET or value in unchanged:
+    unserved = _unserved(type(body))
+    values = unserved.values(body)
+    # All parameters are compared at once, because most requests have none of these.
+    if values == unserved.defaults:
+        return
+    for name, value in zip(unserved.names, values, strict=True):
+        if value is None or value is UNSET or value in UNCHANGED[name]:
             continue
         if not isinstance(value, msgspec.Raw) or bytes(value).strip() != _NULL:
             raise refused_field(FieldProblem(name, f"{name} is not served; leave it out"))
@@ -177,8 +204,8 @@ def sampling_of(
         sampling["logit_bias"] = tuple((int(t), bias) for t, bias in body.logit_bias.items())
     if body.include_stop_str_in_output is not None:
         sampling["include_stop"] = body.include_stop_str_in_output
-    passed_on = {name: getattr(body, name) for name in PASSED_ON}
-    return sampling | {name: value for name, value in passed_on.items() if value is not None}
+    passed_on = zip(PASSED_ON, _passed_on(body), strict=True)
+    return sampling | {name: value for name, value in passed_on if value is not None}
 
 
 def _stop_of(stop: str | list[str] | None) -> tuple[str, ...]:

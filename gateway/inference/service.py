@@ -97,10 +97,7 @@ class Service:
         return self.files.context
 
     async def start(self, adapter: str | None, starts: Sequence[Start], count: int = 1) -> Run:
-        """Start generations with `count` choices each, and wait for the first output of any.
-
-        Raises `LoradockError`.
-        """
+        """Start generations with `count` choices each; raises `LoradockError`."""
         if len(starts) * count > CHOICES_PER_REQUEST_MAX:
             raise HttpError(
                 400,
@@ -112,17 +109,11 @@ class Service:
         try:
             for one in starts:
                 generations += [await self._start_one(adapter, one)]
-            run = self.run_of(generations, count)
+            return self.run_of(generations, count)
         except BaseException:
             for generation in generations:
                 await generation.close()
             raise
-        try:
-            await run.wait_for_first()
-        except BaseException:
-            await run.close()
-            raise
-        return run
 
     def run_of(self, generations: Sequence[AsyncGeneration], count: int) -> Run:
         """Return the run of generations that were started, with `count` choices each."""
@@ -170,16 +161,16 @@ def token_text_of(service: Service, body: SamplingFields, *, has_logprobs: bool)
 
     Raises `HttpError` where they are requested and there is no tokenizer.
     """
+    if not has_logprobs and body.prompt_logprobs is None:
+        return _no_text
     if body.return_tokens_as_token_ids:
         return "token_id:{}".format
+    return lru_cache(maxsize=_TEXTS_MAX)(service.tokenizer.token_text)
 
-    def text(token: int) -> str:
-        return service.tokenizer.token_text(token)
 
-    if has_logprobs or body.prompt_logprobs is not None:
-        # Refuses the request before it is started.
-        _ = service.tokenizer
-    return lru_cache(maxsize=_TEXTS_MAX)(text)
+def _no_text(_: int) -> str:
+    """Return nothing: the request has no log-probabilities."""
+    return ""
 
 
 class UsageCount:

@@ -1,6 +1,7 @@
 """The structure of an answer, under the names of the OpenAI protocol and of vLLM."""
 
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -36,8 +37,16 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     structural_tag: msgspec.Raw | UnsetType = UNSET
 
 
+_fields: Final = attrgetter(
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+)
+_NONE: Final = (None, None, UNSET, None, None)
+
+
 def structure_of(body: Any) -> Structure | None:
     """Return the structure that a request has; raises `HttpError` for more than one."""
+    if _fields(body) == _NONE:
+        return None
     found = {name: one for name, one in _structures(body).items() if one is not None}
     if len(found) > 1:
         names = " and ".join(sorted(found))

@@ -258,10 +258,13 @@ class _TracedRun(Run):
         if self._first is not None:
             self._trace.on_output(self._first._replace(done=None))
 
-    async def outputs(self) -> AsyncGenerator[Output, None]:
-        """Yield every output, and per generation one with `done`; raises `LoradockError`."""
+    def outputs(self) -> AsyncGenerator[Output, None]:
+        """Return every output, and per generation one with `done`; raises `LoradockError`."""
+        return self._noted(super().outputs())
+
+    async def _noted(self, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
         try:
-            async for output in super().outputs():
+            async for output in outputs:
                 self._trace.on_output(output)
                 yield output
         except LoradockError as error:
