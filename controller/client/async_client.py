@@ -1,7 +1,8 @@
 """The asyncio client: sockets and a clock around `Session`.
 
 Everything that needs no waiting is in `controller.client.session`. Every wait ends at
-the latest with the deadline of a call.
+the latest with the deadline of a call. Frames are sent and received by callbacks of the event loop,
+because tasks and futures for them would cost as much as the rest of a short request.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ from messages.wire import TOKEN_BYTES
 C = TypeVar("C", bound=ClientCall)
 R = TypeVar("R")
 
-_FRAMES_PER_YIELD = 256
+_FRAMES_PER_TURN = 256
 """Frames that are read before other tasks of the event loop run."""
 
 _POLL_MS_MAX = 60_000
@@ -67,34 +68,35 @@ class AsyncClient:
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
         self._connection = connection_to(directory, address, key, server_key)
-        self._context = zmq.asyncio.Context(context or zmq.Context.instance())
+        context = context or zmq.Context.instance()
+        self._context = zmq.asyncio.Context(context)
         self._session = Session(
             secrets.token_bytes(TOKEN_BYTES), timing, timeout_s, generation_timeout_s
         )
-        self._socket = open_requests(self._context, self._connection)
-        self._wakeup = asyncio.Event()
-        self._sleeps_until = math.inf
-        self._tasks: list[asyncio.Task[None]] = []
+        self._socket: zmq.Socket[bytes] = open_requests(context, self._connection)
+        self._wakes_at = math.inf
+        self._wakeup: asyncio.Handle | None = None
         self._use = ExclusiveUse()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        for work in (self._read_frames(), self._send_frames()):
-            task = asyncio.create_task(work)
-            task.add_done_callback(self._on_task_end)
-            self._tasks.append(task)
+        self._loop.add_reader(self._socket, self._exchange)
+        self._wake()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
     async def close(self) -> None:
-        """End the client's tasks; calls in flight end with `EngineGone`."""
+        """Close the client; calls in flight end with `EngineGone`."""
         self._session.close("the client was closed")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket.closed:
+            return
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket)
+        if self._wakeup is not None:
+            self._wakeup.cancel()
         self._socket.close()
 
     async def _answer(self, prepared: PreparedCall[C, R]) -> R:
@@ -198,7 +200,7 @@ class AsyncClient:
         return open_events(self._context, self._connection)
 
     async def _wait(self, call: ClientCall, ready: Callable[[], bool]) -> None:
-        if not self._tasks:
+        if self._loop is None:
             raise ValueError("the client is not open; use `async with AsyncClient(...)`")
         while not ready():
             changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -206,48 +208,60 @@ class AsyncClient:
             await changed
 
     def _wake(self) -> None:
-        """Wake the sending task if a frame is due before the end of its sleep."""
-        if self._session.wake_at() < self._sleeps_until:
-            self._wakeup.set()
+        """Call `_exchange` when the next frame is due, if it would be called later."""
+        self._wake_at(self._session.wake_at())
 
-    async def _read_frames(self) -> None:
-        # Frames that have arrived are read without a future each. The next `await` looks for
-        # further ones before it waits, so none is missed.
-        arrived: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
-        while True:
-            self._session.receive(await self._socket.recv(), time.monotonic())
-            with suppress(zmq.Again):
-                for _ in range(_FRAMES_PER_YIELD):
-                    self._session.receive(arrived.recv(zmq.NOBLOCK), time.monotonic())
-            self._wake()
-            await asyncio.sleep(0)
+    def _wake_at(self, when: float) -> None:
+        if when >= self._wakes_at or self._loop is None or self._socket.closed:
+            return
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+        self._wakes_at = when
+        wait_s = when - time.monotonic()
+        # Requests that tasks begin before it is called share a frame.
+        if wait_s <= 0:
+            self._wakeup = self._loop.call_soon(self._exchange)
+        else:
+            self._wakeup = self._loop.call_later(wait_s, self._exchange)
 
-    async def _send_frames(self) -> None:
-        while True:
-            self._wakeup.clear()
-            # The queue to an absent controller is full; unsent frames are sent again later.
-            with suppress(zmq.Again):
-                for frame in self._session.due(time.monotonic()):
-                    await self._socket.send(frame, zmq.NOBLOCK)
-            self._sleeps_until = self._session.wake_at()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_seconds_until(self._sleeps_until)):
-                    await self._wakeup.wait()
+    def _exchange(self) -> None:
+        """Send the frames that are due and process those that have arrived."""
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+            self._wakeup, self._wakes_at = None, math.inf
+        try:
+            self._send_due()
+            is_empty = self._receive_arrived()
+        except BaseException as error:
+            # An event loop only logs it, and no answer may be received any more.
+            self._session.close(f"the client failed: {error!r}")
+            raise
+        self._wake_at(self._session.wake_at() if is_empty else -math.inf)
 
-    def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """Settle all calls if a task failed: without it no answer would be received."""
-        if not task.cancelled() and task.exception() is not None:
-            self._session.close(f"the client's task ended: {task.exception()!r}")
+    def _send_due(self) -> None:
+        # The queue to an absent controller is full; unsent frames are sent again later.
+        with suppress(zmq.Again):
+            for frame in self._session.due(time.monotonic()):
+                self._socket.send(frame, zmq.NOBLOCK)
+
+    def _receive_arrived(self) -> bool:
+        """Process frames, and return whether none is left: then the descriptor reports the next.
+
+        It may not report frames that arrived during another operation on the socket.
+        """
+        now = time.monotonic()
+        try:
+            for _ in range(_FRAMES_PER_TURN):
+                self._session.receive(self._socket.recv(zmq.NOBLOCK), now)
+        except zmq.Again:
+            return True
+        return False
 
 
 def _resolve(changed: "asyncio.Future[None]") -> None:
     """Wake the task that waits, if it still does."""
     if not changed.done():
         changed.set_result(None)
-
-
-def _seconds_until(when: float) -> float | None:
-    return None if when == math.inf else max(0.0, when - time.monotonic())
 
 
 class AsyncEventStream:

@@ -77,8 +77,9 @@ class AsyncGeneration:
         return self
 
     async def __anext__(self) -> TokensStreamed:
-        call = await self._call()
-        if not self._closed:
+        call = self._begun or await self._call()
+        # `_wait` is a coroutine, which output that has arrived does not need.
+        if not (call.chunks or self._closed or call.settled):
             await self._client._wait(call, lambda: bool(call.chunks) or call.settled)
         if call.chunks:
             return call.pop()
@@ -107,7 +108,7 @@ class AsyncGeneration:
 
     async def close(self) -> None:
         """Stop reading; a running generation is cancelled without waiting for the answer."""
-        if self._begun is not None and not self._closed:
+        if self._begun is not None and not self._closed and not self._begun.settled:
             self._client._abandon(self._begun)
         self._closed = True
 

@@ -62,15 +62,18 @@ class TokenOutput:
         is_end = chunk.finish_reason is not None and not self.has_ended
         if not has_text and not is_end:
             return None
-        known = self.tokens - chunk.offset
-        new = msgspec.structs.replace(
-            chunk,
-            offset=self.tokens,
-            tokens=chunk.tokens[known:],
-            text=chunk.text[max(0, self._characters - before) :],
-            logprobs=chunk.logprobs[known:],
-            prompt_logprobs=() if self._has_prompt else chunk.prompt_logprobs,
-        )
+        new = chunk
+        # Most chunks are new as a whole.
+        if chunk.offset < self.tokens or before < self._characters or self._has_prompt:
+            known = self.tokens - chunk.offset
+            new = msgspec.structs.replace(
+                chunk,
+                offset=self.tokens,
+                tokens=chunk.tokens[known:],
+                text=chunk.text[max(0, self._characters - before) :],
+                logprobs=chunk.logprobs[known:],
+                prompt_logprobs=() if self._has_prompt else chunk.prompt_logprobs,
+            )
         self.tokens = max(self.tokens, end)
         self.has_ended = self.has_ended or is_end
         self._has_prompt = self._has_prompt or bool(chunk.prompt_logprobs)
@@ -108,9 +111,9 @@ class GenerationOutput:
 
         Of several outputs the end of each is needed too, unless they were cancelled.
         """
-        is_short = self.tokens < final.output_tokens
-        needs_ends = len(self._outputs) > 1 and final.finish_reason != "cancelled"
-        return not is_short and (self.has_ended or not needs_ends)
+        if self.tokens < final.output_tokens:
+            return False
+        return len(self._outputs) == 1 or final.finish_reason == "cancelled" or self.has_ended
 
 
 class Gap(Struct, frozen=True, tag=True):
