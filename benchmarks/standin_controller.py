@@ -90,7 +90,7 @@ def _replies(request: Request, views: tuple[AdapterView, ...]) -> tuple[Reply, .
             return ()
         case Generate(adapter=adapter):
             done = GenerationDone(request_id, adapter, "stop", 5, 1)
-            return TokensStreamed(request_id, 0, (1,), "ok"), done
+            return TokensStreamed(request_id, 0, (1,), "ok", finish_reason="stop"), done
         case ListAdapters(after=after, limit=limit):
             later = [view for view in views if view.adapter > after]
             reply = AdaptersPage(request_id, tuple(later[:limit]), 0, len(later) > limit)

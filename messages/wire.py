@@ -181,6 +181,13 @@ class RequestChannel(BatchChannel[Request]):
         request: Request = self._decode_one(body)
         return request
 
+    def check_body(self, body: bytes) -> None:
+        """Raise an error of `decode` for a request that can't be read in a frame of its own."""
+        if _BODY.start + 1 + len(body) > FRAME_BYTES_MAX:
+            self.decode(self.join_for(NO_TOKEN, (body,)))
+        else:
+            _checked(self._decode_one(body))
+
     def join_for(self, token: bytes, bodies: Sequence[bytes], epoch: Epoch = 0) -> bytes:
         """Return a frame of the client that `token` belongs to, as `join`."""
         return b"".join((self._head(epoch, 0, token), _array_head(len(bodies)), *bodies))

@@ -204,7 +204,7 @@ class AsyncClient:
             raise ValueError("the client is not open; use `async with AsyncClient(...)`")
         while not ready():
             changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            call.on_change = partial(_resolve, changed)
+            call.on_change = partial(_resolve, changed, ready)
             await changed
 
     def _wake(self) -> None:
@@ -258,10 +258,16 @@ class AsyncClient:
         return False
 
 
-def _resolve(changed: "asyncio.Future[None]") -> None:
-    """Wake the task that waits, if it still does."""
-    if not changed.done():
-        changed.set_result(None)
+def _resolve(changed: "asyncio.Future[None]", ready: Callable[[], bool]) -> None:
+    """Wake the task that waits, if it still does and `ready` returns true or raises."""
+    if changed.done():
+        return
+    try:
+        if ready():
+            changed.set_result(None)
+    except BaseException as error:
+        # `ready` belongs to the task, and the caller to all tasks.
+        changed.set_exception(error)
 
 
 class AsyncEventStream:

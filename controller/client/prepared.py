@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, cast, get_args
 
+from msgspec import Struct
+
 from controller.client.calls import NO_ID, ClientCall
 from controller.client.images import ImageSource, with_images
 from controller.client.session import SamplingOptions, Session, answer_of, generate_request
@@ -64,8 +66,7 @@ def unary(request: Request, reply_type: type[R], timeout_s: float | None = None)
     )
 
 
-@dataclass(frozen=True)
-class PreparedGeneration:
+class PreparedGeneration(Struct, frozen=True):
     """The arguments of a generation whose images have not been read yet."""
 
     prompt: TextPrompt

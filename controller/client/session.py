@@ -255,8 +255,8 @@ class Session:
     def _number(self, call: ClientCall) -> None:
         """Set a call's id, time limit and body.
 
-        A frame with it is decoded, so that a request which the controller would refuse to read
-        raises `Malformed` here.
+        It is decoded again, so that a request which the controller would refuse to read raises
+        `Malformed` here.
         """
         self._count += 1
         numbered: dict[str, str | int] = {"request_id": str(self._count)}
@@ -265,7 +265,7 @@ class Session:
         request = call.request = msgspec.structs.replace(call.request, **numbered)
         try:
             call.body = REQUESTS.encode_body(request)
-            REQUESTS.decode(REQUESTS.join_for(self._token, (call.body,)))
+            REQUESTS.check_body(call.body)
         except (WireError, msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
             check_arguments(request)
             raise Malformed(str(error), call.request_id) from error

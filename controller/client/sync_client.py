@@ -232,6 +232,12 @@ class Generation:
             answer_of(call, GenerationDone)
         raise StopIteration
 
+    def read(self, on_chunk: Callable[[TokensStreamed], None]) -> GenerationDone:
+        """Call a function with each further chunk as it arrives, and return how it ended."""
+        for chunk in self:
+            on_chunk(chunk)
+        return answer_of(self._call, GenerationDone)
+
     def text(self) -> str:
         """Wait for the end and return the whole text, including chunks iterated over before.
 

@@ -40,6 +40,11 @@ class ApiKeys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests: Final = tuple(_digest(key.encode()) for key in keys)
 
+    @property
+    def are_needed(self) -> bool:
+        """Whether requests need one."""
+        return bool(self._digests)
+
     def accept(self, scope: Scope) -> bool:
         """Whether the request has a valid key, or none is needed."""
         if not self._digests:

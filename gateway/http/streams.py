@@ -22,9 +22,20 @@ _HEADERS: Final = [
 ]
 
 
+class JsonResponse(Response):
+    """An answer in JSON, whose headers cost less than those of the general class."""
+
+    def __init__(self, content: bytes, status: int) -> None:
+        self.status_code = status
+        self.body = content
+        self.background = None
+        length = str(len(content)).encode()
+        self.raw_headers = [(b"content-length", length), (b"content-type", b"application/json")]
+
+
 def json_response(value: Any, status: int = 200) -> Response:
     """Return an answer with a Struct, or anything else that msgspec encodes, as JSON."""
-    return Response(_encode(value), status, media_type="application/json")
+    return JsonResponse(_encode(value), status)
 
 
 def data_event(value: Any) -> bytes:

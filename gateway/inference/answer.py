@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from typing import Generic, TypeVar
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from controller.client import LoradockError
@@ -48,16 +47,13 @@ class InferenceAnswer(ABC, Generic[Whole, Part, Chunk]):
 
     async def _collected(self, run: Run) -> Whole:
         """Read the whole run, close it, and return the answer."""
-        choices: dict[int, TokensStreamed] = {}
         try:
-            async for output in run.outputs():
-                self._count(output)
-                if output.chunk is not None:
-                    before = choices.get(output.choice)
-                    choices[output.choice] = _joined(before, output.chunk)
+            outputs = await run.collected()
         finally:
             await run.close()
-        return self._whole([choices[index] for index in range(run.choices)])
+        for output in outputs:
+            self._count(output)
+        return self._whole([output.chunk for output in outputs if output.chunk is not None])
 
     async def _events(self, run: Run, options: StreamOptions) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
@@ -103,16 +99,3 @@ class InferenceAnswer(ABC, Generic[Whole, Part, Chunk]):
         if options.continuous_usage_stats:
             usage = self.usage.usage_of(choice)
         return data_event(self._chunk([part], usage))
-
-
-def _joined(before: TokensStreamed | None, chunk: TokensStreamed) -> TokensStreamed:
-    if before is None:
-        return chunk
-    return msgspec.structs.replace(
-        before,
-        tokens=before.tokens + chunk.tokens,
-        text=before.text + chunk.text,
-        finish_reason=chunk.finish_reason,
-        stop_reason=chunk.stop_reason,
-        logprobs=before.logprobs + chunk.logprobs,
-    )

@@ -1,11 +1,14 @@
-"""The generations of one request: started together, read as one sequence of outputs.
+"""The generations of one request: started together, read as a whole or as one sequence of outputs.
 
 Closing a run cancels the generations that have not ended.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from itertools import chain
 from typing import NamedTuple
+
+import msgspec
 
 from controller.client import AsyncGeneration, LoradockError
 from gateway.metrics.recorder import Recorder
@@ -38,16 +41,32 @@ class Run:
         """The number of choices."""
         return len(self._generations) * self._per_generation
 
+    async def collected(self) -> list[Output]:
+        """Read everything; return a chunk per choice, in order, and then each generation's end.
+
+        Raises `LoradockError`.
+        """
+        chunks: list[list[TokensStreamed]] = [[] for _ in range(self.choices)]
+        if len(self._generations) == 1:
+            ends = [await self._collect(0, chunks)]
+        else:
+            numbers = range(len(self._generations))
+            tasks = [asyncio.create_task(self._collect(number, chunks)) for number in numbers]
+            try:
+                ends = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return [*(Output(choice, _joined(parts)) for choice, parts in enumerate(chunks)), *ends]
+
     async def wait_for_first(self) -> None:
         """Wait for the first output: what fails before it can still be answered with a status."""
         self._first = await anext(self._source)
 
-    def outputs(self) -> AsyncGenerator[Output, None]:
-        """Return every output, and per generation one with `done`; raises `LoradockError`."""
-        return self._source if self._first is None else self._from_first(self._first)
-
-    async def _from_first(self, first: Output) -> AsyncGenerator[Output, None]:
-        yield first
+    async def outputs(self) -> AsyncGenerator[Output, None]:
+        """Yield every output, and per generation one with `done`; raises `LoradockError`."""
+        if self._first is not None:
+            yield self._first
         async for output in self._source:
             yield output
 
@@ -59,6 +78,34 @@ class Run:
             measurement.on_closed()
             await generation.close()
 
+    def on_output(self, output: Output) -> None:
+        """Note an output as it arrives: for a run that is traced."""
+
+    def on_error(self, error: LoradockError) -> None:
+        """Note why a generation failed: for a run that is traced."""
+
+    async def _collect(self, number: int, chunks: list[list[TokensStreamed]]) -> Output:
+        measurement = self._measurements[number]
+        first = number * self._per_generation
+
+        def on_chunk(chunk: TokensStreamed) -> None:
+            if chunk.tokens:
+                measurement.on_tokens(len(chunk.tokens))
+            chunks[first + chunk.index].append(chunk)
+            self.on_output(Output(first + chunk.index, chunk))
+
+        try:
+            result = await self._generations[number].read(on_chunk)
+        except LoradockError as error:
+            self._fail(number, error)
+            raise
+        for index in range(self._per_generation):
+            parts = chunks[first + index]
+            if not parts or parts[-1].finish_reason is None:
+                parts.append(_end(result, index))
+                self.on_output(Output(first + index, parts[-1]))
+        return self._finish(number, result)
+
     async def _read_one(self, number: int) -> AsyncGenerator[Output, None]:
         generation, measurement = self._generations[number], self._measurements[number]
         first = number * self._per_generation
@@ -69,18 +116,29 @@ class Run:
                     measurement.on_tokens(len(chunk.tokens))
                 if chunk.finish_reason is not None:
                     running.discard(chunk.index)
-                yield Output(first + chunk.index, chunk)
-        except LoradockError:
-            measurement.on_failed()
+                output = Output(first + chunk.index, chunk)
+                self.on_output(output)
+                yield output
+        except LoradockError as error:
+            self._fail(number, error)
             raise
         result = generation.result
         if result is not None:
-            measurement.on_done(result)
             for index in sorted(running):
-                reason = result.finish_reason
-                end = TokensStreamed(result.request_id, 0, (), index=index, finish_reason=reason)
-                yield Output(first + index, end)
-            yield Output(first, done=result)
+                output = Output(first + index, _end(result, index))
+                self.on_output(output)
+                yield output
+            yield self._finish(number, result)
+
+    def _finish(self, number: int, result: GenerationDone) -> Output:
+        self._measurements[number].on_done(result)
+        output = Output(number * self._per_generation, done=result)
+        self.on_output(output)
+        return output
+
+    def _fail(self, number: int, error: LoradockError) -> None:
+        self._measurements[number].on_failed()
+        self.on_error(error)
 
     async def _read_all(self) -> AsyncGenerator[Output, None]:
         outputs: asyncio.Queue[Output | LoradockError] = asyncio.Queue(maxsize=1)
@@ -101,3 +159,23 @@ class Run:
         except LoradockError as error:
             # Raised again where the outputs are read.
             await outputs.put(error)
+
+
+def _end(result: GenerationDone, index: int) -> TokensStreamed:
+    """Return the end of an output whose stream has none."""
+    return TokensStreamed(result.request_id, 0, (), index=index, finish_reason=result.finish_reason)
+
+
+def _joined(parts: list[TokensStreamed]) -> TokensStreamed:
+    """Return the chunks of a choice as one."""
+    if len(parts) == 1:
+        return parts[0]
+    last = parts[-1]
+    return msgspec.structs.replace(
+        parts[0],
+        tokens=tuple(chain.from_iterable([part.tokens for part in parts])),
+        text="".join([part.text for part in parts]),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=tuple(chain.from_iterable([part.logprobs for part in parts])),
+    )

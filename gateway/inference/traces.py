@@ -5,7 +5,7 @@ outputs. The caller's context is read from the headers, and the span's own is se
 """
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -252,21 +252,10 @@ class _TracedRun(Run):
         self._trace = trace
         trace.on_start(self.choices)
 
-    async def wait_for_first(self) -> None:
-        """Wait for the first output."""
-        await super().wait_for_first()
-        if self._first is not None:
-            self._trace.on_output(self._first._replace(done=None))
+    def on_output(self, output: Output) -> None:
+        """Note an output in the span."""
+        self._trace.on_output(output)
 
-    def outputs(self) -> AsyncGenerator[Output, None]:
-        """Return every output, and per generation one with `done`; raises `LoradockError`."""
-        return self._noted(super().outputs())
-
-    async def _noted(self, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
-        try:
-            async for output in outputs:
-                self._trace.on_output(output)
-                yield output
-        except LoradockError as error:
-            self._trace.on_error(error)
-            raise
+    def on_error(self, error: LoradockError) -> None:
+        """Note a failure in the span."""
+        self._trace.on_error(error)

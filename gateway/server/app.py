@@ -87,7 +87,7 @@ def _app_of(endpoint: Endpoint, limits: Limits, keys: ApiKeys, *, updating: bool
             f"--allow-runtime-lora-updating or {UPDATING_VARIABLE}=1"
         )
         app = RefusingApp(HttpError(403, message))
-    if endpoint.access != "public":
+    if endpoint.access != "public" and keys.are_needed:
         app = KeyedApp(app, keys)
     return app
 

@@ -4,6 +4,7 @@ The process ends when its supervisor does, and ends its requests before that wit
 """
 
 import asyncio
+import gc
 import os
 import resource
 import socket
@@ -32,6 +33,9 @@ KEEP_ALIVE_S: Final = 75
 HEAD_TIMEOUT_S: Final = 20.0
 UNREAD_TIMEOUT_S: Final = 60.0
 """How long a client may read nothing of an answer that waits for it."""
+
+GARBAGE_OBJECTS: Final = 20_000
+"""Objects that are made, and not freed, between two collections of garbage."""
 
 log = structlog.get_logger("gateway")
 
@@ -88,6 +92,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 async def serve(config: GatewayConfig, listener: socket.socket, parent_fd: int = -1) -> None:
     """Serve on a socket until a signal; raises `StartError` if the gateway can't serve."""
     gateway = Gateway(config)
+    _collect_less_garbage()
     async with gateway.running() as failed:
         server = _Server(uvicorn_config(config, create_app(gateway)), gateway.live.close)
         _end_with_supervisor(parent_fd, server)
@@ -155,6 +160,16 @@ def _loop_runner() -> Callable[[Any], None]:
     except ImportError:
         return asyncio.run
     return uvloop.run
+
+
+def _collect_less_garbage() -> None:
+    """Look for unreachable cycles less often, and not among the objects that stay.
+
+    A request makes hundreds of objects and hardly a cycle; looking for them took a tenth of it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS, 20, 50)
 
 
 def _stop(server: uvicorn.Server) -> None:

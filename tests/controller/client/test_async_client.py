@@ -51,6 +51,27 @@ def test_many_generations_stream_concurrently(controller):
     asyncio.run(main())
 
 
+def test_a_function_is_called_with_each_chunk_as_it_arrives(controller):
+    async def main():
+        async with open_async(controller) as client:
+            chunks = []
+            generation = await client.generate("p")
+            result = await generation.read(chunks.append)
+            assert "".join(chunk.text for chunk in chunks) == await generation.text() == "one"
+            assert result is generation.result
+            assert sum(len(chunk.tokens) for chunk in chunks) == result.output_tokens
+
+            def refuse(chunk):
+                raise ZeroDivisionError
+
+            with pytest.raises(ZeroDivisionError):
+                await (await client.generate("p")).read(refuse)
+            # Other calls are not affected.
+            assert await (await client.generate("p")).text() == "one"
+
+    asyncio.run(main())
+
+
 def test_errors_cancellation_and_closing_on_asyncio(controller):
     controller.answers[rq.LoadAdapter] = controller.answers[rq.Generate] = lambda request: None
 
