@@ -36,8 +36,12 @@ from controller.log.storage import DISK, Storage
 from messages.ids import Epoch, Seq
 from messages.records import Header, Record
 
-SYNC_FAILED: Final = "sync-failed"
-"""A file of this name reports a failed disk to the next start, unless the power was lost too."""
+NO_SYNC_FAILED: Final = "no-sync-failed"
+"""Name of a file without which the next start writes the last segment again.
+
+A failure removes it, which works on a full disk too, where a file that reports the failure could
+not be created.
+"""
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -191,7 +195,7 @@ class Log:
     def _fail(self, operation: str, error: OSError) -> LogSyncFailed:
         self._failed = f"a {operation} failed: {error}"
         with contextlib.suppress(OSError):
-            self.storage.close(self.storage.create(self.directory / SYNC_FAILED))
+            self.storage.remove(self.directory / NO_SYNC_FAILED)
         return LogSyncFailed(f"{self.directory}: {self._failed}; restart to read the log again")
 
     def _write(self, chunks: Iterable[bytes]) -> None:
@@ -276,16 +280,26 @@ class Log:
     def _recover(self) -> Recovered:
         """Continue after the last whole record, in a segment with this log's header."""
         segment = _last_segment(self.directory, self.storage)
-        if segment is None:
-            self._begin_segment()
-            return Recovered(self.next_seq, self._link.epoch, 0, None)
-        if segment.header is None:
-            self._link = segment.before or CHAIN_START
+        if segment is None or segment.header is None:
+            self._link = segment.before or CHAIN_START if segment else CHAIN_START
             self._begin_segment()
         else:
             self._continue_segment(segment, segment.header)
-        cut_from = segment.file if segment.torn_bytes else None
-        return Recovered(self.next_seq, self._link.epoch, segment.torn_bytes, cut_from)
+        self._mark()
+        torn_bytes = segment.torn_bytes if segment else 0
+        cut_from = segment.file if segment and torn_bytes else None
+        return Recovered(self.next_seq, self._link.epoch, torn_bytes, cut_from)
+
+    def _mark(self) -> None:
+        """Create the file that a failure removes; raises `LogSyncFailed`."""
+        if NO_SYNC_FAILED in self.storage.names(self.directory):
+            return
+        try:
+            self.storage.close(self.storage.create(self.directory / NO_SYNC_FAILED))
+        except OSError as error:
+            # Without room for it, the next start writes a segment again that was durable.
+            if error.errno not in _NO_ROOM:
+                raise self._fail("mark", error) from error
 
     def _continue_segment(self, segment: Segment, header: Header) -> None:
         """Continue after the segment's last whole record; begin another for another header."""
@@ -315,12 +329,11 @@ class Log:
         After a failed sync the system takes unwritten bytes for written ones, and no further sync
         writes them. So they are written again.
         """
-        storage, marker = self.storage, self.directory / SYNC_FAILED
-        if SYNC_FAILED in storage.names(self.directory):
+        storage = self.storage
+        if NO_SYNC_FAILED not in storage.names(self.directory):
             kept = segment.scan.data[: segment.scan.offset]
             self._fd = self._write_segment(segment.file, kept)
             storage.sync(self._lock_fd)
-            storage.remove(marker)
             return
         self._fd = storage.open_end(segment.file)
         if segment.torn_bytes:

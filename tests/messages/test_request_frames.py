@@ -25,6 +25,7 @@ from messages.wire import (
     REQUESTS,
     WireError,
 )
+from tests.support.seeds import fresh_seed
 
 TOKEN = b"a client's t"
 EPOCH = 3
@@ -167,8 +168,7 @@ def test_long_requests_that_share_a_frame_are_refused_one_by_one() -> None:
 
 def test_every_request_of_any_bytes_is_refused_or_read() -> None:
     """Mutated frames raise `WireError`, or each of their requests is read or refused."""
-    rng = random.Random(seed := random.randrange(2**32))
-    print(f"seed {seed}")
+    rng = random.Random(fresh_seed())
     frame = REQUESTS.encode(tuple(LoadAdapter(f"r-{n}", "a", "p") for n in range(5)))
     for _ in range(5000):
         wrong = bytearray(frame)

@@ -44,6 +44,7 @@ from messages.wire import (
     REQUESTS,
     WireError,
 )
+from tests.support.seeds import fresh_seed
 from tests.support.simulation.message_examples import (
     EXAMPLES,
     VARIANTS,
@@ -346,9 +347,7 @@ def test_random_bodies_are_refused_or_read(body: bytes) -> None:
 
 
 def test_frames_with_wrong_bytes_are_refused_or_read() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(fresh_seed())
     for channel, frame in frames_of_every_message():
         for _ in range(100):
             wrong = bytearray(frame)

@@ -82,9 +82,9 @@ def test_a_refusal_is_raised_as_its_error(client):
 def test_a_request_whose_answer_is_lost_is_sent_again_and_gets_the_same_answer(client, controller):
     controller.lose = 2
     reply = client.load("upper")
-    sent = controller.requests(rq.LoadAdapter)
-    assert len(sent) == 3
-    assert {request.request_id for request in sent} == {reply.request_id}
+    assert len(controller.repeated(rq.LoadAdapter)) >= 3
+    (sent,) = controller.requests(rq.LoadAdapter)
+    assert sent.request_id == reply.request_id
 
 
 def test_a_controller_that_comes_later_is_waited_for(tmp_path):
@@ -192,7 +192,7 @@ def test_lost_output_is_an_error(controller):
         pytest.raises(EngineGone, match="the engine that held the output is gone"),
     ):
         client.generate("p", "upper").text()
-    assert len(controller.requests(rq.Generate)) > 2
+    assert len(controller.repeated(rq.Generate)) > 2
 
 
 def test_two_generations_are_read_alternately(client):
@@ -221,7 +221,7 @@ def test_another_attempt_is_made_only_on_request(client, controller):
     with pytest.raises(NoRoom):
         client.generate("p", "upper").text()
     assert client.generate("p", "upper", attempts=2).text() == "one"
-    assert len({request.request_id for request in controller.requests(rq.Generate)}) == 3
+    assert len(controller.requests(rq.Generate)) == 3
 
 
 def test_a_generation_is_cancelled_by_request_or_by_leaving_it(client, controller):

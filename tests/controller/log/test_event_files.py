@@ -2,7 +2,7 @@
 
 import errno
 from pathlib import Path
-from random import Random, randrange
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from controller.log.event_files import (
 from controller.log.format import LogForeign
 from controller.log.storage import Storage
 from messages.events import AdapterCached, Published
+from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import flip
 from tests.support.simulation.memory_storage import MemoryStorage
 
@@ -209,9 +210,7 @@ def test_a_flip_of_any_bit_is_never_believed() -> None:
 
 
 def test_damage_hides_a_file_s_later_events_and_no_others(directory: Path) -> None:
-    seed = randrange(2**32)
-    print(f"seed {seed}")
-    rng = Random(seed)
+    rng = Random(fresh_seed())
     for path in event_files(directory)[:-1]:
         offset = rng.randrange(path.stat().st_size)
         flip(path, offset)

@@ -1,6 +1,6 @@
 """A single flipped bit of a frame is found wherever it is, and nothing else is taken for one."""
 
-from random import Random, randrange
+from random import Random
 
 import pytest
 
@@ -13,6 +13,7 @@ from controller.log.flipped_bits import (
 )
 from controller.log.format import CHAIN_START, ChainLink, frame_header, frame_records
 from messages.records import Record, TimerFired
+from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import HEADER, make_records
 
 HEAD, LINK = frame_header(HEADER, CHAIN_START)
@@ -44,8 +45,7 @@ def test_any_bit_of_a_header_is_found_also_without_the_segment_before_it(link: C
 
 
 def test_two_flipped_bits_are_not_mended() -> None:
-    seed = randrange(2**32)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     rng, size = Random(seed), len(FRAMES[0])
     for _ in range(300):
         first, second = rng.sample(range(8 * size), 2)

@@ -1,7 +1,7 @@
 """The log's bytes: every change is detected, and distinguished from an unfinished write."""
 
 from pathlib import Path
-from random import Random, randrange
+from random import Random
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from controller.log.format import (
     whole_frames,
 )
 from messages.records import FORMAT, Record, TimerFired
+from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import HEADER, make_records
 
 COUNT = 1000
@@ -131,8 +132,7 @@ def test_every_flip_of_one_bit_is_detected_and_none_leads_to_a_torn_tail(image: 
 
 def test_no_record_in_a_place_that_is_not_its_own_is_accepted(image: Image) -> None:
     """At least 100,000 records are spliced, swapped, repeated, or of other logs."""
-    seed = randrange(2**32)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     rng, count = Random(seed), 0
     links = [link for _, _, link in image.record_places]
     foreign = foreign_frames(image)
@@ -180,9 +180,7 @@ def stopped(data: bytes, image: Image) -> tuple[int, str]:
 
 
 def test_bytes_at_the_end_that_are_not_a_record_are_a_torn_tail(image: Image) -> None:
-    seed = randrange(2**32)
-    print(f"seed {seed}")
-    rng = Random(seed)
+    rng = Random(fresh_seed())
     for tail in (b"\x00" * 10_000, rng.randbytes(10_000), MARKER * 1000, MARKER + b"\xff" * 99):
         assert stopped(image.data + tail, image) == (COUNT, "")
         assert stopped(image.data[:-9] + tail, image) == (COUNT - 1, "")

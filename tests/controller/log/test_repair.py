@@ -3,7 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
-from random import Random, randrange
+from random import Random
 
 import pytest
 
@@ -14,6 +14,7 @@ from controller.log.retention import Retention
 from controller.log.segments import read, segment_paths, verify
 from controller.log.snapshotter import SnapshotOrder, make_snapshot
 from controller.log.writer import Log
+from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import (
     HEADER,
     files,
@@ -34,7 +35,8 @@ def directory(tmp_path: Path, without_fsync: None) -> Path:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    """The bytes of the segments and of what a repair puts aside, by file name."""
+    return {path.name: path.read_bytes() for path in directory.glob("*.log*")}
 
 
 def flip_two(path: Path, offset: int) -> None:
@@ -222,8 +224,7 @@ def memory_log(rng: Random | None = None) -> tuple[MemoryStorage, Path]:
 @pytest.mark.parametrize("bits", [(3,), (3, 4)])
 def test_a_repair_that_fails_or_is_interrupted_can_be_done_again(bits: tuple[int, ...]) -> None:
     """Each operation fails once, and the power is lost then."""
-    seed = randrange(2**32)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     for number in range(100):
         storage, path = memory_log(Random(seed + number))
         whole = storage.read(path)

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from random import Random, randrange
+from random import Random
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ from controller.log.segments import read, segments, verify
 from controller.log.writer import Log
 from messages.errors import ErrorCode
 from messages.records import Record
+from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import HEADER, files, flip, make_records, write
 
 COUNT = 60
@@ -140,9 +141,7 @@ def test_the_only_segment_cut_at_any_byte_of_its_header_is_replaced(tmp_path: Pa
 
 def test_a_flip_of_any_bit_is_damage_also_in_the_last_record(directory: Path) -> None:
     """Random bits of whole files; `test_format` and `test_flipped_bits` sweep over every bit."""
-    seed = randrange(2**32)
-    print(f"seed {seed}")
-    rng = Random(seed)
+    rng = Random(fresh_seed())
     for file in files(directory):
         size = file.stat().st_size
         for offset in {0, size - 1, *(rng.randrange(size) for _ in range(40))}:

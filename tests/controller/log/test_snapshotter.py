@@ -4,7 +4,7 @@ import shutil
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from random import Random, randrange
+from random import Random
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from controller.log.storage import DISK
 from controller.log.writer import Log
 from messages.events import Published
 from messages.ids import Seq
+from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import Crash, CrashingDisk, flip, write_with
 from tests.support.simulation.logged_histories import (
     SEGMENT_BYTES,
@@ -164,8 +165,7 @@ def test_a_crash_at_any_step_loses_nothing(
 
 
 def test_a_loss_of_power_at_any_step_loses_nothing() -> None:
-    seed, directory = randrange(2**32), Path("/log")
-    print(f"seed {seed}")
+    seed, directory = fresh_seed(), Path("/log")
     for at in range(200):
         storage = MemoryStorage(Random(seed + at))
         records = write_history(directory, storage=storage)

@@ -36,7 +36,7 @@ def test_a_new_log_is_private_and_empty(tmp_path: Path) -> None:
         assert log.next_seq == 1
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     file = directory / "00000000000000000001.log"
-    assert list(directory.iterdir()) == [file]
+    assert list(directory.glob("*.log")) == [file]
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert verify(directory) == (1, 0, 0, 0, 0, None)
 
@@ -168,12 +168,12 @@ def test_a_full_disk_refuses_a_group_whole(
     records = make_records(20)
     with Log.open(tmp_path, HEADER, sync=policy) as log:
         log.append(records[:5], epoch=1)
-        before = next(tmp_path.iterdir()).read_bytes()
+        before = next(tmp_path.glob("*.log")).read_bytes()
         disk = write_with(FailingDisk(room, write=error), monkeypatch)
         with pytest.raises(LogFull, match="nothing was written") as caught:
             log.append(records[5:10], epoch=2)
         assert caught.value.code is ErrorCode.LOG_UNAVAILABLE
-        assert next(tmp_path.iterdir()).read_bytes() == before
+        assert next(tmp_path.glob("*.log")).read_bytes() == before
         assert disk.calls[-2:] == ["ftruncate", "fdatasync"]
         disk.errors.clear()
         assert log.append(records[10:], epoch=2) == 15

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
-from random import Random, randrange
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from controller.log.segments import verify
 from controller.log.writer import Log
 from messages.records import Record
+from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import (
     HEADER,
     Crash,
@@ -53,9 +54,7 @@ def crashed_again(directory: Path, disk: CrashingDisk, monkeypatch: pytest.Monke
 def test_a_crash_at_any_step_loses_nothing_that_was_confirmed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, power: str
 ) -> None:
-    seed = randrange(2**32)
-    print(f"seed {seed}")
-    rng = Random(seed)
+    rng = Random(fresh_seed())
     for at in range(1, 1000):
         directory = tmp_path / str(at)
         disk = CrashingDisk(at, when)
@@ -85,9 +84,7 @@ def test_a_crash_at_any_step_loses_nothing_that_was_confirmed(
 def test_without_syncs_a_lost_end_is_not_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any
 ) -> None:
-    seed = randrange(2**32)
-    print(f"seed {seed}")
-    rng = Random(seed)
+    rng = Random(fresh_seed())
     for at in range(1, 60):
         directory = tmp_path / str(at)
         disk = CrashingDisk(at, "before")

@@ -3,7 +3,7 @@
 import errno
 from contextlib import suppress
 from pathlib import Path
-from random import Random, randrange
+from random import Random
 from typing import Any
 
 import msgspec
@@ -11,8 +11,9 @@ import pytest
 
 from controller.log.format import LogFull, LogSyncFailed
 from controller.log.segments import read, verify
-from controller.log.writer import SYNC_FAILED, Log
+from controller.log.writer import NO_SYNC_FAILED, Log
 from messages.records import Record
+from tests.support.seeds import fresh_seed
 from tests.support.simulation.log_examples import HEADER, make_records
 from tests.support.simulation.memory_storage import FALLIBLE, Faults, MemoryStorage
 
@@ -96,8 +97,7 @@ def run(rng: Random, faults: Faults, policy: Any = "group", groups: int = 12) ->
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("policy", ["group", "always"])
 def test_each_write_sync_and_rename_fails_once(policy: Any, error: int, lost: str) -> None:
-    seed = randrange(2**32)
-    print(f"seed {seed}")
+    seed = fresh_seed()
     failed = set()
     for number in range(200):
         tried = run(Random(seed + number), Faults(), policy)
@@ -132,9 +132,7 @@ def test_the_operations_that_fail_are_those_of_the_table() -> None:
 @pytest.mark.parametrize("part", range(10))
 def test_any_mixture_of_failures_loses_nothing_that_counts(part: int) -> None:
     for number in range(40):
-        seed = randrange(2**32)
-        print(f"seed {seed}")
-        rng = Random(seed)
+        rng = Random(fresh_seed() + 40 * part + number)
         faults = Faults(write_fails=rng.choice([0, 0.1]), sync_fails=rng.choice([0, 0.1, 0.4]))
         tried = run(rng, faults, rng.choice(["group", "always"]), groups=25)
         while tried.append():
@@ -170,19 +168,23 @@ def test_a_segment_that_is_continued_is_synced_first(header: Any) -> None:
     assert [record for _, _, record in read(DIRECTORY, storage=storage)] == make_records(GROUP + 1)
 
 
+@pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize("header", [HEADER, OTHER_LIMITS])
-def test_after_a_failed_sync_the_segment_is_written_again(header: Any) -> None:
+def test_after_a_failed_sync_the_segment_is_written_again(header: Any, is_full: bool) -> None:
     """The system has dropped the bytes, and its next sync succeeds without them."""
     storage = MemoryStorage()
     log = Log.open(DIRECTORY, HEADER, storage=storage)
     log.append(make_records(GROUP), epoch=1)
     storage.fail_call(len(storage.calls) + 1)
+    # Nothing can be created on a full disk, not even a report of the failure.
+    storage.faults.is_full = is_full
     with pytest.raises(LogSyncFailed):
         log.append(make_records(GROUP, GROUP + 1), epoch=1)
     storage.crash()
+    storage.faults.is_full = False
     with Log.open(DIRECTORY, header, storage=storage) as opened:
         claimed = opened.next_seq - 1
-        assert SYNC_FAILED not in storage.names(DIRECTORY)
+        assert NO_SYNC_FAILED in storage.names(DIRECTORY)
         opened.append(make_records(1, claimed + 1), epoch=1)
         storage.lose_power()
     found = [record for _, _, record in read(DIRECTORY, storage=storage)]

@@ -49,7 +49,7 @@ def test_a_damaged_log_ends_the_supervisor(tmp_path: Path) -> None:
         status_once(directory, lambda status: status.seq > 0)
         process.terminate()
         process.wait(HANG_S)
-    (segment,) = (directory / "log").iterdir()
+    (segment,) = (directory / "log").glob("*.log")
     damaged = bytearray(segment.read_bytes())
     damaged[200] ^= 1
     segment.write_bytes(bytes(damaged))

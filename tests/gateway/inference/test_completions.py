@@ -259,7 +259,7 @@ def test_a_client_that_leaves_cancels_its_generation(served):
             head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             wait_until(lambda: served.controller.requests(rq.Generate))
-        [request] = {r.request_id: r for r in served.controller.requests(rq.Generate)}.values()
+        [request] = served.controller.requests(rq.Generate)
         wait_until(lambda: served.controller.requests(rq.CancelGeneration))
         [cancel] = served.controller.requests(rq.CancelGeneration)
         assert cancel.target == request.request_id

@@ -33,6 +33,8 @@ class Faults:
     holes: float = 0.0
     flips: float = 0.0
     bytes_max: int = 1 << 40
+    is_full: bool = False
+    """No file can be created, as where the last free bytes are those of the current write."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class MemoryStorage(Storage):
         self._require_directory(path.parent)
         file = self._names.get(path)
         if file is None:
-            if self._used_bytes() >= self.faults.bytes_max:
+            if self.faults.is_full or self._used_bytes() >= self.faults.bytes_max:
                 raise _error(errno.ENOSPC)
             file = _File()
             self._rename({path: file})

@@ -130,7 +130,11 @@ class StandIn:
         return len(self._kept)
 
     def requests(self, kind):
-        """The requests of a type that arrived, repeats included."""
+        """The requests of a type that arrived, each once, although clients repeat slow ones."""
+        return list({request.request_id: request for request in self.repeated(kind)}.values())
+
+    def repeated(self, kind):
+        """The requests of a type that arrived, with each repeat."""
         return [request for request in self.received if isinstance(request, kind)]
 
     def _serve(self, bound):
