@@ -45,7 +45,7 @@ def keyword(call: ast.Call, name: str) -> object:
 
 
 def names_that_run_code(file: Source) -> Iterator[str]:
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if isinstance(node, ast.Name) and node.id in BANNED_NAMES:
             yield file.at(node, f"uses {node.id}")
         if isinstance(node, ast.Attribute):
@@ -60,7 +60,7 @@ def names_that_run_code(file: Source) -> Iterator[str]:
 
 
 def calls_that_run_code(file: Source) -> Iterator[str]:
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if not isinstance(node, ast.Call):
             continue
         if ast.unparse(node.func) == PICKLE_LOADER:
@@ -96,7 +96,7 @@ def impurities(files: list[Source]) -> list[str]:
         file.at(node, f"calls {node.func.id}, which is not the core's to do")
         for file in files
         if is_core(file)
-        for node in ast.walk(file.tree)
+        for node in file.nodes
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if node.func.id in BANNED_IN_CORE
     ]
@@ -108,7 +108,7 @@ def wall_clock_reads(files: list[Source]) -> list[str]:
     for file in files:
         if file.path in WALL_CLOCK_PLACES:
             continue
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.Attribute) and node.attr in WALL_CLOCKS:
                 owner = ast.unparse(node.value).rpartition(".")[2]
                 if owner in ("time", "datetime", "date"):
@@ -124,7 +124,7 @@ def too_long(files: list[Source]) -> list[str]:
     for file in files:
         if (lines := file.text.count("\n")) > FILE_LINES_MAX:
             found.append(f"{file.path}: {lines} lines; at most {FILE_LINES_MAX}")
-        for node in ast.walk(file.tree):
+        for node in file.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 is_kernel = any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
                 bound = KERNEL_LINES_MAX if is_kernel else FUNCTION_LINES_MAX

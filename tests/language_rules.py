@@ -81,22 +81,23 @@ ALLOWED: Final = frozenset(
 """Files and words that stay; `*` is any word."""
 
 _PATTERNS: Final = tuple((re.compile(rf"(?<!\w)({one.pattern})(?!\w)", re.I), one) for one in PROSE)
+_ANY: Final = re.compile("|".join(pattern.pattern for pattern, _ in _PATTERNS), re.I)
 _CODE: Final = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 _PARTS: Final = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
-def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+def _docstrings(file: Source) -> Iterator[ast.Constant]:
     """Every string that is a statement: docstrings, and those below a constant."""
-    for node in ast.walk(tree):
+    for node in file.nodes:
         match node:
             case ast.Expr(value=ast.Constant(value=str()) as docstring):
                 yield docstring
 
 
-def _texts(tree: ast.Module) -> Iterator[ast.Constant]:
+def _texts(file: Source) -> Iterator[ast.Constant]:
     """Every other string with a space in it: errors, help, events."""
-    docstrings = set(map(id, _docstrings(tree)))
-    for node in ast.walk(tree):
+    docstrings = set(map(id, _docstrings(file)))
+    for node in file.nodes:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if is_text and id(node) not in docstrings and " " in node.value:
             yield node
@@ -104,19 +105,19 @@ def _texts(tree: ast.Module) -> Iterator[ast.Constant]:
 
 def _prose(file: Source) -> Iterator[tuple[int, str]]:
     """First line and text of every docstring, comment and, outside tests, text."""
-    for docstring in _docstrings(file.tree):
+    for docstring in _docstrings(file):
         yield docstring.lineno, docstring.value
     for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
     if not file.path.startswith("tests/"):
-        for text in _texts(file.tree):
+        for text in _texts(file):
             yield text.lineno, text.value
 
 
-def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _names(file: Source) -> Iterator[tuple[int, str]]:
     """Every name that a file defines: classes, functions, arguments, variables, fields."""
-    for node in ast.walk(tree):
+    for node in file.nodes:
         match node:
             case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
                 yield node.lineno, node.name
@@ -136,7 +137,7 @@ def avoided_prose(file: Source) -> Iterator[str]:
 
 def avoided_names(file: Source) -> Iterator[str]:
     """A line for each refused word in a name that the file defines, its own included."""
-    for line, name in (*_names(file.tree), (1, file.module.rpartition(".")[2])):
+    for line, name in (*_names(file), (1, file.module.rpartition(".")[2])):
         for part in _PARTS.findall(name):
             if part.lower() in NAMES and not is_allowed(file.path, name):
                 yield f"{file.path}:{line}: the name {name!r} has {part.lower()!r} in it"
@@ -154,6 +155,8 @@ def avoided_in_document(path: str, text: str) -> Iterator[str]:
 
 
 def _refused(path: str, first_line: int, text: str) -> Iterator[str]:
+    if not _ANY.search(text):
+        return
     for pattern, avoided in _PATTERNS:
         for found in pattern.finditer(text):
             if not is_allowed(path, found.group(0)):

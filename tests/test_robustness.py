@@ -28,7 +28,7 @@ CLOCK_USERS: Final = frozenset(
 
 def clock_calls(file: Source) -> Iterator[str]:
     """Return a finding for every clock that a test reads: its result could depend on speed."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         name = getattr(node, "attr", None) or getattr(node, "id", None)
         if name in CLOCKS and file.path not in CLOCK_USERS:
             yield file.at(node, f"reads {name}; wait with tests.support.waiting instead")
@@ -36,7 +36,7 @@ def clock_calls(file: Source) -> Iterator[str]:
 
 def timed_settings(file: Source) -> Iterator[str]:
     """Return a finding for every `settings(...)` that could fail a test for its duration."""
-    for node in ast.walk(file.tree):
+    for node in file.nodes:
         if not (isinstance(node, ast.Call) and getattr(node.func, "id", "") == "settings"):
             continue
         for keyword in node.keywords:

@@ -2,9 +2,9 @@
 
 import ast
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ("messages", "controller", "engine", "gateway", "loradock")
@@ -12,12 +12,23 @@ SHIPPED = (*PROGRAM, "examples", "benchmarks")
 ALL = (*SHIPPED, "tests")
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Source:
     """A file: its path from the root, its text and its syntax tree."""
 
     path: str
     text: str
     tree: ast.Module
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """All nodes of the tree; each rule reads them, so they are collected once."""
+        return tuple(ast.walk(self.tree))
+
+    @cached_property
+    def import_nodes(self) -> tuple[ast.Import | ast.ImportFrom, ...]:
+        """The nodes that import something."""
+        return tuple(node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom))
 
     @property
     def module(self) -> str:
@@ -35,19 +46,23 @@ def source(path: str, text: str) -> Source:
     return Source(path, text, ast.parse(text, path))
 
 
-@cache
 def read_sources(folders: tuple[str, ...]) -> list[Source]:
-    """Return every Python file below these folders of the project; do not change the list."""
-    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    """Return every Python file below these folders of the project."""
+    return [file for folder in folders for file in _read_folder(folder)]
+
+
+@cache
+def _read_folder(folder: str) -> list[Source]:
+    paths = sorted((ROOT / folder).rglob("*.py"))
     return [source(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
 
 
 def imports(file: Source, modules: set[str]) -> Iterator[tuple[ast.AST, str]]:
     """Every module that a file imports; `from a import b` is `a.b` where that is in `modules`."""
-    for node in ast.walk(file.tree):
+    for node in file.import_nodes:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = node.module or ""
             if node.level:
                 package = file.module.split(".")
