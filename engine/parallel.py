@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,37 @@ def _collective_call(operation: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankLost(f"{operation} with the other ranks failed: {str(error)[:300]}") from error
+
+
+class ParameterShard(NamedTuple):
+    """The part of a whole tensor that one rank holds: ranges of one dimension, in their order.
+
+    `ranges` None: all of it. `is_zero`: zeros of the whole shape, because another rank holds it.
+    """
+
+    dimension: int = 0
+    ranges: tuple[range, ...] | None = None
+    is_zero: bool = False
+
+    def indices(self, dimensions: int) -> Iterator[tuple[slice, ...]]:
+        """Yield the index of each range in a tensor with this number of dimensions."""
+        before = (slice(None),) * (self.dimension % dimensions)
+        parts: tuple[slice, ...] = (slice(None),)
+        if self.ranges is not None:
+            parts = tuple(slice(part.start, part.stop) for part in self.ranges)
+        for part in parts:
+            yield (*before, part)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return the part as a tensor of its own."""
+        if self.is_zero:
+            return torch.zeros_like(whole)
+        parts = [whole[index] for index in self.indices(whole.ndim)]
+        return torch.cat(parts, dim=self.dimension) if len(parts) > 1 else parts[0].clone()
+
+
+WHOLE_PARAMETER: Final = ParameterShard()
+"""All of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +110,23 @@ class ParallelGroup:
         if self.is_trivial:
             return x
         return self.all_gather(x).movedim(0, -2).flatten(-2)
+
+    def assemble(self, shard: ParameterShard, part: Tensor | None, whole: Tensor) -> Tensor:
+        """Fill `whole`, zeros on every rank, from the `part` that each holds; return it.
+
+        `shard`: where this rank's part is; None: it has none. Equal values of several ranks stay.
+        """
+        dimension = shard.dimension % whole.ndim
+        holders = whole.new_zeros(whole.shape[dimension])
+        if part is not None and not shard.is_zero:
+            start = 0
+            for index in shard.indices(whole.ndim):
+                size = whole[index].shape[dimension]
+                whole[index] = part.narrow(dimension, start, size)
+                holders[index[-1]] = 1
+                start += size
+        counts = self.all_reduce(holders).view(-1, *[1] * (whole.ndim - 1 - dimension))
+        return self.all_reduce(whole).div_(counts)
 
     def broadcast_numbers(self, numbers: Sequence[int]) -> list[int]:
         """Return rank 0's numbers; all ranks must pass the same count."""

@@ -3,13 +3,12 @@
 Every rank routes alike and computes its shard; each token's output is the sum over the ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from engine.layers.expert_layout import FLAGS, ExpertLayout, ExpertsInput, layout_of
-from engine.parallel import ParallelGroup
+from engine.parallel import ParallelGroup, ParameterShard
 
 
 class ParallelExperts(nn.Module):
@@ -40,9 +39,13 @@ class ParallelExperts(nn.Module):
         self._apply_gate: Callable[[Tensor], Tensor] | None = getattr(module, "_apply_gate", None)
         if not whole.is_gated:
             self.act_fn = module.act_fn
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            shard = self._shard(name, parameter.detach()).clone()
-            setattr(self, name, nn.Parameter(shard, requires_grad=False))
+        parameters = list(module.named_parameters(recurse=False))
+        self.shards: Mapping[str, ParameterShard] = {
+            name: self._shard(name) for name, _ in parameters
+        }
+        for name, parameter in parameters:
+            part = self.shards[name].take(parameter.detach())
+            setattr(self, name, nn.Parameter(part, requires_grad=False))
             module.register_parameter(name, None)
         self.layout: ExpertLayout = self._shard_layout()
 
@@ -67,21 +70,20 @@ class ParallelExperts(nn.Module):
             raise RuntimeError("a shard of an experts module has no layout")
         return layout
 
-    def _shard(self, name: str, parameter: Tensor) -> Tensor:
-        """Return this rank's shard of a parameter, in the layout of the whole."""
+    def _shard(self, name: str) -> ParameterShard:
+        """Return this rank's part of a parameter, in the layout of the whole."""
         if self.expert_range is not None:
-            return parameter[self.expert_range.start : self.expert_range.stop]
+            return ParameterShard(0, (self.expert_range,))
         is_up = name.startswith(self.whole.up_name)
         if name.endswith("_bias"):
-            if is_up:
-                return self._columns(parameter, -1, is_up)
-            # Ranks' outputs are summed, so only one rank adds the bias.
-            return parameter if self.group.is_leader else torch.zeros_like(parameter)
-        is_last = is_up == self.whole.is_transposed
-        return self._columns(parameter, -1 if is_last else -2, is_up)
+            # Ranks' outputs are summed, so only one rank adds the bias after the sum.
+            return (
+                self._columns(1, is_up)
+                if is_up
+                else ParameterShard(is_zero=not self.group.is_leader)
+            )
+        return self._columns(2 if is_up == self.whole.is_transposed else 1, is_up)
 
-    def _columns(self, parameter: Tensor, dimension: int, is_up: bool) -> Tensor:
+    def _columns(self, dimension: int, is_up: bool) -> ParameterShard:
         inter = range(self.whole.inter_features) if self.inter_range is None else self.inter_range
-        ranges = self.whole.up_rows(inter) if is_up else (inter,)
-        parts = [parameter.narrow(dimension, part.start, len(part)) for part in ranges]
-        return torch.cat(parts, dim=dimension)
+        return ParameterShard(dimension, self.whole.up_rows(inter) if is_up else (inter,))

@@ -8,27 +8,34 @@ of the input for this rank, `multiply_shard` multiplies, `combine_ranks` gathers
 ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, pad
 
-from engine.parallel import ParallelGroup
+from engine.parallel import WHOLE_PARAMETER, ParallelGroup, ParameterShard
 
 
 class ParallelLinear(nn.Linear):
-    """One rank's shard of a linear layer; by default its input and output are not exchanged."""
+    """One rank's shard of a linear layer; by default its input and output are not exchanged.
 
-    def __init__(self, layer: nn.Linear, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` and `bias` are this rank's shard of the layer's, used without a copy.
+    `shards`: the parts of the layer's parameters that this rank holds, by name.
+    """
+
+    def __init__(
+        self, layer: nn.Linear, weight: ParameterShard, bias: ParameterShard | None
+    ) -> None:
+        """`weight` and `bias` are the parts of the layer's; `bias` None: another rank adds it.
 
         `in_features` and `out_features` are those that the model sees.
         """
-        super().__init__(layer.in_features, layer.out_features, bias is not None, device="meta")
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        if bias is not None:
-            self.bias = nn.Parameter(bias.detach(), requires_grad=False)
+        has_bias = layer.bias is not None and bias is not None
+        super().__init__(layer.in_features, layer.out_features, has_bias, device="meta")
+        self.shards: Mapping[str, ParameterShard] = {"weight": weight}
+        self.weight = nn.Parameter(weight.take(layer.weight.detach()), requires_grad=False)
+        if layer.bias is not None and bias is not None:
+            self.shards = {"weight": weight, "bias": bias}
+            self.bias = nn.Parameter(bias.take(layer.bias.detach()), requires_grad=False)
 
     def shard_input(self, x: Tensor) -> Tensor:
         """Return the part of the input for this rank."""
@@ -64,13 +71,10 @@ class ColumnParallelLinear(ParallelLinear):
         """`rows` None: an equal share; raises ValueError if the rows can't be shared equally."""
         if rows is None:
             rows = (group.shard_range(layer.out_features, "out_features"),)
-        weight = torch.cat([layer.weight[part.start : part.stop] for part in rows])
-        bias = None
-        if layer.bias is not None:
-            bias = torch.cat([layer.bias[part.start : part.stop] for part in rows])
-        super().__init__(layer, weight, bias)
+        shard = ParameterShard(0, tuple(rows))
+        super().__init__(layer, shard, shard)
         self.whole_out_features = layer.out_features
-        self.out_features = layer.out_features if gathers else len(weight)
+        self.out_features = layer.out_features if gathers else len(self.weight)
         self.group = group
         self.rows = tuple(rows)
         self.gathers = gathers
@@ -89,8 +93,9 @@ class RowParallelLinear(ParallelLinear):
     def __init__(self, layer: nn.Linear, group: ParallelGroup, splits_input: bool = False) -> None:
         """Raises ValueError if the inputs can't be shared equally."""
         columns = group.shard_range(layer.in_features, "in_features")
-        weight = layer.weight[:, columns.start : columns.stop].clone()
-        super().__init__(layer, weight, layer.bias if group.is_leader else None)
+        super().__init__(
+            layer, ParameterShard(1, (columns,)), WHOLE_PARAMETER if group.is_leader else None
+        )
         self.whole_in_features = layer.in_features
         self.in_features = layer.in_features if splits_input else len(columns)
         self.group = group
@@ -122,9 +127,8 @@ class ParallelHead(ParallelLinear):
 
     def __init__(self, layer: nn.Linear, group: ParallelGroup) -> None:
         tokens = vocabulary_share(layer.out_features, group)
-        rows = slice(tokens.start, tokens.stop)
-        bias = None if layer.bias is None else layer.bias[rows].clone()
-        super().__init__(layer, layer.weight[rows].clone(), bias)
+        shard = ParameterShard(0, (tokens,))
+        super().__init__(layer, shard, shard)
         self.group = group
         self.tokens = tokens
 
@@ -144,8 +148,9 @@ class VocabParallelEmbedding(nn.Embedding):
         )
         self.group = group
         self.tokens = vocabulary_share(layer.num_embeddings, group)
-        weight = layer.weight[self.tokens.start : self.tokens.stop].clone()
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        shard = ParameterShard(0, (self.tokens,))
+        self.shards: Mapping[str, ParameterShard] = {"weight": shard}
+        self.weight = nn.Parameter(shard.take(layer.weight.detach()), requires_grad=False)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base class's name
         """Return the embeddings of token ids of any shape, [..., embedding_dim]."""

@@ -21,10 +21,8 @@ from engine.models.served_model import ServedModel
 from engine.models.tokenization import check_text, check_tokens
 from engine.models.vision.decoding import open_images
 from engine.models.vision.image_inputs import ImageInputs
+from engine.models.weights.source import LOCAL
 from messages.prompts import IllustratedPrompt
-
-LOCAL: Final[Mapping[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments of every load: no network, no code from the directory."""
 
 _FILES: Final = ("processor_config.json", "preprocessor_config.json")
 _VIDEO_PART: Final = "video_processor"

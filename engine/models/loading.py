@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelRefused
 from engine.models.causal_model import CausalModel
-from engine.models.image_processor import LOCAL, ImagesRefused, Processor, load_processor
+from engine.models.image_processor import ImagesRefused, Processor, load_processor
 from engine.models.light_imports import without_compiler
 from engine.models.plain_model import HeldTextModel, PlainModel
 from engine.models.pooling_model import PoolingModel
@@ -25,8 +25,10 @@ from engine.models.pooling_options import PoolingOptions, pooling_options
 from engine.models.preparation import CLASSIFIERS
 from engine.models.quantization import is_quantized, loading_options
 from engine.models.served_model import ServedModel, Tokenizer
-from engine.models.sharding import experts_of, shard_model
+from engine.models.sharding import Sharding, experts_of
 from engine.models.tasks import Task, loader_of, task_of
+from engine.models.weights.progress import Report, reporting
+from engine.models.weights.source import LOCAL, WeightsSource
 from engine.parallel import SINGLE, ParallelGroup
 
 MODALITY: Final = "image"
@@ -44,9 +46,10 @@ _NAMED_MAX: Final = 5
 
 
 class _LoadedModel(NamedTuple):
-    """The content of a model's directory, whole and on the host."""
+    """The content of a model's directory on the host: whole, or this rank's part of the model."""
 
     model: PreTrainedModel
+    sharding: Sharding | None
     task: Task
     tokenizer: Tokenizer
     options: PoolingOptions
@@ -72,34 +75,33 @@ def _embeds_tokens(model: PreTrainedModel) -> bool:
 
 
 def load_model(
-    config: EngineConfig, lora_config: LoRAConfig, group: ParallelGroup = SINGLE
+    config: EngineConfig,
+    lora_config: LoRAConfig,
+    group: ParallelGroup = SINGLE,
+    report: Report = lambda _done, _total: None,
 ) -> CausalModel | PoolingModel:
     """Load `config.model_directory` (safetensors, no network, no code from it) and prepare it.
 
-    Every rank of `group` keeps its part; collective. Raises `ModelRefused`.
+    Every rank of `group` reads and keeps its part; collective. `report` is called while weights
+    are read. Raises `ModelRefused`.
     """
     # A progress bar would overwrite log lines on stderr.
     disable_progress_bar()
-    saved = _read(config)
-    _check_use_of_experts(saved.model, config, lora_config)
-    if group.is_trivial:
+    with reporting(report):
+        saved = _read(config, lora_config, group)
+    if saved.sharding is None:
         # One rank shards nothing; the sharded classes would only be slower.
         lora_config = replace(lora_config, fully_sharded_loras=False)
         _move_to_device(saved.model, config)
-    elif is_quantized(saved.model):
-        raise ModelRefused(
-            "the model is quantised, and its layers can't be split; serve it on one rank"
-        )
     else:
-        group.wait_for_all()
-        shard_model(saved.model, group, config.torch_device, config.expert_parallel)
+        saved.sharding.check(config.torch_device)
     prepared = _prepare(saved, config, lora_config)
     prepared.group, prepared.without_head = group, saved.without_head
     _check_use_of_images(prepared, lora_config)
     return prepared
 
 
-def _read(config: EngineConfig) -> _LoadedModel:
+def _read(config: EngineConfig, lora_config: LoRAConfig, group: ParallelGroup) -> _LoadedModel:
     directory = config.model_directory
     if not (directory / "config.json").is_file():
         raise ModelRefused(f"{directory} has no config.json; set the directory of a saved model")
@@ -109,17 +111,29 @@ def _read(config: EngineConfig) -> _LoadedModel:
         options = pooling_options(config, task)
         quantization = loading_options(config.quantization, model_config, config.torch_device)
         is_plain = getattr(model_config, "quantization_config", None) is None and not quantization
-        with without_compiler() if is_plain else nullcontext():
-            model, report = loader_of(task, model_config).from_pretrained(
-                directory,
-                use_safetensors=True,
-                dtype="auto",
-                output_loading_info=True,
-                **quantization,
-                **LOCAL,
+        if not (group.is_trivial or is_plain):
+            raise ModelRefused(
+                "the model is quantised, and its layers can't be split; serve it on one rank"
             )
-        without_head = _check_weights(directory, report["missing_keys"], task)
-        return _LoadedModel(model, task, _load_tokenizer(directory), options, without_head)
+        source = WeightsSource(directory, loader_of(task, model_config), model_config)
+
+        def split(model: PreTrainedModel) -> Sharding:
+            _check_use_of_experts(model, config, lora_config)
+            sharding = Sharding(model, group, config.expert_parallel)
+            sharding.apply()
+            return sharding
+
+        with without_compiler() if is_plain else nullcontext():
+            if group.is_trivial:
+                model, missing = source.read(**quantization)
+                _check_use_of_experts(model, config, lora_config)
+                sharding = None
+            else:
+                sharding, missing = source.read_parts(split)
+                model = sharding.model
+        without_head = _check_weights(directory, missing, task)
+        tokenizer = _load_tokenizer(directory)
+        return _LoadedModel(model, sharding, task, tokenizer, options, without_head)
     except ModelRefused:
         raise
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, AssertionError) as error:

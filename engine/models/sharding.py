@@ -5,7 +5,8 @@ whole one did. Every other model is refused, with the reason.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
 from typing import Final
 
@@ -24,16 +25,14 @@ from engine.layers.tensor_parallel import (
 )
 from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
 from engine.models.vision.encoder import find_image_part
-from engine.parallel import ParallelGroup
+from engine.models.weights.whole_layer import WholeLayer
+from engine.parallel import ParallelGroup, ParameterShard
 
 _PROMPT_TOKENS: Final = 5
 """The number of tokens of the prompt that compares the whole and the split model."""
 
 _BY_EXPERT: Final = "experts shared whole"
 """Our own style for whole experts, which no plan contains."""
-
-_SAME: Final = 1
-_DIFFERENT: Final = 0
 
 
 def shard_model(
@@ -46,34 +45,21 @@ def shard_model(
     that can't be shared evenly, and a plan that changes the model's results.
     """
     sharding = Sharding(model, group, by_expert)
-    whole = _outputs(model) if group.is_leader else None
     sharding.apply()
-    model.to(device)
-    # Only rank 0 has run the whole model, on the host: longer than any later call may take.
-    group.wait_for_all()
-    try:
-        split = _outputs(model)
-    except MODEL_CODE_ERRORS as error:
-        raise ModelRefused(
-            f"the model's tensor-parallel plan does not run on {group.world_size} ranks: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    verdict = _DIFFERENT if whole is not None and not _are_close(whole, split) else _SAME
-    if group.broadcast_numbers([verdict]) != [_SAME]:
-        raise ModelRefused(
-            f"split by its own plan over {group.world_size} ranks, the model's results differ from "
-            "the whole model's; serve it on one rank"
-        )
+    sharding.check(device)
 
 
 class Sharding:
-    """The change of one model for one rank, by its plan."""
+    """The change of one model for one rank, by its plan.
+
+    `model` is changed in place. `bytes_read`: those of its part in files; None if all was read.
+    """
 
     def __init__(
         self, model: PreTrainedModel, group: ParallelGroup, by_expert: bool = False
     ) -> None:
         """`by_expert`: each rank keeps some experts whole, regardless of the plan."""
-        self._model = model
+        self.model = model
         self._by_expert = by_expert
         self._group = group
         self._embedding = model.get_input_embeddings()
@@ -93,21 +79,96 @@ class Sharding:
         }
         self._style_by_name = self._read_plan()
         self._heads = self._count_heads()
+        self.bytes_read: int | None = None
+        self._whole: dict[nn.Module, WholeLayer] = {}
+        self._paths: dict[str, nn.Module] = {}
 
     def apply(self) -> None:
-        """Replace every layer that the plan names by this rank's part."""
+        """Replace every layer that the plan names by this rank's part.
+
+        The whole layers are kept without their weights.
+        """
         parts: dict[nn.Module, nn.Module] = {}
         for name, style in self._style_by_name.items():
-            layer = self._model.get_submodule(name)
+            layer = self.model.get_submodule(name)
+            shapes = {one: weight.shape for one, weight in layer.named_parameters(recurse=False)}
             try:
                 parts[layer] = self._split_by_style[style](name, layer)
             except ValueError as error:
                 raise ModelRefused(f"{name}: {error}") from error
+            if parts[layer] is not layer:
+                self._whole[layer] = WholeLayer(layer, parts[layer], shapes, self._group)
         self._tie(parts)
-        for path, layer in list(self._model.named_modules(remove_duplicate=False)):
-            if layer in parts:
-                self._model.set_submodule(path, parts[layer])
-        self._set_head_groups()
+        for path, layer in list(self.model.named_modules(remove_duplicate=False)):
+            if layer in self._whole:
+                self.model.set_submodule(path, parts[layer])
+                self._paths[path] = layer
+        for layer in self._whole.values():
+            layer.forget()
+        self._set_head_groups(self._group.world_size)
+
+    def shards(self) -> dict[str, ParameterShard]:
+        """Return this rank's part of each parameter that is not whole, by its name."""
+        return {
+            f"{path}.{name}": shard
+            for path, layer in self._paths.items()
+            for name, shard in self._whole[layer].shards.items()
+        }
+
+    def absent(self) -> set[str]:
+        """Return the names of the whole model's parameters that this rank lacks."""
+        names = {
+            f"{path}.{name}"
+            for path, layer in self._paths.items()
+            for name in self._whole[layer].shapes
+        }
+        return names - self.shards().keys()
+
+    def finish(self, bytes_read: int) -> None:
+        """Cut a head that was tied to a whole embedding while the weights were read."""
+        self.bytes_read = bytes_read
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if isinstance(head, ParallelHead) and head.weight is embedding.weight:
+            self._share_rows(head, embedding)
+
+    def check(self, device: torch.device) -> None:
+        """Move the model to `device`, and raise `ModelRefused` if it is not what it was whole.
+
+        Collective: each whole layer is gathered from all ranks for its call alone.
+        """
+        self.model.to(device)
+        # Ranks may take unlike times to read their parts: longer than any later call may take.
+        self._group.wait_for_all()
+        with self._whole_layers(device):
+            whole = _outputs(self.model, device)
+        try:
+            split = _outputs(self.model, device)
+        except MODEL_CODE_ERRORS as error:
+            raise ModelRefused(
+                "the model's tensor-parallel plan does not run on "
+                f"{self._group.world_size} ranks: {type(error).__name__}: {error}"
+            ) from error
+        if not self._group.all_true(_are_close(whole, split)):
+            raise ModelRefused(
+                f"split by its own plan over {self._group.world_size} ranks, the model's results "
+                "differ from the whole model's; serve it on one rank"
+            )
+
+    @contextmanager
+    def _whole_layers(self, device: torch.device) -> Iterator[None]:
+        parts = {path: self.model.get_submodule(path) for path in self._paths}
+        handles = [layer.gather_on_call(device) for layer in self._whole.values()]
+        self._set_head_groups(1)
+        for path, layer in self._paths.items():
+            self.model.set_submodule(path, layer)
+        try:
+            yield
+        finally:
+            for path, part in parts.items():
+                self.model.set_submodule(path, part)
+            self._set_head_groups(self._group.world_size)
+            for one in handles:
+                one.close()
 
     def _read_plan(self) -> dict[str, str]:
         """Return the plan's style of each module; refuse a plan with unknown styles.
@@ -115,11 +176,11 @@ class Sharding:
         Every rank holds the part that reads images whole, regardless of the plan: it is small, and
         a change of it would not be noticed in the results for a text.
         """
-        plan = self._model.tp_plan or {}
-        images = find_image_part(self._model)
+        plan = self.model.tp_plan or {}
+        images = find_image_part(self.model)
         layers = {
             name: layer
-            for name, layer in self._model.named_modules()
+            for name, layer in self.model.named_modules()
             if images is None or layer not in images
         }
         modules = _matching(plan, layers)
@@ -127,16 +188,16 @@ class Sharding:
         # Without its layers every rank would hold nearly all of the model.
         if all(layers[name] in ends for name in modules):
             raise ModelRefused(
-                f"{type(self._model).__name__} has no tensor-parallel plan for its layers; serve "
+                f"{type(self.model).__name__} has no tensor-parallel plan for its layers; serve "
                 "it on one rank"
             )
-        experts = experts_of(self._model)
+        experts = experts_of(self.model)
         if self._by_expert:
             modules |= dict.fromkeys(experts, _BY_EXPERT)
         # The split of an experts module's parameters follows from the module's own style.
         parameters = {
             name: style
-            for name, style in _matching(plan, dict(self._model.named_parameters())).items()
+            for name, style in _matching(plan, dict(self.model.named_parameters())).items()
             if (owner := name.rpartition(".")[0]) in layers and owner not in experts
         }
         unknown = {_pattern_of(name): style for name, style in parameters.items()}
@@ -158,17 +219,16 @@ class Sharding:
         heads: dict[str, dict[str, int]] = {}
         for name, style in self._style_by_name.items():
             owner = name.rpartition(".")[0]
-            head_dim = getattr(self._model.get_submodule(owner), "head_dim", None)
+            head_dim = getattr(self.model.get_submodule(owner), "head_dim", None)
             if style == "colwise" and isinstance(head_dim, int):
-                out_features = _linear(self._model.get_submodule(name)).out_features
+                out_features = _linear(self.model.get_submodule(name)).out_features
                 heads.setdefault(owner, {})[name] = out_features // head_dim
         return heads
 
-    def _set_head_groups(self) -> None:
-        """Set attention modules' number of query heads per key and value head on this rank."""
-        ranks = self._group.world_size
+    def _set_head_groups(self, ranks: int) -> None:
+        """Set attention modules' number of query heads per key and value head on `ranks`."""
         for owner, heads in self._heads.items():
-            attention = self._model.get_submodule(owner)
+            attention = self.model.get_submodule(owner)
             if hasattr(attention, "num_key_value_groups"):
                 queries, keys = max(heads.values()), min(heads.values())
                 attention.num_key_value_groups = queries // ranks // max(keys // ranks, 1)
@@ -207,8 +267,14 @@ class Sharding:
             if isinstance(embedding, VocabParallelEmbedding):
                 head.weight = embedding.weight
             else:
-                rows = embedding.weight[head.tokens.start : head.tokens.stop]
-                head.weight = nn.Parameter(rows, requires_grad=False)
+                self._share_rows(head, embedding)
+
+    def _share_rows(self, head: ParallelHead, embedding: nn.Module) -> None:
+        """Let the head read its rows of an embedding that every rank holds whole."""
+        if not isinstance(embedding, VocabParallelEmbedding):
+            weight = embedding.get_parameter("weight")
+            rows = weight[head.tokens.start : head.tokens.stop]
+            head.weight = nn.Parameter(rows, requires_grad=False)
 
 
 def _pattern_of(name: str) -> str:
@@ -236,12 +302,12 @@ def _whole(_name: str, layer: nn.Module) -> nn.Module:
 
 
 @torch.inference_mode()
-def _outputs(model: PreTrainedModel) -> Tensor:
+def _outputs(model: PreTrainedModel, device: torch.device) -> Tensor:
     """Return the model's outputs for a short prompt, flattened, on the host.
 
     A classifier's labels may be few, or one that is nearly zero, so its hidden states are included.
     """
-    tokens = torch.arange(_PROMPT_TOKENS, device=model.device)[None]
+    tokens = torch.arange(_PROMPT_TOKENS, device=device)[None]
     arguments = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
     outputs: list[Tensor] = [model(input_ids=tokens, **arguments)[0]]
     if outputs[0].ndim == 2:

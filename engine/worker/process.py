@@ -19,7 +19,9 @@ import zmq
 from engine.adapters.files.directory import open_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import AdapterNotFound, EngineError, ModelRefused, PathNotAllowed
+from engine.models.causal_model import CausalModel
 from engine.models.loading import load_model
+from engine.models.pooling_model import PoolingModel
 from engine.parallel import (
     SINGLE,
     ParallelGroup,
@@ -124,7 +126,7 @@ class RankSetup(NamedTuple):
 def _run(setup: RankSetup, options: EngineArguments) -> int:
     wakeup, group = Wakeup(), setup.group
     try:
-        model = load_model(setup.config, setup.lora_config, group)
+        model = _load(setup)
         engine = Engine(model, setup.config, setup.lora_config, options.engine_id, wakeup.wake)
     except (ModelRefused, EngineError, ValueError) as error:
         _log.error("the engine can't start", error=str(error))
@@ -149,6 +151,18 @@ def _run(setup: RankSetup, options: EngineArguments) -> int:
         follow(engine, group)
     leave_group(group)
     return 0
+
+
+def _load(setup: RankSetup) -> CausalModel | PoolingModel:
+    """Load the model, and log the progress of each rank."""
+    log = _log.bind(rank=setup.group.rank) if is_rank() else _log
+    log.info("loading the model", model=str(setup.config.model_directory))
+    return load_model(
+        setup.config,
+        setup.lora_config,
+        setup.group,
+        lambda loaded, tensors: log.info("reading weights", loaded=loaded, tensors=tensors),
+    )
 
 
 def _serve(

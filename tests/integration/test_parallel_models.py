@@ -1,6 +1,7 @@
 """A model split over two ranks by its own plan answers as whole, or is refused with the reason."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
+from tests.support.engine.engine_examples import relative_error
+from tests.support.models.expert_adapters import make_model
 from tests.support.parallel.models import build
 from tests.support.parallel.ranks import Ranks, ranks
 
@@ -41,6 +44,36 @@ def test_two_ranks_answer_as_one(pair: Ranks, name: str, fully_sharded: bool) ->
         assert any(kind.startswith("Row") for kind in kinds), kinds
         assert rank["kept"] < 1
         assert rank["tied"] == (name in {"llama-tied", "gemma", "gemma3"})
+
+
+SAVED = {
+    "llama": lambda: build("llama"),
+    # Biases that one rank adds, and a head of keys and values that both have.
+    "llama-one-kv-head": lambda: build("llama-one-kv-head"),
+    "llama-tied": lambda: build("llama-tied"),
+    # Its embedding is scaled, so that each rank holds it whole, and its head reads rows of it.
+    "gemma": lambda: build("gemma"),
+    # Experts are saved one by one and stacked when they are read.
+    "mixtral": lambda: make_model("mixtral"),
+    "qwen3_moe-by-expert": lambda: make_model("qwen3_moe"),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_rank_reads_its_own_part_once(pair: Ranks, name: str, tmp_path: Path) -> None:
+    model = SAVED[name]()
+    # Several files with an index.
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if name == "llama" else "5GB")
+    found = pair.run("read_in_parts", directory=str(tmp_path), by_expert="by-expert" in name)
+    with torch.inference_mode():
+        expected = model(input_ids=torch.arange(3, 9)[None], use_cache=False).logits.flatten()
+    saved = sum({one.data_ptr(): one.nbytes for one in model.parameters()}.values())
+    for rank in found:
+        assert rank["missing"] == []
+        assert rank["kind"] == type(model).__name__
+        assert rank["read"] == rank["held"] < saved
+        assert relative_error(torch.tensor(rank["logits"]), expected) < ERROR_MAX
+    assert found[0]["logits"] == found[1]["logits"]
 
 
 @pytest.mark.parametrize("name", REFUSED)

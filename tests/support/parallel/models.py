@@ -5,11 +5,13 @@ the ranks), puts the same adapters into both, and compares a prefill and a decod
 """
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     DiffLlamaConfig,
     Gemma3TextConfig,
@@ -34,7 +36,8 @@ from engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
 from engine.layout import ModuleShape, columns_of_one_adapter
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
-from engine.models.sharding import shard_model
+from engine.models.sharding import Sharding, shard_model
+from engine.models.weights.source import WeightsSource
 from engine.parallel import ParallelGroup
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
@@ -164,6 +167,33 @@ def same_logits(group: ParallelGroup, name: str, fully_sharded: bool) -> dict[st
     }
 
 
+def read_in_parts(group: ParallelGroup, directory: str, by_expert: bool = False) -> dict[str, Any]:
+    """Return what a rank read of a saved model, what it holds, and the split model's logits."""
+
+    def split(model: PreTrainedModel) -> Sharding:
+        sharding = Sharding(model, group, by_expert)
+        sharding.apply()
+        return sharding
+
+    config = AutoConfig.from_pretrained(directory)
+    source = WeightsSource(Path(directory), AutoModelForCausalLM, config)
+    sharding, missing = source.read_parts(split)
+    model = sharding.model
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    start = head.data_ptr() - embedding.data_ptr()
+    shared = head.nbytes if 0 <= start < embedding.nbytes and head is not embedding else 0
+    sharding.check(torch.device("cpu"))
+    with torch.inference_mode():
+        logits = model(input_ids=torch.arange(3, 9)[None], use_cache=False).logits
+    return {
+        "read": sharding.bytes_read,
+        "held": sum(parameter.nbytes for parameter in model.parameters()) - shared,
+        "missing": sorted(missing),
+        "kind": type(model).__qualname__,
+        "logits": logits.flatten().tolist(),
+    }
+
+
 def _is_tied(model: PreTrainedModel) -> bool:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embedding = getattr(embedding, "base_layer", embedding)
@@ -201,7 +231,7 @@ class Mixed(torch.nn.Module):
         return x * x.mean(-1, keepdim=True)
 
 
-CASES = {case.__name__: case for case in (same_logits, refusal, wrong_plan)}
+CASES = {case.__name__: case for case in (same_logits, read_in_parts, refusal, wrong_plan)}
 
 if __name__ == "__main__":
     serve(CASES)
