@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import torch
+from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 
@@ -29,11 +30,14 @@ first, so measured again for {times} times as long and in new memory; the second
 
 
 class CellComparison(NamedTuple):
-    """The measurements of one cell; `copies` is None below `kernel_cells.PREFILL_TOKENS`."""
+    """The measurements of one cell; `copies` is None below `kernel_cells.PREFILL_TOKENS`.
+
+    `gemm`: None where only the strategies are compared.
+    """
 
     cell: Cell
     strategies: Rounds
-    gemm: Rounds
+    gemm: Rounds | None
     copies: Rounds | None
     is_repeated: bool
 
@@ -55,7 +59,7 @@ class CellComparison(NamedTuple):
     @property
     def vs_gemm(self) -> float:
         """The ratio of the chosen strategy's time to the base layer's own product."""
-        return self.gemm.ratio("chosen", "gemm")
+        return self.gemm.ratio("chosen", "gemm") if self.gemm else 0.0
 
     @property
     def vs_copies(self) -> float | None:
@@ -108,6 +112,18 @@ def run() -> Iterator[Figure]:
     yield _batch_invariant(comparisons)
 
 
+def chosen_of_best(name: str) -> Figure:
+    """Return a figure of the worst cell, the chosen strategy against the best; nothing else."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            comparisons = [measure_cell(cell, _compare_strategies) for cell in cells()]
+    finally:
+        torch.set_num_threads(threads)
+    return structs.replace(_best_of(comparisons), name=name)
+
+
 def measure_cell(cell: Cell, compare: Callable[..., CellComparison]) -> CellComparison:
     """Return the comparison of a cell that counts: the first, or the second after a miss."""
     first = compare(cell, SECONDS, is_repeated=False)
@@ -130,8 +146,16 @@ def _compare(cell: Cell, seconds: float, *, is_repeated: bool) -> CellComparison
     return CellComparison(cell, strategies, gemm, copies, is_repeated)
 
 
+def _compare_strategies(cell: Cell, seconds: float, *, is_repeated: bool) -> CellComparison:
+    bench = Bench(cell)
+    works = {"chosen": bench.chosen(), **bench.strategies()}
+    strategies = interleave(works, seconds / 2)
+    return CellComparison(cell, strategies, None, None, is_repeated)
+
+
 def _delta_vs_gemm(comparisons: list[CellComparison]) -> Figure:
     worst = max((c for c in comparisons if c.cell.has_gemm_target), key=lambda c: c.vs_gemm)
+    assert worst.gemm is not None
     text = f"own GEMM: {worst.gemm.microseconds('gemm'):,.0f} us ({worst.cell.text})"
     return _figure("kernels.delta_vs_gemm", worst.gemm, text, worst.vs_gemm, DELTA_MAX)
 
@@ -182,6 +206,7 @@ def _table(comparisons: list[CellComparison]) -> Table:
         table.add_column(name, justify="right")
     for one in comparisons:
         copies = one.copies.microseconds("copies") if one.copies else None
+        assert one.gemm is not None
         of_base = (one.gemm.microseconds("gemm"), one.strategies.microseconds("chosen"))
         times = (*of_base, *(one.time_of(name) for name in STRATEGIES), copies)
         ratios = (one.vs_copies, one.vs_kept, one.bare_vs_copies)
