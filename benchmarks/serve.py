@@ -140,20 +140,22 @@ def _gaps(
     text: str,
     engine: ServedEngine,
     prompts: Prompts,
-    beside: Callable[[], None],
+    meanwhile: Callable[[], None],
     ratio_max: float,
 ) -> Figure:
     """Return a figure of the gaps in wall time, of requests that all run from the beginning."""
 
     def streams(work: Callable[[], None]) -> MeasuredLoad:
         engine.drain()
-        return engine.run(prompts.mixed(_MIXED, CLIENTS), beside=work)
+        return engine.run(prompts.mixed(_MIXED, CLIENTS), meanwhile=work)
 
-    found = _alternate({"beside": lambda: streams(beside), "alone": lambda: streams(lambda: None)})
+    found = _alternate(
+        {"meanwhile": lambda: streams(meanwhile), "alone": lambda: streams(lambda: None)}
+    )
     engine.drain()
     pairs = [
         (own.gap_p95_s, other.gap_p95_s)
-        for own, other in zip(found["beside"], found["alone"], strict=True)
+        for own, other in zip(found["meanwhile"], found["alone"], strict=True)
     ]
     ratio = median(own / other for own, other in pairs)
     own, other = (1e3 * median(column) for column in zip(*pairs, strict=True))
@@ -169,7 +171,7 @@ def _gaps(
 
 
 def cliff(engine: ServedEngine, prompts: Prompts) -> Figure:
-    """Return the median time to first token with twice as many adapters as slots."""
+    """Return the median time to first token with two adapters per slot."""
     found = _alternate(
         {
             "more": lambda: engine.run(prompts.mixed(range(ADAPTER_FILES))),

@@ -97,9 +97,9 @@ class ServedEngine:
         self,
         prompts: Sequence[Prompt],
         sampling: Sampling = _GREEDY,
-        beside: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> MeasuredLoad:
-        """Run requests, `CLIENTS` at a time; `beside` is called before every step."""
+        """Run requests, `CLIENTS` at a time; `meanwhile` is called before every step."""
         sampling = structs.replace(sampling, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
         waiting, running, streams = list(reversed(prompts)), set[RequestId](), []
         started = device_clock()
@@ -108,7 +108,7 @@ class ServedEngine:
                 request_id = self.generate(waiting.pop(), sampling)
                 streams.append(self._streams[request_id])
                 running.add(request_id)
-            beside()
+            meanwhile()
             self.advance()
             for request_id in [one for one in running if one in self._replies]:
                 running.remove(request_id)

@@ -109,6 +109,8 @@ class PagedBatch:
         chunks = self._chunks(max(1, self.budget.tokens - len(self.running)))
         parts = [(row, 1) for row in self._rows if row.is_prefilled]
         parts += [(row, count) for row, count in chunks if row in self._rows]
+        # Rows of one adapter are adjacent, so that kernels read and write them in place.
+        parts.sort(key=lambda part: part[0].sequence.command.slot)
         if parts:
             self._run(parts)
 

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import torch
 
 from engine.kernels.cpu.dense import Dense
-from engine.kernels.cpu.gathered import Gathered
+from engine.kernels.cpu.gathered import Gathered, stacks
 from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer_block import LayerBlock, SliceWeights, computation_dtypes
 
@@ -118,10 +118,13 @@ def _gathered_cost(
     layer: LayerBlock, slice_weights: SliceWeights, costs: DtypeCosts, dtype: torch.dtype
 ) -> float:
     ranks, rows = sum(slice_weights.ranks), max(layer.block.sizes)
+    calls, stack = len(slice_weights.strided_runs), 0.0
+    if layer.weight_dtype != dtype or stacks(slice_weights):
+        calls, stack = 1, costs.stack
     total = 0.0
     for product, width in zip(costs.batched, slice_weights.features, strict=True):
         weights = ranks * width
-        total += product.call + weights * (product.weight + costs.stack + rows * product.row)
+        total += calls * product.call + weights * (product.weight + stack + rows * product.row)
         total += weights * CONVERT_ELEMENT if layer.weight_dtype != dtype else 0.0
     return total
 

@@ -1,7 +1,8 @@
-"""Strategy: the weights of all of a block's parts stacked, and one batched product per slice.
+"""Strategy: one batched product per slice over all of a block's parts.
 
-It needs one rank in all parts of a slice. Weights are copied once per group, and copies are not
-cached.
+It needs one rank in all parts of a slice. Where the weights of consecutive parts have the same
+distance in the arena, as those of adapters of one shape have, they are one tensor with a stride and
+are read in place. Otherwise they are copied once per run into scratch memory, and not kept.
 """
 
 from typing import NamedTuple
@@ -11,22 +12,47 @@ from torch import Tensor
 
 from engine.kernels.cpu.blocks import equal_parts
 from engine.kernels.cpu.gather import RowGatherer, add_rows
-from engine.kernels.cpu.layer_block import LayerBlock, SliceWeights, computes_transposed
+from engine.kernels.cpu.layer_block import (
+    EqualDistance,
+    LayerBlock,
+    SliceWeights,
+    computes_transposed,
+)
 from engine.kernels.cpu.scratch import Scratch
 
 
-class _SlicePlan(NamedTuple):
-    """One slice: A [parts, rank, in], B [parts, out, rank]; results [parts, rows, ...].
+class _Stack(NamedTuple):
+    """The copies to make before a product: of the sources, into A and B of the product."""
+
+    sources: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+    a: Tensor
+    b: Tensor
+
+    def fill(self) -> None:
+        torch.stack(self.sources[0], out=self.a)
+        torch.stack(self.sources[1], out=self.b)
+
+
+class _Product(NamedTuple):
+    """Parts `parts` of a slice: A [parts, rank, in], B [parts, out, rank]; results likewise.
 
     transposed: `shrunk` with its last two dimensions swapped, where the product is computed so.
     """
 
-    columns: slice
-    sources: tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+    parts: slice
     a: Tensor
     b: Tensor
     shrunk: Tensor
     transposed: Tensor | None
+    delta: Tensor
+
+
+class _SlicePlan(NamedTuple):
+    """One slice: its columns of the output, its products, and all their results."""
+
+    columns: slice
+    stack: _Stack | None
+    products: tuple[_Product, ...]
     delta: Tensor
 
 
@@ -39,6 +65,7 @@ class Gathered:
         self._dtype = dtype
         self._scratch = scratch
         self._gatherer = RowGatherer(self._block, layer.in_features, dtype, scratch)
+        self._converts = layer.weight_dtype != dtype
         self._slices = [self._plan(weights) for weights in layer.slices]
 
     @staticmethod
@@ -49,40 +76,85 @@ class Gathered:
     def _plan(self, weights: SliceWeights) -> _SlicePlan:
         take, dtype = self._scratch.take, self._dtype
         (parts, rows), rank = self._shape, weights.ranks[0]
-        present = [pair for pair in weights.pairs if pair is not None]
         transposes = computes_transposed(dtype, rank, rows)
         shrunk = take("shrunk", (parts, rank, rows) if transposes else (parts, rows, rank), dtype)
-        return _SlicePlan(
-            weights.columns,
+        delta = take("delta", (*self._shape, weights.out_features), dtype)
+        stack = self._stack(weights) if self._converts or stacks(weights) else None
+        products = []
+        for run in (EqualDistance(0, parts, 0),) if stack else weights.strided_runs:
+            own = slice(run.first, run.first + run.count)
+            a, b = (stack.a, stack.b) if stack else _strided(weights, run)
+            products.append(
+                _Product(
+                    own,
+                    a,
+                    b,
+                    shrunk[own].mT if transposes else shrunk[own],
+                    shrunk[own] if transposes else None,
+                    delta[own],
+                )
+            )
+        return _SlicePlan(weights.columns, stack, tuple(products), delta)
+
+    def _stack(self, weights: SliceWeights) -> _Stack:
+        take, parts, rank = self._scratch.take, self._shape[0], weights.ranks[0]
+        present = weights.present
+        return _Stack(
             (tuple(pair.a for pair in present), tuple(pair.b for pair in present)),
-            take("a", (parts, rank, weights.in_features), dtype),
-            take("b", (parts, weights.out_features, rank), dtype),
-            shrunk.mT if transposes else shrunk,
-            shrunk if transposes else None,
-            take("delta", (*self._shape, weights.out_features), dtype),
+            take("a", (parts, rank, weights.in_features), self._dtype),
+            take("b", (parts, weights.out_features, rank), self._dtype),
         )
 
     def run(self, y: Tensor, x: Tensor, scale: float) -> None:
         """Add the block's deltas to y: [tokens, out_features]; x: [tokens, in_features]."""
-        rows = self._gatherer.load(x)
+        rows = self._gatherer.load(x).view(*self._shape, -1)
         for plan in self._slices:
-            torch.stack(plan.sources[0], out=plan.a)
-            if plan.transposed is None:
-                torch.bmm(rows.view(*self._shape, -1), plan.a.mT, out=plan.shrunk)
-            else:
-                torch.bmm(plan.a, rows.view(*self._shape, -1).mT, out=plan.transposed)
-            torch.stack(plan.sources[1], out=plan.b)
+            if plan.stack is not None:
+                plan.stack.fill()
             target = y[:, plan.columns]
-            if self._is_in_place(target):
-                rows_of_y = target[self._block.first : self._block.first + self._block.size]
-                rows_of_y.view(*self._shape, -1).baddbmm_(plan.shrunk, plan.b.mT, alpha=scale)
-                continue
-            if scale != 1.0:
-                plan.shrunk.mul_(scale)
-            torch.bmm(plan.shrunk, plan.b.mT, out=plan.delta)
-            add_rows(target, plan.delta.flatten(0, 1), self._block)
+            in_place = self._rows_in_place(target)
+            for product in plan.products:
+                _shrink(product, rows)
+                if in_place is not None:
+                    own = in_place[product.parts]
+                    own.baddbmm_(product.shrunk, product.b.mT, alpha=scale)
+                    continue
+                if scale != 1.0:
+                    product.shrunk.mul_(scale)
+                torch.bmm(product.shrunk, product.b.mT, out=product.delta)
+            if in_place is None:
+                add_rows(target, plan.delta.flatten(0, 1), self._block)
 
-    def _is_in_place(self, target: Tensor) -> bool:
-        """Whether the second product can be added directly to y, which saves a pass over it."""
-        is_whole = self._block.rows is None and self._block.real_indices is None
-        return is_whole and target.is_contiguous() and target.dtype == self._dtype
+    def _rows_in_place(self, target: Tensor) -> Tensor | None:
+        """Return the rows of `y` by part where the second product can be added directly to them.
+
+        That saves a pass over them. Elsewhere None.
+        """
+        block = self._block
+        is_whole = block.rows is None and block.real_indices is None
+        if not (is_whole and target.is_contiguous() and target.dtype == self._dtype):
+            return None
+        return target[block.first : block.first + block.size].view(*self._shape, -1)
+
+
+def stacks(weights: SliceWeights) -> bool:
+    """Whether the weights are copied, because their parts have too many different distances."""
+    return 2 * len(weights.strided_runs) > len(weights.pairs)
+
+
+def _shrink(product: _Product, rows: Tensor) -> None:
+    """Compute the first product; rows: [all parts, rows, in_features]."""
+    own = rows[product.parts]
+    if product.transposed is None:
+        torch.bmm(own, product.a.mT, out=product.shrunk)
+    else:
+        torch.bmm(product.a, own.mT, out=product.transposed)
+
+
+def _strided(weights: SliceWeights, run: EqualDistance) -> tuple[Tensor, Tensor]:
+    """Return A and B of a run's parts as views of the arena."""
+    a, b = (
+        matrix.as_strided((run.count, *matrix.shape), (run.distance, *matrix.stride()))
+        for matrix in weights.present[run.first]
+    )
+    return a, b

@@ -13,6 +13,18 @@ NARROW_ROWS_MIN: Final = 32
 """Limits within which bfloat16 products are computed as `A @ x.T`: rank at most, rows at least."""
 
 
+FEW_ROWS_MAX: Final = 8
+"""The most rows per part for which float32 products are computed so."""
+
+
+class EqualDistance(NamedTuple):
+    """Parts `first` to `first + count` of a slice, whose weights are `distance` elements apart."""
+
+    first: int
+    count: int
+    distance: int
+
+
 class SliceWeights(NamedTuple):
     """One slice: its first column of the output, its shape, and the pair of each block part."""
 
@@ -36,6 +48,28 @@ class SliceWeights(NamedTuple):
         """The rank of each part; 0 where it has no weights."""
         return [pair.b.shape[1] if pair else 0 for pair in self.pairs]
 
+    @property
+    def present(self) -> list[LoRAPair]:
+        """The pairs of the parts that have weights."""
+        return [pair for pair in self.pairs if pair is not None]
+
+    @property
+    def strided_runs(self) -> tuple[EqualDistance, ...]:
+        """The parts divided into runs, each of which is one tensor with a stride over the arena.
+
+        For slices with the same rank in all parts.
+        """
+        starts = [pair.a.storage_offset() for pair in self.present]
+        runs, first = [], 0
+        while first < len(starts):
+            end = first + 1
+            distance = starts[end] - starts[first] if end < len(starts) else 0
+            while distance > 0 and end < len(starts) and starts[end] - starts[end - 1] == distance:
+                end += 1
+            runs.append(EqualDistance(first, end - first, distance if end - first > 1 else 0))
+            first = end
+        return tuple(runs)
+
 
 class LayerBlock(NamedTuple):
     """One layer's slices for one block; slices without weights in all parts are left out."""
@@ -53,7 +87,10 @@ class LayerBlock(NamedTuple):
     @property
     def signature(self) -> tuple[object, ...]:
         """Everything that costs depend on; equal for layers whose costs are equal."""
-        shapes = [(*weights.features, *weights.ranks) for weights in self.slices]
+        shapes = [
+            (*weights.features, *weights.ranks, len(weights.strided_runs))
+            for weights in self.slices
+        ]
         return (self.block, self.activation_dtype, self.weight_dtype, *shapes)
 
 
@@ -96,7 +133,10 @@ def computation_dtypes(
 def computes_transposed(dtype: torch.dtype, rank: int, rows: int) -> bool:
     """Whether the first product is computed as `A @ x.T`, with a transposed result.
 
+    In float32 that is faster for few rows, as a decode step has them (0.75 of the time at 2 rows).
     The library packs the right operand of a bfloat16 product into wide blocks, which a narrow A
     fills badly. With x as the right operand, a long run's delta took 0.86 of the time at rank 16.
     """
+    if dtype == torch.float32:
+        return rows <= FEW_ROWS_MAX
     return dtype == torch.bfloat16 and rank <= NARROW_RANK_MAX and rows >= NARROW_ROWS_MIN

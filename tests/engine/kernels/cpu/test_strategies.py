@@ -26,10 +26,15 @@ from engine.kernels.cpu.costs import Strategy, cheapest_strategy, estimate
 from engine.kernels.cpu.dense import Dense
 from engine.kernels.cpu.gathered import Gathered
 from engine.kernels.cpu.grouped import Grouped
-from engine.kernels.cpu.layer_block import LayerBlock, computation_dtypes, layer_block
+from engine.kernels.cpu.layer_block import (
+    LayerBlock,
+    SliceWeights,
+    computation_dtypes,
+    layer_block,
+)
 from engine.kernels.cpu.linear import CpuLinear
 from engine.kernels.cpu.scratch import Scratch
-from engine.kernels.operands import Groups
+from engine.kernels.operands import Groups, LoRAPair
 from tests.support.kernels.kernel_cases import (
     ERRORS_MAX,
     Shape,
@@ -123,6 +128,40 @@ def test_the_length_of_a_long_group_depends_on_the_dtype(dtype: torch.dtype, lon
     assert [part.slot for block in blocks for part in block.parts] == [0]
     assert tiler(groups, 1).blocks == ()
     assert tiler(groups, min_long_rows(dtype)).runs is runs
+
+
+@pytest.mark.parametrize(
+    ("places", "runs"),
+    [
+        ([0, 1, 2, 3], [(0, 4)]),
+        ([1, 3, 5], [(0, 3)]),
+        ([0, 1, 4, 5], [(0, 2), (2, 2)]),
+        ([3, 0, 1, 2], [(0, 1), (1, 3)]),
+        ([3, 2, 1], [(0, 1), (1, 1), (2, 1)]),
+        ([2], [(0, 1)]),
+    ],
+)
+def test_weights_at_equal_distances_are_one_tensor(
+    places: list[int], runs: list[tuple[int, int]]
+) -> None:
+    inputs, outputs, rank, rows = 24, 40, 4, 2
+    size = rank * (inputs + outputs) + 32
+    arena = torch.randn(6 * size)
+    pairs = tuple(
+        LoRAPair(
+            arena[place * size :][: rank * inputs].view(rank, inputs),
+            arena[place * size + rank * inputs :][: rank * outputs].view(outputs, rank),
+        )
+        for place in places
+    )
+    weights = SliceWeights(0, inputs, outputs, pairs)
+    assert [(run.first, run.count) for run in weights.strided_runs] == runs
+    parts = tuple(BlockPart(slot, rows, rows) for slot in range(len(places)))
+    layer = LayerBlock(Block(parts, 0, None), (weights,), arena.dtype, arena.dtype)
+    x, y = torch.randn(len(places) * rows, inputs), torch.zeros(len(places) * rows, outputs)
+    Gathered(layer, arena.dtype, Scratch()).run(y, x, 2.0)
+    expected = [2.0 * own @ a.T @ b.T for own, (a, b) in zip(x.split(rows), pairs, strict=True)]
+    assert error_of(y, torch.cat(expected)) <= ERRORS_MAX[torch.float32]
 
 
 ROWS = st.lists(st.tuples(st.integers(-1, 4), st.integers(1, 90)), max_size=12).map(
