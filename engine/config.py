@@ -246,11 +246,13 @@ class EngineConfig:
 
     `adapter_roots`: directories that adapters are loaded from. `allow_pickled_weights`: whether an
     adapter without a safetensors file may have `.bin` or `.pt` weights. `device`: a torch device,
-    or "auto" for the first CUDA device if there is one, else the CPU. `device_bytes_max`: the
-    arena's size. `pin_memory`: None means only if the device is CUDA. `file_threads`: the number
-    of threads that read adapters, and of those that read images. `max_num_seqs`: sequences
-    processed together. `max_num_batched_tokens`: tokens per step, so that long prompts are
-    processed in chunks; 0 chooses it from the model's speed at start. `queue_requests_max`:
+    or "auto" for the first CUDA device if there is one, else the CPU. `dtype`: of the base model, a
+    name of `LORA_DTYPES`, or "auto" for the saved one; on a CPU "auto" is float32 where its
+    products are much faster there. `device_bytes_max`: the arena's size. `pin_memory`: None means
+    only if the device is CUDA. `file_threads`: the number of threads that read adapters, and of
+    those that read images. `max_num_seqs`: sequences processed together. `max_num_batched_tokens`:
+    tokens per step, so that long prompts are processed in chunks; 0 chooses it from the model's
+    speed at start. `queue_requests_max`:
     requests that wait in the engine. `kv_cache_bytes`: memory for keys and values, per rank; 0
     chooses it. `paged_attention`: whether keys and values are kept in blocks where the model allows
     it; `prefix_caching`: whether prompts with the same beginning share these. `context_tokens_max`:
@@ -268,6 +270,7 @@ class EngineConfig:
     adapter_roots: tuple[Path, ...] = ()
     allow_pickled_weights: bool = False
     device: str = "auto"
+    dtype: str = "auto"
     device_bytes_max: int = 1 << 30
     pin_memory: bool | None = None
     file_threads: int = 2
@@ -296,6 +299,7 @@ class EngineConfig:
             self, ("device_bytes_max", "file_threads", "max_num_seqs", "queue_requests_max")
         )
         _check_switches(self, ENGINE_SWITCHES)
+        _check_choice(self, "dtype", tuple(LORA_DTYPES))
         _check_choice(self, "task", TASKS)
         _check_choice(self, "pooling", POOLINGS)
         for name in ("context_tokens_max", "max_num_batched_tokens", "kv_cache_bytes"):

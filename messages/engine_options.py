@@ -114,6 +114,14 @@ class EngineOptions(Struct, frozen=True):
             extra={"metavar": "DEVICE"},
         ),
     ] = "auto"
+    dtype: Annotated[
+        str,
+        Meta(
+            description="Data type of the base model: float16, bfloat16, float32, or auto for the "
+            "saved one. On a CPU, auto is float32 where this machine computes it much faster.",
+            extra={"metavar": "NAME", "choices": LORA_DTYPES},
+        ),
+    ] = "auto"
     pin_memory: Annotated[
         bool | None,
         Meta(description="Page-lock the memory of staged adapters. Default: only on CUDA."),

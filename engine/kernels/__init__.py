@@ -7,10 +7,20 @@ from collections.abc import Callable
 from typing import Final
 
 from engine.kernels.cpu import cpu_kernels
+from engine.kernels.cpu.calibration import CALIBRATED_BYTES_MIN, calibration, faster_dtype
+from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
 from engine.kernels.interface import Kernels
 from engine.kernels.reference import reference_kernels
 
-__all__ = ["DEFAULTS", "IMPLEMENTATIONS", "Kernels", "choose_kernels"]
+__all__ = [
+    "CALIBRATED_BYTES_MIN",
+    "DEFAULTS",
+    "IMPLEMENTATIONS",
+    "Kernels",
+    "calibration",
+    "choose_kernels",
+    "faster_dtype",
+]
 
 
 def triton_kernels(batch_invariant: bool) -> Kernels:
@@ -31,12 +41,18 @@ DEFAULTS: Final[dict[str, str]] = {"cpu": "cpu", "cuda": "triton"}
 """Device type -> default implementation."""
 
 
-def choose_kernels(device_type: str, name: str = "auto", batch_invariant: bool = False) -> Kernels:
+def choose_kernels(
+    device_type: str,
+    name: str = "auto",
+    batch_invariant: bool = False,
+    costs: CostTable = DEFAULT_COSTS,
+) -> Kernels:
     """Create kernels of the implementation `name`; "auto" selects the device's default.
 
     With `batch_invariant` the bits of a row's result do not depend on the other rows of its batch.
-    The returned kernels own their scratch memory, so each thread that runs forward passes needs its
-    own. Raises ValueError for an unknown implementation or device type.
+    `costs`: by which CPU kernels choose among their strategies. The returned kernels own their
+    scratch memory, so each thread that runs forward passes needs its own. Raises ValueError for an
+    unknown implementation or device type.
     """
     chosen = DEFAULTS.get(device_type) if name == "auto" else name
     if chosen not in IMPLEMENTATIONS:
@@ -44,4 +60,6 @@ def choose_kernels(device_type: str, name: str = "auto", batch_invariant: bool =
             f"no kernels {name!r} for device type {device_type!r}; implementations are "
             f"{', '.join(IMPLEMENTATIONS)}, and {', '.join(DEFAULTS)} have a default"
         )
+    if chosen == "cpu":
+        return cpu_kernels(batch_invariant, costs)
     return IMPLEMENTATIONS[chosen](batch_invariant)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.config import LoRAConfig
-from engine.kernels import DEFAULTS, choose_kernels
+from engine.kernels import CALIBRATED_BYTES_MIN, DEFAULTS, calibration, choose_kernels
+from engine.kernels.interface import Kernels
 from engine.layout import rank_parts_max
 from engine.models.served_model import ServedModel
 from engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrapper
@@ -45,7 +46,7 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
             f"with fully_sharded_loras, max_lora_rank {config.max_lora_rank} can't be shared "
             f"evenly by {ranks} ranks; set a multiple of {ranks}"
         )
-    kernels = choose_kernels(model.device.type, batch_invariant=config.batch_invariant)
+    kernels = _kernels_of(model, config)
     copier = copier_for(model.device)
     if not model.group.is_trivial:
         copier = CollectiveCopier(copier, model.group)
@@ -64,6 +65,15 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
     }
     model.bind(arena, punica, image_punicas)
     return BoundRuntime(arena, punica, config)
+
+
+def _kernels_of(model: ServedModel, config: LoRAConfig) -> Kernels:
+    """Return the kernels of a device, calibrated for this machine where it pays."""
+    device = model.device.type
+    weight_bytes = sum(tensor.nbytes for tensor in model.model.parameters())
+    if device != "cpu" or config.batch_invariant or weight_bytes < CALIBRATED_BYTES_MIN:
+        return choose_kernels(device, batch_invariant=config.batch_invariant)
+    return choose_kernels(device, costs=calibration().costs)
 
 
 def kernels_for(device: torch.device) -> str:

@@ -23,7 +23,7 @@ from engine.models.plain_model import HeldTextModel, PlainModel
 from engine.models.pooling_model import PoolingModel
 from engine.models.pooling_options import PoolingOptions, pooling_options
 from engine.models.preparation import CLASSIFIERS
-from engine.models.quantization import is_quantized, loading_options
+from engine.models.quantization import dtype_of, is_quantized, loading_options
 from engine.models.served_model import ServedModel, Tokenizer
 from engine.models.sharding import Sharding, experts_of
 from engine.models.tasks import Task, loader_of, task_of
@@ -115,7 +115,8 @@ def _read(config: EngineConfig, lora_config: LoRAConfig, group: ParallelGroup) -
             raise ModelRefused(
                 "the model is quantised, and its layers can't be split; serve it on one rank"
             )
-        source = WeightsSource(directory, loader_of(task, model_config), model_config)
+        dtype = dtype_of(config, model_config, group)
+        source = WeightsSource(directory, loader_of(task, model_config), model_config, dtype)
 
         def split(model: PreTrainedModel) -> Sharding:
             _check_use_of_experts(model, config, lora_config)

@@ -1,17 +1,19 @@
-"""Quantisation of a model while it is loaded, where it was not saved quantised.
+"""The format of a model's weights: their dtype, and quantisation while the model is loaded.
 
 Wrapped layers call their base layer and add their deltas to its output, so that any quantised
 linear layer serves as one. Weights are never read.
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config, PreTrainedModel, TorchAoConfig
 
-from engine.config import QUANTIZATIONS, UNQUANTIZED
+from engine.config import LORA_DTYPES, QUANTIZATIONS, UNQUANTIZED, EngineConfig
 from engine.errors import ModelRefused
+from engine.kernels import CALIBRATED_BYTES_MIN, calibration, faster_dtype
+from engine.parallel import ParallelGroup
 
 
 def _torchao_int8() -> Any:
@@ -35,6 +37,27 @@ _MAKERS: Final[dict[str, Callable[[], Any]]] = {
     ),
     "fp8": FineGrainedFP8Config,
 }
+
+
+def dtype_of(
+    config: EngineConfig, model_config: Any, group: ParallelGroup
+) -> torch.dtype | Literal["auto"]:
+    """Return the dtype to load a model in; "auto" is the one that it was saved in.
+
+    Several ranks keep the saved one, because each would measure for itself.
+    """
+    if config.dtype != "auto":
+        return LORA_DTYPES[config.dtype]
+    saved = getattr(model_config, "dtype", None)
+    is_quantized = config.quantization != UNQUANTIZED or hasattr(
+        model_config, "quantization_config"
+    )
+    if saved is None or is_quantized or config.torch_device.type != "cpu" or not group.is_trivial:
+        return "auto"
+    files = config.model_directory.glob("*.safetensors")
+    if sum(file.stat().st_size for file in files) < CALIBRATED_BYTES_MIN:
+        return "auto"
+    return faster_dtype(saved, calibration().products)
 
 
 def loading_options(name: str, model_config: Any, device: torch.device) -> dict[str, Any]:

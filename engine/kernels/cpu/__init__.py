@@ -5,6 +5,7 @@ Python loops run over groups, never over rows.
 """
 
 from engine.kernels.cpu.blocks import BatchTiler
+from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
 from engine.kernels.cpu.embedding import CpuEmbedding
 from engine.kernels.cpu.experts import experts_cpu, experts_expand_cpu, experts_shrink_cpu
 from engine.kernels.cpu.linear import CpuLinear
@@ -14,14 +15,14 @@ from engine.kernels.interface import Kernels
 from engine.kernels.reference import reference_kernels
 
 
-def cpu_kernels(batch_invariant: bool) -> Kernels:
+def cpu_kernels(batch_invariant: bool, costs: CostTable = DEFAULT_COSTS) -> Kernels:
     """Create kernels with their own scratch memory."""
     tiler, scratch = BatchTiler(batch_invariant), Scratch()
     shrink_expand = CpuShrinkExpand(tiler, scratch)
     kernels = Kernels(
         shrink=shrink_expand.shrink,
         expand=shrink_expand.expand,
-        linear=CpuLinear(tiler, scratch),
+        linear=CpuLinear(tiler, scratch, costs),
         embedding=CpuEmbedding(tiler, scratch),
         experts=experts_cpu,
         experts_shrink=experts_shrink_cpu,

@@ -82,7 +82,7 @@ class Gathered:
         stack = self._stack(weights) if self._converts or stacks(weights) else None
         products = []
         for run in (EqualDistance(0, parts, 0),) if stack else weights.strided_runs:
-            own = slice(run.first, run.first + run.count)
+            own = slice(run.first, run.first + run.parts)
             a, b = (stack.a, stack.b) if stack else _strided(weights, run)
             products.append(
                 _Product(
@@ -154,7 +154,7 @@ def _shrink(product: _Product, rows: Tensor) -> None:
 def _strided(weights: SliceWeights, run: EqualDistance) -> tuple[Tensor, Tensor]:
     """Return A and B of a run's parts as views of the arena."""
     a, b = (
-        matrix.as_strided((run.count, *matrix.shape), (run.distance, *matrix.stride()))
+        matrix.as_strided((run.parts, *matrix.shape), (run.distance, *matrix.stride()))
         for matrix in weights.present[run.first]
     )
     return a, b

@@ -18,10 +18,10 @@ FEW_ROWS_MAX: Final = 8
 
 
 class EqualDistance(NamedTuple):
-    """Parts `first` to `first + count` of a slice, whose weights are `distance` elements apart."""
+    """Parts `first` to `first + parts` of a slice, whose weights are `distance` elements apart."""
 
     first: int
-    count: int
+    parts: int
     distance: int
 
 
@@ -59,7 +59,7 @@ class SliceWeights(NamedTuple):
 
         For slices with the same rank in all parts.
         """
-        starts = [pair.a.storage_offset() for pair in self.present]
+        starts = [int(pair.a.storage_offset()) for pair in self.present]
         runs, first = [], 0
         while first < len(starts):
             end = first + 1

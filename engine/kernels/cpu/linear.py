@@ -9,7 +9,13 @@ from torch import Tensor
 
 from engine.kernels.checks import check_linear
 from engine.kernels.cpu.blocks import BatchTiler, min_long_rows
-from engine.kernels.cpu.costs import Strategy, StrategyChoice, cheapest_strategy
+from engine.kernels.cpu.costs import (
+    DEFAULT_COSTS,
+    CostTable,
+    Strategy,
+    StrategyChoice,
+    cheapest_strategy,
+)
 from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer_block import LayerBlock, computation_dtypes, layer_block, wide_dtype
 from engine.kernels.cpu.long_groups import LongGroups
@@ -29,7 +35,10 @@ class _LayerPlan(NamedTuple):
 class CpuLinear:
     """`linear` for one engine; called by one thread at a time."""
 
-    def __init__(self, tiler: BatchTiler, scratch: Scratch) -> None:
+    def __init__(
+        self, tiler: BatchTiler, scratch: Scratch, costs: CostTable = DEFAULT_COSTS
+    ) -> None:
+        self._costs = costs
         self._tiler = tiler
         self._scratch = scratch
         self._plans: OperandMemo[_LayerPlan] = OperandMemo()
@@ -74,5 +83,5 @@ class CpuLinear:
             self._choices.clear()
         key = layer.signature
         if key not in self._choices:
-            self._choices[key] = cheapest_strategy(layer)
+            self._choices[key] = cheapest_strategy(layer, self._costs)
         return self._choices[key]

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -16,7 +16,6 @@ LOCAL: Final[Mapping[str, Any]] = {"local_files_only": True, "trust_remote_code"
 
 _OPTIONS: Final = {
     "use_safetensors": True,
-    "dtype": "auto",
     "output_loading_info": True,
     **LOCAL,
 }
@@ -39,15 +38,21 @@ S = TypeVar("S", bound=Split)
 
 
 class WeightsSource(NamedTuple):
-    """A saved model: its directory, the class of `transformers` that loads it, and its config."""
+    """A saved model: its directory, the class of `transformers` that loads it, and its config.
+
+    `dtype`: of the loaded model; "auto" is the one that it was saved in.
+    """
 
     directory: Path
     loader: Any
     config: PreTrainedConfig
+    dtype: torch.dtype | Literal["auto"] = "auto"
 
     def read(self, **options: Any) -> tuple[PreTrainedModel, Iterable[str]]:
         """Return the whole model and the names of weights that it lacks."""
-        model, report = self.loader.from_pretrained(self.directory, **_OPTIONS, **options)
+        model, report = self.loader.from_pretrained(
+            self.directory, dtype=self.dtype, **_OPTIONS, **options
+        )
         return model, report["missing_keys"]
 
     def read_parts(self, split: Callable[[PreTrainedModel], S]) -> tuple[S, Iterable[str]]:
@@ -85,6 +90,7 @@ class WeightsSource(NamedTuple):
             config=config,
             state_dict=saved,
             generation_config=self._generation_config(),
+            dtype=self.dtype,
             **_OPTIONS,
         )
         model.__class__ = whole_class

@@ -92,6 +92,22 @@ def test_a_model_without_a_tokenizer_accepts_token_ids(
     assert model.tokenizer is None
 
 
+@pytest.mark.parametrize(
+    ("saved", "requested", "loaded"),
+    [
+        ("bfloat16", "auto", "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("float32", "float16", "float16"),
+    ],
+)
+def test_a_model_is_loaded_in_the_requested_dtype(
+    saved: str, requested: str, loaded: str, tmp_path: Path, engine_config: EngineConfig
+) -> None:
+    tiny_model().to(getattr(torch, saved)).save_pretrained(tmp_path)
+    config = replace(engine_config, model_directory=tmp_path, dtype=requested)
+    assert load_model(config, LoRAConfig()).dtype == getattr(torch, loaded)
+
+
 EXPERT_PARALLEL = {"expert_parallel": True}
 
 

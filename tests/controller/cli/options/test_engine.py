@@ -34,6 +34,7 @@ OTHER_VALUES: dict[str, Any] = {
     "enable_mixed_moe_lora_format": True,
     "allow_pickled_weights": True,
     "device": "cpu",
+    "dtype": "float16",
     "pin_memory": False,
     "file_threads": 3,
     "max_num_seqs": 4,

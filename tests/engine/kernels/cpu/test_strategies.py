@@ -155,7 +155,7 @@ def test_weights_at_equal_distances_are_one_tensor(
         for place in places
     )
     weights = SliceWeights(0, inputs, outputs, pairs)
-    assert [(run.first, run.count) for run in weights.strided_runs] == runs
+    assert [(run.first, run.parts) for run in weights.strided_runs] == runs
     parts = tuple(BlockPart(slot, rows, rows) for slot in range(len(places)))
     layer = LayerBlock(Block(parts, 0, None), (weights,), arena.dtype, arena.dtype)
     x, y = torch.randn(len(places) * rows, inputs), torch.zeros(len(places) * rows, outputs)

@@ -1,0 +1,108 @@
+"""Calibration: what is stored, and choices as functions of a table of constants."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels.cpu import calibration as calibrating
+from engine.kernels.cpu.blocks import tile_by_length
+from engine.kernels.cpu.calibration import Calibration, ProductSpeeds, calibration, faster_dtype
+from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable, ProductCost, cheapest_strategy
+from engine.kernels.cpu.dense import Dense
+from engine.kernels.cpu.gathered import Gathered
+from engine.kernels.cpu.grouped import Grouped
+from engine.kernels.cpu.layer_block import layer_block
+from tests.support.kernels.kernel_cases import Shape, make_case
+
+KNOWN = Calibration(DEFAULT_COSTS, ProductSpeeds(1.0, 2.0, 3.0))
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
+    """Record each measurement, which takes no time."""
+    found: list[Calibration] = []
+
+    def measure() -> Calibration:
+        found.append(KNOWN)
+        return KNOWN
+
+    monkeypatch.setattr(calibrating, "measure", measure)
+    return found
+
+
+def test_a_machine_is_measured_once(measured: list[Calibration], tmp_path: Path) -> None:
+    assert [calibration(tmp_path / "new") for _ in range(3)] == [KNOWN] * 3
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b"[1, 2]", b"null", b"\xff", json.dumps([-1.0] * 37).encode()]
+)
+def test_a_damaged_file_is_measured_again(
+    content: bytes, measured: list[Calibration], tmp_path: Path
+) -> None:
+    calibration(tmp_path)
+    [stored] = tmp_path.iterdir()
+    whole = stored.read_bytes()
+    stored.write_bytes(content)
+    assert calibration(tmp_path) == KNOWN
+    assert stored.read_bytes() == whole
+    assert len(measured) == 2
+
+
+def test_a_directory_that_cannot_be_written_is_no_error(
+    measured: list[Calibration], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    assert calibration(tmp_path / "file") == KNOWN
+    assert len(measured) == 1
+
+
+def test_a_measurement_has_a_number_for_every_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrating, "_microseconds", lambda work: float(work() is not None))
+    found = calibrating.measure()
+    assert found.products == ProductSpeeds(1.0, 1.0, 1.0)
+    assert all(one.call > 0 and one.weight >= 0 <= one.row for one in found.costs.float32.grouped)
+
+
+@pytest.mark.parametrize(
+    ("saved", "speeds", "chosen"),
+    [
+        (torch.bfloat16, (1.0, 0.5, 9.0), torch.bfloat16),
+        (torch.bfloat16, (1.0, 1.4, 9.0), torch.bfloat16),
+        (torch.bfloat16, (1.0, 5.0, 9.0), torch.float32),
+        (torch.float16, (1.0, 0.5, 9.0), torch.float32),
+        (torch.float16, (1.0, 0.5, 1.0), torch.float16),
+        (torch.float32, (1.0, 0.1, 0.1), torch.float32),
+        (torch.float64, (1.0, 0.1, 0.1), torch.float64),
+    ],
+)
+def test_a_model_is_never_rounded_and_widened_only_where_that_is_much_faster(
+    saved: torch.dtype, speeds: tuple[float, float, float], chosen: torch.dtype
+) -> None:
+    assert faster_dtype(saved, ProductSpeeds(*speeds)) == chosen
+
+
+def _table(grouped: float, dense: float, batched: float) -> CostTable:
+    """Return a table in which a call of each kind has this cost, and nothing else costs."""
+    pairs = ((ProductCost(call, 0.0, 0.0),) * 2 for call in (grouped, dense, batched))
+    costs = type(DEFAULT_COSTS.float32)(*pairs, 0.0, 0.0)
+    return CostTable(costs, costs, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("table", "chosen"),
+    [
+        (_table(0.1, 9.0, 9.0), Grouped),
+        (_table(9.0, 0.1, 9.0), Dense),
+        (_table(9.0, 9.0, 0.1), Gathered),
+    ],
+)
+def test_the_choice_follows_from_a_table_of_constants(table: CostTable, chosen: type) -> None:
+    case = make_case(Shape(32, (32,), 4, (8,), 0.0), [0, 1, 2, 3], torch.float32, 1)
+    [block] = tile_by_length(case.groups).blocks
+    layer = layer_block(case.slices, block, torch.float32)
+    assert layer is not None
+    assert cheapest_strategy(layer, table) == (chosen, torch.float32)
