@@ -24,7 +24,7 @@ exceptions too, so that `except ValueError` and the like reach them without an i
     ├── EngineOverloaded       L015  a queue reached its bound
     └── NotServed              L016  a task other than the engine's
 
-    ModelRefused (a ValueError without a code: it ends the engine's start)
+    ModelRefused (a ValueError without a code: it ends the engine's start), ModelNotRun
 """
 
 # Classes are named by what was found, as in the texts for clients; all derive from one error class.
@@ -149,6 +149,10 @@ class EngineFault(EngineError):
 
 class ModelRefused(ValueError):
     """The base model can't be served correctly by this engine."""
+
+
+class ModelNotRun(ModelRefused):
+    """The base model does not run when it is called as models of its kind are."""
 
 
 MODEL_CODE_ERRORS: Final = (

@@ -5,7 +5,7 @@ wrapper must implement raises NotImplementedError here.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,14 @@ class BaseLayerWithLoRA(nn.Module):
         self._affine: tuple[SavedWeights, ...] = ()
         # Whether inputs have their rows in the order of a mapping.
         self.is_ordered = True
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the wrapper lacks from the base layer: models read `in_features` and such."""
+        modules = self.__dict__.get("_modules", {})
+        if name in modules:
+            return modules[name]
+        is_read = "base_layer" in modules and not name.startswith("__")
+        return getattr(modules["base_layer"], name) if is_read else super().__getattr__(name)
 
     @classmethod
     def can_replace_layer(cls, layer: nn.Module) -> bool:

@@ -55,12 +55,13 @@ class ConvolutionWithLoRA(BaseLayerWithLoRA):
         )
         super().set_lora(index, a, b)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base class's name
         """Return the convolution plus the delta of each output position.
 
-        x: [samples, in, *sizes], whose output positions, row-major within each sample, are the rows
-        of the mapping; without samples it is one sample.
+        input: [samples, in, *sizes], whose output positions, row-major within each sample, are the
+        rows of the mapping; without samples it is one sample.
         """
+        x = input
         y: Tensor = self.base_layer(x)
         if not self._is_adapted():
             return y

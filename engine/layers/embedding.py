@@ -53,14 +53,13 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         """The base layer's weight, which a tied head shares."""
         return self.base_layer.weight
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Return the tokens' rows with deltas, [..., hidden]; token_ids: [...] int64.
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the base class's name
+        """Return the tokens' rows with deltas, [..., hidden]; input: token ids, [...] int64.
 
         With `is_shared_by_rows`, one row of ids is repeated for every sequence of the mapping,
         because their adapters may differ.
         """
-        if self.is_shared_by_rows:
-            token_ids = self._for_every_sequence(token_ids)
+        token_ids = self._for_every_sequence(input) if self.is_shared_by_rows else input
         y: Tensor = self.base_layer(token_ids)
         if self._punica is not None and self._slices is not None:
             rows = y.view(-1, y.shape[-1])

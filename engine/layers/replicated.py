@@ -4,6 +4,10 @@ The base layer's own forward computes the base output, so the layer may be of an
 quantised; only the delta is computed here.
 """
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -58,9 +62,29 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
         weight, bias = self.base_layer.weight, self.base_layer.bias
         return (weight.T if isinstance(self.base_layer, Conv1D) else weight), bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x @ W.T + bias + delta`; x: [..., in_features], one row per mapped token."""
-        return self.replace_rows(self.with_lora(self.base_layer, x), x)
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        """Return `x @ W.T + bias + delta`; the arguments are those of the base layer.
+
+        The first, x: [..., in_features], has one row per mapped token.
+        """
+        x, base = split_call(self.base_layer, inputs, named)
+        return self.replace_rows(self.with_lora(base, x), x)
+
+
+def split_call(
+    layer: nn.Module, inputs: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return the first argument of a call, and the layer as a function of it alone.
+
+    Models may call a layer with names, or pass more to a kind of their own.
+    """
+    if len(inputs) == 1 and not named:
+        return inputs[0], layer
+    rest = dict(named)
+    if inputs:
+        return inputs[0], lambda x: layer(x, *inputs[1:], **rest)
+    first = next(iter(inspect.signature(layer.forward).parameters))
+    return rest.pop(first), lambda x: layer(x, **rest)
 
 
 def _is_product(layer: nn.Module) -> bool:

@@ -4,20 +4,21 @@ It has the same `Residency` as an engine process, but completes each command at 
 uses another adapter's weights: once an adapter of a mapping has left its slot, forwards fail.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.adapters.dummy import HeadWeights
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
 from engine.config import LoRAConfig
-from engine.errors import ModelRefused, NotResident, UnknownAdapter
+from engine.errors import NotResident, UnknownAdapter
 from engine.jobs import InlineJobs
-from engine.layers import BaseLayerWithLoRA, ClassificationHeadWithLoRA
+from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
+from engine.manager.model_checks import check_model
 from engine.models.binding import bind_lora
 from engine.models.loading import prepare_loaded
 from engine.models.pooling_model import PoolingModel
@@ -44,7 +45,7 @@ class InProcessEngine:
         device: torch.device | str,
         device_bytes_max: int | None,
     ) -> None:
-        _check_unmanaged(model)
+        check_model(model)
         prepared = prepare_loaded(model.to(device), lora_config)
         config = lora_config.resolved_for(prepared)
         if device_bytes_max is None:
@@ -71,6 +72,7 @@ class InProcessEngine:
             pins=prepared.device.type == "cuda",
         )
         self.model.register_forward_pre_hook(self._mapping_check(MappingType.LANGUAGE))
+        self.model.register_forward_pre_hook(_check_call, with_kwargs=True)
         if prepared.image_part is not None:
             check = self._mapping_check(*IMAGE_PARTS)
             prepared.image_part.encoder.register_forward_pre_hook(check)
@@ -185,12 +187,22 @@ class InProcessEngine:
         return self.sources[command.adapter]
 
 
-def _check_unmanaged(model: nn.Module) -> None:
-    """Raise `ModelRefused` for a model whose layers another manager has wrapped."""
-    if any(isinstance(module, BaseLayerWithLoRA) for module in model.modules()):
-        raise ModelRefused(
-            "the model's layers are wrapped by another manager; use that one, model.lora_manager, "
-            "or load the model again"
+def _check_call(model: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Fail a forward of which gradients are wanted, or that autocast would round."""
+    tensors = (one for one in (*inputs, *named.values()) if isinstance(one, Tensor))
+    if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+        raise ValueError(
+            "an input requires gradients, and wrapped layers compute none; call the model under "
+            "torch.no_grad()"
+        )
+    first = next(model.parameters())
+    if not torch.is_autocast_enabled(first.device.type):
+        return
+    dtype = torch.get_autocast_dtype(first.device.type)
+    if dtype != first.dtype:
+        raise ValueError(
+            f"autocast to {dtype} is on, and the model is {first.dtype}; load the model in the "
+            "dtype that it is to compute in"
         )
 
 

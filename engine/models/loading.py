@@ -3,6 +3,7 @@
 A model or setting that can't be served correctly is refused at start, with the reason.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.config import EngineConfig, LoRAConfig
-from engine.errors import ModelRefused
+from engine.errors import ModelNotRun, ModelRefused
 from engine.models.causal_model import CausalModel
 from engine.models.image_processor import ImagesRefused, Processor, load_processor
 from engine.models.light_imports import without_compiler
@@ -57,9 +58,19 @@ class _LoadedModel(NamedTuple):
 
 
 def prepare_loaded(model: nn.Module, lora_config: LoRAConfig) -> ServedModel:
-    """Prepare a model that was loaded elsewhere: for the task of its head, or as it is."""
-    if not isinstance(model, PreTrainedModel) or not _embeds_tokens(model):
-        return PlainModel(model, lora_config)
+    """Prepare a model that was loaded elsewhere: for the task of its head, or as it is.
+
+    Warns where a text model does not run with token ids alone, so that it is taken as it is.
+    """
+    if isinstance(model, PreTrainedModel) and _embeds_tokens(model):
+        try:
+            return _prepare_text_model(model, lora_config)
+        except ModelNotRun as error:
+            warnings.warn(f"the model is taken as it is, not tried out: {error}", stacklevel=5)
+    return PlainModel(model, lora_config)
+
+
+def _prepare_text_model(model: PreTrainedModel, lora_config: LoRAConfig) -> ServedModel:
     if model.get_output_embeddings() is not None:
         return HeldTextModel(model, lora_config)
     is_classifier = any(name in CLASSIFIERS for name, _ in model.named_children())

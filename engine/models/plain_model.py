@@ -16,7 +16,11 @@ from transformers import PreTrainedModel
 from engine.adapters.module_paths import Equivalence
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
-from engine.layers import CONVOLUTION_WRAPPERS, wrappers_for
+from engine.layers import (
+    CONVOLUTION_WRAPPERS,
+    VocabParallelEmbeddingWithLoRA,
+    wrappers_for,
+)
 from engine.layers.convolution import refusal_of
 from engine.models.preparation import (
     WrapScope,
@@ -75,6 +79,10 @@ class PlainModel(ServedModel):
         scope = WrapScope(lora_config.target_modules, (*table, *CONVOLUTION_WRAPPERS))
         prepared = prepare_unprobed(model, scope, self.unwrapped)
         self.layers, self.parts, self.image_layers, self.norms, _ = prepared
+        for layer in self.layers.values():
+            if isinstance(layer, VocabParallelEmbeddingWithLoRA):
+                # One row of positions serves all sequences.
+                layer.is_shared_by_rows = True
         self.shapes = module_shapes(self.layers)
 
 

@@ -160,19 +160,21 @@ def _choose_probe(
     The last one that passes, if none does. Raises the refusals of all if none passes.
     """
     chosen: tuple[int, ObservedInputs] | None = None
-    refusals = []
+    refusals: list[ModelRefused] = []
     for number, spec in enumerate(specs):
         try:
             observed = record_layer_inputs(spec, probed.modules, vocab_size, probed.siblings)
         except ModelRefused as refusal:
-            refusals.append(str(refusal))
+            refusals.append(refusal)
             continue
         chosen = number, observed
         named = [name for name in probed.candidates if _is_target(name, scope.targets)]
         if not _unordered(spec, named, probed.candidates, observed):
             break
     if chosen is None:
-        raise ModelRefused("; ".join(dict.fromkeys(refusals)))
+        kinds = {type(refusal) for refusal in refusals}
+        kind = kinds.pop() if len(kinds) == 1 else ModelRefused
+        raise kind("; ".join(dict.fromkeys(map(str, refusals))))
     return chosen
 
 
@@ -211,7 +213,7 @@ def prepare_unprobed(
 
     Raises `ModelRefused` for a model without a layer to wrap, and for a target that names none.
     """
-    candidates = find_candidates(model, scope.table)
+    candidates = find_candidates(model, scope.table, is_plain=True)
     known = {name: one for name, one in candidates.items() if name not in unwrapped}
     if not known:
         raise ModelRefused("the model has no layer of a kind that can be wrapped")
@@ -309,10 +311,13 @@ def module_shapes(
 
 
 def find_candidates(
-    model: nn.Module, table: Sequence[WrapperRule] = WRAPPERS
+    model: nn.Module, table: Sequence[WrapperRule] = WRAPPERS, *, is_plain: bool = False
 ) -> dict[str, Candidate]:
-    """Return every layer that has a wrapper, under its first path."""
-    roles = _roles(model)
+    """Return every layer that has a wrapper, under its first path.
+
+    In a model that is taken as it is (`is_plain`), all are layers of the body.
+    """
+    roles = {} if is_plain else _roles(model)
     return {
         name: Candidate(layer, role, wrapper)
         for name, layer in model.named_modules()

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.errors import MODEL_CODE_ERRORS, ModelRefused
+from engine.errors import MODEL_CODE_ERRORS, ModelNotRun, ModelRefused
 from engine.models.caches.row_cache import RowCache
 from engine.models.kv_cache import BatchKVCache
 from engine.models.vision.image_inputs import ImageInputs, position_offsets
@@ -164,7 +164,7 @@ def record_layer_inputs(
     except ModelRefused:
         raise
     except MODEL_CODE_ERRORS as error:
-        raise ModelRefused(
+        raise ModelNotRun(
             f"the model does not run with {spec.batch}: {type(error).__name__}: {error}"
         ) from error
     return observed
@@ -254,7 +254,7 @@ def is_bidirectional(states: PoolingForward, vocab_size: int) -> bool:
     try:
         one, other = (states([begin + end])[0, 1:_SHORT] for end in ends)
     except MODEL_CODE_ERRORS as error:
-        raise ModelRefused(f"the model does not run: {type(error).__name__}: {error}") from error
+        raise ModelNotRun(f"the model does not run: {type(error).__name__}: {error}") from error
     return _difference(one, other) > _ROUNDING.get(one.dtype, _ROUNDING_HALF)
 
 
@@ -316,7 +316,7 @@ def check_causal(whole: WholeForward, vocab_size: int) -> None:
     try:
         logits, shorter = whole([*begin, *text]), whole(begin)
     except MODEL_CODE_ERRORS as error:
-        raise ModelRefused(f"the model does not run: {type(error).__name__}: {error}") from error
+        raise ModelNotRun(f"the model does not run: {type(error).__name__}: {error}") from error
     if len(logits) == len(begin) + len(text):
         check_same(logits[len(begin) - 1], shorter[-1], "with more tokens after it a row")
 

@@ -136,8 +136,9 @@ LAYERS: Final = (
     DocumentedName(
         "forward of linear layers",
         "engine.layers:ReplicatedLinearWithLoRA.forward",
-        "x",
-        "Returns the output alone, because `transformers` adds no separate bias.",
+        "",
+        "Takes the base layer's own arguments and returns its output alone instead of output and "
+        "bias, because models of `transformers` are called, which expect that.",
     ),
 )
 

@@ -1,5 +1,6 @@
 """The manager with models that are no text models of `transformers`, or are called unusually."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 
@@ -7,7 +8,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from engine.adapters import LoRALayerWeights, LoRAModel, LoRARequest
 from engine.config import LoRAConfig
@@ -132,17 +142,148 @@ def test_layers_of_another_pipeline_stage_are_skipped(tmp_path: Path) -> None:
         manager.add_adapter(LoRAModel(3, 1, {"blocks.1.fc1": lora}))
 
 
+class CalledByName(nn.Module):
+    """A text model that names arguments, reads its layers' sizes, and ties its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(31, WIDTH)
+        self.shifted = Shifted(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 31, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(input=ids) * self.tokens.embedding_dim**0.5
+        assert self.shifted.out_features == self.shifted.weight.shape[0]
+        x = self.shifted(hidden=self.shifted(x, shift=2.0)).relu()
+        return self.head(input=x)
+
+
+class Shifted(nn.Linear):
+    """A linear layer whose forward has other arguments; the model calls it twice."""
+
+    def forward(self, hidden: Tensor, shift: float = 0.0) -> Tensor:
+        return super().forward(hidden) + shift
+
+
+def merged(model: nn.Module, adapter: LoRAModel) -> nn.Module:
+    """Return the model with an adapter in its weights, which no layer shares."""
+    result = deepcopy(model)
+    for name, lora in adapter.loras.items():
+        layer = result.get_submodule(name)
+        delta = lora.scaling * lora.lora_b @ lora.lora_a
+        is_lookup = isinstance(layer, nn.Embedding)
+        layer.weight = nn.Parameter(layer.weight + (delta.T if is_lookup else delta))
+    return result
+
+
+def random_adapter(manager: LoRAModelManager, adapter_id: int) -> LoRAModel:
+    torch.manual_seed(adapter_id)
+    loras = {
+        name: LoRALayerWeights(
+            *(name, 2, 3.0, torch.randn(2, shape.in_features), torch.randn(shape.out_features, 2))
+        )
+        for name, shape in manager.adapter_target.modules.items()
+        if not shape.is_optional
+    }
+    return LoRAModel(adapter_id, 2, loras)
+
+
+def tiny_t5() -> nn.Module:
+    """Encoder and decoder: the model does not run with token ids alone."""
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=31, tie_word_embeddings=False, **sizes))
+
+
+def token_labeller() -> nn.Module:
+    """A head whose results are neither one vector nor one set of labels per text."""
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    return BertForTokenClassification(BertConfig(vocab_size=31, num_attention_heads=2, **sizes))
+
+
+UNUSUAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Tensor]]] = {
+    "layers called by name": (CalledByName, lambda model, ids: model(ids)),
+    "an encoder and a decoder": (
+        tiny_t5,
+        lambda model, ids: model(input_ids=ids, decoder_input_ids=ids).logits,
+    ),
+    "labels of tokens": (token_labeller, lambda model, ids: model(input_ids=ids).logits),
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+@pytest.mark.filterwarnings("ignore:the model is taken as it is:UserWarning")
 @torch.no_grad()
-def test_an_image_encoder_is_served(tmp_path: Path) -> None:
+def test_models_that_are_called_unusually_are_served(case: str) -> None:
+    make, call = UNUSUAL[case]
+    torch.manual_seed(11)
+    base = make().eval()
+    manager = LRUCacheLoRAModelManager(
+        deepcopy(base), 8, 64, 31, LoRAConfig(8, 2), "cpu", checked=True
+    )
+    # The relative positions of T5 are looked up once per head and not once per token.
+    names = [name for name in manager.modules if not name.endswith("relative_attention_bias")]
+    models = {0: base}
+    for adapter_id in (1, 2):
+        adapter = random_adapter(manager, adapter_id)
+        adapter = LoRAModel(adapter_id, 2, {name: adapter.loras[name] for name in names})
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter_id)
+        models[adapter_id] = merged(base, adapter)
+    rows = (2, 0, 1)
+    manager.set_adapter_mapping(LoRAMapping([row for row in rows for _ in range(TOKENS)], rows))
+    ids = torch.randint(31, (len(rows), TOKENS))
+    found = call(manager.model, ids)
+    for at, row in enumerate(rows):
+        alone = call(models[row], ids[at : at + 1])[0]
+        assert relative_error(found[at], alone) < 1e-5, row
+    assert relative_error(found[0], call(base, ids)[0]) > 0.01, "the adapter has no effect"
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "several devices": (lambda: nn.DataParallel(diffusion()), "the model is DataParallel.*.module"),
+    "compiled": (
+        # As `torch.compile` returns it, which loads the compiler.
+        lambda: nn.Sequential(nn.ModuleDict({"_orig_mod": diffusion()})),
+        r"^0 is compiled.*then compile manager\.model",
+    ),
+    "TorchScript": (lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), "TorchScript"),
+    "PEFT": (
+        lambda: get_peft_model(diffusion(), LoraConfig(r=1, target_modules=["fc1"])),
+        r"base_model.model.blocks.0.fc1 has adapters of PEFT.*unload\(\)",
+    ),
+    "one layer": (lambda: nn.Linear(2, 2), "the model is a single layer"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(2)), "0.weight has no shape yet; run the model"),
+    "meta": (lambda: nn.Sequential(nn.Linear(2, 2, device="meta")), "0.weight is on the meta"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_was_made_of_a_model_is_refused_with_what_to_pass(case: str) -> None:
+    make, text = REFUSED[case]
+    with pytest.raises(ModelRefused, match=text):
+        manager_of(make())
+
+
+def test_a_model_is_not_called_for_gradients_or_with_rounding() -> None:
+    model = manager_of(nn.Sequential(nn.Linear(2, 2))).model
+    with pytest.raises(ValueError, match=r"call the model under torch\.no_grad"):
+        model(torch.ones(1, 2, requires_grad=True))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="load the model"):
+        model(torch.ones(1, 2))
+
+
+@torch.no_grad()
+def test_an_image_classifier_is_served(tmp_path: Path) -> None:
     config = ViTConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         image_size=8, patch_size=4,
     )  # fmt: skip
     torch.manual_seed(3)
-    base = ViTModel(config).eval()
+    base = ViTForImageClassification(config).eval()
+    targets = ["q_proj", "v_proj", "classifier"]
     peft = get_peft_model(
-        deepcopy(base),
-        LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        deepcopy(base), LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     ).eval()
     peft.peft_config["default"].init_lora_weights = True
     peft.save_pretrained(tmp_path)
@@ -153,9 +294,9 @@ def test_an_image_encoder_is_served(tmp_path: Path) -> None:
     worker.set_active_adapters(
         [LoRARequest("a", 1, str(tmp_path))], LoRAMapping([0] * tokens + [1] * tokens, [0, 1])
     )
-    found = manager.model(pixel_values=images).last_hidden_state
-    assert relative_error(found[0], base(pixel_values=images).last_hidden_state[0]) < 1e-5
-    assert relative_error(found[1], peft(pixel_values=images).last_hidden_state[1]) < 1e-5
+    found = manager.model(pixel_values=images).logits
+    assert relative_error(found[0], base(pixel_values=images).logits[0]) < 1e-5
+    assert relative_error(found[1], peft(pixel_values=images).logits[1]) < 1e-5
 
 
 def gpt2() -> GPT2LMHeadModel:

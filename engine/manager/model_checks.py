@@ -1,0 +1,58 @@
+"""Checks of a model that a program passes to a manager, before anything of it changes.
+
+The layers that the program's model calls are replaced, so it must be the model itself, and not
+something that was made of it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from engine.errors import ModelRefused
+from engine.layers import CONVOLUTION_WRAPPERS, WRAPPERS, BaseLayerWithLoRA, wrapper_of
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise `ModelRefused` for a model whose layers can't be replaced; its text names what can."""
+    if any(isinstance(module, BaseLayerWithLoRA) for module in model.modules()):
+        raise ModelRefused(
+            "the model's layers are wrapped by another manager; use that one, model.lora_manager, "
+            "or load the model again"
+        )
+    problem = next(_problems(model), None)
+    if problem is not None:
+        raise ModelRefused(problem)
+
+
+def _problems(model: nn.Module) -> Iterator[str]:
+    if isinstance(model, torch.jit.ScriptModule):
+        yield "the model is TorchScript; pass the model that it was made of"
+    for path, module in model.named_modules():
+        reason = _reason(module)
+        if reason:
+            yield f"{path or 'the model'} {reason}"
+    if wrapper_of(model, table=(*WRAPPERS, *CONVOLUTION_WRAPPERS)) is not None:
+        yield "the model is a single layer; pass a module that calls it, such as nn.Sequential"
+    for name, tensor in model.named_parameters():
+        if is_lazy(tensor):
+            yield f"{name} has no shape yet; run the model once before a manager is made"
+        elif tensor.is_meta:
+            yield f"{name} is on the meta device and has no values; load the model's weights first"
+
+
+def _reason(module: nn.Module) -> str:
+    """Return what a module was made of, and what to pass instead; empty for a usual one."""
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        return f"is {type(module).__name__}, which copies layers; pass its .module"
+    if hasattr(module, "_fsdp_wrapped_module"):
+        return "is split by FSDP; pass a whole model, or serve it on several ranks"
+    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+        return (
+            "is compiled, and its code would call the layers as they were; make the manager first, "
+            "then compile manager.model"
+        )
+    if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
+        return "has adapters of PEFT; pass the base model, which PeftModel.unload() returns"
+    return ""
