@@ -18,6 +18,12 @@ DOWNWARD: Final = ("deactivate", "evict", "remove")
 
 INFERENCE: Final = ("generate", "embed", "classify")
 
+USES: Final = frozenset({*INFERENCE, "activate", "batch"})
+"""Kinds of requests that use an adapter in a slot: each one is a hit or a miss.
+
+Those that only prepare it (load, stage, hold) are neither, and no request waits because of them.
+"""
+
 
 def has_reached(adapter: Adapter, target: AdapterState) -> bool:
     """Whether both state and goal of the adapter are `target` or above."""
@@ -83,8 +89,9 @@ def stop_waiting(context: Context, adapter: Adapter, request_id: RequestId) -> N
 def end_waiting(
     context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
 ) -> None:
-    """Remove a request that is served or ended from the waiters, and count how long it waited."""
-    context.count(adapter, "wait_ns", context.world.time_ns - pending.arrived_ns)
+    """Remove a request that is served or ended from the waiters; count how long a use waited."""
+    if pending.kind in USES:
+        context.count(adapter, "wait_ns", context.world.time_ns - pending.arrived_ns)
     stop_waiting(context, adapter, request_id)
 
 

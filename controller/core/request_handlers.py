@@ -140,7 +140,10 @@ def _request_up(
     adapter: Adapter,
 ) -> None:
     """Answer at once where the adapter has reached `target`; otherwise raise its goal."""
-    _count_use(context, adapter)
+    if kind in pending_requests.USES:
+        _count_use(context, adapter)
+    else:
+        _touch(context, adapter)
     if pending_requests.has_reached(adapter, target):
         leases.answer_granted(context, adapter, message.request_id, kind)
         return
@@ -316,9 +319,7 @@ def _register_successor(
 
 def _count_use(context: Context, adapter: Adapter) -> bool:
     """Count a use; returns whether the adapter is in a slot."""
-    world, counters = context.world, adapter.counters
-    totals = world.totals
-    adapter.last_used_ns = world.wall_ns
+    counters, totals = adapter.counters, context.world.totals
     is_hit = adapter.state == GPU_SLOT
     if is_hit:
         counters.hits += 1
@@ -326,8 +327,14 @@ def _count_use(context: Context, adapter: Adapter) -> bool:
     else:
         counters.misses += 1
         totals.misses += 1
-    if adapter.state in world.lru_order:
+    _touch(context, adapter)
+    return is_hit
+
+
+def _touch(context: Context, adapter: Adapter) -> None:
+    """Make an adapter the most recently used one."""
+    adapter.last_used_ns = context.world.wall_ns
+    if adapter.state in context.world.lru_order:
         context.touch_lru(adapter)
     else:
         context.mark_changed(adapter)
-    return is_hit

@@ -44,7 +44,7 @@ def test_each_move_and_each_use_is_counted_once() -> None:
     bench.request(LoadAdapter, "a")
     assert named(counters(bench, "a"), *tiers) == (1, 0, 0, 0, 0, 0)
     bench.activate("a", "a", "b", "a")
-    assert named(counters(bench, "a"), "hits", "misses", "checks") == (1, 3, 1)
+    assert named(counters(bench, "a"), "hits", "misses", "checks") == (1, 2, 1), "a load is no use"
     assert named(counters(bench, "a"), *tiers) == (1, 0, 1, 0, 2, 1)
     assert named(counters(bench, "b"), *tiers) == (1, 0, 1, 0, 1, 1)
     assert named(counters(bench, "a"), "evictions", "evictions_caused") == (1, 1)
@@ -137,12 +137,26 @@ def test_the_counters_of_a_name_pass_to_its_next_version_and_then_to_the_removed
     bench.files["other"] = Content("other content", 10, 10)
     bench.request(LoadAdapter, "a", "other", True)
     assert named(counters(bench, "a"), "loads", "unloads") == (2, 0)
-    assert counters(bench, "a").uses == 3
+    assert counters(bench, "a").uses == 2
     bench.end_generation(running)
     assert named(counters(bench, "a"), "loads", "unloads", "served") == (2, 1, 1)
     bench.request(RemoveAdapter, "a")
     assert named(bench.world.past_counters, "loads", "unloads", "served") == (2, 2, 1)
-    assert bench.world.totals.uses == 3
+    assert bench.world.totals.uses == 2
+
+
+@pytest.mark.parametrize("kind", [LoadAdapter, StageAdapter, requests.HoldAdapter])
+def test_a_request_that_only_prepares_an_adapter_is_neither_hit_nor_miss(kind: type) -> None:
+    bench = CoreBench()
+    request = bench.send(kind, "a")
+    bench.now += SECOND_NS
+    bench.settle()
+    assert bench.reply(request).adapter == "a"
+    assert named(counters(bench, "a"), "hits", "misses", "wait_ns") == (0, 0, 0)
+    bench.request(kind, "a")
+    assert named(counters(bench, "a"), "hits", "misses", "wait_ns") == (0, 0, 0)
+    bench.generate("a")
+    assert counters(bench, "a").uses == 1
 
 
 def test_a_lost_prompt_is_no_use() -> None:

@@ -71,7 +71,7 @@ def test_adapters_are_listed_by_name_with_their_counters(deployment: Synchronous
     alpha = listed["alpha", False]
     assert (alpha.held, alpha.slot, alpha.generation > 0) == (True, 1, True)
     assert (alpha.host_bytes, alpha.pinned_bytes, alpha.device_bytes) == (0, 50, 50)
-    assert (alpha.uses, alpha.loads, alpha.fingerprint, alpha.rank) == (1, 1, "1", 8)
+    assert (alpha.uses, alpha.loads, alpha.fingerprint, alpha.rank) == (0, 1, "1", 8)
     assert listed["mu", False].device_bytes == 0
 
 

@@ -57,10 +57,8 @@ class Load:
         match rng.randrange(4):
             case 0:
                 await client.load(own)
-                self.uses += 1
             case 1:
                 await client.stage(own)
-                self.uses += 1
             case 2:
                 await client.activate(other)
                 self.uses += 1
@@ -113,7 +111,6 @@ async def _disturb_under_load(
     load = Load(directory)
     async with _client(directory) as client:
         await asyncio.gather(*(client.load(name) for name in ADAPTERS))
-        load.uses += len(ADAPTERS)
         tasks = [asyncio.create_task(load.run(number)) for number in range(CLIENTS)]
         for _ in range(DISTURBANCES):
             goal = load.acknowledged + disturbances.requests_before_next

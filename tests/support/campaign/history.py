@@ -39,10 +39,7 @@ _WAIT_NS_MAX: Final = int((GENERATION_TIMEOUT_S + 1.0) * SECOND)
 """Bound on the time that any request is pending without an answer; a beat is less than 1 s."""
 
 _USES: Final = (
-    requests.LoadAdapter,
-    requests.StageAdapter,
     requests.ActivateAdapter,
-    requests.HoldAdapter,
     requests.Generate,
     requests.Embed,
     requests.Classify,
