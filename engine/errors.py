@@ -30,21 +30,30 @@ exceptions too, so that `except ValueError` and the like reach them without an i
 # Classes are named by what was found, as in the texts for clients; all derive from one error class.
 # ruff: noqa: N818
 
+from collections.abc import Sequence
 from typing import ClassVar, Final
 
 import torch
 
-from messages.errors import ErrorCode
+from messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, Details, ErrorCode
 
 
 class EngineError(Exception):
     """A command was refused or failed, and changed nothing that a batch can see."""
 
     code: ClassVar[ErrorCode]
+    details: Details = ()
+    """Every finding, where the text names only the first of many."""
 
     def __str__(self) -> str:
         # `KeyError` quotes its text, and `OSError` expects an error number before it.
         return Exception.__str__(self)
+
+    def about(self, subject: str) -> "EngineError":
+        """Return this error with a text that begins with what it is about."""
+        error = type(self)(f"{subject}: {self}")
+        error.details = self.details
+        return error
 
 
 class NoRoom(EngineError, RuntimeError):
@@ -184,9 +193,24 @@ _BY_CODE: Final = {
 }
 
 
-def error_of(code: ErrorCode, message: str) -> EngineError:
+def error_of(code: ErrorCode, message: str, details: Details = ()) -> EngineError:
     """Return an error with this code; `EngineFault` for a code of no class."""
-    return _BY_CODE.get(code, EngineFault)(message)
+    error = _BY_CODE.get(code, EngineFault)(message)
+    error.details = details
+    return error
+
+
+def bounded_details(findings: Sequence[str]) -> Details:
+    """Return findings as a message may have them; the last one counts those that are left out."""
+    lines = [finding[:DETAIL_CHARACTERS_MAX] for finding in findings[:DETAILS_MAX]]
+    if len(findings) > DETAILS_MAX:
+        lines[-1] = f"and {len(findings) - DETAILS_MAX + 1} more"
+    return tuple(lines)
+
+
+def details_of(error: BaseException) -> Details:
+    """Return the details of an error; none for one that is not the engine's."""
+    return error.details if isinstance(error, EngineError) else ()
 
 
 def code_of(error: BaseException) -> ErrorCode:

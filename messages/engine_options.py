@@ -151,7 +151,7 @@ class EngineOptions(Struct, frozen=True):
             le=100_000_000,
             description="Largest number of tokens per step; longer prompts are processed in "
             "chunks, so that running sequences continue meanwhile. 0 chooses it from the model's "
-            "speed at start.",
+            "speed when it is loaded.",
             extra=_NUMBER,
         ),
     ] = 0
@@ -168,8 +168,8 @@ class EngineOptions(Struct, frozen=True):
         int,
         Meta(
             ge=0,
-            description="Memory for the keys and values of requests, in bytes per rank; more "
-            "requests wait. 0 chooses it from the memory of the device.",
+            description="Memory for the keys and values of requests, per process; requests beyond "
+            "it wait. Default: 0, which chooses it from the memory of the device.",
             extra={"metavar": "BYTES"},
         ),
     ] = 0

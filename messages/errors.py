@@ -5,7 +5,17 @@ they carry a code.
 """
 
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
+
+from msgspec import Meta
+
+DETAILS_MAX: Final = 256
+DETAIL_CHARACTERS_MAX: Final = 320
+
+Details = Annotated[
+    tuple[Annotated[str, Meta(max_length=DETAIL_CHARACTERS_MAX)], ...], Meta(max_length=DETAILS_MAX)
+]
+"""All that is wrong, one finding each, where a message names the first of many; never logged."""
 
 
 class ErrorCode(StrEnum):
@@ -45,19 +55,21 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ),
     ErrorCode.NOT_FOUND: Meaning("weights or config file not found", "wrong path", False),
     ErrorCode.DOES_NOT_FIT: Meaning(
-        "adapter doesn't fit this model", "rank, shape or module", False
+        "adapter doesn't fit this model", "rank, sizes or names of modules", False
     ),
     ErrorCode.DEVICE_OUT_OF_MEMORY: Meaning(
         "device out of memory", "the device is shared with another program", True
     ),
-    ErrorCode.CONFIG_REFUSED: Meaning("PEFT config refused", "DoRA, bias, ...", False),
+    ErrorCode.CONFIG_REFUSED: Meaning(
+        "PEFT config refused", "a setting that is not served: use_qalora, ...", False
+    ),
     ErrorCode.UNKNOWN_ADAPTER: Meaning("unknown adapter", "never loaded, or removed", False),
     ErrorCode.NOT_RESIDENT: Meaning(
         "not resident, or a stale generation", "mapping names an adapter without a slot", True
     ),
     ErrorCode.NOT_FINITE: Meaning("values not finite", "NaN or infinity in a tensor", False),
     ErrorCode.PATH_NOT_ALLOWED: Meaning(
-        "path not allowed", "outside the adapter roots, or through a link below one", False
+        "path not allowed", "outside the adapter roots, or a link that leads out of them", False
     ),
     ErrorCode.CONFLICT: Meaning(
         "conflict", "name taken by other content, adapter in use or held", False

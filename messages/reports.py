@@ -7,7 +7,7 @@ and sends it again, until the controller acknowledges that it is in the log.
 from typing import Literal
 
 from messages.base import Message, Value
-from messages.errors import ErrorCode
+from messages.errors import Details, ErrorCode
 from messages.ids import (
     AdapterId,
     AdapterName,
@@ -88,10 +88,14 @@ class PoolingEnded(_Report, frozen=True):
 
 
 class OperationFailed(_Report, frozen=True):
-    """An operation failed and changed nothing; `message` is an error text."""
+    """An operation failed and changed nothing; `message` is an error text.
+
+    The controller keeps `details` apart: they are not in the log.
+    """
 
     code: ErrorCode
     message: str
+    details: Details = ()
 
 
 class InventoryAdapter(Value, frozen=True):

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from messages.base import Message
 from messages.control import ServerCommand, ServerQuery, ServerReply
-from messages.errors import ErrorCode
+from messages.errors import Details, ErrorCode
 from messages.events import Published
 from messages.ids import (
     GPU_SLOT,
@@ -33,6 +33,7 @@ from messages.views import (
     AdapterCounters,
     AdapterView,
     EngineStatistics,
+    FailureView,
     FinishReason,
     Placement,
     PoolingTask,
@@ -77,8 +78,7 @@ class HoldAdapter(_Upward, frozen=True):
 class PrefetchAdapter(_Request, frozen=True):
     """Move an adapter up to `target` ahead of its use; answered at once, before it moves.
 
-    It moves as far as it can without waiting: a slot must be free, and on the host only adapters
-    that no request needs and that are not in slots make room for it.
+    It never waits: a slot must be free, and only idle adapters on the host make room for it.
     """
 
     adapter: AdapterName
@@ -203,7 +203,6 @@ LifecycleRequest = (
     | PrefetchAdapter
 )
 PrivateRequest = Generate | Embed | Classify
-"""Requests with a payload. Prompts and inputs are never logged."""
 
 Request = LifecycleRequest | PrivateRequest | Query | ServerCommand
 
@@ -238,12 +237,11 @@ class BatchDone(_Reply, frozen=True):
 class TokensStreamed(_Reply, frozen=True):
     """Tokens of output number `index` of a generation: `tokens[i]` is its token `offset + i`.
 
-    `text` is the text that they complete; an incomplete character is in a later message. The
-    controller receives them from the engine, sends them on and does not log them.
-    `finish_reason` is set in the last message of an output, and `stop_reason` is then the stop
-    string or the token of `stop_token_ids` that ended it. `logprobs` has an entry per token, if
-    they were requested. `prompt_logprobs` is in the first message of output 0, with an entry per
-    token of the prompt; the first of them is None.
+    `text` is the text that they complete; an incomplete character is in a later message. They are
+    never logged. `finish_reason` is set in the last message of an output, and `stop_reason` is then
+    the stop string or the token of `stop_token_ids` that ended it. `logprobs` has an entry per
+    token, if they were requested. `prompt_logprobs` is in the first message of output 0, with an
+    entry per token of the prompt; the first of them is None.
     """
 
     offset: int
@@ -298,6 +296,7 @@ class Refused(_Reply, frozen=True):
     code: ErrorCode
     message: str
     retry_after_ms: Annotated[int, Meta(ge=0, le=3_600_000)] = 0
+    details: Details = ()
 
 
 class AdaptersListed(_Reply, frozen=True):
@@ -324,10 +323,11 @@ class AdaptersPage(_Page, frozen=True):
 
 
 class AdapterShown(_Reply, frozen=True):
-    """One adapter's current version, and retired versions whose requests are still running."""
+    """One adapter's current version, retired ones that still run, and its latest failure."""
 
     adapter: AdapterView
     retired: tuple[AdapterView, ...] = ()
+    failure: FailureView | None = None
 
 
 class StatusShown(_Reply, frozen=True):

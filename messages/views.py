@@ -5,6 +5,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta
 
 from messages.base import Value
+from messages.errors import Details, ErrorCode
 from messages.ids import AdapterName, AdapterState, Bytes, Generation, Path, Slot
 from messages.prompts import TokenId
 
@@ -19,15 +20,16 @@ Vector = Annotated[bytes, Meta(max_length=1 << 22)]
 class AdapterCounters(Value, frozen=True):
     """What happened to an adapter under one name; durations in nanoseconds of recorded time.
 
-    `hits`: requests that found it in a slot; `misses`: others. `evictions`: how often a policy
-    moved it down for others; `evictions_caused`: how often it moved others down. `loads` to
-    `deactivations` count how often it entered and left each tier, `checks` complete checks of its
-    files, `check_ns` to `write_ns` how long the engine took for them. `wait_ns`: the time that
-    its requests waited for it, summed over requests. `stalls`, `stall_ns`: its waits for room that
-    others used; `stall_caused_ns`: waits of others that ended when it left.
-    `unregistered_ns` to `gpu_slot_ns`: the time that it was in each state. `served`: generations
-    and poolings that ended, with their tokens; `prefix_hits`: those that reused an earlier prompt's
-    KV cache, for `prefix_tokens` tokens.
+    `hits`: requests to use it that found it in a slot; `misses`: others. Loads, stagings and holds
+    only prepare it and are neither. `evictions`: how often a policy moved it down for others;
+    `evictions_caused`: how often it moved others down. `loads` to `deactivations` count how often
+    it entered and left each tier, `checks` complete checks of its files, `check_ns` to `write_ns`
+    how long the engine took for them. `wait_ns`: the time that requests to use it waited for it,
+    summed over requests. `stalls`, `stall_ns`: its waits for room that others used;
+    `stall_caused_ns`: waits of others that ended when it left. `unregistered_ns` to `gpu_slot_ns`:
+    the time that it was in each state. `served`: generations and poolings that ended, with their
+    tokens; `prefix_hits`: those that reused an earlier prompt's KV cache, for `prefix_tokens`
+    tokens.
     """
 
     hits: int = 0
@@ -92,6 +94,15 @@ class AdapterView(Value, frozen=True):
     failures: int
     last_used_ns: int
     counters: AdapterCounters = AdapterCounters()
+
+
+class FailureView(Value, frozen=True):
+    """Why the latest operation on an adapter failed, as long as none has succeeded since."""
+
+    code: ErrorCode
+    message: str
+    details: Details = ()
+    age_ms: int = 0
 
 
 KVLayout = Literal["", "paged", "padded"]

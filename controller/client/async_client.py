@@ -31,7 +31,13 @@ from controller.client.prepared import (
     method,
 )
 from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
-from controller.client.sockets import connection_to, open_events, open_requests
+from controller.client.sockets import (
+    connection_to,
+    has_no_directory,
+    open_events,
+    open_requests,
+    silence_reason,
+)
 from controller.client.streams import SILENCE_S, EventCursor, EventItem
 from messages.requests import (
     AdaptersListed,
@@ -73,6 +79,8 @@ class AsyncClient:
         self._session = Session(
             secrets.token_bytes(TOKEN_BYTES), timing, timeout_s, generation_timeout_s
         )
+        self._session.silence = partial(silence_reason, self._connection)
+        self._session.is_absent = partial(has_no_directory, self._connection)
         self._socket: zmq.Socket[bytes] = open_requests(context, self._connection)
         self._wakes_at = math.inf
         self._wakeup: asyncio.Handle | None = None

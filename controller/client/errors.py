@@ -37,7 +37,8 @@ class LoradockError(Exception):
 
     `code` is stable, `message` is for people. `request_id` is the client's id of the request, empty
     if none was sent. `retry_after_s`: when the controller suggests another attempt; 0 where it
-    suggests nothing.
+    suggests nothing. `details`: every finding, where the message names only the first of many; of
+    the last failures only, so a repeated request may be answered without them.
     """
 
     code: ClassVar[ErrorCode]
@@ -47,6 +48,7 @@ class LoradockError(Exception):
         self.message = message
         self.request_id = request_id
         self.retry_after_s = 0.0
+        self.details: tuple[str, ...] = ()
 
     @property
     def retryable(self) -> bool:
@@ -194,4 +196,5 @@ def error_of(refused: Refused) -> LoradockError:
     """Return the exception for a refusal."""
     error = ERRORS[refused.code](refused.message, refused.request_id)
     error.retry_after_s = refused.retry_after_ms / 1000
+    error.details = refused.details
     return error

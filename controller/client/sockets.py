@@ -1,6 +1,7 @@
 """The addresses of a controller, local or remote, and the socket options of both clients."""
 
 import os
+import shlex
 import socket as os_socket
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -128,6 +129,28 @@ def unserved_reason(connection: Connection) -> str:
         except OSError as error:
             return error.strerror or str(error)
     return ""
+
+
+def has_no_directory(connection: Connection) -> bool:
+    """Whether no server was ever started where a local connection leads."""
+    return connection.keys is None and not _directory_of(connection).is_dir()
+
+
+def silence_reason(connection: Connection) -> str:
+    """Return why no local server answers, and the command that starts one; empty if one may."""
+    reason = unserved_reason(connection)
+    if not reason:
+        return ""
+    directory = _directory_of(connection)
+    command = f"loradock --dir {shlex.quote(str(directory))} serve"
+    return (
+        f"no LoRADock server answers at {directory} ({reason}); start one: {command} --model MODEL "
+        "--adapter-root ADAPTERS"
+    )
+
+
+def _directory_of(connection: Connection) -> Path:
+    return Path(connection.requests.removeprefix("ipc://")).parent.parent
 
 
 def _set_options(socket: "zmq.Socket[Any]", keys: Keys | None) -> None:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Self, TypeVar
 
 import zmq
@@ -27,7 +28,13 @@ from controller.client.prepared import (
     method,
 )
 from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
-from controller.client.sockets import connection_to, open_events, open_requests
+from controller.client.sockets import (
+    connection_to,
+    has_no_directory,
+    open_events,
+    open_requests,
+    silence_reason,
+)
 from controller.client.streams import SILENCE_S, EventCursor, EventItem
 from messages.requests import (
     AdaptersListed,
@@ -72,6 +79,8 @@ class Client:
         self._session = Session(
             secrets.token_bytes(TOKEN_BYTES), timing, timeout_s, generation_timeout_s
         )
+        self._session.silence = partial(silence_reason, self._connection)
+        self._session.is_absent = partial(has_no_directory, self._connection)
         self._socket = open_requests(self._context, self._connection)
         self._use = ExclusiveUse()
         # Generations whose last reference was dropped, maybe by another thread.

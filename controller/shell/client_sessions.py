@@ -14,7 +14,7 @@ from controller.core.context import Refusal
 from controller.core.controller import Controller
 from controller.core.request_handlers import Pending, id_conflict
 from controller.core.tables.answer_windows import Answer, AnswerWindows, WindowBounds
-from controller.core.views import AdapterPages, show_adapter, show_status
+from controller.core.views import AdapterPages, show_status
 from controller.shell.access.permissions import LOCAL_ONLY, Access
 from controller.shell.clients.client_table import Client, ClientTable, hash_public
 from controller.shell.clients.outbox import Outbox, Send
@@ -267,6 +267,8 @@ class ClientSessions:
         request_id = reply.request_id
         client, _, own_id = request_id.partition(":")
         route = self._clients.route_of(client)
+        if type(reply) is requests.Refused:
+            reply = self.control.failures.complete(reply)
         if route is not None:
             self._outbox.add(route, _unscoped(reply, own_id))
         if type(reply) in _STREAMED:
@@ -324,13 +326,13 @@ class ClientSessions:
         return self._budget.wait_ns(now_ns) if self._queries else None
 
     def _answer_query(self, route: bytes, user: str, message: requests.Query) -> None:
-        world, add = self._controller.world, self._outbox.add
+        add = self._outbox.add
         try:
             match message:
                 case requests.ListAdapters():
                     add(route, self._pages.answer(message, self._access.sees(user)))
                 case requests.ShowAdapter():
-                    add(route, show_adapter(world, message))
+                    add(route, self.control.show_adapter(message))
                 case requests.ShowStatus():
                     status = show_status(self._controller, message)
                     add(route, self.control.with_facts(self._with_log_facts(status)))

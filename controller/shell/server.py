@@ -199,13 +199,10 @@ class Server:
     def _timeout_ms(self) -> int:
         now = time.monotonic_ns()
         left = (self._log_retry_ns if self._pending else self._beat_ns + BEAT_INTERVAL_NS) - now
-        queries_ns = self._sessions.queries_wait_ns(now)
-        if queries_ns is not None:
-            left = min(left, queries_ns)
         left = min(left, self._published_ns + EVENTS_BEAT_NS - now)
-        ends_in_ns = self._control.ends_in_ns(now)
-        if ends_in_ns is not None:
-            left = min(left, ends_in_ns)
+        for wait_ns in (self._sessions.queries_wait_ns(now), self._control.ends_in_ns(now)):
+            if wait_ns is not None:
+                left = min(left, wait_ns)
         if self._timer_ns:
             left = min(left, self._timer_ns - self._clock.now_ns())
         return max(0, (left + 999_999) // 1_000_000)
@@ -218,7 +215,8 @@ class Server:
         group, self._pending = self._pending, []
         frames = list(self._transport.receive_reports())
         output = self._link.receive(frames, now)
-        group += [GroupInput(report, report_seq=seq) for report, seq in output.inputs]
+        reports = self._control.failures.without_details(output.inputs)
+        group += [GroupInput(report, report_seq=seq) for report, seq in reports]
         group += self._engine_losses(now, self._engine_watch.has_ended(ready))
         for route, user, frame in self._transport.receive_requests():
             self._sessions.receive(route, frame, user)

@@ -311,7 +311,7 @@ def _add_size_differences(
         named = f" (its base_model_name_or_path is {shown(base)})" if base else ""
         differ = f"{len(resized)} of its {modules} modules differ"
         text = f"trained for a model of other sizes{named}: {differ}; {text}"
-    problems.add(AdapterDoesNotFit, text)
+    problems.add(AdapterDoesNotFit, text, resized.values())
 
 
 def _with_hint(module: str, model: AdapterTarget) -> str:

@@ -135,5 +135,4 @@ def _check_values(
 
 def _raise(adapter_id: int, problems: Problems) -> None:
     if problems:
-        error = problems.error()
-        raise type(error)(f"adapter {adapter_id}: {error}")
+        raise problems.error().about(f"adapter {adapter_id}")

@@ -15,7 +15,7 @@ from engine.adapters.files.bounded_json import decode_object
 from engine.adapters.files.directory import open_adapter
 from engine.adapters.files.problems import Problems, shown
 from engine.adapters.lora_request import tensorizer_directory
-from engine.config import DEFAULT_BOUNDS, AdapterBounds, LoRAConfig
+from engine.config import DEFAULT_BOUNDS, LORA_RANKS, AdapterBounds, LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 
 T = TypeVar("T")
@@ -233,9 +233,14 @@ class PEFTHelper:
         """Raise `AdapterDoesNotFit` if a rank exceeds the engine's maximum."""
         rank = max(self.r, *self.rank_pattern.values(), 0)
         if rank > lora_config.max_lora_rank:
+            enough = next((one for one in LORA_RANKS if one >= rank), 0)
+            advice = f"the largest rank that can be served is {LORA_RANKS[-1]}"
+            if enough:
+                advice = f"start it with max_lora_rank={enough} (loradock serve --max-lora-rank "
+                advice += f"{enough})"
             raise AdapterDoesNotFit(
-                f"the config has rank {rank}; this engine's max_lora_rank is "
-                f"{lora_config.max_lora_rank}"
+                f"the config has rank {shown(rank)}; this engine's max_lora_rank is "
+                f"{lora_config.max_lora_rank}: {advice}"
             )
 
 

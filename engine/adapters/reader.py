@@ -70,7 +70,7 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
             files.check_unchanged()
             return loaded
     except EngineError as error:
-        raise type(error)(f"adapter {shown(adapter or path)}: {error}") from error
+        raise error.about(f"adapter {shown(adapter or path)}") from error
 
 
 def _read(

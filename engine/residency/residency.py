@@ -18,7 +18,14 @@ import torch
 
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
-from engine.errors import Conflict, DeviceOutOfMemory, EngineError, UnknownAdapter, code_of
+from engine.errors import (
+    Conflict,
+    DeviceOutOfMemory,
+    EngineError,
+    UnknownAdapter,
+    code_of,
+    details_of,
+)
 from engine.jobs import Jobs
 from engine.layout import ModuleShape
 from engine.residency.arena import Arena
@@ -154,7 +161,7 @@ class Residency:
         code = code_of(error)
         if code == ErrorCode.ENGINE_GONE:
             _log.error("operation failed unexpectedly", error=repr(error), exc_info=error)
-        self._report(reports.OperationFailed(op, code, str(error)))
+        self._report(reports.OperationFailed(op, code, str(error), details_of(error)))
 
     def check_adapter(self, command: commands.CheckAdapter) -> None:
         """Start to read and check an adapter, of which nothing is kept."""

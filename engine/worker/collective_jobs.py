@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import Struct
 
-from engine.errors import Conflict, code_of, error_of
+from engine.errors import Conflict, code_of, details_of, error_of
 from engine.jobs import FinishedJob, Jobs
 from engine.parallel import ParallelGroup
-from messages.errors import ErrorCode
+from messages.errors import Details, ErrorCode
 
 T = TypeVar("T")
 
@@ -28,6 +28,7 @@ class Outcome(Struct, frozen=True, array_like=True):
     code: ErrorCode | None = None
     text: str = ""
     stamp: str = ""
+    details: Details = ()
 
 
 _OUTCOMES = msgspec.msgpack.Decoder(list[Outcome])
@@ -83,7 +84,7 @@ class CollectiveJobs(Generic[T]):
     def _outcome(self, number: int, future: "Future[Any]") -> Outcome:
         error = future.exception()
         if error is not None:
-            return Outcome(number, code_of(error), str(error))
+            return Outcome(number, code_of(error), str(error), details=details_of(error))
         return Outcome(number, stamp=self._stamp_of(future.result()))
 
     def _is_complete(self, number: int) -> bool:
@@ -101,7 +102,8 @@ class CollectiveJobs(Generic[T]):
         if failed == self._group.rank:
             return own_future
         first = outcomes[failed]
-        return _failure(error_of(first.code or ErrorCode.ENGINE_GONE, first.text))
+        code = first.code or ErrorCode.ENGINE_GONE
+        return _failure(error_of(code, first.text, first.details))
 
 
 def _failure(error: Exception) -> "Future[Any]":

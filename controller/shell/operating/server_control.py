@@ -8,15 +8,18 @@ from typing import Final
 
 import msgspec
 
+from controller.core.context import Refusal
 from controller.core.controller import Controller
 from controller.core.eviction import POLICIES
 from controller.core.limits import FIXED, Limits, LimitsError, limits_from, limits_to
+from controller.core.views import show_adapter
 from controller.log.format import LogFull
+from controller.shell.operating.failures import Failures
 from controller.shell.operating.process_facts import memory_bytes
 from controller.shell.operating.request_times import RequestTimes
 from messages import VERSION, commands, control, requests
 from messages.errors import ErrorCode
-from messages.ids import RequestId
+from messages.ids import OpId, RequestId
 from messages.records import EngineLost
 from messages.reports import EngineInventory, OperationFailed
 
@@ -44,6 +47,7 @@ class ServerControl:
         self._controller = controller
         self._started_ns = time.monotonic_ns()
         self.times: Final = RequestTimes(self._started_ns)
+        self.failures: Final = Failures()
         self.change: ChangeSettings = lambda _limits, _policy: None
         self.engine_device = ""
         self.engine_dtype = ""
@@ -119,6 +123,21 @@ class ServerControl:
             case control.ShowSettings():
                 return self._settings(message.request_id)
 
+    def show_adapter(self, message: requests.ShowAdapter) -> requests.Reply:
+        """Return the versions of a name, and why its latest operation failed.
+
+        Raises `Refusal` for a name that is not known and has not failed.
+        """
+        failure = self.failures.view(message.adapter, time.monotonic_ns())
+        try:
+            shown = show_adapter(self._controller.world, message)
+        except Refusal as refusal:
+            if failure is None:
+                raise
+            text = f"{refusal.message}; the last attempt failed: {failure.code} {failure.message}"
+            return requests.Refused(message.request_id, refusal.code, text, details=failure.details)
+        return msgspec.structs.replace(shown, failure=failure)
+
     def _settings(self, request_id: RequestId) -> control.SettingsShown:
         limits = limits_to(self._controller.limits)
         return control.SettingsShown(request_id, limits, self._controller.policy_name, FIXED)
@@ -140,14 +159,22 @@ class ServerControl:
 
     def note_report(self, message: object) -> None:
         """Note what an input reports about the engine, if it is a report."""
-        op = getattr(message, "op", 0)
+        op, now = getattr(message, "op", 0), time.monotonic_ns()
         if op:
             outcome = message.code.value if isinstance(message, OperationFailed) else "done"
-            self.times.end_operation(op, outcome, time.monotonic_ns())
+            self.times.end_operation(op, outcome, now)
+            self.failures.note(self._adapter_of(op), message, now)
         elif isinstance(message, EngineInventory):
             self.engine_device, self.engine_dtype = message.device, message.dtype
         elif isinstance(message, EngineLost):
             self.times.end_operations()
+
+    def _adapter_of(self, op: OpId) -> str:
+        """Return the name of the adapter that an operation moves; empty for none."""
+        world = self._controller.world
+        operation = world.operations.get(op)
+        adapter = world.adapters.get(operation.adapter_id) if operation else None
+        return "" if adapter is None else adapter.name
 
     def with_facts(self, status: requests.StatusShown) -> requests.StatusShown:
         """Return a status with what is known about the processes."""

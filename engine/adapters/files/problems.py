@@ -3,11 +3,17 @@
 Text from a file is shown in ASCII and shortened, so that an error can always be logged and sent.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError, NotFinite
+from engine.errors import (
+    AdapterConfigRefused,
+    AdapterDoesNotFit,
+    EngineError,
+    NotFinite,
+    bounded_details,
+)
 
 _SHOWN_MAX: Final = 160
 _NAMES_MAX: Final = 4
@@ -25,18 +31,23 @@ def _shortened(text: str) -> str:
 
 
 class Problems:
-    """The problems found so far; the error shows the first `shown_max`."""
+    """The problems found so far; the error's text shows the first `shown_max`.
+
+    Its details have a line per problem and per name that has it, if the text leaves any out.
+    """
 
     def __init__(self, shown_max: int) -> None:
         self._shown_max = shown_max
         self._count = 0
         self._shown: list[str] = []
+        self._details: list[str] = []
         self._kinds: set[type[EngineError]] = set()
 
-    def add(self, kind: type[EngineError], text: str) -> None:
-        """Add one problem."""
+    def add(self, kind: type[EngineError], text: str, details: Iterable[str] = ()) -> None:
+        """Add one problem; `details` are the findings that `text` sums up, if there are several."""
         self._count += 1
         self._kinds.add(kind)
+        self._details.extend(details or (text,))
         if len(self._shown) < self._shown_max:
             self._shown.append(text)
 
@@ -48,7 +59,8 @@ class Problems:
         if names:
             listed = ", ".join(_shortened(name) for name in names[:_NAMES_MAX])
             more = len(names) - _NAMES_MAX
-            self.add(kind, f"{text}: {listed}" + (f" and {more} more" if more > 0 else ""))
+            each = [f"{text}: {_shortened(name)}" for name in names]
+            self.add(kind, f"{text}: {listed}" + (f" and {more} more" if more > 0 else ""), each)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -56,13 +68,16 @@ class Problems:
         try:
             yield
         except _SEVEREST_FIRST as error:
-            self.add(type(error), str(error))
+            self.add(type(error), str(error), error.details)
 
     def error(self) -> EngineError:
         """Return one error for all problems, of the first class among config, fit, values."""
         more = self._count - len(self._shown)
         texts = [*self._shown, f"and {more} more"] if more else self._shown
-        return self._error_class()("; ".join(texts))
+        error = self._error_class()("; ".join(texts))
+        if len(self._details) > len(self._shown):
+            error.details = bounded_details(self._details)
+        return error
 
     def raise_if_any(self) -> None:
         """Raise `error()` if there is a problem."""

@@ -12,6 +12,7 @@ from controller.client.sockets import (
     events_endpoint,
     requests_endpoint,
     runtime_directory,
+    silence_reason,
     unserved_reason,
 )
 from tests.support.simulation.standin_controller import StandIn
@@ -39,6 +40,9 @@ def test_a_directory_is_served_while_a_controller_listens(tmp_path):
     with StandIn(tmp_path):
         assert not unserved_reason(connection_to(tmp_path))
     assert unserved_reason(connection_to(tmp_path)) == "nothing listens on its socket"
+    silence = silence_reason(connection_to(tmp_path))
+    assert silence.startswith(f"no LoRADock server answers at {tmp_path} (nothing listens")
+    assert f"start one: loradock --dir {tmp_path} serve" in silence
     (tmp_path / "file").touch()
     assert unserved_reason(connection_to(tmp_path / "file")) == "Not a directory"
 

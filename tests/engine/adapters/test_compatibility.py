@@ -8,13 +8,18 @@ import torch
 
 from engine.adapters import read_adapter
 from engine.adapters.compatibility import AdapterTarget
+from engine.adapters.files.problems import Problems
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 from engine.layout import ModuleKind, ModuleShape
+from messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
+from messages.reports import OperationFailed
+from messages.wire import REPORTS
 from tests.support.engine.adapter_examples import (
     CONFIG,
     LORA_CONFIG,
     MODULES,
     Q,
+    V,
     key,
     read,
     tensors,
@@ -45,6 +50,30 @@ def test_an_adapter_of_another_model_is_one_problem_with_the_name_of_that_model(
         assert text.endswith(
             f"trained for a model of other sizes: 2 of its 2 modules differ; {first}"
         )
+
+
+def test_the_details_have_each_finding_where_the_text_leaves_any_out(tmp_path: Path) -> None:
+    with pytest.raises(AdapterDoesNotFit) as caught:
+        read(write(tmp_path / "a", weights=OTHER_MODEL))
+    found = [line.partition(" has ")[0] for line in caught.value.details]
+    assert found == [Q, V]
+    assert all("in this model it has 16 inputs" in line for line in caught.value.details)
+    # One finding is the text itself.
+    with pytest.raises(AdapterDoesNotFit) as caught:
+        read(write(tmp_path / "b", weights=tensors(q_A=torch.ones(4, 96))))
+    assert caught.value.details == ()
+
+
+def test_details_are_bounded_in_number_and_length() -> None:
+    problems = Problems(shown_max=2)
+    names = [f"{'n' * 1000}{number}" for number in range(DETAILS_MAX + 10)]
+    problems.add_each(AdapterDoesNotFit, "unexpected tensors", names)
+    details = problems.error().details
+    assert len(details) == DETAILS_MAX
+    assert details[-1] == "and 11 more"
+    assert max(map(len, details)) <= DETAIL_CHARACTERS_MAX
+    report = OperationFailed(1, ErrorCode.DOES_NOT_FIT, "text", details)
+    assert REPORTS.decode(REPORTS.encode(report)).message == report
 
 
 def test_one_module_of_another_size_is_named_alone(tmp_path: Path) -> None:

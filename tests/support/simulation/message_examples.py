@@ -26,7 +26,7 @@ from messages.records import (
     RecordOfFormat1,
     TimerFired,
 )
-from messages.views import AdapterCounters, EngineStatistics, Placement, TokenLogprob
+from messages.views import AdapterCounters, EngineStatistics, FailureView, Placement, TokenLogprob
 
 _COUNTERS = AdapterCounters(*range(101, 101 + len(AdapterCounters.__struct_fields__)))
 _STATISTICS = EngineStatistics(
@@ -97,6 +97,9 @@ _SAMPLING = Sampling(
 )
 _LOGPROB = TokenLogprob(11, -0.5, 2, ((12, -0.25), (11, -0.5)))
 
+_DETAILS = ("q_proj has A [8, 96]", "v_proj has A [8, 96]")
+_FAILURE = FailureView(ErrorCode.DOES_NOT_FIT, "2 of its 2 modules differ", _DETAILS, 1500)
+
 EXAMPLES: dict[type, Any] = {
     type(message): message
     for message in (
@@ -126,10 +129,10 @@ EXAMPLES: dict[type, Any] = {
         requests.VectorsStreamed("r-17", 1, (b"\0\0\x80?\0\0\0@",), ("good", "bad")),
         requests.PoolingDone("r-16", "tenant-17", "embed", 2, 9),
         requests.CancelDone("r-11", "r-10", True),
-        requests.Refused("r-3", ErrorCode.NO_ROOM, "all 4 slots are held", 1500),
+        requests.Refused("r-3", ErrorCode.NO_ROOM, "all 4 slots are held", 1500, _DETAILS),
         requests.AdaptersListed("r-12", (_VIEW,), 78),
         requests.AdaptersPage("r-12", (_VIEW,), 78, True),
-        requests.AdapterShown("r-13", _VIEW, (_VIEW,)),
+        requests.AdapterShown("r-13", _VIEW, (_VIEW,), _FAILURE),
         requests.StatusShown(
             request_id="r-14",
             epoch=3,
@@ -207,7 +210,7 @@ EXAMPLES: dict[type, Any] = {
         reports.MappingSet(8),
         reports.GenerationEnded(9, "stop", 5, 64, 4),
         reports.PoolingEnded(11, 2, 9),
-        reports.OperationFailed(2, ErrorCode.NOT_FOUND, "no adapter_config.json"),
+        reports.OperationFailed(2, ErrorCode.NOT_FOUND, "no adapter_config.json", _DETAILS),
         reports.EngineInventory(
             *("e-1", 4242, "tiny", 4, 65536, 10, (9,), (_HELD,), 44, "cuda:0", "bfloat16")
         ),

@@ -21,6 +21,7 @@ from controller.log.segments import read
 from controller.shell.transport import endpoint
 from engine.worker.controller_link import ControllerLink
 from messages import commands, reports, requests
+from messages.errors import ErrorCode
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED
 from messages.wire import COMMANDS, EVENTS, REPLIES, REQUESTS, TOKEN_BYTES
 from tests.support.parallel.processes import ControllerProcess
@@ -166,7 +167,8 @@ class StandInEngine:
 
     `delayed`: the commands whose reports wait for `finish`. While `paused` it neither reads nor
     sends, as a stopped process. `inventory_requests` and `beats` are their numbers so far,
-    `adapters` is the inventory. `pid`: the process that the controller watches.
+    `adapters` is the inventory. `pid`: the process that the controller watches. `refused`: text and
+    details with which checks of adapters fail.
     """
 
     def __init__(self, directory: Path, engine_id: str, pid: int, slots_max: int = 3) -> None:
@@ -176,6 +178,7 @@ class StandInEngine:
         self.received: list[Any] = []
         self.running: dict[int, Any] = {}
         self.failure = ""
+        self.refused: dict[str, tuple[str, tuple[str, ...]]] = {}
         self.inventory_requests = self.beats = 0
         self._pid, self._slots_max = pid, slots_max
         self.adapters: dict[int, reports.InventoryAdapter] = {}
@@ -249,6 +252,10 @@ class StandInEngine:
             self._report(command)
 
     def _report(self, command: Any) -> None:
+        if isinstance(command, commands.CheckAdapter) and command.adapter in self.refused:
+            refused = self.refused[command.adapter]
+            self._send(reports.OperationFailed(command.op, ErrorCode.DOES_NOT_FIT, *refused))
+            return
         self._apply(command)
         if isinstance(command, commands.StartGeneration):
             self._send(requests.TokensStreamed(command.request_id, 0, (1, 2), "ab"))
