@@ -24,7 +24,7 @@ app = typer.Typer()
 
 
 @app.command()
-def load(
+def load(  # noqa: PLR0913, PLR0917 - one parameter per option
     ctx: typer.Context,
     adapter: AdapterArgument,
     path: PathOption = "",
@@ -36,6 +36,15 @@ def load(
             "with the old content.",
         ),
     ] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="If the adapter is refused, print every finding: each module that differs. "
+            "Default: the first one and their number.",
+        ),
+    ] = False,
     timeout: Timeout = None,
     as_json: AsJson = False,
 ) -> None:
@@ -45,6 +54,7 @@ def load(
         as_json,
         f"loading {adapter}",
         lambda client: client.load(adapter, path, replace, timeout),
+        verbose=verbose,
     )
 
 
@@ -190,8 +200,10 @@ def show(
     timeout: QueryTimeout = QUERY_TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
-    """Show everything that is known about one adapter."""
-    run_request(ctx, as_json, "querying", lambda client: client.show(adapter, timeout))
+    """Show everything that is known about one adapter, also why it was refused."""
+    run_request(
+        ctx, as_json, "querying", lambda client: client.show(adapter, timeout), verbose=True
+    )
 
 
 @app.command()

@@ -29,13 +29,14 @@ _COMPLETION_TIMEOUT_S: Final = 0.3
 
 @dataclass
 class Settings:
-    """The global options, and the output format of the command."""
+    """The global options, and the output format of the command; `verbose`: errors with details."""
 
     directory: str | None = None
     as_json: bool = False
     address: str = ""
     key: str = ""
     server_key: str = ""
+    verbose: bool = False
 
 
 def completions(ctx: typer.Context, names: "Callable[[Client], Iterable[str]]") -> list[str]:
@@ -113,12 +114,13 @@ def directory_of(ctx: typer.Context) -> Path:
     return runtime_directory(settings_of(ctx).directory)
 
 
-def output_of(ctx: typer.Context, as_json: bool) -> "Output":
-    """Return the output of this run; errors will have its format."""
+def output_of(ctx: typer.Context, as_json: bool, verbose: bool = False) -> "Output":
+    """Return the output of this run; errors will have its format, `verbose` ones with details."""
     from controller.cli.output import Output
 
-    settings_of(ctx).as_json = as_json
-    return Output(as_json)
+    settings = settings_of(ctx)
+    settings.as_json, settings.verbose = as_json, verbose
+    return Output(as_json, verbose)
 
 
 @contextmanager
@@ -155,12 +157,17 @@ def _check_server(directory: Path) -> None:
 
 
 def run_request(
-    ctx: typer.Context, as_json: bool, label: str, request: "Callable[[Client], Any]"
+    ctx: typer.Context,
+    as_json: bool,
+    label: str,
+    request: "Callable[[Client], Any]",
+    *,
+    verbose: bool = False,
 ) -> Any:
     """Send a request, show progress under `label`, and print and return the answer."""
     from controller.cli.render import renderables
 
-    output = output_of(ctx, as_json)
+    output = output_of(ctx, as_json, verbose)
     with output.progress(label), open_client(ctx) as client:
         reply = request(client)
     if as_json:

@@ -65,17 +65,16 @@ HINTS: Final[dict[ErrorCode, str]] = {
     "release` or `loradock evict` frees space",
     ErrorCode.NOT_FOUND: "--path is relative to the server's --adapter-root, or absolute inside "
     "it; without --path it is the adapter's name",
-    ErrorCode.DOES_NOT_FIT: "the adapter was trained for another model, or the server was started "
-    "with options that don't allow it: see --max-lora-rank, --enable-tower-connector-lora "
-    "and --target-module in `loradock serve --help`",
+    ErrorCode.DOES_NOT_FIT: "an adapter fits the model that it was trained for, if the server's "
+    "--max-lora-rank, --target-module and --enable-tower-connector-lora admit it",
     ErrorCode.DEVICE_OUT_OF_MEMORY: "lower --device-bytes of the server, or evict adapters",
     ErrorCode.CONFIG_REFUSED: "see the named settings in the adapter's adapter_config.json",
     ErrorCode.UNKNOWN_ADAPTER: "`loradock list` shows the known names; `loradock load` adds an "
     "adapter",
     ErrorCode.NOT_RESIDENT: "`loradock activate` copies it into a slot again",
     ErrorCode.NOT_FINITE: "train or export the adapter again; nothing of it was kept",
-    ErrorCode.PATH_NOT_ALLOWED: "the server loads adapters only from below its --adapter-root: "
-    "copy the adapter there with `cp -rL`, or start the server with another root",
+    ErrorCode.PATH_NOT_ALLOWED: "the server loads adapters only from below its --adapter-root; "
+    "links may lead to places below one",
     ErrorCode.CONFLICT: "`loradock show` shows its state; `load --replace` replaces the content "
     "of a name, `remove --force` removes a held adapter",
     ErrorCode.ENGINE_GONE: "`loradock status` shows whether an engine is attached, `loradock "
@@ -111,6 +110,7 @@ class ServerNotRunning(EngineGone):
 
     def __init__(self, directory: Path, reason: str, pid: int = 0) -> None:
         super().__init__(f"no LoRADock server answers at {directory} ({reason})")
+        self.pid = pid
         command = f"loradock --dir {shlex.quote(str(directory))}"
         self.hint = f"start one: {command} serve --model MODEL --adapter-root ADAPTERS"
         if pid:
@@ -127,6 +127,7 @@ class Failure(NamedTuple):
     line: str
     hint: str
     fields: dict[str, Any]
+    details: tuple[str, ...] = ()
 
 
 def failure_of(error: LoradockError | CommandError | OSError) -> Failure:
@@ -138,9 +139,10 @@ def failure_of(error: LoradockError | CommandError | OSError) -> Failure:
             "message": error.message,
             "request_id": error.request_id,
             "retryable": error.retryable,
+            "details": list(error.details),
         }
         hint = error.hint if isinstance(error, ServerNotRunning) else HINTS[error.code]
-        return Failure(EXIT_CODES[error.code], str(error), hint, fields)
+        return Failure(EXIT_CODES[error.code], str(error), hint, fields, error.details)
     if isinstance(error, CommandError):
         return Failure(error.exit_code, str(error), error.hint, {"message": str(error)})
     message = f"{error.filename}: {error.strerror}" if error.filename else str(error)

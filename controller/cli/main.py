@@ -6,12 +6,12 @@ An expected error ends in one line and a hint, never in a traceback.
 # Heavy modules are imported when a command runs: help and completion answer at once.
 # ruff: noqa: PLC0415
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
 from controller.cli.context import Settings, settings_of
-from controller.cli.exit_codes import EXIT_MEANINGS, CommandError, failure_of
+from controller.cli.exit_codes import EXIT_MEANINGS, CommandError, ExitCode, failure_of
 from controller.cli.pages.overview import Entry, OverviewGroup
 from controller.client.errors import LoradockError
 from messages import VERSION
@@ -160,7 +160,11 @@ COMMANDS: Final = {
     "Adapters": (
         Entry("load", _adapters, "Read and check an adapter, and keep it in host memory."),
         Entry("list", _adapters, "List every known adapter and where it is."),
-        Entry("show", _adapters, "Show everything that is known about one adapter."),
+        Entry(
+            "show",
+            _adapters,
+            "Show everything that is known about one adapter, also why it was refused.",
+        ),
         Entry(
             "prefetch",
             _adapters,
@@ -244,11 +248,32 @@ COMMANDS: Final = {
 """The panels of the overview, with the commands of each: their modules and summaries."""
 
 
+_JSON: Final = "--json"
+_UsageError: Final[Any] = typer.BadParameter.__bases__[0]
+"""The base class of all errors in a command line; typer does not export it."""
+
+
+def _end(
+    ctx: typer.Context, error: LoradockError | CommandError | OSError, cause: Exception
+) -> NoReturn:
+    """Print an error, and end the command with its exit code."""
+    from controller.cli.output import Output
+
+    failure, settings = failure_of(error), settings_of(ctx)
+    Output(settings.as_json, settings.verbose).failure(failure)
+    raise typer.Exit(failure.exit_code) from cause
+
+
 class Commands(OverviewGroup):
     """All commands; an error of a command ends the program with its exit code."""
 
     panels = COMMANDS
     exit_codes = tuple((str(code.value), text) for code, text in EXIT_MEANINGS.items())
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Read the global options, and note the format of errors in the others."""
+        ctx.meta[_JSON] = _JSON in args
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -257,12 +282,15 @@ class Commands(OverviewGroup):
         except BrokenPipeError:
             # The reader of the output closed it; typer handles this.
             raise
+        except _UsageError as error:
+            if not ctx.meta[_JSON]:
+                raise
+            # The arguments could not be read, so neither was their format.
+            settings_of(ctx).as_json = True
+            hint = f"`{(error.ctx or ctx).command_path} --help` lists what is allowed"
+            _end(ctx, CommandError(ExitCode.USAGE, error.format_message(), hint), error)
         except (LoradockError, CommandError, OSError) as error:
-            from controller.cli.output import Output
-
-            failure = failure_of(error)
-            Output(settings_of(ctx).as_json).failure(failure)
-            raise typer.Exit(failure.exit_code) from error
+            _end(ctx, error, error)
 
 
 app = typer.Typer(

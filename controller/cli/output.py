@@ -51,8 +51,9 @@ def console(file: IO[str]) -> Console:
 class Output:
     """The stdout and stderr of one command."""
 
-    def __init__(self, as_json: bool) -> None:
+    def __init__(self, as_json: bool, verbose: bool = False) -> None:
         self.as_json = as_json
+        self.verbose = verbose
         self._console = console(sys.stdout)
         self._errors = console(sys.stderr)
 
@@ -93,7 +94,7 @@ class Output:
             yield
 
     def failure(self, failure: Failure) -> None:
-        """Print an error and its hint."""
+        """Print an error, its hint, and its details or where they are shown."""
         if self.as_json:
             error = {**failure.fields, "hint": failure.hint, "exit": failure.exit_code.value}
             sys.stderr.write(json.dumps({"error": error}, ensure_ascii=False) + "\n")
@@ -101,3 +102,10 @@ class Output:
         self._errors.print(safe(failure.line), style="red", soft_wrap=True)
         if failure.hint:
             self._errors.print(f"  {failure.hint}", soft_wrap=True)
+        if self.verbose:
+            for detail in failure.details:
+                self._errors.print(f"  - {safe(detail)}", soft_wrap=True)
+        elif failure.details:
+            count = len(failure.details)
+            where = f"`loradock show ADAPTER` lists all {count} findings, also load --verbose"
+            self._errors.print(f"  {where}", soft_wrap=True)

@@ -34,7 +34,7 @@ Attempts = Annotated[
     typer.Option(
         min=1,
         metavar="NUMBER",
-        help="Attempts in all, while a failure may be temporary.",
+        help="Send the request up to this many times, as long as it fails for a temporary reason.",
     ),
 ]
 

@@ -26,7 +26,7 @@ from messages.requests import (
     PrefetchAccepted,
     StatusShown,
 )
-from messages.views import AdapterCounters, AdapterView, TierView
+from messages.views import AdapterCounters, AdapterView, FailureView, TierView
 
 _SECOND_NS: Final = 1_000_000_000
 _TEXT_CHARACTERS_MAX: Final = 30
@@ -127,7 +127,16 @@ def _cancelled(reply: CancelDone) -> list[Renderable]:
 
 
 def _shown(reply: AdapterShown) -> list[Renderable]:
-    return [field_table(_adapter_fields(view)) for view in (reply.adapter, *reply.retired)]
+    shown = [field_table(_adapter_fields(view)) for view in (reply.adapter, *reply.retired)]
+    return [*shown, *_failure(reply.failure)]
+
+
+def _failure(failure: FailureView | None) -> list[Renderable]:
+    if failure is None:
+        return []
+    age = duration(failure.age_ms)
+    lines = [f"the last attempt failed {age} ago: {failure.code} {failure.message}"]
+    return [safe(line) for line in (*lines, *(f"  - {detail}" for detail in failure.details))]
 
 
 def _status(reply: StatusShown) -> list[Renderable]:
@@ -250,13 +259,11 @@ def _kv_cache(status: StatusShown) -> str:
 
 
 def _hit_rate(counters: AdapterCounters) -> str:
-    """Return the part of requests that found their adapter in a slot, and the others' mean wait."""
+    """Return the share of uses that found their adapter in a slot, and the others' mean wait."""
     requests = counters.hits + counters.misses
     if not requests:
         return "no requests yet"
-    rate = (
-        f"{counters.hits} of {requests} requests, loads included ({counters.hits / requests:.0%})"
-    )
+    rate = f"{counters.hits} of {requests} requests ({counters.hits / requests:.0%})"
     if not counters.misses:
         return rate
     mean_ms = counters.wait_ns // counters.misses // 1_000_000

@@ -96,8 +96,8 @@ AdapterRoots = Annotated[
     typer.Option(
         "--adapter-root",
         metavar="DIRECTORY",
-        help="Directory to load adapters from; repeat for several. Adapters outside are refused. "
-        "Default: none, so that no adapter can be loaded.",
+        help="Directory to load adapters from; repeat for several. Adapters outside are refused; "
+        "links may lead to places below a root. Default: none, so that no adapter can be loaded.",
     ),
 ]
 Engine = Annotated[

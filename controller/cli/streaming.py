@@ -51,14 +51,15 @@ Attempts = Annotated[
     typer.Option(
         min=1,
         metavar="NUMBER",
-        help="Attempts in all, while a failure may be temporary and no token has arrived.",
+        help="Send the request up to this many times, as long as it fails for a temporary reason "
+        "before its first token.",
     ),
 ]
 Priority = Annotated[
     int,
     typer.Option(
         metavar="NUMBER",
-        help="Of the requests that wait for a batch, smaller numbers start first. Default: 0.",
+        help="Order among waiting requests: smaller numbers start first. Default: 0.",
     ),
 ]
 Since = Annotated[

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+import msgspec
 import torch
 import typer
 from rich.console import Console
 
+from controller.cli import bench, top
 from controller.cli.exit_codes import EXIT_CODES, HINTS, CommandError, ServerNotRunning, failure_of
 from controller.cli.main import app
 from controller.cli.render import classification, embedding, renderables
@@ -33,7 +35,7 @@ from messages import requests as rq
 from messages.engine_options import EngineOptions
 from messages.errors import MEANINGS, ErrorCode
 from messages.prompts import Sampling
-from messages.views import AdapterCounters, EngineStatistics
+from messages.views import AdapterCounters, EngineStatistics, FailureView
 from tests.support.engine.adapter_examples import (
     CONFIG,
     LORA_CONFIG,
@@ -79,7 +81,8 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
     now = view("upper", last_used_ns=0)
     moving = view(LONG_NAME[:128], "cpu-cached", goal="gpu-slot", held=True, last_used_ns=0)
     yield "list", renderables(rq.AdaptersListed("1", (moving, now), 7))
-    yield "show upper", renderables(rq.AdapterShown("1", now))
+    failure = FailureView(ErrorCode.DOES_NOT_FIT, "6 of its 6 modules differ", ("q_proj",), 9000)
+    yield "show upper", renderables(rq.AdapterShown("1", now, failure=failure))
     tiers = (
         rq.TierView("host", 2, 64, 0, 1 << 32),
         rq.TierView("device", 1, 8, 4096, 1 << 30),
@@ -114,6 +117,11 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
         engine=EngineStatistics(kv_layout="paged", kv_bytes=3 << 30, kv_bytes_max=12 << 30),
     )
     yield "status", renderables(status)
+    listed = rq.AdaptersListed("1", (moving, msgspec.structs.replace(now, waiting=3)), 7)
+    yield "top --once", [top.screen(None, top.Reading(0.0, status, listed))]
+    durations = {"p50": 0.0123, "p90": 0.4567, "p99": 12.3456}
+    measured = bench.Result(100, {"L011": 2}, 12.5, 7.8, 249.6, durations, durations, durations)
+    yield "bench", bench._tables(measured)
     request = control.RequestView("c" * 16 + ":17", "generate", "upper", "running", 65_000, 112)
     yield "requests", renderables(control.RequestsListed("1", (request,), 3))
     slow = control.SlowView("load", "upper", 1_234, 60_000, "done")
@@ -216,7 +224,9 @@ def _adapter_errors() -> Iterator[tuple[str, str]]:
             try:
                 read_adapter(path, [root], AdapterTarget(MODULES, LORA_CONFIG), adapter="mine")
             except EngineError as error:
-                yield f"loradock load mine --path {path}", str(error).replace(f"{name}/", "/srv/")
+                details = "".join(f"\n  - {detail}" for detail in error.details)
+                text = f"{error}{details}".replace(f"{name}/", "/srv/")
+                yield f"loradock load mine --verbose --path {path}", text
 
 
 def errors() -> str:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import typer
 
-from controller.cli.options.groups import OptionGroup, parameter
+from controller.cli.options.groups import OptionGroup, parameter, size_parameter
 from messages.engine_options import EngineOptions
 from messages.option_list import Option, options_of
 
@@ -24,6 +24,8 @@ def _parameter(option: Option) -> Parameter:
         min=option.value_min,
         max=option.value_max,
     )
+    if option.metavar == "BYTES":
+        return size_parameter(option.field, option.flag, option.help, option.default, _PANEL)
     if option.is_repeated:
         return parameter(option.field, list[str] | None, None, shown)
     kind = option.kind | None if option.is_optional else option.kind

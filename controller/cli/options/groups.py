@@ -55,6 +55,19 @@ def parameter(name: str, kind: Any, default: Any, option: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+def size_parameter(name: str, flag: str, text: str, default: int, panel: str) -> Parameter:
+    """The option of a size in bytes, which may have a unit."""
+    shown = typer.Option(
+        flag,
+        help=text,
+        rich_help_panel=panel,
+        parser=_size,
+        metavar="SIZE",
+        show_default=format_size(default),
+    )
+    return parameter(name, int, default, shown)
+
+
 def setting(field: FieldInfo, flag: str, text: str, panel: str) -> Parameter:
     """The option of a configuration's field, in the unit that the end of its name specifies.
 
@@ -67,8 +80,7 @@ def setting(field: FieldInfo, flag: str, text: str, panel: str) -> Parameter:
         kind, default = float, default / 1000
         shown |= {"min": _SECONDS_MIN, "max": _SECONDS_MAX, "metavar": "SECONDS"}
     elif field.name.endswith("_bytes_max"):
-        kind = int
-        shown |= {"parser": _size, "metavar": "SIZE", "show_default": format_size(default)}
+        return size_parameter(field.name, flag, text, default, panel)
     elif field.name == "log_retention":
         shown["metavar"] = "ACTION"
     elif isinstance(default, int) and not isinstance(default, bool):

@@ -95,7 +95,10 @@ _FIELDS: Final[dict[str, tuple[Any, Any, OptionInfo]]] = {
         float,
         0.0,
         _option(
-            min=-2, max=2, text="Subtracted from the logits of tokens in the output. Default: 0."
+            min=-2,
+            max=2,
+            text="Subtract this from the logit of each token that is in the output already. "
+            "Default: 0.",
         ),
     ),
     "frequency_penalty": (
@@ -104,7 +107,8 @@ _FIELDS: Final[dict[str, tuple[Any, Any, OptionInfo]]] = {
         _option(
             min=-2,
             max=2,
-            text="The same, times each token's number of occurrences. Default: 0.",
+            text="Subtract this from the logit of each token once per occurrence in the output. "
+            "Default: 0.",
         ),
     ),
     "repetition_penalty": (
@@ -113,16 +117,20 @@ _FIELDS: Final[dict[str, tuple[Any, Any, OptionInfo]]] = {
         _option(
             min=0.01,
             max=100,
-            text="Positive logits of tokens that have occurred are divided by it, negative ones "
-            "multiplied.",
+            text="Divide positive logits of tokens that have occurred by this, and multiply "
+            "negative ones by it; 1 changes nothing.",
         ),
     ),
     "logit_bias": (
         list[str] | None,
         None,
-        _option(metavar="TOKEN=BIAS", text="Add to a token's logit; repeat for several."),
+        _option(
+            metavar="TOKEN=BIAS",
+            text="Add BIAS to the logit of the token with the number TOKEN, for example 42=-5.5; "
+            "repeat for several.",
+        ),
     ),
-    "min_tokens": (int, 0, _option(min=0, text="Tokens before the output may end. Default: 0.")),
+    "min_tokens": (int, 0, _option(min=0, text="Smallest number of output tokens. Default: 0.")),
     "stop": (
         list[str] | None,
         None,
@@ -134,7 +142,7 @@ _FIELDS: Final[dict[str, tuple[Any, Any, OptionInfo]]] = {
     "include_stop": (
         bool,
         False,
-        _option("--include-stop", text="The text that ends the output is part of it."),
+        _option("--include-stop", text="Print the text of --stop that ended the output, too."),
     ),
     "stop_token_ids": (
         list[int] | None,
@@ -168,7 +176,8 @@ _FIELDS: Final[dict[str, tuple[Any, Any, OptionInfo]]] = {
             min=0,
             max=LOGPROBS_MAX,
             metavar="NUMBER",
-            text="The same for the tokens of the prompt.",
+            text="Print the log-probability of each token of the prompt, and those of the NUMBER "
+            "most likely ones.",
         ),
     ),
     "json_schema": (
@@ -176,19 +185,22 @@ _FIELDS: Final[dict[str, tuple[Any, Any, OptionInfo]]] = {
         None,
         _option(
             metavar="JSON|FILE",
-            text="The output is JSON that this schema allows: the schema itself, or its file; {} "
-            "allows any.",
+            text="Generate JSON that this schema allows: the schema itself, or its file; {} allows "
+            "any JSON. This, --regex and --choice need the extra `structured`.",
         ),
     ),
     "regex": (
         str | None,
         None,
-        _option(metavar="PATTERN", text="The output matches this regular expression as a whole."),
+        _option(
+            metavar="PATTERN",
+            text="Generate a text that matches this regular expression as a whole.",
+        ),
     ),
     "choice": (
         list[str] | None,
         None,
-        _option(metavar="TEXT", text="The output is one of these texts; repeat for each."),
+        _option(metavar="TEXT", text="Generate one of these texts; repeat for each."),
     ),
 }
 

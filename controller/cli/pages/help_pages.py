@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from typer.core import TyperCommand, TyperGroup
 
+from controller.cli.pages.wrong_values import bounds_of, choices_of, with_own_texts
 from controller.shell.startup.sizes import format_size
 
 WIDTH_MAX: Final = 120
@@ -31,7 +32,11 @@ def width() -> int:
 
 
 class HelpCommand(TyperCommand):
-    """A command with such a page."""
+    """A command with such a page, and own texts for wrong values."""
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        with_own_texts(self.params)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words after the command's name, in usage errors too."""
@@ -122,21 +127,13 @@ def _term(one: Any, ctx: Any) -> str:
 def _metavar(one: Any, ctx: Any) -> str:
     if one.metavar:
         return str(one.metavar)
-    choices = _choices(one)
+    choices = choices_of(one)
     if choices:
         return "|".join(choices)
     if one.param_type_name == "argument":
         name = str(one.name).upper()
         return f"{name}..." if one.nargs < 0 else name
     return "NUMBER" if isinstance(one.get_default(ctx, call=False), int | float) else "TEXT"
-
-
-def _choices(one: Any) -> tuple[str, ...]:
-    """Return the values of a choice; typer's versions keep them in two places."""
-    annotation = getattr(getattr(one, "type_descriptor", None), "annotation", None)
-    if typing.get_origin(annotation) is typing.Literal:
-        return tuple(map(str, typing.get_args(annotation)))
-    return tuple(map(str, getattr(getattr(one, "type", None), "choices", ())))
 
 
 def _text(one: Any, ctx: Any) -> str:
@@ -146,9 +143,17 @@ def _text(one: Any, ctx: Any) -> str:
     notes = [f"Default: {default}."] if default else []
     if one.required:
         notes.append("Required.")
+    elif not default and _lacks_default(one, text):
+        notes.append("Default: none.")
     if width() >= WIDE:
         notes += _details(one)
     return " ".join([text, *notes])
+
+
+def _lacks_default(one: Any, text: str) -> bool:
+    """Whether an option that has a value is described without what holds in its absence."""
+    is_switch = one.param_type_name == "option" and one.is_flag
+    return not (is_switch or one.is_eager or "Default:" in text or "Needed" in text)
 
 
 def _default(one: Any, ctx: Any) -> str:
@@ -177,12 +182,11 @@ def _value(value: Any, one: Any) -> str:
 
 
 def _details(one: Any) -> Iterator[str]:
-    bounds = getattr(one, "type", None) or one
-    least, most = getattr(bounds, "min", None), getattr(bounds, "max", None)
+    least, most = bounds_of(one)
     if least is not None and most is not None:
-        yield f"From {least:g} to {most:g}."
+        yield f"From {least} to {most}."
     elif least is not None:
-        yield f"At least {least:g}."
+        yield f"At least {least}."
     variable = getattr(one, "envvar", None)
     if isinstance(variable, str):
         yield f"Environment: {variable}."

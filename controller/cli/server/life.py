@@ -5,19 +5,25 @@
 
 import time
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
 from controller.cli.context import AsJson, directory_of, open_client, output_of, settings_of
-from controller.cli.exit_codes import CommandError, ExitCode
+from controller.cli.exit_codes import CommandError, ExitCode, ServerNotRunning
 from controller.client.errors import EngineGone, NotAllowed
 from messages.control import PRELOAD
+
+if TYPE_CHECKING:
+    from messages.requests import StatusShown
 
 _POLL_S: Final = 0.05
 _ANSWER_S: Final = 5.0
 _END_S: Final = 30.0
 """How long the processes of a server may take to end after its requests have ended."""
+
+START_S: Final = 20.0
+"""How long `ready` waits while no process has the directory: a server may just be starting."""
 
 READY_S: Final = 300.0
 DRAIN_S: Final = 30.0
@@ -31,7 +37,8 @@ ReadyTimeout = Annotated[
         min=0.0,
         max=3600,
         metavar="SECONDS",
-        help="Give up after this time; 0 checks once.",
+        help="Give up after this time, and after 20 s without a server in the directory; 0 checks "
+        "once.",
     ),
 ]
 DrainTimeout = Annotated[
@@ -51,23 +58,16 @@ def ready(ctx: typer.Context, timeout: ReadyTimeout = READY_S, as_json: AsJson =
     """Wait until the server has an engine and answers; exit with 6 if it does not in time."""
     output = output_of(ctx, as_json)
     deadline_s = time.monotonic() + timeout
+    absent_s = time.monotonic() + START_S
     with output.progress("waiting for the server and its engine"):
-        while True:
-            try:
-                status = _status(ctx)
-                if status.engine_id and not status.stopping and not _is_preloading(ctx):
-                    break
-                reason = "adapters of --adapter are being loaded"
-                if status.stopping or not status.engine_id:
-                    is_ending = status.stopping
-                    reason = "the server is stopping" if is_ending else "no engine is attached"
-                hint = "`loradock serve` logs why it can't start one; the model may be loading"
-            except EngineGone as error:
-                reason, hint = error.message, getattr(error, "hint", "")
-            if time.monotonic() >= deadline_s:
-                raise CommandError(
-                    ExitCode.UNREACHABLE, f"not ready after {timeout:g} s: {reason}", hint
-                )
+        while isinstance(status := _readiness(ctx), _NotReady):
+            now = time.monotonic()
+            if not status.is_absent:
+                absent_s = now + START_S
+            if now >= min(deadline_s, absent_s):
+                waited_s = min(timeout, START_S) if status.is_absent else timeout
+                text = f"not ready after {waited_s:g} s: {status.reason}"
+                raise CommandError(ExitCode.UNREACHABLE, text, status.hint)
             time.sleep(_POLL_S)
     if as_json:
         output.document({"ready": True, "model": status.model, "engine": status.engine_id})
@@ -75,9 +75,30 @@ def ready(ctx: typer.Context, timeout: ReadyTimeout = READY_S, as_json: AsJson =
         output.show(f"ready: {status.model}")
 
 
-def _status(ctx: typer.Context) -> Any:
-    with open_client(ctx) as client:
-        return client.status(_ANSWER_S)
+class _NotReady(NamedTuple):
+    """Why a server can't serve yet; `is_absent`: no process has its directory."""
+
+    reason: str
+    hint: str
+    is_absent: bool = False
+
+
+def _readiness(ctx: typer.Context) -> "StatusShown | _NotReady":
+    hint = "`loradock serve` logs why it can't start one; the model may be loading"
+    try:
+        with open_client(ctx) as client:
+            status = client.status(_ANSWER_S)
+        if status.stopping:
+            return _NotReady("the server is stopping", hint)
+        if not status.engine_id:
+            return _NotReady("no engine is attached", hint)
+        if _is_preloading(ctx):
+            return _NotReady("adapters of --adapter are being loaded", hint)
+    except ServerNotRunning as error:
+        return _NotReady(error.message, error.hint, is_absent=not error.pid)
+    except EngineGone as error:
+        return _NotReady(error.message, "")
+    return status
 
 
 def _is_preloading(ctx: typer.Context) -> bool:

@@ -3,6 +3,8 @@
 `PYTHONPATH=. python -m tests.support.cli_pages` writes the files again.
 """
 
+import re
+
 import pytest
 
 from tests.support import cli_pages
@@ -29,6 +31,16 @@ def test_wider_terminals_show_more() -> None:
     assert "failures" not in cli_pages.tables(80).split("not shown", 1)[0]
     assert "From 0 to 1." in cli_pages.help_pages(120)
     assert "evictions" in cli_pages.tables(120)
+
+
+def test_each_option_with_a_value_states_what_holds_without_it() -> None:
+    for page in cli_pages.help_pages(120).split("\n$ ")[1:]:
+        rows = re.split(r"\n(?=  -)", page.partition("Options:")[2])
+        for row in rows[1:]:
+            has_value = re.match(r" +(-\w, )?--[\w-]+ [A-Za-z|]", row) is not None
+            text = " ".join(row.split())
+            assert not has_value or re.search(r"Default:|Required|Needed", text), (page[:40], text)
+            assert re.search(r"\.( Commands:.*)?( [A-Za-z ]+:)?$", text), (page[:40], text)
 
 
 def test_error_texts_are_those_of_the_manual() -> None:

@@ -1,5 +1,6 @@
 """Commands on a running server: readiness, requests in progress, settings, and its end."""
 
+import json
 import os
 import re
 import threading
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from controller.cli.exit_codes import ExitCode
+from controller.cli.server import life
 from controller.core.limits import Limits
 from controller.log.replay import replay
 from messages import commands
@@ -76,6 +78,48 @@ def test_a_server_without_an_engine_is_not_ready(tmp_path: Path) -> None:
     absent = run("ready", "--timeout", "0", directory=tmp_path / "nothing")
     assert absent.exit_code == ExitCode.UNREACHABLE
     assert "no LoRADock server answers" in absent.stderr
+
+
+def test_ready_ends_early_where_no_process_starts_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life, "START_S", 0.0)
+    absent = run("ready", directory=tmp_path / "nothing")
+    assert absent.exit_code == ExitCode.UNREACHABLE
+    assert "not ready after 0 s: no LoRADock server answers at" in absent.stderr
+    assert "start one: loradock --dir" in absent.stderr
+
+
+def test_the_findings_of_a_refused_adapter_are_shown_and_not_logged(tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    findings = ("first-finding", "second-finding")
+    with controller(directory), StandInEngine(directory, "e", os.getpid()) as engine:
+        engine.refused["upper"] = "2 modules differ", findings
+        short = run("load", "upper", directory=directory)
+        assert short.exit_code == ExitCode.REFUSED
+        assert "L003" in short.stderr
+        assert "2 modules differ" in short.stderr
+        assert "lists all 2 findings" in short.stderr
+        assert "second-finding" not in short.stderr
+        long = run("load", "upper", "--verbose", directory=directory)
+        assert "\n  - first-finding\n  - second-finding\n" in long.stderr
+        as_json = run("load", "upper", "--json", directory=directory)
+        assert json.loads(as_json.stderr)["error"]["details"] == list(findings)
+        unknown = run("show", "upper", directory=directory)
+        assert unknown.exit_code == ExitCode.NOT_FOUND
+        assert "the last attempt failed: L003 2 modules differ" in unknown.stderr
+        assert "  - second-finding\n" in unknown.stderr
+        engine.refused.clear()
+        run("load", "upper", directory=directory)
+        assert "failed" not in run("show", "upper", directory=directory).stdout
+        engine.refused["upper"] = "2 modules differ", findings
+        run("load", "upper", "--replace", directory=directory)
+        shown = run("show", "upper", directory=directory)
+        assert shown.exit_code == 0
+        assert "ago: L003 2 modules differ\n  - first-finding\n" in shown.stdout
+    logged = b"".join(path.read_bytes() for path in (directory / "log").glob("*.log"))
+    assert b"2 modules differ" in logged
+    assert b"finding" not in logged
 
 
 def test_settings_change_while_the_server_runs_and_outlive_it(tmp_path: Path) -> None:
