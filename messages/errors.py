@@ -9,7 +9,7 @@ from typing import Annotated, Final, NamedTuple
 
 from msgspec import Meta
 
-DETAILS_MAX: Final = 256
+DETAILS_MAX: Final = 128
 DETAIL_CHARACTERS_MAX: Final = 320
 
 Details = Annotated[

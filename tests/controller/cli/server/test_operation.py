@@ -94,6 +94,7 @@ def test_the_findings_of_a_refused_adapter_are_shown_and_not_logged(tmp_path: Pa
     directory = tmp_path / "d"
     findings = ("first-finding", "second-finding")
     with controller(directory), StandInEngine(directory, "e", os.getpid()) as engine:
+        run("ready", "--timeout", str(HANG_S), directory=directory)
         engine.refused["upper"] = "2 modules differ", findings
         short = run("load", "upper", directory=directory)
         assert short.exit_code == ExitCode.REFUSED
@@ -233,7 +234,8 @@ def test_refusals_are_in_the_servers_log(tmp_path: Path) -> None:
         assert client.call(request).code is ErrorCode.UNKNOWN_ADAPTER
         log = directory.with_suffix(".controller.log")
         text = eventually(lambda: log.exists() and "request refused" in log.read_text() and log)
-        (line,) = [one for one in text.read_text().splitlines() if "request refused" in one]
+        # A client that is not answered in time repeats its request, which is refused again.
+        line = next(one for one in text.read_text().splitlines() if "request refused" in one)
         assert "code=L006" in line
         assert f":{request.request_id}" in line
         assert "'nothing' is not known" in line
