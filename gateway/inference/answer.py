@@ -13,7 +13,7 @@ from gateway.http.streams import DONE, EventStream, data_event, error_events, js
 from gateway.inference.answers import Usage
 from gateway.inference.run import Output, Run
 from gateway.inference.sampling import SamplingFields, StreamOptions
-from gateway.inference.service import UsageCount, new_id
+from gateway.inference.service import Service, UsageCount
 from gateway.timestamps import unix_seconds
 from messages.requests import TokensStreamed
 
@@ -25,10 +25,12 @@ Chunk = TypeVar("Chunk")
 class InferenceAnswer(ABC, Generic[Whole, Part, Chunk]):
     """The answer to one request: `Whole`, or a `Chunk` per `Part` of a choice."""
 
-    def __init__(self, prefix: str, model: str, usage: UsageCount) -> None:
-        self.id = new_id(prefix)
+    def __init__(
+        self, service: Service, prefix: str, adapter: str | None, usage: UsageCount
+    ) -> None:
+        self.id = service.new_id(prefix)
         self.created = unix_seconds()
-        self.model = model
+        self.model = service.models.names.shown(adapter)
         self.usage = usage
 
     async def response(self, run: Run, body: SamplingFields) -> Answer:

@@ -87,7 +87,10 @@ class ChunkChoice(Struct, frozen=True):
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True):
-    """A chunk of a stream of `POST /v1/chat/completions`."""
+    """A chunk of a stream of `POST /v1/chat/completions`.
+
+    `prompt_logprobs` are in the first one with tokens, if they are requested.
+    """
 
     id: str
     object: str = "chat.completion.chunk"
@@ -95,6 +98,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class _List(Struct, frozen=True, kw_only=True):

@@ -18,7 +18,13 @@ from gateway.inference.answers import (
     Usage,
 )
 from gateway.inference.chat_prompt import ChatPrompts
-from gateway.inference.logprobs import ChatLogprobs, TokenText, chat_logprobs, prompt_logprobs
+from gateway.inference.logprobs import (
+    ChatLogprobs,
+    PromptLogprobs,
+    TokenText,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from gateway.inference.messages import Json, Messages
 from gateway.inference.sampling import Logprobs, SamplingFields, sampling_of
 from gateway.inference.service import Service, Start, UsageCount, finish_reason, token_text_of
@@ -75,7 +81,7 @@ class Chats:
             usage.on_prompt(0, tokens)
         start = Start(rendered.prompt, sampling, rendered.images)
         run = await service.start(adapter, [start], count)
-        answer = _Answer(service.models.names.shown(adapter), usage, body, text_of)
+        answer = _Answer(service, adapter, usage, body, text_of)
         return await answer.response(run, body)
 
     def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None) -> int:
@@ -109,12 +115,19 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
     """The answer to one chat."""
 
     def __init__(
-        self, model: str, usage: UsageCount, body: ChatRequest, text_of: TokenText
+        self,
+        service: Service,
+        adapter: str | None,
+        usage: UsageCount,
+        body: ChatRequest,
+        text_of: TokenText,
     ) -> None:
-        super().__init__("chatcmpl", model, usage)
+        super().__init__(service, "chatcmpl", adapter, usage)
         self._has_logprobs = bool(body.logprobs)
         self._has_prompt_logprobs = body.prompt_logprobs is not None
         self._text_of = text_of
+        # Those of a stream, until a chunk has them.
+        self._unsent: PromptLogprobs | UnsetType = UNSET
 
     def _whole(self, choices: list[TokensStreamed]) -> ChatCompletion:
         entries = choices[0].prompt_logprobs
@@ -141,6 +154,8 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
     def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[ChunkChoice]:
         if chunk is None:
             return []
+        if self._has_prompt_logprobs and chunk.prompt_logprobs:
+            self._unsent = prompt_logprobs(chunk.prompt_logprobs, self._text_of)
         has_content = chunk.text or chunk.tokens
         delta = Delta(content=chunk.text) if has_content else Delta()
         reason, scores = finish_reason(chunk), self._logprobs(chunk)
@@ -152,6 +167,12 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
         return chat_logprobs(chunk.logprobs, self._text_of)
 
     def _chunk(self, parts: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        shown, self._unsent = self._unsent, UNSET
         return ChatChunk(
-            id=self.id, created=self.created, model=self.model, choices=parts, usage=usage
+            id=self.id,
+            created=self.created,
+            model=self.model,
+            choices=parts,
+            usage=usage,
+            prompt_logprobs=shown,
         )

@@ -69,7 +69,7 @@ class Completions:
             for prompt in prompts
         ]
         run = await service.start(adapter, starts, count)
-        answer = _Answer(service.models.names.shown(adapter), usage, body, echoes, text_of)
+        answer = _Answer(service, adapter, usage, body, echoes, text_of)
         return await answer.response(run, body)
 
     def _without_special_tokens(self, prompt: str | list[int]) -> str | list[int]:
@@ -137,13 +137,14 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
 
     def __init__(
         self,
-        model: str,
+        service: Service,
+        adapter: str | None,
         usage: UsageCount,
         body: CompletionRequest,
         echoes: "list[_Echo]",
         text_of: TokenText,
     ) -> None:
-        super().__init__("cmpl", model, usage)
+        super().__init__(service, "cmpl", adapter, usage)
         self._echoes = echoes
         self._per_prompt = body.n or 1
         self._body = body
@@ -153,13 +154,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         self._characters: dict[int, int] = {}
 
     def _whole(self, choices: list[TokensStreamed]) -> Completion:
-        parts = []
-        for index, choice in enumerate(choices):
-            prompt = self._prompt_of(index, choice)
-            shown = None
-            if self._body.prompt_logprobs is not None:
-                shown = prompt_logprobs(prompt, self._text_of)
-            parts.append(self._choice(index, choice, self._echo(index), shown))
+        parts = [self._first_part(index, choice) for index, choice in enumerate(choices)]
         return self._chunk(parts, self.usage.usage())
 
     def _first_parts(self, choice: int) -> list[CompletionChoice]:
@@ -170,15 +165,22 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
     def _parts(self, choice: int, chunk: TokensStreamed | None) -> list[CompletionChoice]:
         if chunk is None:
             return []
-        echo = "" if choice in self._characters else self._echo(choice)
-        self._prompt_of(choice, chunk)
-        return [self._choice(choice, chunk, echo)]
+        is_first = choice not in self._characters
+        return [self._first_part(choice, chunk) if is_first else self._choice(choice, chunk)]
+
+    def _first_part(self, index: int, chunk: TokensStreamed) -> CompletionChoice:
+        """Return the whole choice, or its first chunk, with what is known of its prompt."""
+        prompt = self._prompt_of(index, chunk)
+        shown = None
+        if self._body.prompt_logprobs is not None:
+            shown = prompt_logprobs(prompt, self._text_of)
+        return self._choice(index, chunk, self._echo(index), shown)
 
     def _choice(
         self,
         index: int,
         chunk: TokensStreamed,
-        echo: str,
+        echo: str = "",
         shown_prompt: PromptLogprobs | None = None,
     ) -> CompletionChoice:
         has_output = self._body.max_tokens != 0

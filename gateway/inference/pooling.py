@@ -27,7 +27,7 @@ from gateway.inference.answers import (
 )
 from gateway.inference.completions import TokenIds, prompts_of
 from gateway.inference.sampling import check_served
-from gateway.inference.service import Service, new_id
+from gateway.inference.service import Service
 from gateway.timestamps import unix_seconds
 from messages.prompts import TextPrompt
 
@@ -74,7 +74,7 @@ class Pooling:
         found = await self._service.embed(_inputs(body.input), adapter)
         encoded = [_encoded(vector, body.encoding_format) for vector in found.vectors]
         answer = Embeddings(
-            id=new_id("embd"),
+            id=self._service.new_id("embd"),
             created=unix_seconds(),
             model=self._service.models.names.shown(adapter),
             data=[EmbeddingItem(index, vector) for index, vector in enumerate(encoded)],
@@ -92,7 +92,7 @@ class Pooling:
             for index, (label, row) in enumerate(zip(found.best, found.scores, strict=True))
         ]
         answer = Classes(
-            id=new_id("classify"),
+            id=self._service.new_id("classify"),
             created=unix_seconds(),
             model=self._service.models.names.shown(adapter),
             data=items,
@@ -114,7 +114,7 @@ class Pooling:
             rows, tokens = classification.scores, classification.input_tokens
         encoded = [_encoded(row, body.encoding_format) for row in rows]
         answer = Pooled(
-            id=new_id("pool"),
+            id=self._service.new_id("pool"),
             created=unix_seconds(),
             model=self._service.models.names.shown(adapter),
             data=[PoolingItem(index, row) for index, row in enumerate(encoded)],
@@ -135,7 +135,7 @@ class Pooling:
         vectors = dict(zip(texts, found.vectors, strict=True))
         scores = [_cosine(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
         answer = Scores(
-            id=new_id("score"),
+            id=self._service.new_id("score"),
             created=unix_seconds(),
             model=self._service.models.names.shown(adapter),
             data=[ScoreItem(index, score) for index, score in enumerate(scores)],

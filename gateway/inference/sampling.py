@@ -195,9 +195,6 @@ def sampling_of(
     structure = structure_of(body)
     if structure is not None:
         sampling["structure"] = structure
-    if body.prompt_logprobs is not None and body.stream:
-        message = "prompt_logprobs are not served in streams"
-        raise HttpError(400, message, "prompt_logprobs")
     if body.seed is not None:
         sampling["seed"] = body.seed % 2**63
     if body.logit_bias:

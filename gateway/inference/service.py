@@ -131,6 +131,10 @@ class Service:
             inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
         )
 
+    def new_id(self, prefix: str) -> str:
+        """Return an id for the answer to a request."""
+        return f"{prefix}-{secrets.token_hex(16)}"
+
     def trace_of(self, adapter: str | None) -> str:  # noqa: ARG002 - for a service with traces
         """Return the `traceparent` of what is started with an adapter; empty without traces."""
         return ""
@@ -144,11 +148,6 @@ class Service:
             trace=self.trace_of(adapter),
             **start.sampling,
         )
-
-
-def new_id(prefix: str) -> str:
-    """Return an id for an answer."""
-    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 def finish_reason(chunk: TokensStreamed) -> str | None:

@@ -74,6 +74,10 @@ class RequestTrace:
             self._span.set_attribute("loradock.adapter.wait_s", waited_s)
             self._awaited_since_s = None
 
+    def on_id(self, answer_id: str) -> None:
+        """Note the id of the answer."""
+        self._span.set_attribute("gen_ai.response.id", answer_id)
+
     def on_start(self, choices: int) -> None:
         """Note the number of choices; one without an end was cancelled by the client."""
         self._reasons = ["cancelled"] * choices
@@ -212,6 +216,12 @@ class TracedService(Service):
             return answer
 
         return traced
+
+    def new_id(self, prefix: str) -> str:
+        """Return an id for the answer, which is noted in the span of the current request."""
+        answer_id = super().new_id(prefix)
+        _current.get().on_id(answer_id)
+        return answer_id
 
     def trace_of(self, adapter: str | None) -> str:
         """Return the `traceparent` of the current request, which needs this adapter."""

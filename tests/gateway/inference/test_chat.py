@@ -181,3 +181,11 @@ def test_log_probabilities_of_a_message(served, stream):
         assert [len(entry["top_logprobs"]) for entry in content] == [1, 1]
     (request,) = served.controller.requests(rq.Generate)
     assert (request.sampling.logprobs, request.sampling.n) == (1, 2)
+
+
+def test_log_probabilities_of_the_prompt_are_in_one_chunk_of_a_stream(served):
+    body = {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1}
+    whole = served.post(PATH, body).json()["prompt_logprobs"]
+    chunks = data_of(served.events(PATH, {**body, "stream": True}))
+    assert [one["prompt_logprobs"] for one in chunks if "prompt_logprobs" in one] == [whole]
+    assert whole[0] is None

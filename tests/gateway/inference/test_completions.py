@@ -304,8 +304,11 @@ def test_log_probabilities_of_the_prompt_as_in_vllm(served):
         "99": {"logprob": -0.25, "rank": 1, "decoded_token": "token_id:99"},
         "98": {"logprob": -1.5, "rank": 2, "decoded_token": "token_id:98"},
     }
-    refused = served.post(PATH, {**body, "stream": True})
-    assert refused.json()["error"]["param"] == "prompt_logprobs"
+    events = served.events(PATH, {**body, "stream": True, "n": 2})
+    chunks = [json.loads(event)["choices"][0] for event in events[:-1]]
+    firsts = [next(one for one in chunks if one["index"] == index) for index in range(2)]
+    assert [one["prompt_logprobs"] for one in firsts] == [choice["prompt_logprobs"]] * 2
+    assert [one for one in chunks if one["prompt_logprobs"]] == firsts
 
 
 def test_a_priority_is_passed_on(served):

@@ -1,6 +1,11 @@
 """Token ids of texts and chats, and back."""
 
 import pytest
+from msgspec import structs
+
+from gateway.inference.chat import ChatRequest
+from gateway.inference.chat_prompt import PromptFields
+from gateway.inference.tokens import TokenizeRequest
 
 
 def test_tokens_and_their_text(served):
@@ -40,3 +45,16 @@ def test_unknown_models_are_not_found(served):
 
 def test_unknown_token_ids_have_no_text(served):
     assert served.post("/detokenize", {"tokens": [100_000]}).json() == {"prompt": ""}
+
+
+def test_a_chat_has_the_same_fields_as_its_generation():
+    """Structs can't have fields from two bases, so both list them."""
+    names = set(PromptFields.__annotations__)
+    chat, tokens = (
+        {one.name: (one.type, one.default) for one in structs.fields(kind) if one.name in names}
+        for kind in (ChatRequest, TokenizeRequest)
+    )
+    assert chat.keys() == tokens.keys() == names
+    # One needs messages, and the other has them or a text.
+    del chat["messages"], tokens["messages"]
+    assert chat == tokens

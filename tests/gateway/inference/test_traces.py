@@ -52,7 +52,8 @@ def only_span(kept):
 
 def test_a_request_has_a_span_below_the_callers_and_sends_its_own_to_the_engine(served, kept):
     body = {"model": "upper", "prompt": "secret", "max_tokens": 3, "temperature": 0.5, "n": 2}
-    assert served.post(PATH, body, traceparent=TRACEPARENT).status_code == 200
+    answer = served.post(PATH, body, traceparent=TRACEPARENT)
+    assert answer.status_code == 200
     span = only_span(kept)
     assert (span.name, span.kind) == ("text_completion upper", SpanKind.SERVER)
     assert f"{span.context.trace_id:032x}" == TRACE_ID
@@ -68,6 +69,7 @@ def test_a_request_has_a_span_below_the_callers_and_sends_its_own_to_the_engine(
         "gen_ai.request.max_tokens": 3,
         "gen_ai.request.temperature": 0.5,
         "gen_ai.request.choice.count": 2,
+        "gen_ai.response.id": answer.json()["id"],
         "gen_ai.response.model": "upper",
         "gen_ai.response.finish_reasons": ("length", "length"),
         "gen_ai.response.time_to_first_chunk": first_s,
@@ -97,8 +99,9 @@ def test_a_stream_ends_its_span_with_its_last_event(served, kept):
 
 
 def test_vectors_have_spans(served, kept):
-    served.post("/v1/embeddings", {"input": ["a", "b"], "model": "reverse"})
+    answer = served.post("/v1/embeddings", {"input": ["a", "b"], "model": "reverse"})
     span = only_span(kept)
+    assert span.attributes["gen_ai.response.id"] == answer.json()["id"]
     assert span.name == "embeddings reverse"
     assert span.attributes["gen_ai.usage.input_tokens"] == 5
     assert span.attributes["loradock.adapter.state"] == "evicted"
