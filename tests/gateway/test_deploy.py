@@ -8,6 +8,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 from typer.main import get_command
@@ -15,6 +16,7 @@ from typer.main import get_command
 from controller.cli.main import app
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+TRUE = shutil.which("true")
 METRIC = re.compile(r"\b((?:loradock_|vllm:)\w+)")
 
 
@@ -93,6 +95,31 @@ def test_the_image_has_all_that_the_package_is_built_from():
     needed = {*(name.removesuffix("*") for name in packages), *files, "pyproject.toml", "setup.py"}
     # The example that a wheel has.
     assert {*needed, "examples/tiny"} <= copied.keys()
+
+
+def test_systemd_accepts_the_units(tmp_path):
+    command = shutil.which("systemd-analyze")
+    if command is None:
+        pytest.skip("systemd-analyze is not installed; it is in Debian's package systemd")
+    # The command's path is that of another machine, and a template needs an instance.
+    for file in (DEPLOY / "systemd").iterdir():
+        name = file.name.replace("@.", "@8001.")
+        (tmp_path / name).write_text(file.read_text().replace("/opt/loradock/bin/loradock", TRUE))
+    units = sorted(tmp_path.iterdir())
+    result = subprocess.run(
+        [command, "verify", "--man=no", *units], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, len(units)) == (0, 2), result.stderr
+    assert not [line for line in result.stderr.splitlines() if "loradock" in line]
+
+
+def test_kubernetes_accepts_the_manifest():
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes/loradock.yaml").read_text()))
+    for document in documents:
+        kubernetes_validate.validate(document, "1.31", strict=True)
+    # The image's user.
+    [line] = [line for line in joined_lines("Dockerfile") if line.startswith("USER ")]
+    assert pod()["spec"]["securityContext"]["runAsUser"] == int(line.split()[1])
 
 
 def promtool(*arguments, **options):
