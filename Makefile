@@ -12,7 +12,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences openai2 quantization test check bench soak fuzz gpu replay sim sim-bugs histories diagrams supported parity clean
+.PHONY: help setup demo sentences openai2 manifests quantization test check bench soak fuzz gpu replay sim sim-bugs histories diagrams supported parity clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,10 @@ openai2: $(STAMP)  ## install the client `openai` 2 for one test
 
 # In a folder of their own, which one test puts on its path: where torchao is found, `transformers`
 # imports it, and every process starts slower.
+# Its schemas take 108 MB on the disk.
+manifests: $(STAMP)  ## install the checker of the Kubernetes manifest for one test
+	$(BIN)/pip install --quiet --disable-pip-version-check 'kubernetes-validate>=1.31,<2'
+
 quantization: $(STAMP)  ## install torchao and bitsandbytes (47 MB) for the tests of quantised bases
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps \
 	  --target $(VENV)/quantization 'bitsandbytes>=0.49,<1' 'torchao>=0.17,<1'
@@ -45,8 +49,8 @@ quantization: $(STAMP)  ## install torchao and bitsandbytes (47 MB) for the test
 test: $(STAMP)  ## run all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
-# Without the small model, the older client or the quantising libraries, their tests are skipped with
-# the reason.
+# Without the small model, the older client, the quantising libraries or the checker, their tests are
+# skipped with the reason.
 check: $(STAMP)  ## lint, types and tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -54,6 +58,7 @@ check: $(STAMP)  ## lint, types and tests: what CI runs
 	-$(MAKE) sentences
 	-$(MAKE) openai2
 	-$(MAKE) quantization
+	-$(MAKE) manifests
 	$(MAKE) test
 
 bench: $(STAMP)  ## measure and print the tables (ONLY=control for one group)
