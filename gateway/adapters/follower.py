@@ -79,13 +79,14 @@ class Follower:
         if len(table.stale) > SHOWN_MAX:
             await self._relist()
             return
-        for name in sorted(table.stale):
+        names = sorted(table.stale)
+        for name in names:
             try:
                 table.update(name, (await self._client.show(name)).adapter)
             except UnknownAdapter:
                 table.update(name, None)
         before, table.status = table.status, await self._client.status()
-        if table.status != before:
+        if names or table.status != before:
             await self.notify()
 
     async def notify(self) -> None:

@@ -6,6 +6,7 @@ other fields have to be read again.
 
 from collections import Counter, deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Final
 
 import msgspec
@@ -62,6 +63,8 @@ class AdapterTable:
         self.needs_list = False
         self.totals = EventTotals()
         self.recent: deque[Published] = deque(maxlen=RECENT_EVENTS)
+        self.updates: deque[AdapterView] = deque(maxlen=RECENT_EVENTS)
+        self.update_count = 0
         self.on_activated: Callable[[str], None] | None = None
         self._accepted_ns: dict[str, int] = {}
 
@@ -71,7 +74,11 @@ class AdapterTable:
         The list is as new as its event number or newer. `seq` stays: events up to that number are
         still applied, which leads to the same states.
         """
+        before = self.views
         self.views = {view.adapter: view for view in listed.adapters if not view.retired}
+        for name, view in self.views.items():
+            if before.get(name) != view:
+                self._note_update(view)
         self.status = status
         if self.seq is None:
             self.seq = listed.events_seq
@@ -86,6 +93,22 @@ class AdapterTable:
             self.views.pop(name, None)
         else:
             self.views[name] = view
+            self._note_update(view)
+
+    def _note_update(self, view: AdapterView) -> None:
+        self.updates.append(view)
+        self.update_count += 1
+
+    def updated_after(self, count: int) -> list[AdapterView] | None:
+        """Return the views that were read after the first `count`; None if some are not kept.
+
+        They have what events do not contain: bytes, leases, requests that wait, counters.
+        """
+        missed = self.update_count - count
+        if missed > len(self.updates):
+            return None
+        newest = islice(reversed(self.updates), missed)
+        return [*{view.adapter: view for view in reversed([*newest])}.values()]
 
     def apply(self, published: Published) -> None:
         """Process the next event."""

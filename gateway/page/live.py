@@ -1,6 +1,7 @@
 """`GET /events`: the life-cycle stream as server-sent events.
 
-A reader first receives a `snapshot`, then every event once and in order. One that continues from a
+A reader first receives a `snapshot`, then every event once and in order, and between them `status`
+and the `adapters` of which there is more to say than events contain. One that continues from a
 number (`Last-Event-ID`) receives the events after it, or a snapshot if they are not kept any more.
 """
 
@@ -96,7 +97,7 @@ class Live:
         self._readers -= 1
 
     async def _stream(self, since: int | None) -> AsyncGenerator[bytes, None]:
-        table, seq = self._follower.table, since
+        table, seq, updates = self._follower.table, since, 0
         while not self._is_closed:
             if table.seq is None:
                 # Nothing is known before the first list.
@@ -106,7 +107,7 @@ class Live:
             missed = None if seq is None else table.events_after(seq)
             if missed is None:
                 yield named_event("snapshot", table.seq, snapshot_of(table))
-                seq = table.seq
+                seq, updates = table.seq, table.update_count
             for published in missed or ():
                 yield named_event("event", published.seq, live_event(published))
                 seq = published.seq
@@ -114,6 +115,11 @@ class Live:
                 yield _KEEP_ALIVE
             elif not missed:
                 yield named_event("status", seq or 0, status_card(table.status))
+                changed, updates = table.updated_after(updates), table.update_count
+                if changed is None:
+                    seq = None
+                elif changed:
+                    yield named_event("adapters", seq or 0, [*map(adapter_card, changed)])
 
     async def _wait_for_change(self) -> bool:
         try:

@@ -141,3 +141,17 @@ def test_loads_are_measured_from_acceptance_to_the_host():
     at(10_000_000, ev.AdapterCached("c"))
     assert table.totals.load_s.sum == pytest.approx(0.02)
     assert table.totals.load_s.buckets()[-1] == ("+Inf", 1.0)
+
+
+def test_views_that_were_read_are_kept_for_readers():
+    table = a_table(view("a"), view("b"))
+    count = table.update_count
+    assert table.updated_after(count) == []
+    table.update("a", view("a", "pinned"))
+    table.update("a", view("a", "gpu-slot"))
+    table.reset(rq.AdaptersListed("", (view("a", "gpu-slot"), view("b", "evicted")), 0), None)
+    assert table.updated_after(count) == [view("a", "gpu-slot"), view("b", "evicted")]
+    for _ in range(RECENT_EVENTS):
+        table.update("a", view("a"))
+    assert table.updated_after(count) is None
+    assert table.updated_after(table.update_count - RECENT_EVENTS) == [view("a")]

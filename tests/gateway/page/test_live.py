@@ -2,8 +2,11 @@
 
 import json
 
+import msgspec
+
 from messages import events as ev
 from messages.errors import ErrorCode
+from tests.support.simulation.standin_controller import view
 from tests.support.waiting import wait_until
 
 
@@ -49,6 +52,18 @@ def test_a_reader_follows_the_adapters(served):
     }
     _, second, event = reader.next("event")
     assert (second, event["event"]["code"]) == (seq + 2, "L002")
+    reader.close()
+
+
+def test_a_reader_receives_what_events_do_not_contain(served):
+    reader = Reader(served)
+    reader.next("snapshot")
+    waiting = msgspec.structs.replace(view("upper", "pinned"), waiting=3)
+    served.controller.adapters["upper"] = waiting
+    served.controller.publish(ev.AdapterHeld("upper"))
+    cards = []
+    while not any(card["waiting"] == 3 for card in cards):
+        _, _, cards = reader.next("adapters")
     reader.close()
 
 
