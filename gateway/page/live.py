@@ -1,7 +1,7 @@
 """`GET /events`: the life-cycle stream as server-sent events.
 
 A reader first receives a `snapshot`, then every event once and in order, and between them `status`
-and the `adapters` of which there is more to say than events contain. One that continues from a
+and the `adapters` that changed, with the fields that events lack. One that continues from a
 number (`Last-Event-ID`) receives the events after it, or a snapshot if they are not kept any more.
 """
 
