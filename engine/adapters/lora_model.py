@@ -1,5 +1,6 @@
 """One adapter in host memory: its modules' weights, by module path."""
 
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from itertools import count
 from pathlib import Path
@@ -55,7 +56,9 @@ class LoRAModel:
         loras: dict[str, LoRALayerWeights],
         is_3d_lora_weight: bool = False,
     ) -> None:
-        """Raises `ValueError` for an id under 1."""
+        """Raises `TypeError` for an id that is no integer, and `ValueError` for one under 1."""
+        # Ids often come out of arrays.
+        lora_model_id = operator.index(lora_model_id)
         if lora_model_id < 1:
             raise ValueError(
                 f"adapter id is {lora_model_id}; at least 1, because 0 is the base model"

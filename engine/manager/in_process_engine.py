@@ -18,7 +18,7 @@ from engine.errors import NotResident, UnknownAdapter
 from engine.jobs import InlineJobs
 from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
-from engine.manager.model_checks import check_model
+from engine.manager.model_checks import check_kind, check_model
 from engine.models.binding import bind_lora
 from engine.models.loading import prepare_loaded
 from engine.models.pooling_model import PoolingModel
@@ -46,6 +46,7 @@ class InProcessEngine:
         device_bytes_max: int | None,
     ) -> None:
         check_model(model)
+        check_kind("lora_config", lora_config, LoRAConfig)
         prepared = prepare_loaded(model.to(device), lora_config)
         config = lora_config.resolved_for(prepared)
         if device_bytes_max is None:

@@ -14,8 +14,15 @@ from engine.errors import ModelRefused
 from engine.layers import CONVOLUTION_WRAPPERS, WRAPPERS, BaseLayerWithLoRA, wrapper_of
 
 
+def check_kind(name: str, value: object, kind: type, instead: str = "") -> None:
+    """Raise `TypeError` for an argument of another kind; `instead`: what to write for it."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is a {type(value).__name__}; a {kind.__name__} is needed{instead}")
+
+
 def check_model(model: nn.Module) -> None:
     """Raise `ModelRefused` for a model whose layers can't be replaced; its text names what can."""
+    check_kind("the model", model, nn.Module)
     if any(isinstance(module, BaseLayerWithLoRA) for module in model.modules()):
         raise ModelRefused(
             "the model's layers are wrapped by another manager; use that one, model.lora_manager, "

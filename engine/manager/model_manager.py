@@ -33,6 +33,7 @@ from engine.layout import rank_parts_max
 from engine.manager.attributes import ManagerAttributes
 from engine.manager.in_process_engine import InProcessEngine
 from engine.manager.metrics import Clock, ManagerMetrics
+from engine.manager.model_checks import check_kind
 from engine.manager.refusals import batch_error, error_of_refusal
 from engine.models.vision.encoder import ImageTensors
 from engine.punica.mapping import LoRAMapping
@@ -113,6 +114,7 @@ class LoRAModelManager(ManagerAttributes):
         afterwards. Raises `AdapterDoesNotFit`, `NotFinite`, `ValueError` for an id that is no
         positive integer, and `NoRoom` if the host is full and no adapter may be evicted.
         """
+        check_kind("adapter", adapter, LoRAModel, "; a worker manager adds a LoRARequest")
         _check_positive({"id": adapter.id})
         if self.find(adapter.id) is not None:
             self._request_for(requests.StageAdapter, adapter.id)
@@ -215,6 +217,7 @@ class LoRAModelManager(ManagerAttributes):
         makes them.
         """
         self._check_open()
+        check_kind("mapping", mapping, LoRAMapping)
         self._check_rows(mapping)
         return self._engine.set_mapping(mapping)
 

@@ -15,6 +15,7 @@ from engine.adapters.reader import LoadedAdapter, read_adapter
 from engine.config import AdapterBounds
 from engine.errors import AdapterNotFound, Conflict, NotResident
 from engine.manager.metrics import Clock, Durations
+from engine.manager.model_checks import check_kind
 from engine.punica.mapping import BASE, LoRAMapping
 
 FileStamps = tuple[tuple[str, int, int, int, int], ...]
@@ -108,6 +109,7 @@ def requests_by_id(lora_requests: Iterable[LoRARequest]) -> dict[int, LoRAReques
     """Return a batch's requests by id; raises `Conflict` for one id with two paths."""
     wanted: dict[int, LoRARequest] = {}
     for request in lora_requests:
+        check_kind("request", request, LoRARequest, "; a manager adds a LoRAModel")
         other = wanted.setdefault(request.lora_int_id, request)
         if path_of(other) != path_of(request):
             raise Conflict(

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from engine.adapters.lora_request import LoRARequest
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
+from engine.manager.model_checks import check_kind
 from engine.manager.model_manager import LoRAModelManager
 from engine.manager.request_reader import (
     AdapterSource,
@@ -37,6 +38,7 @@ class WorkerLoRAManager:
         bounds: AdapterBounds = DEFAULT_BOUNDS,
         allow_pickled: bool = False,
     ) -> None:
+        check_kind("manager", manager, LoRAModelManager, "; create_lora_manager makes one")
         self.manager: Final = manager
         self._reader = RequestReader(manager.adapter_target, adapter_roots, bounds, allow_pickled)
 
@@ -46,7 +48,7 @@ class WorkerLoRAManager:
         With `load_inplace` it is read again if its files have changed. Raises `Conflict` for an id
         that was loaded from another path, `NoRoom`, and the errors of reading.
         """
-        wanted = {request.lora_int_id: request}
+        wanted = requests_by_id([request])
         read = self._read_stale(wanted)
         self._activate(wanted, read)
         return bool(read)

@@ -59,5 +59,13 @@ class LoRAMapping:
 
 
 def _copy_of(ids: Sequence[int] | Tensor) -> Tensor:
-    """Return the ids as an int64 tensor on the host that shares no memory with its source."""
-    return torch.as_tensor(ids, dtype=torch.int64, device="cpu").clone()
+    """Return the ids as an int64 tensor on the host that shares no memory with its source.
+
+    Raises `ValueError` for numbers that are no integers, and for more axes than one.
+    """
+    found = torch.as_tensor(ids, device="cpu")
+    if found.ndim != 1 or (found.is_floating_point() and len(found)):
+        raise ValueError(
+            f"a mapping is {found.dtype} of shape {[*found.shape]}; one integer per row is needed"
+        )
+    return found.to(torch.int64, copy=True)

@@ -1,9 +1,10 @@
 """Programs in the words of vLLM's documentation: its names, argument orders and error branches."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -164,6 +165,59 @@ def test_a_manager_has_the_documented_attributes() -> None:
 def test_the_device_comes_after_the_configuration_of_vllm() -> None:
     with pytest.raises(TypeError, match="pass the device as device="):
         create_lora_manager(load_base(), 4, 64, VOCABULARY, LoRAConfig(), "cpu")
+
+
+def test_ids_come_out_of_arrays() -> None:
+    one = numpy.int64(1)
+    manager = make_manager(LRUCacheLoRAModelManager)
+    adapter = CONTENTS[0].model(1)
+    assert manager.add_adapter(LoRAModel(one, adapter.rank, adapter.loras))
+    assert manager.activate_adapter(one)
+    assert LoRARequest("a", one, "a").adapter_id == 1
+    manager.set_adapter_mapping(
+        LoRAMapping(numpy.repeat([one, 0], len(PROMPT)), numpy.array([1, 0]))
+    )
+    check_rows(manager, {1: CONTENTS[0]}, 1, 0)
+
+
+WRONG_KINDS: dict[str, tuple[Callable[[LoRAModelManager], object], str]] = {
+    "a request for a manager": (
+        lambda manager: manager.add_adapter(LoRARequest("a", 1, "a")),
+        "adapter is a LoRARequest; a LoRAModel is needed; a worker manager adds",
+    ),
+    "an adapter for a worker": (
+        lambda manager: WorkerLoRAManager(manager).add_adapter(CONTENTS[0].model(1)),
+        "request is a LoRAModel; a LoRARequest is needed; a manager adds",
+    ),
+    "a worker over a model": (
+        lambda manager: WorkerLoRAManager(manager.model),
+        "manager is a LlamaForCausalLM; a LoRAModelManager is needed; create_lora_manager",
+    ),
+    "a manager of a path": (
+        lambda _: LoRAModelManager("llama", 4, 64, VOCABULARY, LoRAConfig(), "cpu"),
+        "the model is a str; a Module is needed",
+    ),
+    "no configuration": (
+        lambda _: LoRAModelManager(load_base(), 4, 64, VOCABULARY, None, "cpu"),
+        "lora_config is a NoneType; a LoRAConfig is needed",
+    ),
+    "a pair for a mapping": (
+        lambda manager: manager.set_adapter_mapping(([0], [0])),
+        "mapping is a tuple; a LoRAMapping is needed",
+    ),
+    "a fraction for an adapter": (lambda _: LoRAMapping([1.5], [1]), "float.*one integer per row"),
+    "rows of rows": (
+        lambda _: LoRAMapping([[1], [1]], [1]),
+        r"shape \[2, 1\]; one integer per row",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_KINDS)
+def test_an_argument_of_another_kind_is_named(case: str) -> None:
+    call, text = WRONG_KINDS[case]
+    with pytest.raises((TypeError, ValueError), match=text):
+        call(make_manager(LRUCacheLoRAModelManager))
 
 
 def test_the_documented_loader_reads_what_the_manager_accepts(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Every documented name has a place here, which takes the documented arguments in their order."""
 
 import inspect
+import re
 from pathlib import Path
 from typing import Final
 
@@ -31,6 +32,49 @@ MODULES: Final = {
         *(engine.models.preparation, engine.punica, engine.residency.staging),
     )
 }
+
+
+AUDITED: Final = """
+    LoRAModel from_local_checkpoint from_lora_tensors clone get_lora check_lora_name
+    is_3d_lora_weight skip_prefixes weights_mapper WeightsMapper model_vocab_size
+    tensorizer_config_dict moe_ep_spec MoEEPLoadSpec ep_rank _should_skip_module
+    _is_remote_expert_key LoRAConfig lora_dtype max_cpu_loras fully_sharded_loras target_modules
+    default_mm_loras enable_tower_connector_lora specialize_active_lora
+    enable_mixed_moe_lora_format VLLM_LORA_ENABLE_DUAL_STREAM compute_hash
+    verify_with_model_config LoRAModelManager vllm_config lora_config lora_index_to_id device
+    max_num_seqs max_num_batched_tokens vocab_size adapter_type supported_lora_modules
+    packed_modules_mapping packed_modules modules is_pooling_model supports_mm punica_wrapper
+    punica_wrapper_mapping _last_mapping lora_manager add_adapter remove_adapter
+    remove_all_adapters activate_adapter deactivate_adapter list_adapters get_adapter
+    set_adapter_mapping LoRAMapping index_mapping prompt_mapping is_prefill LoRAMappingType LANGUAGE
+    TOWER CONNECTOR create_dummy_lora embedding_modules get_dummy_lora_warmup_rank pin_adapter
+    _match_target_modules _create_lora_modules PPMissingLayer register_module
+    _register_packed_modules _init_punica_wrapper _maybe_init_mm _get_punica_wrapper
+    _create_merged_loras_inplace _stack_moe_lora_weights _convert_3d_to_2d_moe_lora
+    _slice_moe_lora_ep _pad_lora_pairs_to_triplets _get_lora_layer_weights
+    LRUCacheLoRAModelManager remove_oldest_adapter create_lora_manager lora_manager_cls
+    MergedColumnParallelLinearWithLoRA expand_packed_lora set_lora embeddings_tensor bias
+    FusedMoEWithLoRA reset_lora slice_lora_a slice_lora_b create_lora_weights set_mapping
+    can_replace_layer lora_a_stacked lora_b_stacked n_slices tp_rank tp_size output_size
+    output_sizes output_slices output_ids input_size q_proj_shard_size kv_proj_shard_size forward
+    _verify_ep_fs adapter_enabled hidden_size local_num_experts global_num_experts use_ep
+    w13_input_size w13_output_size w2_input_size w2_output_size quant_method runner
+    is_internal_router _slice_w13_b LogitsProcessorWithLoRA dtype sharded_to_full_mapping scale
+    soft_cap _get_logits WorkerLoRAManager _load_adapter get_adapter_absolute_path PEFTHelper
+    from_local_dir max_position_embeddings validate_legal set_active_adapters LoRARequest
+    lora_name lora_int_id lora_path adapter_id LLMEngine add_lora remove_lora L001 L002 L003 L004
+    L005 utilization adapter_memory_mb gpu_memory_usage memory_efficiency avg_activation_time
+    avg_switching_time punica_kernel_enabled
+"""
+"""The names of the documentation's classes, methods, fields, errors and metrics."""
+
+
+def test_every_name_of_the_documentation_has_a_row() -> None:
+    rows = [line.split("|") for line in DOCUMENT.read_text().splitlines() if line.startswith("|")]
+    # The name itself, or an argument of the call here.
+    listed = set(re.findall(r"\w+", " ".join(" ".join(row[1:-2]) for row in rows if len(row) > 3)))
+    listed |= {word for row in rows for word in re.findall(r"`([^`]+)`", row[-2])}
+    assert not [name for name in AUDITED.split() if name not in listed]
 
 
 def found_at(place: str) -> object:

@@ -1,8 +1,51 @@
-"""The documented names of layers and errors; see `tests.documented_names`."""
+"""The documented names of the configuration, layers and errors; see `tests.documented_names`."""
 
 from typing import Final
 
 from tests.support.documented_name import DocumentedName
+
+CONFIG: Final = (
+    DocumentedName(
+        "LoRAConfig",
+        "engine.config:LoRAConfig",
+        "max_lora_rank max_loras fully_sharded_loras max_cpu_loras lora_dtype target_modules "
+        "default_mm_loras enable_tower_connector_lora specialize_active_lora "
+        "enable_mixed_moe_lora_format",
+        "Frozen, because values are checked together, once: use `dataclasses.replace` to change "
+        "one. An empty `target_modules` is refused, because "
+        "it would wrap nothing. A target that names no layer is a `ModelRefused`, a `ValueError`. "
+        "The second stream is the field `dual_stream`, whose default is the environment variable.",
+    ),
+    DocumentedName(
+        "LoRAConfig.compute_hash",
+        "engine.config:LoRAConfig.compute_hash",
+        "",
+        "It also covers `specialize_active_lora`, `dual_stream` and `batch_invariant`, which "
+        "change the computation, so hashes of vLLM and of LoRADock differ.",
+    ),
+    DocumentedName(
+        "LoRAConfig.verify_with_model_config",
+        "engine.config:LoRAConfig.verify_with_model_config",
+        "model_config",
+        "In place, and it returns the configuration too. Managers use `resolved_for`, a copy, so "
+        "that one configuration can serve models of several dtypes.",
+    ),
+    DocumentedName(
+        "default_mm_loras without a request",
+        "engine.manager:WorkerLoRAManager.default_request",
+        "modalities lora_int_id",
+        "Ids and names are the documented ones. The request has to be made by the caller, because "
+        "there is no `LLM` class here; `loradock serve` applies it to prompts with images, the "
+        "only other modality that its prompts have.",
+    ),
+    DocumentedName(
+        "VLLM_LORA_ENABLE_DUAL_STREAM",
+        "engine.config:DUAL_STREAM_VARIABLE",
+        "",
+        "The default of `LoRAConfig.dual_stream` where there is CUDA; elsewhere there is no second "
+        "stream, and `dual_stream=True` is refused.",
+    ),
+)
 
 _BASE: Final = "engine.layers:BaseLayerWithLoRA"
 LAYERS: Final = (
@@ -25,7 +68,7 @@ LAYERS: Final = (
         f"{_BASE}.can_replace_layer",
         "layer",
         "It takes the layer alone: the configuration decides in the table `WRAPPERS`, and names in "
-        "`PACKING_RULES`.",
+        "`PACKING_RULES`, so that a class of your own answers for its layer only.",
     ),
     *(
         DocumentedName(f"BaseLayerWithLoRA.{name}", f"{_BASE}.{name}")
@@ -45,7 +88,8 @@ LAYERS: Final = (
         "output_ids, q_proj_shard_size, kv_proj_shard_size, q_shard_id, kv_shard_id",
         f"{_BASE}.slice_shapes",
         "",
-        "Absent: each slice's shape has its shard, which may be several ranges.",
+        "Absent: each slice's shape has its shard, which may be several ranges, which one number "
+        "and an id can't name. Read `slice_shapes[n].shard`.",
     ),
     DocumentedName(
         "BaseLayerWithLoRA.lora_a_stacked, lora_b_stacked",
@@ -89,14 +133,15 @@ LAYERS: Final = (
         "sharded_to_full_mapping",
         "engine.layers:LogitsProcessorWithLoRA.weight",
         "",
-        "Absent: they are a logits processor's. `weight`, `input_size` and `output_size` are the "
-        "head's.",
+        "Absent: they are a logits processor's, which `transformers` lacks. `weight`, `input_size` "
+        "and `output_size` are the head's.",
     ),
     DocumentedName(
         "FusedMoEWithLoRA.set_lora",
         "engine.layers:FusedMoEWithLoRA.set_lora",
         "index lora_a lora_b",
-        "In the order w1, w2, w3.",
+        "In the order w1, w2, w3; a list of two is w13 and w2, because some adapters have one "
+        "tensor for gate and up.",
     ),
     *(
         DocumentedName(f"FusedMoEWithLoRA.{name}", f"engine.layers:FusedMoEWithLoRA.{name}")
@@ -107,19 +152,20 @@ LAYERS: Final = (
         "is_internal_router",
         "engine.layers:FusedMoEWithLoRA.slice_shapes",
         "",
-        "Absent: the slices' shapes have the sizes, and the base layer computes its own product.",
+        "Absent: the base layer computes its own product, quantised or not. Read the sizes from "
+        "`slice_shapes`.",
     ),
     DocumentedName(
         "_slice_w13_b",
         "engine.layers:FusedMoEWithLoRA.slice_lora_b",
         "lora_b",
-        "By the layout of the experts, which may interleave gate and up.",
+        "Public, and by the layout of the experts, which may interleave gate and up.",
     ),
     DocumentedName(
         "_verify_ep_fs",
         "engine.errors:ModelRefused",
         "",
-        "A `ModelRefused`, which is a ValueError, instead of an assertion.",
+        "A `ModelRefused`, which is a ValueError, and no assertion, which `python -O` skips.",
     ),
     DocumentedName(
         "FusedMoE3DWithLoRA",
@@ -131,7 +177,8 @@ LAYERS: Final = (
         "adapter_enabled",
         "engine.layers:FusedMoEWithLoRA.adapter_enabled",
         "slot",
-        "A method: the directory on the host has the answer, so no tensor is kept.",
+        "A method: the directory on the host has the answer, so no tensor is kept. Write "
+        "`adapter_enabled(slot)` for `adapter_enabled[slot]`.",
     ),
     DocumentedName(
         "forward of linear layers",
@@ -149,7 +196,7 @@ ERRORS: Final = tuple(
             "L001",
             "RuntimeError",
             "NoRoom",
-            "`NoFreeSlot`, of `activate_adapter`, is a ValueError too.",
+            "`NoFreeSlot`, of `activate_adapter`, is a ValueError too, as documented there.",
         ),
         ("L002", "FileNotFoundError", "AdapterNotFound", ""),
         ("L003", "ValueError", "AdapterDoesNotFit", ""),
