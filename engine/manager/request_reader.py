@@ -141,6 +141,8 @@ def _file_stamps_of(path: str) -> FileStamps:
     try:
         with os.scandir(path) as entries:
             found = [(entry.name, _status_of(entry)) for entry in entries]
+    except FileNotFoundError as error:
+        raise AdapterNotFound(f"there is no directory {shown(path)}") from error
     except (OSError, ValueError) as error:
         raise AdapterNotFound(f"{shown(path)} can't be listed: {error}") from error
     return tuple(

@@ -1,4 +1,4 @@
-"""The commands of the README and of docs/operating.md, executed block by block on one server.
+"""The commands of the documents for users, executed block by block on one server.
 
 The server is a process, the other commands run in this one.
 """
@@ -6,6 +6,7 @@ The server is a process, the other commands run in this one.
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +17,7 @@ from tests.support.parallel.processes import ROOT, TINY
 from tests.support.simulation.command_runs import run
 from tests.support.waiting import HANG_S
 
-DOCUMENTS: Final = ("README.md", "docs/operating.md")
+DOCUMENTS: Final = ("README.md", "docs/operating.md", "docs/quickstart.md")
 _BLOCK: Final = re.compile(r"```console\n(.*?)```", re.S)
 _PLACEHOLDER: Final = re.compile(r"\b(HOST|PORT|DIRECTORY|FILE|NAME|DIR)\b")
 
@@ -81,6 +82,19 @@ def test_the_commands_of_a_document_do_what_it_shows(
             if step.shown:
                 assert result.stdout.splitlines() == step.shown, step.words
     assert executed >= 3
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_command_after_the_start_of_a_server_waits_until_it_is_ready(document: str) -> None:
+    text = (ROOT / document).read_text()
+    starts = 0
+    for block in _BLOCK.findall(text):
+        lines = [line for line in block.splitlines() if line.startswith("$ ")]
+        for line, following in pairwise(lines):
+            if line.startswith("$ loradock serve") and line.endswith("&"):
+                starts += 1
+                assert following.startswith("$ loradock ready"), line
+    assert starts
 
 
 def assert_is_an_option_of_serve(words: str) -> None:

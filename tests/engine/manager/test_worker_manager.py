@@ -76,7 +76,7 @@ def test_a_batch_too_large_next_to_a_held_adapter_is_refused_before_reading(
         worker.set_active_adapters(unread, mapping_of(8, 9))
     assert manager_state(manager) == before
     assert manager.metrics.loads.count == 0
-    with pytest.raises(AdapterNotFound):
+    with pytest.raises(AdapterNotFound, match="there is no directory"):
         worker.set_active_adapters(unread[:1], mapping_of(8))
     assert manager_state(manager) == before
 
