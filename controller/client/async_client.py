@@ -33,7 +33,6 @@ from controller.client.prepared import (
 from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
 from controller.client.sockets import (
     connection_to,
-    has_no_directory,
     open_events,
     open_requests,
     silence_reason,
@@ -80,7 +79,6 @@ class AsyncClient:
             secrets.token_bytes(TOKEN_BYTES), timing, timeout_s, generation_timeout_s
         )
         self._session.silence = partial(silence_reason, self._connection)
-        self._session.is_absent = partial(has_no_directory, self._connection)
         self._socket: zmq.Socket[bytes] = open_requests(context, self._connection)
         self._wakes_at = math.inf
         self._wakeup: asyncio.Handle | None = None

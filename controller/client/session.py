@@ -104,8 +104,8 @@ class Session:
     `receive` processes frames from the controller, `due` returns the frames to send, `wake_at`
     returns when to call `due` next. Times are seconds of any monotonic clock. `token` is secret and
     of this session alone: it proves that its frames, from any connection, are of one client.
-    `silence` returns why no server answers, empty if one may; `is_absent` whether none was ever
-    started there: then no call waits for its deadline.
+    `silence` returns why no server answers, empty if one may: the error of a call has it that no
+    server has answered in time.
     """
 
     def __init__(
@@ -116,7 +116,6 @@ class Session:
         generation_timeout_s: float = GENERATION_TIMEOUT_S,
     ) -> None:
         self.silence: Callable[[], str] = str
-        self.is_absent: Callable[[], bool] = bool
         self.timing = timing
         self._timeout_s = _checked_timeout(timeout_s)
         self._generation_timeout_s = _checked_timeout(generation_timeout_s)
@@ -138,7 +137,7 @@ class Session:
     def begin(self, request: Request, now: float, timeout_s: float | None = None) -> ClientCall:
         """Start a call; raises `Malformed` for a request that can't be encoded."""
         limit_s = self._timeout_s if timeout_s is None else _checked_timeout(timeout_s)
-        return self._begin(ClientCall(request, limit_s, self.timing), now)
+        return self._start(ClientCall(request, limit_s, self.timing), now)
 
     def begin_generation(
         self, request: Generate, now: float, timeout_s: float | None = None, attempts: int = 1
@@ -146,7 +145,7 @@ class Session:
         """Start a generation, with up to `attempts` attempts while no token was delivered."""
         limit_s = self._inference_limit_s(timeout_s, attempts)
         call = GenerationCall(request, limit_s, self.timing, attempts)
-        self._begin(call, now)
+        self._start(call, now)
         return call
 
     def begin_pooling(
@@ -159,7 +158,7 @@ class Session:
         """Start an embedding or a classification, with up to `attempts` attempts."""
         limit_s = self._inference_limit_s(timeout_s, attempts)
         call = PoolingCall(request, limit_s, self.timing, attempts)
-        self._begin(call, now)
+        self._start(call, now)
         return call
 
     def begin_cancel(self, call: GenerationCall, now: float) -> ClientCall | None:
@@ -245,12 +244,6 @@ class Session:
         if attempts < 1:
             raise ValueError(f"attempts is {attempts}; at least 1 is needed")
         return self._generation_timeout_s if timeout_s is None else _checked_timeout(timeout_s)
-
-    def _begin(self, call: ClientCall, now: float) -> ClientCall:
-        """Start a call; raises `EngineGone` where no server was ever started."""
-        if not self._epoch and not self._closed and self.is_absent():
-            raise EngineGone(self.silence())
-        return self._start(call, now)
 
     def _start(self, call: ClientCall, now: float) -> ClientCall:
         """Number a call, add it to the table and schedule its first sending at `now`."""

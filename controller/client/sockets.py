@@ -131,11 +131,6 @@ def unserved_reason(connection: Connection) -> str:
     return ""
 
 
-def has_no_directory(connection: Connection) -> bool:
-    """Whether no server was ever started where a local connection leads."""
-    return connection.keys is None and not _directory_of(connection).is_dir()
-
-
 def silence_reason(connection: Connection) -> str:
     """Return why no local server answers, and the command that starts one; empty if one may."""
     reason = unserved_reason(connection)

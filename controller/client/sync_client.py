@@ -30,7 +30,6 @@ from controller.client.prepared import (
 from controller.client.session import GENERATION_TIMEOUT_S, TIMEOUT_S, Session, answer_of
 from controller.client.sockets import (
     connection_to,
-    has_no_directory,
     open_events,
     open_requests,
     silence_reason,
@@ -80,7 +79,6 @@ class Client:
             secrets.token_bytes(TOKEN_BYTES), timing, timeout_s, generation_timeout_s
         )
         self._session.silence = partial(silence_reason, self._connection)
-        self._session.is_absent = partial(has_no_directory, self._connection)
         self._socket = open_requests(self._context, self._connection)
         self._use = ExclusiveUse()
         # Generations whose last reference was dropped, maybe by another thread.

@@ -55,25 +55,13 @@ def test_the_same_frame_is_sent_at_growing_intervals_until_the_deadline():
         answer_of(call, rq.AdapterDone)
 
 
-def test_silence_is_explained_and_an_absent_server_is_not_waited_for():
+def test_silence_is_explained():
     client = session()
-    client.silence, client.is_absent = (lambda: "no server there"), (lambda: False)
+    client.silence = lambda: "no server there"
     call = load(client, now=100.0)
     client.due(call.deadline)
     with pytest.raises(EngineGone, match=r"no answer within 10 s: no server there"):
         answer_of(call, rq.AdapterDone)
-    client.is_absent = lambda: True
-    with pytest.raises(EngineGone, match="no server there"):
-        load(client)
-    assert client.wake_at() == math.inf
-
-
-def test_a_server_that_has_answered_is_waited_for():
-    client = session()
-    call = load(client)
-    client.receive(reply(done(call)), 0.0)
-    client.is_absent = lambda: True
-    assert not load(client).settled
 
 
 def test_ids_are_never_used_twice_and_fit_the_wire():
