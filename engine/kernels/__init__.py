@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from engine.kernels.cpu import cpu_kernels
+from engine.kernels.cpu.base_linear import onednn_linear
 from engine.kernels.cpu.calibration import CALIBRATED_BYTES_MIN, calibration, faster_dtype
 from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
 from engine.kernels.interface import Kernels
@@ -20,6 +21,7 @@ __all__ = [
     "calibration",
     "choose_kernels",
     "faster_dtype",
+    "onednn_linear",
 ]
 
 

@@ -26,8 +26,15 @@ ExpertsShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, ExpertGroups], None]
 """(y, x, slices, groups)."""
 
 
+BaseLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x, weight, bias): a base layer's own output."""
+
+
 class Kernels(NamedTuple):
-    """One implementation of every operation; scratch memory is shared within the tuple only."""
+    """One implementation of every operation; scratch memory is shared within the tuple only.
+
+    `base_linear`: the product of plain base layers; None where they compute it themselves.
+    """
 
     shrink: ShrinkKernel
     expand: ExpandKernel
@@ -36,3 +43,4 @@ class Kernels(NamedTuple):
     experts: ExpertsKernel
     experts_shrink: ExpertsShrinkKernel
     experts_expand: ExpertsKernel
+    base_linear: BaseLinear | None = None

@@ -309,6 +309,12 @@ class BaseLayerWithLoRA(nn.Module):
             return base(x)
         return self._punica.with_lora_linear(lambda: self.transform_rows(base(x)), x, self._slices)
 
+    def plain_product(self, x: Tensor) -> Tensor:
+        """Return the output, [..., out], of a base layer that is only a product with its weight."""
+        layer: Any = self.base_layer
+        product = None if self._punica is None else self._punica.base_linear
+        return layer(x) if product is None else product(x, layer.weight, layer.bias)
+
     def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the batch's deltas to `y` in place: y [..., out], contiguous; x [..., in]."""
         if self._punica is not None and self._slices is not None:

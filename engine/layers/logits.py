@@ -29,9 +29,13 @@ class LogitsProcessorWithLoRA(ReplicatedLinearWithLoRA):
         # Each prompt's last token is a strided view; with frozen weights PyTorch would multiply it
         # prompt by prompt, in bfloat16 on a CPU a hundred times slower than in one product.
         x = x.contiguous()
-        y = self.transform_rows(self.base_layer(x))
+        y = self.transform_rows(self._base_output(x))
         if self._punica is not None and self._slices is not None:
             rows = x.reshape(-1, x.shape[-1])
             self._punica.add_lora_logits(y.view(len(rows), -1), rows, self._slices)
             self.replace_rows(y, x)
         return y
+
+    def _base_output(self, x: Tensor) -> Tensor:
+        """Return the base layer's output, [..., vocabulary]."""
+        return self.plain_product(x) if type(self.base_layer) is nn.Linear else self.base_layer(x)

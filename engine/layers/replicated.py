@@ -68,6 +68,8 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
         The first, x: [..., in_features], has one row per mapped token.
         """
         x, base = split_call(self.base_layer, inputs, named)
+        if type(self.base_layer) is nn.Linear:
+            base = self.plain_product
         return self.replace_rows(self.with_lora(base, x), x)
 
 

@@ -9,9 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.config import LoRAConfig
-from engine.kernels import CALIBRATED_BYTES_MIN, DEFAULTS, calibration, choose_kernels
+from engine.kernels import (
+    CALIBRATED_BYTES_MIN,
+    DEFAULTS,
+    calibration,
+    choose_kernels,
+    onednn_linear,
+)
 from engine.kernels.interface import Kernels
 from engine.layout import rank_parts_max
+from engine.models.quantization import is_quantized
 from engine.models.served_model import ServedModel
 from engine.models.vision.mapping import IMAGE_PARTS, ImagePunicaWrapper
 from engine.punica.side_stream import SideStream
@@ -73,7 +80,11 @@ def _kernels_of(model: ServedModel, config: LoRAConfig) -> Kernels:
     weight_bytes = sum(tensor.nbytes for tensor in model.model.parameters())
     if device != "cpu" or config.batch_invariant or weight_bytes < CALIBRATED_BYTES_MIN:
         return choose_kernels(device, batch_invariant=config.batch_invariant)
-    return choose_kernels(device, costs=calibration().costs)
+    measured = calibration()
+    kernels = choose_kernels(device, costs=measured.costs)
+    if measured.products.uses_onednn and not is_quantized(model.model):
+        kernels = kernels._replace(base_linear=onednn_linear)
+    return kernels
 
 
 def kernels_for(device: torch.device) -> str:

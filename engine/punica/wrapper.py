@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.errors import NotResident
 from engine.kernels.expert_groups import ExpertGroups, group_experts
-from engine.kernels.interface import Kernels
+from engine.kernels.interface import BaseLinear, Kernels
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices, accumulator_dtype
 from engine.punica.grouping import Grouper
 from engine.punica.mapping import BASE, LoRAMapping
@@ -113,6 +113,11 @@ class PunicaWrapper:
 
     def _group(self, token_slots: Tensor, prompt_slots: Tensor, slots_max: int) -> None:
         self.groups, self.prompt_groups = self.grouper.group(token_slots, prompt_slots, slots_max)
+
+    @property
+    def base_linear(self) -> BaseLinear | None:
+        """The product of plain base layers; None where they compute it themselves."""
+        return self._kernels.base_linear
 
     @property
     def launch_key(self) -> LaunchKey:

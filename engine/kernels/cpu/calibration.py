@@ -17,7 +17,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
+from engine.kernels.cpu.base_linear import has_onednn, onednn_linear
 from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable, DtypeCosts, ProductCost
 from engine.kernels.threads import threads_for
 
@@ -27,10 +29,14 @@ CALIBRATED_BYTES_MIN: Final = 64 << 20
 FASTER_MIN: Final = 1.5
 """How many times as fast float32 products must be, because its weights take twice the memory."""
 
-_FORMAT: Final = 1
+ONEDNN_MIN: Final = 1.2
+"""How many times as fast oneDNN must be to be used."""
+
+_FORMAT: Final = 2
 _SAMPLE_S: Final = 2e-3
 _SAMPLES: Final = 5
 _PARTS: Final = 8
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _RANK: Final = 16
 _ROWS: Final = (2, 16)
 _WIDTHS: Final = (512, 4096)
@@ -42,11 +48,17 @@ _MODEL_ROWS: Final = (16, 128)
 
 
 class ProductSpeeds(NamedTuple):
-    """Microseconds of a model's own product, by dtype."""
+    """Microseconds of a model's own product, by dtype; `onednn`: in float32 by `onednn_linear`."""
 
     float32: float
     bfloat16: float
     float16: float
+    onednn: float
+
+    @property
+    def uses_onednn(self) -> bool:
+        """Whether float32 products are computed by `onednn_linear`."""
+        return self.float32 >= ONEDNN_MIN * self.onednn
 
 
 class Calibration(NamedTuple):
@@ -83,7 +95,8 @@ def faster_dtype(saved: torch.dtype, products: ProductSpeeds) -> torch.dtype:
     Weights are never rounded: a model that was saved in float32 remains so.
     """
     own = products._asdict().get(str(saved).removeprefix("torch."), 0.0)
-    return torch.float32 if own >= FASTER_MIN * products.float32 else saved
+    wide = products.onednn if products.uses_onednn else products.float32
+    return torch.float32 if own >= FASTER_MIN * wide else saved
 
 
 def measure() -> Calibration:
@@ -93,8 +106,10 @@ def measure() -> Calibration:
         costs = CostTable(
             _dtype_costs(torch.float32), _dtype_costs(torch.bfloat16), convert_call, convert_element
         )
-        dtypes = (torch.float32, torch.bfloat16, torch.float16)
-        return Calibration(costs, ProductSpeeds(*(_model_product(dtype) for dtype in dtypes)))
+        float32, bfloat16, float16 = (_model_product(dtype, linear) for dtype in _DTYPES)
+        # Without the operation it counts as equally fast, and is not used.
+        onednn = _model_product(torch.float32, onednn_linear) if has_onednn() else float32
+        return Calibration(costs, ProductSpeeds(float32, bfloat16, float16, onednn))
 
 
 def _dtype_costs(dtype: torch.dtype) -> DtypeCosts:
@@ -161,13 +176,13 @@ def _line(work: Callable[[int], Callable[[], object]], sizes: Sequence[int]) -> 
     return small, max((large - small) / sizes[1], 0.0)
 
 
-def _model_product(dtype: torch.dtype) -> float:
+def _model_product(dtype: torch.dtype, product: Callable[[Tensor, Tensor, None], Tensor]) -> float:
     """Time the products of a model's layer, for a decode step and for a prompt's chunk."""
     weight = torch.randn(_MODEL_WIDTH, _MODEL_WIDTH).to(dtype)
     inputs = [torch.randn(rows, _MODEL_WIDTH).to(dtype) for rows in _MODEL_ROWS]
 
     def work() -> list[Tensor]:
-        return [torch.nn.functional.linear(x, weight) for x in inputs]
+        return [product(x, weight, None) for x in inputs]
 
     return _microseconds(work)
 
@@ -217,7 +232,7 @@ def _numbers(value: object) -> list[float]:
 
 def _decoded(numbers: Any) -> Calibration:
     """Return the calibration of `_numbers`; raises ValueError or TypeError for anything else."""
-    template = Calibration(DEFAULT_COSTS, ProductSpeeds(1.0, 1.0, 1.0))
+    template = Calibration(DEFAULT_COSTS, ProductSpeeds(1.0, 1.0, 1.0, 1.0))
     given = [float(number) for number in numbers]
     if len(given) != len(_numbers(template)) or not all(0.0 <= one < 1e9 for one in given):
         raise ValueError("the file is not a calibration")

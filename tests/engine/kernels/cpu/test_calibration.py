@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.kernels.cpu import calibration as calibrating
+from engine.kernels.cpu.base_linear import has_onednn, onednn_linear
 from engine.kernels.cpu.blocks import tile_by_length
 from engine.kernels.cpu.calibration import Calibration, ProductSpeeds, calibration, faster_dtype
 from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable, ProductCost, cheapest_strategy
@@ -16,7 +17,7 @@ from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer_block import layer_block
 from tests.support.kernels.kernel_cases import Shape, make_case
 
-KNOWN = Calibration(DEFAULT_COSTS, ProductSpeeds(1.0, 2.0, 3.0))
+KNOWN = Calibration(DEFAULT_COSTS, ProductSpeeds(1.0, 2.0, 3.0, 4.0))
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_a_directory_that_cannot_be_written_is_no_error(
 def test_a_measurement_has_a_number_for_every_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrating, "_microseconds", lambda work: float(work() is not None))
     found = calibrating.measure()
-    assert found.products == ProductSpeeds(1.0, 1.0, 1.0)
+    assert found.products == ProductSpeeds(1.0, 1.0, 1.0, 1.0)
     assert all(one.call > 0 and one.weight >= 0 <= one.row for one in found.costs.float32.grouped)
 
 
@@ -82,7 +83,27 @@ def test_a_measurement_has_a_number_for_every_constant(monkeypatch: pytest.Monke
 def test_a_model_is_never_rounded_and_widened_only_where_that_is_much_faster(
     saved: torch.dtype, speeds: tuple[float, float, float], chosen: torch.dtype
 ) -> None:
-    assert faster_dtype(saved, ProductSpeeds(*speeds)) == chosen
+    assert faster_dtype(saved, ProductSpeeds(*speeds, onednn=1.0)) == chosen
+
+
+def test_float32_by_onednn_counts_where_it_is_used() -> None:
+    assert ProductSpeeds(1.0, 1.0, 1.0, 0.5).uses_onednn
+    assert not ProductSpeeds(1.0, 1.0, 1.0, 0.9).uses_onednn
+    assert faster_dtype(torch.bfloat16, ProductSpeeds(2.0, 2.0, 9.0, 1.0)) == torch.float32
+    assert faster_dtype(torch.bfloat16, ProductSpeeds(1.0, 1.4, 9.0, 0.9)) == torch.bfloat16
+
+
+@pytest.mark.skipif(not has_onednn(), reason="PyTorch was built without oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_product_by_onednn_is_that_of_a_linear_layer(dtype: torch.dtype) -> None:
+    for shape in ((3, 33), (2, 5, 33), (0, 33), (1, 33)):
+        x, weight = torch.randn(shape).to(dtype), torch.randn(17, 33).to(dtype)
+        for bias in (None, torch.randn(17).to(dtype)):
+            expected = torch.nn.functional.linear(x, weight, bias)
+            torch.testing.assert_close(onednn_linear(x, weight, bias), expected)
+            if shape == (3, 33):
+                columns = x.T.contiguous().T
+                torch.testing.assert_close(onednn_linear(columns, weight, bias), expected)
 
 
 def _table(grouped: float, dense: float, batched: float) -> CostTable:
