@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.adapters.checked_files import CheckedFiles
 from engine.adapters.compatibility import (
     AdapterTarget,
     check_expert_format,
@@ -53,21 +54,26 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
     allow_pickled: bool = False,
     is_follower: bool = False,
     is_3d_lora_weight: bool | None = None,
+    checked: CheckedFiles | None = None,
 ) -> LoadedAdapter:
     """Read the adapter at `path` (absolute, or relative to one of `roots`) and check it completely.
 
     For sharded modules only this process's part is kept. `adapter` is the name for error texts;
     `allow_pickled` is that of `open_adapter`. A follower reads and checks only its parts and
     computes no fingerprint, which the leader does. `is_3d_lora_weight`: whether expert tensors must
-    be fused; None: as in the file. Values are checked after everything else.
+    be fused; None: as in the file. Values are checked after everything else; those of files that
+    `checked` has seen for this model are not checked again.
     Raises one `EngineError` for all problems, of the first class among `AdapterConfigRefused`,
     `AdapterDoesNotFit` and `NotFinite`; also `PathNotAllowed`, `AdapterNotFound`,
     `HostOutOfMemory`, and `Conflict` for a file that changes while it is read.
     """
     try:
         with open_adapter(path, roots, allow_pickled=allow_pickled) as files:
-            loaded = _read(files, model, bounds, is_follower, is_3d_lora_weight)
+            known = None if checked is None else checked.fingerprint_of(files)
+            loaded = _read(files, model, bounds, is_follower, is_3d_lora_weight, known)
             files.check_unchanged()
+            if checked is not None:
+                checked.remember(files, loaded.fingerprint)
             return loaded
     except EngineError as error:
         raise error.about(f"adapter {shown(adapter or path)}") from error
@@ -79,7 +85,9 @@ def _read(
     bounds: AdapterBounds,
     is_follower: bool,
     is_3d_lora_weight: bool | None,
+    known: str | None,
 ) -> LoadedAdapter:
+    """`known`: the fingerprint of files whose values were checked."""
     problems = Problems(bounds.problems_max)
     config, helper, reader = b"", None, None
     with problems.collecting():
@@ -96,12 +104,13 @@ def _read(
         check_expert_format(is_3d_lora_weight, matched)
     problems.raise_if_any()
     wanted = matched.submatrices(model.modules)
-    found, fingerprint = (
-        (reader.read(wanted), "") if is_follower else reader.read_all(wanted, config)
-    )
+    if is_follower or known is not None:
+        found, fingerprint = reader.read(wanted, is_checked=known is not None), known or ""
+    else:
+        found, fingerprint = reader.read_all(wanted, config)
     dtype = model.lora_config.dtype
     # Experts of other ranks are checked by these.
-    kept = [pair for pair in matched.stored() if pair.a in wanted]
+    kept = [] if known is not None else [pair for pair in matched.stored() if pair.a in wanted]
     check_values(kept, found.ranges, dtype, problems)
     problems.raise_if_any()
     shards = {name: shape.shard for name, shape in model.modules.items()}

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from engine.adapters.checked_files import CheckedFiles
 from engine.adapters.reader import LoadedAdapter, read_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import EngineError
@@ -53,6 +54,7 @@ class Engine:
         self.engine_id: Final = engine_id
         self._config = config
         arena, punica, self._lora_config = bind_lora(model, lora_config, config.device_bytes_max)
+        self._checked_files = CheckedFiles()
         self._adapter_target = model.adapter_target(self._lora_config)
         group = self._group = model.group
         self._outbox: list[reports.Report] = []
@@ -187,6 +189,7 @@ class Engine:
             command.adapter,
             allow_pickled=self._config.allow_pickled_weights,
             is_follower=not self._group.is_leader,
+            checked=self._checked_files,
         )
 
 

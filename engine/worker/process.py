@@ -6,6 +6,7 @@ It runs as one process, or as one rank of several that `torchrun` starts:
     torchrun --nproc-per-node 2 -m engine.worker ...
 """
 
+import gc
 import os
 import signal
 import sys
@@ -141,6 +142,10 @@ def _run(setup: RankSetup, options: EngineArguments) -> int:
             "the model was saved without a classification head; requests have to name adapters "
             "that contain one"
         )
+    # What a start makes lives as long as the process: garbage collection skips it. A full one would
+    # hold the interpreter's lock for some tenths of a second.
+    gc.collect()
+    gc.freeze()
     group.wait_for_all()
     if group.is_leader:
         _serve(engine if group.is_trivial else Leader(engine, group), setup, options, wakeup)

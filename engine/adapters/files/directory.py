@@ -83,6 +83,12 @@ class OpenFile:
         """Size and time of the last change; equal for all readers of the same file."""
         return f"{self._opened.st_size}@{self._opened.st_mtime_ns}"
 
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """The file, its size, and the times of its last changes, when it was opened."""
+        found = self._opened
+        return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
     def check_unchanged(self) -> None:
         """Raise `Conflict` if the file was written to since it was opened."""
         now, then = os.fstat(self._descriptor), self._opened
@@ -126,6 +132,16 @@ class AdapterFiles:
     def stamp(self) -> str:
         """The stamps of all files; equal for all readers of the same files."""
         return " ".join(file.stamp for file in (self._config, *self.weights))
+
+    @property
+    def identity(self) -> tuple[tuple[int, ...], ...]:
+        """The identities of all files."""
+        return tuple(file.identity for file in (self._config, *self.weights))
+
+    @property
+    def weights_bytes(self) -> int:
+        """The size of all weights files."""
+        return sum(file.size_bytes for file in self.weights)
 
     def check_unchanged(self) -> None:
         """Raise `Conflict` if one of the files was written to since it was opened."""

@@ -50,14 +50,18 @@ class SafetensorsFile:
         self._stored = parse_header(header, file.size_bytes, bounds)
         self.tensors = {tensor.name: tensor for tensor in self._stored}
 
-    def read(self, wanted: Wanted) -> ReadTensors:
-        """Return the wanted parts and their value ranges; no other byte is read."""
+    def read(self, wanted: Wanted, *, is_checked: bool = False) -> ReadTensors:
+        """Return the wanted parts; unless the values are checked already, with their ranges.
+
+        No other byte is read.
+        """
         found = ReadTensors({}, {})
         for stored in self._stored:
             if stored.name in wanted:
                 tensor, _ = self._read_part(stored, wanted[stored.name])
                 found.tensors[stored.name] = tensor
-                found.ranges[stored.name] = value_range(tensor)
+                if not is_checked:
+                    found.ranges[stored.name] = value_range(tensor)
         return found
 
     def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:

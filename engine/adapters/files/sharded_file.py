@@ -30,9 +30,11 @@ class ShardedFile:
             tensors |= shard.tensors
         self.tensors: Mapping[str, HasShape] = tensors
 
-    def read(self, wanted: Wanted) -> ReadTensors:
-        """Return the wanted parts and their value ranges; no other byte is read."""
-        return _merged([shard.read(_within(wanted, shard)) for shard in self._shards])
+    def read(self, wanted: Wanted, *, is_checked: bool = False) -> ReadTensors:
+        """Return the wanted parts; unless the values are checked already, with their ranges."""
+        return _merged(
+            [shard.read(_within(wanted, shard), is_checked=is_checked) for shard in self._shards]
+        )
 
     def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
         """Return the wanted parts with the whole tensors' value ranges, and the fingerprint."""

@@ -63,8 +63,8 @@ class WeightsFile(Protocol):
         """All tensors of the file, by name."""
         ...
 
-    def read(self, wanted: Wanted) -> ReadTensors:
-        """Return the wanted parts, with their value ranges."""
+    def read(self, wanted: Wanted, *, is_checked: bool = False) -> ReadTensors:
+        """Return the wanted parts; unless the values are checked already, with their ranges."""
         ...
 
     def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:

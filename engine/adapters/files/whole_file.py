@@ -27,11 +27,12 @@ class WholeFile:
         self._file = file
         self.tensors = tensors
 
-    def read(self, wanted: Wanted) -> ReadTensors:
-        """Return the wanted parts, with their value ranges."""
+    def read(self, wanted: Wanted, *, is_checked: bool = False) -> ReadTensors:
+        """Return the wanted parts; unless the values are checked already, with their ranges."""
         tensors = {name: _copied(self.tensors[name], part) for name, part in wanted.items()}
-        ranges = {name: value_range(tensor) for name, tensor in tensors.items()}
-        return ReadTensors(tensors, ranges)
+        if is_checked:
+            return ReadTensors(tensors, {})
+        return ReadTensors(tensors, {name: value_range(one) for name, one in tensors.items()})
 
     def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
         """Return the wanted parts with the whole tensors' value ranges, and the fingerprint."""

@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
-from engine.adapters.files.safetensors_header import LENGTH_BYTES, header_length, parse_header
+from engine.adapters.files.bounded_json import DIGITS_MAX
+from engine.adapters.files.safetensors_header import (
+    LENGTH_BYTES,
+    header_length,
+    parse_header,
+)
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.errors import AdapterUnsound
+from engine.errors import AdapterUnsound, code_of
+from messages.errors import ErrorCode
 from tests.support.engine.adapter_examples import stored
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool]
@@ -156,6 +162,31 @@ def test_bounds_are_enforced() -> None:
     for bounds in (AdapterBounds(tensors_max=19), AdapterBounds(header_bytes_max=100)):
         with pytest.raises(AdapterUnsound, match="at most"):
             parsed(raw, bounds)
+
+
+LONG_NUMBERS = {
+    "length": b'{"a":{"dtype":"F32","shape":[%s],"data_offsets":[0,4]}}',
+    "offset": b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[-%s,4]}}',
+    "fraction": b'{"a":{"dtype":"F32","shape":[1.%s],"data_offsets":[0,4]}}',
+    "another field": b'{"__metadata__":{"x":%s}}',
+}
+
+
+@pytest.mark.parametrize("place", LONG_NUMBERS)
+def test_long_numbers_are_refused_before_anything_is_decoded(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the header was decoded"))
+    header = LONG_NUMBERS[place] % (b"9" * (DIGITS_MAX + 1))
+    with pytest.raises(AdapterUnsound, match=f"more than {DIGITS_MAX} digits in a row") as caught:
+        parse_header(header, len(header) + 12, DEFAULT_BOUNDS)
+    assert code_of(caught.value) == ErrorCode.DOES_NOT_FIT
+
+
+def test_tensors_may_have_the_names_of_an_entrys_fields() -> None:
+    names = ["data_offsets", "dtype", "shape"]
+    raw = save({name: torch.ones(1) for name in names})
+    assert sorted(name for name, _, _ in parsed(raw)) == names
 
 
 def test_the_library_accepts_files_that_are_refused_here() -> None:

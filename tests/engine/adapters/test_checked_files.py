@@ -1,0 +1,85 @@
+"""Files that were checked are read again without a check, until they change."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.adapters import LoadedAdapter, read_adapter
+from engine.adapters.checked_files import CheckedFiles
+from engine.adapters.compatibility import AdapterTarget
+from engine.adapters.files import safetensors_reader
+from engine.adapters.files.weights_file import ValueRange, value_range
+from engine.errors import NotFinite
+from tests.support.engine.adapter_examples import LORA_CONFIG, MODULES, tensors, write
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The tensors whose values were looked at."""
+    found: list[torch.Tensor] = []
+
+    def measure(tensor: torch.Tensor) -> ValueRange:
+        found.append(tensor)
+        return value_range(tensor)
+
+    monkeypatch.setattr(safetensors_reader, "value_range", measure)
+    return found
+
+
+def read(path: Path, checked: CheckedFiles | None) -> LoadedAdapter:
+    target = AdapterTarget(MODULES, LORA_CONFIG)
+    return read_adapter(path.name, [path.parent], target, checked=checked)
+
+
+def weights(loaded: LoadedAdapter) -> list[torch.Tensor]:
+    return [one for lora in loaded.model.loras.values() for one in (lora.lora_a, lora.lora_b)]
+
+
+def test_unchanged_files_are_read_again_without_a_check(
+    tmp_path: Path, measured: list[torch.Tensor]
+) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0)
+    first = read(path, checked)
+    looks = len(measured)
+    again = read(path, checked)
+    assert looks == len(measured) == len(tensors())
+    assert (again.fingerprint, again.rank) == (first.fingerprint, first.rank)
+    assert again.stamp == first.stamp
+    for one, other in zip(weights(first), weights(again), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_changed_files_are_checked_again(
+    tmp_path: Path, measured: list[torch.Tensor], name: str
+) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0)
+    read(path, checked)
+    measured.clear()
+    # As after any write; a test's own one could have the same time.
+    os.utime(path / name, ns=(1, 1))
+    read(path, checked)
+    assert len(measured) == len(tensors())
+
+
+def test_another_value_in_checked_files_is_refused(tmp_path: Path) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0)
+    read(path, checked)
+    changed = tensors()
+    next(iter(changed.values()))[0, 0] = float("nan")
+    write(path, weights=changed)
+    os.utime(path / "adapter_model.safetensors", ns=(1, 1))
+    for _ in range(2):
+        with pytest.raises(NotFinite):
+            read(path, checked)
+
+
+def test_a_check_of_few_bytes_is_not_remembered(
+    tmp_path: Path, measured: list[torch.Tensor]
+) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles()
+    for _ in range(2):
+        read(path, checked)
+    assert len(measured) == 2 * len(tensors())
