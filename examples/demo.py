@@ -26,6 +26,7 @@ from rich.console import Console
 
 from controller.client import AsyncClient, LoradockError
 from controller.log.replay import ReplayResult, replay
+from examples.demo_arrival import show_arrivals
 from examples.demo_view import LifeCycle, print_totals, summary
 from examples.transformations import TRANSFORMATIONS, answer_of, held_out_words, prompt_of
 from messages.requests import AdaptersListed, StatusShown
@@ -114,6 +115,8 @@ async def _run(directory: Path, console: Console) -> tuple[Tally, AdaptersListed
         await asyncio.gather(*(client.load(name) for name in TRANSFORMATIONS))
         console.print(f"{len(TRANSFORMATIONS)} adapters are known, {SLOTS} slots are available.")
         tally = await _traffic(directory, client, life_cycle, console)
+        if not await show_arrivals(client, console):
+            tally.wrong.append("the adapter that arrived during the streams")
         adapters, status = await client.list(), await client.status()
         watching.cancel()
     return tally, adapters, status
