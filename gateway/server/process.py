@@ -55,6 +55,7 @@ def main() -> int:
     # Each connection is a file descriptor.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _collect_less_garbage()
     return run(config, int(sys.argv[2]) if len(sys.argv) > 2 else -1)
 
 
@@ -92,7 +93,6 @@ def open_listener(host: str, port: int) -> socket.socket:
 async def serve(config: GatewayConfig, listener: socket.socket, parent_fd: int = -1) -> None:
     """Serve on a socket until a signal; raises `StartError` if the gateway can't serve."""
     gateway = Gateway(config)
-    _collect_less_garbage()
     async with gateway.running() as failed:
         server = _Server(uvicorn_config(config, create_app(gateway)), gateway.live.close)
         _end_with_supervisor(parent_fd, server)
