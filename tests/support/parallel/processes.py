@@ -16,10 +16,10 @@ import msgspec
 from controller.core.limits import Limits
 from controller.shell.config import ServerConfig
 from controller.shell.transport import endpoint
+from tests.support.parallel.forked_processes import ROOT, ForkedProcess, forker
 from tests.support.simulation.key_examples import engine_arguments
 from tests.support.waiting import HANG_S
 
-ROOT = Path(__file__).parents[3]
 TINY = ROOT / "examples" / "tiny"
 ADAPTERS = tuple(sorted(path.name for path in (TINY / "adapters").iterdir()))
 
@@ -29,8 +29,17 @@ LIMITS = Limits(
     host_bytes_max=32 << 20,
     pinned_bytes_max=32 << 20,
     device_bytes_max=8 << 20,
+    # An engine may take long to start.
+    request_timeout_ms=int(1000 * HANG_S),
     digest_interval=50,
 )
+
+
+CONTROLLER = "controller.shell.process"
+STEPPED_CONTROLLER = "tests.support.parallel.stepped_controller"
+
+_HASH_SEEDS = 3
+"""A controller that starts again has another seed of hashes than before."""
 
 
 class ControllerProcess:
@@ -38,13 +47,14 @@ class ControllerProcess:
 
     def __init__(self, directory: Path, limits: Limits = LIMITS, **options: object) -> None:
         self._config = ServerConfig(str(directory), limits, **options)
-        self._module = ["controller.shell.process"]
+        self._module, self._arguments = CONTROLLER, ()
         self._errors = directory.with_suffix(".controller.log")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedProcess | None = None
+        self._starts = 0
 
     def use_clock(self, offset: Path) -> None:
         """Run the next processes with the wall clock whose error is in the file `offset`."""
-        self._module = ["tests.support.parallel.stepped_controller", str(offset)]
+        self._module, self._arguments = STEPPED_CONTROLLER, (str(offset),)
 
     @property
     def pid(self) -> int:
@@ -52,13 +62,9 @@ class ControllerProcess:
 
     def start(self) -> None:
         config = msgspec.json.encode(self._config).decode()
-        with self._errors.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *self._module, config],
-                cwd=ROOT,
-                stdout=errors,
-                stderr=errors,
-            )
+        parent = forker(self._starts % _HASH_SEEDS, CONTROLLER, STEPPED_CONTROLLER)
+        self._process = parent.start(self._module, (*self._arguments, config), self._errors)
+        self._starts += 1
 
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
