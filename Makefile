@@ -12,7 +12,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences openai2 manifests quantization test check bench soak fuzz gpu replay sim sim-bugs histories diagrams supported parity clean
+.PHONY: help setup demo sentences openai2 manifests quantization test check bench soak disturb fuzz gpu replay sim sim-bugs histories diagrams supported parity clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -68,6 +68,10 @@ bench: $(STAMP)  ## measure and print the tables (ONLY=control for one group)
 soak: $(STAMP)  ## run a server under load and print what grows (MINUTES=60)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak \
 	  --minutes $(or $(MINUTES),$(and $(HOURS),$(shell echo $$((60 * $(HOURS))))),60)
+
+disturb: $(STAMP)  ## kill, stop and step the clock of real processes under load (DISTURBANCES=10000)
+	OMP_NUM_THREADS=1 LORADOCK_DISTURBANCES=$(or $(DISTURBANCES),10000) \
+	  $(BIN)/python -m pytest tests/controller/shell/test_server_crashes.py -p no:xdist
 
 fuzz: $(STAMP)  ## send requests made from the OpenAPI document to a gateway
 	$(PYTHON) -m venv $(VENV)-fuzz

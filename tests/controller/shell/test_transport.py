@@ -1,5 +1,6 @@
 """The bounds on one iteration's frames, in the controller and in the engine."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import zmq
 
 from controller.shell import listener, transport, unread_replies
 from engine.worker import worker
-from tests.support.waiting import wait_until
+from tests.support.waiting import HANG_S, wait_until
 
 LONG = b"x" * (24 << 20)
 GONE_ROUTE = b"lgone"
@@ -184,3 +185,21 @@ def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(
         assert 8 <= read - waiting < 50
         wait_until(lambda: opened.can_reply(peer))
         client.close()
+
+
+def test_connections_that_do_not_finish_the_handshake_are_closed(directory: Path) -> None:
+    with transport.Transport(directory):
+        silent = []
+        for name in ("requests.sock", "events.sock", "engine.sock"):
+            # Nothing, or the first byte of ZeroMQ's greeting.
+            for sent in (b"", b"\xff"):
+                peer = socket.socket(socket.AF_UNIX)
+                silent.append(peer)
+                peer.settimeout(HANG_S)
+                peer.connect(str(directory / "run" / name))
+                peer.sendall(sent)
+        for peer in silent:
+            # The other side's greeting, then the end.
+            while peer.recv(4096):
+                continue
+            peer.close()
