@@ -14,7 +14,8 @@ from torch import Tensor
 from benchmarks.rounds import Work
 from engine.kernels import choose_kernels
 from engine.kernels.cpu.blocks import blocks_of_short_groups
-from engine.kernels.cpu.costs import StrategyChoice
+from engine.kernels.cpu.calibration import calibration
+from engine.kernels.cpu.costs import DEFAULT_COSTS, StrategyChoice
 from engine.kernels.cpu.dense import Dense
 from engine.kernels.cpu.gathered import Gathered
 from engine.kernels.cpu.grouped import Grouped
@@ -96,7 +97,8 @@ class Bench:
     def chosen(self, batch_invariant: bool = False) -> Work:
         """Return the work that adds the delta as the engine does."""
         y, x, layer, groups = self.y, self._x, self._layer, self._groups
-        linear = choose_kernels("cpu", "cpu", batch_invariant).linear
+        costs = DEFAULT_COSTS if batch_invariant else calibration().costs
+        linear = choose_kernels("cpu", "cpu", batch_invariant, costs).linear
         return lambda: linear(y, x, layer, groups, 1.0)
 
     def strategies(self) -> dict[str, Work]:
