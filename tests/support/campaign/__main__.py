@@ -6,6 +6,7 @@ fails. `--bugs` searches every planted bug and prints which check found it.
 """
 
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from tests.support.campaign.machine import simulated_machine
 from tests.support.campaign.planted_bugs import BUGS, find_bug
 
 _TRACE_LINES = 200
+_COLLECTED_AFTER = 50
+"""Schedules between two garbage collections, which are off while a schedule runs."""
 
 
 def main() -> int:
@@ -42,12 +45,15 @@ def run_schedules(seeds: Iterable[int], steps: int = STEPS) -> int:
     """Run schedules and print the failing ones; return their number."""
     failed = 0
     with simulated_machine():
-        for seed in seeds:
+        for number, seed in enumerate(seeds):
             try:
                 run_schedule(seed, steps)
             except ScheduleFailed as error:
                 failed += 1
                 print(error, flush=True)
+            # Cycles of one schedule take 0.2 MiB: a million would not fit into memory.
+            if number % _COLLECTED_AFTER == 0:
+                gc.collect()
     return failed
 
 
