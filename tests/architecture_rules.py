@@ -129,11 +129,12 @@ ROOMS: Final = (
     ),
     _package("engine.models.caches", "engine", "torch transformers"),
     _package("engine.models.weights", "engine", "msgspec safetensors torch transformers"),
+    _package("engine.models.positions", "engine", "torch transformers"),
     _package(
         "engine.models",
         "messages.prompts messages.requests messages.views engine engine.adapters engine.kernels "
         "engine.kernels.__init__ engine.residency engine.punica engine.layers "
-        "engine.models.caches engine.models.vision engine.models.weights",
+        "engine.models.caches engine.models.positions engine.models.vision engine.models.weights",
         "msgspec torch transformers",
     ),
     _package(

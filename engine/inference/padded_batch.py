@@ -105,8 +105,18 @@ class PaddedBatch:
         """Prefill a chunk of the next group, and then decode."""
         if self._prefilling:
             self._prefill(self._prefilling.popleft())
+        self._restart_longer()
         if self._running:
             self._decode()
+
+    def _restart_longer(self) -> None:
+        """Let sequences wait again whose first tokens have to be computed for another length."""
+        lengths = self._cache.prompt_lengths
+        pairs = list(zip(self._running, lengths, strict=True))
+        changed = [one for one, length in pairs if one.prompt_length != length]
+        if changed:
+            self.keep(lambda one: one not in changed)
+            self._events.on_preemption(changed)
 
     def _prefill(self, batch: PrefillBatch) -> None:
         """Prefill a chunk of a group; its sequences join the batch after the last one."""

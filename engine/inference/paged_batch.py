@@ -105,6 +105,7 @@ class PagedBatch:
         unread = next((row for row in self._rows if row.sequence.images is not None), None)
         if unread is not None:
             self._prefill_images(unread)
+        self._restart_longer()
         self._reserve_for_running()
         chunks = self._chunks(max(1, self.budget.tokens - len(self.running)))
         parts = [(row, 1) for row in self._rows if row.is_prefilled]
@@ -118,7 +119,8 @@ class PagedBatch:
         root = None
         if self._shares_prefixes:
             version = self._runner.slots.version_of(sequence.command)
-            root = root_key(version, _digest(sequence.images))
+            length = self._runner.model.row_lengths.key_of(sequence.prompt_length)
+            root = root_key(version, _digest(sequence.images), length)
         return PagedRow(sequence, self.pool, root)
 
     def _fits(self, row: PagedRow) -> bool:
@@ -162,6 +164,13 @@ class PagedBatch:
                 row.table.reuse(found, row.keys)
                 row.sequence.note_reused(row.table.reused)
                 row.sequence.images = None
+
+    def _restart_longer(self) -> None:
+        """Let sequences wait again whose first tokens have to be computed for another length."""
+        changed = [row for row in self._rows if row.sequence.prompt_length != row.prompt_length]
+        self._leave(changed)
+        if changed:
+            self._events.on_preemption([row.sequence for row in changed])
 
     def _reserve_for_running(self) -> None:
         """Reserve the next token of every running sequence, oldest first."""

@@ -11,7 +11,8 @@ from engine.paging.paged_cache import FlatRow
 class PagedRow:
     """A sequence of the batch and its blocks.
 
-    `tokens`: those to be prefilled. `offset`: see `FlatRow`. `keys`: of its full blocks that may be
+    `tokens`: those to be prefilled. `offset`: see `FlatRow`. `prompt_length`: that of
+    the sequence when it began. `keys`: of its full blocks that may be
     shared, without the last token; empty if none may. `is_scored`: whether the prompt's
     log-probabilities are needed; then it is computed whole, and others may reuse its blocks.
     """
@@ -20,6 +21,7 @@ class PagedRow:
         self.sequence: Final = sequence
         self.table: Final = BlockTable(pool, root)
         self.tokens: Final = sequence.tokens
+        self.prompt_length: Final = sequence.prompt_length
         self.is_scored: Final = sequence.needs_prompt_logprobs
         images = sequence.images
         self.offset: Final = 0 if images is None else images.offset
@@ -49,7 +51,12 @@ class PagedRow:
     def next_tokens(self, count: int) -> FlatRow:
         """Return the next `count` tokens of the sequence, for which blocks are reserved."""
         if self.is_prefilled:
-            return FlatRow([self.sequence.output.tokens[-1]], self.table, self.offset)
+            return FlatRow(
+                [self.sequence.output.tokens[-1]],
+                self.table,
+                self.offset,
+                prompt=self.prompt_length,
+            )
         begin = self.table.length
         tokens = self.tokens[begin : begin + count]
-        return FlatRow(tokens, self.table, self.offset, self.is_scored)
+        return FlatRow(tokens, self.table, self.offset, self.is_scored, self.prompt_length)

@@ -46,6 +46,7 @@ class PrefillBatch:
         )
         self._done = 0
         self.cache = new_cache([0] * len(self.sequences), position_offsets(self.images))
+        self.cache.prompt_lengths = [one.prompt_length for one in sequences]
 
     def __len__(self) -> int:
         """Return the number of rows."""

@@ -97,6 +97,16 @@ class Sequence:
         return self.prompt + self.output.tokens
 
     @property
+    def prompt_length(self) -> int:
+        """The length of the pass that computes its first tokens, which may scale positions.
+
+        It changes where `generate` would compute the sequence again from its first token.
+        """
+        tokens = len(self.prompt) + len(self.output.tokens)
+        lengths = self._model.row_lengths
+        return lengths.prompt_length(len(self.prompt), tokens if self.can_resume else 0)
+
+    @property
     def tokens_max(self) -> int:
         """The most tokens that the prompt and the output can have together."""
         return len(self.prompt) + self._output_tokens_max

@@ -6,7 +6,7 @@ request.
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -17,11 +17,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from engine.config import LoRAConfig
+from engine.models.caches.row_cache import RowCache
 from engine.models.caches.single_rows import SingleRows
 from engine.models.caches.state_cache import StateCache
 from engine.models.image_batch_probe import probe_images
 from engine.models.image_processor import ImagePromptReader, ImagesRefused, Processor
 from engine.models.kv_cache import BatchKVCache, left_padding_mask
+from engine.models.positions.rotary import scale_by_length
 from engine.models.probe import (
     ProbeSpec,
     check_causal,
@@ -55,6 +57,7 @@ class CausalModel(ServedModel):
     `context_tokens_max`: prompt and output of one row together. `eos_ids`: the tokens that end an
     output. `accepts`: the names of the model's arguments. `prompt_reader` reads prompts with
     images. It is None where these are refused, and then `no_images_reason` contains the reason.
+    `row_lengths`: the lengths that scale positions.
     """
 
     task = "generate"
@@ -72,6 +75,7 @@ class CausalModel(ServedModel):
         self.eos_ids = _eos_ids(model, tokenizer)
         self.accepts = _accepted(model)
         self._punica: PunicaWrapper | None = None
+        self.row_lengths = scale_by_length(model)
         chosen = self._prepare([self._probe_of(one) for one in BATCHINGS], lora_config)
         self.batching = BATCHINGS[chosen]
         if self.batching == "single":
@@ -142,8 +146,15 @@ class CausalModel(ServedModel):
             image_tensors = {name: tensor.to(self.device) for name, tensor in arguments.items()}
             positions = image_tensors.pop("position_ids")
         arguments = self._arguments(mask, positions, cache.cache, keeps_all=keeps_all)
-        logits: Tensor = self.model(input_ids.to(self.device), **arguments, **image_tensors).logits
+        arguments |= image_tensors
+        with self._lengths_of(cache):
+            logits: Tensor = self.model(input_ids.to(self.device), **arguments).logits
         return logits
+
+    def _lengths_of(self, cache: RowCache) -> AbstractContextManager[None]:
+        prompts = [[length] for length in cache.prompt_lengths]
+        longest = max([*cache.positions, *cache.prompt_lengths], default=0)
+        return self.row_lengths.of(prompts, longest, self.device)
 
     @torch.inference_mode()
     def run(self, input_ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
@@ -152,7 +163,8 @@ class CausalModel(ServedModel):
         input_ids: [rows, tokens] int64. mask: [rows, columns] int64, 1 for the columns that a row
         attends to. positions: [rows, tokens] int64.
         """
-        logits: Tensor = self.model(input_ids, **self._arguments(mask, positions, cache)).logits
+        with self.row_lengths.of(None, None, self.device):
+            logits: Tensor = self.model(input_ids, **self._arguments(mask, positions, cache)).logits
         return logits[:, -1]
 
     def _arguments(
@@ -242,14 +254,17 @@ class CausalModel(ServedModel):
         self, tokens: Tensor, cache: StateCache | SingleRows, row: int, keeps_all: bool
     ) -> Tensor:
         """Return at least the last one of a row's logits, [1, tokens, vocabulary]."""
+        end, prompt = cache.positions[row], cache.prompt_lengths[row]
+        lengths = self.row_lengths.of([[prompt]], max(end, prompt), self.device)
         if isinstance(cache, SingleRows):
-            return cache.forward(self.model, row, tokens)
-        end = cache.positions[row]
+            with lengths:
+                return cache.forward(self.model, row, tokens)
         positions = torch.arange(end - len(tokens), end, device=self.device)
         mask = torch.ones(1, cache.lengths[row], dtype=torch.int64, device=self.device)
         own = cache.single(row)
         arguments = self._arguments(mask, positions[None], own, keeps_all=keeps_all)
-        logits: Tensor = self.model(tokens[None], **arguments).logits
+        with lengths:
+            logits: Tensor = self.model(tokens[None], **arguments).logits
         return logits
 
     def _make_reader(

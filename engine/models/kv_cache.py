@@ -44,7 +44,7 @@ class BatchKVCache:
     In `cache`, every layer's keys and values are [rows, heads, width, head_dim], with the same
     width in all layers. The last `lengths[row]` columns are the row's own; the others are never
     read. `offsets`: the position of a row's next token minus its length. It is not 0 where images
-    advance positions by a number other than their tokens.
+    advance positions by a number other than their tokens. `prompt_lengths`: see `RowCache`.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class BatchKVCache:
         """
         self.cache = Cache(layer_class_to_replicate=GrowableKVLayer)
         self.lengths = list(lengths)
+        self.prompt_lengths = list(lengths)
         self.offsets = list(offsets) or [0] * len(self.lengths)
         self._keeps_capacity = keeps_capacity
 
@@ -101,12 +102,14 @@ class BatchKVCache:
             self.cache = other.cache
         self.lengths += other.lengths
         self.offsets += other.offsets
+        self.prompt_lengths += other.prompt_lengths
 
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these, and the columns that are then padding in every row."""
         is_whole = list(rows) == list(range(len(self)))
         self.lengths = [self.lengths[row] for row in rows]
         self.offsets = [self.offsets[row] for row in rows]
+        self.prompt_lengths = [self.prompt_lengths[row] for row in rows]
         if not rows:
             self._clear()
             return

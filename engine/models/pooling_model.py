@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
+from engine.models.positions.rotary import scale_by_length
 from engine.models.probe import Prompts, is_bidirectional, pooling_probe
 from engine.models.served_model import ServedModel, Tokenizer
 from engine.punica.mapping import LoRAMapping
@@ -45,6 +46,7 @@ class PoolingModel(ServedModel):
         """Wrap the layers of `model` in place."""
         super().__init__(model, tokenizer, context_tokens_max)
         self.task = task
+        self._row_lengths = scale_by_length(model)
         # A tokenizer without a limit of its own has one that no text reaches.
         read_max = options.tokens_max or getattr(tokenizer, "model_max_length", 0)
         limits = (self.context_tokens_max, read_max, _positions_max(model))
@@ -92,7 +94,9 @@ class PoolingModel(ServedModel):
         arguments: dict[str, Any] = {"attention_mask": mask}
         if "use_cache" in self._accepts:
             arguments["use_cache"] = False
-        return self.model(tokens, **arguments)
+        lengths = [[len(prompt)] for prompt in prompts]
+        with self._row_lengths.of(lengths, max(map(len, prompts)), self.device):
+            return self.model(tokens, **arguments)
 
     def _tensor(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, device=self.device)

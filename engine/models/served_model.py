@@ -25,6 +25,7 @@ from engine.layers import (
 from engine.layers.missing import missing_layers
 from engine.layers.saved import ReplaceableNorm
 from engine.layout import ModuleShape
+from engine.models.positions.context import longest_context
 from engine.models.preparation import WrapScope, module_shapes, prepare_layers
 from engine.models.probe import ProbeSpec
 from engine.models.sharding import experts_of
@@ -37,15 +38,6 @@ from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
 
 _MEDIA_TOKENS: Final = ("image_token_id", "video_token_id", "audio_token_id")
-
-_CONTEXT_FIELDS: Final = (
-    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
-    *("context_length", "model_max_length", "max_sequence_length"),
-)
-"""Where configurations state the longest context, in order of preference."""
-
-CONTEXT_TOKENS_DEFAULT: Final = 8192
-"""The longest context of a model that states none, as with ALiBi, unless one is configured."""
 
 Tokenizer = Any
 """A `transformers` tokenizer; the library has no types for it."""
@@ -94,7 +86,7 @@ class ServedModel:
         self.equivalences = equivalences_of(model)
         self.image_mapper = ImageMapper(None)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self.context_tokens_max = _context_tokens_max(model.config, context_tokens_max)
+        self.context_tokens_max = longest_context(model.config, context_tokens_max)
         tokens = (getattr(model.config, name, None) for name in _MEDIA_TOKENS)
         self.media_tokens = frozenset(token for token in tokens if token is not None)
 
@@ -177,27 +169,3 @@ class ServedModel:
         for norm in self.norms.values():
             norm.bind(arena, next(columns), punica)
         self.image_mapper = ImageMapper(self.image_part, image_punicas)
-
-
-def _context_tokens_max(config: Any, configured: int) -> int:
-    text_config = config.get_text_config(decoder=True)
-    stated = [getattr(text_config, name, None) for name in _CONTEXT_FIELDS]
-    positions = next((one for one in stated if isinstance(one, int) and one > 0), 0)
-    limits = (positions, configured, *_batch_wide_limits(text_config))
-    # Position schemes without a table, such as ALiBi or a recurrent state, have no length.
-    return min((limit for limit in limits if limit > 0), default=CONTEXT_TOKENS_DEFAULT)
-
-
-def _batch_wide_limits(text_config: Any) -> list[int]:
-    """Return lengths beyond which one row changes the position encoding of all rows in its batch.
-
-    "longrope" switches to other frequencies once any row exceeds that length, while the cached keys
-    of shorter rows were computed with the first ones.
-    """
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    encodings = [parameters, *(one for one in parameters.values() if isinstance(one, dict))]
-    return [
-        encoding["original_max_position_embeddings"]
-        for encoding in encodings
-        if encoding.get("rope_type") == "longrope"
-    ]

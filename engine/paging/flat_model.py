@@ -5,6 +5,7 @@ engine starts, against the model's own forward pass; what counts is the result, 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -70,12 +71,17 @@ class FlatModel:
             arguments["logits_to_keep"] = step.kept
         self.cache.step = step
         try:
-            with flat_attention(self._configs, step):
+            with flat_attention(self._configs, step), self._lengths_of(rows):
                 output = model.model(tokens, **arguments)
         finally:
             self.cache.step = None
         logits: Tensor = output.logits[0]
         return logits if selects else logits[step.kept]
+
+    def _lengths_of(self, rows: Sequence[FlatRow]) -> AbstractContextManager[None]:
+        prompts = [row.prompt for row in rows for _ in row.tokens]
+        longest = max(max(row.end, row.prompt) for row in rows)
+        return self._model.row_lengths.of([prompts], longest, self._model.device)
 
 
 def _configs_of(config: PretrainedConfig) -> list[PretrainedConfig]:

@@ -26,12 +26,14 @@ class FlatRow(NamedTuple):
 
     `offset`: the position of a token minus its index in the row; not 0 after images. `is_scored`:
     whether the logits after each of the tokens are needed, and not only after the last one.
+    `prompt`: the tokens of the row's prompt, of which these may be a part.
     """
 
     tokens: Sequence[int]
     table: BlockTable
     offset: int = 0
     is_scored: bool = False
+    prompt: int = 0
 
     @property
     def end(self) -> int:

@@ -8,11 +8,13 @@ class RowCache(Protocol):
     """The states of a batch's rows, row by row in its order, and each row's number of tokens.
 
     `lengths`: the tokens of each row, those of the next forward included. `offsets`: the position
-    of a row's next token minus its length.
+    of a row's next token minus its length. `prompt_lengths`: the tokens of each row's prompt, of
+    which a forward may process a part; those that a cache is made with, unless they are set.
     """
 
     lengths: list[int]
     offsets: list[int]
+    prompt_lengths: list[int]
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -45,6 +47,7 @@ class RowStates:
     def __init__(self, lengths: Sequence[int], offsets: Sequence[int] = ()) -> None:
         self.lengths = list(lengths)
         self.offsets = list(offsets) or [0] * len(self.lengths)
+        self.prompt_lengths = list(lengths)
         self.done = [0] * len(self.lengths)
         self._columns = 0
 
@@ -79,11 +82,13 @@ class RowStates:
     def _join_counts(self, other: "RowStates") -> None:
         self.lengths += other.lengths
         self.offsets += other.offsets
+        self.prompt_lengths += other.prompt_lengths
         self.done += other.done
         self._columns = 0
 
     def _keep_counts(self, rows: Sequence[int]) -> None:
         self.lengths = [self.lengths[row] for row in rows]
         self.offsets = [self.offsets[row] for row in rows]
+        self.prompt_lengths = [self.prompt_lengths[row] for row in rows]
         self.done = [self.done[row] for row in rows]
         self._columns = 0

@@ -14,8 +14,6 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
 )
 
 from engine.config import LoRAConfig
@@ -234,22 +232,3 @@ def test_limits_and_ends_come_from_the_model(prepared_model: CausalModel) -> Non
     assert CausalModel(tiny_model(), LoRAConfig()).context_tokens_max == CONTEXT_TOKENS_MAX
     long = CausalModel(tiny_model(), LoRAConfig(), context_tokens_max=10**6)
     assert long.context_tokens_max == CONTEXT_TOKENS_MAX
-
-
-def test_a_length_that_would_change_other_rows_is_not_allowed() -> None:
-    fields = tiny_config().to_dict() | {"original_max_position_embeddings": 32}
-    factors = {"short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
-    fields["rope_parameters"] = {"rope_type": "longrope", "rope_theta": 10_000.0, **factors}
-    torch.manual_seed(0)
-    model = CausalModel(Phi3ForCausalLM(Phi3Config(**fields)), LoRAConfig())
-    assert model.context_tokens_max == 32
-    # The reason: a row of 33 tokens changes the logits of a short row in the same batch.
-    logits = []
-    for length in (32, 33):
-        short = torch.tensor([0] * (length - 4) + [5, 6, 7, 8])
-        logits.append(
-            model.forward(torch.stack([short, torch.ones_like(short)]), BatchKVCache([4, length]))[
-                0
-            ]
-        )
-    assert relative_error(*logits) > 1e-3

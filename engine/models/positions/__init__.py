@@ -1,0 +1,1 @@
+"""Positions of tokens: how long a model's context is, and how a row's length scales rotations."""
