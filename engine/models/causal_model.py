@@ -7,7 +7,7 @@ request.
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, Literal
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from engine.config import LoRAConfig
+from engine.models.caches.module_states import ModuleState, find_module_states
 from engine.models.caches.row_cache import RowCache
 from engine.models.caches.single_rows import SingleRows
 from engine.models.caches.state_cache import StateCache
@@ -212,7 +213,11 @@ class CausalModel(ServedModel):
     ) -> StateCache | SingleRows:
         if batching == "together":
             return StateCache(self.model.config, lengths, offsets)
-        return SingleRows(lengths, offsets, "position_ids" in self.accepts)
+        return SingleRows(lengths, offsets, "position_ids" in self.accepts, self._module_states)
+
+    @cached_property
+    def _module_states(self) -> tuple[ModuleState, ...]:
+        return find_module_states(self.model)
 
     def _forward_states(
         self, input_ids: Tensor, cache: StateCache | SingleRows, keeps_all: bool

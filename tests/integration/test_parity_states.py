@@ -7,10 +7,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.models.causal_parity import ERROR_MAX, Reference, judge_manager, judge_server
+from engine.adapters import read_adapter
+from engine.config import EngineConfig, LoRAConfig
+from engine.inference.admission import SlotTable
+from engine.jobs import InlineJobs
+from engine.models.binding import bind_lora
+from engine.models.causal_model import CausalModel
+from engine.residency.staging import stage
+from messages.prompts import Sampling
+from tests.support.engine.generation_bench import SchedulerDriver
+from tests.support.models.causal_configs import build_model
+from tests.support.models.causal_fields import POSITIONS
+from tests.support.models.causal_parity import (
+    ERROR_MAX,
+    LENGTHS,
+    RANKS,
+    STEPS,
+    Reference,
+    judge_manager,
+    judge_server,
+    prompt_of,
+)
 
-KINDS = {"lfm2": "together", "minimax": "single"}
-"""A convolution's state and keys decoded together; a cache that only the model itself knows."""
+KINDS = {"lfm2": "together", "minimax": "single", "recurrent_gemma": "single"}
+"""A convolution's state and keys decoded together; a cache that only the model itself knows; states
+that the model keeps in its modules.
+"""
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -19,3 +41,37 @@ def test_rows_with_states_match_peft_in_process_and_served(model_type: str, tmp_
     assert judge_manager(model_type, tmp_path, reference) < ERROR_MAX
     assert judge_server(model_type, tmp_path, reference, modes) < ERROR_MAX
     assert modes == [KINDS[model_type]]
+    assert_scheduled_rows_match(model_type, tmp_path, reference)
+
+
+def assert_scheduled_rows_match(model_type: str, root: Path, reference: Reference) -> None:
+    """Rows that wait, join, are preempted and leave have the tokens of `generate`."""
+    driver = driver_of(model_type, root)
+    names = reference.names
+    rows = [(names[row % len(names)], prompt_of(row, length)) for row, length in enumerate(LENGTHS)]
+    sampling = Sampling(max_tokens=STEPS, ignore_eos=True)
+    ops = [driver.start(*row, sampling) for row in rows]
+    scheduler = driver.scheduler
+    while not scheduler.batch.running:
+        driver.run(steps=1)
+    assert scheduler.kv_use.size_bytes > 0
+    preempted = scheduler.batch.running[:1]
+    scheduler.batch.keep(lambda one: one not in preempted)
+    scheduler.on_preemption(preempted)
+    driver.run()
+    assert scheduler.kv_use.size_bytes == 0
+    for op, row in zip(ops, rows, strict=True):
+        assert driver.output(op)[0] == reference.generate(*row)[1], row
+
+
+def driver_of(model_type: str, root: Path) -> SchedulerDriver:
+    wanted = LoRAConfig(max_lora_rank=64, max_loras=len(RANKS), lora_dtype="float32")
+    model = CausalModel(build_model(model_type), wanted, context_tokens_max=POSITIONS)
+    arena, punica, lora_config = bind_lora(model, wanted, 4 << 20)
+    for slot, name in enumerate(RANKS):
+        loaded = read_adapter(name, [root], model.adapter_target(lora_config))
+        arena.begin_write(slot, 1, stage(loaded.model, model.shapes, lora_config.dtype, False))
+        arena.finish_write(slot)
+    slots = SlotTable(arena, [slot + 1 for slot in range(len(RANKS))])
+    config = EngineConfig(Path(), device="cpu", max_num_seqs=3, max_num_batched_tokens=16)
+    return SchedulerDriver(model, punica, slots, config, list(RANKS), InlineJobs())

@@ -4,13 +4,15 @@ Keys, values and an indexer's keys have a column per token, and rows end in the 
 Convolution, recurrent and state-space states have one value per row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
     DummyLayer,
     DynamicCache,
     DynamicIndexedLayer,
@@ -88,6 +90,17 @@ def take_rows(layer: Any, rows: Tensor, padding: int) -> None:
         for key, state in states.items():
             if state is not None:
                 states[key] = state.index_select(0, rows)
+
+
+def states_bytes(value: object) -> int:
+    """Return the bytes of the tensors in a cache, in its layers, or in a container of these."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, Cache | CacheLayerMixin):
+        return states_bytes(vars(value))
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return sum(map(states_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def _join_columns(tensors: Sequence[Any], dimension: int) -> Tensor:

@@ -27,6 +27,10 @@ class RowCache(Protocol):
     def positions(self) -> list[int]:
         """The position of each row's next token."""
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all rows in memory."""
+
     def grow(self, tokens: int) -> None:
         """Count `tokens` new tokens of every row, which the next forward writes."""
 

@@ -12,27 +12,48 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.models.caches.layer_states import states_bytes
+from engine.models.caches.module_states import (
+    ModuleState,
+    ModuleValues,
+    read_states,
+    write_states,
+)
 from engine.models.caches.row_cache import RowStates
 
 
 @dataclass
 class _Row:
-    """One row: its tokens, and what the model wants to be given with the next ones."""
+    """One row: its tokens, and what the model wants to be given with the next ones.
+
+    `modules`: what the model keeps for it in its modules.
+    """
 
     tokens: list[int] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
+    modules: ModuleValues = ()
 
 
 class SingleRows(RowStates):
     """The states of rows that are never computed together."""
 
     def __init__(
-        self, lengths: Sequence[int] = (), offsets: Sequence[int] = (), with_positions: bool = False
+        self,
+        lengths: Sequence[int] = (),
+        offsets: Sequence[int] = (),
+        with_positions: bool = False,
+        module_states: Sequence[ModuleState] = (),
     ) -> None:
-        """`with_positions`: the model accepts `position_ids`."""
+        """`with_positions`: the model accepts `position_ids`. `module_states`: of the model."""
         super().__init__(lengths, offsets)
+        self._module_states = module_states
         self._with_positions = with_positions
         self._rows = [_Row() for _ in self.lengths]
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all rows' states."""
+        return sum(states_bytes((row.arguments, row.modules)) for row in self._rows)
 
     def join(self, other: "SingleRows") -> None:
         """Append the rows of `other`, which must not be used afterwards."""
@@ -65,7 +86,9 @@ class SingleRows(RowStates):
             is_first_iteration=is_first,
             **state.arguments,
         )
+        write_states(self._module_states, state.modules)
         output = model(**inputs, return_dict=True)
+        state.modules = read_states(self._module_states)
         state.arguments = model._update_model_kwargs_for_generation(output, state.arguments)
         logits: Tensor = output.logits
         return logits

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from engine.models.caches.layer_states import join_layers, own_cache, take_rows
+from engine.models.caches.layer_states import join_layers, own_cache, states_bytes, take_rows
 from engine.models.caches.row_cache import RowStates
 
 
@@ -28,6 +28,11 @@ class StateCache(RowStates):
     def single(self, row: int) -> DynamicCache:
         """Return the cache of one row, before the rows were decoded together."""
         return self._single[row]
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all rows' states."""
+        return states_bytes((self._single, self._together))
 
     @property
     def is_together(self) -> bool:

@@ -57,7 +57,7 @@ class RowLengths:
         return prompt
 
     def key_of(self, prompt: int) -> bytes:
-        """Return what the keys of a prompt's first tokens depend on besides these tokens."""
+        """Return what the keys of a prompt's first tokens depend on, apart from these tokens."""
         if prompt <= self.limit or not self.limit:
             return b""
         return b"%d" % prompt if self._is_dynamic else b"long"
@@ -226,7 +226,7 @@ def _like(mask: Tensor, result: Tensor) -> Tensor:
 
 
 class _CacheOf(DynamicCache):  # type: ignore[misc]
-    """A cache that states a number of tokens, for a model that only asks for it."""
+    """A cache that states a number of tokens, for a model that requests nothing else."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _CacheOf(DynamicCache):  # type: ignore[misc]
 
 
 def _restarts_after(model: PreTrainedModel, limit: int) -> bool:
-    """Whether `generate` gives up the cache of a row when its length first exceeds `limit`."""
+    """Whether `generate` drops the cache of a row when its length first exceeds `limit`."""
     ids = torch.zeros(1, limit + 1, dtype=torch.int64, device=model.device)
     try:
         inputs = model.prepare_inputs_for_generation(

@@ -6,6 +6,7 @@ decodes them together, and lets rows join and leave. Each row's logits and token
 the model's own `generate` with that adapter.
 """
 
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -115,13 +116,18 @@ class Reference:
     @torch.no_grad()
     def forward(self, name: str | None, tokens: Tensor) -> Tensor:
         """Return one row's logits of all tokens, [tokens, vocabulary]."""
-        logits: Tensor = self._with(name, lambda model: model(input_ids=tokens[None])).logits[0]
+        own = inspect.signature(self.model.get_base_model().forward).parameters
+        options = {"use_cache": False} if "use_cache" in own else {}
+        output = self._with(name, lambda model: model(input_ids=tokens[None], **options))
+        logits: Tensor = output.logits[0]
         return logits
 
     @torch.no_grad()
     def generate(self, name: str | None, prompt: tuple[int, ...]) -> tuple[Tensor, list[int]]:
         """Return the logits, [steps, vocabulary], and the tokens of the model's own `generate`."""
         if (name, prompt) not in self._generated:
+            # Some models keep states of the text before in their modules, and clear them so.
+            self.forward(name, torch.tensor(prompt))
             options = {"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": -1}
             found = self._with(
                 name,

@@ -1,4 +1,4 @@
-"""Rows of a batch have the positions that they have alone, whatever the lengths of the others."""
+"""Rows of a batch have the positions that they have alone, regardless of the others' lengths."""
 
 import copy
 from collections.abc import Sequence
@@ -144,9 +144,11 @@ def test_rows_below_across_and_above_the_trained_length_are_those_alone(name: st
         assert driver.model.context_tokens_max == scheme.context
         assert (driver.model.row_lengths.limit == TRAINED) == scheme.has_lengths
         ops = [driver.start(None, prompt, sampling) for prompt in prompts]
-        for op in ops[-2:]:
-            while not preempt(driver.scheduler, op):
-                driver.run(steps=1)
+        left = ops[-2:]
+        while left:
+            assert not driver.scheduler.is_idle
+            driver.run(steps=1)
+            left = [op for op in left if not preempt(driver.scheduler, op)]
         driver.run()
         assert [driver.output(op)[0] for op in ops] == expected, is_paged
 
