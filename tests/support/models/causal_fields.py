@@ -310,7 +310,7 @@ FIELDS: Final[Mapping[str, Fields]] = {
     },
     "prophetnet": {
         "num_hidden_layers": None,
-        "num_encoder_layers": 2,
+        "num_encoder_layers": 1,
         "num_decoder_layers": 2,
         "num_buckets": 8,
         "relative_max_distance": 16,
@@ -347,7 +347,7 @@ FIELDS: Final[Mapping[str, Fields]] = {
         "axial_pos_embds_dim": (16, 16),
         "feed_forward_size": 48,
         "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 64,
+        "lsh_attn_chunk_length": 4,
         "num_buckets": 4,
         "hash_seed": 1,
     },
