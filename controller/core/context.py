@@ -67,7 +67,7 @@ class Context(Struct, gc=False):
         # A request that is not pending is answered by the input that it arrived with.
         pending = world.pending_requests.get(reply.request_id)
         body = self.body if pending is None else pending.body
-        world.answers.add(Answer(reply, body, world.time_ns))
+        world.add_answer(Answer(reply, body, world.time_ns))
         world.answered += 1
         if type(reply) is requests.Refused:
             world.refused += 1

@@ -51,6 +51,8 @@ PREFETCH_PRIORITY: Final = NO_PRIORITY - 1
 """The priority of an adapter that moves ahead of its use: after every one with requests."""
 DEADLINES_MIN: Final = 1024
 
+_encode: Final = msgspec.msgpack.Encoder().encode
+
 
 class Adapter(Struct, array_like=True, gc=False):
     """One version of an adapter: its state, its goal and its counters.
@@ -218,7 +220,9 @@ class World:
         self.names: dict[str, AdapterId] = {}
         self.adapters: DigestDict[AdapterId, Adapter] = DigestDict()
         self.slots: DigestDict[int, Slot] = DigestDict()
-        self.answers = AnswerWindows(DigestDict[RequestId, Answer](), window_bounds(limits))
+        self.answers = AnswerWindows(window_bounds(limits))
+        # The hash of all answers that were ever given, in order: each continues the one before.
+        self.answers_chain = b""
         # Few and changed by every input, so they are hashed whole.
         self.operations: dict[OpId, Operation] = {}
         self.pending_requests: dict[RequestId, PendingRequest] = {}
@@ -275,6 +279,11 @@ class World:
         adapter_id = self.names.get(name)
         return None if adapter_id is None else self.adapters[adapter_id]
 
+    def add_answer(self, answer: Answer) -> None:
+        """Keep the answer of a request, and continue the chain of answers with it."""
+        self.answers.add(answer)
+        self.answers_chain = xxhash.xxh3_128_digest(self.answers_chain + _encode(answer))
+
     def add_deadline(self, at_ns: int, kind: DeadlineKind, key: int | str) -> None:
         """Add a deadline; ended ones are dropped when there are too many."""
         heapq.heappush(self.deadlines, (at_ns, kind, key))
@@ -309,14 +318,14 @@ class World:
         return self._digest([entries.digest_from_scratch() for entries in self._digest_dicts()])
 
     def _digest_dicts(self) -> tuple[DigestDict, ...]:  # type: ignore[type-arg]
-        return (self.adapters, self.slots, self.answers.by_id)
+        return (self.adapters, self.slots)
 
     def _digest(self, sums: list[int]) -> str:
         state = (
             [str(value) for value in sums],
             (self.seq, self.time_ns, self.epoch, self.events_seq, self.lru_counter),
             (self.next_op, self.next_adapter_id, self.next_generation),
-            (self.answered, self.refused),
+            (self.answered, self.refused, len(self.answers), self.answers_chain),
             (self.totals, self.past_counters, self.base_counters),
             (self.engine, self.engine_ready, list(self.unknown_operations.items())),
             [self.tiers[tier] for tier in TIERS],
@@ -324,4 +333,4 @@ class World:
             (list(self.batches), self.current_batch),
             (list(self.operations.items()), list(self.pending_requests.items())),
         )
-        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(state))
+        return xxhash.xxh3_128_hexdigest(_encode(state))

@@ -56,6 +56,7 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     totals: Counters
     past_counters: Counters
     base_counters: Counters
+    answers_chain: bytes
 
 
 _LISTS: Final = ("adapters", "slots", "answers", "batches")

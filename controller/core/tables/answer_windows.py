@@ -8,7 +8,7 @@ largest window.
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -17,9 +17,6 @@ from messages.requests import Reply
 
 _EXPIRED_PER_ANSWER: Final = 2
 """Bound on the answers that one new answer drops per window for their age, so its cost has one."""
-
-
-D = TypeVar("D", bound="dict[RequestId, Answer]")
 
 
 class Answer(Struct, frozen=True, array_like=True, gc=False):
@@ -38,16 +35,15 @@ class WindowBounds(NamedTuple):
     kept_ns: int
 
 
-class AnswerWindows(Generic[D]):
+class AnswerWindows:
     """Answers by request id, the oldest first, and each client's window of them.
 
     All indexes can be derived from `by_id` in its order, except that a window's size in `_largest`
     may be an earlier one.
     """
 
-    def __init__(self, by_id: D, bounds: WindowBounds) -> None:
-        """`by_id` must be empty; only this object may change it."""
-        self.by_id: Final = by_id
+    def __init__(self, bounds: WindowBounds) -> None:
+        self.by_id: Final[dict[RequestId, Answer]] = {}
         self.bounds = bounds
         # The client whose newest answer is the oldest comes first.
         self._windows: OrderedDict[str, deque[Answer]] = OrderedDict()
@@ -76,7 +72,8 @@ class AnswerWindows(Generic[D]):
 
     def add(self, answer: Answer) -> None:
         """Keep the answer of a request that has none, and drop those beyond the bounds."""
-        by_id, windows, bounds = self.by_id, self._windows, self.bounds
+        by_id, windows = self.by_id, self._windows
+        count_max, client_max, kept_ns = self.bounds
         request_id = answer.reply.request_id
         client = client_of(request_id)
         by_id[request_id] = answer
@@ -88,8 +85,7 @@ class AnswerWindows(Generic[D]):
             windows.move_to_end(client)
         if self._largest:
             self._note_size(-len(window), client)
-        client_max = bounds.client_max
-        expired_ns = answer.time_ns - bounds.kept_ns
+        expired_ns = answer.time_ns - kept_ns
         if window[0].time_ns <= expired_ns:
             self._drop_expired(client, expired_ns)
         oldest = next(iter(windows))
@@ -98,7 +94,7 @@ class AnswerWindows(Generic[D]):
         if len(window) > client_max:
             # The hot path of a client with a full window.
             del by_id[window.popleft().reply.request_id]
-        if len(window) > client_max or len(by_id) > bounds.count_max:
+        if len(window) > client_max or len(by_id) > count_max:
             self._drop_beyond_bounds(client)
 
     def restore(self, answers: Iterable[Answer]) -> None:

@@ -22,7 +22,7 @@ IN_DIGEST = {
     *("seq", "time_ns", "epoch", "events_seq", "lru_counter", "answered", "refused"),
     *("next_op", "next_adapter_id", "next_generation"),
     *("engine", "engine_ready", "unknown_operations"),
-    *("adapters", "slots", "answers", "operations", "pending_requests", "tiers"),
+    *("adapters", "slots", "answers", "answers_chain", "operations", "pending_requests", "tiers"),
     *("batches", "current_batch"),
     *("totals", "past_counters", "base_counters"),
 }
@@ -44,6 +44,7 @@ def test_every_field_of_a_world_is_of_one_kind() -> None:
 CHANGES: dict[str, Any] = {
     "epoch": 9,
     "current_batch": "r",
+    "answers_chain": b"r",
     "engine_ready": True,
     "engine": "an engine",
     "unknown_operations": {3: 4},

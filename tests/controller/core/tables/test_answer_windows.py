@@ -4,14 +4,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.tables.answer_windows import Answer, AnswerWindows, WindowBounds
-from messages.ids import RequestId, client_name, client_of, scoped, unscoped
+from messages.ids import client_name, client_of, scoped, unscoped
 from messages.requests import CancelDone
 
 BOUNDS = WindowBounds(count_max=12, client_max=5, kept_ns=100)
 
 
-def windows(bounds: WindowBounds = BOUNDS) -> AnswerWindows[dict[RequestId, Answer]]:
-    return AnswerWindows({}, bounds)
+def windows(bounds: WindowBounds = BOUNDS) -> AnswerWindows:
+    return AnswerWindows(bounds)
 
 
 def answer(client: str, number: int, time_ns: int = 0) -> Answer:
