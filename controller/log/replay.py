@@ -20,7 +20,7 @@ from controller.log.format import CHAIN_START, LogError, LogForeign, read_record
 from controller.log.policies import PolicyUnknownError, check_policy
 from controller.log.segments import Segment, segment_paths
 from controller.log.skips import skipped_inputs
-from controller.log.snapshots import LogPosition, Snapshot, restore_newest
+from controller.log.snapshots import LogPosition, Restored, Snapshot, restore_newest
 from controller.log.storage import DISK, Storage
 from controller.log.tail import walk_after, walk_from_start
 from messages.ids import Epoch, Seq
@@ -198,23 +198,21 @@ def replay(  # noqa: PLR0913 - one parameter per way of replaying
     Raises `LogError` for a log that can't be read or of which records are missing, `HandlingFailed`
     where the handling of a record fails, and `LimitsError` for limits of other rules.
     """
-    replayer = _Replayer(until, sink, checked)
-    snapshot: Snapshot | None = None
-    skipped: tuple[str, ...] = ()
+    replayer, restored = _Replayer(until, sink, checked), Restored(None, None, ())
     with _without_garbage_collection():
         if not from_start:
-            snapshot, replayer.controller, skipped = restore_newest(
-                directory, until, checked=checked, storage=storage
-            )
-        if snapshot is None:
+            restored = restore_newest(directory, until, checked=checked, storage=storage)
+        if restored.snapshot is None:
             segments = walk_from_start(directory, storage)
+            skips_of_log = skipped_inputs(directory, storage)
         else:
-            replayer.position = snapshot.position
-            segments = walk_after(directory, snapshot.position, storage)
-        first_seq = replayer.position.link.seq + 1
-        replayer.skips = frozenset(skips) | skipped_inputs(directory, storage, first_seq)
+            replayer.controller = restored.controller
+            replayer.position = restored.snapshot.position
+            segments = walk_after(directory, replayer.position, storage)
+            skips_of_log = restored.skips
+        replayer.skips = frozenset(skips) | skips_of_log
         _replay_segments(replayer, segments, (RULES,))
-    return replayer.result(snapshot, skipped)
+    return replayer.result(restored.snapshot, restored.skipped)
 
 
 def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResult:

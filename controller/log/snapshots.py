@@ -182,11 +182,15 @@ def restore_controller(snapshot: Snapshot, path: Path, *, checked: bool = False)
 
 
 class Restored(NamedTuple):
-    """The newest snapshot that can be used, None if there is none, and why later ones can't."""
+    """The newest snapshot that can be used, None if there is none, and why later ones can't.
+
+    `skips` are the inputs after it that records skip.
+    """
 
     snapshot: Snapshot | None
     controller: Controller | None
     skipped: tuple[str, ...]
+    skips: frozenset[Seq] = frozenset()
 
 
 def restore_newest(
@@ -198,7 +202,7 @@ def restore_newest(
         if until is not None and int(path.stem) > until:
             continue
         try:
-            _refuse_skipped(path, storage)
+            skips = _skips_after(path, storage)
             snapshot = read_snapshot(path, storage)
             controller = restore_controller(snapshot, path, checked=checked)
         except FileNotFoundError:
@@ -207,16 +211,20 @@ def restore_newest(
         except SnapshotInvalidError as error:
             skipped.append(str(error))
         else:
-            return Restored(snapshot, controller, tuple(skipped))
+            return Restored(snapshot, controller, tuple(skipped), skips)
     return Restored(None, None, tuple(skipped))
 
 
-def _refuse_skipped(path: Path, storage: Storage) -> None:
-    """Raise `SnapshotInvalidError` if a later record skips an input that the snapshot contains."""
+def _skips_after(path: Path, storage: Storage) -> frozenset[Seq]:
+    """Return the inputs that records after a snapshot skip.
+
+    Raises `SnapshotInvalidError` if the snapshot contains one of them.
+    """
     seq = int(path.stem)
-    skipped = [s for s in skipped_inputs(path.parent, storage, seq + 1) if s <= seq]
-    if skipped:
-        raise SnapshotInvalidError(f"{path}: it contains record {skipped[0]}, which is skipped")
+    skips = skipped_inputs(path.parent, storage, seq + 1)
+    if contained := [s for s in skips if s <= seq]:
+        raise SnapshotInvalidError(f"{path}: it contains record {contained[0]}, which is skipped")
+    return skips
 
 
 class SnapshotVerdict(NamedTuple):

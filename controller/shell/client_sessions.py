@@ -29,7 +29,7 @@ from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
 from controller.shell.snapshot_process import LogFacts
 from messages import requests
 from messages.commands import StartInference
-from messages.control import CancelRequest, ChangeSettings, StopServer
+from messages.control import CancelRequest, ServerCommand
 from messages.errors import ErrorCode
 from messages.ids import AdapterName, RequestId, client_of, scoped
 from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
@@ -51,6 +51,7 @@ _ADAPTER_REQUESTS: Final = tuple(
 _QUERIES: Final = frozenset(get_args(requests.Query))
 _PRIVATE: Final = frozenset(get_args(PrivateRequest))
 _CANCELS: Final = frozenset({CancelRequest, requests.CancelGeneration})
+_COMMANDS: Final = frozenset(get_args(ServerCommand)) - _CANCELS
 _KINDS: Final = {
     CancelRequest: "cancel",
     requests.CancelGeneration: "cancel",
@@ -91,7 +92,7 @@ class ClientSessions:
         self._clients = ClientTable()
         self._outbox = Outbox(send)
         self._payloads = Payloads()
-        self._refusals = AnswerWindows[dict[RequestId, Answer]]({}, REFUSALS)
+        self._refusals = AnswerWindows(REFUSALS)
         self._resends: dict[RequestId, None] = {}
         self._queries: QueryQueue[tuple[str, requests.Query]] = QueryQueue()
         self._budget = QueryBudget()
@@ -116,8 +117,8 @@ class ClientSessions:
                 self._refuse_at(route, refusal.reply(message.request_id))
             elif type(message) in _QUERIES:
                 self._add_query(route, user, message)  # type: ignore[arg-type]
-            elif isinstance(message, ChangeSettings | StopServer):
-                self._outbox.add(route, self.control.execute(message))
+            elif type(message) in _COMMANDS:
+                self._outbox.add(route, self.control.execute(message))  # type: ignore[arg-type]
             else:
                 self._receive(client, message, body)  # type: ignore[arg-type]
 

@@ -6,7 +6,8 @@ input had never come. Every later replay skips it too.
 """
 
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Final, get_args
 
 import structlog
 from msgspec import Struct
@@ -22,7 +23,7 @@ from controller.shell.config import ServerConfig
 from controller.shell.event_stream import EventStream
 from controller.shell.snapshot_process import SnapshotProcess
 from messages import records
-from messages.ids import Seq
+from messages.ids import RequestId, Seq
 from messages.progress import Progress
 from messages.records import Input, InputSkipped, Record
 
@@ -34,6 +35,11 @@ OWN_SKIPS_MAX: Final = 8
 
 RECOVERED_SKIPS_MAX: Final = 64
 """The most inputs that a recovery skips; each one costs a replay."""
+
+SYNCED_NEXT_TO_MIN: Final = 8
+"""The inputs of a group that is handled while its sync runs; for fewer, one after the other."""
+
+_INFERENCE: Final = frozenset(get_args(records.InferenceRequested))
 
 log = structlog.get_logger("controller")
 
@@ -63,6 +69,26 @@ class InputHandler:
         # Skips that are in the log and have not been handled: the group's other inputs come first.
         self._skips: list[InputSkipped] = []
         self._own_skips = 0
+
+    def log_and_handle(
+        self, batch: list[Record], note_inference: Callable[[RequestId], None]
+    ) -> list[list[Action] | None]:
+        """Log a group and handle it; return the results of `handle` once the group is durable.
+
+        `note_inference` is called with each inference request before it is handled. Raises
+        `LogFull` before anything is handled, and `LogSyncFailed`: then no action may be performed.
+        """
+        epoch = self._controller.world.epoch
+        append = self._log.append if len(batch) < SYNCED_NEXT_TO_MIN else self._log.begin_append
+        last_seq = append(batch, epoch)
+        results = []
+        for seq, record in enumerate(batch, last_seq - len(batch) + 1):
+            if type(record.input) in _INFERENCE:
+                note_inference(record.input.request_id)  # type: ignore[union-attr]
+            results.append(self.handle(seq, record))
+        self.end_group(batch[0].time_ns)
+        self._log.end_append()
+        return results
 
     def handle(self, seq: Seq, record: Record) -> list[Action] | None:
         """Return the actions of record `seq`; None, and no change, if its handling fails.

@@ -1,8 +1,7 @@
-"""The controller's main loop: log, then handle, then act.
+"""The controller's main loop: log, handle, then act.
 
-All inputs of one poll form a group: it is logged with one write and one sync, then handled input by
-input, and each input's actions are performed. What is not in the log never happened, and what was
-acknowledged is in the log.
+All inputs of one poll form a group. It is logged and handled, and its actions are performed once it
+is durable. What is not in the log never happened, and what was acknowledged is in the log.
 """
 
 import gc
@@ -57,13 +56,13 @@ PAUSE_NS_MIN: Final = 2_000_000_000
 STEP_BOUND_S: Final = 60.0
 """The bound of an iteration that is reported to the supervisor; a sync may take many seconds."""
 
-NOT_HANDLED: Final = "handling failed in the controller; the input was skipped and changed nothing"
+REPLY_INTERVAL: Final = 16
+"""Inputs of a group after which replies are sent: clients work while the others are answered."""
 
-_NOTED: Final = frozenset(
-    {records.ControllerStarted, records.EngineLost}
-    | {*get_args(records.InferenceRequested), *get_args(LoggedReport)}
-)
-"""Inputs that the shell has to note before they are handled."""
+_NOTED: Final = frozenset({records.ControllerStarted, records.EngineLost, *get_args(LoggedReport)})
+"""Inputs that the shell has to note once they are durable."""
+
+NOT_HANDLED: Final = "handling failed in the controller; the input was skipped and changed nothing"
 
 log = structlog.get_logger("controller")
 
@@ -233,9 +232,12 @@ class Server:
         self._sessions.answer_queries()
         if self._events.wake_fd in ready:
             self._events.deliver()
+        self._send_replies()
+        self._tick(now)
+
+    def _send_replies(self) -> None:
         self._sessions.flush()
         self._transport.flush()
-        self._tick(now)
 
     def _engine_losses(self, now: int, ended: bool) -> list[GroupInput]:
         """An input if the engine is lost: its process `ended`, or it is silent for too long."""
@@ -258,42 +260,39 @@ class Server:
         """Log a group, then handle its inputs one by one and perform their actions."""
         world = self._controller.world
         now = self._clock.now_ns()
-        digest = ""
-        if world.seq - self._digest_seq >= self._controller.limits.digest_interval:
-            digest, self._digest_seq = world.digest(), world.seq
         batch = [Record(now, g.message, "", g.body, g.report_seq) for g in group]
-        if digest:
-            batch[0] = msgspec.structs.replace(batch[0], digest=digest)
+        if world.seq - self._digest_seq >= self._controller.limits.digest_interval:
+            self._digest_seq = world.seq
+            batch[0] = msgspec.structs.replace(batch[0], digest=world.digest())
         try:
-            last_seq = self._log.append(batch, world.epoch)
+            results = self._handler.log_and_handle(batch, self._sessions.note_resend)
         except LogFull as error:
             self._refuse_group(group, str(error))
             return
         self._link.note_logged()
-        handle, perform = self._handler.handle, self._perform
-        seqs = range(last_seq - len(group) + 1, last_seq + 1)
-        for seq, received, record in zip(seqs, group, batch, strict=True):
-            if type(received.message) in _NOTED:
-                self._note(received.message)
-            actions = handle(seq, record)
-            if actions is None:
-                self._after_skip(received)
-            else:
-                perform(actions)
-        self._handler.end_group(now)
+        self._perform_all(group, results)
         self._publish()
         self._watch_engine()
 
+    def _perform_all(self, group: list[GroupInput], results: list[list[Action] | None]) -> None:
+        """Perform the actions of a group, which is durable; None is the result of a skip."""
+        for number, (received, actions) in enumerate(zip(group, results, strict=True), 1):
+            if type(received.message) in _NOTED:
+                self._note(received.message)
+            if actions is None:
+                self._after_skip(received)
+            else:
+                self._perform(actions)
+            if number % REPLY_INTERVAL == 0:
+                self._send_replies()
+
     def _note(self, message: Input) -> None:
-        """Note an input of `_NOTED` before it is handled."""
-        if isinstance(message, records.InferenceRequested):
-            self._sessions.note_resend(message.request_id)
-        elif isinstance(message, records.ControllerStarted):
+        """Note an input of `_NOTED` before its actions are performed."""
+        if isinstance(message, records.ControllerStarted):
             self._start_link(message.epoch)
-        else:
-            if isinstance(message, EngineInventory):
-                self._link.open()
-            self._control.note_report(message)
+        elif isinstance(message, EngineInventory):
+            self._link.open()
+        self._control.note_report(message)
 
     def _after_skip(self, received: GroupInput) -> None:
         """Answer the client, or find what the engine did: its report is lost."""

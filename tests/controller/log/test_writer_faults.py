@@ -46,7 +46,11 @@ class Run:
             return True
         assert self._log is not None
         try:
-            self._log.append(group, epoch=1)
+            if len(self._left) // GROUP % 2:
+                self._log.append(group, epoch=1)
+            else:
+                self._log.begin_append(group, epoch=1)
+                self._log.end_append()
             self.kept += group
         except LogFull:
             pass

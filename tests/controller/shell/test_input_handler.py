@@ -12,13 +12,19 @@ from hypothesis import strategies as st
 from controller.core.actions import Action, PublishEvent
 from controller.core.controller import Controller
 from controller.core.limits import RULES, Limits, limits_to
+from controller.log.format import LogSyncFailed
 from controller.log.replay import HandlingFailed, replay
 from controller.log.retention import Retention
-from controller.log.segments import read
+from controller.log.segments import read, verify
 from controller.log.writer import Log
 from controller.shell.config import ServerConfig
 from controller.shell.event_stream import EventStream
-from controller.shell.input_handler import OWN_SKIPS_MAX, InputHandler, recover
+from controller.shell.input_handler import (
+    OWN_SKIPS_MAX,
+    SYNCED_NEXT_TO_MIN,
+    InputHandler,
+    recover,
+)
 from controller.shell.snapshot_process import SnapshotProcess
 from messages.ids import Seq
 from messages.progress import Progress
@@ -26,9 +32,12 @@ from messages.records import FORMAT, ControllerStarted, Header, InputSkipped, Re
 from messages.requests import LoadAdapter
 from tests.support.simulation.failing_handlers import Poison, failing
 from tests.support.simulation.log_examples import Crash
+from tests.support.simulation.memory_storage import MemoryStorage
 from tests.support.simulation.workload import random_history
 
 GROUP = 4
+DIRECTORY = Path("/run/log")
+LIMITS = Limits()
 _decoder = msgspec.msgpack.Decoder(Record)
 
 
@@ -39,6 +48,11 @@ class CrashingLog(Log):
         if isinstance(records[0].input, InputSkipped):
             raise Crash
         return super().append(records, epoch)
+
+
+def in_memory(storage: MemoryStorage) -> Log:
+    header = Header(FORMAT, RULES, "lru", limits_to(LIMITS), 0)
+    return Log.open(DIRECTORY, header, storage=storage)
 
 
 def none_of(log: Log) -> SnapshotProcess:
@@ -57,10 +71,8 @@ def write_and_handle(log: Log, controller: Controller, history: Sequence[Record]
     for start in range(0, len(history), GROUP):
         group = history[start : start + GROUP]
         group = [msgspec.structs.replace(r, time_ns=group[-1].time_ns) for r in group]
-        last_seq = log.append(group, controller.world.epoch)
-        for seq, record in enumerate(group, last_seq - len(group) + 1):
-            actions += handler.handle(seq, record) or []
-        handler.end_group(group[-1].time_ns)
+        for result in handler.log_and_handle(group, lambda _: None):
+            actions += result or []
     return actions
 
 
@@ -179,3 +191,32 @@ def test_too_many_failing_inputs_of_the_server_itself_end_the_process(log: Log) 
     with failing(dict.fromkeys(range(2, 100), 0)) as raised, pytest.raises(Poison):
         write_and_handle(log, controller, timers)
     assert len(raised) == OWN_SKIPS_MAX + 1
+
+
+def _logged(storage: MemoryStorage) -> int:
+    """Return the number of records that are left after a loss of power."""
+    storage.lose_power()
+    return verify(DIRECTORY, storage).records
+
+
+@pytest.mark.parametrize("size", [1, SYNCED_NEXT_TO_MIN, 3 * SYNCED_NEXT_TO_MIN])
+def test_a_group_is_durable_once_its_results_are_returned(size: int) -> None:
+    storage = MemoryStorage()
+    handler = InputHandler(Controller(LIMITS), in_memory(storage), True, Progress())
+    group = [Record(1, LoadAdapter(f"client:{number}", "a")) for number in range(size)]
+    results = handler.log_and_handle(group, lambda _: None)
+    assert len(results) == size
+    assert None not in results
+    assert [name for name, _ in storage.calls[-2:]] == ["write", "sync_data"]
+    assert _logged(storage) == size
+
+
+@pytest.mark.parametrize("size", [1, SYNCED_NEXT_TO_MIN, 3 * SYNCED_NEXT_TO_MIN])
+def test_a_group_whose_sync_fails_has_no_results(size: int) -> None:
+    storage = MemoryStorage()
+    handler = InputHandler(Controller(LIMITS), in_memory(storage), True, Progress())
+    storage.fail_call(len(storage.calls) + 1)
+    group = [Record(1, LoadAdapter(f"client:{number}", "a")) for number in range(size)]
+    with pytest.raises(LogSyncFailed):
+        handler.log_and_handle(group, lambda _: None)
+    assert _logged(storage) == 0
