@@ -35,14 +35,14 @@ from typing import ClassVar, Final
 
 import torch
 
-from messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, Details, ErrorCode
+from messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
 
 
 class EngineError(Exception):
     """A command was refused or failed, and changed nothing that a batch can see."""
 
     code: ClassVar[ErrorCode]
-    details: Details = ()
+    details: tuple[str, ...] = ()
     """Every finding, where the text names only the first of many."""
 
     def __str__(self) -> str:
@@ -193,14 +193,14 @@ _BY_CODE: Final = {
 }
 
 
-def error_of(code: ErrorCode, message: str, details: Details = ()) -> EngineError:
+def error_of(code: ErrorCode, message: str, details: tuple[str, ...] = ()) -> EngineError:
     """Return an error with this code; `EngineFault` for a code of no class."""
     error = _BY_CODE.get(code, EngineFault)(message)
     error.details = details
     return error
 
 
-def bounded_details(findings: Sequence[str]) -> Details:
+def bounded_details(findings: Sequence[str]) -> tuple[str, ...]:
     """Return findings as a message may have them; the last one counts those that are left out."""
     lines = [finding[:DETAIL_CHARACTERS_MAX] for finding in findings[:DETAILS_MAX]]
     if len(findings) > DETAILS_MAX:
@@ -208,7 +208,7 @@ def bounded_details(findings: Sequence[str]) -> Details:
     return tuple(lines)
 
 
-def details_of(error: BaseException) -> Details:
+def details_of(error: BaseException) -> tuple[str, ...]:
     """Return the details of an error; none for one that is not the engine's."""
     return error.details if isinstance(error, EngineError) else ()
 

@@ -5,17 +5,11 @@ they carry a code.
 """
 
 from enum import StrEnum
-from typing import Annotated, Final, NamedTuple
-
-from msgspec import Meta
+from typing import Final, NamedTuple
 
 DETAILS_MAX: Final = 128
 DETAIL_CHARACTERS_MAX: Final = 320
-
-Details = Annotated[
-    tuple[Annotated[str, Meta(max_length=DETAIL_CHARACTERS_MAX)], ...], Meta(max_length=DETAILS_MAX)
-]
-"""All that is wrong, one finding each, where a message names the first of many; never logged."""
+"""Bounds on the findings that travel with an error."""
 
 
 class ErrorCode(StrEnum):

@@ -7,7 +7,7 @@ and sends it again, until the controller acknowledges that it is in the log.
 from typing import Literal
 
 from messages.base import Message, Value
-from messages.errors import Details, ErrorCode
+from messages.errors import ErrorCode
 from messages.ids import (
     AdapterId,
     AdapterName,
@@ -20,7 +20,7 @@ from messages.ids import (
     Slot,
 )
 from messages.requests import TokensStreamed, VectorsStreamed
-from messages.views import EngineStatistics, FinishReason
+from messages.views import Details, EngineStatistics, FinishReason
 
 
 class _Report(Message, frozen=True):

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from messages.base import Message
 from messages.control import ServerCommand, ServerQuery, ServerReply
-from messages.errors import Details, ErrorCode
+from messages.errors import ErrorCode
 from messages.events import Published
 from messages.ids import (
     GPU_SLOT,
@@ -32,6 +32,7 @@ from messages.prompts import Inputs, Priority, Prompt, Sampling
 from messages.views import (
     AdapterCounters,
     AdapterView,
+    Details,
     EngineStatistics,
     FailureView,
     FinishReason,

@@ -5,13 +5,18 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta
 
 from messages.base import Value
-from messages.errors import Details, ErrorCode
+from messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
 from messages.ids import AdapterName, AdapterState, Bytes, Generation, Path, Slot
 from messages.prompts import TokenId
 
 FinishReason = Literal["stop", "length", "cancelled"]
 PoolingTask = Literal["embed", "classify"]
 PrefetchTarget = Literal["cpu-cached", "pinned", "gpu-slot"]
+
+Details = Annotated[
+    tuple[Annotated[str, Meta(max_length=DETAIL_CHARACTERS_MAX)], ...], Meta(max_length=DETAILS_MAX)
+]
+"""All that is wrong, one finding each, where a message names the first of many; never logged."""
 
 Vector = Annotated[bytes, Meta(max_length=1 << 22)]
 """A sequence of float32 numbers, little-endian."""

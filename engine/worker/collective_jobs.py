@@ -16,7 +16,8 @@ from msgspec import Struct
 from engine.errors import Conflict, code_of, details_of, error_of
 from engine.jobs import FinishedJob, Jobs
 from engine.parallel import ParallelGroup
-from messages.errors import Details, ErrorCode
+from messages.errors import ErrorCode
+from messages.views import Details
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from messages.errors import Details, ErrorCode
+from messages.errors import ErrorCode
 from messages.ids import AdapterName, Seq
 from messages.reports import (
     AdapterChecked,
@@ -19,7 +19,7 @@ from messages.reports import (
     WeightsLoaded,
 )
 from messages.requests import Refused
-from messages.views import FailureView
+from messages.views import Details, FailureView
 
 FAILURES_MAX: Final = 128
 """Bound on the texts with details, and on the names with a failure; the oldest ones are dropped."""
