@@ -93,8 +93,7 @@ def test_a_failure_occurs_on_all_ranks_and_changes_nothing(directories: tuple[Pa
         assert client.generate(PROMPT, adapter="upper", max_tokens=4).text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize(("rank", "number"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
 def test_a_rank_that_dies_or_is_stopped_takes_its_engine_down_and_a_new_one_serves(
     directories: tuple[Path, Path], rank: int, number: signal.Signals
 ) -> None:
