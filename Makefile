@@ -36,12 +36,12 @@ openai2: $(STAMP)  ## install the client `openai` 2 for one test
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade \
 	  --target $(VENV)/openai-2 'openai>=2,<3'
 
-# In a folder of their own, which one test puts on its path: where torchao is found, `transformers`
-# imports it, and every process starts slower.
 # Its schemas take 108 MB on the disk.
 manifests: $(STAMP)  ## install the checker of the Kubernetes manifest for one test
 	$(BIN)/pip install --quiet --disable-pip-version-check 'kubernetes-validate>=1.31,<2'
 
+# In a folder of their own, which one test puts on its path: where torchao is found, `transformers`
+# imports it, and every process starts slower.
 quantization: $(STAMP)  ## install torchao and bitsandbytes (47 MB) for the tests of quantised bases
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps \
 	  --target $(VENV)/quantization 'bitsandbytes>=0.49,<1' 'torchao>=0.17,<1'
