@@ -141,7 +141,7 @@ def _gathered_cost(
     costs = table.of(dtype)
     ranks, rows = sum(slice_weights.ranks), max(layer.block.sizes)
     calls, stack = len(slice_weights.strided_runs), 0.0
-    if layer.weight_dtype != dtype or stacks(slice_weights):
+    if stacks(slice_weights, layer.weight_dtype, dtype):
         calls, stack = 1, costs.stack
     total = 0.0
     for product, width in zip(costs.batched, slice_weights.features, strict=True):
