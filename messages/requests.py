@@ -1,7 +1,6 @@
 """Requests of clients to the controller, and the replies.
 
-Every request has a `request_id` that the client chooses, and every reply repeats it. Prompts and
-inputs are never logged; the log has `records.InferenceRequested` instead.
+Replies repeat their request's `request_id`. No prompt is logged: see `records.InferenceRequested`.
 """
 
 from collections.abc import Iterator

@@ -4,68 +4,10 @@ A `Storage` has no state of its own, so that a simulation can replace it by one 
 named by paths and, while they are written, by descriptors. Errors are `OSError`.
 """
 
-import contextlib
-import ctypes
-import errno
 import fcntl
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Final
-
-_SIGEV_NONE: Final = 1
-_CONTROL_BLOCK_BYTES_MAX: Final = 256
-
-_libc: Final = ctypes.CDLL(None, use_errno=True)
-
-
-class _AioRequest(ctypes.Structure):
-    """POSIX `struct aiocb`, with room for the C library's own fields after the standard ones."""
-
-    _fields_ = (
-        ("fd", ctypes.c_int),
-        ("operation", ctypes.c_int),
-        ("priority", ctypes.c_int),
-        ("buffer", ctypes.c_void_p),
-        ("bytes", ctypes.c_size_t),
-        ("event_value", ctypes.c_void_p),
-        ("event_signal", ctypes.c_int),
-        ("event_notify", ctypes.c_int),
-        ("private", ctypes.c_char * _CONTROL_BLOCK_BYTES_MAX),
-    )
-
-
-class _BackgroundSync:
-    """An `fdatasync` by a thread of the C library (POSIX AIO), while Python code runs.
-
-    A Python thread would need the interpreter's lock to begin and to end, and would wait for the
-    code that it should run next to. `started` is False where the system offers no such thread.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._request = _AioRequest(fd=fd, event_notify=_SIGEV_NONE)
-        self._is_waited_for = False
-        begin = getattr(_libc, "aio_fsync", None)
-        self.started: Final = (
-            begin is not None and begin(os.O_DSYNC, ctypes.byref(self._request)) == 0
-        )
-
-    def wait(self) -> None:
-        """Wait until the content is durable; raises `OSError`."""
-        request = ctypes.pointer(self._request)
-        while (error := _libc.aio_error(request)) == errno.EINPROGRESS:
-            _libc.aio_suspend(ctypes.byref(request), 1, None)
-        self._is_waited_for = True
-        _libc.aio_return(request)
-        if error:
-            raise OSError(error, os.strerror(error))
-
-    def __del__(self) -> None:
-        # The C library writes the result into this object's memory.
-        if self.started and not self._is_waited_for:
-            with contextlib.suppress(OSError):
-                self.wait()
 
 
 class Storage:
@@ -114,11 +56,6 @@ class Storage:
     def sync_data(self, fd: int) -> None:
         """Make the content of an existing file durable."""
         os.fdatasync(fd)
-
-    def begin_sync(self, fd: int) -> Callable[[], None]:
-        """Begin `sync_data`; the returned function waits for its end, and raises `OSError`."""
-        background = _BackgroundSync(fd)
-        return background.wait if background.started else partial(self.sync_data, fd)
 
     def sync(self, fd: int) -> None:
         """Make a file's content and size durable, or the names in a directory."""

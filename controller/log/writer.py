@@ -1,8 +1,7 @@
 """The writer of the append-only log, which contains every input before it is handled.
 
 A group of records is one write and one sync. `append` returns when its records are as durable as
-the policy specifies, or raises and none of them counts; between `begin_append` and `end_append`
-they are not. It has no clock and no thread.
+the policy specifies, or raises and none of them counts. It has no clock and no thread.
 
 Nothing is acknowledged after a failed sync: what the disk then holds is only known by reading it
 again. A crash of the machine in the middle of a write may leave a hole before a whole record; that
@@ -11,8 +10,7 @@ is damage and not a torn tail, so an operator decides (`controller.log.repair`).
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Self
@@ -83,8 +81,6 @@ class Log:
         self._segment_bytes_max: Final = bytes_max
         self._synced_ns = 0
         self._has_unsynced = False
-        # Waits for the sync that `begin_append` has begun; None without one.
-        self._wait: Callable[[], None] | None = None
         self._failed = ""
         self._fd = -1
         self._file_bytes = 0
@@ -130,28 +126,6 @@ class Log:
         `LogFull`: the log is unchanged, and a later append may succeed. `LogSyncFailed`: the log
         accepts nothing more, and no record of this group may be acknowledged.
         """
-        last_seq = self._append(records, epoch)
-        if records and self._is_sync_due(records[-1].time_ns):
-            self.sync()
-        return last_seq
-
-    def begin_append(self, records: Sequence[Record], epoch: Epoch) -> Seq:
-        """Write a group and begin its sync; nothing of it may be acknowledged before `end_append`.
-
-        The group can be handled meanwhile. Raises as `append` does.
-        """
-        last_seq = self._append(records, epoch)
-        if records and self._is_sync_due(records[-1].time_ns):
-            self._wait = self.storage.begin_sync(self._fd)
-        return last_seq
-
-    def end_append(self) -> None:
-        """Wait for the sync that `begin_append` has begun; raises `LogSyncFailed`."""
-        if self._wait is not None:
-            self.sync()
-
-    def _append(self, records: Sequence[Record], epoch: Epoch) -> Seq:
-        self.end_append()
         self._refuse_if_failed()
         if not records:
             return self._link.seq
@@ -160,6 +134,7 @@ class Log:
         frames, link = frame_records(records, epoch, self._link)
         self._write(frames if self._policy == "always" else (b"".join(frames),))
         self._link = link
+        self._sync_if_due(records[-1].time_ns)
         return link.seq
 
     @property
@@ -183,10 +158,9 @@ class Log:
     def sync(self) -> None:
         """Make all appended records durable; raises `LogSyncFailed`."""
         self._refuse_if_failed()
-        wait, self._wait = self._wait or partial(self.storage.sync_data, self._fd), None
         if self._has_unsynced:
             try:
-                wait()
+                self.storage.sync_data(self._fd)
             except OSError as error:
                 raise self._fail("sync", error) from error
             self._has_unsynced = False
@@ -250,15 +224,13 @@ class Log:
             raise self._fail("cut", error) from error
         return LogFull(f"{self.directory}: no space left ({reason}); nothing was written")
 
-    def _is_sync_due(self, now_ns: int) -> bool:
-        """Whether the policy requires a sync after a group; the caller begins it then."""
+    def _sync_if_due(self, now_ns: int) -> None:
         if self._policy == "group":
-            return True
+            self.sync()
         # A clock that is set back must not delay the next sync.
-        if self._policy == "interval" and not (0 <= now_ns - self._synced_ns < self._interval_ns):
+        elif self._policy == "interval" and not (0 <= now_ns - self._synced_ns < self._interval_ns):
+            self.sync()
             self._synced_ns = now_ns
-            return True
-        return False
 
     def _rotate(self) -> None:
         """Begin the next segment, after all records of this one are durable."""

@@ -36,9 +36,6 @@ OWN_SKIPS_MAX: Final = 8
 RECOVERED_SKIPS_MAX: Final = 64
 """The most inputs that a recovery skips; each one costs a replay."""
 
-SYNCED_NEXT_TO_MIN: Final = 8
-"""The inputs of a group that is handled while its sync runs; for fewer, one after the other."""
-
 _INFERENCE: Final = frozenset(get_args(records.InferenceRequested))
 
 log = structlog.get_logger("controller")
@@ -73,21 +70,18 @@ class InputHandler:
     def log_and_handle(
         self, batch: list[Record], note_inference: Callable[[RequestId], None]
     ) -> list[list[Action] | None]:
-        """Log a group and handle it; return the results of `handle` once the group is durable.
+        """Log a group, and handle it once it is durable; return the results of `handle`.
 
         `note_inference` is called with each inference request before it is handled. Raises
-        `LogFull` before anything is handled, and `LogSyncFailed`: then no action may be performed.
+        `LogFull` and `LogSyncFailed` before anything is handled.
         """
-        epoch = self._controller.world.epoch
-        append = self._log.append if len(batch) < SYNCED_NEXT_TO_MIN else self._log.begin_append
-        last_seq = append(batch, epoch)
+        last_seq = self._log.append(batch, self._controller.world.epoch)
         results = []
         for seq, record in enumerate(batch, last_seq - len(batch) + 1):
             if type(record.input) in _INFERENCE:
                 note_inference(record.input.request_id)  # type: ignore[union-attr]
             results.append(self.handle(seq, record))
         self.end_group(batch[0].time_ns)
-        self._log.end_append()
         return results
 
     def handle(self, seq: Seq, record: Record) -> list[Action] | None:

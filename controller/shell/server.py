@@ -1,7 +1,8 @@
-"""The controller's main loop: log, handle, then act.
+"""The controller's main loop: log, then handle, then act.
 
-All inputs of one poll form a group. It is logged and handled, and its actions are performed once it
-is durable. What is not in the log never happened, and what was acknowledged is in the log.
+All inputs of one poll form a group: it is logged with one write and one sync, then handled, then
+its actions are performed. What is not in the log never happened, and what was acknowledged is in
+the log.
 """
 
 import gc

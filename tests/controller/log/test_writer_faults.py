@@ -46,11 +46,7 @@ class Run:
             return True
         assert self._log is not None
         try:
-            if len(self._left) // GROUP % 2:
-                self._log.append(group, epoch=1)
-            else:
-                self._log.begin_append(group, epoch=1)
-                self._log.end_append()
+            self._log.append(group, epoch=1)
             self.kept += group
         except LogFull:
             pass

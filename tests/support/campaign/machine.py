@@ -16,7 +16,6 @@ from typing import Any, Final
 from unittest import mock
 
 from controller.core.controller import Controller
-from controller.shell import input_handler
 from controller.shell.logical_clock import Clocks
 from messages.requests import LoadAdapter
 
@@ -237,8 +236,6 @@ def simulated_machine() -> Iterator[Machine]:
         if hasattr(getattr(module, name, None), "warning")
     ]
     patches.append(mock.patch.object(Controller, "handle", _poisonous(Controller.handle)))
-    # Groups are small here, and each is handled before its sync has ended.
-    patches.append(mock.patch.object(input_handler, "SYNCED_NEXT_TO_MIN", 1))
     for patch in patches:
         patch.start()
     # Reference counting frees nearly everything; collections would take a fifth of the time.

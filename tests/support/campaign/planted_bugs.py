@@ -26,7 +26,6 @@ __all__ = (
 
 KNOWN_SEEDS: Final = {
     "acknowledge_before_sync": 19,
-    "acknowledge_during_sync": 23,
     "changed_entry_not_hashed": 8,
     "checksum_not_compared": 79,
     "contradictory_inventory_accepted": 61,

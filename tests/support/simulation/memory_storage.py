@@ -8,9 +8,7 @@ and the next one succeeds without it, as Linux does.
 import errno
 import os
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -206,10 +204,6 @@ class MemoryStorage(Storage):
     def sync_data(self, fd: int) -> None:
         """Copy a file's changes to the disk, or lose them."""
         self._sync("sync_data", fd)
-
-    def begin_sync(self, fd: int) -> Callable[[], None]:
-        """Begin nothing: what a crash may lose is lost until it is waited for."""
-        return partial(self.sync_data, fd)
 
     def sync(self, fd: int) -> None:
         """Copy a file's changes or a directory's names to the disk, or lose the changes."""
