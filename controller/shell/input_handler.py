@@ -23,9 +23,10 @@ from controller.shell.config import ServerConfig
 from controller.shell.event_stream import EventStream
 from controller.shell.snapshot_process import SnapshotProcess
 from messages import records
-from messages.ids import RequestId, Seq
+from messages.ids import Seq
 from messages.progress import Progress
 from messages.records import Input, InputSkipped, Record
+from messages.reports import LoggedReport
 
 REBUILD_BOUND_S: Final = 3_600.0
 """The bound of rebuilding the state from the log, a step that is reported to the supervisor."""
@@ -36,7 +37,10 @@ OWN_SKIPS_MAX: Final = 8
 RECOVERED_SKIPS_MAX: Final = 64
 """The most inputs that a recovery skips; each one costs a replay."""
 
-_INFERENCE: Final = frozenset(get_args(records.InferenceRequested))
+_NOTED: Final = frozenset(
+    {records.EngineLost, *get_args(records.InferenceRequested), *get_args(LoggedReport)}
+)
+"""Inputs that the shell notes before they are handled: then their operations are still known."""
 
 log = structlog.get_logger("controller")
 
@@ -68,18 +72,18 @@ class InputHandler:
         self._own_skips = 0
 
     def log_and_handle(
-        self, batch: list[Record], note_inference: Callable[[RequestId], None]
+        self, batch: list[Record], note: Callable[[Input], None]
     ) -> list[list[Action] | None]:
         """Log a group, and handle it once it is durable; return the results of `handle`.
 
-        `note_inference` is called with each inference request before it is handled. Raises
-        `LogFull` and `LogSyncFailed` before anything is handled.
+        `note` is called with each inference request, report and loss of an engine before it is
+        handled. Raises `LogFull` and `LogSyncFailed` before anything is handled.
         """
         last_seq = self._log.append(batch, self._controller.world.epoch)
         results = []
         for seq, record in enumerate(batch, last_seq - len(batch) + 1):
-            if type(record.input) in _INFERENCE:
-                note_inference(record.input.request_id)  # type: ignore[union-attr]
+            if type(record.input) in _NOTED:
+                note(record.input)
             results.append(self.handle(seq, record))
         self.end_group(batch[0].time_ns)
         return results

@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Final, get_args
+from typing import Final
 
 import msgspec
 import structlog
@@ -46,7 +46,7 @@ from messages.errors import ErrorCode
 from messages.ids import Epoch, Seq
 from messages.progress import Progress
 from messages.records import FORMAT, Header, Input, Record
-from messages.reports import EngineInventory, LoggedReport
+from messages.reports import EngineInventory
 from messages.requests import LifecycleRequest
 from messages.wire import EVENTS
 
@@ -60,8 +60,8 @@ STEP_BOUND_S: Final = 60.0
 REPLY_INTERVAL: Final = 16
 """Inputs of a group after which replies are sent: clients work while the others are answered."""
 
-_NOTED: Final = frozenset({records.ControllerStarted, records.EngineLost, *get_args(LoggedReport)})
-"""Inputs that the shell has to note once they are durable."""
+_OF_LINK: Final = frozenset({records.ControllerStarted, EngineInventory})
+"""Inputs with which the link to an engine begins or opens."""
 
 NOT_HANDLED: Final = "handling failed in the controller; the input was skipped and changed nothing"
 
@@ -266,7 +266,7 @@ class Server:
             self._digest_seq = world.seq
             batch[0] = msgspec.structs.replace(batch[0], digest=world.digest())
         try:
-            results = self._handler.log_and_handle(batch, self._sessions.note_resend)
+            results = self._handler.log_and_handle(batch, self._note)
         except LogFull as error:
             self._refuse_group(group, str(error))
             return
@@ -278,8 +278,8 @@ class Server:
     def _perform_all(self, group: list[GroupInput], results: list[list[Action] | None]) -> None:
         """Perform the actions of a group, which is durable; None is the result of a skip."""
         for number, (received, actions) in enumerate(zip(group, results, strict=True), 1):
-            if type(received.message) in _NOTED:
-                self._note(received.message)
+            if type(received.message) in _OF_LINK:
+                self._advance_link(received.message)
             if actions is None:
                 self._after_skip(received)
             else:
@@ -288,12 +288,18 @@ class Server:
                 self._send_replies()
 
     def _note(self, message: Input) -> None:
-        """Note an input of `_NOTED` before its actions are performed."""
+        """Note an inference, or what an engine reports, before it is handled."""
+        if isinstance(message, records.InferenceRequested):
+            self._sessions.note_resend(message.request_id)
+        else:
+            self._control.note_report(message)
+
+    def _advance_link(self, message: Input) -> None:
+        """Begin or open the link before the actions of an input of `_OF_LINK` are performed."""
         if isinstance(message, records.ControllerStarted):
             self._start_link(message.epoch)
-        elif isinstance(message, EngineInventory):
+        else:
             self._link.open()
-        self._control.note_report(message)
 
     def _after_skip(self, received: GroupInput) -> None:
         """Answer the client, or find what the engine did: its report is lost."""
