@@ -96,13 +96,7 @@ class CellComparison(NamedTuple):
 
 def run() -> Iterator[Figure]:
     """Measure every figure of the group."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.inference_mode():
-            comparisons = [measure_cell(cell, _compare) for cell in cells()]
-    finally:
-        torch.set_num_threads(threads)
+    comparisons = _measure_cells(_compare)
     console = Console(width=190)
     console.print(_table(comparisons))
     console.print(NOTE.format(times=round(REPEATED_SECONDS / SECONDS)))
@@ -114,14 +108,18 @@ def run() -> Iterator[Figure]:
 
 def chosen_of_best(name: str) -> Figure:
     """Return a figure of the worst cell, the chosen strategy against the best; nothing else."""
+    return structs.replace(_best_of(_measure_cells(_compare_strategies)), name=name)
+
+
+def _measure_cells(compare: Callable[..., CellComparison]) -> list[CellComparison]:
+    """Return the comparisons of all cells, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
-            comparisons = [measure_cell(cell, _compare_strategies) for cell in cells()]
+            return [measure_cell(cell, compare) for cell in cells()]
     finally:
         torch.set_num_threads(threads)
-    return structs.replace(_best_of(comparisons), name=name)
 
 
 def measure_cell(cell: Cell, compare: Callable[..., CellComparison]) -> CellComparison:
