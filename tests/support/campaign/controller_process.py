@@ -87,7 +87,8 @@ class ControllerProcess:
     """The lives of a controller, one after another, on one disk.
 
     `on_end` is called when a life ends without a kill: by a failed disk or a crash in a write.
-    `on_iteration` is called with the state, and whether the process could work until now.
+    `on_iteration` is called with the state, and whether the process has worked without a pause
+    since the last call.
     """
 
     def __init__(
@@ -140,6 +141,8 @@ class ControllerProcess:
         supervisor = SupervisorLink(progress, self.engine_progress, RESTART_FD)
         server = Server(self.config, transport, opened, MACHINE.clocks, supervisor)
         server._start_epoch()
+        # What a life has waited after its last record is forgotten, as `logical_clock` describes.
+        self._iterated_ns = -SECOND
         self._server, self.transport = server, transport
         self.wakeup.request(0)
 
