@@ -3,7 +3,8 @@
 Local sockets are `ipc://` in a directory that only its user can enter, and accept connections of
 that user alone. Remote ones are `tcp://` at three consecutive ports. All remote connections and
 every connection to the socket for engines are encrypted and authenticated by CURVE; a frame of them
-carries its user.
+carries its user. The others are admitted by the same thread, although all are: only with that does
+ZeroMQ refuse a peer of its protocols before the third, which no limit on the handshake would end.
 """
 
 import os
@@ -18,6 +19,7 @@ from controller.shell.access.authenticator import Authenticator
 from controller.shell.access.permissions import (
     ENGINE_DOMAIN,
     EVENTS_DOMAIN,
+    LOCAL_DOMAIN,
     LOCAL_USER,
     REQUESTS_DOMAIN,
     Access,
@@ -115,7 +117,7 @@ class Listener:
         self._authenticator = Authenticator(self._context, access)
         try:
             self.requests = self._open(
-                zmq.ROUTER, _REQUEST_BYTES_HARD_MAX, "" if not is_remote else REQUESTS_DOMAIN
+                zmq.ROUTER, _REQUEST_BYTES_HARD_MAX, REQUESTS_DOMAIN if is_remote else LOCAL_DOMAIN
             )
             self.requests.rcvhwm = _REQUESTS_QUEUED_MAX
             # Replies to a client that is gone are refused instead of dropped silently, and so are
@@ -125,7 +127,7 @@ class Listener:
             self.requests.copy_threshold = LONG_REPLY_BYTES
             self.engine = self._open(zmq.ROUTER, REPORTS.bytes_max, ENGINE_DOMAIN)
             self.events = self._open(
-                zmq.PUB, FRAME_BYTES_MAX, "" if not is_remote else EVENTS_DOMAIN
+                zmq.PUB, FRAME_BYTES_MAX, EVENTS_DOMAIN if is_remote else LOCAL_DOMAIN
             )
             for socket, address in zip(
                 (self.requests, self.engine, self.events), addresses, strict=True
@@ -136,14 +138,14 @@ class Listener:
             raise
 
     def _open(self, kind: int, frame_bytes_max: int, domain: str) -> "zmq.Socket[bytes]":
-        """Return a socket that requires CURVE if it has a domain."""
+        """Return a socket that requires CURVE unless its domain is the local one."""
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = _QUEUE_FRAMES_MAX
         socket.maxmsgsize = frame_bytes_max
         socket.handshake_ivl, socket.backlog = _HANDSHAKE_MS, BACKLOG
-        if domain:
-            socket.zap_domain = domain.encode()
+        socket.zap_domain = domain.encode()
+        if domain != LOCAL_DOMAIN:
             socket.curve_publickey = self._pair.public.encode()
             socket.curve_secretkey = self._pair.secret.encode()
             socket.curve_server = 1

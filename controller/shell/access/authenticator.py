@@ -1,7 +1,8 @@
 """Authentication of encrypted connections: ZeroMQ's ZAP protocol, answered on a thread.
 
-ZeroMQ sends one request per connection, after the peer has proved that it has the secret key. The
-answer names the user, and ZeroMQ adds that name to each frame of the connection.
+ZeroMQ sends one request per connection, after the peer has proved that it has the secret key if the
+socket requires one. The answer names the user, and ZeroMQ adds that name to each frame of the
+connection.
 """
 
 import contextlib
@@ -12,10 +13,11 @@ import structlog
 import zmq
 from zmq.utils import z85
 
-from controller.shell.access.permissions import Access
+from controller.shell.access.permissions import LOCAL_DOMAIN, LOCAL_USER, Access
 
 _ENDPOINT: Final = "inproc://zeromq.zap.01"
 _VERSION: Final = b"1.0"
+_LOCAL: Final = LOCAL_DOMAIN.encode()
 _PARTS: Final = 7
 _POLL_MS: Final = 100
 
@@ -59,7 +61,11 @@ class Authenticator:
 
     def _user_of(self, parts: list[bytes]) -> str | None:
         """Return the user of a request: version, id, domain, address, identity, mechanism, key."""
-        if len(parts) != _PARTS or parts[0] != _VERSION or parts[5] != b"CURVE":
+        if parts[:1] != [_VERSION]:
+            return None
+        if parts[2:] and parts[2] == _LOCAL:
+            return LOCAL_USER
+        if len(parts) != _PARTS or parts[5] != b"CURVE":
             return None
         public = z85.encode(parts[6]).decode()
         return self._access.user_of(parts[2].decode(errors="replace"), public)

@@ -24,6 +24,9 @@ from messages.requests import EventsFetched, Reply, Request
 REQUESTS_DOMAIN: Final = "requests"
 EVENTS_DOMAIN: Final = "events"
 ENGINE_DOMAIN: Final = "engine"
+LOCAL_DOMAIN: Final = "local"
+"""The sockets that need no key, because the system admits one user's processes only."""
+
 OWN_ENGINE: Final = "(own engine)"
 """The user of the engine that this controller's supervisor starts; no key in a file has it."""
 
