@@ -2,8 +2,9 @@
 
 `transformers` marks a module whose experts any implementation may compute by five attributes
 (`has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, and later `has_post_expert_norm`), and
-a gated one has a method `_apply_gate`. Model names are not used. A module whose parameters or call
-are not fully recognised has no layout and is not wrapped.
+a gated one has a method `_apply_gate`. A module without these attributes has a layout if its own
+forward computes what the layout computes. Model names are not used. A module whose parameters or
+call are not fully recognised has no layout and is not wrapped.
 """
 
 import inspect
@@ -11,8 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from engine.errors import MODEL_CODE_ERRORS
 from engine.kernels.expert_groups import RoutedPairs, sort_by_expert
 from engine.kernels.grouped_matmul import grouped_matmul
 
@@ -20,6 +23,9 @@ FLAGS: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 """The attributes of every supported experts module."""
 
 _CALL_ARGUMENTS: Final = 3
+
+_ROUNDING: Final = 0.02
+"""The relative norm up to which a module without the attributes computes what its layout does."""
 
 
 class ExpertsInput(NamedTuple):
@@ -45,7 +51,8 @@ class ExpertLayout:
 
     `up_name`: the parameter before the activation, `gate_up_proj` or `up_proj`. `experts`: the
     number of experts. `inter_features`: the columns after the activation. `is_interleaved`: columns
-    of gate and up alternate instead of being contiguous.
+    of gate and up alternate instead of being contiguous. `identities`: the experts after the last
+    one, which return their input; `up_name` has matrices for them, which are never used.
     """
 
     up_name: str
@@ -57,6 +64,12 @@ class ExpertLayout:
     is_transposed: bool
     is_interleaved: bool
     is_biased: bool
+    identities: int = 0
+
+    @property
+    def up_experts(self) -> int:
+        """The matrices of the parameter before the activation."""
+        return self.experts + self.identities
 
     @property
     def up_features(self) -> int:
@@ -109,9 +122,10 @@ class ExpertLayout:
         if add_down_delta is not None:
             add_down_delta(outer, activated)
         outer = self.finish(module, outer)
-        if call.is_partial:
+        if call.is_partial or self.identities:
             # These rows were not computed, so their contents are undefined.
-            outer = outer.masked_fill((routed.experts == self.experts)[:, None], 0)
+            missing = x if self.identities else torch.zeros_like(outer)
+            outer = torch.where((routed.experts >= self.experts)[:, None], missing, outer)
         pairs = outer[routed.row_of_pair].view(*call.top_k_index.shape, -1)
         weighted = pairs * call.top_k_weights[..., None]
         return weighted.sum(dim=1).to(call.hidden_states.dtype)
@@ -130,8 +144,13 @@ class ExpertLayout:
 
     def activate(self, module: nn.Module, rows: Tensor) -> Tensor:
         """Apply the module's activation: [rows, inter_features]; rows: [rows, up_features]."""
-        activate: Callable[[Tensor], Tensor] = getattr(module, _activation_name(self.is_gated))
-        return activate(rows)
+        name = _activation_name(self.is_gated)
+        if hasattr(module, name):
+            activate: Callable[[Tensor], Tensor] = getattr(module, name)
+            return activate(rows)
+        gate, up = self.gate_and_up(rows)
+        activated: Tensor = module.get_submodule("act_fn")(gate) * up
+        return activated
 
     def finish(self, module: nn.Module, rows: Tensor) -> Tensor:
         """Apply what the module does to an expert's output before the weighted sum."""
@@ -144,6 +163,8 @@ class ExpertLayout:
         self, module: nn.Module, name: str, x: Tensor, experts: Tensor, ends: Tensor
     ) -> Tensor:
         weights: Tensor = getattr(module, name)
+        if self.identities:
+            weights = weights[: self.experts]
         matrices = weights.transpose(1, 2) if self.is_transposed else weights
         product = grouped_matmul(x.to(weights.dtype), matrices, ends)
         if self.is_biased:
@@ -155,6 +176,8 @@ class ExpertLayout:
 def layout_of(module: nn.Module) -> ExpertLayout | None:
     """Return the layout of an experts module; None for any module that is not supported."""
     flags = [getattr(module, name, None) for name in FLAGS]
+    if all(flag is None for flag in flags):
+        return _observed_layout(module)
     if not all(isinstance(flag, bool) for flag in flags) or not _accepts_routing(module):
         return None
     is_gated, is_biased, is_transposed, is_concatenated = flags
@@ -182,6 +205,45 @@ def layout_of(module: nn.Module) -> ExpertLayout | None:
         is_biased=bool(is_biased),
     )
     return layout if layout.up_features == up_features and len(down) == len(up) else None
+
+
+def _observed_layout(module: nn.Module) -> ExpertLayout | None:
+    """Return the layout of a gated module without the attributes, if its forward confirms it."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if parameters.keys() != {"gate_up_proj", "down_proj"} or not _accepts_routing(module):
+        return None
+    up, down = parameters["gate_up_proj"], parameters["down_proj"]
+    is_known = up.ndim == down.ndim == 3 and up.dtype.is_floating_point and not up.is_meta
+    if not is_known or not isinstance(getattr(module, "act_fn", None), nn.Module):
+        return None
+    (experts, out_features, inter_features), identities = down.shape, len(up) - len(down)
+    if identities < 0 or up.shape[1:] != (2 * inter_features, out_features):
+        return None
+    sizes = (experts, out_features, inter_features, out_features)
+    flags = {"is_gated": True, "is_transposed": False, "is_interleaved": False, "is_biased": False}
+    layout = ExpertLayout("gate_up_proj", *sizes, **flags, identities=identities)
+    return layout if _computes(module, layout) else None
+
+
+@torch.inference_mode()
+def _computes(module: nn.Module, layout: ExpertLayout) -> bool:
+    """Whether a module's forward returns what `layout` does, for its first and last experts."""
+    up: Tensor = getattr(module, layout.up_name)
+    chosen = sorted({0, layout.experts - 1, layout.up_experts - 1})
+    index = torch.tensor([[one, chosen[0]] for one in chosen], device=up.device)
+    # Of both signs and different in each column, so that exchanging gate and up is seen.
+    x = torch.linspace(-3, 2, len(chosen) * layout.in_features, dtype=up.dtype, device=up.device)
+    x = x.view(len(chosen), -1).sin()
+    weights = torch.linspace(0.5, 2, index.numel(), dtype=up.dtype, device=up.device)
+    call = ExpertsInput(x, index, weights.view(index.shape))
+    try:
+        own = module(*call[:_CALL_ARGUMENTS])
+    except MODEL_CODE_ERRORS:
+        return False
+    found = layout.forward(module, call, layout.route(call))
+    if not isinstance(own, Tensor) or own.shape != found.shape:
+        return False
+    return bool((found.double() - own.double()).norm() <= _ROUNDING * own.double().norm())
 
 
 def _activation_name(is_gated: bool) -> str:

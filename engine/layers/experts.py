@@ -253,9 +253,13 @@ class ExpertsWithLoRA(BaseLayerWithLoRA):
         return base.whole if isinstance(base, ParallelExperts) else self.layout
 
     def _slice(self, in_features: int, out_features: int, name: str, shard: Shard) -> SliceShape:
-        base, experts = self.base_layer, self.whole.experts
+        base, whole = self.base_layer, self.whole
+        experts = whole.experts if name == "down_proj" else whole.up_experts
         if isinstance(base, ParallelExperts) and base.expert_range is not None:
             shard = Shard(experts=base.expert_range)
+        elif experts > whole.experts:
+            # Adapters have matrices for experts that return their input, and nothing reads them.
+            shard = Shard(experts=range(whole.experts))
         return SliceShape(
             in_features, out_features, name, kind=ModuleKind.EXPERTS, experts=experts, shard=shard
         )

@@ -27,6 +27,9 @@ class ParallelExperts(nn.Module):
             raise ValueError(f"{type(module).__name__} is not a supported experts module")
         if getattr(module, "has_post_expert_norm", False):
             raise ValueError("experts with normalised outputs can't be split over ranks")
+        if whole.identities:
+            # Each rank would add the tokens of experts that return their input.
+            raise ValueError("experts that return their input can't be split over ranks")
         self.whole: ExpertLayout = whole
         self.group = group
         self.expert_range = group.shard_range(whole.experts, "experts") if by_expert else None

@@ -78,7 +78,7 @@ class SingleRows(RowStates):
         ids = torch.tensor([state.tokens], device=device)
         state.arguments["attention_mask"] = torch.ones_like(ids)
         if self._with_positions:
-            state.arguments["position_ids"] = torch.arange(len(state.tokens), device=device)[None]
+            state.arguments |= _positions(model, ids, state.arguments["attention_mask"])
         has_cache = any(name.startswith(_STATES) for name in state.arguments)
         inputs = model.prepare_inputs_for_generation(
             ids,
@@ -92,6 +92,12 @@ class SingleRows(RowStates):
         state.arguments = model._update_model_kwargs_for_generation(output, state.arguments)
         logits: Tensor = output.logits
         return logits
+
+
+def _positions(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Return the argument `position_ids`, without which some models count for themselves."""
+    positions = model._prepare_position_ids_for_generation(ids, {"attention_mask": mask})
+    return {} if positions is None else {"position_ids": positions}
 
 
 _STATES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")

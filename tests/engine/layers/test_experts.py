@@ -13,8 +13,10 @@ from engine.residency.arena import Arena
 from tests.support.kernels.kernel_cases import NAMES, error_of
 from tests.support.models.expert_examples import (
     EXPERTS,
+    IDENTITIES,
     MODULES,
     TOP_K,
+    WHOLE_MODULES,
     Delta,
     add_to_weights,
     make_experts,
@@ -23,8 +25,9 @@ from tests.support.models.expert_examples import (
 
 SLOTS = 3
 IDS = (11, 12, 13)
-GATED = [name for name in MODULES if name != "nemotron_h"]
-WRAPPED = [(name, FusedMoEWithLoRA) for name in MODULES] + [
+ALL = MODULES | WHOLE_MODULES
+GATED = [name for name in ALL if name != "nemotron_h"]
+WRAPPED = [(name, FusedMoEWithLoRA) for name in ALL] + [
     (name, FusedMoE3DWithLoRA) for name in GATED
 ]
 
@@ -114,7 +117,7 @@ def test_an_adapter_may_adapt_one_side_only(name: str, wrapper: type[ExpertsWith
     bench.check([0, 1, -1, 0, 1, 2], routes(6))
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("expert", [0, EXPERTS - 1])
 def test_an_expert_may_be_chosen_by_no_row_or_every_row(name: str, expert: int) -> None:
     bench = Bench(name, FusedMoEWithLoRA)
@@ -124,6 +127,23 @@ def test_an_expert_may_be_chosen_by_no_row_or_every_row(name: str, expert: int) 
     others = [e for e in range(EXPERTS) if e != expert]
     bench.check(slots, torch.tensor([[expert, others[0]]] * len(slots)))
     bench.check(slots, torch.tensor([others[:TOP_K]] * len(slots)))
+
+
+@pytest.mark.parametrize("wrapper", [FusedMoEWithLoRA, FusedMoE3DWithLoRA])
+@pytest.mark.parametrize("kernels", NAMES)
+def test_experts_that_return_their_input_have_no_delta(
+    wrapper: type[ExpertsWithLoRA], kernels: str
+) -> None:
+    bench = Bench("longcat_flash", wrapper, kernels)
+    for slot in range(SLOTS):
+        bench.write(slot, slot + 1, is_fused=slot != 1)
+    slots = [-1, 0, 1, 2, 2, 1, 0]
+    identities = torch.arange(EXPERTS, EXPERTS + IDENTITIES)
+    bench.check(slots, torch.stack([identities[torch.randperm(IDENTITIES)[:2]] for _ in slots]))
+    mixed = torch.stack([torch.randperm(EXPERTS + IDENTITIES)[:TOP_K] for _ in slots])
+    bench.check(slots, mixed)
+    # The directory has no matrix for them.
+    assert all(shape.kept_experts == range(EXPERTS) for shape in bench.shapes)
 
 
 def test_a_batch_without_expert_weights_calls_no_kernel() -> None:
@@ -185,7 +205,26 @@ class Scaled(nn.Module):
         return hidden_states
 
 
+class Other(nn.Module):
+    """Has the parameters of experts, and computes something else."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        self.act_fn = experts.act_fn
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return hidden_states * top_k_weights.sum(1, keepdim=True)
+
+
 def test_unsupported_modules_are_not_wrapped() -> None:
+    unmarked = make_experts("longcat_flash")
+    assert layout_of(unmarked) is not None
+    assert layout_of(Other(unmarked)) is None
+    unmarked.act_fn = nn.Tanh()
+    assert layout_of(unmarked) is not None
+    unmarked.down_proj = nn.Parameter(unmarked.down_proj[:, :-1])
+    assert layout_of(unmarked) is None
     experts = make_experts("mixtral")
     assert layout_of(Scaled(experts)) is None
     assert layout_of(nn.Linear(2, 2)) is None

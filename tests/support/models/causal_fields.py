@@ -144,6 +144,10 @@ FIELDS: Final[Mapping[str, Fields]] = {
         "encoder_config": {**COMMON, "hidden_size_global": 32, "num_key_value_heads": 4},
         "decoder_config": {**COMMON, "hidden_size_global": 32, "num_key_value_heads": 4},
         "global_config": {**COMMON, "num_key_value_heads": 4},
+        # Its own `generate` makes caches for the encoder's and the decoder's layers from these.
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "hidden_size": 32,
     },
     "cohere_compass_text": {
         **SLIDING,
@@ -310,7 +314,8 @@ FIELDS: Final[Mapping[str, Fields]] = {
     },
     "prophetnet": {
         "num_hidden_layers": None,
-        "num_encoder_layers": 1,
+        # As many as decoder layers: caches have a layer for each of the encoder's.
+        "num_encoder_layers": 2,
         "num_decoder_layers": 2,
         "num_buckets": 8,
         "relative_max_distance": 16,
@@ -347,7 +352,7 @@ FIELDS: Final[Mapping[str, Fields]] = {
         "axial_pos_embds_dim": (16, 16),
         "feed_forward_size": 48,
         "local_attn_chunk_length": 4,
-        "lsh_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 64,
         "num_buckets": 4,
         "hash_seed": 1,
     },
@@ -357,6 +362,9 @@ FIELDS: Final[Mapping[str, Fields]] = {
     "xlm": {"emb_dim": 32, "causal": True, "pad_token_id": 2, "pad_index": 2},
     "xlnet": {"max_position_embeddings": None, "n_layer": 2, "n_head": 4, "d_inner": 48},
     "xlstm": {
+        # The sizes of keys and values are rounded up to multiples of 64.
+        "hidden_size": 64,
+        "head_dim": None,
         "v_head_dim": None,
         "num_heads": 4,
         "qk_dim_factor": 1.0,

@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     GptOssConfig,
+    LongcatFlashConfig,
     MixtralConfig,
     NemotronHConfig,
     OlmoeConfig,
@@ -21,10 +22,13 @@ from transformers import (
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 EXPERTS, TOP_K, HIDDEN, INTER = 4, 2, 32, 24
+IDENTITIES = 3
+"""The experts of `longcat_flash` that return their input."""
 
 _COMMON = {
     "vocab_size": 64,
@@ -72,6 +76,9 @@ def family_configs() -> dict[str, PreTrainedConfig]:
         "nemotron_h": NemotronHConfig(
             **_COMMON, n_routed_experts=EXPERTS, moe_intermediate_size=INTER
         ),
+        "longcat_flash": LongcatFlashConfig(
+            **{**_COMMON, **_LATENT, "expert_ffn_hidden_size": INTER, "zero_expert_num": IDENTITIES}
+        ),
     }
 
 
@@ -98,12 +105,16 @@ MODULES = {
 """Modules of each layout: gate and up concatenated (twice), interleaved with biases, no gate."""
 
 
+WHOLE_MODULES = {"longcat_flash": LongcatFlashExperts}
+"""Modules that are not split over ranks: with experts that return their input."""
+
+
 def make_experts(name: str, **changes: int) -> nn.Module:
     """Return a random experts module in eager mode; `changes` to its config."""
     config = family_configs()[name]
     config.update(changes)
     config._experts_implementation = "eager"
-    module = MODULES[name](config)
+    module = (MODULES | WHOLE_MODULES)[name](config)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.3)
     return module.eval().requires_grad_(False)
@@ -135,7 +146,8 @@ def add_to_weights(module: nn.Module, deltas: Mapping[str, Delta]) -> nn.Module:
     """Return a copy of the module with every delta added to its weights."""
     merged = deepcopy(module)
     for name, (a, b) in deltas.items():
-        _slice_weights(merged, name).add_(b @ a)
+        # Nothing reads the matrices of experts that return their input.
+        _slice_weights(merged, name)[: len(a)].add_(b @ a)
     return merged
 
 
@@ -145,11 +157,11 @@ def _slice_weights(module: nn.Module, name: str) -> Tensor:
     fused = hasattr(module, "gate_up_proj")
     parameter = "gate_up_proj" if fused and name in halves else name
     weights = module.get_parameter(parameter)
-    if module.is_transposed:
+    if getattr(module, "is_transposed", False):
         weights = weights.transpose(1, 2)
     if parameter == name:
         return weights
     inter = weights.shape[1] // 2
-    if module.is_concatenated:
+    if getattr(module, "is_concatenated", True):
         return weights[:, halves[name] * inter :][:, :inter]
     return weights[:, halves[name] :: 2]
