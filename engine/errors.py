@@ -220,6 +220,4 @@ def code_of(error: BaseException) -> ErrorCode:
             return error.code
         case torch.OutOfMemoryError():
             return ErrorCode.DEVICE_OUT_OF_MEMORY
-        case MemoryError():
-            return ErrorCode.NO_ROOM
-    return ErrorCode.ENGINE_GONE
+    return ErrorCode.NO_ROOM if is_out_of_memory(error) else ErrorCode.ENGINE_GONE

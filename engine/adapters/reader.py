@@ -22,7 +22,7 @@ from engine.adapters.lora_model import LoRAModel
 from engine.adapters.peft_config import PEFTHelper, decode_config
 from engine.adapters.tensor_names import sort_names
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.errors import EngineError
+from engine.errors import AdapterNotFound, EngineError
 from engine.layout import blob_bytes
 
 
@@ -77,6 +77,10 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
             return loaded
     except EngineError as error:
         raise error.about(f"adapter {shown(adapter or path)}") from error
+    except OSError as error:
+        raise AdapterNotFound(
+            f"adapter {shown(adapter or path)} can't be read: {error.strerror}"
+        ) from error
 
 
 def _read(

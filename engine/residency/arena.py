@@ -122,16 +122,15 @@ class Arena:
                 f"slot {slot} had generation {self.generations[slot]} already; "
                 f"a write needs a later one, not {generation}"
             )
+        columns = (blob.offsets != ABSENT).nonzero().flatten()
+        published = _SlotExtent(slot, columns, blob.offsets[columns], blob.ranks[columns])
         owner = self._reserve(blob.size_bytes)
         try:
             copy = self._copier.start(self._view(owner), blob.data.view(torch.uint8))
         except BaseException:
             self._extents.free(owner)
             raise
-        columns = (blob.offsets != ABSENT).nonzero().flatten()
-        self._slot_extents[owner] = _SlotExtent(
-            slot, columns, blob.offsets[columns], blob.ranks[columns]
-        )
+        self._slot_extents[owner] = published
         self._writes[slot] = _Write(owner, generation, copy)
 
     def is_copied(self, slot: int) -> bool:
@@ -146,11 +145,11 @@ class Arena:
         write = self._write(slot)
         try:
             write.copy.wait()
+            self._publish(write.owner)
         except BaseException:
             self.discard_write(slot)
             raise
         del self._writes[slot]
-        self._publish(write.owner)
         self.generations[slot] = self._residents[slot] = write.generation
         self.writes += 1
 
@@ -158,8 +157,8 @@ class Arena:
         """Wait for the copy of the slot's unfinished write, and free its extent."""
         write = self._write(slot)
         _wait_until_ended(write.copy)
-        del self._writes[slot], self._slot_extents[write.owner]
-        self._extents.free(write.owner)
+        del self._writes[slot]
+        self._free(write.owner)
 
     def reset(self, slot: int, generation: int) -> None:
         """Clear the slot's row and free its extent; nothing is zero-filled.
@@ -281,7 +280,11 @@ class Arena:
             )
         owner = next(self._owners)
         if self._extents.allocate(owner, size_bytes) is None:
-            self._compact(size_bytes)
+            try:
+                self._compact(size_bytes)
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                # No lack of memory for this write alone: other adapters may be half moved.
+                raise RuntimeError(f"compacting the arena failed: {error!r}") from error
             self._extents.allocate(owner, size_bytes)
         return owner
 

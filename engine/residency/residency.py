@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import structlog
-import torch
 
 from engine.adapters.lora_model import LoRAModel
 from engine.adapters.reader import LoadedAdapter
@@ -25,6 +24,7 @@ from engine.errors import (
     UnknownAdapter,
     code_of,
     details_of,
+    is_out_of_memory,
 )
 from engine.jobs import Jobs
 from engine.layout import ModuleShape
@@ -136,8 +136,8 @@ class Residency:
         """Execute a command, or start it."""
         try:
             self._handlers[type(command)](command)
-        except (EngineError, torch.OutOfMemoryError) as error:
-            self.fail(command.op, error)
+        except Exception as error:
+            self._fail_or_raise(command.op, error)
 
     def collect(self, *, wait: bool = False) -> None:
         """Apply the results of jobs and copies that have ended; `wait`: wait for the copies."""
@@ -161,7 +161,14 @@ class Residency:
         code = code_of(error)
         if code == ErrorCode.ENGINE_GONE:
             _log.error("operation failed unexpectedly", error=repr(error), exc_info=error)
-        self._report(reports.OperationFailed(op, code, str(error), details_of(error)))
+        text = str(error) or type(error).__name__
+        self._report(reports.OperationFailed(op, code, text, details_of(error)))
+
+    def _fail_or_raise(self, op: OpId, error: Exception) -> None:
+        """Report an error that ends one operation; others, as of a failing device, are raised."""
+        if not isinstance(error, EngineError) and not is_out_of_memory(error):
+            raise error
+        self.fail(op, error)
 
     def check_adapter(self, command: commands.CheckAdapter) -> None:
         """Start to read and check an adapter, of which nothing is kept."""
@@ -283,8 +290,8 @@ class Residency:
         del self._in_flight[command.op]
         try:
             self.arena.finish_write(slot)
-        except (EngineError, torch.OutOfMemoryError) as error:
-            self.fail(command.op, error)
+        except Exception as error:
+            self._fail_or_raise(command.op, error)
             return
         adapter = self.host_adapters[command.adapter_id]
         adapter.slot, adapter.generation = slot, command.generation

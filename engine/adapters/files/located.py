@@ -49,12 +49,15 @@ def open_place(name: str, directory: int, roots: Sequence[str], *, is_directory:
         raise PathNotAllowed(f"{shown(name)} is not a file name") from error
     except OSError as error:
         raise _refusal(name, directory, error) from error
-    if not _is_below(place, roots):
+    try:
+        if not _is_below(place, roots):
+            raise PathNotAllowed(
+                f"{shown(name)} is a link out of the adapter roots; replace it by a copy (cp -rL), "
+                "or add the directory that it leads to with --adapter-root"
+            )
+    except BaseException:
         os.close(place)
-        raise PathNotAllowed(
-            f"{shown(name)} is a link out of the adapter roots; replace it by a copy (cp -rL), or "
-            "add the directory that it leads to with --adapter-root"
-        )
+        raise
     return place
 
 

@@ -353,8 +353,9 @@ def test_every_residency_command_has_a_handler(bench: EngineBench) -> None:
     assert set(EngineCommand.__args__) == {*ResidencyCommand.__args__, *others}
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, torch.OutOfMemoryError])
 def test_a_failing_compaction_is_raised_because_it_ends_the_engine(
-    make_engine: Callable[..., EngineBench], monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., EngineBench], monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     first = make_engine()
     names = ("output", "mlp", "attention")
@@ -367,7 +368,7 @@ def test_a_failing_compaction_is_raised_because_it_ends_the_engine(
     bench.do(cm.ResetSlot, slot=0, generation=1)
 
     def failing_move(target: torch.Tensor, source: torch.Tensor) -> None:
-        raise RuntimeError("the device failed")
+        raise kind("the device failed")
 
     monkeypatch.setattr(bench.engine.residency.arena._copier, "move", failing_move)
     with pytest.raises(RuntimeError, match="the device failed"):
