@@ -31,7 +31,7 @@ from messages import requests
 from messages.commands import StartInference
 from messages.control import CancelRequest, ServerCommand
 from messages.errors import ErrorCode
-from messages.ids import AdapterName, RequestId, client_of, scoped
+from messages.ids import AdapterName, RequestId, client_of, scoped, unscoped
 from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
 from messages.reports import PrivateReport
 from messages.requests import LifecycleRequest, PrivateRequest
@@ -390,6 +390,7 @@ def _without_payload(
 def _unscoped(reply: requests.Reply, own_id: RequestId) -> requests.Reply:
     """Return a reply with the ids that the client chose."""
     if type(reply) is requests.CancelDone:
-        _, _, target = reply.target.partition(":")
+        # An operator may name anything as the target, also what no client chose.
+        target = unscoped(reply.target) or reply.target
         return requests.CancelDone(own_id, target, reply.found)
     return msgspec.structs.replace(reply, request_id=own_id)

@@ -13,6 +13,7 @@ from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX
 from messages import records
 from messages import requests as rq
 from messages.commands import StartGeneration, StopGeneration
+from messages.control import CancelRequest
 from messages.errors import ErrorCode
 from messages.prompts import IllustratedPrompt, Sampling
 from messages.views import PoolingTask
@@ -41,6 +42,15 @@ def test_a_prompt_is_sent_to_the_engine_and_not_logged(bench: SessionBench) -> N
     assert bench.start("r") is not None
     bench.end("r")
     assert bench.start("r") is None
+
+
+@pytest.mark.parametrize("target", ["no-client", ":", "client:", "client:own", ":own"])
+def test_any_target_of_a_cancellation_has_an_answer_that_can_be_read(
+    bench: SessionBench, target: str
+) -> None:
+    bench.receive(CancelRequest("r", target))
+    [(_, done)] = bench.take_sent()
+    assert (done.request_id, done.found) == ("r", False)
 
 
 @pytest.mark.parametrize(("kind", "task"), [(rq.Embed, "embed"), (rq.Classify, "classify")])
