@@ -37,7 +37,8 @@ def open_descriptors() -> int:
 class ConnectionGuard:
     """Hides sockets' files from the moment that `descriptors_max` descriptors are open.
 
-    They return when an eighth of these descriptors is free again.
+    They return when an eighth of these descriptors is free again. Where they can't be renamed, new
+    connections are ended meanwhile.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class ConnectionGuard:
         self._low = descriptors_max - descriptors_max // 8
         self._count = count
         self.is_hidden = False
+        self._ends_connections = False
         # New connections until the next count: fewer can't reach the bound.
         self._until_count = 0
         for path in self._files:
@@ -61,21 +63,22 @@ class ConnectionGuard:
         self._until_count -= len(descriptors)
         if self.is_hidden or self._until_count <= 0:
             self._check()
+        if self._ends_connections:
+            _end_connections(descriptors)
 
     def show(self) -> None:
         """Let the sockets be found again."""
         if self.is_hidden:
             for path in self._files:
                 _rename(_hidden(path), path)
-        self.is_hidden = False
+        self.is_hidden = self._ends_connections = False
 
     def _check(self) -> None:
         count = self._count()
         self._until_count = max(1, self._high - count)
         if not self.is_hidden and count >= self._high:
-            for path in self._files:
-                _rename(path, _hidden(path))
-            self.is_hidden = True
+            renamed = [_rename(path, _hidden(path)) for path in self._files]
+            self.is_hidden, self._ends_connections = True, not all(renamed)
             log.warning("too many connections: new ones are refused", descriptors=count)
         elif self.is_hidden and count <= self._low:
             self.show()
@@ -102,17 +105,25 @@ class RemoteGuard:
         self._until_count = max(1, self._high - count)
         if count >= self._high:
             log.warning("too many connections: remote ones are ended", descriptors=count)
-            for descriptor in descriptors:
-                _end_connection(descriptor)
+            _end_connections(descriptors)
 
     def show(self) -> None:
         """Do nothing: nothing is hidden."""
 
 
-def _end_connection(descriptor: int) -> None:
-    """Shut a connection down; its owner, another thread, may have closed it meanwhile."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        connection.shutdown(socket.SHUT_RDWR)
+def _end_connections(descriptors: Sequence[int]) -> None:
+    """Shut connections down; their owner, another thread, may have closed them meanwhile."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            copy = os.dup(descriptor)
+            try:
+                connection = socket.socket(fileno=copy)
+            except OSError:
+                # What has the number now is no connection, and the copy has no owner.
+                os.close(copy)
+                continue
+            with connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class GuardThread:
@@ -150,7 +161,17 @@ def _hidden(path: Path) -> Path:
     return path.with_name(path.name + HIDDEN)
 
 
-def _rename(path: Path, to: Path) -> None:
-    # Removing a socket's file by hand must not end the thread.
-    with contextlib.suppress(FileNotFoundError):
+def _rename(path: Path, to: Path) -> bool:
+    """Rename a socket's file; False if the directory does not allow that.
+
+    No error may end the thread: ZeroMQ waits for the events that it would not read any more.
+    """
+    try:
         path.rename(to)
+    except FileNotFoundError:
+        # It was removed by hand, so nobody finds it.
+        return True
+    except OSError as error:
+        log.warning("a socket's file can't be renamed", path=str(path), error=str(error))
+        return False
+    return True

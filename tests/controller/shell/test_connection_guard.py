@@ -13,7 +13,7 @@ import pytest
 from controller.client import Client
 from controller.client.sockets import connection_to, unserved_reason
 from controller.shell.config import ServerConfig
-from controller.shell.connection_guard import ConnectionGuard
+from controller.shell.connection_guard import HIDDEN, ConnectionGuard, open_descriptors
 from tests.support.parallel.processes import ROOT
 from tests.support.waiting import HANG_S, wait_until
 
@@ -58,6 +58,30 @@ def test_descriptors_are_counted_only_when_the_bound_could_be_reached(tmp_path: 
     for _ in range(900):
         guard.on_accepted([0])
     assert len(counts) == 1
+
+
+def test_connections_end_while_the_files_can_not_be_hidden(tmp_path: Path) -> None:
+    path, count = tmp_path / "requests.sock", 80
+    path.touch()
+    guard = ConnectionGuard([path], 80, lambda: count)
+    # No file can be renamed to it, as in a directory that has become read-only.
+    hidden = path.with_name(path.name + HIDDEN)
+    hidden.mkdir()
+    ours, peer = socket.socketpair()
+    with ours, peer, path.open() as no_connection:
+        before = open_descriptors()
+        guard.on_accepted([no_connection.fileno(), 1 << 20, ours.fileno()])
+        assert peer.recv(1) == b""
+        assert open_descriptors() == before
+    assert path.exists()
+    hidden.rmdir()
+    count = 70
+    guard.on_accepted([])
+    ours, peer = socket.socketpair()
+    with ours, peer:
+        guard.on_accepted([ours.fileno()])
+        peer.send(b"x")
+        assert ours.recv(1) == b"x"
 
 
 @pytest.fixture
