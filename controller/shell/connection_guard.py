@@ -169,7 +169,7 @@ def _rename(path: Path, to: Path) -> bool:
     try:
         path.rename(to)
     except FileNotFoundError:
-        # It was removed by hand, so nobody finds it.
+        # It was removed by hand, so no peer finds it.
         return True
     except OSError as error:
         log.warning("a socket's file can't be renamed", path=str(path), error=str(error))

@@ -97,7 +97,8 @@ class KeyStore:
             status = os.stat(self._list)
         except OSError:
             return (0, 0, 0)
-        return (status.st_ino, status.st_mtime_ns, status.st_size)
+        # The time of modification can be set back, and new permissions do not change it.
+        return (status.st_ino, status.st_ctime_ns, status.st_size)
 
     def allow(self, key: AllowedKey) -> None:
         """Add a key; raises `KeyListError` if its name or the key itself is in the list."""

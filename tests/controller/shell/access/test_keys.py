@@ -136,3 +136,19 @@ def test_a_list_in_a_directory_of_others_is_not_changed(tmp_path: Path) -> None:
         store.server_pair()
     assert os.listdir(tmp_path / "elsewhere") == []
     assert KeyPair("p", "s") == KeyPair("p", "s")
+
+
+def test_every_change_of_the_list_is_noticed(tmp_path: Path) -> None:
+    store = KeyStore(tmp_path / "d")
+    assert store.stamp() == (0, 0, 0)
+    store.allow(AllowedKey("a", PUBLIC, "read"))
+    path = tmp_path / "d" / "keys" / "allowed.json"
+    stamps, status = [store.stamp()], path.stat()
+    # The time of modification is set back, as a program does that restores files.
+    path.write_bytes(path.read_bytes().replace(b'"a"', b'"b"'))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    stamps.append(store.stamp())
+    # Permissions may be what made a list unreadable.
+    path.chmod(0o400)
+    stamps.append(store.stamp())
+    assert len(set(stamps)) == len(stamps)
