@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import platform
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from engine.kernels.cpu.base_linear import has_onednn, onednn_linear
-from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable, DtypeCosts, ProductCost
+from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
+from engine.kernels.cpu.product_timing import dtype_costs, microseconds
 from engine.kernels.threads import threads_for
 
 CALIBRATED_BYTES_MIN: Final = 64 << 20
@@ -32,16 +33,8 @@ FASTER_MIN: Final = 1.5
 ONEDNN_MIN: Final = 1.2
 """How many times as fast oneDNN must be to be used."""
 
-_FORMAT: Final = 2
-_SAMPLE_S: Final = 2e-3
-_SAMPLES: Final = 5
-_PARTS: Final = 8
+_FORMAT: Final = 3
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-_RANK: Final = 16
-_ROWS: Final = (2, 16)
-_WIDTHS: Final = (512, 4096)
-"""Rows per part and columns for which products are timed."""
-_CALL_MIN: Final = 0.5
 _CONVERTED: Final = (16, 1 << 18)
 _MODEL_WIDTH: Final = 1024
 _MODEL_ROWS: Final = (16, 128)
@@ -73,20 +66,28 @@ def calibration(directory: Path | None = None) -> Calibration:
 
     `directory`: where they are stored; None for the user's cache directory.
     """
-    path = (directory or _cache_directory()) / f"cpu-{_machine_key()}.json"
+    path = stored_at(directory)
     try:
         return _decoded(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         measured = measure()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(_numbers(measured)))
-        temporary.replace(path)
-    except OSError:
-        # Then the constants are measured at every start.
-        return measured
+    # Without a stored file the constants are measured at every start.
+    with suppress(OSError):
+        store(measured, path)
     return measured
+
+
+def stored_at(directory: Path | None = None) -> Path:
+    """Return the file of this machine's constants; `directory` as in `calibration`."""
+    return (directory or _cache_directory()) / f"cpu-{_machine_key()}.json"
+
+
+def store(measured: Calibration, path: Path) -> None:
+    """Write a calibration to be used from the next start on; raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(_numbers(measured)))
+    temporary.replace(path)
 
 
 def faster_dtype(saved: torch.dtype, products: ProductSpeeds) -> torch.dtype:
@@ -104,64 +105,12 @@ def measure() -> Calibration:
     with threads_for(1), torch.inference_mode():
         convert_call, convert_element = _line(_conversion, _CONVERTED)
         costs = CostTable(
-            _dtype_costs(torch.float32), _dtype_costs(torch.bfloat16), convert_call, convert_element
+            dtype_costs(torch.float32), dtype_costs(torch.bfloat16), convert_call, convert_element
         )
         float32, bfloat16, float16 = (_model_product(dtype, linear) for dtype in _DTYPES)
         # Without the operation it counts as equally fast, and is not used.
         onednn = _model_product(torch.float32, onednn_linear) if has_onednn() else float32
         return Calibration(costs, ProductSpeeds(float32, bfloat16, float16, onednn))
-
-
-def _dtype_costs(dtype: torch.dtype) -> DtypeCosts:
-    stacked = torch.randn(_PARTS, _RANK, _WIDTHS[1]).to(dtype)
-    columns = stacked.mT.contiguous()
-    elements = stacked.numel()
-    flat_a, flat_b = (torch.empty(elements, dtype=dtype) for _ in range(2))
-    a, b = flat_a.view(stacked.shape), flat_b.view(_WIDTHS[1], -1)
-    sources = list(stacked), list(columns)
-    return DtypeCosts(
-        grouped=(_product_cost(dtype, 1, _shrink), _product_cost(dtype, 1, _expand)),
-        dense=(_product_cost(dtype, 1, _shrink, _PARTS), _product_cost(dtype, 1, _expand, _PARTS)),
-        batched=(_product_cost(dtype, _PARTS, _shrink), _product_cost(dtype, _PARTS, _expand)),
-        stack=_microseconds(lambda: torch.stack(sources[0], out=a)) / elements,
-        concatenate=_microseconds(lambda: torch.cat(sources[1], 1, out=b)) / elements,
-    )
-
-
-def _shrink(parts: int, rows: int, rank: int, width: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the operands of a first product, the weights transposed."""
-    return (parts, rows, width), (parts, rank, width)
-
-
-def _expand(parts: int, rows: int, rank: int, width: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the operands of a second product, the weights transposed."""
-    return (parts, rows, rank), (parts, width, rank)
-
-
-def _product_cost(
-    dtype: torch.dtype,
-    parts: int,
-    shapes: Callable[[int, int, int, int], tuple[tuple[int, ...], ...]],
-    rank_factor: int = 1,
-) -> ProductCost:
-    """Fit the constants of a product to its time for few weights, for many, and for more rows."""
-    rank = _RANK * rank_factor
-    few, many = (parts * rank * width for width in _WIDTHS)
-
-    def time_of(rows: int, width: int) -> float:
-        x, matrix = (torch.randn(one).to(dtype) for one in shapes(parts, rows, rank, width))
-        if parts > 1:
-            out = torch.empty(parts, rows, matrix.shape[1], dtype=dtype)
-            return _microseconds(lambda: torch.bmm(x, matrix.mT, out=out))
-        out = torch.empty(rows, matrix.shape[1], dtype=dtype)
-        return _microseconds(lambda: torch.mm(x[0], matrix[0].T, out=out))
-
-    (fewest, most), (short, long) = _ROWS, _WIDTHS
-    first, second, third = time_of(fewest, short), time_of(fewest, long), time_of(most, long)
-    weight_and_rows = max((second - first) / (many - few), 0.0)
-    row = max((third - second) / ((most - fewest) * many), 0.0)
-    call = max(first - weight_and_rows * few, _CALL_MIN)
-    return ProductCost(call, max(weight_and_rows - fewest * row, 0.0), row)
 
 
 def _conversion(size: int) -> Callable[[], object]:
@@ -172,7 +121,7 @@ def _conversion(size: int) -> Callable[[], object]:
 
 def _line(work: Callable[[int], Callable[[], object]], sizes: Sequence[int]) -> tuple[float, float]:
     """Return the constant and the linear part of a work's time."""
-    small, large = (_microseconds(work(size)) for size in sizes)
+    small, large = (microseconds(work(size)) for size in sizes)
     return small, max((large - small) / sizes[1], 0.0)
 
 
@@ -184,22 +133,7 @@ def _model_product(dtype: torch.dtype, product: Callable[[Tensor, Tensor, None],
     def work() -> list[Tensor]:
         return [product(x, weight, None) for x in inputs]
 
-    return _microseconds(work)
-
-
-def _microseconds(work: Callable[[], object]) -> float:
-    """Return the shortest of some samples of the thread's time, which excludes other processes."""
-    started = time.thread_time()
-    work()
-    first = max(time.thread_time() - started, 1e-7)
-    repeats = max(1, min(200, int(_SAMPLE_S / _SAMPLES / first)))
-    best = first
-    for _ in range(_SAMPLES):
-        started = time.thread_time()
-        for _ in range(repeats):
-            work()
-        best = min(best, (time.thread_time() - started) / repeats)
-    return best * 1e6
+    return microseconds(work)
 
 
 def _machine_key() -> str:

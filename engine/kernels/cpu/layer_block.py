@@ -13,10 +13,6 @@ NARROW_ROWS_MIN: Final = 32
 """Limits within which bfloat16 products are computed as `A @ x.T`: rank at most, rows at least."""
 
 
-FEW_ROWS_MAX: Final = 8
-"""The most rows per part for which float32 products are computed so."""
-
-
 class EqualDistance(NamedTuple):
     """Parts `first` to `first + parts` of a slice, whose weights are `distance` elements apart."""
 
@@ -133,10 +129,7 @@ def computation_dtypes(
 def computes_transposed(dtype: torch.dtype, rank: int, rows: int) -> bool:
     """Whether the first product is computed as `A @ x.T`, with a transposed result.
 
-    In float32 that is faster for few rows, as a decode step has them (0.75 of the time at 2 rows).
     The library packs the right operand of a bfloat16 product into wide blocks, which a narrow A
     fills badly. With x as the right operand, a long run's delta took 0.86 of the time at rank 16.
     """
-    if dtype == torch.float32:
-        return rows <= FEW_ROWS_MAX
     return dtype == torch.bfloat16 and rank <= NARROW_RANK_MAX and rows >= NARROW_ROWS_MIN

@@ -7,17 +7,25 @@ import pytest
 import torch
 
 from engine.kernels.cpu import calibration as calibrating
+from engine.kernels.cpu import product_timing
 from engine.kernels.cpu.base_linear import has_onednn, onednn_linear
 from engine.kernels.cpu.blocks import tile_by_length
 from engine.kernels.cpu.calibration import Calibration, ProductSpeeds, calibration, faster_dtype
-from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable, ProductCost, cheapest_strategy
+from engine.kernels.cpu.costs import (
+    DEFAULT_COSTS,
+    ROWS,
+    CostTable,
+    ProductCost,
+    cheapest_strategy,
+)
 from engine.kernels.cpu.dense import Dense
-from engine.kernels.cpu.gathered import Gathered
+from engine.kernels.cpu.gathered import Gathered, TransposedGathered
 from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer_block import layer_block
 from tests.support.kernels.kernel_cases import Shape, make_case
 
 KNOWN = Calibration(DEFAULT_COSTS, ProductSpeeds(1.0, 2.0, 3.0, 4.0))
+NUMBERS = len(calibrating._numbers(KNOWN))
 
 
 @pytest.fixture
@@ -39,7 +47,8 @@ def test_a_machine_is_measured_once(measured: list[Calibration], tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{}", b"[1, 2]", b"null", b"\xff", json.dumps([-1.0] * 37).encode()]
+    "content",
+    [b"", b"[]", b"{}", b"[1, 2]", b"null", b"\xff", json.dumps([-1.0] * NUMBERS).encode()],
 )
 def test_a_damaged_file_is_measured_again(
     content: bytes, measured: list[Calibration], tmp_path: Path
@@ -62,10 +71,37 @@ def test_a_directory_that_cannot_be_written_is_no_error(
 
 
 def test_a_measurement_has_a_number_for_every_constant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrating, "_microseconds", lambda work: float(work() is not None))
+    for module in (calibrating, product_timing):
+        monkeypatch.setattr(module, "microseconds", lambda work: float(work() is not None))
     found = calibrating.measure()
     assert found.products == ProductSpeeds(1.0, 1.0, 1.0, 1.0)
-    assert all(one.call > 0 and one.weight >= 0 <= one.row for one in found.costs.float32.grouped)
+    assert len(calibrating._numbers(found)) == NUMBERS
+    assert all(one >= 0 for one in calibrating._numbers(found))
+    assert all(one.call > 0 for one in found.costs.float32.looped)
+
+
+UNEVEN = ProductCost(3.0, (0.25, 0.5, 0.0, 2.0, 1.0), (0.125, 0.25, 0.0625, 0.5, 1.0))
+"""Four rows take less time than two."""
+
+
+def test_a_product_is_fitted_to_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_timing, "microseconds", lambda time: time)
+    found = product_timing._product_cost(torch.float32, lambda _, shape: UNEVEN.time(*shape))
+    assert found == UNEVEN
+
+
+def test_the_time_of_a_product_is_a_line_between_the_measured_rows() -> None:
+    times = [UNEVEN.time(rows, 8, 2) for rows in ROWS]
+    for rows, columns, weights, time in zip(
+        ROWS, UNEVEN.columns, UNEVEN.weights, times, strict=True
+    ):
+        assert time == UNEVEN.call + 2 * (columns + 8 * weights)
+        assert UNEVEN.time(rows, 0, 2) == 0.0
+    assert UNEVEN.time(3, 8, 2) == (times[1] + times[2]) / 2
+    assert UNEVEN.time(10, 8, 2) == (times[2] + times[3]) / 2
+    assert UNEVEN.time(2 * ROWS[-1] - ROWS[-2], 8, 2) == 2 * times[-1] - times[-2]
+    falling = UNEVEN._replace(weights=(1.0, 1.0, 1.0, 1.0, 0.0))
+    assert falling.time(100, 8, 2) == falling.time(ROWS[-1], 8, 2)
 
 
 @pytest.mark.parametrize(
@@ -106,23 +142,43 @@ def test_the_product_by_onednn_is_that_of_a_linear_layer(dtype: torch.dtype) -> 
                 torch.testing.assert_close(onednn_linear(columns, weight, bias), expected)
 
 
-def _table(grouped: float, dense: float, batched: float) -> CostTable:
-    """Return a table in which a call of each kind has this cost, and nothing else costs."""
-    pairs = ((ProductCost(call, 0.0, 0.0),) * 2 for call in (grouped, dense, batched))
-    costs = type(DEFAULT_COSTS.float32)(*pairs, 0.0, 0.0)
+def _cost(call: float, weight: float = 0.0, few: float = 0.0) -> tuple[ProductCost, ProductCost]:
+    """Return a cost of calls, weights, and weights of products of two rows."""
+    cost = ProductCost(
+        call, (0.0,) * len(ROWS), (weight, weight + few, *[weight] * (len(ROWS) - 2))
+    )
+    return cost, cost
+
+
+def _table(
+    looped: tuple[ProductCost, ProductCost],
+    batched: tuple[ProductCost, ProductCost],
+    transposed: tuple[ProductCost, ProductCost],
+    copy: float = 0.0,
+) -> CostTable:
+    costs = type(DEFAULT_COSTS.float32)(looped, batched, transposed, copy, copy)
     return CostTable(costs, costs, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("table", "chosen"),
+    ("table", "slots", "chosen"),
     [
-        (_table(0.1, 9.0, 9.0), Grouped),
-        (_table(9.0, 0.1, 9.0), Dense),
-        (_table(9.0, 9.0, 0.1), Gathered),
+        (_table(_cost(0.1), _cost(9.0), _cost(9.0)), [0, 1, 2, 3], Grouped),
+        (_table(_cost(5.0), _cost(99.0), _cost(99.0)), [0, 1, 2, 3], Dense),
+        (_table(_cost(9.0, 9.0), _cost(0.1), _cost(9.0)), [0, 1, 2, 3], Gathered),
+        (_table(_cost(9.0, 9.0), _cost(9.0), _cost(0.1)), [0, 1, 2, 3], TransposedGathered),
+        # A product that is slow for two rows is chosen for one and for four.
+        (_table(_cost(1.0), _cost(9.0), _cost(0.1, few=9.0), 9.0), [0, 1], TransposedGathered),
+        (_table(_cost(1.0), _cost(9.0), _cost(0.1, few=9.0), 9.0), [0, 1] * 2, Grouped),
+        (_table(_cost(1.0), _cost(9.0), _cost(0.1, few=9.0), 9.0), [0, 1] * 4, TransposedGathered),
+        (_table(_cost(1.0), _cost(9.0), _cost(0.1), 9.0), [0, 1] * 8, TransposedGathered),
+        (_table(_cost(1.0), _cost(9.0), _cost(0.1), 9.0), [0, 1] * 9, Grouped),
     ],
 )
-def test_the_choice_follows_from_a_table_of_constants(table: CostTable, chosen: type) -> None:
-    case = make_case(Shape(32, (32,), 4, (8,), 0.0), [0, 1, 2, 3], torch.float32, 1)
+def test_the_choice_follows_from_a_table_of_constants(
+    table: CostTable, slots: list[int], chosen: type
+) -> None:
+    case = make_case(Shape(32, (32,), 4, (8,), 0.0), slots, torch.float32, 1)
     [block] = tile_by_length(case.groups).blocks
     layer = layer_block(case.slices, block, torch.float32)
     assert layer is not None
