@@ -17,7 +17,7 @@ import torch
 import typer
 from rich.console import Console
 
-from controller.cli import bench, top
+from controller.cli import bench, calibrate, top
 from controller.cli.exit_codes import EXIT_CODES, HINTS, CommandError, ServerNotRunning, failure_of
 from controller.cli.main import app
 from controller.cli.render import classification, embedding, renderables
@@ -30,6 +30,9 @@ from controller.shell.startup.start_checks import Start, StartRefused, check_sta
 from engine.adapters import read_adapter
 from engine.adapters.compatibility import AdapterTarget
 from engine.errors import EngineError
+from engine.kernels.calibrate import report
+from engine.kernels.cpu.calibration import Calibration, ProductSpeeds
+from engine.kernels.cpu.costs import DEFAULT_COSTS
 from messages import control
 from messages import requests as rq
 from messages.engine_options import EngineOptions
@@ -131,6 +134,9 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
     texts = [f"text number {number}" for number in range(1, 13)]
     vectors = tuple((1.0, float(number), 0.0) for number in range(12))
     yield "embed", embedding(texts, Embedding(None, vectors, 40))
+    constants = Calibration(DEFAULT_COSTS, ProductSpeeds(3151.0, 732.0, 11510.0, 1421.0))
+    measured_at = {"file": "~/.cache/loradock/cpu-0.json", "torch": "2.13.0", "seconds": 0.43}
+    yield "calibrate", list(calibrate.tables({**report(constants), **measured_at}))
     labels = tuple(f"label-{number}" for number in range(12))
     scores = tuple(tuple(place / 12 for place in range(12)) for _ in texts)
     yield "classify", classification(texts, Classification(None, labels, scores, 40))
