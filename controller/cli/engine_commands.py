@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import typer
 
-from controller.cli.context import AsJson, InferenceTimeout, open_client, output_of
+from controller.cli.context import AsJson, InferenceTimeout, open_client, output_of, settings_of
 from controller.cli.exit_codes import CommandError, ExitCode
 from controller.client.session import GENERATION_TIMEOUT_S
 
@@ -26,6 +26,7 @@ _END_S: Final = 10.0
 """How long the engine has to end by itself."""
 
 _POLL_S: Final = 0.1
+_ELSEWHERE: Final = "an engine on another machine can't be restarted from here"
 
 app = typer.Typer()
 engine_app = typer.Typer(no_args_is_help=True, help="Restart the engine.")
@@ -41,6 +42,8 @@ def restart(ctx: typer.Context, timeout: InferenceTimeout = None, as_json: AsJso
     from controller.cli.render import renderables
 
     output = output_of(ctx, as_json)
+    if settings_of(ctx).address:
+        raise CommandError(ExitCode.USAGE, _ELSEWHERE, "run this command on the server's machine")
     with output.progress("restarting the engine"), open_client(ctx) as client:
         reply = _restart(client, GENERATION_TIMEOUT_S if timeout is None else timeout)
     if as_json:
@@ -56,6 +59,8 @@ def _restart(client: "Client", timeout_s: float) -> "StatusShown":
         raise CommandError(
             ExitCode.UNREACHABLE, "no engine is attached", "its supervisor starts one if it can"
         )
+    if not before.engine_pid:
+        raise CommandError(ExitCode.USAGE, _ELSEWHERE, "end the engine on its own machine")
     _end(client, before)
     while time.monotonic() < deadline_s:
         status = client.status(timeout_s)

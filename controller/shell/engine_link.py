@@ -66,7 +66,8 @@ class EngineLink:
         self._send = send
         self._timeout_ns: Final = timeout_ns
         self._epoch: Epoch = 0
-        self._peer = b""
+        # The engine's connection; empty until one has sent something in this epoch.
+        self.peer = b""
         self._phase = Phase.SYNCHRONISING
         # The number of this round's first request for an inventory; the time of its last one.
         self._requested: Seq = 0
@@ -135,7 +136,7 @@ class EngineLink:
         if isinstance(report, reports.EngineInventory | reports.EngineBeat):
             if not self._admit(peer, report.engine_id, now_ns):
                 return
-        elif peer != self._peer:
+        elif peer != self.peer:
             return
         self._received_ns = now_ns
         if isinstance(report, reports.PrivateReport):
@@ -156,10 +157,10 @@ class EngineLink:
             return False
         if engine_id == self._ended_id and now_ns - self._ended_ns < LATE_FRAMES_NS:
             return False
-        if peer != self._peer:
+        if peer != self.peer:
             if engine_id != self.engine_id:
                 self._delivered = self._logged = 0
-            self.engine_id, self._peer = engine_id, peer
+            self.engine_id, self.peer = engine_id, peer
             self._synchronise(now_ns)
         return True
 
@@ -237,7 +238,7 @@ class EngineLink:
     def _transmit(self, command: commands.Command) -> None:
         if not isinstance(command, commands.ControllerBeat):
             self._sent += 1
-        self._send(self._peer, COMMANDS.encode(command, self._epoch, self._sent))
+        self._send(self.peer, COMMANDS.encode(command, self._epoch, self._sent))
 
     def _synchronise(self, now_ns: int) -> None:
         self._begin_round()
@@ -272,7 +273,7 @@ class EngineLink:
 
     def tick(self, now_ns: int) -> None:
         """Send what is due: a heartbeat, or the request for an inventory again."""
-        if not self._peer:
+        if not self.peer:
             return
         # An engine in a long forward pass is silent, but it has not lost the request.
         is_active = self._received_ns > self._requested_ns
@@ -304,6 +305,6 @@ class EngineLink:
         """
         if ended:
             self._ended_id, self._ended_ns = self.engine_id, now_ns
-        self.engine_id, self._known_id, self._peer = "", "", b""
+        self.engine_id, self._known_id, self.peer = "", "", b""
         self.statistics = EngineStatistics()
         self._phase = Phase.SYNCHRONISING

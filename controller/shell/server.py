@@ -114,6 +114,7 @@ class Server:
         transport.on_gone = self._events.drop_client
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
         self._sessions.engine_statistics = lambda: self._link.statistics
+        self._control.engine_is_local = lambda: transport.is_local(self._link.peer)
         self._interval_sync = config.sync == "interval"
         # The server's own inputs for the next group.
         self._pending = [GroupInput(skipped) for skipped in unlogged_skips]
@@ -384,7 +385,7 @@ class Server:
         engine = self._controller.world.engine
         if engine is None or not self._link.engine_id:
             self._engine_watch.stop()
-        else:
+        elif self._control.engine_is_local():
             self._engine_watch.start(engine.pid)
 
     def _tick(self, now: int) -> None:

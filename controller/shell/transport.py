@@ -219,6 +219,10 @@ class Transport:
             self._unread.add(route, tracker, len(frame))
         return True
 
+    def is_local(self, route: bytes) -> bool:
+        """Whether a connection is of this machine, where process ids mean the same."""
+        return not self._remote_address or route.startswith(_LOCAL)
+
     def command(self, route: bytes, frame: bytes) -> None:
         """Send to an engine; a loss is detected as a gap in the frames' numbers."""
         listener = self._listeners.get(route[:1])

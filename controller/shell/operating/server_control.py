@@ -49,6 +49,7 @@ class ServerControl:
         self.times: Final = RequestTimes(self._started_ns)
         self.failures: Final = Failures()
         self.change: ChangeSettings = lambda _limits, _policy: None
+        self.engine_is_local: Callable[[], bool] = lambda: True
         self.engine_device = ""
         self.engine_dtype = ""
         self._stop_at_ns = 0
@@ -177,13 +178,18 @@ class ServerControl:
         return "" if adapter is None else adapter.name
 
     def with_facts(self, status: requests.StatusShown) -> requests.StatusShown:
-        """Return a status with what is known about the processes."""
+        """Return a status with what is known about the processes.
+
+        The process id of an engine on another machine is that of some other process here.
+        """
+        engine_pid = status.engine_pid if self.engine_is_local() else 0
         return msgspec.structs.replace(
             status,
             version=VERSION,
             uptime_ms=(time.monotonic_ns() - self._started_ns) // _NS_PER_MS,
             memory_bytes=memory_bytes(os.getpid()),
-            engine_memory_bytes=memory_bytes(status.engine_pid),
+            engine_pid=engine_pid,
+            engine_memory_bytes=memory_bytes(engine_pid),
             device=self.engine_device if status.engine_id else "",
             dtype=self.engine_dtype if status.engine_id else "",
             stopping=self.is_stopping,

@@ -17,12 +17,12 @@ from controller.shell.access.permissions import RIGHT_OF
 from controller.shell.config import EXIT_CONFIG, EXIT_SOCKET
 from controller.shell.listener import endpoint
 from controller.shell.transport import Transport
-from messages import commands, events, reports
+from messages import events, reports
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.ids import GPU_SLOT
 from messages.key_files import KeyPair, read_key_pair
-from messages.wire import COMMANDS, REPORTS
+from messages.wire import REPORTS
 from tests.controller.shell.access.test_permissions import EXAMPLES, LOADING, named
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation.key_examples import allow, key_file, server_key
@@ -320,22 +320,6 @@ def test_a_remote_client_sees_lists_events_and_refusals(served: Served) -> None:
             seen: Any = next(stream)
             assert seen.event.adapter == "acme-9"
     assert served.client.activate("globex-1").state == GPU_SLOT
-
-
-def test_a_remote_engine_is_attached_with_the_key_of_an_engine(tmp_path: Path) -> None:
-    directory, address = tmp_path / "d", free_address()
-    allow(directory, "client", "read")
-    key = read_key_pair(allow(directory, "far", "engine"))
-    with (
-        controller(directory, listen=address) as process,
-        Remote(engine_address(address), key, server_key(directory)) as engine,
-    ):
-        engine.connect()
-        frame = REPORTS.encode(reports.EngineInventory("far", process.pid, "m", 3, 8 << 20))
-        engine.socket.send(frame)
-        assert engine.socket.poll(HANG_S * 1000), "no request for an inventory"
-        assert isinstance(COMMANDS.decode(engine.socket.recv()).message, commands.RequestInventory)
-        process.stop()
 
 
 def test_no_remote_address_is_served_without_allowed_keys(tmp_path: Path) -> None:

@@ -61,6 +61,9 @@ class SimulatedTransport:
     def reply(self, client: bytes, frame: bytes) -> None:
         self._replies.append((client, frame))
 
+    def is_local(self, _route: bytes) -> bool:
+        return True
+
     def can_reply(self, _client: bytes) -> bool:
         return True
 
