@@ -136,20 +136,26 @@ ROOMS: Final = (
     _package("engine.models.caches", "engine", "torch transformers"),
     _package("engine.models.weights", "engine", "msgspec safetensors torch transformers"),
     _package("engine.models.positions", "engine", "torch transformers"),
+    _package("engine.models.trials", "engine engine.models.caches engine.models.vision", "torch"),
     _package(
         "engine.models",
         "messages.prompts messages.requests messages.views engine engine.adapters engine.kernels "
         "engine.kernels.__init__ engine.residency engine.punica engine.layers "
-        "engine.models.caches engine.models.positions engine.models.vision engine.models.weights",
+        "engine.models.caches engine.models.positions engine.models.trials engine.models.vision "
+        "engine.models.weights",
         "msgspec torch transformers",
     ),
     _package(
         "engine.paging",
-        "engine engine.punica engine.models engine.models.vision",
+        "engine engine.punica engine.models engine.models.trials engine.models.vision",
         "structlog torch transformers",
     ),
     _package("engine.inference.queues", "", ""),
-    _package("engine.inference.decoding", "engine engine.punica engine.models", "structlog torch"),
+    _package(
+        "engine.inference.decoding",
+        "engine engine.punica engine.models engine.models.trials",
+        "structlog torch",
+    ),
     _package(
         "engine.sampling",
         "messages.prompts messages.requests messages.views engine",
@@ -157,8 +163,9 @@ ROOMS: Final = (
     ),
     _package(
         "engine.inference",
-        "messages engine engine.residency.arena engine.punica engine.models engine.models.vision "
-        "engine.paging engine.sampling engine.inference.decoding engine.inference.queues",
+        "messages engine engine.residency.arena engine.punica engine.models engine.models.trials "
+        "engine.models.vision engine.paging engine.sampling engine.inference.decoding "
+        "engine.inference.queues",
         "msgspec structlog torch",
     ),
     _package(

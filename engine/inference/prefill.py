@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.inference.sequence import Sequence
 from engine.models.kv_cache import BatchKVCache
-from engine.models.probe import MakeCache
+from engine.models.trials.probe import MakeCache
 from engine.models.vision.image_inputs import ImageInputs, position_offsets
 from engine.punica.mapping import LoRAMapping
 from engine.sampling.logprobs import PromptChunk

@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import MODEL_CODE_ERRORS
 from engine.inference.decoding.decode_probe import ProbeMapper
 from engine.models.causal_model import CausalModel
-from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
+from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
 
 _log = structlog.get_logger()
 

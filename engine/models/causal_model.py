@@ -25,14 +25,9 @@ from engine.models.image_batch_probe import probe_images
 from engine.models.image_processor import ImagePromptReader, ImagesRefused, Processor
 from engine.models.kv_cache import BatchKVCache, left_padding_mask
 from engine.models.positions.rotary import scale_by_length
-from engine.models.probe import (
-    ProbeSpec,
-    check_causal,
-    check_separate,
-    generation_probe,
-    states_probe,
-)
 from engine.models.served_model import ServedModel, Tokenizer
+from engine.models.trials.causality import check_rows_alone
+from engine.models.trials.probe import ProbeSpec, generation_probe, states_probe
 from engine.models.vision.image_inputs import ImageInputs, image_arguments
 from engine.models.vision.mapping import NO_PUNICAS, ImagePunicas
 from engine.punica.wrapper import PunicaWrapper
@@ -80,8 +75,8 @@ class CausalModel(ServedModel):
         chosen = self._prepare([self._probe_of(one) for one in BATCHINGS], lora_config)
         self.batching = BATCHINGS[chosen]
         if self.batching == "single":
-            check_causal(self._forward_whole, self.vocab_size)
-            check_separate(self.forward, self.new_cache, self.vocab_size)
+            forwards = self._forward_whole, self.forward, self.new_cache
+            check_rows_alone(model, *forwards, self.vocab_size)
         self.prompt_reader, self.no_images_reason = self._make_reader(processor)
 
     def new_cache(
@@ -188,7 +183,8 @@ class CausalModel(ServedModel):
 
     def _probe_of(self, batching: Batching) -> ProbeSpec:
         if batching == "padded":
-            return generation_probe(self.forward, BatchKVCache, self._last_of_whole)
+            ways = self.forward, BatchKVCache, self._last_of_whole
+            return generation_probe(*ways, BatchKVCache.check_columns)
         make_cache = partial(self._cache_of, batching)
         if batching == "single":
             # Its own cached steps are what a model generates; sparse ones may differ from a whole

@@ -1,7 +1,7 @@
 """A probe of whether a model can be served with images: a batch of prompts, run at start.
 
-`engine.models.probe` has verified batches of text by then. A model that fails here is served for
-text alone, and every prompt with images is refused with the reason.
+`engine.models.trials.probe` has verified batches of text by then. A model that fails here is served
+for text alone, and every prompt with images is refused with the reason.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from typing import Final
 
 from engine.errors import MODEL_CODE_ERRORS, ModelRefused, RequestRefused
 from engine.models.image_processor import ImagePromptReader, ImagesRefused, ProcessedPrompt
-from engine.models.probe import Forward, MakeCache, check_same, prefill_and_decode
+from engine.models.trials.comparison import check_same
+from engine.models.trials.probe import Forward, MakeCache, prefill_and_decode
 from engine.models.vision.decoding import sample_png
 from messages.prompts import IllustratedPrompt
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DummyLayer
 
+from engine.errors import ModelRefused
 from engine.layout import next_power_of_two
 from engine.models.kv_cache_layer import GrowableKVLayer
 
@@ -92,6 +93,19 @@ class BatchKVCache:
     def grow(self, tokens: int) -> None:
         """Count `tokens` new tokens of every row, which the next forward writes."""
         self.lengths = [length + tokens for length in self.lengths]
+
+    def check_columns(self, width: int) -> None:
+        """Raise `ModelRefused` unless every layer has keys and values of all rows and columns."""
+        rows = len(self)
+        for number, layer in enumerate(self.layers):
+            shape = () if layer.keys is None else tuple(layer.keys.shape)
+            if len(shape) != 4 or shape[0] != rows or shape[2] != width:
+                raise ModelRefused(
+                    f"layer {number} caches {shape}; only keys and values of "
+                    f"[rows, heads, tokens, head_dim] can be batched, here ({rows}, ?, {width}, ?)"
+                )
+        if not self.layers:
+            raise ModelRefused("the model fills no key/value cache; generation would start over")
 
     def join(self, other: "BatchKVCache") -> None:
         """Append the rows of `other`, which must not be used afterwards."""

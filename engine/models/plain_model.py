@@ -27,8 +27,9 @@ from engine.models.preparation import (
     module_shapes,
     prepare_unprobed,
 )
-from engine.models.probe import ALIGNED_ROWS, ProbeSpec, Prompts
 from engine.models.served_model import ServedModel
+from engine.models.trials.observation import ALIGNED_ROWS
+from engine.models.trials.probe import ProbeSpec, Prompts
 from engine.models.vision.mapping import ImageMapper
 
 _TOKENS: Final = 16

@@ -17,8 +17,9 @@ from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
 from engine.models.positions.rotary import scale_by_length
-from engine.models.probe import Prompts, is_bidirectional, pooling_probe
 from engine.models.served_model import ServedModel, Tokenizer
+from engine.models.trials.causality import is_bidirectional
+from engine.models.trials.probe import Prompts, pooling_probe
 from engine.punica.mapping import LoRAMapping
 from messages.views import PoolingTask
 

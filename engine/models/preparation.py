@@ -13,20 +13,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.errors import ModelRefused
+from engine.errors import ModelNotRun, ModelRefused
 from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRule, wrapper_of
 from engine.layers.packed import PackedLinear
 from engine.layers.saved import ReplaceableNorm, is_replaceable_norm
 from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, directory_columns
-from engine.models.image_layer_probe import record_image_inputs
 from engine.models.packing import PackingGroup, find_packing_groups, pack, with_implied_targets
-from engine.models.probe import (
-    SAMPLED_ROWS,
-    ObservedInputs,
-    ProbeSpec,
-    RowShapes,
-    record_layer_inputs,
-)
+from engine.models.trials.comparison import located
+from engine.models.trials.image_layers import record_image_inputs
+from engine.models.trials.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
+from engine.models.trials.probe import ProbeSpec, record_layer_inputs
 from engine.models.vision.encoder import ImagePart
 from engine.punica.mapping import MappingType
 
@@ -116,7 +112,7 @@ def prepare_layers(
         for name, module in model.named_modules()
         if name not in layers and is_replaceable_norm(module)
     }
-    probed = _Probed(candidates, layers | norms, siblings)
+    probed = _Probed(model, candidates, layers | norms, siblings)
     chosen, observed = _choose_probe(specs, probed, vocab_size, scope)
     spec = specs[chosen]
     image_layers = _image_layers(layers, scope.images, observed)
@@ -147,6 +143,7 @@ def prepare_layers(
 class _Probed(NamedTuple):
     """What a probe observes: `candidates` among all `modules`; `siblings` may share inputs."""
 
+    model: nn.Module
     candidates: Mapping[str, Candidate]
     modules: Mapping[str, nn.Module]
     siblings: Sequence[str]
@@ -172,9 +169,10 @@ def _choose_probe(
         if not _unordered(spec, named, probed.candidates, observed):
             break
     if chosen is None:
-        kinds = {type(refusal) for refusal in refusals}
-        kind = kinds.pop() if len(kinds) == 1 else ModelRefused
-        raise kind("; ".join(dict.fromkeys(map(str, refusals))))
+        is_run = not all(isinstance(refusal, ModelNotRun) for refusal in refusals)
+        kind = ModelRefused if is_run else ModelNotRun
+        texts = (str(located(refusal, probed.model)) for refusal in refusals)
+        raise kind("; ".join(dict.fromkeys(texts)))
     return chosen
 
 

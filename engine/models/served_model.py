@@ -27,9 +27,9 @@ from engine.layers.saved import ReplaceableNorm
 from engine.layout import ModuleShape
 from engine.models.positions.context import longest_context
 from engine.models.preparation import WrapScope, module_shapes, prepare_layers
-from engine.models.probe import ProbeSpec
 from engine.models.sharding import experts_of
 from engine.models.tasks import Task
+from engine.models.trials.probe import ProbeSpec
 from engine.models.vision.encoder import ImagePart, find_image_part
 from engine.models.vision.mapping import NO_PUNICAS, ImageMapper, ImagePunicas
 from engine.parallel import SINGLE, ParallelGroup

@@ -23,7 +23,7 @@ from engine.layers.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
+from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
 from engine.models.vision.encoder import find_image_part
 from engine.models.weights.whole_layer import WholeLayer
 from engine.parallel import ParallelGroup, ParameterShard

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from engine.errors import MODEL_CODE_ERRORS
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
-from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
+from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
 from engine.paging.attention import flat_attention
 from engine.paging.block_pool import BlockPool
 from engine.paging.block_table import BlockTable

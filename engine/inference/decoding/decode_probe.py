@@ -25,7 +25,7 @@ from engine.inference.decoding.decode import DecodeStrategy, DynamicDecode, Stat
 from engine.layout import next_power_of_two
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache
-from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX
+from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
 from engine.punica.mapping import BASE, LoRAMapping
 from engine.punica.wrapper import PunicaWrapper
 

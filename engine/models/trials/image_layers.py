@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import MODEL_CODE_ERRORS, ModelRefused
-from engine.models.probe import ERROR_MAX_HALF, ERRORS_MAX, RecordedInput, input_hooks, share_inputs
+from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
+from engine.models.trials.observation import RecordedInput, input_hooks, share_inputs
 from engine.models.vision.encoder import GRID, PIXELS, SIZES, ImagePart, ImageTensors, units_of
 
 _DIGEST_WIDTH: Final = 8
