@@ -183,18 +183,20 @@ class PunicaWrapper:
     def with_lora_linear(self, base: Callable[[], Tensor], x: Tensor, slices: LoRASlices) -> Tensor:
         """Return `base()`, a linear layer's output for `x`, with every row's delta added.
 
-        base: returns [..., sum of out_features], contiguous. x: [..., in_features]; `groups_of`
-        specifies which rows. With `concurrent` the delta is computed in float32 while `base` runs,
-        and their sum is rounded once, as it is without.
+        base: returns [..., sum of out_features]; a model's own kind of linear layer may return a
+        transposed view. x: [..., in_features]; `groups_of` specifies which rows. With `concurrent`
+        the delta is computed in float32 while `base` runs, and their sum is rounded once, as it is
+        without.
         """
         groups = None if self._concurrent is None else self.groups_of(x.shape[:-1], slices)
         if self._concurrent is None or groups is None:
-            # A model's own kind of linear layer may return a transposed view.
             y = base().contiguous()
             self.add_lora_linear(y.view(-1, y.shape[-1]), x, slices)
             return y
-        rows = x.reshape(-1, x.shape[-1])
-        y, delta = self._concurrent.run(base, lambda: self._delta(rows, slices, groups))
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y, delta = self._concurrent.run(
+            lambda: base().contiguous(), lambda: self._delta(rows, slices, groups)
+        )
         y.view(delta.shape).add_(delta)
         return y
 

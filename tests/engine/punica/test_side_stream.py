@@ -55,6 +55,17 @@ def test_a_concurrent_delta_equals_a_sequential_one(dtype: torch.dtype) -> None:
     assert torch.equal(found[case.base_rows], case.y[case.base_rows])
 
 
+@pytest.mark.parametrize("is_concurrent", [False, True])
+def test_rows_and_base_outputs_may_be_transposed_views(is_concurrent: bool) -> None:
+    case = make_case(Shape(20, (12,), 2, (5,)), [1, -1, 0], torch.float32, seed=3)
+    punica = wrapper(Sequential() if is_concurrent else None)
+    punica.update_metadata(mapping(case.rows), [1, 2])
+    x, y = (tensor.t().contiguous().t() for tensor in (case.x, case.y))
+    found = punica.with_lora_linear(lambda: y, x, case.slices)
+    assert error_of(found, expected_output(case)) <= ERRORS_MAX[torch.float32]
+    assert torch.equal(y, case.y)
+
+
 def test_deltas_of_sampled_rows_are_concurrent_too() -> None:
     case = make_case(Shape(20, (12,), 2, (5,)), [1, -1, 0], torch.float32, seed=2)
     concurrent = Sequential()
