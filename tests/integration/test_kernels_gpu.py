@@ -139,6 +139,18 @@ def test_a_batch_has_the_same_bits_on_every_run(tokens: int) -> None:
         assert torch.equal(add(punica, layer, case.x.cuda(), case.y.cuda()), first)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_kernels_run_on_the_device_of_their_operands() -> None:
+    second, rows = "cuda:1", batches(64, 1)[2]
+    punica = PunicaWrapper(torch.device(second), 64, choose_kernels("cuda", "triton"))
+    case = make_case(SHAPE, rows, DTYPE, seed=11)
+    set_mapping(punica, rows)
+    layer = layer_on(case.slices, second)
+    found = add(punica, layer, case.x.to(second), case.y.to(second))
+    assert torch.cuda.current_device() == 0
+    assert is_right(found, case)
+
+
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_delta_computed_on_a_side_stream_is_added_completely(is_captured: bool) -> None:
     punica = wrapper(concurrent=SideStream(torch.device("cuda")))

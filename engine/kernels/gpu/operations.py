@@ -4,9 +4,10 @@ Operations never wait for the device. They allocate memory only for layers and s
 so that they can be captured in a graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,19 +44,39 @@ from engine.kernels.interface import Kernels
 from engine.kernels.operand_memo import OperandMemo
 from engine.kernels.operands import GroupBounds, Groups, LoRASlices
 
+Output = TypeVar("Output", bound=Tensor | Sequence[Tensor])
+Others = ParamSpec("Others")
+
 
 def triton_kernels(batch_invariant: bool) -> Kernels:
     """Create the Triton kernels with their own scratch memory."""
     operations = TritonOperations(batch_invariant)
     return Kernels(
-        shrink=operations.shrink,
-        expand=operations.expand,
-        linear=operations.linear,
-        embedding=operations.embedding,
-        experts=operations.experts,
-        experts_shrink=operations.experts_shrink,
-        experts_expand=operations.experts_expand,
+        shrink=on_device_of_output(operations.shrink),
+        expand=on_device_of_output(operations.expand),
+        linear=on_device_of_output(operations.linear),
+        embedding=on_device_of_output(operations.embedding),
+        experts=on_device_of_output(operations.experts),
+        experts_shrink=on_device_of_output(operations.experts_shrink),
+        experts_expand=on_device_of_output(operations.experts_expand),
     )
+
+
+def on_device_of_output(
+    operation: Callable[Concatenate[Output, Others], None],
+) -> Callable[Concatenate[Output, Others], None]:
+    """Return an operation that runs with the device of its output as the current device.
+
+    Triton launches on the current device, which a model on another device does not change.
+    """
+
+    def launch(y: Output, /, *others: Others.args, **named: Others.kwargs) -> None:
+        device = y.device if isinstance(y, Tensor) else y[0].device
+        # Triton's interpreter runs on the CPU.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            operation(y, *others, **named)
+
+    return launch
 
 
 class _LinearLaunch(NamedTuple):
