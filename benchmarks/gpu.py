@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -28,6 +29,8 @@ TOOLS: Final = ("memcheck", "racecheck")
 TOOLKIT: Final = "/usr/local/cuda/bin"
 """The directory of CUDA's tools, where PATH lacks it."""
 COMPILED: Final = {"LORADOCK_TEST_COMPILED": "1"}
+TESTS: Final = Path(__file__).parents[1] / "tests"
+MARK: Final = "pytest.mark.gpu"
 
 Command = tuple[list[str], dict[str, str]]
 """A command, and additions to its environment."""
@@ -42,13 +45,19 @@ def main() -> int:
         return 0
     print(f"on {torch.cuda.get_device_name()}")
     commands: list[Command] = [
-        ([*PYTEST, "-m", "gpu", "--continue-on-collection-errors"], {}),
+        ([*PYTEST, "-m", "gpu", "--continue-on-collection-errors", *marked_files()], {}),
         ([*PYTEST, "-p", "no:xdist", *SHARED], COMPILED),
         *_sanitizer_commands(),
         ([sys.executable, "-m", "benchmarks.gpu_kernels"], {}),
     ]
     statuses = [_run(*command) for command in commands]
     return next(filter(None, statuses), 0)
+
+
+def marked_files() -> list[str]:
+    """Return the files with tests that are marked `gpu`; all others may need more libraries."""
+    files = sorted(TESTS.rglob("test_*.py"))
+    return [str(file.relative_to(TESTS.parent)) for file in files if MARK in file.read_text()]
 
 
 def _run(command: list[str], settings: dict[str, str]) -> int:

@@ -230,6 +230,7 @@ def test_every_command_runs_even_after_a_failure(
     assert gpu.main() == (7 + min(failing) if failing else 0)
     assert len(ran) == 5
     assert [command[2] for command in ran if command[0].startswith("/tools")] == [*gpu.TOOLS]
+    assert {*gpu.marked_files()} < {*ran[0]}
     assert ran[-1][-1] == "benchmarks.gpu_kernels"
     assert capsys.readouterr().out.count("status ") == len(failing)
 

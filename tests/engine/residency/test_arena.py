@@ -25,7 +25,11 @@ from tests.support.engine.arena_examples import (
     matrices_in,
 )
 
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+NEEDS_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SLOT = st.integers(0, SLOTS - 1)
 COLUMN = st.integers(0, len(MODULES) - 1)
@@ -246,6 +250,27 @@ def test_compaction_moves_whole_adapters_on_every_kind_of_device(device: str) ->
     assert_same(matrices_in(arena, 0), expected)
     for slot, matrices in written.items():
         assert_same(matrices_in(arena, slot), matrices)
+    arena.check()
+    arena.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_copy_waits_for_work_that_reads_the_bytes_which_it_overwrites() -> None:
+    arena = make_arena(torch.float32, device="cuda")
+    old, new = (make_blob({0: 4, 3: 5}, seed, arena.dtype)[0].to_pinned() for seed in (1, 2))
+    arena.begin_write(0, 1, old)
+    arena.finish_write(0)
+    before = arena.data.clone()
+    # About 50 ms of work that was launched before the slot is reset.
+    torch.cuda._sleep(100_000_000)
+    read = arena.data.clone()
+    arena.reset(0, 1)
+    arena.begin_write(0, 2, new)
+    del new
+    arena.finish_write(0)
+    assert torch.equal(read.nan_to_num(), before.nan_to_num())
+    assert not torch.equal(arena.data.nan_to_num(), before.nan_to_num())
     arena.check()
     arena.close()
 
