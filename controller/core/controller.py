@@ -61,15 +61,16 @@ class Controller:
         """
         world, context = self.world, self._context
         world.seq += 1
-        world.time_ns = max(world.time_ns, time_ns)
+        if time_ns > world.time_ns:  # noqa: PLR1730 - a call of `max` takes twice as long
+            world.time_ns = time_ns
         actions: list[Action] = []
         context.actions, context.body, context.departed = actions, body, 0
         kind = type(message)
         if kind is reports.EngineInventory:
             self._allowed = None
         _HANDLERS[kind](context, message)
-        if report_seq and world.engine is not None:
-            world.engine.reported = max(world.engine.reported, report_seq)
+        if report_seq and (engine := world.engine) is not None and report_seq > engine.reported:
+            engine.reported = report_seq
         self._finish(context)
         return actions
 

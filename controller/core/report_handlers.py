@@ -18,7 +18,7 @@ from controller.states.machine import IllegalTransitionError
 from controller.states.table import ENGINE_LOST, RESIDENCY_LEVEL
 from messages import commands, events, reports, requests
 from messages.errors import ErrorCode
-from messages.ids import GPU_SLOT, UNREGISTERED, AdapterId
+from messages.ids import GPU_SLOT, UNREGISTERED, RequestId
 from messages.views import Placement
 
 SUCCESS_OF: Final[dict[type, type]] = {
@@ -301,42 +301,48 @@ def mark_lost(context: Context, adapter: Adapter) -> None:
 def _on_generation_ended(
     context: Context, operation: Operation, report: reports.GenerationEnded
 ) -> None:
-    adapter = _adapter_of(context, operation)
+    request_id = operation.request_id
+    pending = context.world.pending_requests[request_id]
+    adapter = _adapter_of(context, pending)
     name = None if adapter is None else adapter.name
     reason, prompt, output = report.finish_reason, report.prompt_tokens, report.output_tokens
     context.publish(events.GenerationFinished(name or "", reason, prompt, output))
-    request_id = operation.request_id
     reply = requests.GenerationDone(request_id, name, reason, prompt, output)
     context.count_served(adapter, prompt, output, report.prefix_tokens)
-    _end_request(context, request_id, reply)
+    _end_request(context, request_id, pending, reply)
 
 
 def _on_pooling_ended(context: Context, operation: Operation, report: reports.PoolingEnded) -> None:
-    request_id, adapter = operation.request_id, _adapter_of(context, operation)
+    request_id = operation.request_id
+    pending = context.world.pending_requests[request_id]
+    adapter = _adapter_of(context, pending)
     name = None if adapter is None else adapter.name
     # `on_report` refuses this report for every other command.
     task = cast("commands.StartPooling", operation.command).task
     counts = (report.inputs, report.input_tokens)
     context.count_served(adapter, report.input_tokens)
     context.publish(events.PoolingFinished(name or "", task, "done", *counts))
-    _end_request(context, request_id, requests.PoolingDone(request_id, name, task, *counts))
+    done = requests.PoolingDone(request_id, name, task, *counts)
+    _end_request(context, request_id, pending, done)
 
 
-def _adapter_of(context: Context, operation: Operation) -> Adapter | None:
+def _adapter_of(context: Context, pending: PendingRequest) -> Adapter | None:
     """Return the adapter of an inference, None for the base model."""
-    adapters: tuple[AdapterId, ...] = context.world.pending_requests[operation.request_id].adapters
-    return context.world.adapters[adapters[0]] if adapters else None
+    return context.world.adapters[pending.adapters[0]] if pending.adapters else None
 
 
-def _end_request(context: Context, request_id: str, reply: requests.Reply | None) -> None:
-    leases.end_lease(context, context.world.pending_requests[request_id])
+def _end_request(
+    context: Context, request_id: RequestId, pending: PendingRequest, reply: requests.Reply
+) -> None:
+    leases.end_lease(context, pending)
     pending_requests.end_request(context, request_id, reply)
 
 
 def _on_mapping_set(context: Context, operation: Operation, _report: reports.MappingSet) -> None:
     request_id = operation.request_id
-    placements = _placements(context, context.world.pending_requests[request_id])
-    _end_request(context, request_id, requests.BatchDone(request_id, placements))
+    pending = context.world.pending_requests[request_id]
+    done = requests.BatchDone(request_id, _placements(context, pending))
+    _end_request(context, request_id, pending, done)
 
 
 def _placements(context: Context, pending: PendingRequest) -> tuple[Placement, ...]:
@@ -348,11 +354,13 @@ def _on_request_failed(
     context: Context, operation: Operation, report: reports.OperationFailed
 ) -> None:
     request_id = operation.request_id
+    pending = context.world.pending_requests[request_id]
     if isinstance(operation.command, commands.StartInference):
-        adapter = _adapter_of(context, operation)
+        adapter = _adapter_of(context, pending)
         name = "" if adapter is None else adapter.name
         context.publish(_failure_event(operation.command, name, report.code))
-    _end_request(context, request_id, requests.Refused(request_id, report.code, report.message))
+    refused = requests.Refused(request_id, report.code, report.message)
+    _end_request(context, request_id, pending, refused)
 
 
 def _failure_event(

@@ -102,7 +102,9 @@ def _check_batch(context: Context, message: requests.ActivateBatch) -> tuple[Ada
 def _check_inference(context: Context, message: records.InferenceRequested) -> Adapter | None:
     if message.adapter is None:
         return None
-    adapter = _known_adapter(context, message.adapter)
+    adapter = context.world.current(message.adapter)
+    if adapter is None:
+        raise unknown_adapter(message.adapter)
     if adapter.goal == UNREGISTERED:
         _refuse_if_removing(adapter)
     return adapter
@@ -114,11 +116,10 @@ def _check_cancel(context: Context, message: requests.CancelGeneration) -> None:
 
 
 def _known_adapter(context: Context, name: str) -> Adapter:
-    world = context.world
-    adapter_id = world.names.get(name)
-    if adapter_id is None:
+    adapter = context.world.current(name)
+    if adapter is None:
         raise unknown_adapter(name)
-    return world.adapters[adapter_id]
+    return adapter
 
 
 def _refuse_if_removing(adapter: Adapter) -> None:

@@ -37,43 +37,40 @@ class Pending(Enum):
 
 def on_request(context: Context, message: Any) -> None:
     """Handle a request; a repeated one receives its first answer."""
-    known = _find_known(context, message.request_id, context.body)
-    if known is not None:
+    world, request_id = context.world, message.request_id
+    if request_id in world.answers.by_id or request_id in world.pending_requests:
+        known = _find_known(context, request_id, context.body)
         if not isinstance(known, Pending):
             context.actions.append(SendReply(known))
         return
     try:
         checked = check(context, message)
     except Refusal as refusal:
-        context.answer(refusal.reply(message.request_id))
+        context.answer(refusal.reply(request_id))
         return
     _HANDLERS[type(message)](context, message, checked)
 
 
 def screen(context: Context, message: Request, body: int) -> requests.Reply | Pending | None:
     """Return the answer that needs no change of the world, None if there is none."""
-    known = _find_known(context, message.request_id, body)
-    if known is not None:
-        return known
+    world, request_id = context.world, message.request_id
+    if request_id in world.answers.by_id or request_id in world.pending_requests:
+        return _find_known(context, request_id, body)
     try:
         check(context, message)
     except Refusal as refusal:
-        return refusal.reply(message.request_id)
+        return refusal.reply(request_id)
     return None
 
 
-def _find_known(
-    context: Context, request_id: RequestId, body: int
-) -> requests.Reply | Pending | None:
+def _find_known(context: Context, request_id: RequestId, body: int) -> requests.Reply | Pending:
     """Return the answer to a repeated request; a refusal if its id was another request's."""
     world = context.world
     answer = world.answers.by_id.get(request_id)
-    pending = world.pending_requests.get(request_id)
-    if answer is not None and answer.body == body:
-        return answer.reply
-    if answer is not None or (pending is not None and pending.body != body):
-        return id_conflict(request_id)
-    return None if pending is None else Pending.PENDING
+    if answer is not None:
+        return answer.reply if answer.body == body else id_conflict(request_id)
+    is_same = world.pending_requests[request_id].body == body
+    return Pending.PENDING if is_same else id_conflict(request_id)
 
 
 def id_conflict(request_id: RequestId) -> requests.Refused:
@@ -333,8 +330,9 @@ def _count_use(context: Context, adapter: Adapter) -> bool:
 
 def _touch(context: Context, adapter: Adapter) -> None:
     """Make an adapter the most recently used one."""
-    adapter.last_used_ns = context.world.wall_ns
-    if adapter.state in context.world.lru_order:
+    world = context.world
+    adapter.last_used_ns = world.time_ns + world.wall_offset_ns
+    if adapter.state in world.lru_order:
         context.touch_lru(adapter)
     else:
         context.mark_changed(adapter)

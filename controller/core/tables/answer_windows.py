@@ -88,9 +88,10 @@ class AnswerWindows:
         expired_ns = answer.time_ns - kept_ns
         if window[0].time_ns <= expired_ns:
             self._drop_expired(client, expired_ns)
-        oldest = next(iter(windows))
-        if oldest != client and windows[oldest][0].time_ns <= expired_ns:
-            self._drop_expired(oldest, expired_ns)
+        if len(windows) > 1:
+            oldest = next(iter(windows))
+            if oldest != client and windows[oldest][0].time_ns <= expired_ns:
+                self._drop_expired(oldest, expired_ns)
         if len(window) > client_max:
             # The hot path of a client with a full window.
             del by_id[window.popleft().reply.request_id]
