@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final, get_args
 
-import msgspec
+from msgspec.structs import replace
 
 from controller.core.context import Refusal
 from controller.core.controller import Controller
@@ -23,7 +23,7 @@ from controller.shell.default_adapters import DefaultAdapters
 from controller.shell.event_stream import EventStream
 from controller.shell.input_handler import GroupInput
 from controller.shell.operating.refusal_log import RefusalLog
-from controller.shell.operating.server_control import ServerControl
+from controller.shell.operating.server_control import ServerControl, outcome_of
 from controller.shell.query_budget import QueryBudget
 from controller.shell.query_queue import QUERIES_PER_CLIENT_MAX, QueryQueue
 from controller.shell.snapshot_process import LogFacts
@@ -45,22 +45,10 @@ QUERY_RETRY_MS: Final = 100
 PAYLOAD_RETRY_MS: Final = 1000
 LOG_RETRY_MS: Final = 1000
 
-_ADAPTER_REQUESTS: Final = tuple(
-    kind for kind in get_args(LifecycleRequest) if kind.__name__.endswith("Adapter")
-)
 _QUERIES: Final = frozenset(get_args(requests.Query))
 _PRIVATE: Final = frozenset(get_args(PrivateRequest))
 _CANCELS: Final = frozenset({CancelRequest, requests.CancelGeneration})
 _COMMANDS: Final = frozenset(get_args(ServerCommand)) - _CANCELS
-_KINDS: Final = {
-    CancelRequest: "cancel",
-    requests.CancelGeneration: "cancel",
-    requests.ActivateBatch: "batch",
-    **{kind: kind.__name__.removesuffix("Adapter").lower() for kind in _ADAPTER_REQUESTS},
-    **{kind: kind.__name__.lower() for kind in get_args(PrivateRequest)},
-}
-"""The name of each kind of request in lists."""
-
 _STREAMED: Final = frozenset(get_args(PrivateReport))
 
 CanReply = Callable[[bytes], bool]
@@ -144,7 +132,7 @@ class ClientSessions:
         is_private = type(message) in _PRIVATE
         body_hash = client.hash_private(body) if is_private else hash_public(body)
         request_id = scoped(client.name, message.request_id)
-        refused = self._refusals.get(request_id)
+        refused = self._refusals.by_id.get(request_id)
         if refused is not None:
             is_same = refused.body == body_hash
             self.answer(refused.reply if is_same else id_conflict(request_id))
@@ -153,8 +141,10 @@ class ClientSessions:
         logged: LifecycleRequest | InferenceRequested
         if is_private:
             load, logged = self._inputs_of(message, request_id)  # type: ignore[arg-type]
+        elif type(message) in _CANCELS:
+            logged = _scoped_cancel(message, request_id)  # type: ignore[arg-type]
         else:
-            logged = _scoped(message, request_id)  # type: ignore[arg-type]
+            logged = replace(message, request_id=request_id)  # type: ignore[assignment]
         # What an earlier input of this group does for its client is not known yet.
         if load is None and client.name not in self._group_clients:
             known = self._controller.screen(logged, body_hash)
@@ -175,8 +165,6 @@ class ClientSessions:
         if load is not None:
             self._group.append(GroupInput(load))
         self._group.append(GroupInput(logged, body_hash))
-        kind, adapter = _KINDS[type(message)], getattr(logged, "adapter", None)
-        self.control.times.begin_request(request_id, kind, adapter or "", time.monotonic_ns())
 
     def _answer_known(
         self,
@@ -274,19 +262,15 @@ class ClientSessions:
             self._outbox.add(route, _unscoped(reply, own_id))
         if type(reply) in _STREAMED:
             return
-        self._note_answer(reply)
-        if request_id in self._payloads:
+        if type(reply) is requests.Refused:
+            self._refusal_log.note(reply, time.monotonic_ns())
+        if request_id in self.control.times.requests:
+            self.control.times.end_request(request_id, outcome_of(reply), time.monotonic_ns())
+        if self._payloads.has(request_id):
             waiting = self._controller.world.pending_requests.get(request_id)
             # Another request under a waiting one's id is refused, and the waiting one keeps it.
             if waiting is None or waiting.answered:
                 self._payloads.drop(request_id)
-
-    def _note_answer(self, reply: requests.Reply) -> None:
-        now, outcome = time.monotonic_ns(), "done"
-        if isinstance(reply, requests.Refused):
-            outcome = reply.code.value
-            self._refusal_log.note(reply, now)
-        self.control.times.end_request(reply.request_id, outcome, now)
 
     def refuse_unlogged(
         self,
@@ -356,7 +340,7 @@ class ClientSessions:
         """Return a status with what is known about the log's files."""
         facts, world = self.log_facts(), self._controller.world
         age_ns = world.time_ns - facts.snapshot_time_ns if facts.snapshot_seq else 0
-        return msgspec.structs.replace(
+        return replace(
             status,
             controller_pid=self._pid,
             snapshot_seq=facts.snapshot_seq,
@@ -366,14 +350,13 @@ class ClientSessions:
         )
 
 
-def _scoped(message: LifecycleRequest | CancelRequest, request_id: RequestId) -> LifecycleRequest:
-    """Return a request as it is logged, with ids inside the controller."""
+def _scoped_cancel(
+    message: requests.CancelGeneration | CancelRequest, request_id: RequestId
+) -> requests.CancelGeneration:
+    """Return a cancellation as it is logged, with ids inside the controller."""
     if isinstance(message, CancelRequest):
         return requests.CancelGeneration(request_id, message.target)
-    if type(message) is requests.CancelGeneration:
-        target = scoped(client_of(request_id), message.target)
-        return requests.CancelGeneration(request_id, target)
-    return msgspec.structs.replace(message, request_id=request_id)
+    return requests.CancelGeneration(request_id, scoped(client_of(request_id), message.target))
 
 
 def _without_payload(
@@ -393,4 +376,4 @@ def _unscoped(reply: requests.Reply, own_id: RequestId) -> requests.Reply:
         # An operator may name anything as the target, also what no client chose.
         target = unscoped(reply.target) or reply.target
         return requests.CancelDone(own_id, target, reply.found)
-    return msgspec.structs.replace(reply, request_id=own_id)
+    return replace(reply, request_id=own_id)

@@ -69,6 +69,9 @@ class EventStream:
         self._oldest_seq: Seq = 0
         self._search_at: Seq = 0
         self._batch: list[Published] = []
+        # Adds a new event to the next batch; fetches find it once that is taken. It is the list's
+        # own method, because it is called for each event.
+        self.add: Final[Callable[[Published], None]] = self._batch.append
         # From now on the reader belongs to the executor's only thread.
         self._reader = EventReader(log_directory, storage)
         self._stored_seq: Seq = self._reader.newest_seq
@@ -76,10 +79,6 @@ class EventStream:
         self._fetches: dict[tuple[bytes, RequestId], _Fetch] = {}
         self._fetches_of: Counter[bytes] = Counter()
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def add(self, event: Published) -> None:
-        """Add a new event to the next batch; fetches find it once that is taken."""
-        self._batch.append(event)
 
     def add_recovered(self, actions: list[Action]) -> None:
         """Keep the events of a recovery, which an earlier epoch published."""

@@ -74,51 +74,50 @@ class InputHandler:
     def log_and_handle(
         self, batch: list[Record], note: Callable[[Input], None]
     ) -> list[list[Action] | None]:
-        """Log a group, and handle it once it is durable; return the results of `handle`.
+        """Log a group, and handle it once it is durable; return the actions of each input.
 
+        They are None, and nothing is changed, where the handling of an input fails.
         `note` is called with each inference request, report and loss of an engine before it is
         handled. Raises `LogFull` and `LogSyncFailed` before anything is handled.
         """
         last_seq = self._log.append(batch, self._controller.world.epoch)
-        results = []
+        results: list[list[Action] | None] = []
+        handle = self._controller.handle
         for seq, record in enumerate(batch, last_seq - len(batch) + 1):
-            if type(record.input) in _NOTED:
-                note(record.input)
-            results.append(self.handle(seq, record))
-        self.end_group(batch[0].time_ns)
+            message = record.input
+            if type(message) in _NOTED:
+                note(message)
+            try:
+                actions = handle(message, record.time_ns, record.body, record.report_seq)
+            except InvariantError:
+                raise
+            # Any exception: the log would raise it again at every start.
+            except Exception as error:
+                self._skip(seq, record, error)
+                results.append(None)
+            else:
+                results.append(actions)
+        self._end_group(batch[0].time_ns)
         return results
 
-    def handle(self, seq: Seq, record: Record) -> list[Action] | None:
-        """Return the actions of record `seq`; None, and no change, if its handling fails.
-
-        Raises the exception where the server can't do without this input.
-        """
-        try:
-            return self._controller.handle(
-                record.input, record.time_ns, record.body, record.report_seq
-            )
-        except InvariantError:
-            raise
-        # Any exception: the log would raise it again at every start.
-        except Exception as error:
-            log.exception("an input can't be handled and is skipped", seq=seq)
-            is_of_client = isinstance(record.input, records.InferenceRequested)
-            is_own = isinstance(record.input, records.ShellInput) and not is_of_client
-            self._own_skips += is_own
-            is_vital = isinstance(record.input, records.ControllerStarted)
-            if is_vital or self._own_skips > OWN_SKIPS_MAX:
-                raise
-            self._skip(seq, record, error)
-            return None
-
-    def end_group(self, time_ns: int) -> None:
+    def _end_group(self, time_ns: int) -> None:
         """Handle the records that skip inputs of a group: in the log they follow the group."""
         for skipped in self._skips:
             self._controller.handle(skipped, time_ns)
         self._skips.clear()
 
     def _skip(self, seq: Seq, record: Record, error: Exception) -> None:
-        """Log that an input is skipped, and return to the state before it."""
+        """Log that an input is skipped, and return to the state before it.
+
+        Raises the error where the server can't do without this input.
+        """
+        log.error("an input can't be handled and is skipped", seq=seq, exc_info=error)
+        is_of_client = isinstance(record.input, records.InferenceRequested)
+        is_own = isinstance(record.input, records.ShellInput) and not is_of_client
+        self._own_skips += is_own
+        is_vital = isinstance(record.input, records.ControllerStarted)
+        if is_vital or self._own_skips > OWN_SKIPS_MAX:
+            raise error
         skipped = _skip_of(seq, record)
         try:
             # Before anything that follows from it: another process may not fail to handle it.

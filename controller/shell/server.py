@@ -273,6 +273,7 @@ class Server:
             return
         self._link.note_logged()
         self._perform_all(group, results)
+        self._control.note_group([received.message for received in group], self._iterated_ns)
         self._publish()
         self._watch_engine()
 

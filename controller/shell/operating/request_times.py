@@ -42,16 +42,22 @@ class SlowestTable:
 
     def add(self, now_ns: int, duration_ns: int, kind: str, adapter: str, outcome: str) -> None:
         """Keep it, if it is among the slowest."""
-        heap = self._heap
-        if len(heap) >= SLOW_MAX:
-            if duration_ns <= heap[0].duration_ns and heap[0].ended_ns > now_ns - SLOW_KEPT_NS:
-                return
+        if not self.accepts(now_ns, duration_ns):
+            return
+        if len(self._heap) >= SLOW_MAX:
             self._drop_old(now_ns)
         slow = Slow(duration_ns, next(self._numbers), now_ns, kind, adapter, outcome)
         if len(self._heap) < SLOW_MAX:
             heapq.heappush(self._heap, slow)
         else:
             heapq.heappushpop(self._heap, slow)
+
+    def accepts(self, now_ns: int, duration_ns: int) -> bool:
+        """Whether something of this duration is kept."""
+        if len(self._heap) < SLOW_MAX:
+            return True
+        shortest = self._heap[0]
+        return duration_ns > shortest.duration_ns or shortest.ended_ns <= now_ns - SLOW_KEPT_NS
 
     def views(self, now_ns: int) -> tuple[SlowView, ...]:
         """Return them, the slowest first."""
@@ -87,29 +93,34 @@ class RequestTimes:
     def __init__(self, now_ns: int) -> None:
         """`now_ns`: the start of this process, since when earlier requests are counted."""
         self._started_ns = now_ns
-        self._requests: dict[RequestId, _Running] = {}
+        # For reading only outside of this class.
+        self.requests: Final[dict[RequestId, _Running]] = {}
         self._operations: dict[OpId, _Running] = {}
         self._slow_requests = SlowestTable()
         self._slow_operations = SlowestTable()
 
     def begin_request(self, request_id: RequestId, kind: str, adapter: str, now_ns: int) -> None:
         """Note a request; a repetition changes nothing."""
-        if request_id not in self._requests:
-            self._requests[request_id] = _Running(kind, adapter, now_ns)
+        if request_id not in self.requests:
+            self.requests[request_id] = _Running(kind, adapter, now_ns)
 
     def count_tokens(self, request_id: RequestId, tokens: int) -> None:
         """Note how many tokens of a generation have been sent."""
-        running = self._requests.get(request_id)
+        running = self.requests.get(request_id)
         if running is not None:
             running.tokens = max(running.tokens, tokens)
 
     def end_request(self, request_id: RequestId, outcome: str, now_ns: int) -> None:
         """Note the answer to a request."""
-        running = self._requests.pop(request_id, None)
+        running = self.requests.pop(request_id, None)
         if running is not None:
             self._slow_requests.add(
                 now_ns, now_ns - running.since_ns, running.kind, running.adapter, outcome
             )
+
+    def is_slow_request(self, now_ns: int, duration_ns: int) -> bool:
+        """Whether a request of this duration would be among the slowest."""
+        return self._slow_requests.accepts(now_ns, duration_ns)
 
     def begin_operation(self, op: OpId, kind: str, adapter: str, now_ns: int) -> None:
         """Note a command to the engine."""
@@ -146,11 +157,11 @@ class RequestTimes:
                 adapter,
                 "running" if runs else "waiting",
                 (now_ns - self._since(request_id)) // _NS_PER_MS,
-                self._requests[request_id].tokens if request_id in self._requests else 0,
+                self.requests[request_id].tokens if request_id in self.requests else 0,
             )
             for request_id, kind, adapter, runs in pending
         )
 
     def _since(self, request_id: RequestId) -> int:
-        running = self._requests.get(request_id)
+        running = self.requests.get(request_id)
         return self._started_ns if running is None else running.since_ns

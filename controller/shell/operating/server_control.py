@@ -2,9 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Final
+from typing import Final, get_args
 
 import msgspec
 
@@ -20,7 +20,7 @@ from controller.shell.operating.request_times import RequestTimes
 from messages import VERSION, commands, control, requests
 from messages.errors import ErrorCode
 from messages.ids import OpId, RequestId
-from messages.records import EngineLost
+from messages.records import EngineLost, GenerationRequested, Input, PoolingRequested
 from messages.reports import EngineInventory, OperationFailed
 
 STOPPING_RETRY_MS: Final = 1000
@@ -35,6 +35,18 @@ _OPERATIONS: Final[dict[type, str]] = {
     commands.DropWeights: "drop",
 }
 """The operations on adapters, by their names in lists."""
+
+_ADAPTER_REQUESTS: Final = tuple(
+    kind for kind in get_args(requests.LifecycleRequest) if kind.__name__.endswith("Adapter")
+)
+_KINDS: Final[dict[type, str]] = {
+    requests.CancelGeneration: "cancel",
+    requests.ActivateBatch: "batch",
+    GenerationRequested: "generate",
+    PoolingRequested: "",
+    **{kind: kind.__name__.removesuffix("Adapter").lower() for kind in _ADAPTER_REQUESTS},
+}
+"""The name of each kind of request in lists; empty for those that are named by their task."""
 
 ChangeSettings = Callable[[Limits, str], None]
 """Puts settings into force; raises `LogFull` and `OSError`."""
@@ -149,6 +161,28 @@ class ServerControl:
             names = [world.adapters[key].name for key in pending.adapters if key in world.adapters]
             yield request_id, pending.kind, ",".join(names), bool(pending.op)
 
+    def note_group(self, group: Iterable[Input], arrived_ns: int) -> None:
+        """Note the requests of a group that was handled: those that wait, and slow answers.
+
+        Most are answered within their group, all in the same time, so they are noted together.
+        """
+        now, times, world = time.monotonic_ns(), self.times, self._controller.world
+        is_slow = times.is_slow_request(now, now - arrived_ns)
+        for message in group:
+            kind = _KINDS.get(type(message))
+            if kind is None:
+                continue
+            request_id: RequestId = message.request_id  # type: ignore[union-attr]
+            is_pending = request_id in world.pending_requests
+            if not (is_pending or is_slow):
+                continue
+            kind = kind or message.task  # type: ignore[union-attr]
+            times.begin_request(request_id, kind, getattr(message, "adapter", "") or "", arrived_ns)
+            if not is_pending:
+                answer = world.answers.get(request_id)
+                outcome = outcome_of(answer.reply if answer else None)
+                times.end_request(request_id, outcome, now)
+
     def note_command(self, command: commands.Command) -> None:
         """Note an operation on an adapter, which takes time until its report."""
         adapter_id = getattr(command, "adapter_id", 0)
@@ -194,3 +228,8 @@ class ServerControl:
             dtype=self.engine_dtype if status.engine_id else "",
             stopping=self.is_stopping,
         )
+
+
+def outcome_of(reply: requests.Reply | None) -> str:
+    """Return how a request ended: the code of its refusal, or `done`."""
+    return reply.code.value if type(reply) is requests.Refused else "done"

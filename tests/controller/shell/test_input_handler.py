@@ -172,7 +172,7 @@ def test_a_controller_that_does_not_start_ends(log: Log) -> None:
     handler = InputHandler(controller, log, True, Progress())
     controller.handle = _raise  # type: ignore[method-assign]
     with pytest.raises(Poison):
-        handler.handle(1, Record(1, ControllerStarted(1)))
+        handler.log_and_handle([Record(1, ControllerStarted(1))], lambda _: None)
 
 
 def _raise(*_: Any) -> list[Action]:
