@@ -267,6 +267,7 @@ def test_the_work_for_a_client_and_for_all_is_bounded(directory: Path) -> None:
     last = refusals[-1]
     assert isinstance(last, Refused)
     assert (last.code, last.retry_after_ms) == (ErrorCode.OVERLOADED, FETCH_RETRY_MS)
+    assert FETCH_RETRY_MS > 0
     executor.run()
     stream.deliver()
     refusals.clear()
