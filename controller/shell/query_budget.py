@@ -16,6 +16,9 @@ BUSY_SLICE_NS: Final = 150_000
 PAUSE_FACTOR: Final = 40
 """A pause is this many times as long as the slice before it."""
 
+PAUSE_NS_MAX: Final = 200_000_000
+"""Bound on a pause: what made a slice so long was not its queries, but a busy machine."""
+
 BUSY_NS: Final = 100_000_000
 """Requests arrive if one arrived during this time."""
 
@@ -52,5 +55,5 @@ class QueryBudget:
 
     def end(self, now_ns: int) -> None:
         """End the slice; a pause follows while other requests arrive."""
-        pause_ns = PAUSE_FACTOR * (now_ns - self._started_ns)
+        pause_ns = min(PAUSE_FACTOR * (now_ns - self._started_ns), PAUSE_NS_MAX)
         self._next_ns = now_ns + pause_ns if now_ns < self._busy_until else 0

@@ -7,6 +7,7 @@ from controller.shell.query_budget import (
     BUSY_NS,
     BUSY_SLICE_NS,
     PAUSE_FACTOR,
+    PAUSE_NS_MAX,
     QUIET_SLICE_NS,
     QueryBudget,
 )
@@ -45,6 +46,14 @@ def test_queries_have_a_small_share_while_other_requests_arrive(queries_ns: list
 @given(queries_ns=QUERIES_NS)
 def test_queries_wait_for_nothing_while_no_other_request_arrives(queries_ns: list[int]) -> None:
     assert run(QueryBudget(), queries_ns, arrives=False) == (sum(queries_ns), sum(queries_ns))
+
+
+def test_a_slice_in_which_the_process_did_not_run_is_no_long_pause() -> None:
+    budget = QueryBudget()
+    budget.note_request(10**10)
+    assert budget.begin(0)
+    budget.end(10**10)
+    assert budget.wait_ns(10**10) == PAUSE_NS_MAX
 
 
 def test_slices_are_short_only_for_some_time_after_a_request() -> None:
