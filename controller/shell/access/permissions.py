@@ -105,7 +105,7 @@ class Access:
         self._stamp = (-1, 0, 0)
         self._lock = threading.Lock()
         self._users: dict[str, _User] = {}
-        self._names: dict[str, str] = {}
+        self._by_public: dict[str, _User] = {}
         self.revocations = 0
         self.refresh()
 
@@ -130,7 +130,7 @@ class Access:
             keys = self._own
         before = self._users
         self._users = {key.name: _User(key, _expression(key.adapters)) for key in keys}
-        self._names = {key.public: key.name for key in keys}
+        self._by_public = {user.key.public: user for user in self._users.values()}
         for name, user in before.items():
             if name not in self._users or self._users[name].key != user.key:
                 self.revocations += 1
@@ -144,7 +144,8 @@ class Access:
     def user_of(self, domain: str, public: str) -> str | None:
         """Return the name of a key that may connect to the sockets of `domain`, else None."""
         self.refresh()
-        user = self._users.get(self._names.get(public, ""))
+        # One look: a name may be another key's in the next table.
+        user = self._by_public.get(public)
         if user is None or (user.key.right == "engine") != (domain == ENGINE_DOMAIN):
             return None
         if domain == EVENTS_DOMAIN and user.names is not None:

@@ -31,6 +31,7 @@ class SupervisorLink(NamedTuple):
 
     def _write(self, pid: int) -> None:
         if self.restart_fd >= 0:
-            # The pipe is full only if the supervisor has not read thousands of these.
-            with contextlib.suppress(BlockingIOError):
+            # The pipe is full only if the supervisor has not read thousands of these. It is closed
+            # once the supervisor has ended, which ends this process too.
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self.restart_fd, RESTART.pack(pid))
