@@ -7,7 +7,7 @@ Python loops run over groups, never over rows.
 from engine.kernels.cpu.blocks import BatchTiler
 from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
 from engine.kernels.cpu.embedding import CpuEmbedding
-from engine.kernels.cpu.experts import experts_cpu, experts_expand_cpu, experts_shrink_cpu
+from engine.kernels.cpu.experts import CpuExperts, experts_expand_cpu, experts_shrink_cpu
 from engine.kernels.cpu.linear import CpuLinear
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.cpu.shrink_expand import CpuShrinkExpand
@@ -24,7 +24,7 @@ def cpu_kernels(batch_invariant: bool, costs: CostTable = DEFAULT_COSTS) -> Kern
         expand=shrink_expand.expand,
         linear=CpuLinear(tiler, scratch, costs),
         embedding=CpuEmbedding(tiler, scratch),
-        experts=experts_cpu,
+        experts=CpuExperts(scratch, costs),
         experts_shrink=experts_shrink_cpu,
         experts_expand=experts_expand_cpu,
     )

@@ -1,33 +1,114 @@
 """The operations on experts on a CPU, specified by their references.
 
-Loops over the groups with pairs, which is the fastest way for a CPU to multiply many small matrices
-that are not contiguous; while decoding most groups have one pair. Weights of experts without pairs
-are not read.
+Loops over the groups with pairs, or over copies of their weights for each pair, where that takes
+less time: while decoding most groups have one pair. Weights of experts without pairs are not read.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from engine.kernels.checks import check_experts, check_experts_expand, check_experts_shrink
+from engine.kernels.cpu.costs import BATCHED_PARTS, DEFAULT_COSTS, CostTable
+from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.expert_groups import ExpertGroups, ExpertSpan
 from engine.kernels.operands import LoRAPair, LoRASlices
 from engine.kernels.threads import threads_for
 
+_GATHERED_BYTES_MAX: Final = 32 << 20
+"""The most bytes of weights that are copied for one product."""
 
-def experts_cpu(ys: Sequence[Tensor], x: Tensor, slices: LoRASlices, groups: ExpertGroups) -> None:
-    """Compute as `experts_reference` does, with one gather and one sum per slice."""
-    check_experts(ys, x, slices, groups)
-    for index, y in enumerate(ys):
-        active = _ActiveGroups([], [], [], [])
-        for span in groups.spans:
-            pair = slices.pairs(span.slot)[index]
-            if pair is not None:
-                active.append(groups.pairs[span.start : span.end], pair, span, x.dtype)
-        if active.sizes:
-            _add_deltas(y, x, active)
+_GROUP_US: Final = 2.0
+_PAIR_US: Final = 0.5
+"""Microseconds next to the products: per group for its views, per pair within a batched product."""
+
+_SlotPairs = list[tuple[ExpertSpan, LoRAPair]]
+"""The slots with weights in one slice."""
+
+
+class CpuExperts:
+    """`experts` for one engine; called by one thread at a time."""
+
+    def __init__(self, scratch: Scratch, costs: CostTable = DEFAULT_COSTS) -> None:
+        self._scratch = scratch
+        self._costs = costs
+
+    def __call__(
+        self, ys: Sequence[Tensor], x: Tensor, slices: LoRASlices, groups: ExpertGroups
+    ) -> None:
+        """Compute as `experts_reference` does, with one gather and one sum per slice."""
+        check_experts(ys, x, slices, groups)
+        for index, y in enumerate(ys):
+            pairs = ((span, slices.pairs(span.slot)[index]) for span in groups.spans)
+            active = [(span, pair) for span, pair in pairs if pair is not None]
+            if active:
+                self._add_deltas(y, x, groups, active)
+
+    def _add_deltas(self, y: Tensor, x: Tensor, groups: ExpertGroups, active: _SlotPairs) -> None:
+        """Add the deltas of all groups with weights to their rows of `y`."""
+        rows = torch.cat([groups.pairs[span.start : span.end] for span, _ in active])
+        inputs = x[rows].to(torch.promote_types(x.dtype, active[0][1].a.dtype))
+        deltas = inputs.new_empty(len(rows), y.shape[1])
+        if self._gathers(active, inputs.dtype):
+            self._multiply_gathered(inputs, deltas, groups, active)
+        else:
+            _multiply_groups(inputs, deltas, active)
+        y.index_add_(0, rows, deltas.to(y.dtype))
+
+    def _gathers(self, active: _SlotPairs, dtype: torch.dtype) -> bool:
+        """Whether a copy of the weights for each pair takes less time than a call for each group.
+
+        It does for few pairs per group and small matrices, as in a decode step.
+        """
+        (experts, rank, inputs), outputs = active[0][1].a.shape, active[0][1].b.shape[1]
+        del experts
+        if any(pair.a.shape[1] != rank for _, pair in active):
+            return False
+        groups = sum(len(span.experts) for span, _ in active)
+        pairs = sum(span.end - span.start for span, _ in active)
+        if pairs * rank * (inputs + outputs) * dtype.itemsize > _GATHERED_BYTES_MAX:
+            return False
+        costs, rows = self._costs.of(dtype), -(-pairs // groups)
+        looped, gathered = _GROUP_US * groups, _PAIR_US * pairs
+        for one, many, width in zip(costs.looped, costs.batched, (inputs, outputs), strict=True):
+            looped += groups * one.time(rows, rank, width)
+            product = (many.time(1, rank, width) - many.call) / BATCHED_PARTS
+            gathered += pairs * (product + rank * width * costs.stack)
+        return gathered < looped
+
+    def _multiply_gathered(
+        self, x: Tensor, y: Tensor, groups: ExpertGroups, active: _SlotPairs
+    ) -> None:
+        """Compute `y = x @ A.T @ B.T` with a copy of A and B for each pair, in two products."""
+        stored = active[0][1]
+        a, b = (
+            self._scratch.take(f"expert {use}", (len(x), *matrices.shape[1:]), matrices.dtype)
+            for use, matrices in zip("ab", stored, strict=True)
+        )
+        experts, begin = groups.keys % groups.experts, 0
+        for span, pair in active:
+            own, begin = slice(begin, begin + span.end - span.start), begin + span.end - span.start
+            chosen = experts[span.start : span.end]
+            torch.index_select(pair.a, 0, chosen, out=a[own])
+            torch.index_select(pair.b, 0, chosen, out=b[own])
+        with threads_for(1):
+            shrunk = torch.bmm(x[:, None], a.to(x.dtype).mT)
+            torch.bmm(shrunk, b.to(x.dtype).mT, out=y[:, None])
+
+
+def _multiply_groups(x: Tensor, y: Tensor, active: _SlotPairs) -> None:
+    """Compute `y = x @ A.T @ B.T`, the rows of each group by its own matrices."""
+    sizes = [size for span, _ in active for size in span.sizes]
+    a, b = (
+        [one for span, pair in active for one in _transposed(pair[side], span.experts, x.dtype)]
+        for side in range(2)
+    )
+    row_blocks = (tensor.split_with_sizes(sizes) for tensor in (x, y))
+    with threads_for(max(sizes)):
+        for first, second, rows, result in zip(a, b, *row_blocks, strict=True):
+            torch.mm(torch.mm(rows, first), second, out=result)
 
 
 def experts_shrink_cpu(y: Tensor, x: Tensor, slices: LoRASlices, groups: ExpertGroups) -> None:
@@ -68,35 +149,3 @@ def _transposed(matrices: Tensor, experts: Sequence[int], dtype: torch.dtype) ->
     all_transposed = matrices.transpose(1, 2)
     chosen = [all_transposed[expert] for expert in experts]
     return chosen if matrices.dtype == dtype else [matrix.to(dtype) for matrix in chosen]
-
-
-class _ActiveGroups(NamedTuple):
-    """Groups with weights: the rows of each slot, and the size and matrices of each group.
-
-    a, b: transposed, [in, rank] and [rank, out].
-    """
-
-    rows: list[Tensor]
-    sizes: list[int]
-    a: list[Tensor]
-    b: list[Tensor]
-
-    def append(self, rows: Tensor, pair: LoRAPair, span: ExpertSpan, dtype: torch.dtype) -> None:
-        """Add the experts with rows of one slot; matrices in `dtype` or a wider one."""
-        wider = torch.promote_types(dtype, pair.a.dtype)
-        self.rows.append(rows)
-        self.sizes.extend(span.sizes)
-        self.a.extend(_transposed(pair.a, span.experts, wider))
-        self.b.extend(_transposed(pair.b, span.experts, wider))
-
-
-def _add_deltas(y: Tensor, x: Tensor, active: _ActiveGroups) -> None:
-    """Add the deltas of all active groups to their rows of `y`."""
-    rows = torch.cat(active.rows)
-    inputs = x[rows].to(active.a[0].dtype)
-    deltas = inputs.new_empty(len(rows), y.shape[1])
-    row_blocks = (tensor.split_with_sizes(active.sizes) for tensor in (inputs, deltas))
-    with threads_for(max(active.sizes)):
-        for a, b, x_rows, delta in zip(active.a, active.b, *row_blocks, strict=True):
-            torch.mm(torch.mm(x_rows, a), b, out=delta)
-    y.index_add_(0, rows, deltas.to(y.dtype))
