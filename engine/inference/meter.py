@@ -2,7 +2,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from messages.ids import OpId
 from messages.reports import GenerationEnded, OperationFailed, PoolingEnded, Report
@@ -36,14 +36,14 @@ class Meter:
         """Record that a step begins."""
         self._step_began_ns = self._clock()
 
-    def end_step(self, running: Iterable[OpId]) -> None:
-        """Record that it has ended; `running` takes part in the next one."""
+    def end_step(self, running: Set[OpId], waiting: Iterable[OpId]) -> None:
+        """Record that it has ended; `running` takes part in the next one, `waiting` does not."""
         self._steps += 1
         self._step_ns += self._clock() - self._step_began_ns
-        now_running = set(running)
-        for op in now_running & self._arrived_ns.keys():
+        for op in self._arrived_ns.keys() & running:
             self._begin(op)
-        paused = self._begun - now_running
+        # Those that have ended are in neither: their reports follow.
+        paused = self._begun & set(waiting)
         self._preempted += len(paused - self._paused)
         self._paused = paused
 

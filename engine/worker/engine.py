@@ -105,7 +105,7 @@ class Engine:
         if not self._inference.is_idle:
             self._meter.begin_step()
             self._inference.step()
-            self._meter.end_step(self._inference.running)
+            self._meter.end_step(*self._running_and_waiting())
 
     def poll(self) -> list[reports.Report]:
         """Return the reports since the last call, in order."""
@@ -120,10 +120,10 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """Return what this engine measured since its start, and its use of memory."""
         inference, arena = self._inference, self.residency.arena
-        running = len(inference.running)
+        running, waiting = self._running_and_waiting()
         host_bytes, pinned_bytes = self.residency.host_use()
         return msgspec.structs.replace(
-            self._meter.statistics(running, len(inference.operations) - running),
+            self._meter.statistics(len(running), len(waiting)),
             kernels=kernels_for(arena.device),
             slot_writes=arena.writes,
             slot_resets=arena.resets,
@@ -165,6 +165,12 @@ class Engine:
                 self._inference.stop(command.target)
             case _:
                 self.residency.execute(command)
+
+    def _running_and_waiting(self) -> tuple[set[OpId], set[OpId]]:
+        """Return the requests that take part in the next step, and those that do not."""
+        # A request with several outputs may run in several sequences.
+        running = set(self._inference.running)
+        return running, set(self._inference.operations) - running
 
     def _start_inference(self, command: commands.StartInference) -> None:
         try:

@@ -110,7 +110,7 @@ def test_the_engines_statistics_agree_with_the_controllers_counters(bench: Serve
     tiers = bench.world.tiers
     assert statistics.pinned_bytes == tiers["pinned"].size_bytes
     assert statistics.arena_bytes == tiers["device"].size_bytes
-    assert (statistics.running, statistics.waiting) == (0, 0)
+    assert (statistics.running, statistics.waiting, statistics.preempted) == (0, 0, 0)
     assert 0 < statistics.steps <= bench.steps
 
 

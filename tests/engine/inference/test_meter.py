@@ -28,10 +28,10 @@ class Bench:
         self.clock = Clock()
         self.meter = Meter(self.clock)
 
-    def step(self, *running: int, seconds: float = 1.0) -> None:
+    def step(self, *running: int, waiting: tuple[int, ...] = (), seconds: float = 1.0) -> None:
         self.meter.begin_step()
         self.clock.advance(seconds)
-        self.meter.end_step(running)
+        self.meter.end_step(set(running), waiting)
 
     def found(self, *names: str) -> tuple[object, ...]:
         statistics = self.meter.statistics(0, 0)
@@ -71,9 +71,11 @@ def test_a_request_of_one_step_is_counted_by_its_report() -> None:
 def test_a_request_that_waits_again_is_preempted_once_per_time() -> None:
     bench = Bench()
     bench.meter.arrived(1)
-    for running in ((1,), (), (), (1,), ()):
-        bench.step(*running)
+    for running in ((1,), (), (), (1,), (), (1,)):
+        bench.step(*running, waiting=() if running else (1,))
     assert bench.found("preempted", "queued") == (2, 1)
+    # It ends in a step whose reports follow.
+    bench.step()
     bench.meter.on_report(GenerationEnded(1, "length", 5, 3))
     bench.step()
     assert bench.found("preempted") == (2,)

@@ -37,7 +37,7 @@ class ServedBench:
         self.replies: dict[str, Any] = {}
         self.events: list[events.Event] = []
         self.steps = self._requests = self._now_ns = 0
-        self._max_tokens: dict[str, int] = {}
+        self._payloads: dict[str, tuple[tuple[int, ...], Sampling]] = {}
         self.handle(records.ControllerStarted(1))
         self.handle(self.engine.inventory())
 
@@ -67,10 +67,12 @@ class ServedBench:
         self.handle(kind(request_id, *fields, **named))
         return request_id
 
-    def generate(self, name: str | None, max_tokens: int = 12) -> str:
-        """Send a generation of the common prompt."""
+    def generate(
+        self, name: str | None, max_tokens: int = 12, prompt: tuple[int, ...] = PROMPT
+    ) -> str:
+        """Send a generation, of the common prompt by default."""
         request_id = f"s{self._requests + 1}"
-        self._max_tokens[request_id] = max_tokens
+        self._payloads[request_id] = (prompt, Sampling(max_tokens=max_tokens))
         return self.send(records.GenerationRequested, name)
 
     def step(self) -> None:
@@ -112,5 +114,5 @@ class ServedBench:
     def _with_payload(self, command: Any) -> Any:
         if not isinstance(command, commands.StartGeneration):
             return command
-        sampling = Sampling(max_tokens=self._max_tokens[command.request_id])
-        return structs.replace(command, prompt=PROMPT, sampling=sampling)
+        prompt, sampling = self._payloads[command.request_id]
+        return structs.replace(command, prompt=prompt, sampling=sampling)
