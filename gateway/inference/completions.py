@@ -10,10 +10,11 @@ from gateway.http.errors import HttpError
 from gateway.inference.answer import InferenceAnswer
 from gateway.inference.answers import Completion, CompletionChoice, Usage
 from gateway.inference.logprobs import (
+    CharacterCount,
     CompletionLogprobs,
     Entries,
     PromptLogprobs,
-    TokenText,
+    TokenTextOf,
     completion_logprobs,
     prompt_logprobs,
 )
@@ -142,7 +143,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         usage: UsageCount,
         body: CompletionRequest,
         echoes: "list[_Echo]",
-        text_of: TokenText,
+        text_of: TokenTextOf,
     ) -> None:
         super().__init__(service, "cmpl", adapter, usage)
         self._echoes = echoes
@@ -151,7 +152,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         self._text_of = text_of
         # Per prompt what its first choice has received, and per choice the characters of tokens.
         self._prompts: dict[int, Entries] = {}
-        self._characters: dict[int, int] = {}
+        self._characters: dict[int, CharacterCount] = {}
 
     def _whole(self, choices: list[TokensStreamed]) -> Completion:
         parts = [self._first_part(index, choice) for index, choice in enumerate(choices)]
@@ -185,7 +186,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
     ) -> CompletionChoice:
         has_output = self._body.max_tokens != 0
         scores = self._logprobs(index, chunk, has_output=has_output)
-        self._characters.setdefault(index, 0)
+        self._characters.setdefault(index, CharacterCount())
         text = echo + (chunk.text if has_output else "")
         reason = finish_reason(chunk) if has_output else "length"
         return CompletionChoice(index, text, reason, scores, chunk.stop_reason, shown_prompt)
@@ -204,10 +205,8 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
             prompt, first = self._prompts.get(number, ()), self._echoes[number].first_token
             entries = [*prompt, *entries]
             tokens = [first if one is None else one.token for one in prompt] + tokens
-        offset = self._characters.get(index, 0)
-        found = completion_logprobs(tokens, entries, self._text_of, offset)
-        self._characters[index] = offset + sum(map(len, found.tokens))
-        return found
+        count = self._characters.setdefault(index, CharacterCount())
+        return completion_logprobs(tokens, entries, self._text_of, count)
 
     def _prompt_of(self, choice: int, chunk: TokensStreamed) -> Entries:
         """Return the entries of a choice's prompt, which its first choice receives."""

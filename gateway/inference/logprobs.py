@@ -1,7 +1,8 @@
 """Log-probabilities as the OpenAI protocol and vLLM have them, with the texts of the tokens."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -10,13 +11,25 @@ from messages.views import TokenLogprob
 LOGPROB_MIN: Final = -9999.0
 """Stands for the log-probability of an impossible token, because JSON has no infinity."""
 
-TokenText = Callable[[int], str]
+
+class TokenText(NamedTuple):
+    """The text of a token, and its bytes in UTF-8, which may be a part of a character."""
+
+    text: str
+    data: bytes
+
+
+TokenTextOf = Callable[[int], TokenText]
+"""Returns the text of a token id."""
 Entries = Sequence[TokenLogprob | None]
 """A prompt's entries begin with None; an output's contain none."""
 
 
 class CompletionLogprobs(Struct, frozen=True):
-    """Those of a text: one entry per token, `text_offset` in characters from the text's start."""
+    """Those of a text, one entry per token.
+
+    `text_offset`: the character in which a token begins, from the text's start.
+    """
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -25,7 +38,7 @@ class CompletionLogprobs(Struct, frozen=True):
 
 
 class TopLogprob(Struct, frozen=True):
-    """One of the most likely tokens; `bytes` are those of its text in UTF-8."""
+    """One of the most likely tokens; `bytes` are its own, and may be a part of a character."""
 
     token: str
     logprob: float
@@ -60,58 +73,65 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """Per token of the prompt, token ids with what is known of them; null for the first token."""
 
 
+class CharacterCount:
+    """Counts the characters of a text whose tokens arrive in order and may end within one."""
+
+    def __init__(self) -> None:
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+        self._characters = 0
+
+    def add(self, data: bytes) -> int:
+        """Add a token's bytes; return the index of the character in which they begin."""
+        first = self._characters
+        self._characters += len(self._decoder.decode(data))
+        return first
+
+
 def completion_logprobs(
-    tokens: Sequence[int], entries: Entries, text_of: TokenText, offset: int
+    tokens: Sequence[int], entries: Entries, text_of: TokenTextOf, count: CharacterCount
 ) -> CompletionLogprobs:
-    """Return the log-probabilities of tokens that begin at character `offset` of the text."""
+    """Return the log-probabilities of tokens that follow those in `count`, and add them to it."""
     texts = [text_of(token) for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     return CompletionLogprobs(
-        offsets,
+        [count.add(token.data) for token in texts],
         [None if entry is None else _bounded(entry.logprob) for entry in entries],
-        texts,
+        [token.text for token in texts],
         [None if entry is None else _best(entry, text_of) for entry in entries],
     )
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], text_of: TokenText) -> ChatLogprobs:
+def chat_logprobs(entries: Sequence[TokenLogprob], text_of: TokenTextOf) -> ChatLogprobs:
     """Return the log-probabilities of a message's tokens."""
     content = []
     for entry in entries:
-        text = text_of(entry.token)
-        top = [
-            TopLogprob(text_of(token), _bounded(logprob), _bytes(text_of(token)))
-            for token, logprob in entry.top
-        ]
-        content.append(ChatLogprob(text, _bounded(entry.logprob), _bytes(text), top))
+        text, data = text_of(entry.token)
+        top = [_top(text_of(token), logprob) for token, logprob in entry.top]
+        content.append(ChatLogprob(text, _bounded(entry.logprob), list(data), top))
     return ChatLogprobs(content)
 
 
-def prompt_logprobs(entries: Entries, text_of: TokenText) -> PromptLogprobs:
+def _top(token: TokenText, logprob: float) -> TopLogprob:
+    return TopLogprob(token.text, _bounded(logprob), list(token.data))
+
+
+def prompt_logprobs(entries: Entries, text_of: TokenTextOf) -> PromptLogprobs:
     """Return the log-probabilities of a prompt's tokens."""
     return [None if entry is None else _prompt_entry(entry, text_of) for entry in entries]
 
 
-def _prompt_entry(entry: TokenLogprob, text_of: TokenText) -> dict[str, PromptLogprob]:
+def _prompt_entry(entry: TokenLogprob, text_of: TokenTextOf) -> dict[str, PromptLogprob]:
     ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
     return {
-        str(token): PromptLogprob(_bounded(logprob), rank, text_of(token))
+        str(token): PromptLogprob(_bounded(logprob), rank, text_of(token).text)
         for token, logprob, rank in (*ranked, (entry.token, entry.logprob, entry.rank))
     }
 
 
-def _best(entry: TokenLogprob, text_of: TokenText) -> dict[str, float]:
+def _best(entry: TokenLogprob, text_of: TokenTextOf) -> dict[str, float]:
     """Return the most likely tokens, with the chosen one in any case."""
     both = (*entry.top, (entry.token, entry.logprob))
-    return {text_of(token): _bounded(logprob) for token, logprob in both}
+    return {text_of(token).text: _bounded(logprob) for token, logprob in both}
 
 
 def _bounded(logprob: float) -> float:
     return max(logprob, LOGPROB_MIN)
-
-
-def _bytes(text: str) -> list[int]:
-    return list(text.encode(errors="replace"))

@@ -15,7 +15,7 @@ from gateway.adapters.names import context_tokens
 from gateway.http.errors import HttpError
 from gateway.inference.answers import Usage
 from gateway.inference.chat_template import ChatTemplate, find_template
-from gateway.inference.logprobs import TokenText
+from gateway.inference.logprobs import TokenText, TokenTextOf
 from gateway.inference.run import Run
 from gateway.inference.sampling import SamplingDefaults, SamplingFields
 from gateway.inference.tokenizer import Tokenizer, no_tokenizer, sampling_defaults
@@ -155,7 +155,7 @@ def finish_reason(chunk: TokensStreamed) -> str | None:
     return "abort" if chunk.finish_reason == "cancelled" else chunk.finish_reason
 
 
-def token_text_of(service: Service, body: SamplingFields, *, has_logprobs: bool) -> TokenText:
+def token_text_of(service: Service, body: SamplingFields, *, has_logprobs: bool) -> TokenTextOf:
     """Return the function from a token id to its text in log-probabilities.
 
     Raises `HttpError` where they are requested and there is no tokenizer.
@@ -163,13 +163,24 @@ def token_text_of(service: Service, body: SamplingFields, *, has_logprobs: bool)
     if not has_logprobs and body.prompt_logprobs is None:
         return _no_text
     if body.return_tokens_as_token_ids:
-        return "token_id:{}".format
-    return lru_cache(maxsize=_TEXTS_MAX)(service.tokenizer.token_text)
+        return _id_as_text
+    tokenizer = service.tokenizer
+
+    @lru_cache(maxsize=_TEXTS_MAX)
+    def text_of(token: int) -> TokenText:
+        return TokenText(tokenizer.token_text(token), tokenizer.token_bytes(token))
+
+    return text_of
 
 
-def _no_text(_: int) -> str:
+def _id_as_text(token: int) -> TokenText:
+    text = f"token_id:{token}"
+    return TokenText(text, text.encode())
+
+
+def _no_text(_: int) -> TokenText:
     """Return nothing: the request has no log-probabilities."""
-    return ""
+    return TokenText("", b"")
 
 
 class UsageCount:

@@ -5,6 +5,7 @@ times the memory of a gateway.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +20,26 @@ from messages.errors import ErrorCode
 FILE_BYTES_MAX: Final = 256 << 20
 TEXT_CHARACTERS_MAX: Final = 1_000_000
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+_NO_CHARACTER: Final = "\ufffd"
+"""Stands in a text for bytes that are no character."""
+
+_BYTE: Final = re.compile("<0x[0-9A-F]{2}>")
+"""A vocabulary's entry for a byte, where texts are not divided into bytes before."""
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary (GPT-2's) stands for.
+
+    A byte that Latin-1 prints stands for itself; the others are numbered from 256 on.
+    """
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printed]
+    characters = [*map(chr, printed), *(chr(0x100 + index) for index in range(len(others)))]
+    return dict(zip(characters, [*printed, *others], strict=True))
+
+
+_BYTE_OF_CHARACTER: Final = _byte_of_character()
 
 
 class Tokenizer:
@@ -46,6 +67,17 @@ class Tokenizer:
         # Some tokenizers drop the space before the first word of a text.
         before = self._anchor
         return self.decode([*before, token])[len(self.decode(before)) :]
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token id in UTF-8, which may be a part of a character."""
+        text = self.token_text(token)
+        if _NO_CHARACTER not in text:
+            return text.encode()
+        entry = self._vocabulary.id_to_token(token) or ""
+        if _BYTE.fullmatch(entry):
+            return bytes.fromhex(entry[3:5])
+        data = [_BYTE_OF_CHARACTER.get(character, -1) for character in entry]
+        return text.encode() if -1 in data else bytes(data)
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the vocabulary's entry of each token id."""

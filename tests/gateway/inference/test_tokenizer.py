@@ -52,3 +52,29 @@ def test_special_tokens_are_texts_or_objects(tmp_path, entry):
     tokenizer = Tokenizer(directory)
     assert tokenizer.special_tokens == {"bos_token": "<s>"}
     assert not tokenizer.adds_bos
+
+
+TEXT = "a é😀 \u0900\x00\n"
+
+
+def vocabulary_of_bytes(tmp_path, name_of_byte, decoders) -> Tokenizer:
+    """Write a tokenizer with one token per byte, and without merges."""
+    vocabulary = {name_of_byte(byte): byte for byte in range(256)}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": True}
+    file = {"version": "1.0", "model": model, "added_tokens": [], "decoder": decoders}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    return Tokenizer(tmp_path)
+
+
+def test_the_bytes_of_tokens_make_the_text(tmp_path):
+    byte_level = Tokenizer(model_directory(tmp_path))
+    tokens = byte_level.encode(TEXT, special=False)
+    assert b"".join(map(byte_level.token_bytes, tokens)) == TEXT.encode()
+    assert len(tokens) == len(TEXT.encode())
+    decoders = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    fallback = vocabulary_of_bytes(
+        tmp_path, "<0x{:02X}>".format, {"type": "Sequence", "decoders": decoders}
+    )
+    tokens = fallback.encode(TEXT, special=False)
+    assert tokens == [*TEXT.encode()]
+    assert b"".join(map(fallback.token_bytes, tokens)) == TEXT.encode()
