@@ -127,8 +127,7 @@ def _type_rule(kind: types.Type) -> str:
 
 def _out_of_bounds(name: str, value: Any, kind: types.Type) -> Iterator[str]:
     if isinstance(kind, types.IntType | types.FloatType):
-        bounds = (kind.ge, kind.gt, kind.le, kind.lt)
-        least, above, most, below = (None if one is None else float(one) for one in bounds)
+        least, above, most, below = kind.ge, kind.gt, kind.le, kind.lt
         is_low = (least is not None and value < least) or (above is not None and value <= above)
         is_high = (most is not None and value > most) or (below is not None and value >= below)
         # A comparison with NaN is false.
@@ -146,13 +145,19 @@ def _out_of_bounds(name: str, value: Any, kind: types.Type) -> Iterator[str]:
 def _range(
     least: float | None, above: float | None, most: float | None, below: float | None
 ) -> str:
-    low = (
-        f"from {least:g}" if least is not None else f"above {above:g}" if above is not None else ""
-    )
-    high = f"to {most:g}" if most is not None else f"below {below:g}" if below is not None else ""
-    if not low.startswith("above"):
-        return f"it may be {low} {high}".rstrip()
-    return f"it has to be {low}" + (f" and at most {most:g}" if most is not None else "")
+    if least is None and above is not None:
+        return f"it has to be above {_number(above)}" + _bound(" and at most", most)
+    low, high = _bound(" from", least), _bound(" to", most) or _bound(" below", below)
+    return f"it may be{low}{high}"
+
+
+def _bound(words: str, bound: float | None) -> str:
+    return "" if bound is None else f"{words} {_number(bound)}"
+
+
+def _number(bound: float) -> str:
+    """Return every digit of a whole number: a request may have exactly that one."""
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _wrong_length(

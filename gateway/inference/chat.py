@@ -21,12 +21,12 @@ from gateway.inference.chat_prompt import ChatPrompts
 from gateway.inference.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
-    TokenText,
+    TokenTextOf,
     chat_logprobs,
     prompt_logprobs,
 )
 from gateway.inference.messages import Json, Messages
-from gateway.inference.sampling import Logprobs, SamplingFields, sampling_of
+from gateway.inference.sampling import Logprobs, SamplingFields, Tokens, sampling_of
 from gateway.inference.service import Service, Start, UsageCount, finish_reason, token_text_of
 from messages.requests import TokensStreamed
 
@@ -47,7 +47,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     chat_template: str | None = None
     chat_template_kwargs: Json = UNSET
     reasoning_effort: str | None = None
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     echo: bool | None = None
@@ -120,7 +120,7 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
         adapter: str | None,
         usage: UsageCount,
         body: ChatRequest,
-        text_of: TokenText,
+        text_of: TokenTextOf,
     ) -> None:
         super().__init__(service, "chatcmpl", adapter, usage)
         self._has_logprobs = bool(body.logprobs)

@@ -33,7 +33,9 @@ CASES = [
     (generate(stop=("",)), "one of stop is empty; at least 1 character is needed"),
     (generate(stop=("x",) * 17), "stop has 17 values; at most 16 are allowed"),
     (generate(logit_bias=((1, 200.0),)), "one of logit_bias is 200.0; it may be from -100 to 100"),
-    (rq.Generate("", None, (-1,)), "one of prompt is -1; it may be from 0"),
+    (rq.Generate("", None, (-1,)), "one of prompt is -1; it may be from 0 to 2147483647"),
+    (generate(max_tokens=2_000_000), "max_tokens is 2000000; it may be from 0 to 1000000"),
+    (generate(repetition_penalty=0.0), "repetition_penalty is 0.0; it may be from 0.01 to 100"),
     (rq.Generate("", None, None), "prompt is None; a text or a list or a prompt with images"),
     (control.CancelRequest("", "a b"), "'a b' is not a valid request id: use 1 to 96 characters"),
 ]
