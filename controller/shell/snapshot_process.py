@@ -6,11 +6,12 @@ it.
 """
 
 import contextlib
+import io
 import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 import msgspec
 import structlog
@@ -59,6 +60,8 @@ class SnapshotProcess:
         self._interval = interval if storage is DISK else 0
         self._retention = retention
         self._process: subprocess.Popen[bytes] | None = None
+        # In memory and not a pipe, which would be full of the names of many removed files.
+        self._output: BinaryIO = io.BytesIO()
         self._started_s = 0.0
         # The record after which the last snapshot was started, or restored.
         self._last_seq = 0
@@ -99,6 +102,7 @@ class SnapshotProcess:
             self._process.kill()
             self._process.communicate()
             self._process = None
+            self._output.close()
 
     def facts(self) -> LogFacts:
         """Return what is known of the log; the sizes of its files are read once per second."""
@@ -113,16 +117,18 @@ class SnapshotProcess:
         order = msgspec.json.encode(SnapshotOrder(seq, self._retention)).decode()
         command = [*process_command("snapshotter"), str(self._directory), order]
         try:
+            self._output = os.fdopen(os.memfd_create("snapshot", os.MFD_CLOEXEC), "w+b")
             # In a session of its own: only the parent receives a terminal's Ctrl-C.
             self._process = subprocess.Popen(  # noqa: S603 - our own module, no shell
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._output,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
             )
             os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
         except OSError as error:
+            self._output.close()
             log.warning("a snapshot can't be made", error=str(error))
 
     def _end_if_done(self, process: "subprocess.Popen[bytes]") -> None:
@@ -132,7 +138,10 @@ class SnapshotProcess:
                 self.close()
             return
         self._process = None
-        output, errors = process.communicate()
+        _, errors = process.communicate()
+        with self._output as file:
+            file.seek(0)
+            output = file.read()
         if process.returncode:
             report = log.info if process.returncode == EXIT_BUSY else log.warning
             reason = errors.decode(errors="replace")[-_ERROR_CHARACTERS:].strip()

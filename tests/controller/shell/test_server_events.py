@@ -100,7 +100,7 @@ def test_an_idle_server_beats_in_the_stated_interval(directory: Path) -> None:
             # A subscriber without events waits for beats.
             while transport.beats < before + 3:
                 assert stream.next_within(EVENTS_BEAT_NS / 1e9) is None
-    assert max(transport.timeouts_ms) <= EVENTS_BEAT_NS // 1_000_000
+    assert max(transport.timeouts_ms) <= EVENTS_BEAT_NS // 1_000_000 <= 100
 
 
 def test_the_fetches_of_a_client_end_when_an_answer_finds_it_gone(

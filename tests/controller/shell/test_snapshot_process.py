@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from controller.log.replay import replay
 from controller.log.retention import Retention
 from controller.log.segments import segment_paths
 from controller.log.snapshots import snapshot_paths
-from controller.log.snapshotter import EXIT_BUSY, LOCK_NAME
+from controller.log.snapshotter import EXIT_BUSY, LOCK_NAME, SnapshotMade
 from controller.log.storage import DISK
 from controller.shell import snapshot_process
 from controller.shell.snapshot_process import SnapshotProcess, log_bytes
@@ -124,6 +125,20 @@ def test_one_that_hangs_is_killed(
 
 
 _popen = subprocess.Popen
+
+
+def test_a_long_result_does_not_fill_a_pipe(
+    process: SnapshotProcess, reports: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # That number of files may be removed at once after another retention was set.
+    removed = tuple(f"/log/{number:020}.log" for number in range(10_000))
+    result = tmp_path / "result.json"
+    result.write_bytes(msgspec.json.encode(SnapshotMade(20, 1, 1, 1, 0, 20, removed)))
+    monkeypatch.setattr(
+        snapshot_process, "process_command", lambda _: ["sh", "-c", f"cat {result}"]
+    )
+    ticked(process, 20, reports)
+    assert reports[0][1]["removed"] == len(removed)
 
 
 def test_one_that_can_not_be_started_is_reported(
