@@ -6,6 +6,7 @@ on a shared page, from which the supervisor finds that it hangs.
 """
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -45,6 +46,9 @@ _FINAL: Final = frozenset({EXIT_CONFIG, EXIT_LOG, EXIT_SOCKET})
 
 _ENDED_ON_REQUEST: Final = frozenset({0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT})
 """Exit statuses that are not a failure of the child."""
+
+_NO_ROOM: Final = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+"""Errors of a start that pass: too many processes or descriptors, too little memory."""
 
 _FAILURES_MAX: Final = 3
 """Failures in a row, none of them after `_HEALTHY_S`, after which a child is not restarted."""
@@ -99,22 +103,47 @@ class Child:
         return self._failures < _FAILURES_MAX
 
     def start(self, parent_fd: int) -> None:
-        """Start the process; `fd` becomes readable when it ends."""
+        """Start the process, or set the time of the next attempt if the system has no room for it.
+
+        `fd` becomes readable when the process ends.
+        """
         self._progress.clear()
         self._watch.restart(time.monotonic_ns())
+        try:
+            self._launch(parent_fd)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            log.error("child can't be started now", child=self.name, error=str(error))
+            self._delay_start()
+
+    def _launch(self, parent_fd: int) -> None:
         self._output = ChildOutput(self.name) if self._log_format == "json" else None
+        try:
+            process = self._open_process(parent_fd)
+        finally:
+            if self._output:
+                self._output.close()
+        self._started_s = time.monotonic()
+        log.info("child started", child=self.name, pid=process.pid)
+
+    def _open_process(self, parent_fd: int) -> "subprocess.Popen[bytes]":
         # In a session of its own: only the parent receives a terminal's Ctrl-C.
-        self._process = subprocess.Popen(  # noqa: S603 - our own modules, no shell
+        process = subprocess.Popen(  # noqa: S603 - our own modules, no shell
             self._command,
             pass_fds=(parent_fd, *self._fds),
             start_new_session=True,
             stderr=self._output.write_fd if self._output else None,
         )
-        if self._output:
-            self._output.close()
-        self._started_s = time.monotonic()
-        self.fd = os.pidfd_open(self._process.pid)
-        log.info("child started", child=self.name, pid=self._process.pid)
+        try:
+            self.fd = os.pidfd_open(process.pid)
+        except OSError:
+            # Without a descriptor its end would not be noticed.
+            process.kill()
+            process.wait()
+            raise
+        self._process = process
+        return process
 
     def reap(self) -> int:
         """Return the ended process's exit status, and set the time of the next start."""
@@ -126,9 +155,12 @@ class Child:
         if now - self._started_s > _HEALTHY_S:
             self._backoff_s, self._failures = _BACKOFF_S_MIN, 0
         self._failures += status not in _ENDED_ON_REQUEST
-        self.start_at_s = now + self._backoff_s
-        self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
+        self._delay_start()
         return status
+
+    def _delay_start(self) -> None:
+        self.start_at_s = time.monotonic() + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, _BACKOFF_S_MAX)
 
     def kill_if_hung(self) -> None:
         """Kill the process, and those that it started, if it hangs; call this once per tick."""

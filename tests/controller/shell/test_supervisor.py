@@ -1,6 +1,7 @@
 """`loradock serve` restarts its children, ends them on a signal, and they end with it."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -177,6 +178,29 @@ def test_a_child_that_is_ended_on_request_is_always_restarted(tmp_path: Path, br
         process.send_signal(signal.SIGINT)
         assert process.wait(HANG_S) == 0
     wait_for_end(*pids(tmp_path, "steady"))
+
+
+def test_a_child_for_which_there_is_no_room_is_started_later(tmp_path: Path) -> None:
+    with supervised(tmp_path, "time.sleep(600)") as process:
+        (first,) = wait_until(lambda: pids(tmp_path, "broken"), what="a start")
+        wait_until(lambda: pids(tmp_path, "steady"), what="the other start")
+        # Every lower number is in use, so no descriptor can be opened.
+        before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (8, before[1]))
+        os.kill(first, signal.SIGKILL)
+        assert process.stderr is not None
+        for line in process.stderr:
+            if b"can't be started" in line:
+                break
+        assert len(pids(tmp_path, "broken")) == 1
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+        wait_until(lambda: len(pids(tmp_path, "broken")) == 2, what="the second start")
+        process.send_signal(signal.SIGINT)
+        _, output = process.communicate(timeout=HANG_S)
+    assert process.returncode == 0
+    assert b"stopping" in output
+    assert len(pids(tmp_path, "steady")) == 1
+    wait_for_end(*pids(tmp_path, "steady"), *pids(tmp_path, "broken"))
 
 
 RESTARTING = """
