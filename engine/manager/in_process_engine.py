@@ -19,6 +19,7 @@ from engine.jobs import InlineJobs
 from engine.layers import ClassificationHeadWithLoRA
 from engine.layout import ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
 from engine.manager.model_checks import check_kind, check_model
+from engine.manager.uncompiled import keep_uncompiled
 from engine.models.binding import bind_lora
 from engine.models.loading import prepare_loaded
 from engine.models.pooling_model import PoolingModel
@@ -58,6 +59,7 @@ class InProcessEngine:
         self.is_pooling_model: Final = isinstance(prepared, PoolingModel)
         self.has_image_part: Final = prepared.image_part is not None
         self.model: Final = prepared.model
+        keep_uncompiled(self.model)
         self.vocab_size: Final = prepared.vocab_size
         self.adapter_target: Final = prepared.adapter_target(self.lora_config)
         self.sources: Final[dict[str, LoadedAdapter]] = {}

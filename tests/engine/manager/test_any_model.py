@@ -274,6 +274,28 @@ def test_a_model_is_not_called_for_gradients_or_with_rounding() -> None:
 
 
 @torch.no_grad()
+def test_a_compiled_model_follows_the_mapping_and_is_not_compiled_again() -> None:
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(7)
+    manager, inputs = manager_of(Block().eval()), (torch.randn(3, 1, WIDTH), torch.rand(3, 1))
+    for at in (1, 2):
+        weights = LoRALayerWeights("fc1", 1, at, torch.ones(1, WIDTH), torch.ones(2 * WIDTH, 1))
+        manager.add_adapter(LoRAModel(at, 1, {"fc1": weights}))
+        manager.activate_adapter(at)
+    compiled, counts = torch.compile(manager.model, backend=backend), set()
+    for rows in ((0, 0, 0), (2, 0, 1), (1, 1, 0)):
+        manager.set_adapter_mapping(LoRAMapping(rows, rows))
+        assert relative_error(compiled(*inputs), manager.model(*inputs)) < 1e-6
+        counts.add(len(graphs))
+    assert len(counts - {0}) == 1
+
+
+@torch.no_grad()
 def test_an_image_classifier_is_served(tmp_path: Path) -> None:
     config = ViTConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
