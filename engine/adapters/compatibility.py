@@ -352,11 +352,11 @@ def check_vocabulary(
 ) -> None:
     """Add adapted embeddings whose A has another number of columns; `vocab_size` None: any."""
     for pair in pairs:
-        columns = tensors[pair.a].shape[1]
-        if pair.kind is ModuleKind.EMBEDDING and vocab_size not in (None, columns):
+        shape = tensors[pair.a].shape
+        if pair.kind is ModuleKind.EMBEDDING and vocab_size not in (None, shape[1]):
             problems.add(
                 AdapterDoesNotFit,
-                f"{pair.module} has an A for {columns} tokens; the model has {vocab_size}",
+                f"{pair.module} has an A for {shape[1]} tokens; the model has {vocab_size}",
             )
 
 

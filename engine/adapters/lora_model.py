@@ -149,7 +149,8 @@ class LoRAModel:
     ) -> "LoRAModel":
         """Return an adapter from a directory whose path is trusted; links below it are refused.
 
-        `expected_lora_modules`: full paths or dot-bounded suffixes; other modules are refused.
+        `expected_lora_modules`: full paths or dot-bounded suffixes; an A and B of other modules
+        are refused.
         `moe_ep_spec`: read only the experts of one rank. Without `model` its widths are not known,
         so they are checked when the adapter is added. The other arguments are those of
         `from_lora_tensors`. Raises like it and `open_adapter`.
@@ -231,8 +232,12 @@ def _resolver(
 
 
 def _check_expected(matched: MatchedTensors, expected: Collection[str], problems: Problems) -> None:
-    """Add modules that are not expected; experts also go by their columns and their module."""
-    names = {pair.module: [pair.module] for pair in matched.pairs}
+    """Add modules that are not expected; experts also go by their columns and their module.
+
+    Modules that the adapter replaces whole have no A and B, so they are not among the expected.
+    """
+    adapted = [pair.module for pair in matched.pairs if pair.kind is not ModuleKind.HEAD]
+    names = {module: [module] for module in adapted}
     for pair, columns, _ in matched.experts:
         paths = [column.name for column in columns]
         names[pair.module] = [pair.module, *paths, paths[0].rpartition(".")[0]]

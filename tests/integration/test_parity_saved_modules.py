@@ -72,10 +72,11 @@ def test_whole_modules_are_replaced_for_the_rows_of_their_adapter(
 
 @torch.no_grad()
 def test_a_saved_module_is_loaded_in_memory_and_leaves_with_its_adapter(tmp_path: Path) -> None:
-    reference, path = save(tmp_path, ["lm_head"]), str(tmp_path)
+    reference, path = save(tmp_path, ["model.norm", "lm_head"]), str(tmp_path)
     worker = make_worker()
     manager = worker.manager
-    expected = {"q_proj", "lm_head"}
+    # Modules with A and B, as `supported_lora_modules` lists them.
+    expected = {"q_proj"}
     helper = PEFTHelper.from_local_dir(path)
     manager.add_adapter(LoRAModel.from_local_checkpoint(path, expected, helper, lora_model_id=5))
     manager.activate_adapter(5)
@@ -86,6 +87,7 @@ def test_a_saved_module_is_loaded_in_memory_and_leaves_with_its_adapter(tmp_path
     assert relative_error(manager.model(tokens).logits, expected_logits) < 1e-5
     assert manager.get_adapter(5).loras.keys() == {
         "model.layers.0.self_attn.q_proj",
+        "model.norm.saved",
         "lm_head.saved",
     }
     manager.set_adapter_mapping(LoRAMapping([0] * len(PROMPT), [0]))
