@@ -16,7 +16,7 @@ from engine.layout import WHOLE, ModuleKind, Shard
 class LoRALayerWeights:
     """One module's weights: `lora_a` `[rank, in]`, `lora_b` `[out, rank]`.
 
-    The module's delta is `scaling * lora_b @ lora_a`; `scaling` 0 stands for `lora_alpha / rank`.
+    The module's delta is `scaling * lora_b @ lora_a`; `scaling` 0 or None: `lora_alpha / rank`.
     For a sharded module both are the parts that `shard` specifies. For kind EXPERTS both have the
     experts as their first dimension. For HEAD they are a layer's weight `[out, in]` and bias
     `[out, 1]`, of rank 1. Raises `AdapterDoesNotFit` if shapes and rank contradict each other.
@@ -63,6 +63,36 @@ class LoRALayerWeights:
         a, b = shard.select_a(self.lora_a), shard.select_b(self.lora_b)
         return replace(self, lora_a=a.clone(), lora_b=b.clone(), shard=shard)
 
+    @classmethod
+    def create_dummy_lora_weights(
+        cls,
+        module_name: str,
+        input_dim: int,
+        output_dim: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> "LoRALayerWeights":
+        """Return weights that change no output."""
+        a = torch.zeros(rank, input_dim, dtype=dtype, device=device)
+        b = torch.zeros(output_dim, rank, dtype=dtype, device=device)
+        return cls(module_name, rank, 1, a, b)
+
+    @property
+    def input_dim(self) -> int:
+        """The inputs of the module."""
+        return self.lora_a.shape[-1]
+
+    @property
+    def output_dim(self) -> int:
+        """The outputs of the module."""
+        return self.lora_b.shape[-2]
+
+    @property
+    def is_packed(self) -> bool:
+        """False: one A and one B."""
+        return False
+
     @property
     def size_bytes(self) -> int:
         """The size of both tensors."""
@@ -85,12 +115,21 @@ class PackedLoRALayerWeights:
 
     @classmethod
     def pack(
-        cls, module_name: str, loras: Sequence[LoRALayerWeights | None]
+        cls, loras: Sequence[LoRALayerWeights | None], module_name: str = ""
     ) -> "PackedLoRALayerWeights":
-        """Combine the children's weights, shared; ValueError if the adapter touches no child."""
-        if not any(loras):
-            raise ValueError(f"the adapter touches no child of {module_name}")
-        return cls(module_name, tuple(loras))
+        """Combine the children's weights, shared; ValueError if the adapter touches no child.
+
+        `module_name`: of the packed layer; that of the first child's weights by default.
+        """
+        names = [lora.module_name for lora in loras if lora]
+        if not names:
+            raise ValueError("the adapter touches no child of the packed layer")
+        return cls(module_name or names[0], tuple(loras))
+
+    @property
+    def is_packed(self) -> bool:
+        """True: an A and a B per slice."""
+        return True
 
     @property
     def rank(self) -> int:

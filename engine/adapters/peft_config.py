@@ -207,6 +207,16 @@ class PEFTHelper:
         )
         return helper if len(problems) == refused else None
 
+    @property
+    def vllm_lora_scaling_factor(self) -> float:
+        """The factor of B for modules that no pattern matches."""
+        return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
+
+    @property
+    def vllm_max_position_embeddings(self) -> int | None:
+        """The same as `max_position_embeddings`."""
+        return self.max_position_embeddings
+
     def rank_of(self, module: str) -> int:
         """Return a module's rank; raises `AdapterConfigRefused` if patterns need too many steps."""
         return _value_for(module, "rank_pattern", self.rank_pattern, self.r)

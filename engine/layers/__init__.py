@@ -44,6 +44,7 @@ from engine.layers.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from engine.punica.mapping import LoRAMapping, LoRAMappingType
 
 __all__ = [
     "CONVOLUTION_WRAPPERS",
@@ -60,6 +61,8 @@ __all__ = [
     "FusedMoE3DWithShardedLoRA",
     "FusedMoEWithLoRA",
     "FusedMoEWithShardedLoRA",
+    "LoRAMapping",
+    "LoRAMappingType",
     "LogitsProcessorWithLoRA",
     "MergedColumnParallelLinear",
     "MergedColumnParallelLinearVariableSliceWithLoRA",

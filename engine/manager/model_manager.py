@@ -125,15 +125,15 @@ class LoRAModelManager(ManagerAttributes):
         self.admit(adapter.id, loaded)
         return True
 
-    def activate_adapter(self, adapter_id: int) -> bool:
+    def activate_adapter(self, lora_id: int) -> bool:
         """Move an adapter into a slot; False if it is in one already.
 
         Raises `UnknownAdapter`, and `NoFreeSlot` if no slot is free and no adapter may be evicted.
         """
-        was_active = self.is_active(adapter_id)
-        self.count_uses([adapter_id])
+        was_active = self.is_active(lora_id)
+        self.count_uses([lora_id])
         with nullcontext() if was_active else self.metrics.activations.measure(self.clock):
-            self._request_slot(requests.ActivateAdapter, adapter_id)
+            self._request_slot(requests.ActivateAdapter, lora_id)
         return not was_active
 
     def deactivate_adapter(self, adapter_id: int) -> bool:
@@ -167,13 +167,13 @@ class LoRAModelManager(ManagerAttributes):
         oldest = self._core.least_recently_used()
         return oldest is not None and self.remove_adapter(int(oldest))
 
-    def pin_adapter(self, adapter_id: int) -> bool:
+    def pin_adapter(self, lora_id: int) -> bool:
         """Hold an adapter: move it into a slot, and exempt it from eviction. True.
 
         Raises `NotRegistered`, and `NoFreeSlot` if no slot is free and no adapter may be evicted.
         """
-        self.count_uses([adapter_id])
-        self._request_slot(requests.HoldAdapter, adapter_id)
+        self.count_uses([lora_id])
+        self._request_slot(requests.HoldAdapter, lora_id)
         return True
 
     def unpin_adapter(self, adapter_id: int) -> bool:

@@ -42,19 +42,19 @@ class WorkerLoRAManager:
         self.manager: Final = manager
         self._reader = RequestReader(manager.adapter_target, adapter_roots, bounds, allow_pickled)
 
-    def add_adapter(self, request: LoRARequest) -> bool:
+    def add_adapter(self, adapter_request: LoRARequest) -> bool:
         """Read an adapter and move it into a slot; False if its files did not have to be read.
 
         With `load_inplace` it is read again if its files have changed. Raises `Conflict` for an id
         that was loaded from another path, `NoRoom`, and the errors of reading.
         """
-        wanted = requests_by_id([request])
+        wanted = requests_by_id([adapter_request])
         read = self._read_stale(wanted)
         self._activate(wanted, read)
         return bool(read)
 
     def set_active_adapters(
-        self, lora_requests: Collection[LoRARequest], mapping: LoRAMapping | None = None
+        self, requests: Collection[LoRARequest], mapping: LoRAMapping | None = None
     ) -> None:
         """Move all of a batch's adapters into slots, and set its mapping.
 
@@ -63,7 +63,7 @@ class WorkerLoRAManager:
         reading.
         """
         with self.manager.metrics.switches.measure(self.manager.clock):
-            wanted = requests_by_id(lora_requests)
+            wanted = requests_by_id(requests)
             if mapping is not None:
                 check_mapped_ids(mapping, wanted)
             read = self._read_stale(wanted)
@@ -87,6 +87,16 @@ class WorkerLoRAManager:
             return None
         (modality,) = ids.keys() & set(modalities)
         return LoRARequest(modality, lora_int_id or ids[modality], path)
+
+    def add_dummy_lora(self, lora_request: LoRARequest, rank: int) -> bool:
+        """Put an adapter for warming up on the host, under a request's id; False if it is there.
+
+        No file is read.
+        """
+        adapter_id = lora_request.lora_int_id
+        if adapter_id in self.list_adapters():
+            return False
+        return self.manager.add_adapter(self.manager.create_dummy_lora(adapter_id, rank))
 
     def remove_adapter(self, adapter_id: int) -> bool:
         """Remove an adapter, even a held one; False if it is not on the host."""

@@ -268,13 +268,16 @@ def test_the_active_set_of_a_worker(tmp_path: Path) -> None:
     check_rows(worker.manager, {1: CONTENTS[0], 2: CONTENTS[1]}, 1, 2, 0)
     assert worker.pin_adapter(2)
     third = {LoRARequest("a2", 3, paths[2])}
-    worker.set_active_adapters(third, mapping_of(3))
+    worker.set_active_adapters(requests=third, mapping=mapping_of(3))
     assert worker.list_adapters() == {1, 2, 3}
     assert worker.remove_oldest_adapter()
     assert worker.list_adapters() == {2, 3}
     assert worker.remove_adapter(3)
     worker.remove_all_adapters()
     assert worker.list_adapters() == set()
+    for is_new in (True, False):
+        assert worker.add_dummy_lora(LoRARequest("warm-up", 7, "/nowhere"), rank=4) is is_new
+    assert worker.manager.activate_adapter(lora_id=7)
 
 
 def logits_of_rows(manager: LoRAModelManager, prompt: Sequence[int], *ids: int) -> torch.Tensor:

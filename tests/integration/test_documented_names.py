@@ -33,6 +33,13 @@ MODULES: Final = {
     )
 }
 
+OWNERS: Final = {
+    name: found
+    for module in (engine.adapters, engine.config, engine.layers, engine.manager)
+    for name, found in vars(module).items()
+    if isinstance(found, type)
+}
+
 
 AUDITED: Final = """
     LoRAModel from_local_checkpoint from_lora_tensors clone get_lora check_lora_name
@@ -95,6 +102,48 @@ def test_a_documented_name_takes_its_documented_arguments(name: DocumentedName) 
     positional, _, keywords = name.arguments.partition(" * ")
     assert taken[: len(positional.split())] == positional.split()
     assert set(keywords.split()) <= set(taken)
+
+
+def is_attribute(owner: type, attribute: str) -> bool:
+    """Whether instances have an attribute; those that are set without one are arguments."""
+    declared = {name for base in owner.__mro__ for name in inspect.get_annotations(base)}
+    return (
+        hasattr(owner, attribute)
+        or attribute in declared
+        or attribute in inspect.signature(owner).parameters
+    )
+
+
+OWNED = [
+    (*one.name.partition(".")[::2], one)
+    for one in NAMES
+    if one.name.partition(".")[0] in OWNERS and "(" not in one.name
+]
+
+
+@pytest.mark.parametrize(("owner", "attributes", "name"), OWNED, ids=lambda one: str(one)[:30])
+def test_every_attribute_of_a_row_is_there_or_absent_as_stated(
+    owner: str, attributes: str, name: DocumentedName
+) -> None:
+    is_absent = name.difference.startswith("Absent: ")
+    for attribute in attributes.split(", ") if attributes else ():
+        is_private = attribute.startswith("_")
+        assert is_private or is_attribute(OWNERS[owner], attribute) is not is_absent, attribute
+
+
+@pytest.mark.parametrize(
+    "name", [one for one in NAMES if not one.difference], ids=lambda one: one.name
+)
+def test_a_name_without_a_difference_needs_no_other_arguments(name: DocumentedName) -> None:
+    found = found_at(name.place)
+    if not callable(found) or (isinstance(found, type) and issubclass(found, Exception)):
+        return
+    needed = [
+        one.name
+        for one in inspect.signature(found).parameters.values()
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and one.name != "self"
+    ]
+    assert set(needed) <= set(name.arguments.split())
 
 
 def test_the_document_is_up_to_date() -> None:

@@ -85,7 +85,8 @@ LAYERS: Final = (
         "and biases have columns of their own, which loading an adapter fills.",
     ),
     DocumentedName(
-        "output_ids, q_proj_shard_size, kv_proj_shard_size, q_shard_id, kv_shard_id",
+        "BaseLayerWithLoRA.output_ids, q_proj_shard_size, kv_proj_shard_size, q_shard_id, "
+        "kv_shard_id",
         f"{_BASE}.slice_shapes",
         "",
         "Absent: each slice's shape has its shard, which may be several ranges, which one number "
@@ -104,7 +105,7 @@ LAYERS: Final = (
         "lora_a lora_b",
     ),
     *(
-        DocumentedName(name, f"engine.layers:{name}")
+        DocumentedName(name, f"engine.layers:{name}", "base_layer")
         for name in (
             "ReplicatedLinearWithLoRA",
             "ColumnParallelLinearWithLoRA",
@@ -148,8 +149,8 @@ LAYERS: Final = (
         for name in ("hidden_size", "global_num_experts", "local_num_experts", "ep_rank", "use_ep")
     ),
     DocumentedName(
-        "w13_input_size, w13_output_size, w2_input_size, w2_output_size, quant_method, runner, "
-        "is_internal_router",
+        "FusedMoEWithLoRA.w13_input_size, w13_output_size, w2_input_size, w2_output_size, "
+        "quant_method, runner, is_internal_router",
         "engine.layers:FusedMoEWithLoRA.slice_shapes",
         "",
         "Absent: the base layer computes its own product, quantised or not. Read the sizes from "

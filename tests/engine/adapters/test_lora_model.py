@@ -60,15 +60,24 @@ def test_the_default_scaling_is_alpha_over_rank() -> None:
 
 def test_packed_weights_have_one_entry_per_child() -> None:
     q, v = (layer(torch.full((5, rank), float(rank)), 2.0) for rank in (2, 3))
-    packed = PackedLoRALayerWeights.pack("qkv", [q, None, v])
+    packed = PackedLoRALayerWeights.pack([q, None, v])
     assert (packed.rank, packed.scaling) == (3, [2.0, None, 2.0])
     assert packed.lora_a == [q.lora_a, None, v.lora_a]
     assert packed.size_bytes == q.size_bytes + v.size_bytes
     assert packed.optimize().scaling == [1.0, None, 1.0]
     found = [None if b is None else b[0, 0].item() for b in packed.lora_b]
     assert found == [4.0, None, 6.0]
-    with pytest.raises(ValueError, match="touches no child of qkv"):
-        PackedLoRALayerWeights.pack("qkv", [None, None])
+    assert (packed.module_name, packed.is_packed, q.is_packed) == ("m", True, False)
+    assert PackedLoRALayerWeights.pack([q, v], "qkv").module_name == "qkv"
+    with pytest.raises(ValueError, match="touches no child of the packed layer"):
+        PackedLoRALayerWeights.pack([None, None])
+
+
+def test_weights_for_warming_up_have_the_sizes_of_the_module() -> None:
+    weights = LoRALayerWeights.create_dummy_lora_weights("m", 3, 5, 2, torch.bfloat16, "cpu")
+    assert (weights.input_dim, weights.output_dim, weights.rank) == (3, 5, 2)
+    assert not weights.lora_a.any()
+    assert not weights.lora_b.any()
 
 
 def test_a_clone_shares_tensors_under_another_id() -> None:
