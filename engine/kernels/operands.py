@@ -6,6 +6,7 @@ The arena and the Punica wrapper own the memory that these objects refer to. Row
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, NamedTuple
 
 import torch
@@ -22,6 +23,18 @@ class LoRAPair(NamedTuple):
     b: Tensor
 
 
+class RowOrder(Enum):
+    """The order of the rows in a layer's input.
+
+    MAPPING: that of the batch's mapping. COLUMNS: the input is [tokens, rows, ...], with the rows
+    in the mapping's order. UNKNOWN: the model's own, so a batch can have one adapter only.
+    """
+
+    MAPPING = "mapping"
+    COLUMNS = "columns"
+    UNKNOWN = "unknown"
+
+
 class LoRASlices:
     """One wrapped layer's columns of the slot directory.
 
@@ -30,11 +43,11 @@ class LoRASlices:
     shapes: for LINEAR A is [rank, in_features] and B is [out_features[s], rank]; for EMBEDDING A is
     [in_features, rank]; for EXPERTS both have a leading dimension `experts`.
 
-    Views of the weights are cached for one version of the directory. `is_ordered`: the layer's
-    input has its rows in the order of a mapping; without it a batch can have one adapter only.
+    Views of the weights are cached for one version of the directory. `row_order`: of the layer's
+    input.
     """
 
-    is_ordered = True
+    row_order = RowOrder.MAPPING
 
     def __init__(
         self,

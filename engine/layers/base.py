@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from engine.errors import NotFinite
-from engine.kernels.operands import LoRASlices
+from engine.kernels.operands import LoRASlices, RowOrder
 from engine.layers.saved import SavedWeights
 from engine.layout import (
     AFFINE_SUFFIX,
@@ -69,8 +69,8 @@ class BaseLayerWithLoRA(nn.Module):
         self._punica: PunicaWrapper | None = None
         self._saved: tuple[SavedWeights, ...] = ()
         self._affine: tuple[SavedWeights, ...] = ()
-        # Whether inputs have their rows in the order of a mapping.
-        self.is_ordered = True
+        # Of the inputs, as a trial observed it.
+        self.row_order = RowOrder.MAPPING
 
     def __getattr__(self, name: str) -> Any:
         """Return what the wrapper lacks from the base layer: models read `in_features` and such."""
@@ -253,7 +253,7 @@ class BaseLayerWithLoRA(nn.Module):
     def _bind(self, arena: Arena) -> None:
         """Create the operands of the layer's products; overridden by layers with several."""
         self._slices = slices_of(arena, self.slice_shapes, self._columns)
-        self._slices.is_ordered = self.is_ordered
+        self._slices.row_order = self.row_order
 
     def set_mapping(self, punica_wrapper: PunicaWrapper) -> None:
         """Use the mapping of `punica_wrapper` for every batch from now on."""
@@ -332,7 +332,7 @@ class BaseLayerWithLoRA(nn.Module):
         outputs, start = y.view(-1, y.shape[-1]), 0
         for affine, shape in zip(self._affine, self.affine_shapes, strict=True):
             columns = slice(start, start + shape.out_features)
-            for rows, scale, shift in affine.rows_of(self._punica, len(outputs)):
+            for rows, scale, shift in affine.rows_of(self._punica, y.shape[:-1], self.row_order):
                 scaled = outputs[rows, columns] * scale.flatten().to(y.dtype)
                 outputs[rows, columns] = scaled + shift.to(y.dtype)
             start += shape.out_features
@@ -349,7 +349,7 @@ class BaseLayerWithLoRA(nn.Module):
         outputs, start = y.view(len(inputs), -1), 0
         for saved, width in zip(self._saved, self._saved_widths, strict=True):
             columns = slice(start, start + width)
-            for rows, weight, bias in saved.rows_of(self._punica, len(inputs)):
+            for rows, weight, bias in saved.rows_of(self._punica, x.shape[:-1], self.row_order):
                 product = linear(inputs[rows], weight.to(x.dtype), bias.to(x.dtype))
                 outputs[rows, columns] = product
             start += width

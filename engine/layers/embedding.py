@@ -64,7 +64,7 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         if self._punica is not None and self._slices is not None:
             rows = y.view(-1, y.shape[-1])
             self._punica.add_lora_embedding(rows, token_ids, self._slices, self._scale)
-            self._replace(rows, token_ids.flatten())
+            self._replace(rows, token_ids)
         return y
 
     @property
@@ -76,10 +76,11 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         return (SliceShape(base.embedding_dim, base.num_embeddings),)
 
     def _replace(self, y: Tensor, ids: Tensor) -> None:
-        """Write the rows of adapters that have the whole embedding."""
+        """Write the rows of adapters that have the whole embedding; ids: [...], a row of y each."""
+        flat = ids.flatten()
         for saved in self._saved:
-            for rows, weight, _ in saved.rows_of(self._punica, len(ids)):
-                y[rows] = embedding(ids[rows], weight).to(y.dtype) * self._scale
+            for rows, weight, _ in saved.rows_of(self._punica, ids.shape, self.row_order):
+                y[rows] = embedding(flat[rows], weight).to(y.dtype) * self._scale
 
     def _for_every_sequence(self, ids: Tensor) -> Tensor:
         tokens = None if self._punica is None else self._punica.adapted_tokens

@@ -34,7 +34,7 @@ def striped_shrink_expand(slices: LoRASlices, group: ParallelGroup) -> ShrinkExp
     b_columns = tuple(column + 1 for column in slices.columns)
     shrink = LoRASlices(slices.directory, slices.columns, slices.in_features, no_outputs, *kind)
     expand = LoRASlices(slices.directory, b_columns, 0, slices.out_features, *kind)
-    shrink.is_ordered = expand.is_ordered = slices.is_ordered
+    shrink.row_order = expand.row_order = slices.row_order
     return ShrinkExpand(shrink, expand, parts)
 
 
@@ -69,7 +69,7 @@ class ShardedLoRA(BaseLayerWithLoRA):
 
     def _bind(self, arena: Arena) -> None:
         slices = slices_of(arena, self.slice_shapes, self._columns)
-        slices.is_ordered = self.is_ordered
+        slices.row_order = self.row_order
         self._shrink_expand = self._shrink_expand_of(slices)
 
     def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -31,8 +31,7 @@ class LogitsProcessorWithLoRA(ReplicatedLinearWithLoRA):
         x = x.contiguous()
         y = self.transform_rows(self._base_output(x))
         if self._punica is not None and self._slices is not None:
-            rows = x.reshape(-1, x.shape[-1])
-            self._punica.add_lora_logits(y.view(len(rows), -1), rows, self._slices)
+            self._punica.add_lora_logits(y.view(-1, y.shape[-1]), x, self._slices)
             self.replace_rows(y, x)
         return y
 

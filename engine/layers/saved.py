@@ -3,12 +3,13 @@
 A saved layer is computed exactly as the base layer is, for the rows of its adapter.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from engine.kernels.operands import RowOrder
 from engine.layout import ABSENT
 from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
@@ -41,9 +42,15 @@ class SavedWeights:
             self._version = directory.version
         return self._slots
 
-    def rows_of(self, punica: PunicaWrapper | None, count: int) -> Iterator[SavedRows]:
-        """Yield the rows of each adapter that has the layer, among `count` rows of the input."""
-        groups = None if punica is None or not self.slots else punica.groups_of(count)
+    def rows_of(
+        self,
+        punica: PunicaWrapper | None,
+        shape: Sequence[int],
+        row_order: RowOrder = RowOrder.MAPPING,
+    ) -> Iterator[SavedRows]:
+        """Yield the rows of each adapter that has the layer; shape: the input's leading one."""
+        is_known = punica is not None and self.slots
+        groups = punica.groups_of(shape, row_order=row_order) if punica and is_known else None
         if groups is None:
             return
         for slot, start, end in groups.spans:
@@ -78,7 +85,7 @@ class ReplaceableNorm:
         # Calling the norm with other parameters calls this hook too.
         self._is_running = True
         try:
-            for rows, weight, bias in self._saved.rows_of(self._punica, len(x)):
+            for rows, weight, bias in self._saved.rows_of(self._punica, inputs[0].shape[:-1]):
                 saved = {"weight": weight.flatten(), "bias": bias}
                 own = {name: saved[name].to(one.dtype) for name, one in parameters.items()}
                 outputs[rows] = functional_call(norm, own, (x[rows],))

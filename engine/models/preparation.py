@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import ModelNotRun, ModelRefused
+from engine.kernels.operands import RowOrder
 from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRule, wrapper_of
 from engine.layers.packed import PackedLinear
 from engine.layers.saved import ReplaceableNorm, is_replaceable_norm
@@ -22,7 +23,7 @@ from engine.models.packing import PackingGroup, find_packing_groups, pack, with_
 from engine.models.trials.comparison import located
 from engine.models.trials.image_layers import record_image_inputs
 from engine.models.trials.observation import SAMPLED_ROWS, ObservedInputs, RowShapes
-from engine.models.trials.probe import ProbeSpec, record_layer_inputs
+from engine.models.trials.probe import ProbeSpec, find_column_layers, record_layer_inputs
 from engine.models.vision.encoder import ImagePart
 from engine.punica.mapping import MappingType
 
@@ -128,9 +129,11 @@ def prepare_layers(
     groups = find_packing_groups(model, parts)
     packed = [group for group in groups if any(r.is_packable(group) for r in results)]
     parts |= {group.name: parts[group.children[0]] for group in packed}
+    unordered = results[0].unordered
+    columns = find_column_layers(spec, {name: layers[name] for name in unordered}, vocab_size)
     wrapped = _wrap(model, candidates, parts, packed, scope.table)
-    for name in wrapped.keys() & results[0].unordered:
-        wrapped[name].is_ordered = False
+    for name in wrapped.keys() & unordered:
+        wrapped[name].row_order = RowOrder.COLUMNS if name in columns else RowOrder.UNKNOWN
     replaceable = {
         name: ReplaceableNorm(norm)
         for name, norm in norms.items()

@@ -6,6 +6,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from engine.errors import NotResident
+
 BASE = 0
 """The adapter id of rows without an adapter."""
 
@@ -69,3 +71,16 @@ def _copy_of(ids: Sequence[int] | Tensor) -> Tensor:
             f"a mapping is {found.dtype} of shape {[*found.shape]}; one integer per row is needed"
         )
     return found.to(torch.int64, copy=True)
+
+
+def slots_of(ids: Tensor, slot_of_id: dict[int, int]) -> Tensor:
+    """Return the slot of every id; the Python loop runs over distinct ids only."""
+    distinct, indices = torch.unique(ids, return_inverse=True)
+    adapter_ids = distinct.tolist()
+    unknown = [id_ for id_ in adapter_ids if id_ not in slot_of_id]
+    if unknown:
+        raise NotResident(
+            f"the mapping names adapters {unknown}, which are not in a slot; "
+            f"slots hold {sorted(slot_of_id.keys() - {BASE})}; activate them first"
+        )
+    return torch.tensor([slot_of_id[id_] for id_ in adapter_ids], dtype=torch.int64)[indices]

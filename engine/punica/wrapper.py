@@ -12,12 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.errors import NotResident
 from engine.kernels.expert_groups import ExpertGroups, group_experts
 from engine.kernels.interface import BaseLinear, Kernels
-from engine.kernels.operands import GroupBounds, Groups, LoRASlices, accumulator_dtype
+from engine.kernels.operands import GroupBounds, Groups, LoRASlices, RowOrder, accumulator_dtype
 from engine.punica.grouping import Grouper
-from engine.punica.mapping import BASE, LoRAMapping
+from engine.punica.mapping import BASE, LoRAMapping, slots_of
 from engine.punica.side_stream import Concurrent
 
 
@@ -77,7 +76,7 @@ class PunicaWrapper:
         self._mapping: LoRAMapping | None = None
         self._layout: tuple[int | None, ...] = ()
         # Groups of layers that have neither a row per token nor one per sampled row.
-        self._derived: dict[tuple[int | None, int], Groups] = {}
+        self._derived: dict[tuple[object, ...], Groups] = {}
         self._is_derived = False
         self._only_row: int | None = None
         self.token_slots: Tensor | None = None
@@ -97,8 +96,8 @@ class PunicaWrapper:
             return False
         slot_of_id = {BASE: -1}
         slot_of_id |= {id_: slot for slot, id_ in enumerate(layout) if id_ is not None}
-        token_slots = _slots_of(mapping.index_mapping, slot_of_id)
-        prompt_slots = _slots_of(mapping.prompt_mapping, slot_of_id)
+        token_slots = slots_of(mapping.index_mapping, slot_of_id)
+        prompt_slots = slots_of(mapping.prompt_mapping, slot_of_id)
         if len(token_slots) == len(prompt_slots) and not torch.equal(token_slots, prompt_slots):
             # A layer's input could be either of them, so each row must have one adapter.
             raise ValueError(
@@ -247,25 +246,33 @@ class PunicaWrapper:
     def add_lora_logits(self, y: Tensor, x: Tensor, slices: LoRASlices, scale: float = 1.0) -> None:
         """Add every row's delta to the logits, in place; `groups_of` specifies which rows.
 
-        y: [rows, vocabulary]. x: [rows, hidden].
+        y: [rows, vocabulary]. x: [..., hidden], one row per row of `y`.
         """
-        groups = self.groups_of(len(x))
+        groups = self.groups_of(x.shape[:-1], slices)
         if groups is not None:
-            self._kernels.linear(y, x, slices, groups, scale)
+            self._kernels.linear(y, x.reshape(-1, x.shape[-1]), slices, groups, scale)
 
     def groups_of(
-        self, shape: int | Sequence[int], slices: LoRASlices | None = None
+        self,
+        shape: int | Sequence[int],
+        slices: LoRASlices | None = None,
+        row_order: RowOrder | None = None,
     ) -> Groups | None:
         """Return the groups of a layer's input by its leading shape; None if no row has an adapter.
 
         An input has a row per sampled row, a row per token, or any number of rows for each sampled
         row, which are then its leading dimension, as projections of cached states have. An input
         of another shape is the base model's where no adapter of the batch is in `slices`. Raises
-        ValueError otherwise: the mapping is for another number of rows.
+        ValueError otherwise: the mapping is for another number of rows. `row_order`: of an input
+        without `slices`.
         """
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         rows = math.prod(shape)
-        if slices is not None and not slices.is_ordered:
+        order = slices.row_order if slices is not None else row_order or RowOrder.MAPPING
+        if order is not RowOrder.MAPPING and self._only_row is None:
+            prompts = 0 if self.prompt_slots is None else len(self.prompt_slots)
+            if order is RowOrder.COLUMNS and len(shape) > 1 and 0 < shape[1] == prompts:
+                return self._column_groups(shape)
             return self._one_adapter_groups(rows, slices)
         if self._only_row is not None:
             return self._groups_of_slot(self._slot_of_row(self._only_row), rows)
@@ -275,18 +282,27 @@ class PunicaWrapper:
             return None
         return groups if rows == groups.tokens else self._derived_groups(shape, slices)
 
-    def _one_adapter_groups(self, rows: int, slices: LoRASlices) -> Groups | None:
+    def _column_groups(self, shape: Sequence[int]) -> Groups | None:
+        """Return the groups of an input [tokens, rows, ...], as `groups_of`."""
+        prompts = self.prompt_slots
+        if prompts is None or self.prompt_groups is None or not self.prompt_groups.spans:
+            return None
+        key = ("columns", *shape)
+        if key not in self._derived:
+            one = prompts.repeat_interleave(math.prod(shape[2:]))
+            self._derived[key] = self._group_once(one.repeat(shape[0]))
+        return self._derived[key]
+
+    def _one_adapter_groups(self, rows: int, slices: LoRASlices | None) -> Groups | None:
         """Return the groups of an input whose rows are in no known order, as `groups_of`.
 
         Raises ValueError unless all rows of the mapping have one adapter, or none of them is in
         `slices`.
         """
-        if self._only_row is not None:
-            return self.groups_of(rows)
         slot = self._common_slot()
         if slot is not None:
             return self._groups_of_slot(slot, rows)
-        if not self._is_touched(slices):
+        if slices is not None and not self._is_touched(slices):
             return None
         raise ValueError(
             "the layer sees rows in an order of the model's own, so a batch can have one adapter "
@@ -380,16 +396,3 @@ class PunicaWrapper:
         shrunk = self._shrink_buffer(x, slices)
         self._kernels.experts_shrink(shrunk, x, slices.shrink, groups)
         self._kernels.experts_expand(ys, exchange(shrunk), slices.expand, groups)
-
-
-def _slots_of(ids: Tensor, slot_of_id: dict[int, int]) -> Tensor:
-    """Return the slot of every id; the Python loop runs over distinct ids only."""
-    distinct, indices = torch.unique(ids, return_inverse=True)
-    adapter_ids = distinct.tolist()
-    unknown = [id_ for id_ in adapter_ids if id_ not in slot_of_id]
-    if unknown:
-        raise NotResident(
-            f"the mapping names adapters {unknown}, which are not in a slot; "
-            f"slots hold {sorted(slot_of_id.keys() - {BASE})}; activate them first"
-        )
-    return torch.tensor([slot_of_id[id_] for id_ in adapter_ids], dtype=torch.int64)[indices]

@@ -8,6 +8,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from engine.models.trials.comparison import ERROR_MAX_HALF
+
 SHORT: Final = 7
 LONG: Final = 16
 ROWS: Final = 2
@@ -84,12 +86,33 @@ class ObservedInputs:
             for shape in shapes
         )
 
+    def has_rows_as_columns(self, name: str, alone: "ObservedInputs") -> bool:
+        """Whether every input is [tokens, rows, ...], with one row in `alone`, the same otherwise.
+
+        Only for layers that were recorded as `retained`, with the first row alone.
+        """
+        inputs, others = self.inputs[name], alone.inputs[name]
+        return 0 < len(inputs) == len(others) and all(
+            is_first_column(*pair) for pair in zip(inputs, others, strict=True)
+        )
+
     def share_inputs(self, names: Sequence[str]) -> bool:
         """Whether these layers always received the same tensor, unchanged between them.
 
         Only for layers that were recorded as `retained`.
         """
         return share_inputs([self.inputs[name] for name in names])
+
+
+def is_first_column(together: RecordedInput, alone: RecordedInput) -> bool:
+    """Whether an input of all rows is [tokens, rows, ...], and that of the first row its column."""
+    tokens, *rest = together.shape
+    is_column = rest[:1] == [ROWS] and alone.shape == (tokens, 1, *rest[1:])
+    if not is_column or together.values is None or alone.values is None:
+        return False
+    expected = alone.values.double()
+    error = (together.values[:, :1].double() - expected).norm()
+    return bool(error <= ERROR_MAX_HALF * expected.norm())
 
 
 def share_inputs(inputs: Sequence[Sequence[RecordedInput]]) -> bool:

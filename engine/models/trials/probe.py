@@ -96,6 +96,23 @@ def _run_all(spec: ProbeSpec, prompts: Prompts, token: int) -> None:
     _compare(spec, spec.run(prompts, token), prompts, token)
 
 
+def find_column_layers(
+    spec: ProbeSpec, layers: Mapping[str, nn.Module], vocab_size: int
+) -> frozenset[str]:
+    """Return the layers whose inputs are [tokens, rows, ...], by the batch and its first row."""
+    if not layers or spec.rows.alone:
+        # Rows that are run alone need no order.
+        return frozenset()
+    prompts, token = probe_prompts(vocab_size)
+    runs = []
+    for rows in (prompts, prompts[:1]):
+        with recording(layers, frozenset(layers)) as observed:
+            spec.run(rows, token)
+        runs.append(observed)
+    together, alone = runs
+    return frozenset(name for name in layers if together.has_rows_as_columns(name, alone))
+
+
 def _compare(spec: ProbeSpec, together: Tensor, prompts: Prompts, token: int) -> None:
     """Raise `ModelRefused` if rows differ from the same rows alone, or from a whole forward."""
     # In one norm: a classifier's row may be a single number that is nearly zero.

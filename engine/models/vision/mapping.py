@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine.kernels.operands import Groups, LoRASlices
+from engine.kernels.operands import Groups, LoRASlices, RowOrder
 from engine.models.vision.encoder import ImagePart, ImageTensors, units_of
 from engine.models.vision.image_inputs import ImageInputs
 from engine.punica.mapping import LoRAMapping, MappingType
@@ -43,6 +43,7 @@ class ImagePunicaWrapper(PunicaWrapper):
         self,
         shape: int | Sequence[int],
         slices: LoRASlices | None = None,  # noqa: ARG002 - the base class's
+        row_order: RowOrder | None = None,  # noqa: ARG002 - the base class's
     ) -> Groups | None:
         """Return the groups of a layer's input by its leading shape; None without an adapter.
 

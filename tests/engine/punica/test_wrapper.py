@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.errors import NotResident
 from engine.kernels import IMPLEMENTATIONS, Kernels, choose_kernels
-from engine.kernels.operands import LoRASlices
+from engine.kernels.operands import LoRASlices, RowOrder
 from engine.layout import ModuleKind
 from engine.punica import LoRAMapping, MappingType, PunicaWrapper
 from tests.support.kernels.kernel_cases import (
@@ -239,7 +239,7 @@ def test_a_row_that_runs_alone_has_its_adapter_in_every_layer() -> None:
 
 def test_rows_in_an_order_of_the_model_itself_have_one_adapter_or_none() -> None:
     weights, operands = two_ranks()
-    operands.is_ordered = False
+    operands.row_order = RowOrder.UNKNOWN
     punica = wrapper()
     x, y = torch.randn(3, 5), torch.zeros(3, 4)
     punica.update_metadata(LoRAMapping([7, 7], [7, 7]), [7, 8])
@@ -249,3 +249,32 @@ def test_rows_in_an_order_of_the_model_itself_have_one_adapter_or_none() -> None
     punica.update_metadata(LoRAMapping([7, 0, 8], [7, 0, 8]), [7, 8])
     with pytest.raises(ValueError, match="a batch of their own"):
         punica.add_lora_linear(y, x, operands)
+
+
+def test_rows_in_the_second_dimension_have_their_own_adapters() -> None:
+    weights, operands = two_ranks()
+    operands.row_order = RowOrder.COLUMNS
+    punica = wrapper()
+    # The mapping has the input's number of tokens: that alone does not show the order.
+    punica.update_metadata(LoRAMapping([7] * 3 + [0] * 3 + [8] * 3, [7, 0, 8]), [7, 8])
+    x, y = torch.randn(3, 3, 5), torch.zeros(3, 3, 4)
+    punica.add_lora_linear(y.view(9, 4), x, operands)
+    for row, slot in ((0, 0), (2, 1)):
+        a, b = weights[slot, 0]
+        assert torch.allclose(y[:, row], x[:, row] @ a.T @ b.T, atol=1e-5)
+    assert (y[:, 1] == 0).all()
+    with pytest.raises(ValueError, match="a batch of their own"):
+        punica.add_lora_linear(y.view(9, 4), x.reshape(9, 5), operands)
+    with punica.only_row(2):
+        punica.add_lora_linear(y[:, :1].reshape(3, 4), x[:, :1], operands)
+
+
+def test_logits_of_several_streams_have_the_adapters_of_their_rows() -> None:
+    weights, operands = two_ranks()
+    punica = wrapper()
+    punica.update_metadata(LoRAMapping([7] * 3 + [8] * 3, [7, 8]), [7, 8])
+    x, y = torch.randn(2, 2, 3, 5), torch.zeros(12, 4)
+    punica.add_lora_logits(y, x, operands)
+    for row in range(2):
+        a, b = weights[row, 0]
+        assert torch.allclose(y.view(2, 2, 3, 4)[row], x[row] @ a.T @ b.T, atol=1e-5)
