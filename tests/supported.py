@@ -291,7 +291,7 @@ def _verdict(outcome: Outcome | None) -> str:
     if outcome is None or outcome.verdict == "equal":
         return "equal"
     text = outcome.text.replace("|", "\\|").replace("\n", " ")
-    return outcome.verdict if outcome.verdict == "differs" else f"{outcome.verdict}: {text[:160]}"
+    return outcome.verdict if outcome.verdict == "differs" else f"{outcome.verdict}: {text}"
 
 
 def _wrappers() -> Iterator[tuple[str, ...]]:

@@ -17,6 +17,7 @@ from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.module_paths import Equivalence, equivalences_of
 from engine.adapters.output_vectors import BaseWeights
 from engine.config import LoRAConfig
+from engine.errors import ModelRefused
 from engine.layers import (
     BaseLayerWithLoRA,
     VocabParallelEmbeddingWithLoRA,
@@ -85,7 +86,7 @@ class ServedModel:
         self.dtype = model.dtype
         self.equivalences = equivalences_of(model)
         self.image_mapper = ImageMapper(None)
-        self.vocab_size = int(model.get_input_embeddings().num_embeddings)
+        self.vocab_size = _vocab_size(model)
         self.context_tokens_max = longest_context(model.config, context_tokens_max)
         tokens = (getattr(model.config, name, None) for name in _MEDIA_TOKENS)
         self.media_tokens = frozenset(token for token in tokens if token is not None)
@@ -169,3 +170,15 @@ class ServedModel:
         for norm in self.norms.values():
             norm.bind(arena, next(columns), punica)
         self.image_mapper = ImageMapper(self.image_part, image_punicas)
+
+
+def _vocab_size(model: PreTrainedModel) -> int:
+    """Return the rows of the token embedding; raise `ModelRefused` where tokens have several."""
+    tokens = model.get_input_embeddings()
+    if not hasattr(tokens, "num_embeddings"):
+        name = next(name for name, module in model.named_modules() if module is tokens)
+        raise ModelRefused(
+            f"{name} is a {type(tokens).__name__} of {len(list(tokens.children()))} embeddings, so "
+            "a position has several tokens; a request's prompt has one token at each position"
+        )
+    return int(tokens.num_embeddings)

@@ -17,7 +17,6 @@ from engine.residency.staging import stage
 from messages.prompts import Sampling
 from tests.support.engine.generation_bench import SchedulerDriver
 from tests.support.models.causal_configs import build_model
-from tests.support.models.causal_fields import POSITIONS
 from tests.support.models.causal_parity import (
     ERROR_MAX,
     LENGTHS,
@@ -28,11 +27,15 @@ from tests.support.models.causal_parity import (
     judge_server,
     prompt_of,
 )
+from tests.support.models.common_fields import POSITIONS
 
 KINDS = {"lfm2": "together", "minimax": "single", "recurrent_gemma": "single"}
 """A convolution's state and keys decoded together; a cache that only the model itself knows; states
 that the model keeps in its modules.
 """
+
+OWN_ORDERS = ("xlnet", "prophetnet")
+"""Layers that see [tokens, rows]; a head that sees several streams of each row."""
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -42,6 +45,14 @@ def test_rows_with_states_match_peft_in_process_and_served(model_type: str, tmp_
     assert judge_server(model_type, tmp_path, reference, modes) < ERROR_MAX
     assert modes == [KINDS[model_type]]
     assert_scheduled_rows_match(model_type, tmp_path, reference)
+
+
+@pytest.mark.parametrize("model_type", OWN_ORDERS)
+def test_rows_in_an_order_of_the_model_match_peft_in_process(
+    model_type: str, tmp_path: Path
+) -> None:
+    reference = Reference(model_type, tmp_path)
+    assert judge_manager(model_type, tmp_path, reference) < ERROR_MAX
 
 
 def assert_scheduled_rows_match(model_type: str, root: Path, reference: Reference) -> None:

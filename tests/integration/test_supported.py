@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.models.causal_configs import NOT_BUILDABLE, build_model
 from tests.supported import BEGIN, END, ROOT, full, short, with_text
 
 
@@ -9,6 +10,12 @@ from tests.supported import BEGIN, END, ROOT, full, short, with_text
 def test_the_documents_are_up_to_date(name: str, text: object) -> None:
     document = (ROOT / name).read_text()
     assert with_text(document, text()) == document, "run `make supported`"
+
+
+@pytest.mark.parametrize("model_type", NOT_BUILDABLE)
+def test_models_that_are_not_built_can_not_be_built(model_type: str) -> None:
+    with pytest.raises((ImportError, ValueError), match=r"timm|layer types producing a cache"):
+        build_model(model_type)
 
 
 def test_only_the_text_between_the_marks_is_replaced() -> None:

@@ -37,7 +37,7 @@ from tests.support.engine.engine_examples import (
     relative_error,
     tiny_config,
 )
-from tests.support.models.causal_configs import build_config
+from tests.support.models.causal_configs import build_config, build_model
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
@@ -206,6 +206,11 @@ def test_models_without_a_layer_to_wrap_are_refused() -> None:
     )
     with pytest.raises(ModelRefused, match="no layer of a kind"):
         prepare(bare)
+
+
+def test_a_model_with_several_tokens_at_a_position_is_refused() -> None:
+    with pytest.raises(ModelRefused, match="embed_tokens is a ModuleList of 2 embeddings"):
+        prepare(build_model("musicgen"))
 
 
 class IgnoresMask(LlamaForCausalLM):

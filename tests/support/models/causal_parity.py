@@ -28,8 +28,9 @@ from engine.models.causal_model import CausalModel
 from engine.punica import LoRAMapping
 from tests.support.engine.engine_examples import relative_error
 from tests.support.engine.parity_bench import ServerBench
-from tests.support.models.causal_configs import NOT_BUILDABLE, build_model
-from tests.support.models.causal_fields import POSITIONS
+from tests.support.models.causal_configs import DECODERS, NOT_BUILDABLE, build_model
+from tests.support.models.causal_fields import CODEBOOKS
+from tests.support.models.common_fields import POSITIONS, VOCABULARY
 
 RANKS: Final = {"rank1": 1, "rank4": 4, "rank8": 8}
 ERROR_MAX: Final = 1e-5
@@ -74,7 +75,9 @@ def judge(model_type: str) -> Judgement:
         root = Path(directory)
         try:
             reference = Reference(model_type, root)
-            reference.generate(None, prompt_of(0, TOKENS))
+            reference.forward(None, torch.tensor(prompt_of(0, TOKENS)))
+            if model_type not in DECODERS:
+                reference.generate(None, prompt_of(0, TOKENS))
         except Exception as error:
             return Judgement(model_type, f"{type(error).__name__}: {error}"[:300])
         modes: list[str] = []
@@ -87,6 +90,7 @@ class Reference:
     """The model with PEFT's adapters, saved under `root`, and its own results."""
 
     def __init__(self, model_type: str, root: Path) -> None:
+        self.model_type = model_type
         model = build_model(model_type)
         transposed = any(isinstance(module, Conv1D) for module in model.modules())
         configs = {
@@ -115,12 +119,13 @@ class Reference:
 
     @torch.no_grad()
     def forward(self, name: str | None, tokens: Tensor) -> Tensor:
-        """Return one row's logits of all tokens, [tokens, vocabulary]."""
+        """Return one row's logits of all tokens, [tokens, vocabulary]; see `ids_of`."""
         own = inspect.signature(self.model.get_base_model().forward).parameters
         options = {"use_cache": False} if "use_cache" in own else {}
-        output = self._with(name, lambda model: model(input_ids=tokens[None], **options))
-        logits: Tensor = output.logits[0]
-        return logits
+        ids = ids_of(self.model_type, tokens[None])
+        output = self._with(name, lambda model: model(input_ids=ids, **options))
+        logits: Tensor = output.logits
+        return logits.reshape(-1, logits.shape[-1])
 
     @torch.no_grad()
     def generate(self, name: str | None, prompt: tuple[int, ...]) -> tuple[Tensor, list[int]]:
@@ -157,7 +162,7 @@ def judge_manager(model_type: str, root: Path, reference: Reference) -> float:
     """Return the largest error of one batch: a row of the base, and one with each adapter."""
     config = LoRAConfig(max_lora_rank=64, max_loras=len(RANKS))
     model = build_model(model_type)
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", VOCABULARY)
     manager = LRUCacheLoRAModelManager(model, 8, 256, vocabulary, config, "cpu")
     worker = LRUCacheWorkerLoRAManager(manager)
     ids = {name: number for number, name in enumerate(RANKS, start=1)}
@@ -166,7 +171,8 @@ def judge_manager(model_type: str, root: Path, reference: Reference) -> float:
     requests = [LoRARequest(name, number, str(root / name)) for name, number in ids.items()]
     worker.set_active_adapters(requests, mapping)
     tokens = torch.tensor([prompt_of(row, TOKENS) for row in range(len(rows))])
-    found = manager.model(input_ids=tokens).logits
+    logits = manager.model(input_ids=ids_of(model_type, tokens)).logits
+    found = logits.reshape(len(rows), -1, logits.shape[-1])
     return max(
         relative_error(found[row], reference.forward(name, tokens[row]))
         for row, name in enumerate(reference.names)
@@ -215,6 +221,14 @@ def _returns_tensor(layer: nn.Linear) -> bool:
             return isinstance(y, Tensor) and y.shape == (2, layer.out_features)
         except RuntimeError:
             return False
+
+
+def ids_of(model_type: str, tokens: Tensor) -> Tensor:
+    """Return the input of rows of tokens [rows, tokens]: for audio, codes of each codebook."""
+    if model_type not in DECODERS:
+        return tokens
+    codes = tokens[:, None] + 5 * torch.arange(CODEBOOKS)[None, :, None]
+    return codes.flatten(0, 1) % VOCABULARY
 
 
 def prompt_of(row: int, length: int) -> tuple[int, ...]:
