@@ -198,6 +198,7 @@ UNFINISHED = (
 
 
 def test_connections_that_do_not_finish_the_handshake_are_closed(directory: Path) -> None:
+    assert listener._HANDSHAKE_MS == 2000
     with transport.Transport(directory):
         unfinished = []
         for name in ("requests.sock", "events.sock", "engine.sock"):
