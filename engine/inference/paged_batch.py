@@ -300,13 +300,26 @@ class PagedBatch:
             return
         row.table.advance(len(row.tokens), partial(_tokens_of, row))
         sequence.images = None
-        self._report([row], logits)
+        self._score_whole(row, logits)
+        self._report([row], logits[:, -1])
+
+    def _score_whole(self, row: PagedRow, logits: Tensor) -> None:
+        """Score the tokens of a prompt with images in parts; logits: [1, tokens, vocabulary]."""
+        scores, first = row.sequence.prompt_logprobs, 0
+        if not row.is_scored or scores is None:
+            return
+        for piece in torch.split(logits[0], self._runner.scored_tokens_max):
+            self._runner.score([PromptChunk(scores, first, piece)])
+            first += len(piece)
 
     def _read(self, row: PagedRow) -> Tensor:
-        padded = BatchKVCache([len(row.tokens)], [row.offset])
-        logits = self._runner.model.forward(
-            torch.tensor([row.tokens]), padded, [row.sequence.images]
-        )
+        """Return the logits after the last token, or after every one, [1, tokens, vocabulary]."""
+        padded, model = BatchKVCache([len(row.tokens)], [row.offset]), self._runner.model
+        tokens, images = torch.tensor([row.tokens]), [row.sequence.images]
+        if row.is_scored:
+            logits = model.forward_all(tokens, padded, images)
+        else:
+            logits = model.forward(tokens, padded, images)[:, None]
         self._flat.cache.adopt(row.table, padded)
         return logits
 

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple
 
+import torch
+
 from engine.errors import RequestRefused
 from engine.inference.sequence import PreparedPrompt
 from engine.models.causal_model import CausalModel
 from engine.models.image_processor import ProcessedPrompt
 from engine.models.tokenization import check_text, prompt_tokens
+from engine.sampling.logprobs import WHOLE_LOGITS_BYTES_MAX
 from engine.sampling.structure import StructureCompiler
 from messages.prompts import IllustratedPrompt, Prompt, Sampling
 
@@ -32,7 +35,7 @@ class PromptReader:
 
     def preparation_of(self, prompt: Prompt, sampling: Sampling) -> Preparation:
         """Return how a request is prepared; raises `EngineError` where it can't be run."""
-        self._check(prompt, sampling)
+        self._check(sampling)
         read, is_long = self._read(prompt, sampling)
         structure = sampling.structure
         if structure is None:
@@ -45,7 +48,7 @@ class PromptReader:
 
         return Preparation(prepare, is_long=True)
 
-    def _check(self, prompt: Prompt, sampling: Sampling) -> None:
+    def _check(self, sampling: Sampling) -> None:
         if self._model.tokenizer is None and sampling.stop:
             raise RequestRefused(
                 "the model's directory has no tokenizer, so stop strings can't be found"
@@ -56,8 +59,17 @@ class PromptReader:
             )
         if sampling.structure is not None and sampling.min_tokens:
             raise RequestRefused("min_tokens and a structure exclude each other")
-        if sampling.prompt_logprobs is not None and isinstance(prompt, IllustratedPrompt):
-            raise RequestRefused("prompt_logprobs are not served for prompts with images")
+
+    def _check_scored(self, prompt: ProcessedPrompt) -> ProcessedPrompt:
+        """Refuse more tokens than may have logits at once: images are read in one pass."""
+        tokens_max = WHOLE_LOGITS_BYTES_MAX // (torch.float32.itemsize * self._model.vocab_size)
+        if len(prompt.tokens) > tokens_max:
+            raise RequestRefused(
+                f"prompt_logprobs of a prompt with images need the logits of all its "
+                f"{len(prompt.tokens)} tokens at once; with this model's vocabulary at most "
+                f"{tokens_max} tokens are served"
+            )
+        return prompt
 
     def _read(
         self, prompt: Prompt, sampling: Sampling
@@ -69,7 +81,10 @@ class PromptReader:
                     f"images in the prompt, but the model is served for text only: "
                     f"{model.no_images_reason}"
                 )
-            return partial(model.prompt_reader.read, prompt, sampling.max_tokens or 1), True
+            read = partial(model.prompt_reader.read, prompt, sampling.max_tokens or 1)
+            if sampling.prompt_logprobs is None:
+                return read, True
+            return lambda: self._check_scored(read()), True
 
         def tokenize() -> ProcessedPrompt:
             return ProcessedPrompt(prompt_tokens(model, prompt, sampling.max_tokens or 1))

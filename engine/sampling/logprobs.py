@@ -16,6 +16,9 @@ from messages.views import TokenLogprob
 PROMPT_LOGITS_BYTES_MAX: Final = 128 << 20
 """Bound on the float32 logits of a prompt's tokens that are in memory at once, in bytes."""
 
+WHOLE_LOGITS_BYTES_MAX: Final = 512 << 20
+"""The same bound for a prompt with images, which is computed in one pass."""
+
 
 def score(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
     """Return a table of each row's token: [rows, 2 + 2 * top] float64, on the device of `logits`.

@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec import structs
 from torch import Tensor
 
 from engine.errors import Conflict, EngineOverloaded, RequestRefused
-from engine.inference import padded_batch
+from engine.inference import forward_runner, padded_batch, prompt_reader
 from engine.inference.decoding.decode import StaticDecode
 from engine.inference.prompt_prefetch import PREFETCHED_MAX
 from engine.jobs import FinishedJob
@@ -49,6 +50,38 @@ def _check_joining(reference: PeftReference, bench: ImageBench, **fields: object
         assert driver.output(op)[0] == reference.greedy(row, 12), row.text
         assert isinstance(end := driver.end(op), GenerationEnded)
         assert end.prompt_tokens == len(bench.read(row).tokens)
+
+
+@pytest.mark.parametrize("is_paged", [True, False])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_vl"])
+def test_the_tokens_of_prompts_with_images_are_scored_as_by_transformers(
+    kind: str, is_paged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, bench = PeftReference(kind, tmp_path), ImageBench(kind, tmp_path)
+    vocabulary = bench.model.vocab_size
+    monkeypatch.setattr(forward_runner, "PROMPT_LOGITS_BYTES_MAX", 5 * 4 * vocabulary)
+    driver = bench.driver(paged_attention=is_paged)
+    row, scored = ROWS[3], structs.replace(TWELVE, prompt_logprobs=1)
+    plain, *ops = (driver.start(None, bench.prompt(row), one) for one in (TWELVE, scored, scored))
+    driver.run()
+    wanted = reference.prompt_logprobs(row)
+    for op in ops:
+        assert driver.output(op) == driver.output(plain)
+        [entries] = [
+            report.prompt_logprobs
+            for report in driver.reports
+            if getattr(report, "prompt_logprobs", ()) and report.request_id == str(op)
+        ]
+        assert entries[0] is None
+        assert [one.token for one in entries[1:]] == bench.read(row).tokens[1:]
+        found = torch.tensor([one.logprob for one in entries[1:]])
+        assert torch.allclose(found, wanted, atol=1e-4)
+    tokens = len(wanted) + 1
+    monkeypatch.setattr(prompt_reader, "WHOLE_LOGITS_BYTES_MAX", (tokens - 1) * 4 * vocabulary)
+    long = driver.start(None, bench.prompt(row), scored)
+    driver.run()
+    assert isinstance(end := driver.end(long), OperationFailed)
+    assert f"all its {tokens} tokens at once" in end.message
 
 
 class DirectRunner:

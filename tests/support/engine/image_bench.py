@@ -99,6 +99,15 @@ class PeftReference:
         output = sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return [token for token in output if token != EOS]
 
+    @torch.no_grad()
+    def prompt_logprobs(self, row: PromptRow) -> Tensor:
+        """Return the log-probability of each token of a base row's prompt but the first."""
+        self._reset_positions()
+        inputs = self.inputs(row)
+        with self.model.disable_adapter():
+            scores = self.model(**inputs).logits[0, :-1].log_softmax(-1)
+        return scores.gather(-1, inputs["input_ids"][0, 1:, None])[:, 0]
+
     def _reset_positions(self) -> None:
         """Clear positions that some models keep from the last prompt and would reuse."""
         for module in self.model.modules():
