@@ -6,8 +6,12 @@ from typing import Final
 
 from controller.log.storage import DISK, Storage
 
-CHUNK_BYTES: Final = 1 << 20
-"""The most bytes that one sync waits for, so that the log's own syncs are not delayed for long."""
+CHUNK_BYTES: Final = 1 << 17
+"""The most bytes that one sync waits for, so that the log's own syncs are not delayed for long.
+
+The log's sync waits for one that is in progress on the same disk: for some milliseconds where that
+writes a MiB, for a fraction of one with this size.
+"""
 
 
 def write_file(path: Path, data: bytes, storage: Storage = DISK) -> None:

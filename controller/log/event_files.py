@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import msgspec
 import xxhash
 
-from controller.log.durable_files import write_file
+from controller.log.durable_files import CHUNK_BYTES, write_file
 from controller.log.format import UNDECODABLE, LogForeign
 from controller.log.storage import DISK, Storage
 from messages.events import Published
@@ -242,7 +242,10 @@ class EventWriter:
         count = self._storage.write(self._fd, frame)
         if count != len(frame):
             raise OSError(errno.ENOSPC, f"{count} of {len(frame)} bytes of events were written")
+        chunks = self._file_bytes // CHUNK_BYTES
         self._file_bytes += count
+        if self._file_bytes // CHUNK_BYTES > chunks:
+            self._storage.sync_data(self._fd)
 
     def _end_file(self) -> None:
         """Sync and close the file: all files but the last are whole, also after a power cut."""
