@@ -113,7 +113,7 @@ Body = memoryview | Raw
 """The bytes of one request, inside its frame's."""
 
 
-class ReceivedRequests(NamedTuple):
+class ReceivedRequests(msgspec.Struct, frozen=True, gc=False):
     """A frame of a client: its token, its requests, and refusals of those that can't be read.
 
     `bodies` are the bytes of `requests`, in the same order.

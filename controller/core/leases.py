@@ -91,7 +91,7 @@ def release(context: Context, adapter: Adapter) -> None:
 def lease(context: Context, pending: PendingRequest) -> tuple[Adapter, ...]:
     """Keep a request's adapters in their slots until its operation ends; returns them."""
     known = context.world.adapters
-    adapters = tuple(map(known.__getitem__, pending.adapters))
+    adapters = tuple([known[adapter_id] for adapter_id in pending.adapters])
     for adapter in adapters:
         adapter.leases += 1
         if adapter.kept != GPU_SLOT:

@@ -288,19 +288,19 @@ class World:
         """Add a deadline; ended ones are dropped when there are too many."""
         heapq.heappush(self.deadlines, (at_ns, kind, key))
         if len(self.deadlines) > self.deadlines_max:
-            self.deadlines = [entry for entry in self.deadlines if self.is_live(entry)]
+            self.deadlines = list(filter(self.is_live, self.deadlines))
             heapq.heapify(self.deadlines)
             self.deadlines_max = 2 * len(self.deadlines) + DEADLINES_MIN
 
     def is_live(self, entry: Deadline) -> bool:
         """Whether the thing that the deadline is for still exists, and still has this deadline."""
         at_ns, kind, key = entry
-        if kind == "operation":
-            operation = self.operations.get(key)  # type: ignore[arg-type]
-            return operation is not None and operation.deadline_ns == at_ns
         if kind == "request":
             pending = self.pending_requests.get(key)  # type: ignore[arg-type]
             return pending is not None and pending.deadline_ns == at_ns and not pending.answered
+        if kind == "operation":
+            operation = self.operations.get(key)  # type: ignore[arg-type]
+            return operation is not None and operation.deadline_ns == at_ns
         if kind == "unknown":
             return self.unknown_operations.get(key) == at_ns  # type: ignore[arg-type]
         adapter = self.adapters.get(key)  # type: ignore[arg-type]

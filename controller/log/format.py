@@ -232,15 +232,27 @@ def read_header(body: bytes, file: Path) -> Header:
 def read_record(body: bytes, seq: Seq, file: Path, format_number: int) -> Record:
     """Decode a record; `LogForeign` if this version does not know its message."""
     try:
-        if format_number == 1:
-            old = _decode_record_of_format_1(body)
-            return Record(old.time_ns, old.input, old.digest)
-        return _decode_record(body)
+        return record_decoder(format_number)(body)
     except UNDECODABLE as error:
-        raise LogForeign(
-            f"{file}: record {seq} is intact, but this version can't read it: {error}; "
-            "use the version that wrote it"
-        ) from error
+        raise foreign_record(seq, file, error) from error
+
+
+def record_decoder(format_number: int) -> Callable[[bytes], Record]:
+    """Return the decoder of a format's records, which raises `UNDECODABLE`."""
+    return _decode_old_record if format_number == 1 else _decode_record
+
+
+def foreign_record(seq: Seq, file: Path, error: Exception) -> LogForeign:
+    """Return the error for a record whose decoder raises."""
+    return LogForeign(
+        f"{file}: record {seq} is intact, but this version can't read it: {error}; "
+        "use the version that wrote it"
+    )
+
+
+def _decode_old_record(body: bytes) -> Record:
+    old = _decode_record_of_format_1(body)
+    return Record(old.time_ns, old.input, old.digest)
 
 
 class _AnyHeader(msgspec.Struct, array_like=True):

@@ -16,7 +16,14 @@ from controller.core.actions import Action
 from controller.core.controller import Controller
 from controller.core.invariants import InvariantError
 from controller.core.limits import RULES, limits_from
-from controller.log.format import CHAIN_START, LogError, LogForeign, read_record
+from controller.log.format import (
+    CHAIN_START,
+    UNDECODABLE,
+    LogError,
+    LogForeign,
+    foreign_record,
+    record_decoder,
+)
 from controller.log.policies import PolicyUnknownError, check_policy
 from controller.log.segments import Segment, segment_paths
 from controller.log.skips import skipped_inputs
@@ -133,12 +140,15 @@ class _Replayer:
         header: Header,
     ) -> bool:
         handle, sink, until, skips = controller.handle, self._sink, self._until, self.skips
-        format_number = header.format
+        decode = record_decoder(header.format)
         compares = header.rules == RULES and not self.policy
         if self.is_done:
             return False
         for seq, _, body in frames:
-            record = read_record(body, seq, file, format_number)
+            try:
+                record = decode(body)
+            except UNDECODABLE as error:
+                raise foreign_record(seq, file, error) from error
             if record.digest and compares and not self._matches(controller, seq, record.digest):
                 return False
             if seq in skips:

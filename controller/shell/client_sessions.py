@@ -15,7 +15,7 @@ from controller.core.controller import Controller
 from controller.core.request_handlers import Pending, id_conflict
 from controller.core.tables.answer_windows import Answer, AnswerWindows, WindowBounds
 from controller.core.views import AdapterPages, show_status
-from controller.shell.access.permissions import LOCAL_ONLY, Access
+from controller.shell.access.permissions import LOCAL_ONLY, LOCAL_USER, Access
 from controller.shell.clients.client_table import Client, ClientTable, hash_public
 from controller.shell.clients.outbox import Outbox, Send
 from controller.shell.clients.payloads import PAYLOAD_BYTES_MAX, Payloads
@@ -99,8 +99,10 @@ class ClientSessions:
         client = self._clients.admit(route, frame.token, user)
         for refused in frame.refused:
             self._refuse_at(route, refused)
+        # Most requests are local, and a local user may send all of them.
+        refusal_of = self._access.refusal if user != LOCAL_USER else None
         for message, body in zip(frame.requests, frame.bodies, strict=True):
-            refusal = self._access.refusal(user, message)
+            refusal = refusal_of and refusal_of(user, message)
             if refusal is not None:
                 self._refuse_at(route, refusal.reply(message.request_id))
             elif type(message) in _QUERIES:
