@@ -115,8 +115,7 @@ async def _run(directory: Path, console: Console) -> tuple[Tally, AdaptersListed
         await asyncio.gather(*(client.load(name) for name in TRANSFORMATIONS))
         console.print(f"{len(TRANSFORMATIONS)} adapters are known, {SLOTS} slots are available.")
         tally = await _traffic(directory, client, life_cycle, console)
-        if not await show_arrivals(client, console):
-            tally.wrong.append("the adapter that arrived during the streams")
+        tally.wrong += await show_arrivals(client, console)
         adapters, status = await client.list(), await client.status()
         watching.cancel()
     return tally, adapters, status

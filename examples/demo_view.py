@@ -25,6 +25,7 @@ class LifeCycle:
         self._slots: dict[int, str] = {}
         self._counts: Counter[str] = Counter()
         self._seq = 0
+        self._shown = (-1, 0)
 
     def on_event(self, published: Published | Gap) -> None:
         """Process one event and print the changes of the processes."""
@@ -50,7 +51,10 @@ class LifeCycle:
         self._console.print(f"  event {self._seq:>5}  {text}")
 
     def show(self, answered: int) -> None:
-        """Print one line: time, slots and numbers of events."""
+        """Print one line, if anything has changed: time, slots and numbers of events."""
+        if (answered, self._seq) == self._shown:
+            return
+        self._shown = (answered, self._seq)
         slots = " ".join(f"{slot}:{self._slots.get(slot, '-'):<8}" for slot in range(3))
         seconds = time.monotonic() - self._started
         self._console.print(

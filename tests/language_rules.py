@@ -66,6 +66,7 @@ DOCUMENTS: Final = (
     *("benchmarks/README.md", "examples/README.md", "deploy/README.md"),
     *("docs/openai-api.md", "docs/quickstart.md", "docs/from-vllm.md"),
     *("docs/guarantees.md", "docs/engine-decisions.md", "docs/operating.md"),
+    "docs/serving.md",
 )
 
 ALLOWED: Final = frozenset(

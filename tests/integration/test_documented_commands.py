@@ -3,6 +3,8 @@
 The server is a process, the other commands run in this one.
 """
 
+import asyncio
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -11,7 +13,10 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from rich.console import Console
 
+from controller.client import AsyncClient
+from examples.demo_arrival import show_arrivals
 from tests.support.engine.serve_process import serve, status_once
 from tests.support.parallel.processes import ROOT, TINY
 from tests.support.simulation.command_runs import run
@@ -118,6 +123,21 @@ def test_the_default_output_fits_the_context(directory: Path) -> None:
     assert long_enough.exit_code == 0, long_enough.output
     too_many = run("generate", "a", "--max-tokens", "512", directory=directory)
     assert "max_tokens may be up to" in too_many.stderr
+
+
+def test_arrivals_of_the_demo_are_shown_and_their_outputs_are_right(directory: Path) -> None:
+    console = Console(file=io.StringIO(), width=200)
+
+    async def show() -> list[str]:
+        async with AsyncClient(directory, timeout_s=HANG_S) as client:
+            await asyncio.gather(*(client.load(name) for name in ("reverse", "upper", "double")))
+            return await show_arrivals(client, console)
+
+    assert asyncio.run(show()) == []
+    shown = console.file.getvalue()
+    for title in ("before", "meanwhile"):
+        assert re.search(rf"{title} +median +\d+\.\d ms", shown), shown
+    assert re.search(r"both requests were answered within \d+ ms", shown)
 
 
 def test_a_stop_ends_the_server_and_its_engine_is_not_lost(directory: Path) -> None:
