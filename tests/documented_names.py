@@ -223,6 +223,12 @@ MANAGERS: Final = (
         "at each call and needs no cache, and LoRA is always on.",
     ),
     DocumentedName(
+        "WorkerLoRAManager.lora_config, max_num_seqs, max_num_batched_tokens, vocab_size, device",
+        "engine.manager:LoRAModelManager",
+        "",
+        "Absent: they are those of `worker.manager`, over which a worker manager is made.",
+    ),
+    DocumentedName(
         "WorkerLoRAManager._load_adapter",
         "engine.manager.request_reader:RequestReader.read",
         "request",

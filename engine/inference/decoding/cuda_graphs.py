@@ -127,13 +127,15 @@ class CudaCapture:
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         # A failed capture does not restore the current stream; this does.
-        with torch.cuda.stream(self._stream):
-            # Kernels are compiled and scratch memory grows before the capture.
-            for _ in range(2):
-                step()
-            replay = self._record(step, self._pool())
-        current.wait_stream(self._stream)
-        return replay
+        try:
+            with torch.cuda.stream(self._stream):
+                # Kernels are compiled and scratch memory grows before the capture.
+                for _ in range(2):
+                    step()
+                return self._record(step, self._pool())
+        finally:
+            # Also where that failed: the step is then called directly on the current stream.
+            current.wait_stream(self._stream)
 
     def _record(self, step: DecodeStep, pool: _Pool) -> _Replay:
         graph = torch.cuda.CUDAGraph()
