@@ -19,7 +19,12 @@ MODELS = [
     *("llama", "llama-one-kv-head", "llama-tied", "qwen2", "qwen3", "gemma", "gemma3"),
     *("olmo2", "phi3", "gpt-neox"),
 ]
+HYBRIDS = {"qwen3_5_text": False, "olmo_hybrid": True}
+"""Rows with recurrent states, and whether their adapters are fully sharded."""
+
 REFUSED = {
+    "lfm2": "has no tensor-parallel plan for its layers; serve it on one rank",
+    "longcat_flash": "moe_identity_expert, which is not supported; serve it on one rank",
     "gpt2": "has no tensor-parallel plan",
     "diffllama": "has no tensor-parallel plan for its layers",
     "llama-three-heads": "3 heads can't be shared evenly by 2 ranks",
@@ -44,6 +49,13 @@ def test_two_ranks_answer_as_one(pair: Ranks, name: str, fully_sharded: bool) ->
         assert any(kind.startswith("Row") for kind in kinds), kinds
         assert rank["kept"] < 1
         assert rank["tied"] == (name in {"llama-tied", "gemma", "gemma3"})
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_two_ranks_answer_as_one_for_rows_with_states(pair: Ranks, name: str) -> None:
+    found = pair.run("same_logits", name=name, fully_sharded=HYBRIDS[name])
+    assert max(rank["error"] for rank in found) < ERROR_MAX
+    assert all(rank["kept"] < 1 for rank in found)
 
 
 SAVED = {

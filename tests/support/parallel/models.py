@@ -35,7 +35,6 @@ from engine.kernels import choose_kernels
 from engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
 from engine.layout import ModuleShape, columns_of_one_adapter
 from engine.models.causal_model import CausalModel
-from engine.models.kv_cache import BatchKVCache
 from engine.models.sharding import Sharding, shard_model
 from engine.models.weights.source import WeightsSource
 from engine.parallel import ParallelGroup
@@ -43,6 +42,8 @@ from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
 from engine.residency.staging import stage
 from tests.support.engine.engine_examples import relative_error
+from tests.support.models.causal_configs import build_model
+from tests.support.models.causal_fields import FIELDS
 from tests.support.parallel.ranks import serve
 
 VOCABULARY = 67
@@ -88,6 +89,9 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 
 def build(name: str) -> PreTrainedModel:
+    """Return a tiny model of `CONFIGS`, or of one of the causal types with fields of their own."""
+    if name in FIELDS:
+        return build_model(name)
     kind, changes = CONFIGS[name]
     sizes = SIZES | changes
     if kind is GPTNeoXConfig:
@@ -138,7 +142,7 @@ class ShardedBench:
         tokens = torch.randint(3, VOCABULARY, (len(ROWS), width + 1))
         ids = torch.tensor([row[0] for row in ROWS])
         mask = torch.arange(width) >= torch.tensor([row[1] for row in ROWS])[:, None]
-        cache = BatchKVCache([width - row[1] for row in ROWS])
+        cache = self.model.new_cache([width - row[1] for row in ROWS])
         prefill = LoRAMapping((mask * ids[:, None]).flatten(), ids, is_prefill=True)
         self.punica.update_metadata(prefill, IDS)
         first = self.model.forward(tokens[:, :width], cache)
