@@ -82,7 +82,8 @@ def _check_causal(whole: WholeForward, vocab_size: int) -> None:
     if len(logits) == len(both):
         compared = Compared(partial(whole, both), partial(whole, begin), Aligned(at_start=True))
         same = (logits[len(begin) - 1], shorter[-1])
-        check_same(*same, "with more tokens after it a row", compared)
+        result = "its tokens depend on later ones, so it can't continue a text from cached states"
+        check_same(*same, "with more tokens after it a row", compared, result)
 
 
 def _check_separate(forward: Forward, make_cache: MakeCache, vocab_size: int) -> None:

@@ -60,16 +60,23 @@ def located(refusal: ModelRefused, model: nn.Module) -> ModelRefused:
 
 
 def check_same(
-    found: Tensor, expected: Tensor, row: str = "a padded row", compared: Compared | None = None
+    found: Tensor,
+    expected: Tensor,
+    row: str = "a padded row",
+    compared: Compared | None = None,
+    result: str = "the model can't be batched",
 ) -> None:
-    """Raise `ModelRefused` if rows differ from the same rows alone; `row` describes them."""
+    """Raise `ModelRefused` if rows differ from the same rows alone.
+
+    `row` describes them, and `result` what follows from that.
+    """
     error_max = ERRORS_MAX.get(expected.dtype, ERROR_MAX_HALF)
     error = relative_difference(found, expected)
     if error <= error_max:
         return
     text = f"{row}'s results differ from the row alone (relative norm {error:.1e}, "
     text += f"at most {error_max:.0e})"
-    ending = "; the model can't be batched"
+    ending = f"; {result}"
     if compared is None:
         raise ModelRefused(text + ending)
     raise ResultsDiffer(text, ending, compared, error_max)
