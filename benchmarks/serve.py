@@ -1,10 +1,11 @@
 """The figures `serve.*`: an engine under load, against itself and against other servers.
 
-`python -m benchmarks.serve --small` prints them for a small model, without storing anything.
+`python -m benchmarks.serve --small` prints them for a small model, without storing anything;
+`--cliff 0 250` prints `serve.cliff` alone, for these lengths of an adapter's turn.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle
 from statistics import median
 from typing import Final, TypeVar
@@ -184,15 +185,26 @@ def cliff(engine: ServedEngine, prompts: Prompts) -> Figure:
     ]
     ratio = median(own / other for own, other in pairs)
     own, other = (median(column) for column in zip(*pairs, strict=True))
+    rates = {name: median(run.load.tokens_per_s for run in runs) for name, runs in found.items()}
     return Figure(
         "serve.cliff",
         own,
-        f"s to the first token, {ADAPTER_FILES} adapters on {ADAPTERS} slots",
-        f"{ADAPTERS} adapters: {other:.2f} s",
+        f"s to the first token, {ADAPTER_FILES} adapters on {ADAPTERS} slots, "
+        f"at {rates['more']:.0f} tokens/s",
+        f"{ADAPTERS} adapters: {other:.2f} s, at {rates['fit']:.0f} tokens/s",
         ratio,
         "ratio <= 2",
         ratio <= 2.0,
     )
+
+
+def cliffs(shape: Shape, quanta_ms: Sequence[int]) -> Iterator[Figure]:
+    """Measure `cliff` with different turns of adapters."""
+    prompts = Prompts(shape.vocabulary)
+    with model_files(shape) as root:
+        for quantum_ms in quanta_ms:
+            with served_engine(root, RANK, quantum_ms=quantum_ms) as engine:
+                yield cliff(engine, prompts)
 
 
 def calibrated() -> Figure:
@@ -218,8 +230,16 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description="Measure an engine under load.")
     parser.add_argument("--small", action="store_true", help="a small model, for a first look")
-    small = parser.parse_args().small
-    for figure in run(SMALL if small else SHAPE):
+    parser.add_argument(
+        "--cliff",
+        type=int,
+        nargs="+",
+        metavar="MS",
+        help="measure serve.cliff alone, with each of these turns of adapters",
+    )
+    arguments = parser.parse_args()
+    shape = SMALL if arguments.small else SHAPE
+    for figure in cliffs(shape, arguments.cliff) if arguments.cliff else run(shape):
         Console(width=180).print(figure)
 
 

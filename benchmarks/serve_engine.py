@@ -23,9 +23,9 @@ from benchmarks.serve_load import (
     adapter_name,
     device_clock,
 )
-from controller.core.actions import SendCommand, SendReply
+from controller.core.actions import SendCommand, SendReply, SetTimer
 from controller.core.controller import Controller
-from controller.core.limits import Limits
+from controller.core.limits import SLOT_QUANTUM_MS, Limits
 from engine.config import EngineConfig, LoRAConfig
 from engine.models.loading import load_model
 from engine.worker.engine import Engine
@@ -34,6 +34,8 @@ from messages.ids import RequestId
 from messages.prompts import Sampling
 from messages.requests import TokensStreamed
 
+_NO_TIMEOUT_MS: Final = 3_600_000
+_IDLE_S: Final = 0.0005
 _GREEDY: Final = Sampling(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 
 
@@ -75,16 +77,24 @@ class MeasuredLoad(NamedTuple):
 class ServedEngine:
     """An engine with `ADAPTERS` slots, and all adapters of the load staged."""
 
-    def __init__(self, config: EngineConfig, lora: LoRAConfig) -> None:
+    def __init__(self, config: EngineConfig, lora: LoRAConfig, quantum_ms: int) -> None:
         model = load_model(config, lora)
         self._engine = Engine(model, config, lora, "benchmark")
         self._core = Controller(
-            Limits(slots_max=lora.max_loras, device_bytes_max=config.device_bytes_max)
+            Limits(
+                slots_max=lora.max_loras,
+                device_bytes_max=config.device_bytes_max,
+                request_timeout_ms=_NO_TIMEOUT_MS,
+                generation_timeout_ms=_NO_TIMEOUT_MS,
+                operation_timeout_ms=_NO_TIMEOUT_MS,
+                slot_quantum_ms=quantum_ms,
+            )
         )
         self._payloads: dict[RequestId, tuple[tuple[int, ...], Sampling]] = {}
         self._replies: dict[RequestId, requests.Reply] = {}
         self._streams: dict[RequestId, Stream] = {}
         self._count = 0
+        self._timer_ns = 0
         self._handle(self._engine.inventory())
         for number in range(ADAPTER_FILES):
             self.do(requests.StageAdapter, adapter_name(number))
@@ -147,18 +157,25 @@ class ServedEngine:
 
     def drain(self) -> None:
         """Run everything that was requested."""
-        while not self._engine.is_idle:
+        while self._core.world.pending_requests:
             self.advance()
 
     def advance(self) -> None:
-        """Run one step, and handle its reports."""
+        """Run one step, and handle its reports and those of the commands that follow from them."""
+        if self._engine.is_idle:
+            # It waits for a copy or a timer, as an engine's process does in a poll.
+            time.sleep(_IDLE_S)
         self._engine.step()
         now = time.perf_counter()
-        for report in self._engine.poll():
-            if not isinstance(report, TokensStreamed):
-                self._handle(report)
-            elif report.request_id in self._streams:
-                self._streams[report.request_id].tokens.extend([now] * len(report.tokens))
+        while found := self._engine.poll():
+            for report in found:
+                if not isinstance(report, TokensStreamed):
+                    self._handle(report)
+                elif report.request_id in self._streams:
+                    self._streams[report.request_id].tokens.extend([now] * len(report.tokens))
+        if 0 < self._timer_ns <= time.monotonic_ns():
+            self._timer_ns = 0
+            self._handle(records.TimerFired())
 
     def _finish(self, request_id: RequestId) -> None:
         reply = self._replies.pop(request_id)
@@ -171,12 +188,13 @@ class ServedEngine:
         return f"r-{self._count}"
 
     def _handle(self, message: records.Input) -> None:
-        # Time stands still, so that no deadline passes.
-        for action in self._core.handle(message, 0):
+        for action in self._core.handle(message, time.monotonic_ns()):
             if isinstance(action, SendReply):
                 self._replies[action.message.request_id] = action.message
             elif isinstance(action, SendCommand):
                 self._send(action.message)
+            elif isinstance(action, SetTimer):
+                self._timer_ns = action.at_ns
 
     def _send(self, command: commands.Command) -> None:
         if isinstance(command, commands.RequestInventory):
@@ -190,10 +208,13 @@ class ServedEngine:
 
 
 @contextmanager
-def served_engine(root: Path, rank_max: int, slots: int = ADAPTERS) -> Iterator[ServedEngine]:
+def served_engine(
+    root: Path, rank_max: int, slots: int = ADAPTERS, quantum_ms: int = SLOT_QUANTUM_MS
+) -> Iterator[ServedEngine]:
     """Serve the files below `root`."""
     lora = LoRAConfig(max_lora_rank=rank_max, max_loras=slots, max_cpu_loras=64)
-    served = ServedEngine(EngineConfig(root / "model", (root,), max_num_seqs=CLIENTS + 1), lora)
+    config = EngineConfig(root / "model", (root,), max_num_seqs=CLIENTS + 1)
+    served = ServedEngine(config, lora, quantum_ms)
     try:
         yield served
     finally:

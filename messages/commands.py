@@ -68,6 +68,17 @@ class ResetSlot(_Command, frozen=True):
     generation: Generation
 
 
+class PreemptSlot(_Command, frozen=True):
+    """Suspend the generations that use a slot, and reset it.
+
+    They keep their place and what they have generated, and continue with `ResumeGeneration`. The
+    engine waits until the one that began first has generated a token since the slot was written.
+    """
+
+    slot: Slot
+    generation: Generation
+
+
 class DropWeights(_Command, frozen=True):
     """Free an adapter's host memory."""
 
@@ -125,6 +136,14 @@ class StopGeneration(_Command, frozen=True):
     target: OpId
 
 
+class ResumeGeneration(_Command, frozen=True):
+    """Continue the suspended generation of operation `target` with its adapter in this slot."""
+
+    target: OpId
+    slot: Slot
+    generation: Generation
+
+
 class ResendTokens(Message, frozen=True):
     """Send an output again from its first token or vector, running or recently ended."""
 
@@ -156,8 +175,11 @@ Operation = (
     | UnstageWeights
     | WriteSlot
     | ResetSlot
+    | PreemptSlot
     | DropWeights
     | SetMapping
     | StartInference
 )
-Command = Operation | StopGeneration | ResendTokens | RequestInventory | ControllerBeat
+Command = (
+    Operation | StopGeneration | ResumeGeneration | ResendTokens | RequestInventory | ControllerBeat
+)

@@ -57,7 +57,10 @@ class SlotWritten(_Report, frozen=True):
 
 
 class SlotReset(_Report, frozen=True):
-    """The slot's row is clear and its extent free."""
+    """The slot's row is clear and its extent free.
+
+    After `PreemptSlot`, every generation that used the slot and has not ended is suspended.
+    """
 
 
 class WeightsDropped(_Report, frozen=True):
@@ -120,7 +123,7 @@ class EngineInventory(Message, frozen=True):
     received; `running` are those without a report yet. `answers` is the number of the
     `RequestInventory` frame that it answers: only then does it cover every earlier command. 0: the
     engine introduces itself or saw a gap, and expects a `RequestInventory`. `dtype` is the base
-    model's.
+    model's. `suspended`: those of `running` that wait for a `ResumeGeneration`.
     """
 
     engine_id: str
@@ -134,6 +137,7 @@ class EngineInventory(Message, frozen=True):
     answers: Seq = 0
     device: str = ""
     dtype: str = ""
+    suspended: tuple[OpId, ...] = ()
 
 
 class EngineBeat(Message, frozen=True):

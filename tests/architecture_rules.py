@@ -163,9 +163,9 @@ ROOMS: Final = (
     ),
     _package(
         "engine.inference",
-        "messages engine engine.residency.arena engine.punica engine.models engine.models.trials "
-        "engine.models.vision engine.paging engine.sampling engine.inference.decoding "
-        "engine.inference.queues",
+        "messages engine engine.residency.arena engine.punica engine.models engine.models.caches "
+        "engine.models.trials engine.models.vision engine.paging engine.sampling "
+        "engine.inference.decoding engine.inference.queues",
         "msgspec structlog torch",
     ),
     _package(

@@ -7,10 +7,11 @@ Every bound of the controller is an option, with the default of its field in `Li
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import FieldInfo
 
 from controller.cli.exit_codes import CommandError, ExitCode
 from controller.cli.options.groups import OptionGroup, in_milliseconds, settings
-from controller.core.limits import Limits, LimitsError, limits_from
+from controller.core.limits import SLOT_QUANTUM_MS, Limits, LimitsError, limits_from
 from controller.shell.config import ServeConfig, ServerConfig
 
 LIMIT_OPTIONS: Final = {
@@ -66,6 +67,11 @@ LIMIT_OPTIONS: Final = {
         "--digest-interval",
         "Records between two digests of the state in the log, which a replay compares.",
     ),
+    "slot_quantum_ms": (
+        "--slot-quantum",
+        "How long an adapter keeps its slot while others wait for one; its running generations "
+        "pause then and continue when it is its turn again. 0: until they end.",
+    ),
 }
 _LOG_AND_SUPERVISION: Final = {
     "sync": (
@@ -119,9 +125,17 @@ def _limits(values: dict[str, Any]) -> Limits:
         raise CommandError(ExitCode.USAGE, str(error)) from error
 
 
-LIMITS: Final = OptionGroup(
-    settings(msgspec.structs.fields(Limits), LIMIT_OPTIONS, "Bounds"), _limits
-)
+def _limit_fields() -> list[FieldInfo]:
+    """The fields with a server's defaults; those of `Limits` are what an old log means."""
+    return [
+        msgspec.structs.replace(field, default=SLOT_QUANTUM_MS)
+        if field.name == "slot_quantum_ms"
+        else field
+        for field in msgspec.structs.fields(Limits)
+    ]
+
+
+LIMITS: Final = OptionGroup(settings(_limit_fields(), LIMIT_OPTIONS, "Bounds"), _limits)
 SERVER_SETTINGS: Final = OptionGroup(
     settings(
         msgspec.structs.fields(ServerConfig), _LOG_AND_SUPERVISION, panel="Log and supervision"

@@ -7,12 +7,14 @@ a change.
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from controller.core.context import Context
+from controller.core.pending_requests import has_suspended
 from controller.core.tables.tier_queues import TIERS, TierName
 from controller.core.world import PREFETCH_PRIORITY, Adapter
-from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
+from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState, Seq
 
 
 class Amount(NamedTuple):
@@ -152,8 +154,10 @@ def find_victim(
     """Choose an adapter that leaves the tier for `requester` and frees a part of `missing`.
 
     An idle one is preferred. Next is a leased one, which then accepts no new requests and leaves
-    after its last one. Next is one whose requests are newer, so that the oldest request is always
-    served. Held adapters and those in motion are never chosen. For a prefetch, only idle adapters
+    after its last one, or where slots have turns, when its turn is over; so the one whose turn
+    began first is chosen there. Next is one whose requests are newer, so that the oldest request is
+    always served. Held adapters, those in motion and those with suspended generations are never
+    chosen. For a prefetch, only idle adapters
     are that are outside the slots and at their goal.
     """
     priority = requester.priority
@@ -164,9 +168,12 @@ def find_victim(
             if victim is not None:
                 return victim
         return None
-    for accepts in (_is_idle, _is_only_leased, lambda adapter: adapter.priority > priority):
+    for accepts in (_is_idle, _is_only_leased, partial(_is_newer, context, priority)):
         for state in STATES_HOLDING[tier]:
-            victim = context.policy(_candidates(context, state, tier, missing, accepts))
+            candidates = _candidates(context, state, tier, missing, accepts)
+            if accepts is _is_only_leased and context.limits.slot_quantum_ms:
+                candidates = iter(sorted(candidates, key=attrgetter("state_since_ns")))
+            victim = context.policy(candidates)
             if victim is not None:
                 return victim
     return None
@@ -182,6 +189,11 @@ def _is_idle_at_goal(context: Context, adapter: Adapter) -> bool:
 
 def _is_only_leased(adapter: Adapter) -> bool:
     return not adapter.waiters and adapter.leases > 0
+
+
+def _is_newer(context: Context, priority: Seq, adapter: Adapter) -> bool:
+    # A turn that begins with reading files again would cost more than it is worth.
+    return adapter.priority > priority and not has_suspended(context, adapter)
 
 
 def _candidates(

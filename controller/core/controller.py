@@ -108,6 +108,7 @@ class Controller:
         self.world.answers.set_bounds(window_bounds(limits))
         # There may be room now for what waits.
         context.dirty_adapters.update(dict.fromkeys(self.world.queues.members))
+        self.world.turn_end_ns = 0
         self._finish(context)
         return context.actions
 

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Final
 
-from controller.core import engine_lifecycle, leases, pending_requests
+from controller.core import engine_lifecycle, pending_requests
 from controller.core.actions import SendCommand, SetTimer
 from controller.core.context import Context
 from controller.core.world import Operation, PendingRequest
@@ -34,6 +34,9 @@ def on_timer(context: Context, _message: records.TimerFired) -> None:
         if world.is_live(deadline):
             _, kind, key = deadline
             _EXPIRE[kind](context, key)
+    if context.limits.slot_quantum_ms:
+        # After any deadline: a restored world has none of turns, and must decide the same.
+        context.dirty_adapters.update(dict.fromkeys(sorted(world.demoting)))
 
 
 def set_timer(context: Context) -> None:
@@ -99,7 +102,7 @@ def _expire_request(context: Context, request_id: RequestId) -> None:
     if pending.kind in _TOO_SLOW and pending.op:
         too_slow = _TOO_SLOW[pending.kind]
         pending_requests.refuse_request(context, request_id, ErrorCode.ENGINE_GONE, too_slow)
-        leases.stop_inference(context, pending)
+        pending_requests.stop_inference(context, pending)
         return
     if pending.op:
         context.bound_operation(pending.op)
@@ -129,6 +132,11 @@ def _end_backoff(context: Context, adapter_id: AdapterId) -> None:
     context.dirty_adapters[adapter_id] = None
 
 
+def _end_turn(context: Context, _key: int) -> None:
+    """Forget the deadline: `on_timer` lets every turn be looked at."""
+    context.world.turn_end_ns = 0
+
+
 def _expire_unknown(context: Context, op: OpId) -> None:
     """Abandon an engine that does not end an operation which is not in the log."""
     engine_lifecycle.abandon(
@@ -142,5 +150,6 @@ _EXPIRE: Final[dict[str, Callable[[Context, Any], None]]] = {
     "operation": _expire_operation,
     "request": _expire_request,
     "retry": _end_backoff,
+    "turn": _end_turn,
     "unknown": _expire_unknown,
 }

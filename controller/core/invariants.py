@@ -49,7 +49,9 @@ def check(world: World, limits: Limits, allowed: Excess | None = NO_EXCESS) -> N
     _require(is_allowed, f"the tiers exceed their bounds by {found}, before by {allowed}")
     for check_one in (_check_slots, _check_usage, _check_indexes, _check_exemptions):
         check_one(world)
-    for check_one in (_check_operations, _check_requests, _check_progress, _check_queues):
+    for check_one in (_check_operations, _check_suspended, _check_requests):
+        check_one(world)
+    for check_one in (_check_progress, _check_queues):
         check_one(world)
     _check_counters(world)
     _require(world.digest() == world.digest_from_scratch(), "the digest forgot a change")
@@ -199,14 +201,46 @@ def _check_operations(world: World) -> None:
         len(own) + len(served) == len(world.operations),
         "an operation without an adapter or a request",
     )
-    leases = Counter(a for w in world.pending_requests.values() if w.op for a in w.adapters)
+    leases = Counter(
+        adapter_id
+        for request_id, pending in world.pending_requests.items()
+        for adapter_id in pending.adapters
+        if pending.op and request_id not in world.adapters[adapter_id].waiters
+    )
     found = {a.id: a.leases for a in world.adapters.values() if a.leases}
     _require(found == dict(leases), f"leases {found} are not those of running requests, {leases}")
 
 
+def _suspended(world: World, adapter: Adapter) -> dict[str, int]:
+    """Return the waiters for which the engine has an open operation."""
+    waiters = adapter.waiters.items()
+    return {one: since for one, since in waiters if world.pending_requests[one].op}
+
+
+def _check_suspended(world: World) -> None:
+    """Suspended requests are generations without a lease that wait since after their arrival."""
+    for adapter in world.adapters.values():
+        suspended = _suspended(world, adapter)
+        _require(not (suspended and adapter.leases), f"{adapter} runs some and suspends others")
+        for request_id, since in suspended.items():
+            pending = world.pending_requests[request_id]
+            command = world.operations[pending.op].command
+            is_generation = isinstance(command, commands.StartGeneration)
+            _require(is_generation, f"{request_id} is suspended and no generation")
+            _require(pending.adapters == (adapter.id,), f"{request_id} waits for {adapter}")
+            is_due = pending.arrived_seq < since <= world.seq + len(world.slots)
+            _require(is_due, f"{request_id} waits since {since}")
+            is_kept = bool(adapter.op) or adapter.state != GPU_SLOT or not world.engine_ready
+            _require(is_kept, f"{request_id} is suspended although {adapter} is in its slot")
+
+
 def _check_requests(world: World) -> None:
     """Pending requests and adapters' waiters agree; no request is answered twice."""
-    expected: dict[AdapterId, dict[str, int]] = {}
+    expected: dict[AdapterId, dict[str, int]] = {
+        adapter.id: suspended
+        for adapter in world.adapters.values()
+        if (suspended := _suspended(world, adapter))
+    }
     for request_id, pending in world.pending_requests.items():
         is_open = request_id not in world.answers or pending.answered
         _require(is_open, f"{request_id} is pending and has an answer")
@@ -234,13 +268,15 @@ def _check_progress(world: World) -> None:
         keeps = adapter.goal not in no_weights or not adapter.held
         _require(keeps, f"{adapter} is held without a goal")
         gone = adapter.state in no_weights and adapter.goal == UNREGISTERED and not adapter.op
-        _require(not gone, f"{adapter} should be removed")
+        has_suspended = bool(_suspended(world, adapter))
+        _require(not gone or has_suspended, f"{adapter} should be removed")
         if not world.engine_ready or adapter.op or adapter.backing_off:
             continue
         rise = RESIDENCY_LEVEL[adapter.goal] - RESIDENCY_LEVEL[adapter.state]
         is_queued = adapter.id in world.queues.members
         _require(rise <= 0 or is_queued, f"{adapter} is promoted without progress")
-        _require(rise >= 0 or adapter.leases > 0, f"{adapter} is demoted without progress")
+        is_used = adapter.leases > 0 or has_suspended
+        _require(rise >= 0 or is_used, f"{adapter} is demoted without progress")
 
 
 def _check_queues(world: World) -> None:

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Final
 
-from controller.core import capacity, pending_requests
+from controller.core import capacity, leases, pending_requests
 from controller.core.context import Context
 from controller.core.limits import Limits
 from controller.core.report_handlers import mark_lost, promote_version, publish_if_current
@@ -53,7 +53,7 @@ def contradiction(world: World, limits: Limits, inventory: EngineInventory) -> s
         _unbounded(world, limits, inventory)
         or _contradicts_itself(inventory)
         or _taken_slot(world, inventory)
-        or _missing_lease(world, inventory)
+        or _missing_lease(world, limits, inventory)
     )
 
 
@@ -64,6 +64,7 @@ def _unbounded(world: World, limits: Limits, inventory: EngineInventory) -> str 
         ("slots_max", inventory.slots_max, 1, SLOTS_MAX),
         ("last_op", inventory.last_op, 0, world.next_op + NUMBERS_LOST_MAX),
         ("operations", len(inventory.running), 0, RUNNING_MAX),
+        ("suspended operations", len(inventory.suspended), 0, len(inventory.running)),
         ("adapters", len(inventory.adapters), 0, limits.known_adapters_max),
         ("length of a name", max(map(len, _texts(inventory))), 0, TEXT_LENGTH_MAX),
         ("bytes", sum(a.host_bytes + a.blob_bytes for a in inventory.adapters), 0, SIZE_BYTES_MAX),
@@ -130,13 +131,20 @@ def _taken_slot(world: World, inventory: EngineInventory) -> str | None:
     return None
 
 
-def _missing_lease(world: World, inventory: EngineInventory) -> str | None:
+def _missing_lease(world: World, limits: Limits, inventory: EngineInventory) -> str | None:
     entries = {entry.adapter_id: entry for entry in inventory.adapters}
     for op, operation in surviving(world, inventory):
         if not operation.request_id:
             continue
         for adapter_id in world.pending_requests[operation.request_id].adapters:
-            if _differs(world.adapters[adapter_id], entries.get(adapter_id)):
+            adapter, entry = world.adapters[adapter_id], entries.get(adapter_id)
+            if not _differs(adapter, entry):
+                continue
+            is_suspended = operation.request_id in adapter.waiters
+            follows = limits.slot_quantum_ms > 0 and (
+                op in inventory.suspended or (entry is not None and entry.state == GPU_SLOT)
+            )
+            if not (_is_same_content(adapter, entry) and (is_suspended or follows)):
                 return f"operation {op} needs adapter {adapter_id}, which is not where it was"
     return None
 
@@ -163,6 +171,7 @@ def correct(context: Context, inventory: EngineInventory) -> None:
     """Change the records to the states that the inventory reports."""
     world = context.world
     entries = {entry.adapter_id: entry for entry in inventory.adapters}
+    _suspend_moved(context, inventory, entries)
     resident = [adapter_id for order in world.lru_order.values() for adapter_id in order]
     differing = []
     for adapter_id in dict.fromkeys((*resident, *entries)):
@@ -179,6 +188,19 @@ def correct(context: Context, inventory: EngineInventory) -> None:
         entry = entries.get(adapter_id)
         if entry is not None:
             _replay_transitions(context, _record_of(context, entry), entry)
+
+
+def _suspend_moved(
+    context: Context, inventory: EngineInventory, entries: dict[AdapterId, InventoryAdapter]
+) -> None:
+    """Suspend the generations of leased adapters that are elsewhere: the log's tail is lost."""
+    world = context.world
+    for _, operation in surviving(world, inventory):
+        pending = world.pending_requests.get(operation.request_id)
+        for adapter_id in () if pending is None else pending.adapters:
+            adapter = world.adapters[adapter_id]
+            if adapter.leases and _differs(adapter, entries.get(adapter_id)):
+                leases.suspend_one(context, adapter, operation.request_id, world.seq)
 
 
 def _record_of(context: Context, entry: InventoryAdapter) -> Adapter:

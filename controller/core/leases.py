@@ -1,20 +1,32 @@
 """Holds, leases and batches: what a request uses its adapters for once they are ready.
 
 A hold lasts from its answer until it is released. A lease lasts as long as the operation that the
-engine runs for an inference or a batch.
+engine runs for an inference or a batch. A generation may be suspended meanwhile: then it has no
+lease, and waits for its adapter to be in a slot.
+
+Adapters that want a slot take turns. One that loses its slot waits since then, and one that never
+had it since its oldest request; the one that waits longest is next. While a request waits, every
+other adapter has at most one turn before it, because an adapter that gets a slot serves all its
+requests. With W adapters before it and S slots, neither held, it waits for at most ceil(W / S)
+turns.
 """
 
+from operator import attrgetter
 from typing import Final
 
 from controller.core import capacity
 from controller.core.actions import SendCommand
-from controller.core.context import Context
+from controller.core.context import NANOS_PER_MS, Context
 from controller.core.pending_requests import (
     INFERENCE,
     adapter_done,
     dequeue_batch,
+    end_suspension,
     end_waiting,
     has_reached,
+    has_suspended,
+    is_satisfied,
+    is_wanted_down,
     refuse_request,
     wait_for,
 )
@@ -29,6 +41,7 @@ from messages.ids import (
     PINNED,
     AdapterState,
     RequestId,
+    Seq,
 )
 
 GRANTED: Final[dict[RequestKind, AdapterState]] = {
@@ -40,14 +53,26 @@ GRANTED: Final[dict[RequestKind, AdapterState]] = {
 """The state that an adapter is in when a request of each kind is granted."""
 
 
-def serve(
+def serve_waiters(context: Context, adapter: Adapter) -> None:
+    """Serve what the adapter satisfies; before it is demoted by request, suspended ones alone."""
+    resumes_only = has_suspended(context, adapter) and is_wanted_down(context, adapter)
+    for request_id in tuple(adapter.waiters):
+        pending = context.world.pending_requests[request_id]
+        is_next = bool(pending.op) or not resumes_only
+        if is_next and is_satisfied(adapter, pending):
+            _serve(context, adapter, request_id, pending)
+
+
+def _serve(
     context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
 ) -> None:
     """Answer a request that the adapter satisfies, or start its inference or batch."""
     if pending.kind == "batch":
         confirm_batch(context, request_id, pending)
     elif pending.kind in INFERENCE:
-        if context.world.engine_ready:
+        if context.world.engine_ready and pending.op:
+            _resume(context, adapter, request_id, pending)
+        elif context.world.engine_ready:
             end_waiting(context, adapter, request_id, pending)
             start_inference(context, request_id, pending)
     else:
@@ -100,15 +125,85 @@ def lease(context: Context, pending: PendingRequest) -> tuple[Adapter, ...]:
     return adapters
 
 
-def end_lease(context: Context, pending: PendingRequest) -> None:
-    """End the leases of a request; an adapter without leases may leave its slot."""
+def end_use(context: Context, request_id: RequestId, pending: PendingRequest) -> None:
+    """End the leases of a request, or its suspension; an idle adapter may leave its slot."""
     world = context.world
     adapters = world.adapters
     for adapter_id in pending.adapters:
-        adapters[adapter_id].leases -= 1
+        adapter = adapters[adapter_id]
+        if request_id in adapter.waiters:
+            end_suspension(context, adapter, request_id)
+            continue
+        adapter.leases -= 1
         adapters.mark_changed(adapter_id)
         if adapter_id in world.demoting or world.queues.members:
             context.dirty_adapters[adapter_id] = None
+
+
+def end_turns(context: Context) -> None:
+    """Preempt leased adapters that leave their slots for others and whose turns are over.
+
+    A turn begins when the slot is written. The timer is set to the end of the next turn.
+    """
+    world = context.world
+    quantum_ns = context.limits.slot_quantum_ms * NANOS_PER_MS
+    ends, since = [], world.seq
+    leaving = [world.adapters[adapter_id] for adapter_id in world.demoting]
+    for adapter in sorted(leaving, key=attrgetter("state_since_ns", "generation")):
+        if not adapter.leases or adapter.op or adapter.backing_off:
+            continue
+        turn_end_ns = adapter.state_since_ns + quantum_ns
+        if turn_end_ns > world.time_ns:
+            ends.append(turn_end_ns)
+        elif suspend(context, adapter, since):
+            # Those that are suspended by one input have an order too: that of their turns.
+            since += 1
+            op = context.next_op()
+            context.issue(commands.PreemptSlot(op, adapter.slot, adapter.generation), adapter)
+    if ends and not world.time_ns < world.turn_end_ns <= min(ends):
+        world.turn_end_ns = min(ends)
+        world.add_deadline(world.turn_end_ns, "turn", 0)
+
+
+def suspend(context: Context, adapter: Adapter, since: Seq) -> bool:
+    """Suspend the generations that lease an adapter; do nothing and return False for other leases.
+
+    They wait as requests that arrived at `since`.
+    """
+    world = context.world
+    running = []
+    for operation in world.operations.values():
+        pending = world.pending_requests.get(operation.request_id)
+        if pending is not None and pending.adapters == (adapter.id,) and pending.kind == "generate":
+            running.append(operation.request_id)
+    if len(running) != adapter.leases:
+        return False
+    for request_id in running:
+        suspend_one(context, adapter, request_id, since)
+    return True
+
+
+def suspend_one(context: Context, adapter: Adapter, request_id: RequestId, since: Seq) -> None:
+    """Let a running generation wait for its adapter to be in a slot again."""
+    adapter.leases -= 1
+    wait_for(context, adapter, request_id, since)
+    context.dirty_adapters[adapter.id] = None
+
+
+def _resume(
+    context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
+) -> None:
+    lease(context, pending)
+    end_suspension(context, adapter, request_id)
+    order_resumption(context, adapter, pending)
+
+
+def order_resumption(context: Context, adapter: Adapter, pending: PendingRequest) -> None:
+    """Order the engine to continue a generation in the adapter's slot; harmless if it does."""
+    command = commands.ResumeGeneration(
+        context.next_op(), pending.op, adapter.slot, adapter.generation
+    )
+    context.actions.append(SendCommand(command))
 
 
 def start_inference(context: Context, request_id: RequestId, pending: PendingRequest) -> None:
@@ -124,14 +219,6 @@ def start_inference(context: Context, request_id: RequestId, pending: PendingReq
         case _:
             command = commands.StartGeneration(op, request_id, *adapter_in_slot)
     context.issue_for(request_id, pending, command)
-
-
-def stop_inference(context: Context, pending: PendingRequest) -> None:
-    """Order the engine to end a request's inference; the report of its end ends the lease."""
-    pending.stopping = True
-    if not context.world.operations[pending.op].deadline_ns:
-        context.bound_operation(pending.op)
-    context.actions.append(SendCommand(commands.StopGeneration(context.next_op(), pending.op)))
 
 
 def start_next_batch(context: Context) -> None:

@@ -4,7 +4,7 @@ A replay with the same limits makes the same decisions. The shell's options (pat
 nothing and are not here.
 """
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta, Struct
@@ -20,10 +20,15 @@ _GIB = 1 << 30
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 SizeBytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 DurationMs = Annotated[int, Meta(ge=1, le=3_600_000)]
+QuantumMs = Annotated[int, Meta(ge=0, le=3_600_000)]
 
 
 FIXED = ("slots_max", "device_bytes_max")
 """The limits that an engine is started with; the others can change while it runs."""
+
+
+SLOT_QUANTUM_MS: Final = 250
+"""The `slot_quantum_ms` of servers that are started without one."""
 
 
 class LimitsError(ValueError):
@@ -64,6 +69,9 @@ class Limits(Struct, frozen=True):
     """How long an adapter that the engine failed to move is not moved again without a request."""
     digest_interval: Count = 1024
     """Inputs between two digests in the log."""
+    slot_quantum_ms: QuantumMs = 0
+    """How long an adapter keeps its slot for running generations while others wait for one; 0: to
+    the end of the generations. Logs without this limit are of that rule."""
 
 
 def window_bounds(limits: Limits) -> WindowBounds:

@@ -6,10 +6,11 @@ Nothing here moves an adapter: one whose goal may have changed is added to `dirt
 from operator import itemgetter
 from typing import Final
 
+from controller.core.actions import SendCommand
 from controller.core.context import NANOS_PER_MS, Context
 from controller.core.world import Adapter, PendingRequest, RequestKind
 from controller.states.table import RESIDENCY_LEVEL
-from messages import requests
+from messages import commands, requests
 from messages.errors import ErrorCode
 from messages.ids import EVICTED, UNREGISTERED, AdapterId, AdapterState, RequestId
 
@@ -154,13 +155,56 @@ def _cancel_demotion(context: Context, pending: PendingRequest) -> None:
 
 
 def refuse_waiters(
-    context: Context, adapter: Adapter, code: ErrorCode, message: str, *, downward: bool
+    context: Context,
+    adapter: Adapter,
+    code: ErrorCode,
+    message: str,
+    *,
+    downward: bool,
+    suspended: bool = True,
 ) -> None:
-    """Refuse the downward or the other requests that wait for an adapter."""
+    """Refuse the downward or the other requests that wait for an adapter.
+
+    `suspended`: also those that are suspended, which the engine is then ordered to end.
+    """
     for request_id in tuple(adapter.waiters):
         pending = context.world.pending_requests.get(request_id)
-        if pending is not None and (pending.kind in DOWNWARD) == downward:
+        if pending is None or (pending.kind in DOWNWARD) != downward:
+            continue
+        if not pending.op:
             refuse_request(context, request_id, code, message)
+        elif suspended and not pending.stopping:
+            refuse_request(context, request_id, code, message)
+            stop_inference(context, pending)
+
+
+def stop_inference(context: Context, pending: PendingRequest) -> None:
+    """Order the engine to end a request's inference; the report of its end ends its use."""
+    pending.stopping = True
+    if not context.world.operations[pending.op].deadline_ns:
+        context.bound_operation(pending.op)
+    context.actions.append(SendCommand(commands.StopGeneration(context.next_op(), pending.op)))
+
+
+def has_suspended(context: Context, adapter: Adapter) -> bool:
+    """Whether a generation of the adapter is suspended."""
+    pending = context.world.pending_requests
+    return any(pending[request_id].op for request_id in adapter.waiters)
+
+
+def will_resume(context: Context, adapter: Adapter) -> bool:
+    """Whether a suspended generation of the adapter needs a slot: it is not ordered to end."""
+    pending = context.world.pending_requests
+    waiting = [pending[request_id] for request_id in adapter.waiters]
+    return any(one.op and not one.stopping for one in waiting)
+
+
+def end_suspension(context: Context, adapter: Adapter, request_id: RequestId) -> None:
+    """Remove a suspended request from the waiters; the last one of a replaced version ends it."""
+    stop_waiting(context, adapter, request_id)
+    if adapter.retired and not adapter.waiters:
+        context.set_goal(adapter, UNREGISTERED)
+    context.dirty_adapters[adapter.id] = None
 
 
 def is_wanted_down(context: Context, adapter: Adapter) -> bool:

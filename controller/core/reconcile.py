@@ -14,7 +14,7 @@ from controller.core.world import NO_PRIORITY, PREFETCH_PRIORITY, Adapter
 from controller.states.machine import next_state
 from controller.states.table import ADAPTER_REMOVED, RESIDENCY_LEVEL
 from messages import commands, events
-from messages.errors import ErrorCode
+from messages.errors import MEANINGS, ErrorCode
 from messages.ids import (
     CPU_CACHED,
     EVICTED,
@@ -43,10 +43,7 @@ def reconcile(context: Context) -> None:
 
 def reconcile_adapter(context: Context, adapter: Adapter) -> None:
     """Serve the requests that the adapter satisfies, set its goal for the others, and move it."""
-    for request_id in tuple(adapter.waiters):
-        pending = context.world.pending_requests[request_id]
-        if pending_requests.is_satisfied(adapter, pending):
-            leases.serve(context, adapter, request_id, pending)
+    leases.serve_waiters(context, adapter)
     if adapter.op:
         return
     if adapter.waiters:
@@ -58,6 +55,10 @@ def reconcile_adapter(context: Context, adapter: Adapter) -> None:
 
 
 def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
+    if adapter.state != GPU_SLOT and pending_requests.will_resume(context, adapter):
+        # A lower goal is pursued when its suspended generations have ended, as running ones.
+        context.set_goal(adapter, GPU_SLOT)
+        return
     goal: AdapterState = adapter.goal
     lowest: AdapterState | None = None
     for request_id in adapter.waiters:
@@ -148,8 +149,9 @@ def write(context: Context, adapter: Adapter) -> None:
 def reset(context: Context, adapter: Adapter) -> None:
     """Reset the adapter's slot, unless it is leased: the end of its last lease resets it then."""
     if not adapter.leases:
-        op = context.next_op()
-        context.issue(commands.ResetSlot(op, adapter.slot, adapter.generation), adapter)
+        is_suspended = pending_requests.has_suspended(context, adapter)
+        command = commands.PreemptSlot if is_suspended else commands.ResetSlot
+        context.issue(command(context.next_op(), adapter.slot, adapter.generation), adapter)
 
 
 def unstage(context: Context, adapter: Adapter) -> None:
@@ -168,7 +170,12 @@ def drop(context: Context, adapter: Adapter) -> None:
 
 
 def forget(context: Context, adapter: Adapter) -> None:
-    """Delete the record of an adapter that has no weights anywhere."""
+    """Delete the record of an adapter that has no weights anywhere.
+
+    While the engine ends a suspended generation of it, the record stays.
+    """
+    if pending_requests.has_suspended(context, adapter):
+        return
     world = context.world
     context.count_time_in_state(adapter)
     adapter.state = next_state(adapter.name, adapter.state, ADAPTER_REMOVED)
@@ -316,6 +323,8 @@ def _admit_queued(context: Context) -> None:
             adapter = world.adapters[queue[0][1]]
             if not capacity.fits(context, adapter, tier):
                 _make_room(context, tier)
+                if tier == "device" and context.limits.slot_quantum_ms:
+                    leases.end_turns(context)
                 break
             context.leave_queue(adapter, world.adapters.get(context.departed))
             _enter(context, adapter, tier)
@@ -355,13 +364,18 @@ def _demote(context: Context, victim: Adapter, tier: TierName) -> None:
 def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: str) -> None:
     """Refuse the requests that wanted the adapter higher, and undo what was done for them alone.
 
-    A held adapter keeps its goal and is tried again after a backoff.
+    A held adapter keeps its goal and is tried again after a backoff, and so is one with suspended
+    generations for which there may be room later.
     """
-    if adapter.held and RESIDENCY_LEVEL[adapter.goal] > RESIDENCY_LEVEL[adapter.state]:
+    resumes = MEANINGS[code].retryable and pending_requests.will_resume(context, adapter)
+    is_above = RESIDENCY_LEVEL[adapter.goal] > RESIDENCY_LEVEL[adapter.state]
+    if is_above and (adapter.held or resumes):
         start_backoff(context, adapter)
     else:
         context.set_goal(adapter, _goal_without_requests(adapter))
-    pending_requests.refuse_waiters(context, adapter, code, message, downward=False)
+    pending_requests.refuse_waiters(
+        context, adapter, code, message, downward=False, suspended=not resumes
+    )
     context.dirty_adapters[adapter.id] = None
 
 

@@ -28,6 +28,7 @@ SUCCESS_OF: Final[dict[type, type]] = {
     commands.UnstageWeights: reports.WeightsUnstaged,
     commands.WriteSlot: reports.SlotWritten,
     commands.ResetSlot: reports.SlotReset,
+    commands.PreemptSlot: reports.SlotReset,
     commands.DropWeights: reports.WeightsDropped,
     commands.SetMapping: reports.MappingSet,
     commands.StartGeneration: reports.GenerationEnded,
@@ -42,7 +43,12 @@ RESERVED_BY: Final[dict[type, TierName]] = {
 }
 """The tier that an operation entered when it was sent."""
 
-DEMOTIONS: Final = (commands.ResetSlot, commands.UnstageWeights, commands.DropWeights)
+DEMOTIONS: Final = (
+    commands.ResetSlot,
+    commands.PreemptSlot,
+    commands.UnstageWeights,
+    commands.DropWeights,
+)
 
 
 def on_report(context: Context, report: Any) -> None:
@@ -229,12 +235,16 @@ def promote_version(context: Context, new: Adapter) -> None:
 
 
 def _move_waiters(context: Context, source: Adapter, target: Adapter) -> None:
-    """Bind the requests that wait for `source` to `target`; running ones keep their version."""
+    """Bind the requests that wait for `source` to `target`.
+
+    Running and suspended ones keep their version.
+    """
     world = context.world
-    for request_id in (*source.waiters, *world.batches):
+    moving = [one for one in source.waiters if not world.pending_requests[one].op]
+    for request_id in (*moving, *world.batches):
         pending = world.pending_requests[request_id]
         pending.adapters = tuple([target.id if a == source.id else a for a in pending.adapters])
-    for request_id in tuple(source.waiters):
+    for request_id in moving:
         pending_requests.stop_waiting(context, source, request_id)
         arrived_seq = world.pending_requests[request_id].arrived_seq
         pending_requests.wait_for(context, target, request_id, arrived_seq)
@@ -278,7 +288,7 @@ def discard_operation(context: Context, operation: Operation) -> None:
     world = context.world
     if operation.request_id:
         pending = world.pending_requests[operation.request_id]
-        leases.end_lease(context, pending)
+        leases.end_use(context, operation.request_id, pending)
         pending.op = 0
         return
     adapter = world.adapters[operation.adapter_id]
@@ -334,7 +344,7 @@ def _adapter_of(context: Context, pending: PendingRequest) -> Adapter | None:
 def _end_request(
     context: Context, request_id: RequestId, pending: PendingRequest, reply: requests.Reply
 ) -> None:
-    leases.end_lease(context, pending)
+    leases.end_use(context, request_id, pending)
     pending_requests.end_request(context, request_id, reply)
 
 

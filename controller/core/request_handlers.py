@@ -186,8 +186,9 @@ def _remove(context: Context, message: requests.RemoveAdapter, adapter: Adapter)
         if adapter.held:
             leases.release(context, adapter)
         being_removed = f"adapter {adapter.name!r} is being removed"
+        # Suspended generations end before, as running ones do.
         pending_requests.refuse_waiters(
-            context, adapter, ErrorCode.CONFLICT, being_removed, downward=False
+            context, adapter, ErrorCode.CONFLICT, being_removed, downward=False, suspended=False
         )
     _request_down(context, message, "remove", UNREGISTERED, adapter)
 
@@ -263,7 +264,7 @@ def _cancel(context: Context, message: requests.CancelGeneration, _checked: None
     if target is None or not found:
         return
     if target.op:
-        leases.stop_inference(context, target)
+        pending_requests.stop_inference(context, target)
     else:
         cancelled = pending_requests.cancelled(context, message.target, target)
         pending_requests.end_request(context, message.target, cancelled)

@@ -36,8 +36,9 @@ RequestKind = (
     Literal["load", "stage", "activate", "hold", "deactivate", "evict", "remove", "batch"]
     | InferenceKind
 )
-DeadlineKind = Literal["operation", "request", "retry", "unknown"]
-"""`retry` ends an adapter's backoff, `unknown` is of an operation that is not in the log.
+DeadlineKind = Literal["operation", "request", "retry", "turn", "unknown"]
+"""`retry` ends an adapter's backoff, `turn` is the end of the first turn that is over while others
+wait for a slot, `unknown` is of an operation that is not in the log.
 
 Deadlines of one moment expire in the order of these names."""
 Deadline = tuple[int, DeadlineKind, int | str]
@@ -62,7 +63,8 @@ class Adapter(Struct, array_like=True, gc=False):
     included; `on_host` and `is_staged` state whether it counts there. `kept` is the highest state
     that requests were granted, unless its goal was lowered since: a refused request leaves it
     there. `load_bytes` is its size as read, `blob_bytes` its size as packed. `waiters` maps the
-    requests that wait for it, the oldest first, to the `seq` of the input that each arrived with.
+    requests that wait for it, the oldest first, to the `seq` of the input since which each waits:
+    with which it arrived, or by which it was suspended (plus its place among those of that input).
     `announced`: an event reported that it was loaded, so its removal is reported too.
     """
 
@@ -147,10 +149,11 @@ class PendingRequest(Struct, array_like=True, gc=False):
     """One accepted request that has not ended.
 
     `arrived_seq` is the `seq` of the input that it arrived with. While `op` is set, the engine runs
-    that operation for it and its adapters are leased. `answered`: its client has an answer, but the
-    engine still works. `stopping`: the engine was ordered to end its inference. `body` is the hash
-    of the request's body, which a repetition has too. `missed`: its adapter was not in a slot when
-    it arrived.
+    that operation for it and its adapters are leased, unless the request is one of the adapter's
+    waiters: then it is suspended until the adapter is in a slot again. `answered`: its client has
+    an answer, but the engine still works. `stopping`: the engine was ordered to end its inference.
+    `body` is the hash of the request's body, which a repetition has too. `missed`: its adapter was
+    not in a slot when it arrived.
     """
 
     kind: RequestKind
@@ -250,6 +253,8 @@ class World:
         self.deadlines: list[Deadline] = []
         self.deadlines_max = DEADLINES_MIN
         self.timer_ns = 0
+        # The one deadline of kind `turn`; 0 if there is none.
+        self.turn_end_ns = 0
 
     @property
     def wall_ns(self) -> int:
@@ -301,6 +306,8 @@ class World:
         if kind == "operation":
             operation = self.operations.get(key)  # type: ignore[arg-type]
             return operation is not None and operation.deadline_ns == at_ns
+        if kind == "turn":
+            return at_ns == self.turn_end_ns
         if kind == "unknown":
             return self.unknown_operations.get(key) == at_ns  # type: ignore[arg-type]
         adapter = self.adapters.get(key)  # type: ignore[arg-type]

@@ -91,5 +91,15 @@ class SequenceBatch(Protocol):
     def keep(self, stays: Callable[[Sequence], bool]) -> None:
         """Drop all sequences but those for which `stays` returns True; called once for each."""
 
+    def suspend(self, sequences: list[Sequence]) -> None:
+        """Take sequences out, and keep what was computed of them as long as memory allows.
+
+        Those that can't be computed again are kept in any case. The others continue when `admit`
+        takes them from the queue, from what was kept or from their tokens.
+        """
+
+    def forget(self, sequences: list[Sequence]) -> None:
+        """Free what was kept of suspended sequences that have ended."""
+
     def step(self) -> None:
         """Compute a chunk of the prompts, and a token of every running sequence."""

@@ -18,7 +18,7 @@ from engine.errors import NotResident
 from engine.inference.admission import SlotTable, check_admission
 from engine.inference.batch import ForwardError, KVUse, Waiting
 from engine.inference.batch_choice import choose_batch
-from engine.inference.generations import Generations
+from engine.inference.generations import Generations, SuspendedGenerations
 from engine.inference.prompt_prefetch import PromptPrefetcher
 from engine.inference.prompt_reader import PromptReader
 from engine.inference.queues.priority_queue import PriorityQueue
@@ -26,9 +26,9 @@ from engine.inference.sequence import Sequence
 from engine.jobs import Jobs
 from engine.models.causal_model import CausalModel
 from engine.punica.wrapper import PunicaWrapper
-from messages.commands import StartGeneration
+from messages.commands import ResumeGeneration, StartGeneration
 from messages.errors import ErrorCode
-from messages.ids import OpId, RequestId
+from messages.ids import OpId, RequestId, Slot
 from messages.reports import Report
 
 PREEMPT_AFTER_STEPS: Final = 32
@@ -69,6 +69,9 @@ class GenerationScheduler:
         self._full_steps = 0
         self.batch = choose_batch(model, punica, slots, config, self)
         self._generations = Generations(model, emit)
+        self._suspended = SuspendedGenerations(
+            self._generations, self._waiting, self.batch, self._enqueue_first
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -84,6 +87,11 @@ class GenerationScheduler:
     def operations(self) -> list[OpId]:
         """The operations whose generations have not ended."""
         return self._generations.operations
+
+    @property
+    def suspended(self) -> list[OpId]:
+        """The operations whose generations wait for a slot."""
+        return self._suspended.operations
 
     @property
     def running(self) -> list[OpId]:
@@ -113,12 +121,25 @@ class GenerationScheduler:
     def stop(self, target: OpId) -> None:
         """End the generation that operation `target` started; do nothing where it has ended."""
         ended = self._generations.cancel(target)
+        self._suspended.end(target, ended)
         waiting = [one for one in ended if self._waiting.remove(one.command.adapter_id, one)]
         for sequence in ended:
             if sequence not in waiting:
                 self._prefetcher.cancel(sequence)
         if len(waiting) < len(ended):
             self.batch.keep(lambda one: one not in ended)
+
+    def has_progressed(self, slot: Slot, generation: int) -> bool:
+        """Whether a slot may be taken from its generations: the oldest one has a new token."""
+        return self._suspended.has_progressed(slot, generation)
+
+    def suspend(self, slot: Slot, generation: int) -> None:
+        """Take all generations of a slot out of the batch, until `resume`."""
+        self._suspended.suspend(slot, generation)
+
+    def resume(self, command: ResumeGeneration) -> None:
+        """Continue a suspended generation; do nothing for another one."""
+        self._suspended.resume(command)
 
     def resend(self, request_id: RequestId) -> None:
         """Send running or recent outputs again from their first tokens, if they are known."""
@@ -132,7 +153,8 @@ class GenerationScheduler:
                 self._fail(sequence, error)
             else:
                 self._generations.set_prompt(sequence, future.result())
-                self._enqueue(sequence)
+                if sequence.command.op not in self._suspended:
+                    self._enqueue(sequence)
 
     def close(self) -> None:
         """Start no more jobs."""

@@ -1,19 +1,22 @@
 """Generations in progress: their outputs, and the reports of what they produce and how they end.
 
 A generation has one sequence per requested output. It ends with one report, after all of them have
-ended or when one of them fails.
+ended or when one of them fails. Suspended ones have no slot: they keep their outputs, samplers and,
+while memory allows, their keys and values, until their adapter is in a slot again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from engine.errors import NotFinite, RequestRefused, code_of
+from engine.inference.batch import SequenceBatch
 from engine.inference.output_cache import OutputCache
+from engine.inference.queues.priority_queue import PriorityQueue
 from engine.inference.sequence import PreparedPrompt, Sequence
 from engine.models.causal_model import CausalModel
 from engine.sampling.sampler import NOT_FINITE, NOT_STRUCTURED
-from messages.commands import StartGeneration
-from messages.ids import OpId, RequestId
+from messages.commands import ResumeGeneration, StartGeneration
+from messages.ids import OpId, RequestId, Slot
 from messages.reports import GenerationEnded, OperationFailed, Report
 from messages.views import FinishReason
 
@@ -48,6 +51,16 @@ class Generation:
         return others
 
     @property
+    def op(self) -> OpId:
+        """The operation that started it."""
+        return self.sequences[0].command.op
+
+    def uses(self, slot: Slot, generation: int) -> bool:
+        """Whether its adapter is in this slot."""
+        command = self.sequences[0].command
+        return (command.slot, command.generation) == (slot, generation)
+
+    @property
     def unfinished(self) -> list[Sequence]:
         """The sequences that have not ended."""
         return [one for one in self.sequences if one.output.finish_reason is None]
@@ -79,7 +92,7 @@ class Generations:
     @property
     def operations(self) -> list[OpId]:
         """The operations whose generations have not ended."""
-        return [one.sequences[0].command.op for one in self._active.values()]
+        return [one.op for one in self._active.values()]
 
     def add(self, command: StartGeneration) -> Sequence:
         """Add a generation and return its first sequence."""
@@ -94,6 +107,14 @@ class Generations:
             return None
         # A later request may have the same id.
         return generation if generation.sequences[sequence.index] is sequence else None
+
+    def find(self, op: OpId) -> Generation | None:
+        """Return the generation that an operation started; None where it has ended."""
+        return next((one for one in self._active.values() if one.op == op), None)
+
+    def using(self, slot: Slot, generation: int) -> list[Generation]:
+        """Return the generations whose adapter is in this slot, the oldest first."""
+        return [one for one in self._active.values() if one.uses(slot, generation)]
 
     def set_prompt(self, sequence: Sequence, prepared: PreparedPrompt) -> None:
         """Store the prompt of a generation in progress, whose first sequence is `sequence`."""
@@ -124,8 +145,7 @@ class Generations:
 
     def cancel(self, target: OpId) -> list[Sequence]:
         """End the generation of an operation; return the sequences that had not ended."""
-        active = self._active.values()
-        found = next((one for one in active if one.sequences[0].command.op == target), None)
+        found = self.find(target)
         if found is None:
             return []
         unfinished = found.unfinished
@@ -182,3 +202,64 @@ class Generations:
         request_id = generation.sequences[0].command.request_id
         del self._active[request_id]
         self._outputs.put(*(one.full_output() for one in generation.sequences))
+
+
+class SuspendedGenerations:
+    """The generations that are suspended; `enqueue` lets sequences wait for the batch again."""
+
+    def __init__(
+        self,
+        generations: Generations,
+        waiting: PriorityQueue[Sequence],
+        batch: SequenceBatch,
+        enqueue: Callable[[list[Sequence]], None],
+    ) -> None:
+        self._generations = generations
+        self._waiting = waiting
+        self._batch = batch
+        self._enqueue = enqueue
+        self._operations: set[OpId] = set()
+
+    def __contains__(self, op: object) -> bool:
+        """Whether the generation of an operation is suspended."""
+        return op in self._operations
+
+    @property
+    def operations(self) -> list[OpId]:
+        """The operations of the suspended generations, in order."""
+        return sorted(self._operations)
+
+    def has_progressed(self, slot: Slot, generation: int) -> bool:
+        """Whether the oldest generation of a slot has a token since its turn began, if any is."""
+        oldest = next(iter(self._generations.using(slot, generation)), None)
+        return oldest is None or any(one.has_progressed for one in oldest.sequences)
+
+    def suspend(self, slot: Slot, generation: int) -> None:
+        """Suspend all generations of a slot; prompts that are being processed continue to be."""
+        leaving: list[Sequence] = []
+        for one in self._generations.using(slot, generation):
+            self._operations.add(one.op)
+            leaving += one.unfinished
+        self._batch.suspend(
+            [one for one in leaving if not self._waiting.remove(one.command.adapter_id, one)]
+        )
+
+    def resume(self, command: ResumeGeneration) -> None:
+        """Continue a generation in a slot; do nothing for one that is not suspended."""
+        if command.target in self._operations:
+            self._operations.remove(command.target)
+            found = self._generations.find(command.target)
+            if found is not None:
+                self._enqueue(_resumed(found, command))
+
+    def end(self, op: OpId, sequences: Iterable[Sequence]) -> None:
+        """Forget a generation that has ended."""
+        self._operations.discard(op)
+        self._batch.forget(list(sequences))
+
+
+def _resumed(generation: Generation, command: ResumeGeneration) -> list[Sequence]:
+    """Put a generation into its slot; return the sequences whose prompts are processed."""
+    for sequence in generation.sequences:
+        sequence.resume(command.slot, command.generation)
+    return [one for one in generation.unfinished if one.prompt]

@@ -6,6 +6,7 @@ prefilled in groups of similar length, with caches of their own that join the ru
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Final
 
@@ -18,6 +19,7 @@ from engine.inference.forward_runner import ForwardRunner
 from engine.inference.prefill import PrefillBatch, may_join
 from engine.inference.sequence import Sequence
 from engine.inference.step_budget import TOKENS_MAX, StepBudget
+from engine.models.caches.row_cache import RowCache
 from engine.punica.mapping import BASE, LoRAMapping
 from engine.punica.wrapper import PunicaWrapper
 
@@ -47,6 +49,9 @@ class PaddedBatch:
         self._strategy = choose_decode(self._model, punica, slots, config)
         self._cache = self._model.new_cache(keeps_capacity=self._strategy.keeps_capacity)
         self._running: list[Sequence] = []
+        # The caches of suspended sequences, one each.
+        self._suspended: dict[Sequence, RowCache] = {}
+        self._suspended_max = config.max_num_seqs
         # The group whose chunk is next comes first.
         self._prefilling: deque[PrefillBatch] = deque()
 
@@ -63,7 +68,8 @@ class PaddedBatch:
     @property
     def kv_use(self) -> KVUse:
         """The bytes of the batch's cache and of those of prefilled groups, without a budget."""
-        caches = (self._cache, *(group.cache for group in self._prefilling))
+        groups = (group.cache for group in self._prefilling)
+        caches = (self._cache, *groups, *self._suspended.values())
         return KVUse(sum(cache.size_bytes for cache in caches), 0, "padded")
 
     @property
@@ -72,13 +78,22 @@ class PaddedBatch:
         return False
 
     def admit(self, waiting: Waiting) -> int:
-        """Form a group of the next waiting sequences, as rows and groups are free."""
+        """Form a group of the next waiting sequences, as rows and groups are free.
+
+        Suspended ones whose caches were kept join the running batch at once.
+        """
         if len(self._prefilling) >= PREFILLS_MAX:
             return 0
         sequences: list[Sequence] = []
         lengths: list[int] = []
         rows = len(self._running) + len(self.prefilling)
         while waiting.queue and rows + len(sequences) < waiting.rows_max:
+            if waiting.queue.first() in self._suspended:
+                sequence = waiting.queue.pop()
+                cache = self._suspended.pop(sequence)
+                if waiting.is_resident(sequence) and self._join([sequence], cache):
+                    rows += 1
+                continue
             length = len(waiting.queue.first().tokens)
             is_full = max([*lengths, length]) * (len(lengths) + 1) > PREFILL_TOKENS_MAX
             if sequences and (waiting.one_by_one or is_full or not may_join(lengths, length)):
@@ -100,6 +115,23 @@ class PaddedBatch:
             if len(rows) < len(batch):
                 batch.keep(rows)
         self._prefilling = deque(batch for batch in self._prefilling if len(batch))
+
+    def suspend(self, sequences: list[Sequence]) -> None:
+        """Take sequences out: running ones with their caches, of which there is a largest number.
+
+        Prompts that are not prefilled, and those beyond the number, are computed again.
+        """
+        for sequence in [one for one in self._running if one in sequences]:
+            row = self._running.index(sequence)
+            if len(self._suspended) < self._suspended_max or not sequence.can_resume:
+                self._suspended[sequence] = self._cache.take(row)
+                del self._running[row]
+        self.keep(lambda one: one not in sequences)
+
+    def forget(self, sequences: list[Sequence]) -> None:
+        """Free the caches of suspended sequences."""
+        for sequence in sequences:
+            self._suspended.pop(sequence, None)
 
     def step(self) -> None:
         """Prefill a chunk of the next group, and then decode."""
@@ -140,7 +172,8 @@ class PaddedBatch:
         tokens = self._runner.sample(batch.sequences, logits)
         rows = self._events.on_tokens(batch.sequences, tokens)
         if rows:
-            self._join(batch, rows)
+            joining = [batch.sequences[row] for row in rows]
+            self._join(joining, batch.cache, rows)
 
     def _chunk_tokens(self, batch: PrefillBatch) -> int:
         """Return the most tokens of a group's next chunk, padding included."""
@@ -151,22 +184,22 @@ class PaddedBatch:
             tokens_max = min(tokens_max, self._runner.scored_tokens_max)
         return tokens_max
 
-    def _join(self, batch: PrefillBatch, rows: list[int]) -> None:
-        """Append these rows of a prefill to the running batch."""
-        joining = [batch.sequences[row] for row in rows]
+    def _join(self, joining: list[Sequence], cache: RowCache, rows: SequenceOf[int] = (0,)) -> bool:
+        """Append rows of a cache to the running batch; return False where memory lacks."""
         try:
-            batch.cache.keep(rows)
-            self._cache.join(batch.cache)
+            cache.keep(rows)
+            self._cache.join(cache)
         except (RuntimeError, MemoryError) as error:
-            count = len(self._running) + len(rows)
+            count = len(self._running) + len(joining)
             reason = self._runner.local_failure(error, count, has_images=False)
             if reason is None:
                 raise
             self._give_way(self._running + joining, ForwardError(reason, has_images=False))
-            return
+            return False
         for sequence in joining:
             sequence.images = None
         self._running += joining
+        return True
 
     def _decode(self) -> None:
         self._cache.grow(1)

@@ -52,6 +52,8 @@ class PagedBatch:
         self._shares_prefixes = shares_prefixes
         # In the order in which they were admitted.
         self._rows: list[PagedRow] = []
+        # In the order in which they were suspended, with the blocks that they had.
+        self._suspended: dict[Sequence, PagedRow] = {}
         self.lacks_memory = False
 
     @property
@@ -75,7 +77,7 @@ class PagedBatch:
         """The tokens in the blocks that sequences hold, each shared block counted once."""
         lengths = {
             block: min(BLOCK_TOKENS, row.table.length - number * BLOCK_TOKENS)
-            for row in self._rows
+            for row in (*self._rows, *self._suspended.values())
             for number, block in enumerate(row.table.blocks)
         }
         return sum(max(0, length) for length in lengths.values())
@@ -86,11 +88,13 @@ class PagedBatch:
         while waiting.queue and len(self._rows) < waiting.rows_max:
             if waiting.one_by_one and (count or self.prefilling):
                 break
-            row = self._row_of(waiting.queue.first())
-            if not self._fits(row):
+            sequence = waiting.queue.first()
+            row = self._suspended.get(sequence) or self._row_of(sequence)
+            if not self._fits_after_dropping(row):
                 self.lacks_memory = True
                 break
             waiting.queue.pop()
+            self._suspended.pop(sequence, None)
             if waiting.is_resident(row.sequence):
                 self._add(row)
                 count += 1
@@ -99,6 +103,19 @@ class PagedBatch:
     def keep(self, stays: Callable[[Sequence], bool]) -> None:
         """Drop all sequences but those for which `stays` returns True."""
         self._leave([row for row in self._rows if not stays(row.sequence)])
+
+    def suspend(self, sequences: list[Sequence]) -> None:
+        """Take sequences out, with their blocks until other sequences need these."""
+        leaving = [row for row in self._rows if row.sequence in sequences]
+        self._rows = [row for row in self._rows if row not in leaving]
+        self._suspended.update((row.sequence, row) for row in leaving)
+
+    def forget(self, sequences: list[Sequence]) -> None:
+        """Free the blocks of suspended sequences."""
+        for sequence in sequences:
+            row = self._suspended.pop(sequence, None)
+            if row is not None:
+                row.table.release()
 
     def step(self) -> None:
         """Run one flat pass of all running sequences and of chunks of the prompts."""
@@ -127,12 +144,31 @@ class PagedBatch:
         """Whether there are blocks for a sequence, after those promised to the others."""
         if not self._rows:
             return True
-        found = self._reusable(row)
+        # A sequence that continues has its blocks.
+        found = [] if row.table.blocks else self._reusable(row)
         promised = sum(one.missing_blocks for one in self._rows if not one.is_prefilled)
         # One more block for each sequence, so that the next steps preempt nothing.
         growth = len(self._rows) + 1
         needed = row.missing_blocks - len(found) + growth
         return needed + promised <= self.pool.available - self.pool.kept_among(found)
+
+    def _fits_after_dropping(self, row: PagedRow) -> bool:
+        """Whether a sequence fits, after suspended ones have given up blocks for it."""
+        while not self._fits(row):
+            if not self._drop_suspended(row):
+                return False
+        return True
+
+    def _drop_suspended(self, keep: PagedRow | None = None) -> bool:
+        """Free the blocks of the sequence that was suspended first; return whether there was one.
+
+        It will be computed again.
+        """
+        for sequence, row in self._suspended.items():
+            if row.can_leave and row is not keep:
+                self.forget([sequence])
+                return True
+        return False
 
     def _reusable(self, row: PagedRow) -> list[int]:
         """Return the blocks of other sequences that a sequence can begin with.
@@ -187,6 +223,8 @@ class PagedBatch:
             try:
                 row.table.reserve(tokens, row.sequence.tokens_max)
             except NoFreeBlocks:
+                if self._drop_suspended():
+                    continue
                 later = self._rows[self._rows.index(row) + 1 :]
                 victim = next((one for one in reversed(later) if one.can_leave), row)
                 self._leave([victim])

@@ -29,8 +29,8 @@ from engine.models.pooling_model import PoolingModel
 from engine.models.tokenization import prompt_tokens
 from engine.punica.mapping import BASE
 from engine.punica.wrapper import PunicaWrapper
-from messages.commands import StartPooling
-from messages.ids import OpId, RequestId
+from messages.commands import ResumeGeneration, StartPooling
+from messages.ids import OpId, RequestId, Slot
 from messages.prompts import TextPrompt
 from messages.reports import OperationFailed, PoolingEnded, Report
 
@@ -93,6 +93,11 @@ class PoolingScheduler:
         return [request.command.op for request in self._waiting.values()]
 
     @property
+    def suspended(self) -> list[OpId]:
+        """None: poolings are short, so adapters are not taken from them."""
+        return []
+
+    @property
     def running(self) -> list[OpId]:
         """The operation whose texts are next."""
         return self.operations[:1]
@@ -152,6 +157,17 @@ class PoolingScheduler:
             if request.command.op == target:
                 self._finish(request)
                 return
+
+    def has_progressed(self, slot: Slot, generation: int) -> bool:
+        """Whether no request uses a slot."""
+        uses = [request.command for request in self._waiting.values()]
+        return all((one.slot, one.generation) != (slot, generation) for one in uses)
+
+    def suspend(self, slot: Slot, generation: int) -> None:
+        """Do nothing: requests whose adapter left its slot fail at the next step (L007)."""
+
+    def resume(self, command: ResumeGeneration) -> None:
+        """Do nothing: no request is suspended."""
 
     def resend(self, request_id: RequestId) -> None:
         """Send the vectors of a recently ended request again, if they are known."""

@@ -16,8 +16,8 @@ from engine.jobs import Jobs
 from engine.models.causal_model import CausalModel
 from engine.models.pooling_model import PoolingModel
 from engine.punica.wrapper import PunicaWrapper
-from messages.commands import StartGeneration, StartInference
-from messages.ids import OpId, RequestId
+from messages.commands import ResumeGeneration, StartGeneration, StartInference
+from messages.ids import OpId, RequestId, Slot
 from messages.reports import Report
 
 
@@ -31,6 +31,10 @@ class Scheduler(Protocol):
     @property
     def operations(self) -> list[OpId]:
         """The operations that have not ended."""
+
+    @property
+    def suspended(self) -> list[OpId]:
+        """The operations that wait for a slot."""
 
     @property
     def running(self) -> list[OpId]:
@@ -49,6 +53,15 @@ class Scheduler(Protocol):
 
     def stop(self, target: OpId) -> None:
         """End the request that operation `target` started; do nothing where it has ended."""
+
+    def has_progressed(self, slot: Slot, generation: int) -> bool:
+        """Whether a slot may be taken from its requests, because they have used it."""
+
+    def suspend(self, slot: Slot, generation: int) -> None:
+        """Take the requests of a slot out of the batch."""
+
+    def resume(self, command: ResumeGeneration) -> None:
+        """Continue a suspended request in a slot."""
 
     def resend(self, request_id: RequestId) -> None:
         """Send an output again, if it is known."""

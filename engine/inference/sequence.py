@@ -16,6 +16,7 @@ from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.sampler import Sampler
 from engine.sampling.structure import Guide
 from messages.commands import StartGeneration
+from messages.ids import Slot
 from messages.prompts import MAX_TOKENS_DEFAULT
 from messages.requests import TokensStreamed
 from messages.views import FinishReason, TokenLogprob
@@ -61,6 +62,8 @@ class Sequence:
         self.output = Output()
         # Tokens of the prompt that were in the KV cache when the sequence first began.
         self.prefix_tokens = 0
+        # Tokens that it had when its adapter was written into the slot that it uses.
+        self._tokens_before_turn = 0
         sampling = command.sampling
         eos_ids = frozenset() if sampling.ignore_eos else frozenset(model.eos_ids)
         self._end_ids = eos_ids | frozenset(sampling.stop_token_ids)
@@ -90,6 +93,16 @@ class Sequence:
         """Record that the first tokens were cached; after a preemption they are its own."""
         if not self.output.tokens:
             self.prefix_tokens = min(tokens, len(self.prompt))
+
+    @property
+    def has_progressed(self) -> bool:
+        """Whether it has generated a token since it began, or since it was resumed."""
+        return len(self.output.tokens) > self._tokens_before_turn
+
+    def resume(self, slot: Slot, generation: int) -> None:
+        """Continue with the adapter in this slot."""
+        self.command = structs.replace(self.command, slot=slot, generation=generation)
+        self._tokens_before_turn = len(self.output.tokens)
 
     @property
     def tokens(self) -> list[int]:

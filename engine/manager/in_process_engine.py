@@ -120,6 +120,7 @@ class InProcessEngine:
                 commands.StartGeneration()
                 | commands.StartPooling()
                 | commands.StopGeneration()
+                | commands.ResumeGeneration()
                 | commands.ResendTokens()
                 | commands.ControllerBeat()
             ):

@@ -137,6 +137,15 @@ class BatchKVCache:
             if not self._keeps_capacity:
                 layer.shrink_to_fit()
 
+    def take(self, row: int) -> "BatchKVCache":
+        """Remove a row and return it in a cache of its own, without a fixed capacity."""
+        taken = BatchKVCache([self.lengths[row]], [self.offsets[row]])
+        taken.prompt_lengths = [self.prompt_lengths[row]]
+        taken.cache.layers = [layer.copy_of(row) for layer in self.cache.layers]
+        taken.keep([0])
+        self.keep([other for other in range(len(self)) if other != row])
+        return taken
+
     def reserve(self, columns_min: int = STATIC_COLUMNS_MIN) -> StepShape:
         """Reserve buffers for a static step, in powers of two, and return the step's sizes."""
         rows = next_power_of_two(len(self))

@@ -111,6 +111,17 @@ class GrowableKVLayer(CacheLayerMixin):  # type: ignore[misc]
             used[staying : staying + len(moved)] = used.index_select(0, moved)
         self.rows = staying + len(moved)
 
+    def copy_of(self, row: int) -> "GrowableKVLayer":
+        """Return a layer with a copy of one row; empty for a layer that holds nothing."""
+        copied = GrowableKVLayer()
+        if self.is_initialized:
+            with torch.inference_mode(False):
+                copied._buffers = tuple(
+                    self._used(buffer)[row : row + 1].clone() for buffer in self._buffers
+                )
+            copied.rows, copied.last, copied.is_initialized = 1, self.width, True
+        return copied
+
     def clear(self) -> None:
         """Drop all rows and keep the buffers."""
         self.rows = self.first = self.last = 0

@@ -54,6 +54,7 @@ ResidencyCommand = (
     | commands.UnstageWeights
     | commands.WriteSlot
     | commands.ResetSlot
+    | commands.PreemptSlot
     | commands.DropWeights
     | commands.SetMapping
 )
@@ -103,6 +104,7 @@ class Residency:
             commands.UnstageWeights: self.unstage_weights,
             commands.WriteSlot: self.write_slot,
             commands.ResetSlot: self.reset_slot,
+            commands.PreemptSlot: self.reset_slot,
             commands.DropWeights: self.drop_weights,
             commands.SetMapping: self.set_mapping,
         }
@@ -245,8 +247,8 @@ class Residency:
         if self.arena.is_copied(command.slot):
             self._finish_copy(command.slot)
 
-    def reset_slot(self, command: commands.ResetSlot) -> None:
-        """Clear a slot; sequences that use it fail at the next step."""
+    def reset_slot(self, command: commands.ResetSlot | commands.PreemptSlot) -> None:
+        """Clear a slot; sequences that use it and are not suspended fail at the next step."""
         self.arena.reset(command.slot, command.generation)
         adapter = self.host_adapters[self.residents[command.slot] or BASE_MODEL]
         adapter.slot, adapter.generation = NO_SLOT, 0

@@ -8,7 +8,7 @@ applied only by `poll`; so nothing changes during a forward pass.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import msgspec
@@ -28,12 +28,14 @@ from engine.parallel import ParallelGroup
 from engine.residency.device_memory import allocated_bytes
 from engine.residency.residency import OperationJob, Residency
 from engine.worker.collective_jobs import CollectiveJobs
+from engine.worker.preemption import SlotPreemption
 from engine.worker.seen_operations import SeenOperations
 from messages import commands, reports
 from messages.ids import AdapterId, OpId
 from messages.views import EngineStatistics
 
-EngineCommand = commands.Operation | commands.StopGeneration | commands.ResendTokens
+_Executable = commands.Operation | commands.StopGeneration | commands.ResumeGeneration
+EngineCommand = _Executable | commands.ResendTokens
 """The commands of an engine; the worker handles those of the link (beats, inventory requests)."""
 
 
@@ -70,6 +72,7 @@ class Engine:
         residency = self.residency
         slots = SlotTable(arena, residency.residents, residency.fingerprint_of, self._weight_of)
         self._inference = choose_scheduler(model, punica, slots, config, report, image_jobs)
+        self._preemption = SlotPreemption(self._inference, residency)
         self._seen_operations = SeenOperations()
         self._meter = Meter()
 
@@ -111,6 +114,7 @@ class Engine:
         """Return the reports since the last call, in order."""
         self.residency.collect()
         self._inference.collect()
+        self._preemption.after_step()
         collected = self._outbox.copy()
         self._outbox.clear()
         for report in collected:
@@ -151,18 +155,28 @@ class Engine:
             slots_max=len(self.residency.residents),
             device_bytes_max=self._config.device_bytes_max,
             last_op=self.last_op,
-            running=tuple(sorted((*self.residency.running, *self._inference.operations))),
+            running=tuple(sorted(self._running())),
             adapters=self.residency.inventory(),
             device=str(self._config.torch_device),
             dtype=self._dtype,
+            suspended=tuple(self._inference.suspended),
         )
 
-    def _execute(self, command: commands.Operation | commands.StopGeneration) -> None:
+    def _running(self) -> Iterator[OpId]:
+        yield from self.residency.running
+        yield from self._preemption.operations
+        yield from self._inference.operations
+
+    def _execute(self, command: _Executable) -> None:
         match command:
             case commands.StartGeneration() | commands.StartPooling():
                 self._start_inference(command)
             case commands.StopGeneration():
                 self._inference.stop(command.target)
+            case commands.ResumeGeneration():
+                self._inference.resume(command)
+            case commands.PreemptSlot():
+                self._preemption.add(command)
             case _:
                 self.residency.execute(command)
 

@@ -19,7 +19,7 @@ from engine.worker.engine import Engine
 from engine.worker.leader import Leader
 from messages.commands import ControllerBeat, RequestInventory
 from messages.progress import Progress
-from messages.reports import EngineBeat, PrivateReport
+from messages.reports import EngineBeat, PrivateReport, SlotReset, SlotWritten
 from messages.wire import COMMANDS, WireError
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ WAIT_BOUND_S: Final = 30.0
 
 COPY_POLL_MS: Final = 1
 """The interval at which an unfinished copy is polled while the engine is idle."""
+
+ANSWER_WAIT_MS: Final = 2
+"""How long a step waits for the command that follows from a slot's report: without it, the slot
+would be unused for a step. The controller takes a part of it, unless its disk is slow."""
 
 FRAMES_MAX: Final = 256
 """The most frames that are read between two forward passes."""
@@ -101,6 +105,8 @@ class Worker:
         for parent in parents:
             self._poller.register(parent, zmq.POLLIN)
         self._stopping = False
+        # Whether a slot was written or reset in this iteration.
+        self._slot_changed = False
         self._beat_due_s = self._last_frame_s = time.monotonic()
         self._malformed_count = 0
 
@@ -135,7 +141,7 @@ class Worker:
 
     def _timeout_ms(self) -> int:
         if not self._engine.is_idle:
-            return 0
+            return ANSWER_WAIT_MS if self._slot_changed else 0
         if self._engine.is_copying:
             return COPY_POLL_MS
         return max(0, ceil(1000 * (self._beat_due_s - time.monotonic())))
@@ -176,7 +182,9 @@ class Worker:
 
     def _report(self) -> None:
         """Send the new reports; those that can't be sent are part of the next synchronisation."""
+        self._slot_changed = False
         for report in self._engine.poll():
+            self._slot_changed |= isinstance(report, SlotReset | SlotWritten)
             if self._spans is not None:
                 self._spans.on_report(report)
             frame = self._link.encode(report)

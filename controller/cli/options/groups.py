@@ -78,7 +78,8 @@ def setting(field: FieldInfo, flag: str, text: str, panel: str) -> Parameter:
     kind, default = field.type, field.default
     if field.name.endswith("_ms"):
         kind, default = float, default / 1000
-        shown |= {"min": _SECONDS_MIN, "max": _SECONDS_MAX, "metavar": "SECONDS"}
+        least = 0 if field.name.endswith("_quantum_ms") else _SECONDS_MIN
+        shown |= {"min": least, "max": _SECONDS_MAX, "metavar": "SECONDS"}
     elif field.name.endswith("_bytes_max"):
         return size_parameter(field.name, flag, text, default, panel)
     elif field.name == "log_retention":

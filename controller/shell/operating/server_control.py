@@ -158,8 +158,10 @@ class ServerControl:
     def _pending(self) -> Iterator[tuple[RequestId, str, str, bool]]:
         world = self._controller.world
         for request_id, pending in world.pending_requests.items():
-            names = [world.adapters[key].name for key in pending.adapters if key in world.adapters]
-            yield request_id, pending.kind, ",".join(names), bool(pending.op)
+            used = [world.adapters[key] for key in pending.adapters if key in world.adapters]
+            # A suspended generation waits for its adapter.
+            runs = pending.op > 0 and not any(request_id in one.waiters for one in used)
+            yield request_id, pending.kind, ",".join(one.name for one in used), runs
 
     def note_group(self, group: Iterable[Input], arrived_ns: int) -> None:
         """Note the requests of a group that was handled: those that wait, and slow answers.

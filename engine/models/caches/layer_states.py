@@ -5,6 +5,7 @@ Convolution, recurrent and state-space states have one value per row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, Final
 
 import torch
@@ -72,6 +73,15 @@ def join_layers(layers: Sequence[Any]) -> Any:
             if state is not None:
                 states[key] = torch.cat([getattr(layer, name)[key] for layer in layers])
     return first
+
+
+def copy_layer(layer: Any) -> Any:
+    """Return a layer with the same tensors, which `take_rows` can change alone."""
+    copied = copy(layer)
+    for name in ("conv_states", "recurrent_states"):
+        if hasattr(layer, name):
+            setattr(copied, name, dict(getattr(layer, name)))
+    return copied
 
 
 def take_rows(layer: Any, rows: Tensor, padding: int) -> None:

@@ -40,6 +40,9 @@ class RowCache(Protocol):
     def keep(self, rows: Sequence[int]) -> None:
         """Drop all rows but these."""
 
+    def take(self, row: int) -> Self:
+        """Remove a row and return it in a cache of its own, which can `join` again."""
+
 
 class RowStates:
     """Base class of caches whose rows are prefilled one by one, without padding.

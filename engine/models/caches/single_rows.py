@@ -5,6 +5,7 @@ or nothing, and then all its tokens are computed again.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +65,13 @@ class SingleRows(RowStates):
         """Drop all rows but these."""
         self._rows = [self._rows[row] for row in rows]
         self._keep_counts(rows)
+
+    def take(self, row: int) -> "SingleRows":
+        """Remove a row and return it in a cache of its own."""
+        taken = copy(self)
+        taken.keep([row])
+        self.keep([other for other in range(len(self)) if other != row])
+        return taken
 
     def forward(self, model: PreTrainedModel, row: int, tokens: Tensor) -> Tensor:
         """Return logits, [1, columns, vocabulary], of which the last are those of the new tokens.

@@ -5,12 +5,19 @@ attention needs the mask of a left-padded batch; other states need none.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
 
-from engine.models.caches.layer_states import join_layers, own_cache, states_bytes, take_rows
+from engine.models.caches.layer_states import (
+    copy_layer,
+    join_layers,
+    own_cache,
+    states_bytes,
+    take_rows,
+)
 from engine.models.caches.row_cache import RowStates
 
 
@@ -70,6 +77,22 @@ class StateCache(RowStates):
                 device = _device_of(layer)
                 if device is not None:
                     take_rows(layer, torch.tensor(list(rows), device=device), padding)
+
+    def take(self, row: int) -> "StateCache":
+        """Remove a row and return it in a cache of its own."""
+        taken = copy(self)
+        if self._together is not None:
+            taken._together = _copied(self._together)
+        taken.keep([row])
+        self.keep([other for other in range(len(self)) if other != row])
+        return taken
+
+
+def _copied(cache: DynamicCache) -> DynamicCache:
+    """Return a cache with the same tensors, of which rows can be dropped alone."""
+    copied = copy(cache)
+    copied.layers = [copy_layer(layer) for layer in cache.layers]
+    return copied
 
 
 def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:

@@ -10,7 +10,7 @@ from controller.cli import serve
 from controller.cli.exit_codes import ExitCode
 from controller.cli.main import app
 from controller.core.controller import Controller
-from controller.core.limits import RULES, Limits, limits_to
+from controller.core.limits import RULES, SLOT_QUANTUM_MS, Limits, limits_to
 from controller.log.segments import segment_paths
 from controller.log.writer import Log
 from controller.shell import supervisor
@@ -54,9 +54,10 @@ def started(monkeypatch):
 def test_serve_starts_with_the_defaults_of_the_server(started, tmp_path):
     result = run("serve", "--model", "m", directory=tmp_path)
     assert result.exit_code == 0, result.output
-    assert started == [ServeConfig(ServerConfig(str(tmp_path)), "m")]
+    assert started == [ServeConfig(ServerConfig(str(tmp_path), SERVED), "m")]
 
 
+SERVED = Limits(slot_quantum_ms=SLOT_QUANTUM_MS)
 OPTIONS = {
     "--slots": "3",
     "--host-adapters": "5",
@@ -73,6 +74,7 @@ OPTIONS = {
     "--operation-timeout": "3.5",
     "--rest": "4.5",
     "--digest-interval": "14",
+    "--slot-quantum": "0.5",
     "--sync": "interval",
     "--sync-interval": "0.25",
     "--segment-bytes": "2MiB",
@@ -112,6 +114,7 @@ def test_every_bound_is_an_option(started, tmp_path):
         operation_timeout_ms=3500,
         rest_ms=4500,
         digest_interval=14,
+        slot_quantum_ms=500,
     )
     server = ServerConfig(
         *(str(tmp_path), limits, "lru", "interval", 250, 2 << 20, 4000, True),
@@ -191,7 +194,7 @@ def test_a_wrong_file_is_explained(started, tmp_path, text, problem):
 
 def test_serve_prints_its_configuration_as_json_and_exits_like_its_children(started, tmp_path):
     result = run("serve", "--model", "m", "--json", directory=tmp_path)
-    assert json.loads(result.stdout)["server"]["limits"] == limits_to(Limits())
+    assert json.loads(result.stdout)["server"]["limits"] == limits_to(SERVED)
     for status, exit_code in ((7, ExitCode.LOG), (2, ExitCode.USAGE), (99, ExitCode.FAILURE)):
         started.status = status
         result = run("serve", "--model", "m", "--json", directory=tmp_path)

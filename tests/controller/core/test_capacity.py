@@ -17,7 +17,7 @@ from messages.requests import (
     StageAdapter,
 )
 from tests.support.simulation.core_bench import CoreBench
-from tests.support.simulation.engine import Content
+from tests.support.simulation.engine_records import Content
 
 
 def test_slots_bind_before_bytes() -> None:

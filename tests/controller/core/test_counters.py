@@ -20,7 +20,7 @@ from messages.requests import (
 )
 from messages.views import AdapterCounters
 from tests.support.simulation.core_bench import CoreBench
-from tests.support.simulation.engine import Content
+from tests.support.simulation.engine_records import Content
 
 SECOND_NS = 1_000_000_000
 

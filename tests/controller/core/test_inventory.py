@@ -12,7 +12,7 @@ from messages import commands, records, reports, requests
 from messages.errors import ErrorCode
 from messages.requests import ActivateAdapter, AdapterDone, LoadAdapter
 from tests.support.simulation.core_bench import CoreBench
-from tests.support.simulation.engine import EngineAdapter
+from tests.support.simulation.engine_records import EngineAdapter
 
 
 def test_a_restarted_controller_touches_nothing_that_agrees() -> None:

@@ -18,7 +18,7 @@ from messages.requests import (
     StageAdapter,
 )
 from tests.support.simulation.core_bench import CoreBench
-from tests.support.simulation.engine import Content
+from tests.support.simulation.engine_records import Content
 
 UNKNOWN = [
     (ReleaseAdapter, "x"),

@@ -28,7 +28,7 @@ IN_DIGEST = {
 }
 DERIVED = {
     *("names", "free_slots", "lru_order", "queues", "demoting", "promoting"),
-    *("held", "deadlines", "deadlines_max", "timer_ns"),
+    *("held", "deadlines", "deadlines_max", "timer_ns", "turn_end_ns"),
 }
 LABELS = {"wall_offset_ns"}
 

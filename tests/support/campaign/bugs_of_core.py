@@ -4,8 +4,10 @@ import heapq
 from typing import Any
 
 from controller.core import capacity, deadlines, engine_lifecycle, leases
+from controller.core.actions import SendCommand
 from controller.core.context import Context
 from controller.core.tables.answer_windows import AnswerWindows
+from messages import commands
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
 
@@ -93,3 +95,25 @@ def contradictory_inventory_accepted() -> Replacement:
 @bug
 def changed_entry_not_hashed() -> Replacement:
     return Context, "mark_changed", nothing
+
+
+@bug
+def suspension_forgotten() -> Replacement:
+    """A suspended generation does not wait for its adapter, so nothing resumes it."""
+
+    def suspend_one(context: Any, adapter: Any, request_id: Any, since: Any) -> None:
+        adapter.leases -= 1
+        context.dirty_adapters[adapter.id] = None
+
+    return leases, "suspend_one", suspend_one
+
+
+@bug
+def resumed_in_stale_generation() -> Replacement:
+    def order_resumption(context: Any, adapter: Any, pending: Any) -> None:
+        op = context.next_op()
+        place = (adapter.slot, adapter.generation - 1)
+        command = commands.ResumeGeneration(op, pending.op, *place)
+        context.actions.append(SendCommand(command))
+
+    return leases, "order_resumption", order_resumption

@@ -29,6 +29,9 @@ from tests.support.simulation.engine import Files, SimulatedEngine
 OUTPUT_TOKENS: Final = 5
 """The number that `SimulatedEngine` reports for each generation."""
 
+TURNS_PER_GENERATION: Final = 30
+"""How many times as long as other operations generations are where adapters take turns."""
+
 POOLING_INPUTS: Final = 2
 """The number that `SimulatedEngine` reports for each pooling."""
 
@@ -114,7 +117,7 @@ class ModelledEngine:
         # Only the real record of executed operations decides; the model would ignore a repetition.
         self.model.seen.discard(command.op)
         self.model.receive(command)
-        if isinstance(command, commands.StopGeneration):
+        if isinstance(command, commands.StopGeneration | commands.ResumeGeneration):
             return
         if isinstance(command, commands.StartInference):
             self._begin_inference(command)
@@ -144,6 +147,13 @@ class ModelledEngine:
     def _complete_later(self, op: int) -> None:
         rng = self._scheduler.rng
         delay = int(self._conduct.duration_ns * (0.1 + 2 * rng.random()))
+        running = self.model.running.get(op)
+        is_generation = running is not None and isinstance(
+            running.command, commands.StartGeneration
+        )
+        if self.model.limits.slot_quantum_ms and is_generation:
+            # Longer than a turn.
+            delay *= TURNS_PER_GENERATION
         self._scheduler.after(delay, lambda: self._complete(op))
 
     def _complete(self, op: int) -> None:

@@ -13,7 +13,7 @@ from tests.support.campaign.machine import MACHINE, MS, POISON_PATH, SECOND
 from tests.support.campaign.network import LinkFaults
 from tests.support.campaign.simulation import NAMES, Simulation, random_limits
 from tests.support.campaign.workload import Workload
-from tests.support.simulation.engine import Content
+from tests.support.simulation.engine_records import Content
 
 _HOUR_NS: Final = 3_600 * SECOND
 DELAY_NS_MAX: Final = SECOND + 10 * MS

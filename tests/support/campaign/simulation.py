@@ -30,9 +30,11 @@ from tests.support.campaign.history import History
 from tests.support.campaign.machine import MACHINE, MS
 from tests.support.campaign.network import Link, LinkFaults
 from tests.support.campaign.scheduler import Scheduler
-from tests.support.simulation.engine import Content
+from tests.support.simulation.engine_records import Content
 
 NAMES: Final = ("a", "b", "c", "d", "e")
+TURNS_AT_BYTES: Final = (60, 80, 90, 170, 230)
+"""In schedules with one of these bounds on host memory, adapters take turns in the slots."""
 RESTART_NS: Final = 30 * MS
 ENGINE_TIMEOUT_MS: Final = 1_500
 
@@ -355,11 +357,12 @@ class Simulation:
 
 def random_limits(rng: random.Random) -> Limits:
     """Return limits that are reached soon."""
-    slots = rng.randint(1, 3)
+    slots, on_host = rng.randint(1, 3), rng.randint(0, 3)
+    host_bytes = rng.randrange(60, 240, 10)
     return Limits(
         slots_max=slots,
-        host_adapters_max=slots + rng.randint(0, 3),
-        host_bytes_max=rng.randrange(60, 240, 10),
+        host_adapters_max=slots + on_host,
+        host_bytes_max=host_bytes,
         pinned_bytes_max=rng.randrange(60, 200, 10),
         device_bytes_max=rng.randrange(60, 200, 10),
         requests_max=rng.choice((4, 64)),
@@ -368,4 +371,5 @@ def random_limits(rng: random.Random) -> Limits:
         operation_timeout_ms=400,
         rest_ms=50,
         digest_interval=rng.choice((1, 8)),
+        slot_quantum_ms=int(host_bytes in TURNS_AT_BYTES),
     )

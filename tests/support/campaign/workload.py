@@ -8,7 +8,7 @@ from messages import requests
 from tests.support.campaign.client_process import ClientProcess
 from tests.support.campaign.machine import MS
 from tests.support.campaign.simulation import NAMES, Simulation
-from tests.support.simulation.engine import Content
+from tests.support.simulation.engine_records import Content
 
 _CALLS_MAX: Final = 8
 """Bound on the calls of a client in flight."""
@@ -63,7 +63,8 @@ class Workload:
         self._simulation = simulation
         self._client = client
         self.is_stopped = False
-        for name in simulation.rng.sample(NAMES, 3):
+        count = len(NAMES) if simulation.limits.slot_quantum_ms else 3
+        for name in simulation.rng.sample(NAMES, count):
             client.begin(requests.LoadAdapter("", name))
         self._begin()
 
@@ -76,6 +77,9 @@ class Workload:
         simulation.scheduler.after(rng.choice(_PAUSES_NS), self._begin)
 
     def _next(self, rng: random.Random) -> requests.Request:
+        if self._simulation.limits.slot_quantum_ms and rng.random() < 0.5:
+            # Enough of them that adapters wait for slots.
+            return requests.Generate("", _choose_name(rng), f"prompt {rng.randrange(1000)}")
         draw = rng.random()
         if draw < 0.03:
             return self._replace(rng)

@@ -131,13 +131,13 @@ class GenerationBench(SchedulerDriver):
         wanted = LoRAConfig(
             max_lora_rank=16, max_loras=len(NAMES), lora_dtype="float32", **lora_fields
         )
-        self.arena, punica, lora_config = bind_lora(model, wanted, 1 << 20)
+        self.arena, punica, self.lora_config = bind_lora(model, wanted, 1 << 20)
         self.arena.data.fill_(torch.nan)
         self.residents: list[int | None] = [None] * len(NAMES)
         slots = SlotTable(self.arena, self.residents)
         super().__init__(model, punica, slots, config, NAMES, InlineJobs())
         for slot, name in enumerate(NAMES):
-            loaded = read_adapter(name, [root], model.adapter_target(lora_config))
+            loaded = read_adapter(name, [root], model.adapter_target(self.lora_config))
             self.blob = stage(loaded.model, model.shapes, torch.float32, False)
             self.write(slot, slot + 1, 1)
 

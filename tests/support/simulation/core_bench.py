@@ -10,11 +10,11 @@ import msgspec
 
 from controller.core.limits import Limits
 from controller.core.world import Adapter
-from messages import commands, events, records, requests
+from messages import events, records, requests
 from messages.errors import ErrorCode
 from messages.views import PoolingTask
 from tests.support.simulation.deployment import Deployment
-from tests.support.simulation.engine import Content
+from tests.support.simulation.engine_records import Content
 
 NAMES = ("a", "b", "c", "d", "e")
 AMPLE_BUDGETS = {"host_bytes_max": 10_000, "pinned_bytes_max": 10_000, "device_bytes_max": 10_000}
@@ -36,11 +36,7 @@ class CoreBench(Deployment):
         """Complete everything in flight except inference, without time passing."""
         for _ in range(rounds):
             self.transmit(len(self.channel))
-            if self.engine is not None:
-                for op in self.engine.completable():
-                    command = self.engine.running[op].command
-                    if not isinstance(command, commands.StartInference):
-                        self.engine.complete(op)
+            self.complete_moves()
             self.deliver(100)
 
     def send(self, kind: type, *fields: Any, **named: Any) -> str:

@@ -238,6 +238,13 @@ class Deployment:
         if self.engine is not None and completable:
             self.engine.complete(completable[choice % len(completable)], code)
 
+    def complete_moves(self) -> None:
+        """End everything that may end but inference."""
+        if self.engine is not None:
+            for op in self.engine.completable():
+                if not isinstance(self.engine.running[op].command, commands.StartInference):
+                    self.engine.complete(op)
+
     def deliver(self, count: int) -> None:
         """Deliver the next reports to the controller, as one group."""
         if self.engine is None:
@@ -283,6 +290,7 @@ class Deployment:
         for _ in range(rounds):
             if self.engine is None:
                 self.start_engine()
+            self._release_slots()
             backing_off = any(adapter.backing_off for adapter in world.adapters.values())
             if not self._round() and not world.pending_requests and not world.demoting:
                 self._check_at_rest()
@@ -293,6 +301,15 @@ class Deployment:
         raise AssertionError(
             f"after {rounds} rounds {world.pending_requests} wait, {world.operations} run"
         )
+
+    def _release_slots(self) -> None:
+        """Release held adapters where suspended generations wait for their slots."""
+        pending = self.world.pending_requests
+        waiting = [a for a in self.world.adapters.values() if a.backing_off]
+        if any(pending[request_id].op for adapter in waiting for request_id in adapter.waiters):
+            for adapter_id in tuple(self.world.held):
+                name = self.world.adapters[adapter_id].name
+                self.handle(requests.ReleaseAdapter(f"dry-{self.now}", name))
 
     def _check_at_rest(self) -> None:
         """Check that replaced and unknown versions are removed and nothing is reserved."""

@@ -8,58 +8,13 @@ test decides when an operation ends and how; device operations end in the order 
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import structs
+
 from controller.core.limits import Limits
 from messages import commands, reports
 from messages.errors import ErrorCode
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState
-
-
-@dataclass(frozen=True)
-class Content:
-    """The content of an adapter's path: its identity and its bytes as read and as packed."""
-
-    fingerprint: str
-    load_bytes: int
-    blob_bytes: int
-    rank: int = 8
-
-
-@dataclass
-class EngineAdapter:
-    """One adapter's weights in the engine's memory; `packed` after they were staged once."""
-
-    adapter_id: int
-    name: str
-    path: str
-    content: Content
-    state: AdapterState = CPU_CACHED
-    packed: bool = False
-    slot: int = NO_SLOT
-    generation: int = 0
-
-    def inventory(self) -> reports.InventoryAdapter:
-        return reports.InventoryAdapter(
-            self.adapter_id,
-            self.name,
-            self.path,
-            self.content.fingerprint,
-            self.content.rank,
-            self.state,
-            self.slot,
-            self.generation,
-            self.content.load_bytes,
-            self.content.blob_bytes,
-        )
-
-
-@dataclass
-class RunningOperation:
-    """An operation that has begun; `stopped`: an inference that was ordered to end."""
-
-    command: Any
-    content: Content | None = None
-    stopped: bool = False
-
+from tests.support.simulation.engine_records import Content, EngineAdapter, RunningOperation
 
 Files = dict[str, Content]
 
@@ -70,7 +25,13 @@ _OF_ADAPTER = (
     commands.WriteSlot,
     commands.DropWeights,
 )
-_ON_DEVICE = (commands.WriteSlot, commands.ResetSlot, commands.SetMapping)
+_ON_DEVICE = (
+    commands.WriteSlot,
+    commands.ResetSlot,
+    commands.PreemptSlot,
+    commands.SetMapping,
+)
+_RESETS = (commands.ResetSlot, commands.PreemptSlot)
 
 
 @dataclass
@@ -101,6 +62,9 @@ class SimulatedEngine:
             if target is not None:
                 target.stopped = True
             return
+        if isinstance(command, commands.ResumeGeneration):
+            self._resume(command)
+            return
         operation, before = RunningOperation(command), self.usage()
         _BEGIN[type(command)](self, command, operation)
         self.running[command.op] = operation
@@ -118,13 +82,18 @@ class SimulatedEngine:
             tuple(sorted(self.running)),
             tuple(adapter.inventory() for adapter in self.adapters.values()),
             answers,
+            suspended=tuple(op for op, work in sorted(self.running.items()) if work.suspended),
         )
 
     def completable(self) -> list[int]:
-        """Return the operations that may end next; on the device, only the oldest one may."""
+        """Return the operations that may end next; on the device, only the oldest one may.
+
+        A suspended generation may end only by order.
+        """
         running = self.running.items()
         device = [op for op, work in running if isinstance(work.command, _ON_DEVICE)]
-        return [op for op in self.running if op not in device[1:]]
+        waiting = [op for op, work in running if work.suspended and not work.stopped]
+        return [op for op in self.running if op not in device[1:] and op not in waiting]
 
     def complete(self, op: int, code: ErrorCode | None = None) -> None:
         """End an operation; with a code, it fails and changes nothing."""
@@ -191,7 +160,32 @@ class SimulatedEngine:
     def _begin_reset(self, command: commands.ResetSlot, operation: RunningOperation) -> None:
         self._require_free(self.in_slot(command.slot, command.generation).adapter_id)
         for other in self.running.values():
-            assert not _uses(other.command, command.slot), f"{command} under {other.command}"
+            assert not _uses(other, command.slot), f"{command} under {other.command}"
+
+    def _begin_preemption(self, command: commands.PreemptSlot, operation: RunningOperation) -> None:
+        self._require_free(self.in_slot(command.slot, command.generation).adapter_id)
+        for other in self.running.values():
+            if _uses(other, command.slot):
+                is_generation = isinstance(other.command, commands.StartGeneration)
+                assert is_generation, f"{command} under {other.command}"
+
+    def _resume(self, command: commands.ResumeGeneration) -> None:
+        """Continue a generation in a slot; one that runs there continues anyway."""
+        operation = self.running.get(command.target)
+        if operation is None:
+            return
+        adapter = self.in_slot(command.slot, command.generation)
+        started = operation.command
+        assert adapter.adapter_id == started.adapter_id, f"{command} of {started} meets {adapter}"
+        assert adapter.content == operation.content, f"{command} of {started} on other content"
+        self._require_free(adapter.adapter_id)
+        place = (started.slot, started.generation)
+        is_there = place == (command.slot, command.generation)
+        assert operation.suspended or is_there, f"{command}, but it runs in {place}"
+        operation.suspended = False
+        operation.command = structs.replace(
+            started, slot=command.slot, generation=command.generation
+        )
 
     def _begin_mapping(self, command: commands.SetMapping, operation: RunningOperation) -> None:
         for ref in command.active:
@@ -219,7 +213,7 @@ class SimulatedEngine:
             command = operation.command
             if isinstance(command, _OF_ADAPTER):
                 assert command.adapter_id != adapter_id, f"{op} moves {adapter_id} already"
-            if isinstance(command, commands.ResetSlot):
+            if isinstance(command, _RESETS):
                 moved = self.in_slot(command.slot, command.generation)
                 assert moved.adapter_id != adapter_id, f"{op} moves {adapter_id} already"
 
@@ -259,10 +253,16 @@ class SimulatedEngine:
         adapter.state, adapter.slot, adapter.generation = GPU_SLOT, command.slot, command.generation
         return reports.SlotWritten(command.op)
 
-    def _end_reset(self, command: commands.ResetSlot, operation: RunningOperation) -> Any:
+    def _end_reset(self, command: Any, operation: RunningOperation) -> Any:
         adapter = self.in_slot(command.slot, command.generation)
         adapter.state, adapter.slot, adapter.generation = PINNED, NO_SLOT, 0
         return reports.SlotReset(command.op)
+
+    def _end_preemption(self, command: commands.PreemptSlot, operation: RunningOperation) -> Any:
+        for other in self.running.values():
+            if _uses(other, command.slot):
+                other.suspended = True
+        return self._end_reset(command, operation)
 
     def _end_drop(self, command: commands.DropWeights, operation: RunningOperation) -> Any:
         del self.adapters[command.adapter_id]
@@ -274,7 +274,7 @@ class SimulatedEngine:
         return reports.MappingSet(command.op)
 
     def _end_inference(self, command: commands.StartInference, operation: RunningOperation) -> Any:
-        if command.adapter_id:
+        if command.adapter_id and not operation.suspended:
             adapter = self.in_slot(command.slot, command.generation)
             assert adapter.content == operation.content, f"{command} ended on other content"
         if isinstance(command, commands.StartPooling):
@@ -333,7 +333,10 @@ def _pageable_bytes(adapter: EngineAdapter) -> int:
     return adapter.content.blob_bytes if adapter.packed else adapter.content.load_bytes
 
 
-def _uses(command: Any, slot: int) -> bool:
+def _uses(operation: RunningOperation, slot: int) -> bool:
+    command = operation.command
+    if operation.suspended:
+        return False
     if isinstance(command, commands.SetMapping):
         return any(ref.slot == slot for ref in command.active)
     return isinstance(command, commands.StartInference) and command.slot == slot
@@ -346,6 +349,7 @@ _BEGIN: dict[type, Any] = {
     commands.UnstageWeights: SimulatedEngine._begin_unstage,
     commands.WriteSlot: SimulatedEngine._begin_write,
     commands.ResetSlot: SimulatedEngine._begin_reset,
+    commands.PreemptSlot: SimulatedEngine._begin_preemption,
     commands.DropWeights: SimulatedEngine._begin_drop,
     commands.SetMapping: SimulatedEngine._begin_mapping,
     commands.StartGeneration: SimulatedEngine._begin_inference,
@@ -359,6 +363,7 @@ _END: dict[type, Any] = {
     commands.UnstageWeights: SimulatedEngine._end_unstage,
     commands.WriteSlot: SimulatedEngine._end_write,
     commands.ResetSlot: SimulatedEngine._end_reset,
+    commands.PreemptSlot: SimulatedEngine._end_preemption,
     commands.DropWeights: SimulatedEngine._end_drop,
     commands.SetMapping: SimulatedEngine._end_mapping,
     commands.StartGeneration: SimulatedEngine._end_inference,

@@ -197,6 +197,8 @@ EXAMPLES: dict[type, Any] = {
         commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING, -1, _TRACE),
         commands.StartPooling(11, "r-17", 5, 3, 9, "classify", ("Grüße, 世界", (1, 2, 3)), _TRACE),
         commands.StopGeneration(10, 9),
+        commands.PreemptSlot(12, 3, 9),
+        commands.ResumeGeneration(13, 9, 2, 14),
         commands.ResendTokens("r-10"),
         commands.RequestInventory(41),
         commands.ControllerBeat(42),
@@ -212,7 +214,7 @@ EXAMPLES: dict[type, Any] = {
         reports.PoolingEnded(11, 2, 9),
         reports.OperationFailed(2, ErrorCode.NOT_FOUND, "no adapter_config.json", _DETAILS),
         reports.EngineInventory(
-            *("e-1", 4242, "tiny", 4, 65536, 10, (9,), (_HELD,), 44, "cuda:0", "bfloat16")
+            *("e-1", 4242, "tiny", 4, 65536, 10, (9,), (_HELD,), 44, "cuda:0", "bfloat16", (9,))
         ),
         reports.EngineBeat("e-1", 10, "loading", _STATISTICS),
         events.AdapterAccepted("tenant-17", "xxh3:0f0f", 16, 8192, 71),

@@ -36,6 +36,8 @@ class Oracle:
         self.events_seq = 0
         # What each generation and batch was bound to when it was first sent.
         self.bound: dict[int, list[SlotContent]] = {}
+        # The operations of generations that have no slot now.
+        self.suspended: set[int] = set()
 
     def on_input(self, message: Any) -> None:
         """Record a request, or the loss of its prompt, after which its client sends it again."""
@@ -95,22 +97,38 @@ class Oracle:
     def on_command(self, command: Any) -> None:
         """Check that held and leased adapters stay, and that each request uses its own adapter."""
         match command:
-            case commands.ResetSlot():
+            case commands.ResetSlot() | commands.PreemptSlot():
                 self._check_leaving(command)
+            case commands.ResumeGeneration():
+                self._bind_again(command)
             case commands.StartGeneration() | commands.StartPooling():
                 self._bind_inference(command)
             case commands.SetMapping():
                 self._bind_batch(command)
 
-    def _check_leaving(self, command: commands.ResetSlot) -> None:
+    def _check_leaving(self, command: commands.ResetSlot | commands.PreemptSlot) -> None:
         adapter = self.world.adapters[self.world.slots[command.slot].adapter_id]
         assert adapter.generation == command.generation
         if self.world.names.get(adapter.name) == adapter.id:
             assert adapter.name not in self.holds, f"{command} takes {adapter}, which is held"
         for op, operation in self.world.operations.items():
-            if operation.request_id:
+            if operation.request_id and op not in self.suspended:
                 leased = [(slot, generation) for slot, generation, _ in self.bound.get(op, [])]
-                assert (command.slot, command.generation) not in leased, f"{command} under {op}"
+                if (command.slot, command.generation) in leased:
+                    assert isinstance(command, commands.PreemptSlot), f"{command} under {op}"
+                    assert isinstance(operation.command, commands.StartGeneration)
+                    self.suspended.add(op)
+
+    def _bind_again(self, command: commands.ResumeGeneration) -> None:
+        """Check that a generation continues with the content that it began with."""
+        request_id = self.world.operations[command.target].request_id
+        adapter = self.world.adapters[self.world.slots[command.slot].adapter_id]
+        assert adapter.name == self.requests[request_id].adapter
+        assert adapter.generation == command.generation
+        [(_, _, fingerprint)] = self.bound[command.target]
+        assert adapter.fingerprint == fingerprint, f"{command} continues on other content"
+        self.bound[command.target] = [(command.slot, command.generation, fingerprint)]
+        self.suspended.discard(command.target)
 
     def _bind_inference(self, command: commands.StartInference) -> None:
         request = self.requests[command.request_id]

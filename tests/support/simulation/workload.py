@@ -11,7 +11,7 @@ from controller.core.limits import Limits
 from messages import commands, records, requests
 from messages.errors import ErrorCode
 from tests.support.simulation.deployment import Deployment
-from tests.support.simulation.engine import Content, EngineAdapter, RunningOperation
+from tests.support.simulation.engine_records import Content, EngineAdapter, RunningOperation
 
 NAMES = ("a", "b", "c", "d", "e")
 PATHS = (*NAMES, "a-new", "b-new", "missing")
@@ -28,7 +28,9 @@ Sizes = list[tuple[int, int]]
 """The bytes of each of `PATHS`, as read and as packed."""
 
 
-def small_limits(slots: int, more_on_host: int, budgets: tuple[int, int, int]) -> Limits:
+def small_limits(
+    slots: int, more_on_host: int, budgets: tuple[int, int, int], quantum_ms: int = 0
+) -> Limits:
     """Return limits that are reached soon, with timeouts that are reached only by a move."""
     host, pinned, device = budgets
     return Limits(
@@ -41,6 +43,7 @@ def small_limits(slots: int, more_on_host: int, budgets: tuple[int, int, int]) -
         generation_timeout_ms=3_000_000,
         operation_timeout_ms=1_000_000,
         rest_ms=1,
+        slot_quantum_ms=quantum_ms,
     )
 
 
@@ -92,6 +95,14 @@ class Workload:
             self.deployment.complete(0)
             self.deployment.deliver(100)
 
+    def take_turns(self, rounds: int) -> None:
+        """Let everything but inference advance, and the turns of adapters in slots end."""
+        for _ in range(rounds):
+            self.deployment.transmit(100)
+            self.deployment.complete_moves()
+            self.deployment.deliver(100)
+            self.deployment.advance(2)
+
     def change_file(self, path: str) -> None:
         """Replace a path's content by other bytes of the same sizes."""
         old = self.files[path]
@@ -132,7 +143,8 @@ def random_history(seed: int, steps: int) -> Workload:
     rng = random.Random(seed)
     budgets = (rng.randrange(60, 240, 10), rng.randrange(60, 140, 10), rng.randrange(60, 200, 10))
     sizes = [(rng.randrange(10, 60, 10), rng.randrange(10, 60, 10)) for _ in PATHS]
-    workload = Workload(small_limits(rng.randint(1, 3), rng.randint(1, 3), budgets), sizes)
+    limits = small_limits(rng.randint(1, 3), rng.randint(1, 3), budgets, seed % 3)
+    workload = Workload(limits, sizes)
     for _ in range(steps):
         rng.choice(_MOVES)(workload, rng)
     workload.deployment.run_dry()
@@ -172,6 +184,7 @@ _MOVES = (
     lambda c, r: c.deployment.complete(r.randrange(6), r.choice(CODES)),
     lambda c, r: c.deployment.deliver(r.randint(1, 6)),
     *(lambda c, r: c.advance_all(r.randint(1, 8)),) * 6,
+    *(lambda c, r: c.take_turns(r.randint(1, 8)),) * 3,
     lambda c, r: c.deployment.unacknowledged.clear(),
     lambda c, r: c.deployment.advance(r.choice(PAUSES)),
     lambda c, r: c.change_file(r.choice(NAMES)),

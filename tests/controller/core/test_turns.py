@@ -1,0 +1,314 @@
+"""Adapters take turns in the slots: when each leaves, and what suspended requests do."""
+
+from collections import Counter
+
+import pytest
+from msgspec.structs import replace
+
+from messages import requests
+from messages.errors import ErrorCode
+from tests.support.simulation.core_bench import NAMES, CoreBench
+from tests.support.simulation.engine_records import Content
+
+QUANTUM_MS = 10
+
+
+def bench_of(slots: int = 1, **limits: int) -> CoreBench:
+    """Return a deployment that knows all adapters."""
+    bench = CoreBench(slots, **{"slot_quantum_ms": QUANTUM_MS, **limits})
+    for name in NAMES:
+        assert isinstance(bench.request(requests.LoadAdapter, name), requests.AdapterDone)
+    return bench
+
+
+def suspended(bench: CoreBench) -> set[str]:
+    """Return the requests that the engine has suspended; the core must agree."""
+    assert bench.engine is not None
+    known = {
+        request_id
+        for adapter in bench.world.adapters.values()
+        for request_id in adapter.waiters
+        if bench.world.pending_requests[request_id].op
+    }
+    running = bench.engine.running.items()
+    assert known == {work.command.request_id for _, work in running if work.suspended}
+    return known
+
+
+def let_turn_end(bench: CoreBench) -> None:
+    bench.advance(QUANTUM_MS)
+    bench.settle()
+
+
+def test_a_leased_adapter_keeps_its_slot_until_its_turn_is_over() -> None:
+    bench = bench_of()
+    first, second = bench.generate("a"), bench.generate("b")
+    bench.advance(QUANTUM_MS - 1)
+    bench.settle()
+    assert (bench.in_slots(), suspended(bench)) == ({"a"}, set())
+    bench.advance(1)
+    bench.settle()
+    assert (bench.in_slots(), suspended(bench)) == ({"b"}, {first})
+    assert bench.adapter("a").state == "pinned"
+    bench.end_generation(second)
+    assert (bench.in_slots(), suspended(bench)) == ({"a"}, set())
+    bench.end_generation(first)
+    assert isinstance(bench.reply(first), requests.GenerationDone)
+    assert bench.reply(first).output_tokens == bench.reply(second).output_tokens == 5
+
+
+def test_nothing_is_preempted_without_turns_or_waiting_adapters() -> None:
+    bench = bench_of(slot_quantum_ms=0)
+    bench.generate("a")
+    bench.generate("b")
+    let_turn_end(bench)
+    assert (bench.in_slots(), suspended(bench)) == ({"a"}, set())
+    bench = bench_of()
+    bench.generate("a")
+    for _ in range(3):
+        let_turn_end(bench)
+    assert bench.adapter("a").counters.deactivations == 0
+
+
+def test_every_adapter_has_its_turn_before_any_has_two() -> None:
+    """Five adapters, two of which have several requests, on two slots: turns are equally many."""
+    bench = bench_of(slots=2)
+    for name in (*NAMES, "a", "a", "b"):
+        bench.generate(name)
+    for _ in range(10):
+        let_turn_end(bench)
+    # Twenty turns of two slots, of which those of the first two began at once.
+    turns = Counter({name: bench.adapter(name).counters.activations for name in NAMES})
+    assert set(turns.values()) <= {4, 5}, turns
+    totals = bench.world.totals
+    # The two in the slots are to leave them next.
+    assert totals.evictions == totals.evictions_caused == totals.deactivations + 2
+
+
+def test_a_new_request_waits_for_no_more_turns_than_adapters_wait() -> None:
+    bench = bench_of(slots=2)
+    for name in "abcd":
+        bench.generate(name)
+    let_turn_end(bench)
+    late = bench.generate("e")
+    turns = 0
+    while not bench.world.pending_requests[late].op:
+        let_turn_end(bench)
+        turns += 1
+    # Two adapters wait before it, for two slots; the turn in progress is the first one.
+    assert turns == 2
+
+
+def test_requests_of_a_preempted_adapter_continue_together() -> None:
+    bench = bench_of()
+    running = {bench.generate("a") for _ in range(3)}
+    bench.generate("b")
+    waiting = bench.generate("a")
+    assert bench.world.pending_requests[waiting].op == 0
+    let_turn_end(bench)
+    assert suspended(bench) == running
+    let_turn_end(bench)
+    assert suspended(bench) != running
+    assert bench.adapter("a").leases == 4
+
+
+def test_batches_and_poolings_are_not_preempted() -> None:
+    bench = bench_of()
+    pooling = bench.pool("a")
+    bench.generate("b")
+    let_turn_end(bench)
+    assert bench.in_slots() == {"a"}
+    bench.end_generation(pooling)
+    assert bench.in_slots() == {"b"}
+
+
+def test_a_suspended_generation_is_cancelled_like_a_running_one() -> None:
+    bench = bench_of()
+    first, second = bench.generate("a"), bench.generate("b")
+    let_turn_end(bench)
+    assert bench.request(requests.CancelGeneration, first).found
+    bench.end_generation(first)
+    assert bench.reply(first).finish_reason == "cancelled"
+    assert (bench.in_slots(), bench.adapter("a").waiters) == ({"b"}, {})
+    bench.end_generation(second)
+
+
+def test_a_suspended_generation_ends_at_its_deadline() -> None:
+    bench = bench_of(generation_timeout_ms=QUANTUM_MS + 5)
+    first = bench.generate("a")
+    bench.generate("b")
+    let_turn_end(bench)
+    assert suspended(bench) == {first}
+    bench.advance(5)
+    assert bench.reply(first).code is ErrorCode.ENGINE_GONE
+    bench.settle()
+    bench.end_generation(first)
+    assert first not in bench.world.pending_requests
+
+
+def test_the_loss_of_the_engine_ends_suspended_generations() -> None:
+    bench = bench_of()
+    first = bench.generate("a")
+    bench.generate("b")
+    let_turn_end(bench)
+    bench.lose_engine()
+    assert bench.reply(first).code is ErrorCode.ENGINE_GONE
+    assert not bench.world.pending_requests
+
+
+@pytest.mark.parametrize("lost_inputs", [0, 1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_restarted_controller_resumes_what_is_suspended(lost_inputs: int, turns: int) -> None:
+    """Also where the log's tail is lost, which had the preemption, or the resumption."""
+    bench = bench_of()
+    first, second = bench.generate("a"), bench.generate("b")
+    for _ in range(turns):
+        let_turn_end(bench)
+    bench.restart_controller(lost_inputs)
+    bench.settle()
+    for _ in range(2):
+        let_turn_end(bench)
+    ended = 0
+    while bench.world.pending_requests:
+        bench.engine.complete(bench.engine.completable()[0])
+        bench.settle()
+        let_turn_end(bench)
+        ended += 1
+    # One more if a generation is not in the log any more.
+    assert ended <= 3
+    for request_id in {first, second} & set(bench.oracle.requests) - bench.oracle.forgotten:
+        assert isinstance(bench.reply(request_id), requests.GenerationDone)
+
+
+@pytest.mark.parametrize("lost_commands", [0, 1, 2, 3])
+def test_commands_that_are_lost_are_repeated(lost_commands: int) -> None:
+    bench = bench_of()
+    first, second = bench.generate("a"), bench.generate("b")
+    for _ in range(4):
+        bench.advance(QUANTUM_MS)
+        bench.cut_link(lost_commands)
+        bench.settle()
+    running = {first, second} - suspended(bench)
+    assert len(running) == 1
+    bench.end_generation(running.pop())
+    bench.end_generation(*({first, second} & set(bench.world.pending_requests)))
+
+
+def test_removal_by_force_waits_for_suspended_generations() -> None:
+    bench = bench_of()
+    first, second = bench.generate("a"), bench.generate("b")
+    let_turn_end(bench)
+    waiting = bench.generate("a")
+    removal = bench.send(requests.RemoveAdapter, "a", True)
+    bench.settle()
+    assert bench.reply(waiting).code is ErrorCode.CONFLICT
+    assert bench.reply(first) is None
+    bench.end_generation(second)
+    assert bench.in_slots() == {"a"}
+    assert bench.reply(removal) is None
+    bench.end_generation(first)
+    assert isinstance(bench.reply(first), requests.GenerationDone)
+    assert isinstance(bench.reply(removal), requests.AdapterDone)
+    assert "a" not in bench.world.names
+
+
+def test_a_suspended_generation_ends_on_the_version_that_it_began_with() -> None:
+    bench = bench_of(slots=1)
+    first, second = bench.generate("a"), bench.generate("b")
+    let_turn_end(bench)
+    old = bench.adapter("a")
+    bench.files["a"] = Content("other content of a", 10, 10)
+    done = bench.request(requests.LoadAdapter, "a", "", True)
+    assert isinstance(done, requests.AdapterDone)
+    new = bench.generate("a")
+    assert (old.retired, old.id in bench.world.adapters) == (True, True)
+    assert list(old.waiters) == [first]
+    bench.end_generation(second)
+    # The oracle checks that it continues on the old content.
+    bench.end_generation(first)
+    bench.end_generation(new)
+    assert old.id not in bench.world.adapters
+    assert bench.adapter("a").fingerprint == "other content of a"
+
+
+def test_a_hold_that_takes_the_last_slot_pauses_suspended_generations() -> None:
+    bench = bench_of(rest_ms=20)
+    first = bench.generate("a")
+    hold = bench.send(requests.HoldAdapter, "b")
+    let_turn_end(bench)
+    assert isinstance(bench.reply(hold), requests.AdapterDone)
+    late = bench.generate("a")
+    assert bench.reply(late).code is ErrorCode.NO_ROOM
+    assert (suspended(bench), bench.reply(first)) == ({first}, None)
+    bench.request(requests.ReleaseAdapter, "b")
+    bench.advance(20)
+    bench.settle()
+    assert bench.in_slots() == {"a"}
+    bench.end_generation(first)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_files_that_changed_end_a_suspended_generation(removed: bool) -> None:
+    """An adapter that is to be removed too stays known until the engine has ended it."""
+    bench = bench_of()
+    first = bench.generate("a")
+    bench.generate("b")
+    let_turn_end(bench)
+    removal = bench.send(requests.RemoveAdapter, "a", True) if removed else ""
+    assert bench.engine is not None
+    del bench.engine.adapters[bench.adapter("a").id]
+    bench.files["a"] = Content("other content of a", 10, 10)
+    bench.cut_link(0)
+    bench.settle()
+    let_turn_end(bench)
+    assert bench.reply(first).code is ErrorCode.CONFLICT
+    assert bench.state("a") == "evicted"
+    bench.end_generation(first)
+    assert first not in bench.world.pending_requests
+    assert ("a" in bench.world.names, bool(bench.reply(removal))) == (not removed, removed)
+
+
+def test_suspended_adapters_keep_their_host_memory() -> None:
+    bench = bench_of(host_adapters_max=2)
+    bench.generate("a")
+    bench.generate("b")
+    let_turn_end(bench)
+    bench.generate("c")
+    let_turn_end(bench)
+    assert bench.state("c") in {"unregistered", "evicted"}
+    assert {bench.state("a"), bench.state("b")} == {"pinned", "gpu-slot"}
+
+
+def test_a_preemption_that_fails_changes_nothing() -> None:
+    bench = bench_of()
+    first = bench.generate("a")
+    bench.generate("b")
+    bench.advance(QUANTUM_MS)
+    bench.fail("PreemptSlot", ErrorCode.NOT_RESIDENT)
+    assert bench.adapter("a").slot == 0
+    bench.settle()
+    assert bench.in_slots() == {"b"}
+    assert suspended(bench) == {first}
+
+
+def test_changed_settings_begin_and_end_the_turns() -> None:
+    bench = bench_of(slot_quantum_ms=0)
+    first, second = bench.generate("a"), bench.generate("b")
+    change(bench, QUANTUM_MS)
+    let_turn_end(bench)
+    assert suspended(bench) == {first}
+    change(bench, 0)
+    for _ in range(3):
+        let_turn_end(bench)
+    assert suspended(bench) == {first}
+    bench.end_generation(second)
+    assert bench.in_slots() == {"a"}
+
+
+def change(bench: CoreBench, quantum_ms: int) -> None:
+    bench.limits = replace(bench.limits, slot_quantum_ms=quantum_ms)
+    for controller in (bench.controller, bench.shadow):
+        actions = controller.reconfigure(bench.limits, "lru")
+    for action in actions:
+        bench._perform(action, replaying=False)
+    bench.settle()
