@@ -19,13 +19,13 @@ from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
 @bug
 def event_skipped() -> Replacement:
-    original = EventStream.add
+    original = EventStream.take_batch
 
-    def add(self: EventStream, event: Any) -> None:
-        if event.seq % 7:
-            original(self, event)
+    def take_batch(self: EventStream) -> Any:
+        self._batch[:] = [event for event in self._batch if event.seq % 7]
+        return original(self)
 
-    return EventStream, "add", add
+    return EventStream, "take_batch", take_batch
 
 
 @bug
