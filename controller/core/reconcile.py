@@ -64,6 +64,9 @@ def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
     for request_id in adapter.waiters:
         pending = context.world.pending_requests[request_id]
         target = pending.target
+        if pending.stopping:
+            # Suspended and ordered to end, for which it needs no slot.
+            continue
         if pending.kind in pending_requests.DOWNWARD:
             if lowest is None or RESIDENCY_LEVEL[target] < RESIDENCY_LEVEL[lowest]:
                 lowest = target

@@ -26,8 +26,9 @@ FOUND = {
 def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let a process answer in place of the one that measures."""
 
+    own = subprocess.run
+
     def use(code: str) -> None:
-        own = subprocess.run
         monkeypatch.setattr(
             subprocess,
             "run",

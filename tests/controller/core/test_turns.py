@@ -247,6 +247,22 @@ def test_a_hold_that_takes_the_last_slot_pauses_suspended_generations() -> None:
     bench.end_generation(first)
 
 
+def test_a_suspended_generation_that_is_to_end_needs_no_slot() -> None:
+    """The engine has not ended it yet, and a held adapter keeps the only slot."""
+    bench = bench_of(rest_ms=20)
+    first = bench.generate("a")
+    bench.send(requests.HoldAdapter, "b")
+    let_turn_end(bench)
+    assert bench.request(requests.CancelGeneration, first).found
+    bench.advance(20)
+    late = bench.generate("a")
+    assert bench.reply(late).code is ErrorCode.NO_ROOM
+    assert suspended(bench) == {first}
+    bench.end_generation(first)
+    assert bench.reply(first).finish_reason == "cancelled"
+    assert bench.state("a") == "pinned"
+
+
 @pytest.mark.parametrize("removed", [False, True])
 def test_files_that_changed_end_a_suspended_generation(removed: bool) -> None:
     """An adapter that is to be removed too stays known until the engine has ended it."""
