@@ -154,11 +154,11 @@ def find_victim(
     """Choose an adapter that leaves the tier for `requester` and frees a part of `missing`.
 
     An idle one is preferred. Next is a leased one, which then accepts no new requests and leaves
-    after its last one, or where slots have turns, when its turn is over; so the one whose turn
-    began first is chosen there. Next is one whose requests are newer, so that the oldest request is
+    after its last one or, where slots have turns, when its turn is over; the one whose turn began
+    first is chosen there. Next is one whose requests are newer, so that the oldest request is
     always served. Held adapters, those in motion and those with suspended generations are never
-    chosen. For a prefetch, only idle adapters
-    are that are outside the slots and at their goal.
+    chosen. For a prefetch, only idle adapters are chosen that are outside the slots and at their
+    goal.
     """
     priority = requester.priority
     if priority == PREFETCH_PRIORITY:
