@@ -1,11 +1,19 @@
-"""JSON objects from untrusted files, with bounds on depth and number of values."""
+"""JSON objects from untrusted files, with bounds on depth and number of values.
+
+A call into C holds the interpreter's lock until it returns, and the engine's main loop waits for
+it. So no such call decodes a long text.
+"""
 
 import json
-from collections import Counter
+import json.scanner
 from typing import Any, Final, NoReturn
 
 DIGITS_MAX: Final = 64
 """The digits in a row that a file may contain; an integer's decoding takes their number squared."""
+
+C_TEXT_MAX: Final = 64 << 10
+"""The longest text, in characters, that the decoder in C decodes in one call: under a millisecond.
+Longer ones are decoded in Python, where other threads take turns, in up to seven times as long."""
 
 _NOT_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 _ONLY_DIGITS: Final = bytes(ord("0") if byte in b"0123456789" else 0 for byte in range(256))
@@ -16,8 +24,7 @@ def decode_object(raw: bytes, values_max: int, depth_max: int) -> dict[str, Any]
     """Return the object in `raw`, without repeated names or NaN; raises ValueError.
 
     Depth, values and digits are counted before decoding, also inside strings: a file whose strings
-    contain many of them may be refused, but no file exceeds the bounds. The decoder holds the
-    interpreter's lock while it reads a number.
+    contain many of them may be refused, but no file exceeds the bounds.
     """
     brackets = raw.translate(None, _NOT_BRACKETS)
     values = len(brackets) // 2 + raw.count(b",") + 1
@@ -28,9 +35,7 @@ def decode_object(raw: bytes, values_max: int, depth_max: int) -> dict[str, Any]
     if _LONG_NUMBER in raw.translate(_ONLY_DIGITS):
         raise ValueError(f"it has more than {DIGITS_MAX} digits in a row")
     try:
-        value = json.loads(
-            raw.decode(), object_pairs_hook=_without_repetitions, parse_constant=_refuse_constant
-        )
+        value = _decoder(len(raw)).decode(raw.decode())
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(value, dict):
@@ -46,11 +51,22 @@ def _depth(brackets: bytes) -> int:
     return depth_max
 
 
+def _decoder(size_bytes: int) -> json.JSONDecoder:
+    decoder = json.JSONDecoder(
+        object_pairs_hook=_without_repetitions, parse_constant=_refuse_constant
+    )
+    if size_bytes > C_TEXT_MAX:
+        # The library's types know neither.
+        decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
+    return decoder
+
+
 def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name[:100]!a} occurs in it more than once")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:100]!a} occurs in it more than once")
+        found[name] = value
     return found
 
 

@@ -3,6 +3,7 @@
 Text from a file is shown in ASCII and shortened, so that an error can always be logged and sent.
 """
 
+import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -18,12 +19,19 @@ from engine.errors import (
 _SHOWN_MAX: Final = 160
 _NAMES_MAX: Final = 4
 """The most names that one problem lists: a wrong base model concerns every module."""
+_PARTS: Final = reprlib.Repr()
+_PARTS.maxlevel = 4
+_PARTS.maxdict = _PARTS.maxlist = _PARTS.maxtuple = _PARTS.maxset = 16
+_PARTS.maxstring = _PARTS.maxlong = _PARTS.maxother = _SHOWN_MAX
 _SEVEREST_FIRST: Final = (AdapterConfigRefused, AdapterDoesNotFit, NotFinite)
 
 
 def shown(value: object) -> str:
-    """Return a value from a file as text for an error: ASCII, quoted, shortened."""
-    return _shortened(ascii(value))
+    """Return a value from a file as text for an error: ASCII, quoted, shortened.
+
+    Only the parts that are shown are formatted: formatting is one call, which may take long.
+    """
+    return _shortened(_PARTS.repr(value).encode("ascii", "backslashreplace").decode())
 
 
 def _shortened(text: str) -> str:

@@ -1,11 +1,14 @@
-"""The start of the engine process: wrong options end it with an error."""
+"""The start of the engine process: wrong options end it, and what it makes is not traversed."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.worker import process
+from engine.worker.engine import Engine
 from messages import process_log
 from tests.support.plain_logs import reset_logs
 from tests.support.simulation.key_examples import engine_arguments
@@ -53,3 +56,29 @@ def test_wrong_options_end_the_start_with_an_error(
         assert process.main([*right, *options]) == status
         process_log.flush()
         assert text in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("_default_logging")
+def test_garbage_collections_traverse_nothing_that_a_start_made(
+    tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full collection holds the interpreter's lock, so its objects are those of requests."""
+    engines: list[Engine] = []
+    traversed: list[object] = []
+
+    def serve(engine: Engine, *_: object) -> None:
+        engines.append(engine)
+        kinds = (Engine, torch.nn.Module, torch.nn.Parameter)
+        traversed.extend(one for one in gc.get_objects() if issubclass(type(one), kinds))
+
+    monkeypatch.setattr(process, "_serve", serve)
+    options = ["--connect", f"ipc://{tmp_path}/s", "--model", str(model_directory)]
+    options += [*engine_arguments(tmp_path / "d"), "--device", "cpu"]
+    frozen = gc.get_freeze_count()
+    try:
+        assert process.main(options) == 0
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+    assert len(engines) == 1
+    assert not traversed

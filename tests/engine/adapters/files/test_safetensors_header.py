@@ -1,6 +1,8 @@
 """Properties of the header: accepted files read as in the format's library; others are refused."""
 
 import json
+import json.scanner
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
-from engine.adapters.files.bounded_json import DIGITS_MAX
+from engine.adapters.files.bounded_json import C_TEXT_MAX, DIGITS_MAX
+from engine.adapters.files.problems import shown
 from engine.adapters.files.safetensors_header import (
     LENGTH_BYTES,
     header_length,
@@ -176,11 +179,81 @@ LONG_NUMBERS = {
 def test_long_numbers_are_refused_before_anything_is_decoded(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("the header was decoded"))
+    monkeypatch.setattr(json, "JSONDecoder", lambda **_: pytest.fail("the header was decoded"))
     header = LONG_NUMBERS[place] % (b"9" * (DIGITS_MAX + 1))
     with pytest.raises(AdapterUnsound, match=f"more than {DIGITS_MAX} digits in a row") as caught:
         parse_header(header, len(header) + 12, DEFAULT_BOUNDS)
     assert code_of(caught.value) == ErrorCode.DOES_NOT_FIT
+
+
+def small_tensors(count: int) -> dict[str, Any]:
+    return {f"tensor.{i}": entry((1,), 4 * i, 4 * i + 4) for i in range(count)}
+
+
+SMALL = 60_000
+LONG_HEADERS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "60,000 small tensors": (lambda: stored(small_tensors(SMALL), bytes(4 * SMALL)), ""),
+    "600,000 members": (
+        lambda: stored(dict.fromkeys(map(str, range(600_000)), 1)),
+        "names 600000 tensors",
+    ),
+    "300,000 arrays": (lambda: stored({"a": [[]] * 300_000}), "a has"),
+    "15 MB of long numbers": (lambda: stored({"a": [10**63] * 230_000}), "a has"),
+    "15 MB of longer numbers": (
+        lambda: stored(b'{"a":[1' + (b"," + b"9" * 4299) * 3_488 + b"]}"),
+        "more than 64 digits",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG_HEADERS)
+def test_a_long_header_is_decoded_where_other_threads_take_turns(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, refusal = LONG_HEADERS[name]
+    raw = make()
+    held = [0]
+
+    def observed(decoder: json.JSONDecoder) -> Any:
+        scan = json.scanner.c_make_scanner(decoder)
+
+        def scan_once(text: str, start: int) -> tuple[Any, int]:
+            value, end = scan(text, start)
+            held.append(end - start)
+            return value, end
+
+        return scan_once
+
+    monkeypatch.setattr(json.scanner, "make_scanner", observed)
+    if refusal:
+        with pytest.raises(AdapterUnsound, match=refusal) as caught:
+            parsed(raw)
+        assert code_of(caught.value) == ErrorCode.DOES_NOT_FIT
+    else:
+        assert len(parsed(raw)) == SMALL
+    assert max(held) <= C_TEXT_MAX
+
+
+def test_a_short_header_is_decoded_by_the_same_rules_as_a_long_one() -> None:
+    for padding in (0, C_TEXT_MAX):
+        for header in (b'{"a": NaN%s}', b'{"a": 1, "a": 1%s}', b'{"a": 1,%s}', b'{"a": [1%s}'):
+            with pytest.raises(AdapterUnsound, match="malformed"):
+                parsed(stored(header % (b" " * padding)))
+        raw = stored(json.dumps({"a": entry()}).encode() + b" " * padding, DATA)
+        assert parsed(raw) == [("a", [2, 3], DATA)]
+
+
+def test_what_an_error_shows_of_a_value_is_all_that_is_formatted() -> None:
+    formatted = []
+
+    class Value:
+        def __repr__(self) -> str:
+            formatted.append(self)
+            return "v\xe9"
+
+    assert shown([Value() for _ in range(10_000)]).startswith("[v\\xe9, v\\xe9, ")
+    assert len(formatted) < 100
+    assert shown({"a": ["b", 1, None, 2.5]}) == "{'a': ['b', 1, None, 2.5]}"
 
 
 def test_tensors_may_have_the_names_of_an_entrys_fields() -> None:
