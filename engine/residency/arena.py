@@ -27,6 +27,7 @@ from engine.layout import (
     slice_elements,
     sorted_by_column,
 )
+from engine.parallel import RankLost
 from engine.residency.compaction import Compactor
 from engine.residency.copier import Copier, Copy, copier_for
 from engine.residency.device_memory import allocate_device
@@ -146,6 +147,9 @@ class Arena:
         try:
             write.copy.wait()
             self._publish(write.owner)
+        except RankLost:
+            # The engine ends, and to discard would be to wait for the lost rank again.
+            raise
         except BaseException:
             self.discard_write(slot)
             raise

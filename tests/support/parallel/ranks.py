@@ -29,7 +29,7 @@ class Ranks:
     def __init__(self, module: str, world_size: int = 2) -> None:
         environment = os.environ | {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(world_size),
             "OMP_NUM_THREADS": "1",
         }
@@ -98,7 +98,7 @@ def _run(case: Case, group: ParallelGroup, given: Mapping[str, Any]) -> dict[str
         return {"error": f"rank {group.rank}: {type(error).__name__}: {error}"}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
