@@ -66,9 +66,10 @@ class Child:
     """A child process that is kept running: its starts, its exit statuses, its restart delay.
 
     `progress`: the page on which it reports its steps. `fds`: descriptors that it inherits.
+    `has_helpers`: the processes that it starts are not needed to serve, and watched by it alone.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one per way in which children differ
         self,
         name: str,
         command: Sequence[str],
@@ -76,8 +77,11 @@ class Child:
         hang_timeout_ms: int = HANG_TIMEOUT_MS,
         log_format: LogFormat = "console",
         fds: tuple[int, ...] = (),
+        *,
+        has_helpers: bool = False,
     ) -> None:
         self.name = name
+        self._has_helpers = has_helpers
         self._fds = fds
         self._log_format = log_format
         self._output: ChildOutput | None = None
@@ -167,7 +171,8 @@ class Child:
         if self._process is None:
             return
         pids = process_tree(self._process.pid)
-        stopped = any(map(is_stopped, pids))
+        # An engine needs all its ranks.
+        stopped = any(map(is_stopped, pids[:1] if self._has_helpers else pids))
         reason = self._watch.observe(time.monotonic_ns(), self._progress.read(), is_stopped=stopped)
         if reason:
             log.error("child hangs and is killed", child=self.name, reason=reason)
@@ -348,17 +353,17 @@ def _children(config: ServeConfig, parent_fd: int, restart_fd: int) -> list[Chil
         config.log_format,
         config.log_level,
     )
-    timeout_ms = config.hang_timeout_ms
+    common, fds = (config.hang_timeout_ms, config.log_format), (restart_fd,)
     command = _controller_command(config.server, supervision)
-    log_format = config.log_format
-    children = [Child("controller", command, own, timeout_ms, log_format, (restart_fd,))]
+    # It starts snapshotters, and ends one that hangs.
+    children = [Child("controller", command, own, *common, fds, has_helpers=True)]
     if key:
         command = _engine_command(config, of_engine.path, share_key_pair(key))
-        children.append(Child("engine", command, of_engine, timeout_ms, log_format))
+        children.append(Child("engine", command, of_engine, *common))
     if config.gateway:
         # It reports no steps, so only a stopped one counts as hanging.
         command = [sys.executable, *config.gateway, str(parent_fd)]
-        children.append(Child("gateway", command, None, timeout_ms, log_format))
+        children.append(Child("gateway", command, None, *common))
     return children
 
 

@@ -14,12 +14,13 @@ import pytest
 from controller.cli import engine_commands
 from controller.cli.exit_codes import ExitCode
 from controller.client import Client
+from controller.shell.hang_watch import is_stopped, process_tree
 from messages.ids import GPU_SLOT
 from messages.records import EngineLost
-from messages.requests import StatusShown
+from messages.requests import LoadAdapter, StatusShown
 from tests.support.engine.serve_process import serve, status_once, wait_for_end
 from tests.support.simulation.command_runs import run, run_json
-from tests.support.simulation.shell_examples import logged
+from tests.support.simulation.shell_examples import RawClient, logged
 from tests.support.waiting import HANG_S, wait_until
 
 ADAPTERS = ("reverse", "upper")
@@ -187,6 +188,30 @@ def test_without_an_engine_none_is_restarted(tmp_path: Path) -> None:
         result = run("engine", "restart", directory=directory)
         assert result.exit_code == ExitCode.UNREACHABLE
         assert "no engine is attached" in result.stderr
+
+
+def test_a_stopped_snapshotter_is_not_taken_for_its_controller(tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    options = ("--engine", "external", "--snapshot-interval", "20", "--http", "127.0.0.1:0")
+    with serve(directory, *options, "--hang-timeout", "0.35") as process:
+        first = status_once(directory, lambda status: status.seq > 0)
+        with RawClient(directory) as client:
+            # They wait for an engine, and each of them is in the log.
+            client.send_request(*(LoadAdapter(f"l-{n}", f"a-{n}") for n in range(20)))
+            client.status()
+        snapshotter = wait_until(lambda: process_tree(first.controller_pid)[1:])[0]
+        os.kill(snapshotter, signal.SIGSTOP)
+        # A child that is stopped later is found to hang, so the controller was not.
+        ours = {process.pid, first.controller_pid, snapshotter}
+        (gateway,) = {*process_tree(process.pid)} - ours
+        os.kill(gateway, signal.SIGSTOP)
+        wait_for_end(gateway)
+        assert is_stopped(snapshotter)
+        last = status_once(directory, lambda status: status.seq > 20)
+        assert last.controller_pid == first.controller_pid
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(HANG_S) == 0
+        wait_for_end(snapshotter)
 
 
 @contextmanager

@@ -124,6 +124,26 @@ def test_one_that_hangs_is_killed(
     assert process._process is None
 
 
+def test_one_that_is_stopped_is_given_up_and_another_makes_the_snapshot(
+    process: SnapshotProcess, reports: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process.tick(20)
+    stopped = process._process
+    assert stopped is not None
+    stopped.send_signal(signal.SIGSTOP)
+    # It is waited for within the bound, and no second one is started.
+    process.tick(60)
+    assert process._process is stopped
+    assert reports == []
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot_process, "SNAPSHOT_S_MAX", -1.0)
+        process.tick(60)
+    assert stopped.returncode == -signal.SIGKILL
+    assert reports[0][0] == "the snapshotter hangs and is killed"
+    ticked(process, 60, reports, 2)
+    assert reports[1][0] == "snapshot made"
+
+
 _popen = subprocess.Popen
 
 
