@@ -43,6 +43,16 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
     api_key_file: Annotated[
         str, _option("--api-key-file", "File with one API key per line.", "FILE")
     ] = ""
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        _option(
+            "--allowed-host",
+            "Name under which requests may address the gateway; repeat for several, * for any. "
+            "Default: any with an API key, HTTPS or a network's address; otherwise localhost, "
+            "127.0.0.1, ::1 and the address of --http, so that no web page can reach it.",
+            "HOST",
+        ),
+    ] = ()
     ssl_keyfile: Annotated[str, _option("--ssl-keyfile", "Private key for HTTPS.", "FILE")] = ""
     ssl_certfile: Annotated[str, _option("--ssl-certfile", "Certificate for HTTPS.", "FILE")] = ""
     ssl_ca_certs: Annotated[

@@ -1,11 +1,13 @@
-"""API keys, bounds on headers, and the answer to paths and methods that do not exist.
+"""API keys, names of this host, and bounds on headers.
 
 Keys are compared by their digests in constant time.
 """
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+import socket
+from collections.abc import Collection, Iterable, Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.bodies import header_of
 from gateway.http.errors import HttpError, error_response, unauthorized_response
-from gateway.options import KEYS_VARIABLES, GatewayOptions
+from gateway.options import KEYS_VARIABLES, GatewayConfig, GatewayOptions
 
 
 def configured_keys(options: GatewayOptions, environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -86,6 +88,60 @@ class RefusingApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         await error_response(self._error)(scope, receive, send)
+
+
+LOCAL_HOSTS: Final = ("localhost", "127.0.0.1", "::1")
+ANY_HOST: Final = "*"
+
+
+def allowed_hosts(config: GatewayConfig, keys: ApiKeys) -> frozenset[str] | None:
+    """Return the hosts that requests may name; None: any. Raises `OSError` for an unknown host.
+
+    Without a key, a page in a browser of this machine can reach a gateway on a loopback address: it
+    has its own name resolve to that address. With HTTPS the certificate excludes that.
+    """
+    named = frozenset(host.lower() for host in config.allowed_hosts)
+    is_exposed = not keys.are_needed and not config.ssl_certfile and _is_loopback(config.host)
+    if ANY_HOST in named or not (named or is_exposed):
+        return None
+    return named.union(LOCAL_HOSTS, (config.host.lower(),))
+
+
+def _is_loopback(host: str) -> bool:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    address = str(found[0][4][0])
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+def _host_name(header: str) -> str:
+    """Return the host in `HOST`, `HOST:PORT` or `[IPV6]:PORT`."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].rstrip(".").lower()
+
+
+class AllowedHosts:
+    """An application around another: requests to a name that is not this host's are refused."""
+
+    def __init__(self, app: ASGIApp, hosts: Collection[str]) -> None:
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request; one without a host is no browser's."""
+        host = _host_name(header_of(scope, b"host")) if scope["type"] == "http" else ""
+        if host and host not in self._hosts:
+            message = (
+                f"the host {host[:_HOST_CHARACTERS]!r} is not served; address the gateway as "
+                "localhost, or start it with --allowed-host HOST or with an API key"
+            )
+            await error_response(HttpError(403, message))(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+_HOST_CHARACTERS: Final = 253
+"""The length of the longest name of a host."""
 
 
 class HeaderLimit:

@@ -14,7 +14,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.endpoints import Endpoint, EndpointApp, Limits
 from gateway.http.errors import HttpError, error_response
-from gateway.http.security import ApiKeys, HeaderLimit, KeyedApp, RefusingApp, configured_keys
+from gateway.http.security import (
+    AllowedHosts,
+    ApiKeys,
+    HeaderLimit,
+    KeyedApp,
+    RefusingApp,
+    allowed_hosts,
+    configured_keys,
+)
 from gateway.http.streams import json_response
 from gateway.options import UPDATING_VARIABLE, GatewayConfig
 from gateway.server.gateway import Gateway
@@ -45,7 +53,11 @@ def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -
     )
     exact: dict[tuple[str, str], ASGIApp]
     exact = {(one.method, one.path): app for one, app in apps if "{" not in one.path}
-    return HeaderLimit(ExactPaths(exact, app), config.header_bytes_max)
+    served: ASGIApp = ExactPaths(exact, app)
+    hosts = allowed_hosts(config, keys)
+    if hosts is not None:
+        served = AllowedHosts(served, hosts)
+    return HeaderLimit(served, config.header_bytes_max)
 
 
 def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bool:

@@ -1,9 +1,9 @@
-"""API keys: from options, file and environment, and which endpoints need one."""
+"""API keys: from options, file and environment, and which endpoints need one; names of hosts."""
 
 import pytest
 
-from gateway.http.security import ApiKeys, configured_keys
-from gateway.options import GatewayOptions
+from gateway.http.security import ApiKeys, allowed_hosts, configured_keys
+from gateway.options import GatewayConfig, GatewayOptions
 from tests.support.gateway.served import serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
@@ -77,3 +77,50 @@ def test_a_file_without_keys_does_not_open_the_gateway(tmp_path):
 
 def test_without_keys_requests_need_none():
     assert ApiKeys(()).accept({"headers": []})
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    with (
+        StandIn(tmp_path_factory.mktemp("gw")) as controller,
+        serve_gateway(controller, allowed_hosts=("Proxy.example",)) as gateway,
+    ):
+        yield gateway
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        *((host, 200) for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000")),
+        *((host, 200) for host in ("[::1]", "proxy.example", "proxy.example.:443", "")),
+        *((host, 403) for host in ("evil.example", "evil.example:8000", "localhost.evil.example")),
+        *(
+            (host, 403)
+            for host in ("127.0.0.2", "[::2]:8000", "x" * 5000, "evil.example:localhost")
+        ),
+    ],
+)
+def test_without_keys_a_request_has_to_name_this_host(local, host, status):
+    for path in ("/v1/models", "/health", "/", "/openapi.json", "/not-there"):
+        response = local.get(path, host=host)
+        assert response.status_code == (404 if (path, status) == ("/not-there", 200) else status)
+    if status == 403:
+        assert "--allowed-host" in response.json()["error"]["message"]
+
+
+def test_a_request_without_a_host_is_served(local):
+    assert local.raw(b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
+
+
+def test_hosts_are_compared_where_a_web_page_could_reach_the_gateway():
+    own = {"localhost", "127.0.0.1", "::1"}
+
+    def hosts(keys=(), **options):
+        return allowed_hosts(GatewayConfig(**options), ApiKeys(keys))
+
+    assert hosts() == own
+    assert hosts(host="127.0.0.9") == own | {"127.0.0.9"}
+    assert hosts(host="localhost") == hosts(host="::1") == own
+    assert hosts(("key",)) is hosts(ssl_certfile="c") is hosts(host="0.0.0.0") is None
+    assert hosts(("key",), allowed_hosts=("A",), host="0.0.0.0") == own | {"a", "0.0.0.0"}
+    assert hosts(allowed_hosts=("*",)) is None

@@ -256,7 +256,7 @@ def test_a_client_that_leaves_cancels_its_generation(served):
         served.controller.received.clear()
         body = json.dumps({"prompt": "p", "stream": stream}).encode()
         with served.connect() as connection:
-            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             wait_until(lambda: served.controller.requests(rq.Generate))
         [request] = served.controller.requests(rq.Generate)

@@ -145,7 +145,7 @@ def test_a_client_that_leaves_ends_its_span(served, kept):
     served.controller.answers[rq.Generate] = lambda _: None
     with served.connect() as connection:
         body = json.dumps({"prompt": "p", "stream": True}).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         wait_until(lambda: served.controller.requests(rq.Generate))
     assert only_span(kept).attributes["error.type"] == "CancelledError"

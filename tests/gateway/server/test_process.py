@@ -130,7 +130,7 @@ def test_readers_of_events_do_not_delay_the_end(tmp_path):
     with StandIn(tmp_path) as controller:
         with serve_gateway(controller, drain_timeout_s=3600) as gateway:
             connection = gateway.connect()
-            connection.sendall(b"GET /events HTTP/1.1\r\nhost: x\r\n\r\n")
+            connection.sendall(b"GET /events HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert connection.recv(16).startswith(b"HTTP/1.1 200")
         assert read_all(connection).endswith(b"0\r\n\r\n")
         connection.close()
@@ -139,7 +139,7 @@ def test_readers_of_events_do_not_delay_the_end(tmp_path):
 def test_a_head_that_does_not_arrive_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "HEAD_TIMEOUT_S", 0.2)
     with StandIn(tmp_path) as controller, serve_gateway(controller) as gateway:
-        for data in (b"", b"GET / HTTP/1.1\r\nhost: x\r\n"):
+        for data in (b"", b"GET / HTTP/1.1\r\nhost: localhost\r\n"):
             with gateway.connect() as connection:
                 connection.sendall(data)
                 assert read_all(connection).startswith(b"HTTP/1.1 408")

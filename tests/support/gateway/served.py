@@ -78,7 +78,7 @@ def post_bytes(path: str, body: bytes, *headers: str, length: int | None = None)
     size = len(body) if length is None else length
     lines = [
         f"POST {path} HTTP/1.1",
-        "host: x",
+        "host: localhost",
         "connection: close",
         "content-type: application/json",
         f"content-length: {size}",
