@@ -8,7 +8,9 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final
+
+from msgspec import Struct
 
 from controller.core.context import Context
 from controller.core.pending_requests import has_suspended
@@ -17,7 +19,7 @@ from controller.core.world import PREFETCH_PRIORITY, Adapter
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, NO_SLOT, PINNED, AdapterState, Seq
 
 
-class Amount(NamedTuple):
+class Amount(Struct, frozen=True, gc=False):
     """An amount of one tier's capacity; a place is an adapter on the host or a device slot."""
 
     places: int

@@ -134,6 +134,7 @@ class Context:
         self._count_transition(adapter, target)
         adapter.state = target
         if target in lru_order:
+            lru_order[target][adapter.id] = None
             self.touch_lru(adapter)
         if adapter.prefetched:
             # Wherever its prefetch ends, it stays.
@@ -213,9 +214,7 @@ class Context:
         """Make a resident adapter the most recently used of its state."""
         world, adapter_id = self.world, adapter.id
         adapter.lru_stamp = world.lru_counter = world.lru_counter + 1
-        order = world.lru_order[adapter.state]
-        order[adapter_id] = None
-        order.move_to_end(adapter_id)
+        world.lru_order[adapter.state].move_to_end(adapter_id)
         world.adapters.mark_changed(adapter_id)
 
     def keep(self, adapter: Adapter, state: AdapterState) -> None:

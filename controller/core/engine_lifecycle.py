@@ -194,7 +194,7 @@ def _reconcile_all(context: Context) -> None:
     world = context.world
     for request_id, pending in tuple(world.pending_requests.items()):
         if pending.kind in pending_requests.INFERENCE and not pending.adapters and not pending.op:
-            leases.start_inference(context, request_id, pending)
+            leases.start_inference(context, request_id, pending, None)
         context.dirty_adapters.update(dict.fromkeys(pending.adapters))
     adapters = [world.adapters[a] for a in {**world.promoting, **world.demoting}]
     # After the requested ones: held ones, then the most recently used.

@@ -74,7 +74,7 @@ def _serve(
             _resume(context, adapter, request_id, pending)
         elif context.world.engine_ready:
             end_waiting(context, adapter, request_id, pending)
-            start_inference(context, request_id, pending)
+            start_inference(context, request_id, pending, adapter)
     else:
         end_waiting(context, adapter, request_id, pending)
         answer_granted(context, adapter, request_id, pending.kind)
@@ -113,16 +113,12 @@ def release(context: Context, adapter: Adapter) -> None:
         context.dirty_adapters[adapter.id] = None
 
 
-def lease(context: Context, pending: PendingRequest) -> tuple[Adapter, ...]:
-    """Keep a request's adapters in their slots until its operation ends; returns them."""
-    known = context.world.adapters
-    adapters = tuple([known[adapter_id] for adapter_id in pending.adapters])
-    for adapter in adapters:
-        adapter.leases += 1
-        if adapter.kept != GPU_SLOT:
-            context.keep(adapter, GPU_SLOT)
-        known.mark_changed(adapter.id)
-    return adapters
+def lease(context: Context, adapter: Adapter) -> None:
+    """Keep an adapter in its slot until the operation of the request that uses it ends."""
+    adapter.leases += 1
+    if adapter.kept != GPU_SLOT:
+        context.keep(adapter, GPU_SLOT)
+    context.world.adapters.mark_changed(adapter.id)
 
 
 def end_use(context: Context, request_id: RequestId, pending: PendingRequest) -> None:
@@ -193,7 +189,7 @@ def suspend_one(context: Context, adapter: Adapter, request_id: RequestId, since
 def _resume(
     context: Context, adapter: Adapter, request_id: RequestId, pending: PendingRequest
 ) -> None:
-    lease(context, pending)
+    lease(context, adapter)
     end_suspension(context, adapter, request_id)
     order_resumption(context, adapter, pending)
 
@@ -206,18 +202,24 @@ def order_resumption(context: Context, adapter: Adapter, pending: PendingRequest
     context.actions.append(SendCommand(command))
 
 
-def start_inference(context: Context, request_id: RequestId, pending: PendingRequest) -> None:
-    """Lease the request's adapter and send the engine its generation, embedding or classifying."""
-    adapter_in_slot = (BASE_MODEL, NO_SLOT, 0)
-    for adapter in lease(context, pending):
-        adapter_in_slot = (adapter.id, adapter.slot, adapter.generation)
+def start_inference(
+    context: Context, request_id: RequestId, pending: PendingRequest, adapter: Adapter | None
+) -> None:
+    """Lease a request's adapter and send the engine its generation, embedding or classifying.
+
+    `adapter` is None for the base model.
+    """
+    adapter_id, slot, generation = BASE_MODEL, NO_SLOT, 0
+    if adapter is not None:
+        lease(context, adapter)
+        adapter_id, slot, generation = adapter.id, adapter.slot, adapter.generation
     op = context.next_op()
     command: commands.StartInference
     match pending.kind:
         case "embed" | "classify" as task:
-            command = commands.StartPooling(op, request_id, *adapter_in_slot, task)
+            command = commands.StartPooling(op, request_id, adapter_id, slot, generation, task)
         case _:
-            command = commands.StartGeneration(op, request_id, *adapter_in_slot)
+            command = commands.StartGeneration(op, request_id, adapter_id, slot, generation)
     context.issue_for(request_id, pending, command)
 
 
@@ -244,7 +246,8 @@ def confirm_batch(context: Context, request_id: RequestId, pending: PendingReque
         has_reached(adapter, pending.target) for adapter in adapters
     ):
         return
-    for adapter in lease(context, pending):
+    for adapter in adapters:
+        lease(context, adapter)
         if request_id in adapter.waiters:
             end_waiting(context, adapter, request_id, pending)
     dequeue_batch(context, request_id)

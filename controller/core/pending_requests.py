@@ -104,13 +104,20 @@ def dequeue_batch(context: Context, request_id: RequestId) -> None:
         world.current_batch = ""
 
 
+def remove(
+    context: Context, request_id: RequestId, pending: PendingRequest, reply: requests.Reply | None
+) -> None:
+    """Answer and remove a request that waits for no adapter; `reply` as in `end_request`."""
+    if reply is not None and not pending.answered:
+        context.answer(reply)
+    del context.world.pending_requests[request_id]
+
+
 def end_request(context: Context, request_id: RequestId, reply: requests.Reply | None) -> None:
     """Remove a pending request and answer it; None as a reply: its client will send it again."""
     world = context.world
     pending = world.pending_requests[request_id]
-    if reply is not None and not pending.answered:
-        context.answer(reply)
-    del world.pending_requests[request_id]
+    remove(context, request_id, pending, reply)
     if pending.kind == "batch":
         dequeue_batch(context, request_id)
     for adapter_id in pending.adapters:

@@ -1,4 +1,4 @@
-"""The reconcile loop: moves adapters from tsuccessor state towards tsuccessor goal.
+"""The reconcile loop: moves adapters from their state towards their goal.
 
 An adapter has at most one operation of its own in flight, and only that operation's report changes
 its state.
@@ -336,7 +336,8 @@ def _admit_queued(context: Context) -> None:
 def _make_room(context: Context, tier: TierName) -> None:
     """Demote victims for the queued adapters, in the queue's order."""
     world = context.world
-    places, size_bytes = capacity.shortage(context, tier)
+    shortage = capacity.shortage(context, tier)
+    places, size_bytes = shortage.places, shortage.size_bytes
     for position, (_, adapter_id) in enumerate(world.queues.by_tier[tier]):
         requester = world.adapters[adapter_id]
         places += capacity.PLACES_PER_ADAPTER[tier]

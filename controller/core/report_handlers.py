@@ -59,7 +59,7 @@ def on_report(context: Context, report: Any) -> None:
         _end_unknown_operation(context, report.op)
         return
     kind, command = type(report), type(operation.command)
-    if kind is not reports.OperationFailed and kind is not SUCCESS_OF[command]:
+    if kind is not SUCCESS_OF[command] and kind is not reports.OperationFailed:
         _refuse(context, report, f"{command.__name__} is not ended by {kind.__name__}")
     elif operation.request_id:
         del world.operations[report.op]
@@ -345,7 +345,7 @@ def _end_request(
     context: Context, request_id: RequestId, pending: PendingRequest, reply: requests.Reply
 ) -> None:
     leases.end_use(context, request_id, pending)
-    pending_requests.end_request(context, request_id, reply)
+    pending_requests.remove(context, request_id, pending, reply)
 
 
 def _on_mapping_set(context: Context, operation: Operation, _report: reports.MappingSet) -> None:

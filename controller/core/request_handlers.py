@@ -244,7 +244,7 @@ def _request_inference(
     if adapter is None:
         pending = pending_requests.accept(context, request_id, kind, GPU_SLOT, timeout_ms, ())
         if context.world.engine_ready:
-            leases.start_inference(context, request_id, pending)
+            leases.start_inference(context, request_id, pending, None)
         return
     is_hit = _count_use(context, adapter)
     ids = (adapter.id,)
@@ -252,7 +252,7 @@ def _request_inference(
     if not is_hit:
         pending.missed = True
     if context.world.engine_ready and pending_requests.has_reached(adapter, GPU_SLOT):
-        leases.start_inference(context, request_id, pending)
+        leases.start_inference(context, request_id, pending, adapter)
     else:
         _add_waiter(context, adapter, request_id, GPU_SLOT)
 

@@ -82,16 +82,16 @@ class AnswerWindows:
             window = windows[client] = deque((answer,))
         else:
             window.append(answer)
-            windows.move_to_end(client)
         if self._largest:
             self._note_size(-len(window), client)
         expired_ns = answer.time_ns - kept_ns
+        if len(windows) > 1:
+            windows.move_to_end(client)
+            oldest = next(iter(windows))
+            if windows[oldest][0].time_ns <= expired_ns:
+                self._drop_expired(oldest, expired_ns)
         if window[0].time_ns <= expired_ns:
             self._drop_expired(client, expired_ns)
-        if len(windows) > 1:
-            oldest = next(iter(windows))
-            if oldest != client and windows[oldest][0].time_ns <= expired_ns:
-                self._drop_expired(oldest, expired_ns)
         if len(window) > client_max:
             # The hot path of a client with a full window.
             del by_id[window.popleft().reply.request_id]
