@@ -7,9 +7,10 @@ carries its user. The others are admitted by the same thread, although all are: 
 ZeroMQ refuse a peer of its protocols before the third, which no limit on the handshake would end.
 """
 
+import contextlib
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -129,9 +130,9 @@ class Listener:
             self.events = self._open(
                 zmq.PUB, FRAME_BYTES_MAX, EVENTS_DOMAIN if is_remote else LOCAL_DOMAIN
             )
-            for socket, address in zip(
-                (self.requests, self.engine, self.events), addresses, strict=True
-            ):
+            sockets = (self.requests, self.engine, self.events)
+            self._bound = tuple(zip(sockets, addresses, strict=True))
+            for socket, address in self._bound:
                 self._bind(socket, address)
         except BaseException:
             self.close()
@@ -164,6 +165,20 @@ class Listener:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise TransportError(f"{address}: {error}") from error
+
+    def bind_missing(self, found: Container[str]) -> Iterator[str]:
+        """Bind local sockets again whose files have none of the names `found`, and yield them.
+
+        Their connections stay. Where binding fails, the next call tries again.
+        """
+        for socket, address in self._bound:
+            path = address.removeprefix("ipc://")
+            if os.path.basename(path) not in found:
+                with contextlib.suppress(zmq.ZMQError):
+                    socket.unbind(address)
+                with contextlib.suppress(zmq.ZMQError):
+                    socket.bind(address)
+                    yield path
 
     def accepted(self) -> "AcceptedConnections":
         """Return a reader of the connections that are accepted from now on."""

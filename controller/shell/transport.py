@@ -5,6 +5,7 @@ connection; routes are made by this side, and no connection can take over anothe
 """
 
 import contextlib
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import zmq
 
 from controller.shell.access.keys import KeyStore
 from controller.shell.access.permissions import Access
-from controller.shell.connection_guard import ConnectionGuard, GuardThread, RemoteGuard
+from controller.shell.connection_guard import HIDDEN, ConnectionGuard, GuardThread, RemoteGuard
 from controller.shell.listener import (
     BACKLOG,
     Listener,
@@ -44,6 +45,9 @@ DESCRIPTORS_SAFE: Final = 4096
 
 _REFRESH_NS: Final = 20_000_000
 """Interval at which the list of keys is checked for changes while the main loop runs."""
+
+_FILES_NS: Final = 1_000_000_000
+"""Interval at which the local sockets' files are looked for."""
 
 _LOCAL: Final = b"l"
 _REMOTE: Final = b"r"
@@ -78,7 +82,9 @@ class Transport:
         local = Listener(local_addresses(directory), self._pair, self.access, is_remote=False)
         self._add(_LOCAL, local)
         self._guards = [self._guard_local(directory / "run", local)]
+        self._run = directory / "run"
         self._refreshed_ns = 0
+        self._files_ns = time.monotonic_ns()
         self._revocations = self.access.revocations
         if remote_address:
             try:
@@ -140,6 +146,26 @@ class Transport:
                 self._open_remote()
         self._revocations = self.access.revocations
 
+    def _bind_missing(self) -> None:
+        """Bind local sockets again whose files were removed: no new client would find them."""
+        now = time.monotonic_ns()
+        if now - self._files_ns < _FILES_NS:
+            return
+        self._files_ns = now
+        try:
+            found = {*os.listdir(self._run)}
+        except FileNotFoundError:
+            found = set()
+            with contextlib.suppress(OSError):
+                self._run.mkdir(mode=0o700)
+        except OSError:
+            # Nothing is known: the listing needs a descriptor, and none may be left.
+            return
+        # Those that the guard hides are found under another name.
+        found.update([name.removesuffix(HIDDEN) for name in found])
+        for path in self._listeners[_LOCAL].bind_missing(found):
+            log.warning("a socket's file was removed; it is bound again", path=path)
+
     def watch(self, fd: int) -> None:
         """Make `poll` wake for this file descriptor too."""
         self._poller.register(fd, zmq.POLLIN)
@@ -152,6 +178,7 @@ class Transport:
         """Wait for a frame or a watched descriptor; return the descriptors that are ready."""
         ready = self._poller.poll(timeout_ms)
         self._refresh_access()
+        self._bind_missing()
         return {source for source, _ in ready if isinstance(source, int)}
 
     def receive_requests(self) -> Iterator[tuple[bytes, str, bytes]]:

@@ -1,6 +1,7 @@
 """The bounds on one iteration's frames, in the controller and in the engine."""
 
 import contextlib
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,69 @@ def test_replies_beyond_the_bound_of_a_clients_queue_arrive_when_it_reads(
         replies = [_read(opened, client) for _ in range(count)]
         assert replies == [number.to_bytes(2) * 2000 for number in range(count)]
         client.close()
+
+
+NAMES = ("requests.sock", "engine.sock", "events.sock")
+
+
+def _exchange(opened: transport.Transport, client: "zmq.Socket[bytes]") -> None:
+    """Send a frame and receive it as its reply."""
+    client.send(b"hello")
+
+    def is_received() -> bool:
+        opened.poll(1)
+        for route, _, frame in opened.receive_requests():
+            opened.reply(route, frame)
+        opened.flush()
+        return bool(client.poll(1))
+
+    wait_until(is_received)
+    assert client.recv() == b"hello"
+
+
+def _connected(context: "zmq.Context[zmq.Socket[bytes]]", directory: Path) -> Any:
+    client = context.socket(zmq.DEALER)
+    client.linger = 0
+    client.connect(transport.endpoint(directory, "requests.sock"))
+    return client
+
+
+@pytest.mark.parametrize("has_directory", [True, False])
+def test_sockets_whose_files_were_removed_are_bound_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, has_directory: bool
+) -> None:
+    monkeypatch.setattr(transport, "_FILES_NS", 0)
+    run = directory / "run"
+    with transport.Transport(directory) as opened, zmq.Context() as context:
+        with _connected(context, directory) as before:
+            _exchange(opened, before)
+            for _ in range(3):
+                for name in NAMES:
+                    (run / name).unlink()
+                if not has_directory:
+                    run.rmdir()
+                opened.poll(0)
+                assert {*os.listdir(run)} == {*NAMES}
+                assert run.stat().st_mode & 0o777 == 0o700
+                with _connected(context, directory) as after:
+                    _exchange(opened, after)
+            # Connections that were made before stay.
+            _exchange(opened, before)
+        inodes = [(run / name).stat().st_ino for name in NAMES]
+        opened.poll(0)
+        assert [(run / name).stat().st_ino for name in NAMES] == inodes
+
+
+def test_files_that_the_guard_hides_are_not_bound_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_FILES_NS", 0)
+    run = directory / "run"
+    with transport.Transport(directory) as opened:
+        for name in NAMES:
+            (run / name).rename(run / f"{name}.full")
+        opened.poll(0)
+        assert {*os.listdir(run)} == {f"{name}.full" for name in NAMES}
 
 
 def test_a_reply_to_a_client_that_is_gone_is_dropped(tmp_path: Path) -> None:
