@@ -1,5 +1,6 @@
 """Prompts in chunks: the same tokens as at once, and other sequences continue meanwhile."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,14 +11,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaForCausalLM
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LoRAConfig
 from engine.inference import generation_scheduler
 from engine.inference.prefill import WIDTH_PADDED_MAX, may_join
 from engine.models.causal_model import CausalModel
+from engine.models.loading import load_model
+from examples.tiny_recipe import build_tokenizer
 from messages.errors import ErrorCode
 from messages.prompts import Sampling
 from messages.reports import GenerationEnded, OperationFailed
+from tests.support.engine.engine_examples import ADAPTERS, tiny_config
 from tests.support.engine.generation_bench import NAMES, PROMPTS, GenerationBench
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
@@ -75,6 +81,59 @@ def test_no_chunk_exceeds_the_budget(
     bench.run()
     assert max(map(sum, passes)) <= 12
     assert max(map(len, passes)) <= 6
+
+
+@pytest.fixture(scope="module")
+def long_context(tmp_path_factory: pytest.TempPathFactory, engine_config: EngineConfig) -> Any:
+    """The model and the adapters of a context of 8,192 tokens, and a configuration for them."""
+    root = tmp_path_factory.mktemp("long")
+    torch.manual_seed(7)
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 8192}
+    base = LlamaForCausalLM(tiny_config(**sizes))
+    base.save_pretrained(root / "model")
+    build_tokenizer().save_pretrained(root / "model")
+    for name, fields in ADAPTERS.items():
+        config = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **fields)
+        model = get_peft_model(copy.deepcopy(base), config)
+        model.peft_config["default"].init_lora_weights = True
+        model.save_pretrained(root / name)
+    config = replace(engine_config, model_directory=root / "model", adapter_roots=(root,))
+    return load_model(config, LoRAConfig(max_lora_rank=16)), root, config
+
+
+BUDGET = 256
+
+
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_streaming_rows_take_part_in_every_step_of_a_prompt_of_8000_tokens(
+    long_context: Any, monkeypatch: pytest.MonkeyPatch, is_paged: bool
+) -> None:
+    model, root, config = long_context
+    fields = {"max_num_batched_tokens": BUDGET, "paged_attention": is_paged}
+    bench = GenerationBench(model, root, replace(config, **fields))
+    streaming = Sampling(max_tokens=100, ignore_eos=True)
+    names = (None, *NAMES[:3])
+    expected = [bench.alone(name, PROMPTS[1], streaming) for name in names]
+    passes: list[list[int]] = []
+    bench.intercept(monkeypatch, lambda tokens, run: passes.append(tokens) or run())
+    running = [bench.start(name, PROMPTS[1], streaming) for name in names]
+    bench.run(steps=3)
+    long = bench.start(NAMES[3], tuple(7 * at % 250 for at in range(8000)), Sampling(max_tokens=2))
+    done = steps = 0
+    while not bench.output(long)[0]:
+        before = [len(bench.output(op)[0]) for op in running]
+        passes.clear()
+        bench.run(steps=1)
+        steps += 1
+        computed = [count for one in passes for count in one]
+        # A padded batch decodes in a pass of its own, whose tokens the budget has, too.
+        assert sum(computed) <= BUDGET
+        assert [len(bench.output(op)[0]) for op in running] == [count + 1 for count in before]
+        done += max(computed)
+    assert done == 8000
+    assert steps == -(-8000 // (BUDGET - len(running)))
+    bench.run()
+    assert [bench.output(op) for op in running] == expected
 
 
 def test_a_short_prompt_overtakes_a_long_one(bench_of: Any, no_eos: None) -> None:
