@@ -48,6 +48,7 @@ class Progress:
     def __init__(self, path: str = "") -> None:
         self.path = path
         self._number = 0
+        self._pid = os.getpid()
         if not path:
             self._page = mmap.mmap(-1, _BYTES)
             return
@@ -68,7 +69,7 @@ class Progress:
         """Record that the main loop begins a step, which takes at most `bound_s`."""
         self._number += 1
         record = _RECORD.pack(
-            self._number, os.getpid(), time.monotonic_ns(), round(bound_s * 1e9), name.encode()
+            self._number, self._pid, time.monotonic_ns(), round(bound_s * 1e9), name.encode()
         )
         self._page[:_STEP_BYTES] = record + _CHECKSUM.pack(zlib.crc32(record))
 

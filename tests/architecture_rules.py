@@ -52,7 +52,9 @@ ROOMS: Final = (
         "messages controller.states controller.core.tables",
         "msgspec xxhash",
     )._replace(stdlib=PURE),
-    _package("controller.log", "messages controller.core controller.core.tables", "msgspec xxhash"),
+    _package(
+        "controller.log", "messages controller.core controller.core.tables", "caio msgspec xxhash"
+    ),
     _package("controller.shell.clients", "messages", "msgspec xxhash"),
     _package("controller.shell.access", "messages controller.core.context", "msgspec structlog"),
     _package(

@@ -4,10 +4,26 @@ A `Storage` has no state of its own, so that a simulation can replace it by one 
 named by paths and, while they are written, by descriptors. Errors are `OSError`.
 """
 
+import errno
 import fcntl
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from caio.abstract import AbstractOperation
+    from caio.linux_aio import Context
+
+Wait = Callable[[], None]
+"""Returns when a sync is done; raises its `OSError`."""
+
+_OPERATIONS_MAX: Final = 4
+_WAIT_S: Final = 3600
+
+# What the library raises where the system does not accept an operation, or has none.
+_REFUSALS: Final = (ImportError, OSError, OverflowError, RuntimeError, SystemError, ValueError)
 
 
 class Storage:
@@ -57,6 +73,13 @@ class Storage:
         """Make the content of an existing file durable."""
         os.fdatasync(fd)
 
+    def start_sync(self, fd: int) -> Wait:
+        """Begin what `sync_data` does; it is done when the returned function returns.
+
+        Either raises the error of the sync.
+        """
+        return _start_sync(fd)
+
     def sync(self, fd: int) -> None:
         """Make a file's content and size durable, or the names in a directory."""
         os.fsync(fd)
@@ -88,6 +111,68 @@ class Storage:
     def lock(self, fd: int) -> None:
         """Lock a directory until its descriptor is closed; raises `BlockingIOError` if locked."""
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _start_sync(fd: int) -> Wait:
+    """Let the system sync a file's content in the background; at once if it can't.
+
+    A thread of Python would begin when the interpreter is free for it, which takes up to 5 ms.
+    """
+    context = operations()
+    operation = _submit(context, fd) if context is not None else None
+    if context is None or operation is None:
+        os.fdatasync(fd)
+        return _return_at_once
+    return lambda: _wait(context, operation)
+
+
+def _return_at_once() -> None:
+    """Wait for nothing."""
+
+
+@cache
+def operations() -> "Context | None":
+    """Return this process's queue of file operations; None where it can have none."""
+    try:
+        from caio.linux_aio import Context  # noqa: PLC0415 - only writers of a log need it
+    except ImportError:
+        return None
+    try:
+        return Context(_OPERATIONS_MAX)
+    except _REFUSALS:
+        return None
+
+
+def _submit(context: "Context", fd: int) -> "AbstractOperation | None":
+    """Begin a sync; None if the system does not accept it."""
+    from caio.linux_aio import Operation  # noqa: PLC0415 - as the context's class
+
+    operation = Operation.fdsync(fd)
+    try:
+        return operation if context.submit(operation) == 1 else None
+    except _REFUSALS:
+        return None
+
+
+def _wait(context: "Context", operation: "AbstractOperation") -> None:
+    while True:
+        try:
+            operation.get_value()
+        except RuntimeError:
+            _process_events(context)
+        except SystemError as error:
+            raise OSError(errno.EIO, str(error)) from error
+        else:
+            return
+
+
+def _process_events(context: "Context") -> None:
+    """Wait until an operation has ended, or a signal has arrived."""
+    try:
+        context.process_events(1, 1, _WAIT_S)
+    except SystemError as error:
+        if error.args[0] != errno.EINTR:
+            raise OSError(*error.args) from error
 
 
 DISK: Final = Storage()

@@ -1,7 +1,8 @@
 """The writer of the append-only log, which contains every input before it is handled.
 
 A group of records is one write and one sync. `append` returns when its records are as durable as
-the policy specifies, or raises and none of them counts. It has no clock and no thread.
+the policy specifies, or raises and none of them counts. Its two parts, `begin_group` and
+`end_group`, let the caller use the time of the sync. The log has no clock and no thread.
 
 Nothing is acknowledged after a failed sync: what the disk then holds is only known by reading it
 again. A crash of the machine in the middle of a write may leave a hole before a whole record; that
@@ -32,7 +33,7 @@ from controller.log.segments import (
     segment_paths,
 )
 from controller.log.settings import SEGMENT_BYTES_MAX, SYNC_INTERVAL_MS, SyncPolicy
-from controller.log.storage import DISK, Storage
+from controller.log.storage import DISK, Storage, Wait
 from messages.ids import Epoch, Seq
 from messages.records import Header, Record
 
@@ -81,6 +82,8 @@ class Log:
         self._segment_bytes_max: Final = bytes_max
         self._synced_ns = 0
         self._has_unsynced = False
+        # Waits for the sync in progress. Nothing is written meanwhile, so that it covers all.
+        self._wait: Wait | None = None
         self._failed = ""
         self._fd = -1
         self._file_bytes = 0
@@ -126,6 +129,17 @@ class Log:
         `LogFull`: the log is unchanged, and a later append may succeed. `LogSyncFailed`: the log
         accepts nothing more, and no record of this group may be acknowledged.
         """
+        last_seq = self.begin_group(records, epoch)
+        self.end_group()
+        return last_seq
+
+    def begin_group(self, records: Sequence[Record], epoch: Epoch) -> Seq:
+        """Write a group and begin its sync; return its last record's number.
+
+        Nothing that follows from it may leave the process before `end_group` has returned. Raises
+        as `append` does.
+        """
+        self.end_group()
         self._refuse_if_failed()
         if not records:
             return self._link.seq
@@ -134,8 +148,23 @@ class Log:
         frames, link = frame_records(records, epoch, self._link)
         self._write(frames if self._policy == "always" else (b"".join(frames),))
         self._link = link
-        self._sync_if_due(records[-1].time_ns)
+        if self._is_sync_due(records[-1].time_ns):
+            self._begin_sync()
         return link.seq
+
+    def end_group(self) -> None:
+        """Wait until the last group is as durable as the policy specifies.
+
+        Raises `LogSyncFailed`.
+        """
+        if self._wait is None:
+            return
+        wait, self._wait = self._wait, None
+        try:
+            wait()
+        except OSError as error:
+            raise self._fail("sync", error) from error
+        self._has_unsynced = False
 
     @property
     def has_record(self) -> bool:
@@ -157,13 +186,17 @@ class Log:
 
     def sync(self) -> None:
         """Make all appended records durable; raises `LogSyncFailed`."""
+        self.end_group()
         self._refuse_if_failed()
         if self._has_unsynced:
-            try:
-                self.storage.sync_data(self._fd)
-            except OSError as error:
-                raise self._fail("sync", error) from error
-            self._has_unsynced = False
+            self._begin_sync()
+            self.end_group()
+
+    def _begin_sync(self) -> None:
+        try:
+            self._wait = self.storage.start_sync(self._fd)
+        except OSError as error:
+            raise self._fail("sync", error) from error
 
     def close(self) -> None:
         """Sync the rest, unless the disk has failed before, and unlock the log."""
@@ -224,13 +257,14 @@ class Log:
             raise self._fail("cut", error) from error
         return LogFull(f"{self.directory}: no space left ({reason}); nothing was written")
 
-    def _sync_if_due(self, now_ns: int) -> None:
-        if self._policy == "group":
-            self.sync()
+    def _is_sync_due(self, now_ns: int) -> bool:
+        if self._policy != "interval":
+            return self._policy == "group"
         # A clock that is set back must not delay the next sync.
-        elif self._policy == "interval" and not (0 <= now_ns - self._synced_ns < self._interval_ns):
-            self.sync()
-            self._synced_ns = now_ns
+        if 0 <= now_ns - self._synced_ns < self._interval_ns:
+            return False
+        self._synced_ns = now_ns
+        return True
 
     def _rotate(self) -> None:
         """Begin the next segment, after all records of this one are durable."""

@@ -5,7 +5,7 @@ Inside the controller, ids of requests carry the client's name (`messages.ids`).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, get_args
 
 from msgspec.structs import replace
@@ -88,6 +88,12 @@ class ClientSessions:
         self._refusal_log = RefusalLog()
         self._group: list[GroupInput] = []
         self._group_clients: set[str] = set()
+        self._later_queries: list[tuple[bytes, str, requests.Query]] = []
+
+    def receive_all(self, frames: Iterable[tuple[bytes, str, bytes]]) -> None:
+        """Process frames, each after its connection and the user of its key."""
+        for route, user, data in frames:
+            self.receive(route, data, user)
 
     def receive(self, route: bytes, data: bytes, user: str = "") -> None:
         """Process a frame that arrived over a connection; `user` is that of its key."""
@@ -106,7 +112,12 @@ class ClientSessions:
             if refusal is not None:
                 self._refuse_at(route, refusal.reply(message.request_id))
             elif type(message) in _QUERIES:
-                self._add_query(route, user, message)  # type: ignore[arg-type]
+                query = (route, user, message)
+                if client.name in self._group_clients:
+                    # A client reads its own writes.
+                    self._later_queries.append(query)  # type: ignore[arg-type]
+                else:
+                    self._add_query(*query)  # type: ignore[arg-type]
             elif type(message) in _COMMANDS:
                 self._outbox.add(route, self.control.execute(message))  # type: ignore[arg-type]
             else:
@@ -117,10 +128,18 @@ class ClientSessions:
         self._refusal_log.note(refused, time.monotonic_ns())
         self._outbox.add(route, refused)
 
+    @property
+    def has_group(self) -> bool:
+        """Whether inputs wait to be taken."""
+        return bool(self._group)
+
     def take_group(self) -> list[GroupInput]:
         """Return and clear the inputs for the log; call it once per group, before logging it."""
         group, self._group = self._group, []
         self._group_clients.clear()
+        queries, self._later_queries = self._later_queries, []
+        for query in queries:
+            self._add_query(*query)
         if group:
             self._budget.note_request(time.monotonic_ns())
         return group
@@ -297,7 +316,7 @@ class ClientSessions:
     def answer_queries(self) -> None:
         """Answer queries of the clients in turn, until their time in this iteration has passed.
 
-        Called after an iteration's inputs, so a client reads its own writes.
+        Called at the end of an iteration, when its inputs were handled.
         """
         if not self._queries or not self._budget.begin(time.monotonic_ns()):
             return

@@ -74,13 +74,14 @@ class InputHandler:
     def log_and_handle(
         self, batch: list[Record], note: Callable[[Input], None]
     ) -> list[list[Action] | None]:
-        """Log a group, and handle it once it is durable; return the actions of each input.
+        """Log a group, and handle it during its sync; return the actions of each input.
 
         They are None, and nothing is changed, where the handling of an input fails.
         `note` is called with each inference request, report and loss of an engine before it is
-        handled. Raises `LogFull` and `LogSyncFailed` before anything is handled.
+        handled. The group is durable once the log's `end_group` has returned: nothing that
+        follows from it may leave the process before. Raises `LogFull` and `LogSyncFailed`.
         """
-        last_seq = self._log.append(batch, self._controller.world.epoch)
+        last_seq = self._log.begin_group(batch, self._controller.world.epoch)
         results: list[list[Action] | None] = []
         handle = self._controller.handle
         for seq, record in enumerate(batch, last_seq - len(batch) + 1):

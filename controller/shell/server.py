@@ -1,8 +1,8 @@
 """The controller's main loop: log, then handle, then act.
 
-All inputs of one poll form a group: it is logged with one write and one sync, then handled, then
-its actions are performed. What is not in the log never happened, and what was acknowledged is in
-the log.
+All inputs of one poll form a group: it is written with one write, handled while the system syncs
+it, and its actions are performed once it is durable. What is not in the log never happened, and
+what was acknowledged is in the log.
 """
 
 import gc
@@ -34,6 +34,7 @@ from controller.shell.engine_link import BEAT_INTERVAL_NS, EngineLink
 from controller.shell.event_stream import EVENTS_BEAT_NS, EventStream
 from controller.shell.input_handler import GroupInput, InputHandler, recover
 from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
+from controller.shell.operating.engine_supervision import EngineSupervision
 from controller.shell.operating.engine_watch import EngineWatch
 from controller.shell.operating.preloads import preload_requests
 from controller.shell.operating.settings_file import SettingsFile
@@ -43,7 +44,7 @@ from controller.shell.transport import Transport
 from messages import records
 from messages.commands import RequestInventory, ResendTokens, StartInference
 from messages.errors import ErrorCode
-from messages.ids import Epoch, Seq
+from messages.ids import Seq
 from messages.progress import Progress
 from messages.records import FORMAT, Header, Input, Record
 from messages.reports import EngineInventory
@@ -124,7 +125,12 @@ class Server:
         self._iterated_ns = time.monotonic_ns()
         self._digest_seq = 0
         self._log_retry_ns = 0
-        self._engine_watch = EngineWatch(transport.watch, transport.unwatch)
+        self._engine_supervision = EngineSupervision(
+            self._link,
+            EngineWatch(transport.watch, transport.unwatch),
+            self._supervisor,
+            self._controller.world,
+        )
         self._stopping = False
         transport.watch(self._events.wake_fd)
 
@@ -190,14 +196,9 @@ class Server:
         gc.freeze()
         log.info("started", epoch=world.epoch, seq=world.seq, adapters=len(world.adapters))
 
-    def _start_link(self, epoch: Epoch) -> None:
-        """Start the link in an epoch that is in the log: no other process can have the same one."""
-        engine_id, reported = "", 0
-        if (engine := self._controller.world.engine) is not None:
-            engine_id, reported = engine.engine_id, engine.reported
-        self._link.start(epoch, engine_id, time.monotonic_ns(), reported)
-
     def _timeout_ms(self) -> int:
+        if self._sessions.has_group:
+            return 0
         now = time.monotonic_ns()
         left = (self._log_retry_ns if self._pending else self._beat_ns + BEAT_INTERVAL_NS) - now
         left = min(left, self._published_ns + EVENTS_BEAT_NS - now)
@@ -218,17 +219,20 @@ class Server:
         output = self._link.receive(frames, now)
         reports = self._control.failures.without_details(output.inputs)
         group += [GroupInput(report, report_seq=seq) for report, seq in reports]
-        group += self._engine_losses(now, self._engine_watch.has_ended(ready))
-        for route, user, frame in self._transport.receive_requests():
-            self._sessions.receive(route, frame, user)
+        if (lost := self._engine_supervision.loss(now, ready)) is not None:
+            group.append(GroupInput(lost))
+        self._sessions.receive_all(self._transport.receive_requests())
         group += self._sessions.take_group()
         if self._timer_ns and self._clock.now_ns() >= self._timer_ns:
             self._timer_ns = 0
             group.append(GroupInput(records.TimerFired()))
         for report in output.private:
             self._sessions.forward(report)
-        if group:
-            self._commit(group)
+        results = self._log_and_handle(group) if group else None
+        # These requests are for the next group; the system syncs meanwhile.
+        self._sessions.receive_all(self._transport.receive_requests())
+        if results is not None:
+            self._finish_group(group, results)
         if self._link.is_open:
             self._request_resends()
         self._sessions.answer_queries()
@@ -241,25 +245,14 @@ class Server:
         self._sessions.flush()
         self._transport.flush()
 
-    def _engine_losses(self, now: int, ended: bool) -> list[GroupInput]:
-        """An input if the engine is lost: its process `ended`, or it is silent for too long."""
-        if not ended and not self._link.is_overdue(now, self._engine_step_since()):
-            return []
-        reason = "its process ended" if ended else "its heartbeats stopped"
-        lost = records.EngineLost(self._link.engine_id, reason)
-        log.warning("engine lost", engine=lost.engine_id, reason=reason)
-        self._link.detach(now, ended=ended)
-        # Now, not once this is logged: an ended process stays ready, and the log may stay full.
-        self._engine_watch.stop()
-        return [GroupInput(lost)]
-
-    def _engine_step_since(self) -> int | None:
-        """Return the start of the step that the engine reports; None if it has no supervisor."""
-        step, engine = self._supervisor.engine_progress.read(), self._controller.world.engine
-        return step.since_ns if step and engine and step.pid == engine.pid else None
-
     def _commit(self, group: list[GroupInput]) -> None:
-        """Log a group, then handle its inputs one by one and perform their actions."""
+        """Log a group, handle its inputs one by one, and perform their actions."""
+        results = self._log_and_handle(group)
+        if results is not None:
+            self._finish_group(group, results)
+
+    def _log_and_handle(self, group: list[GroupInput]) -> list[list[Action] | None] | None:
+        """Write a group, and handle it while the system syncs it; None if it is refused."""
         world = self._controller.world
         now = self._clock.now_ns()
         batch = [Record(now, g.message, "", g.body, g.report_seq) for g in group]
@@ -267,18 +260,22 @@ class Server:
             self._digest_seq = world.seq
             batch[0] = msgspec.structs.replace(batch[0], digest=world.digest())
         try:
-            results = self._handler.log_and_handle(batch, self._note)
+            return self._handler.log_and_handle(batch, self._note)
         except LogFull as error:
             self._refuse_group(group, str(error))
-            return
+            return None
+
+    def _finish_group(self, group: list[GroupInput], results: list[list[Action] | None]) -> None:
+        """Perform the actions of a group, once it is durable."""
+        self._log.end_group()
         self._link.note_logged()
         self._perform_all(group, results)
         self._control.note_group([received.message for received in group], self._iterated_ns)
         self._publish()
-        self._watch_engine()
+        self._engine_supervision.watch(is_local=self._control.engine_is_local())
 
     def _perform_all(self, group: list[GroupInput], results: list[list[Action] | None]) -> None:
-        """Perform the actions of a group, which is durable; None is the result of a skip."""
+        """Perform the actions of each input; None is the result of a skip."""
         for number, (received, actions) in enumerate(zip(group, results, strict=True), 1):
             if type(received.message) in _OF_LINK:
                 self._advance_link(received.message)
@@ -299,7 +296,10 @@ class Server:
     def _advance_link(self, message: Input) -> None:
         """Begin or open the link before the actions of an input of `_OF_LINK` are performed."""
         if isinstance(message, records.ControllerStarted):
-            self._start_link(message.epoch)
+            engine = self._controller.world.engine
+            engine_id, reported = (engine.engine_id, engine.reported) if engine else ("", 0)
+            # The epoch is in the log, so no other process can have the same one.
+            self._link.start(message.epoch, engine_id, time.monotonic_ns(), reported)
         else:
             self._link.open()
 
@@ -310,19 +310,12 @@ class Server:
         if isinstance(message, EngineInventory):
             reason = "its inventory can't be handled"
             self._pending.append(GroupInput(records.EngineLost(message.engine_id, reason)))
-            self._restart_engine(message.engine_id, message.pid, reason)
+            self._engine_supervision.restart(message.engine_id, message.pid, reason)
         elif isinstance(message, LifecycleRequest | records.InferenceRequested):
             code = ErrorCode.HANDLING_FAILED
             self._sessions.refuse_unlogged(message, received.body, NOT_HANDLED, code)
         elif not isinstance(message, records.ShellInput):
             self._link.send(RequestInventory(0), time.monotonic_ns())
-
-    def _restart_engine(self, engine_id: str, pid: int, reason: str) -> None:
-        """Detach an engine, and have its supervisor (if it is ours) restart it."""
-        log.error("engine has to be restarted", engine=engine_id, pid=pid, reason=reason)
-        self._link.detach(time.monotonic_ns(), ended=True)
-        self._engine_watch.stop()
-        self._supervisor.restart(pid)
 
     def _request_resends(self) -> None:
         """Have the engine send output again to clients that may lack some."""
@@ -361,7 +354,7 @@ class Server:
             elif type(action) is SetTimer:
                 self._timer_ns = action.at_ns
             elif type(action) is RestartEngine:
-                self._restart_engine(action.engine_id, action.pid, action.reason)
+                self._engine_supervision.restart(action.engine_id, action.pid, action.reason)
 
     def _send_command(self, action: SendCommand) -> None:
         command = action.message
@@ -381,13 +374,6 @@ class Server:
             world = self._controller.world
             self._transport.publish(EVENTS.encode(batch, world.epoch, world.events_seq))
             self._published_ns = time.monotonic_ns()
-
-    def _watch_engine(self) -> None:
-        engine = self._controller.world.engine
-        if engine is None or not self._link.engine_id:
-            self._engine_watch.stop()
-        elif self._control.engine_is_local():
-            self._engine_watch.start(engine.pid)
 
     def _tick(self, now: int) -> None:
         self._link.tick(now)

@@ -73,6 +73,7 @@ class Transport:
         self._pair = store.server_pair()
         self.access: Final = access or Access(store)
         self._poller = zmq.Poller()
+        self._ready: set[object] = set()
         self._replies: dict[bytes, UnsentReplies] = {}
         self._unread = UnreadReplies()
         self.on_gone: OnGone = lambda _: None
@@ -176,24 +177,28 @@ class Transport:
 
     def poll(self, timeout_ms: int) -> set[int]:
         """Wait for a frame or a watched descriptor; return the descriptors that are ready."""
-        ready = self._poller.poll(timeout_ms)
+        self._ready = {source for source, _ in self._poller.poll(timeout_ms)}
         self._refresh_access()
         self._bind_missing()
-        return {source for source, _ in ready if isinstance(source, int)}
+        return {source for source in self._ready if isinstance(source, int)}
 
     def receive_requests(self) -> Iterator[tuple[bytes, str, bytes]]:
-        """Yield (route, user, frame) for requests, up to the bounds of an iteration.
+        """Yield (route, user, frame) for requests that `poll` saw, up to an iteration's bounds.
 
         The user is empty for a local connection.
         """
         for letter, listener in self._listeners.items():
+            if listener.requests not in self._ready:
+                continue
             for peer, user, frame in listener.receive_requests():
                 yield letter + peer, user, frame
 
     def receive_reports(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (route, frame) for reports, up to the bounds of an iteration."""
+        """Yield (route, frame) for reports that `poll` saw, up to the bounds of an iteration."""
         is_engine = self.access.is_engine
         for letter, listener in self._listeners.items():
+            if listener.engine not in self._ready:
+                continue
             for peer, user, frame in listener.receive_reports():
                 # A local engine whose key was revoked stays connected.
                 if is_engine(user):

@@ -318,6 +318,23 @@ def test_between_two_answers_to_a_greedy_client_the_others_are_answered(
     assert len(order) == QUERIES_PER_CLIENT_MAX + 3
 
 
+def test_a_query_is_answered_after_the_earlier_requests_of_its_client_alone() -> None:
+    bench = SessionBench()
+    other = b"o" * TOKEN_BYTES
+    bench.sessions.receive(
+        b"c", REQUESTS.encode((rq.LoadAdapter("l", "a"), rq.ShowAdapter("s", "a")), token=TOKEN)
+    )
+    bench.sessions.receive(b"o", REQUESTS.encode((rq.ShowStatus("s"),), token=other))
+    bench.sessions.answer_queries()
+    assert [route for route, _ in bench.take_sent()] == [b"o"]
+    for received in bench.sessions.take_group():
+        bench.handle(received.message, received.body)
+    bench.sessions.answer_queries()
+    [(route, reply)] = bench.take_sent()
+    assert (route, reply.request_id) == (b"c", "s")
+    assert isinstance(reply, rq.AdapterShown)
+
+
 def test_queries_beyond_a_bound_are_refused_at_once(bench: SessionBench) -> None:
     for number in range(QUERIES_PER_CLIENT_MAX):
         bench.receive(rq.ShowStatus(f"r-{number}"), b"greedy")

@@ -195,23 +195,30 @@ def _logged(storage: MemoryStorage) -> int:
 
 
 @pytest.mark.parametrize("size", [1, 24])
-def test_a_group_is_durable_once_its_results_are_returned(size: int) -> None:
+def test_a_group_is_handled_before_and_durable_after_its_end(size: int) -> None:
     storage = MemoryStorage()
-    handler = InputHandler(Controller(LIMITS), in_memory(storage), True, Progress())
+    log = in_memory(storage)
+    handler = InputHandler(Controller(LIMITS), log, True, Progress())
     group = [Record(1, LoadAdapter(f"client:{number}", "a")) for number in range(size)]
     results = handler.log_and_handle(group, lambda _: None)
     assert len(results) == size
     assert None not in results
-    assert [name for name, _ in storage.calls[-2:]] == ["write", "sync_data"]
+    assert storage.calls[-1][0] == "write"
+    log.end_group()
+    assert storage.calls[-1][0] == "sync_data"
     assert _logged(storage) == size
 
 
 @pytest.mark.parametrize("size", [1, 24])
-def test_a_group_whose_sync_fails_has_no_results(size: int) -> None:
+def test_a_group_whose_sync_fails_has_no_end(size: int) -> None:
     storage = MemoryStorage()
-    handler = InputHandler(Controller(LIMITS), in_memory(storage), True, Progress())
+    log = in_memory(storage)
+    handler = InputHandler(Controller(LIMITS), log, True, Progress())
     storage.fail_call(len(storage.calls) + 1)
     group = [Record(1, LoadAdapter(f"client:{number}", "a")) for number in range(size)]
+    handler.log_and_handle(group, lambda _: None)
     with pytest.raises(LogSyncFailed):
-        handler.log_and_handle(group, lambda _: None)
+        log.end_group()
+    with pytest.raises(LogSyncFailed):
+        log.append(group, 1)
     assert _logged(storage) == 0

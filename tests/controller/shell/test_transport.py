@@ -125,6 +125,12 @@ def test_the_parts_of_a_refused_message_are_read_within_the_bounds(
     assert received[1:] == [(b"other", "", b"frame")]
 
 
+def _arrived(opened: transport.Transport) -> list[tuple[bytes, str, bytes]]:
+    """Return the requests that have arrived, each with its route and user."""
+    opened.poll(0)
+    return list(opened.receive_requests())
+
+
 def _read(opened: transport.Transport, client: "zmq.Socket[bytes]") -> bytes:
     """Receive a reply, while the controller's iterations continue."""
 
@@ -146,7 +152,7 @@ def test_replies_beyond_the_bound_of_a_clients_queue_arrive_when_it_reads(
         client.linger, client.rcvhwm = 0, 1
         client.connect(transport.endpoint(tmp_path, "requests.sock"))
         client.send(b"hello")
-        peer = wait_until(lambda: [peer for peer, _, _ in opened.receive_requests()])[0]
+        peer = wait_until(lambda: _arrived(opened))[0][0]
         for number in range(count):
             opened.reply(peer, number.to_bytes(2) * 2000)
         opened.flush()
@@ -165,7 +171,7 @@ def _exchange(opened: transport.Transport, client: "zmq.Socket[bytes]") -> None:
 
     def is_received() -> bool:
         opened.poll(1)
-        for route, _, frame in opened.receive_requests():
+        for route, _, frame in _arrived(opened):
             opened.reply(route, frame)
         opened.flush()
         return bool(client.poll(1))
@@ -240,7 +246,7 @@ def test_replies_to_a_client_that_does_not_read_are_bounded_in_bytes(
         client.linger, client.rcvhwm = 0, 1
         client.connect(transport.endpoint(tmp_path, "requests.sock"))
         client.send(b"hello")
-        peer = wait_until(lambda: [peer for peer, _, _ in opened.receive_requests()])[0]
+        peer = wait_until(lambda: _arrived(opened))[0][0]
         for _ in range(100):
             opened.reply(peer, reply)
             opened.flush()

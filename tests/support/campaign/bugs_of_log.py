@@ -18,10 +18,10 @@ from tests.support.campaign.disk import SimulatedDisk
 
 @bug
 def acknowledge_before_sync() -> Replacement:
-    def sync(self: Log) -> None:
-        self._has_unsynced = False
+    def end_group(self: Log) -> None:
+        self._wait, self._has_unsynced = None, False
 
-    return Log, "sync", sync
+    return Log, "end_group", end_group
 
 
 class _EqualToAll(bytes):
@@ -60,28 +60,28 @@ def refused_group_kept_in_file() -> Replacement:
 
 @bug
 def failed_sync_ignored() -> Replacement:
-    original = Log.sync
+    original = Log.end_group
 
-    def sync(self: Log) -> None:
+    def end_group(self: Log) -> None:
         try:
             original(self)
         except LogSyncFailed:
             self._failed, self._has_unsynced = "", False
 
-    return Log, "sync", sync
+    return Log, "end_group", end_group
 
 
 @bug
 def full_disk_ignored() -> Replacement:
-    original = Log.append
+    original = Log.begin_group
 
-    def append(self: Log, *arguments: Any) -> int:
+    def begin_group(self: Log, *arguments: Any) -> int:
         try:
             return original(self, *arguments)
         except LogFull:
             return self.next_seq - 1
 
-    return Log, "append", append
+    return Log, "begin_group", begin_group
 
 
 @bug
@@ -97,12 +97,12 @@ def names_not_synced() -> Replacement:
 
 @bug
 def group_logged_in_another_order() -> Replacement:
-    original = Log.append
+    original = Log.begin_group
 
-    def append(self: Log, records: Any, epoch: int) -> int:
+    def begin_group(self: Log, records: Any, epoch: int) -> int:
         return original(self, list(reversed(records)), epoch)
 
-    return Log, "append", append
+    return Log, "begin_group", begin_group
 
 
 def _forget_in_snapshot(field: str, empty: Callable[[], Any]) -> Replacement:

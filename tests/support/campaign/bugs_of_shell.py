@@ -11,7 +11,7 @@ from controller.shell.clients.payloads import Payloads
 from controller.shell.engine_link import EngineLink
 from controller.shell.event_stream import EventStream
 from controller.shell.logical_clock import LogicalClock
-from controller.shell.server import Server
+from controller.shell.operating.engine_supervision import EngineSupervision
 from engine.worker.controller_link import ControllerLink
 from engine.worker.seen_operations import SeenOperations
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
@@ -30,12 +30,12 @@ def event_skipped() -> Replacement:
 
 @bug
 def engine_loss_ignored() -> Replacement:
-    return Server, "_engine_losses", lambda *_: []
+    return EngineSupervision, "loss", nothing
 
 
 @bug
 def engine_never_restarted() -> Replacement:
-    return Server, "_restart_engine", nothing
+    return EngineSupervision, "restart", nothing
 
 
 @bug

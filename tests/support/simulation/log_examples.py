@@ -62,6 +62,7 @@ DiskT = TypeVar("DiskT", bound="Disk")
 def write_with(disk: DiskT, monkeypatch: pytest.MonkeyPatch) -> DiskT:
     """Let the log's storage use this disk, which is returned."""
     monkeypatch.setattr(storage, "os", disk)
+    monkeypatch.setattr(storage, "operations", lambda: None)
     return disk
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from controller.log.storage import Storage
+from controller.log.storage import Storage, Wait
 
 FALLIBLE = ("create", "write", "cut", "sync_data", "sync", "rename", "remove")
 """The operations that can fail, by the names of their methods."""
@@ -204,6 +204,10 @@ class MemoryStorage(Storage):
     def sync_data(self, fd: int) -> None:
         """Copy a file's changes to the disk, or lose them."""
         self._sync("sync_data", fd)
+
+    def start_sync(self, fd: int) -> Wait:
+        """Do nothing: the sync is made at the last moment that is allowed."""
+        return lambda: self.sync_data(fd)
 
     def sync(self, fd: int) -> None:
         """Copy a file's changes or a directory's names to the disk, or lose the changes."""
