@@ -105,6 +105,8 @@ def served(tmp_path: Path) -> Iterator[Served]:
             wait_until(lambda: local.status().engine_id)
             for name in ("acme-1", "globex-1"):
                 assert local.activate(name).state == GPU_SLOT
+            # Only for lack of room may one tenant's requests move another's adapter.
+            assert local.call(rq.HoldAdapter("hold", "globex-1")).state == GPU_SLOT
             yield Served(directory, address, process, local)
     # Every refusal is typed: nothing was raised to a loop, and no input failed to be handled.
     for unexpected in ("Traceback", "[error", "[critical", "Assertion"):
@@ -121,7 +123,7 @@ def answered_throughout(served: Served) -> Iterator[None]:
         try:
             with remote_client(served.directory, served.address, key) as witness:
                 while not ending.is_set() or not answers[0]:
-                    shown = witness.call(rq.ShowAdapter(f"w-{answers[0]}", "acme-1"))
+                    shown = witness.call(rq.ShowAdapter(f"w-{answers[0]}", "globex-1"))
                     assert shown.adapter.state == GPU_SLOT
                     answers[0] += 1
         except BaseException as error:
