@@ -1,0 +1,30 @@
+"""The budget of a step follows the model's own speed, also next to other programs."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.inference import step_budget
+from engine.inference.step_budget import STEP_S_CPU, choose_budget
+from engine.models.causal_model import CausalModel
+
+pytest_plugins = ("tests.support.engine.engine_fixtures",)
+
+MEASURED_TOKENS = 64
+
+
+@pytest.mark.parametrize("durations", [(9.0, 0.1, 0.7, 0.4), (9.0, 0.4, 0.7, 0.1)])
+def test_a_prefill_that_others_slow_down_does_not_lower_the_budget(
+    durations: Sequence[float],
+    prepared_model: CausalModel,
+    engine_config: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings = iter([reading for duration in durations for reading in (0.0, duration)])
+    clock = SimpleNamespace(perf_counter=lambda: next(readings))
+    monkeypatch.setattr(step_budget, "time", clock)
+    mapper = SimpleNamespace(map=lambda *_: None)
+    budget = choose_budget(prepared_model, mapper, engine_config, is_flat=True)  # type: ignore[arg-type]
+    assert budget.tokens == int(MEASURED_TOKENS * STEP_S_CPU / min(durations))
