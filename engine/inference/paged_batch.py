@@ -322,7 +322,9 @@ class PagedBatch:
         if not done:
             return
         sequences = [rows[number].sequence for number in done]
-        tokens = self._runner.sample(sequences, logits[done])
+        # Selecting all rows would copy them.
+        own = logits if len(done) == len(rows) else logits[done]
+        tokens = self._runner.sample(sequences, own)
         staying = set(self._events.on_tokens(sequences, tokens))
         self._leave([rows[number] for at, number in enumerate(done) if at not in staying])
 

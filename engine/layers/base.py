@@ -327,7 +327,7 @@ class BaseLayerWithLoRA(nn.Module):
 
         y: [..., out], contiguous, with each module's columns in the order of `affine_shapes`.
         """
-        if not any(affine.slots for affine in self._affine):
+        if not (self._affine and self._bound().has_heads):
             return y
         outputs, start = y.view(-1, y.shape[-1]), 0
         for affine, shape in zip(self._affine, self.affine_shapes, strict=True):
@@ -343,7 +343,7 @@ class BaseLayerWithLoRA(nn.Module):
 
         y: [..., out], contiguous, with each saved module's columns in their order. x: [..., in].
         """
-        if not any(saved.slots for saved in self._saved):
+        if not (self._saved and self._bound().has_heads):
             return y
         inputs = x.reshape(-1, x.shape[-1])
         outputs, start = y.view(len(inputs), -1), 0

@@ -109,14 +109,15 @@ def _attention(
         raise TypeError("the model adds a position bias")
     scoring = Scoring(*map(options.get, ("scaling", "softcap", "s_aux")))
     output = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
+    by_head = output.transpose(0, 1)[None]
     for span, (first, mask) in zip(step.spans, attention_mask.rows, strict=True):
-        queries = query[:, :, span.begin : span.end]
+        queries = query.narrow(2, span.begin, span.count)
         keys, values = layer.read(span, first)
         if scoring.softcap is None and scoring.sinks is None:
             attended = _attend(queries, keys, values, mask, scoring.scaling)
         else:
             attended = _attend_explicitly(queries, keys, values, mask, scoring)
-        output[span.begin : span.end] = attended[0].transpose(0, 1)
+        by_head.narrow(2, span.begin, span.count).copy_(attended)
     for group, mask in zip(step.groups, attention_mask.groups, strict=True):
         queries = query[0].index_select(1, group.queries).transpose(0, 1)[:, :, None]
         attended = _attend_group(queries, *layer.read_group(group), mask, scoring)

@@ -214,6 +214,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
                 states.new_empty((tokens, states.shape[1], states.shape[3]))
                 for states in (key_states, value_states)
             )
+            self._by_head = [one.transpose(0, 1)[None] for one in (self.keys, self.values)]
         self.is_initialized = True
 
     def update(
@@ -236,15 +237,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def read(self, span: RowSpan, first: int) -> tuple[Tensor, Tensor]:
         """Return a row's keys and values from token `first` on, [1, heads, tokens, head_dim]."""
         if span.blocks is None:
-            own = slice(span.first_token + first, span.first_token + span.length)
-            keys, values = self.keys[own], self.values[own]
-        else:
-            keys, values = (
-                buffer.view(-1, BLOCK_TOKENS, *buffer.shape[1:])
-                .index_select(0, span.blocks[first // BLOCK_TOKENS :])
-                .flatten(0, 1)[first % BLOCK_TOKENS :][: span.length - first]
-                for buffer in (self.keys, self.values)
-            )
+            # Views of views that are made once: this runs for every row in every layer.
+            start, count = span.first_token + first, span.length - first
+            by_head = self._by_head
+            return by_head[0].narrow(2, start, count), by_head[1].narrow(2, start, count)
+        keys, values = (
+            buffer.view(-1, BLOCK_TOKENS, *buffer.shape[1:])
+            .index_select(0, span.blocks[first // BLOCK_TOKENS :])
+            .flatten(0, 1)[first % BLOCK_TOKENS :][: span.length - first]
+            for buffer in (self.keys, self.values)
+        )
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
     def read_group(self, group: DecodeGroup) -> tuple[Tensor, Tensor]:

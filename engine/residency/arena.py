@@ -20,6 +20,7 @@ from engine.kernels.directory import SlotDirectory
 from engine.layout import (
     ABSENT,
     ALIGNMENT_BYTES,
+    ModuleKind,
     ModuleShape,
     aligned_elements,
     directory_columns,
@@ -77,6 +78,7 @@ class Arena:
         self.slots_max = slots_max
         self.modules = sorted_by_column(modules)
         self._optional_columns = [one.index for one in self.modules if one.is_optional]
+        self._head_columns = [one.index for one in self.modules if one.kind is ModuleKind.HEAD]
         self._shape_at = {shape.index: shape for shape in self.modules}
         self.dtype = dtype
         self.device = torch.device(device)
@@ -87,6 +89,7 @@ class Arena:
         self.directory = SlotDirectory(self.data, slots_max, directory_columns(self.modules))
         self._copier = copier or copier_for(self.device)
         self._compactor = Compactor(self._bytes, self._extents, self._copier)
+        self._has_heads, self._heads_version = False, -1
         self._owners = count()
         self._slot_extents: dict[int, _SlotExtent] = {}
         self._writes: dict[int, _Write] = {}
@@ -207,6 +210,15 @@ class Arena:
     def has_saved_layers(self, slot: int) -> bool:
         """Whether the slot has optional module-slices: whole layers, or scales and shifts."""
         return bool((self.directory.host_offsets[slot, self._optional_columns] != ABSENT).any())
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether any slot has a module-slice of kind HEAD; computed once per directory version."""
+        if self._heads_version != self.directory.version:
+            found = self.directory.host_offsets[:, self._head_columns] != ABSENT
+            self._has_heads = bool(found.any())
+            self._heads_version = self.directory.version
+        return self._has_heads
 
     def write_slice(self, slot: int, index: int, a: torch.Tensor, b: torch.Tensor) -> None:
         """Copy A and B of the module-slice at column `index` into an extent of their own.

@@ -113,8 +113,8 @@ def _choose(samplers: Sequence[Sampler], logits: Tensor) -> Tensor:
     """Return each row's next token, or `NOT_FINITE`: [rows] int64 on the device."""
     scores = adjust_logits([sampler.history for sampler in samplers], logits)
     # NaN and +inf survive the maximum, which is -inf where every token is forbidden.
-    is_finite = scores.amax(-1).isfinite()
-    tokens = scores.argmax(-1)
+    highest, tokens = scores.max(-1)
+    is_finite = highest.isfinite()
     rows = [row for row, sampler in enumerate(samplers) if not sampler.is_greedy]
     if rows:
         own = scores[rows].to(torch.float32)

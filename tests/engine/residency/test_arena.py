@@ -1,5 +1,6 @@
 """Properties of the arena: a slot holds what was written there until it is reset."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.errors import Conflict, DeviceOutOfMemory, NotResident
+from engine.layout import ModuleKind
 from engine.residency.arena import Arena
 from engine.residency.staging import ABSENT, ALIGNMENT_BYTES, ModuleShape, slice_elements
 from tests.support.engine.arena_examples import (
@@ -346,3 +348,21 @@ def test_a_blob_staged_for_another_arena_is_refused() -> None:
         arena.write_slice(0, 0, a, b)
     assert arena.free_bytes == arena.capacity_bytes
     arena.close()
+
+
+def test_heads_are_known_while_any_slot_has_one() -> None:
+    modules = [*MODULES[:2], replace(MODULES[2], kind=ModuleKind.HEAD), *MODULES[3:]]
+    arena = Arena(SLOTS, modules, CAPACITY_BYTES, torch.float32, "cpu")
+    expected = set[int]()
+    for slot, column, is_write in [
+        *((0, 1, True), (1, 2, True), (0, 2, True), (1, 2, False)),
+        *((1, 3, True), (0, 2, False), (3, 2, True), (3, 2, False)),
+    ]:
+        if is_write:
+            shape = modules[column]
+            arena.write_slice(slot, column, *map(torch.ones, (shape.a_shape(1), shape.b_shape(1))))
+        else:
+            arena.reset_slice(slot, column)
+        if column == 2:
+            expected ^= {slot}
+        assert arena.has_heads == bool(expected)
