@@ -1,13 +1,17 @@
 """Background jobs (file reads, checks, packing), on threads or inline.
 
 A job gets all it needs as arguments and returns its result. Only the main thread, which calls
-`take_finished`, may change the engine.
+`take_finished`, may change the engine. Jobs run next to forward passes, so each of their threads
+computes alone: with several, PyTorch would start a team of its own for each of them.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from threading import Lock, Thread
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -64,7 +68,9 @@ class ThreadedJobs(Generic[T]):
     """Runs jobs on `threads` threads; each calls `wake` when its job has ended."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="engine-jobs")
+        self._executor = ThreadPoolExecutor(
+            threads, thread_name_prefix="engine-jobs", initializer=_compute_alone
+        )
         self._finished: SimpleQueue[FinishedJob[T]] = SimpleQueue()
         self._wake = wake
 
@@ -89,3 +95,19 @@ class ThreadedJobs(Generic[T]):
     def close(self) -> None:
         """Start no further jobs; a running job continues to its end."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _compute_alone() -> None:
+    """Let PyTorch use one thread for what the calling thread computes, and change no other's."""
+    with _setting:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        # The setting is each thread's own, but a new thread begins with the last one of any
+        # thread: one that ends at once sets that back.
+        last = Thread(target=torch.set_num_threads, args=(before,))
+        last.start()
+        last.join()
+
+
+_setting: Final = Lock()
+"""A second thread that reads the setting between the two changes would keep the 1 for all."""

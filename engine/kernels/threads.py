@@ -17,8 +17,8 @@ class threads_for:  # noqa: N801  # it is used as a function is, and a generator
     """Context manager that limits products of fewer than `THREADED_ROWS` rows to one thread.
 
     The previous number of threads is restored on exit, also after an error. PyTorch's setting is
-    process-wide: concurrent work of other threads may get one thread too, which affects its speed
-    only.
+    each thread's own, but a thread that computes for the first time within the context begins with
+    one thread too, and keeps it; that affects its speed only.
     """
 
     __slots__ = ("_before", "_rows")
