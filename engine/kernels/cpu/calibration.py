@@ -33,7 +33,7 @@ FASTER_MIN: Final = 1.5
 ONEDNN_MIN: Final = 1.2
 """How many times as fast oneDNN must be to be used."""
 
-_FORMAT: Final = 3
+_FORMAT: Final = 4
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _CONVERTED: Final = (16, 1 << 18)
 _MODEL_WIDTH: Final = 1024

@@ -58,6 +58,7 @@ class DtypeCosts(NamedTuple):
 
     `looped`: of one part in one call. `batched`: of `BATCHED_PARTS` parts. `transposed`: the same
     as `TransposedGathered` computes them. The costs of batched products are for all parts together.
+    `add`: of a delta to `y`, where it is not computed in place.
     """
 
     looped: ShrinkExpandCost
@@ -65,6 +66,7 @@ class DtypeCosts(NamedTuple):
     transposed: ShrinkExpandCost
     stack: float
     concatenate: float
+    add: float
 
 
 TRANSPOSED_MARGIN: Final = 1.15
@@ -127,6 +129,7 @@ DEFAULT_COSTS: Final = CostTable(
         ),
         stack=7.2e-05,
         concatenate=0.00015,
+        add=0.00012,
     ),
     bfloat16=DtypeCosts(
         looped=(
@@ -156,6 +159,7 @@ DEFAULT_COSTS: Final = CostTable(
         transposed=(_NEVER, _NEVER),
         stack=3e-05,
         concatenate=0.0001,
+        add=0.00021,
     ),
     convert_call=0.6,
     convert_element=6.3e-05,
@@ -189,8 +193,12 @@ def estimate(
     """Estimate the microseconds of one run, without the costs that all strategies share."""
     slice_cost = _SLICE_COSTS[strategy]
     total = sum(slice_cost(layer, weights, table, dtype) for weights in layer.slices)
+    out_features = sum(weights.out_features for weights in layer.slices)
+    # Only groups of contiguous rows are computed in place.
+    if strategy is not Grouped or not layer.is_in_place(dtype):
+        total += table.of(dtype).add * layer.block.size * out_features
     if layer.activation_dtype != dtype:
-        width = layer.in_features + sum(weights.out_features for weights in layer.slices)
+        width = layer.in_features + out_features
         total += (1 + len(layer.slices)) * table.convert_call
         total += table.convert_element * layer.block.size * width
     return total

@@ -47,9 +47,7 @@ class Grouped:
         self._scratch = scratch
         self._gatherer = RowGatherer(layer.block, layer.in_features, dtype, scratch)
         self._converts = layer.weight_dtype != dtype
-        self._in_place = (
-            layer.block.rows is None and layer.activation_dtype == dtype == layer.weight_dtype
-        )
+        self._in_place = layer.is_in_place(dtype)
         self._slices = [self._plan(weights) for weights in layer.slices]
 
     def _plan(self, weights: SliceWeights) -> _SlicePlan:

@@ -80,6 +80,10 @@ class LayerBlock(NamedTuple):
         """The columns of x."""
         return self.slices[0].in_features
 
+    def is_in_place(self, dtype: torch.dtype) -> bool:
+        """Whether rows of x and y are used where they are by a computation in `dtype`."""
+        return self.block.rows is None and self.activation_dtype == dtype == self.weight_dtype
+
     @property
     def signature(self) -> tuple[object, ...]:
         """Everything that costs depend on; equal for layers whose costs are equal."""

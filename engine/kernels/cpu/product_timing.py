@@ -65,6 +65,7 @@ def dtype_costs(dtype: torch.dtype) -> DtypeCosts:
         transposed,
         stack=microseconds(lambda: torch.stack(sources[0], out=a)) / elements,
         concatenate=microseconds(lambda: torch.cat(sources[1], 1, out=b)) / elements,
+        add=microseconds(lambda: flat_a.add_(flat_b)) / elements,
     )
 
 

@@ -155,9 +155,24 @@ def _table(
     batched: tuple[ProductCost, ProductCost],
     transposed: tuple[ProductCost, ProductCost],
     copy: float = 0.0,
+    add: float = 0.0,
 ) -> CostTable:
-    costs = type(DEFAULT_COSTS.float32)(looped, batched, transposed, copy, copy)
+    costs = type(DEFAULT_COSTS.float32)(looped, batched, transposed, copy, copy, add)
     return CostTable(costs, costs, 0.0, 0.0)
+
+
+def test_only_contiguous_groups_do_without_an_addition() -> None:
+    calls = _cost(2.0), _cost(9.0), _cost(9.0)
+    for slots, add, chosen in [
+        ([0] * 4 + [1] * 4, 0.0, Dense),
+        ([0] * 4 + [1] * 4, 1.0, Grouped),
+        ([0, 1] * 4, 1.0, Dense),
+    ]:
+        case = make_case(Shape(32, (32,), 4, (8,), 0.0), slots, torch.float32, 1)
+        [block] = tile_by_length(case.groups).blocks
+        layer = layer_block(case.slices, block, torch.float32)
+        assert layer is not None
+        assert cheapest_strategy(layer, _table(*calls, add=add)) == (chosen, torch.float32)
 
 
 @pytest.mark.parametrize(
