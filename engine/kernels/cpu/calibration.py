@@ -36,6 +36,7 @@ ONEDNN_MIN: Final = 1.2
 _FORMAT: Final = 4
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _CONVERTED: Final = (16, 1 << 18)
+_CONVERTED_PARTS: Final = 16
 _MODEL_WIDTH: Final = 1024
 _MODEL_ROWS: Final = (16, 128)
 
@@ -113,15 +114,21 @@ def measure() -> Calibration:
         return Calibration(costs, ProductSpeeds(float32, bfloat16, float16, onednn))
 
 
-def _conversion(size: int) -> Callable[[], object]:
-    source = torch.randn(size).to(torch.bfloat16)
+def _conversion(size: int) -> float:
+    """Time the conversion of one of many matrices, which are not in the nearer caches."""
+    sources = torch.randn(_CONVERTED_PARTS, size).to(torch.bfloat16)
     target = torch.empty(size)
-    return lambda: target.copy_(source)
+
+    def work() -> None:
+        for source in sources:
+            target.copy_(source)
+
+    return microseconds(work) / _CONVERTED_PARTS
 
 
-def _line(work: Callable[[int], Callable[[], object]], sizes: Sequence[int]) -> tuple[float, float]:
+def _line(time_of: Callable[[int], float], sizes: Sequence[int]) -> tuple[float, float]:
     """Return the constant and the linear part of a work's time."""
-    small, large = (microseconds(work(size)) for size in sizes)
+    small, large = (time_of(size) for size in sizes)
     return small, max((large - small) / sizes[1], 0.0)
 
 

@@ -1,5 +1,6 @@
 """One layer's weights for one block of rows: the input of the CPU strategies."""
 
+from functools import cache
 from itertools import accumulate
 from typing import Final, NamedTuple
 
@@ -134,6 +135,16 @@ def computes_transposed(dtype: torch.dtype, rank: int, rows: int) -> bool:
     """Whether the first product is computed as `A @ x.T`, with a transposed result.
 
     The library packs the right operand of a bfloat16 product into wide blocks, which a narrow A
-    fills badly. With x as the right operand, a long run's delta took 0.86 of the time at rank 16.
+    fills badly. With x as the right operand, a long run's delta took 0.86 of the time at rank 16,
+    but 1.2 to 1.4 times as long on a processor whose tiles multiply bfloat16.
     """
-    return dtype == torch.bfloat16 and rank <= NARROW_RANK_MAX and rows >= NARROW_ROWS_MIN
+    is_narrow = rank <= NARROW_RANK_MAX and rows >= NARROW_ROWS_MIN
+    return dtype == torch.bfloat16 and is_narrow and not has_bfloat16_tiles()
+
+
+@cache
+def has_bfloat16_tiles() -> bool:
+    """Whether this processor multiplies bfloat16 by tiles (AMX)."""
+    # PyTorch 2.11 may lack it.
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+    return capabilities.get("amx_bf16", False)

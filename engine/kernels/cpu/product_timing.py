@@ -16,7 +16,9 @@ _RANKS: Final = (16, 64)
 _WIDTHS: Final = (512, 2048)
 """The shapes that are timed; the narrow one is for the cost of a call."""
 _CALL_MIN: Final = 0.5
-_COPIED_RANK: Final = 16
+_COPIED: Final = (64, 4096)
+"""Rank and width of the copied weights: as in a model, they are not in the nearer caches."""
+_ADDED: Final = 1 << 18
 
 Work = Callable[[], object]
 
@@ -52,20 +54,22 @@ def dtype_costs(dtype: torch.dtype) -> DtypeCosts:
         (_product_cost(dtype, shrink), _product_cost(dtype, expand))
         for shrink, expand in _kinds(dtype)
     )
-    shape = BATCHED_PARTS, _COPIED_RANK, _WIDTHS[1]
+    shape = BATCHED_PARTS, *_COPIED
     stacked = torch.randn(shape).to(dtype)
     columns = stacked.mT.contiguous()
     elements = stacked.numel()
     flat_a, flat_b = (torch.empty(elements, dtype=dtype) for _ in range(2))
-    a, b = flat_a.view(shape), flat_b.view(_WIDTHS[1], -1)
+    a, b = flat_a.view(shape), flat_b.view(_COPIED[1], -1)
     sources = list(stacked), list(columns)
+    # A delta was written just before.
+    y, delta = flat_a[:_ADDED], flat_b[:_ADDED]
     return DtypeCosts(
         looped,
         batched,
         transposed,
         stack=microseconds(lambda: torch.stack(sources[0], out=a)) / elements,
         concatenate=microseconds(lambda: torch.cat(sources[1], 1, out=b)) / elements,
-        add=microseconds(lambda: flat_a.add_(flat_b)) / elements,
+        add=microseconds(lambda: y.add_(delta)) / _ADDED,
     )
 
 

@@ -162,7 +162,7 @@ def _table(
 
 
 def test_only_contiguous_groups_do_without_an_addition() -> None:
-    calls = _cost(2.0), _cost(9.0), _cost(9.0)
+    calls = _cost(5.0), _cost(99.0), _cost(99.0)
     for slots, add, chosen in [
         ([0] * 4 + [1] * 4, 0.0, Dense),
         ([0] * 4 + [1] * 4, 1.0, Grouped),
