@@ -135,9 +135,7 @@ def operations() -> "Context | None":
     """Return this process's queue of file operations; None where it can have none."""
     try:
         from caio.linux_aio import Context  # noqa: PLC0415 - only writers of a log need it
-    except ImportError:
-        return None
-    try:
+
         return Context(_OPERATIONS_MAX)
     except _REFUSALS:
         return None

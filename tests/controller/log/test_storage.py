@@ -67,6 +67,19 @@ def test_this_system_syncs_in_the_background() -> None:
     assert operations() is operations()
 
 
+def test_an_operation_in_progress_has_no_value(fd: int) -> None:
+    queue = operations()
+    if queue is None:
+        pytest.skip("this system has no asynchronous file operations")
+    os.write(fd, b"content")
+    operation = storage._submit(queue, fd)
+    assert operation is not None
+    with pytest.raises(RuntimeError):
+        operation.get_value()
+    storage._wait(queue, operation)
+    operation.get_value()
+
+
 def test_a_descriptor_that_can_not_be_synced_raises_at_once() -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
         DISK.start_sync(2**20)
