@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MODULE: Final = "engine.kernels.calibrate"
 _TIMEOUT_S: Final = 120.0
-"""For the imports and the measurement, which takes less than a second of the processor's time."""
+"""For the imports and the measurement, which takes a second or two of the processor's time."""
 
 _RANK: Final = 16
 _COLUMNS: Final = 1024
@@ -71,13 +71,17 @@ def _measured() -> dict[str, Any]:
 
 
 def tables(measured: dict[str, Any]) -> "Iterator[Renderable]":
-    """Return tables of the dtypes and of the products of adapters, and where they are stored."""
+    """Return tables of the products of models and of adapters, and where they are stored."""
     from controller.cli.pages.tables import FittingTable, field_table
 
     chosen, times = measured["auto_dtype"], measured["products_us"]
     yield FittingTable(
         ("MODEL SAVED IN", "ITS PRODUCTS TAKE", "--dtype auto"),
         [(saved, f"{times[saved]:,.0f} us", chosen[saved]) for saved in chosen],
+    )
+    yield FittingTable(
+        ("float32 PRODUCTS", "COMPUTED BY", "us", "us BY PyTorch"),
+        [_way(**product) for product in measured["float32_products"]],
     )
     rows = measured["rows"]
     yield FittingTable(
@@ -87,12 +91,15 @@ def tables(measured: dict[str, Any]) -> "Iterator[Renderable]":
     yield field_table(
         {
             "shape": f"rank {_RANK}, {_COLUMNS:,} columns; those of several parts have 8",
-            "float32 products by": measured["float32_products_by"],
-            "with oneDNN": f"{times['onednn']:,.0f} us",
             "measured in": f"{measured['seconds']:.2f} s, torch {measured['torch']}",
             "stored in": measured["file"],
         }
     )
+
+
+def _way(rows: int, way: str, us: dict[str, float]) -> tuple[str, ...]:
+    """Return how a model's own products of up to `rows` rows are computed."""
+    return f"up to {rows} row{'s' * (rows > 1)}", way, f"{us[way]:,.0f}", f"{us['PyTorch']:,.0f}"
 
 
 def _costs(costs: dict[str, Any]) -> Iterator[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from engine.kernels.cpu import cpu_kernels
-from engine.kernels.cpu.base_linear import onednn_linear
+from engine.kernels.cpu.base_linear import fastest_linear, fastest_ways
 from engine.kernels.cpu.calibration import CALIBRATED_BYTES_MIN, calibration, faster_dtype
 from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
 from engine.kernels.interface import Kernels
@@ -21,7 +21,8 @@ __all__ = [
     "calibration",
     "choose_kernels",
     "faster_dtype",
-    "onednn_linear",
+    "fastest_linear",
+    "fastest_ways",
 ]
 
 

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from engine.kernels.cpu import base_linear
+from engine.kernels.cpu.base_linear import WAYS, WayTimes, fastest_ways
 from engine.kernels.cpu.calibration import Calibration, faster_dtype, measure, store, stored_at
 from engine.kernels.cpu.costs import ROWS
 
@@ -40,18 +42,27 @@ def main() -> None:
 def report(measured: Calibration) -> dict[str, Any]:
     """Return the constants, and what follows from them.
 
-    `products_us`: microseconds of a model's own products. `auto_dtype`: what `--dtype auto` loads
-    a model in, by the dtype in which it was saved. `rows`: the numbers of rows that `columns` and
-    `weights` of the costs are for.
+    `products_us`: microseconds of a model's own products of 16 and 61 rows. `float32_products`:
+    by numbers of rows, the way that is used and the microseconds of each way. `auto_dtype`: what
+    `--dtype auto` loads a model in, by the dtype in which it was saved. `rows`: the numbers of rows
+    that `columns` and `weights` of the costs are for.
     """
     products = measured.products
     return {
-        "products_us": products._asdict(),
-        "float32_products_by": "oneDNN" if products.uses_onednn else "PyTorch",
+        "products_us": {_name(one): products.of(one) for one in _DTYPES},
+        "float32_products": _ways(products.float32),
         "auto_dtype": {_name(one): _name(faster_dtype(one, products)) for one in _DTYPES},
         "rows": ROWS,
         "costs": _fields(measured.costs),
     }
+
+
+def _ways(times: WayTimes) -> list[dict[str, Any]]:
+    by_rows = zip(base_linear.ROWS, fastest_ways(times), times, strict=True)
+    return [
+        {"rows": rows, "way": way, "us": dict(zip(WAYS, map(_rounded, by_way), strict=True))}
+        for rows, way, by_way in by_rows
+    ]
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -64,7 +75,11 @@ def _fields(value: Any) -> Any:
         return {name: _fields(part) for name, part in value._asdict().items()}
     if isinstance(value, tuple):
         return [_fields(part) for part in value]
-    return float(f"{value:.4g}")
+    return _rounded(value)
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")
 
 
 if __name__ == "__main__":

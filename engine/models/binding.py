@@ -14,7 +14,8 @@ from engine.kernels import (
     DEFAULTS,
     calibration,
     choose_kernels,
-    onednn_linear,
+    fastest_linear,
+    fastest_ways,
 )
 from engine.kernels.interface import Kernels
 from engine.layout import rank_parts_max
@@ -82,9 +83,9 @@ def _kernels_of(model: ServedModel, config: LoRAConfig) -> Kernels:
         return choose_kernels(device, batch_invariant=config.batch_invariant)
     measured = calibration()
     kernels = choose_kernels(device, costs=measured.costs)
-    if measured.products.uses_onednn and not is_quantized(model.model):
-        kernels = kernels._replace(base_linear=onednn_linear)
-    return kernels
+    if is_quantized(model.model):
+        return kernels
+    return kernels._replace(base_linear=fastest_linear(fastest_ways(measured.products.float32)))
 
 
 def kernels_for(device: torch.device) -> str:

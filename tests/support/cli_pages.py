@@ -49,6 +49,7 @@ from tests.support.engine.adapter_examples import (
     tensors,
     write,
 )
+from tests.support.kernels.way_times import way_times
 from tests.support.parallel.processes import TINY
 from tests.support.simulation.standin_controller import view
 
@@ -134,7 +135,8 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
     texts = [f"text number {number}" for number in range(1, 13)]
     vectors = tuple((1.0, float(number), 0.0) for number in range(12))
     yield "embed", embedding(texts, Embedding(None, vectors, 40))
-    constants = Calibration(DEFAULT_COSTS, ProductSpeeds(3151.0, 732.0, 11510.0, 1421.0))
+    times = way_times(1052.0, {1: 103.0, 4: 220.0, 16: 412.0, 61: 1021.0})
+    constants = Calibration(DEFAULT_COSTS, ProductSpeeds(times, 732.0, 11510.0))
     measured_at = {"file": "~/.cache/loradock/cpu-0.json", "torch": "2.13.0", "seconds": 0.43}
     yield "calibrate", list(calibrate.tables({**report(constants), **measured_at}))
     labels = tuple(f"label-{number}" for number in range(12))

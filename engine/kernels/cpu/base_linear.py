@@ -1,25 +1,88 @@
-"""A base layer's own float32 product by oneDNN, in place of the BLAS that PyTorch calls for it.
+"""A base layer's own float32 product, in the way that is the fastest for its number of rows.
 
-On processors for which that BLAS has no kernels of their own, oneDNN takes about half of the time.
+A library packs an operand of a product first. Where that is the weight, packing it takes longer
+than a product of few rows; in the transposed product it is x. And PyTorch's BLAS has no kernels of
+its own for some processors, for which oneDNN has.
 """
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from engine.kernels.interface import BaseLinear
 
-def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ weight.T + bias`: [..., out]; other dtypes than float32 as PyTorch does.
+ROWS: Final = (1, 4, 16, 61, 125)
+"""The numbers of rows for which the ways are measured, and up to which each one is used.
 
-    x: [..., in]. weight: [out, in], contiguous.
-    """
-    if x.dtype != torch.float32 or weight.dtype != torch.float32 or not x.numel():
-        return linear(x, weight, bias)
+The large ones are uneven, as those of a step with a part of a prompt are.
+"""
+
+FASTER_MIN: Final = 1.05
+"""How many times as fast another way than PyTorch's own must be to be used."""
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return product
 
 
-def has_onednn() -> bool:
-    """Whether this build of PyTorch has the operation."""
+def _transposed(product: BaseLinear) -> BaseLinear:
+    """Return the product that computes the transposed result, and copies it into its layout."""
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        y = product(weight, rows, None).T.contiguous().view(*x.shape[:-1], -1)
+        return y if bias is None else y.add_(bias)
+
+    return compute
+
+
+def _has_onednn() -> bool:
     is_available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return is_available and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+_OWN: Final = "PyTorch"
+WAYS: Final[dict[str, BaseLinear]] = {
+    _OWN: linear,
+    "PyTorch, transposed": _transposed(linear),
+    **({"oneDNN": _onednn, "oneDNN, transposed": _transposed(_onednn)} if _has_onednn() else {}),
+}
+"""The ways of a float32 product, by their names in reports. x: [..., in], at least one row."""
+
+WayTimes = tuple[tuple[float, ...], ...]
+"""Microseconds for each of `ROWS`, by each of `WAYS`."""
+
+
+def fastest_ways(times: WayTimes) -> tuple[str, ...]:
+    """Return the name of the way to use for each of `ROWS`."""
+    found = []
+    for by_way in times:
+        named = dict(zip(WAYS, by_way, strict=True))
+        best = min(named, key=named.__getitem__)
+        found.append(best if named[_OWN] >= FASTER_MIN * named[best] else _OWN)
+    return tuple(found)
+
+
+def fastest_linear(ways: Sequence[str]) -> BaseLinear | None:
+    """Return the product that uses these ways, one for each of `ROWS`; None for PyTorch's own."""
+    if set(ways) == {_OWN}:
+        return None
+    products: Sequence[Callable[..., Tensor]] = [WAYS[name] for name in ways]
+    last = len(ROWS) - 1
+
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `x @ weight.T + bias`, [..., out]; other dtypes than float32 as PyTorch does.
+
+        x: [..., in]. weight: [out, in], contiguous.
+        """
+        if x.dtype != torch.float32 or weight.dtype != torch.float32 or not x.numel():
+            return linear(x, weight, bias)
+        rows = x.numel() // x.shape[-1]
+        return products[min(bisect_left(ROWS, rows), last)](x, weight, bias)
+
+    return compute

@@ -1,6 +1,6 @@
 """Constants of this machine: a `CostTable`, and the speed of products in each dtype.
 
-They are measured once, in less than a second on one thread, and stored in the user's cache
+They are measured once, in one or two seconds of one thread, and stored in the user's cache
 directory by the processor's name and the library's version. A file that can't be read is measured
 again, and one that can't be written is not stored.
 """
@@ -9,9 +9,11 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from engine.kernels.cpu.base_linear import has_onednn, onednn_linear
+from engine.kernels.cpu.base_linear import ROWS, WAYS, WayTimes, fastest_ways
 from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
 from engine.kernels.cpu.product_timing import dtype_costs, microseconds
 from engine.kernels.threads import threads_for
@@ -30,29 +32,34 @@ CALIBRATED_BYTES_MIN: Final = 64 << 20
 FASTER_MIN: Final = 1.5
 """How many times as fast float32 products must be, because its weights take twice the memory."""
 
-ONEDNN_MIN: Final = 1.2
-"""How many times as fast oneDNN must be to be used."""
-
-_FORMAT: Final = 4
-_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_FORMAT: Final = 5
 _CONVERTED: Final = (16, 1 << 18)
 _CONVERTED_PARTS: Final = 16
-_MODEL_WIDTH: Final = 1024
-_MODEL_ROWS: Final = (16, 128)
+_MODEL_WEIGHT: Final = (2048, 768)
+_MODEL_WEIGHTS: Final = 3
+_ROUNDS: Final = 5
+_MODEL_ROWS: Final = ROWS[2:4]
+"""Of a decode step, and of a prompt's chunk."""
 
 
 class ProductSpeeds(NamedTuple):
-    """Microseconds of a model's own product, by dtype; `onednn`: in float32 by `onednn_linear`."""
+    """Microseconds of a model's own products, [2048, 768].
 
-    float32: float
+    float32: for each of `ROWS` by each of `WAYS`. The others: of 16 and 61 rows together.
+    """
+
+    float32: WayTimes
     bfloat16: float
     float16: float
-    onednn: float
 
-    @property
-    def uses_onednn(self) -> bool:
-        """Whether float32 products are computed by `onednn_linear`."""
-        return self.float32 >= ONEDNN_MIN * self.onednn
+    def of(self, dtype: torch.dtype) -> float:
+        """Return the time of 16 and 61 rows; 0 for a dtype that is not measured."""
+        if dtype == torch.float32:
+            ways = fastest_ways(self.float32)
+            by_rows = dict(zip(ROWS, zip(ways, self.float32, strict=True), strict=True))
+            used = [by_rows[rows] for rows in _MODEL_ROWS]
+            return sum(dict(zip(WAYS, times, strict=True))[way] for way, times in used)
+        return {torch.bfloat16: self.bfloat16, torch.float16: self.float16}.get(dtype, 0.0)
 
 
 class Calibration(NamedTuple):
@@ -96,9 +103,8 @@ def faster_dtype(saved: torch.dtype, products: ProductSpeeds) -> torch.dtype:
 
     Weights are never rounded: a model that was saved in float32 remains so.
     """
-    own = products._asdict().get(str(saved).removeprefix("torch."), 0.0)
-    wide = products.onednn if products.uses_onednn else products.float32
-    return torch.float32 if own >= FASTER_MIN * wide else saved
+    is_slow = products.of(saved) >= FASTER_MIN * products.of(torch.float32)
+    return torch.float32 if is_slow else saved
 
 
 def measure() -> Calibration:
@@ -108,10 +114,12 @@ def measure() -> Calibration:
         costs = CostTable(
             dtype_costs(torch.float32), dtype_costs(torch.bfloat16), convert_call, convert_element
         )
-        float32, bfloat16, float16 = (_model_product(dtype, linear) for dtype in _DTYPES)
-        # Without the operation it counts as equally fast, and is not used.
-        onednn = _model_product(torch.float32, onednn_linear) if has_onednn() else float32
-        return Calibration(costs, ProductSpeeds(float32, bfloat16, float16, onednn))
+        float32 = tuple([_way_times(rows) for rows in ROWS])
+        bfloat16, float16 = (
+            sum(_model_product(dtype, rows) for rows in _MODEL_ROWS)
+            for dtype in (torch.bfloat16, torch.float16)
+        )
+        return Calibration(costs, ProductSpeeds(float32, bfloat16, float16))
 
 
 def _conversion(size: int) -> float:
@@ -132,15 +140,28 @@ def _line(time_of: Callable[[int], float], sizes: Sequence[int]) -> tuple[float,
     return small, max((large - small) / sizes[1], 0.0)
 
 
-def _model_product(dtype: torch.dtype, product: Callable[[Tensor, Tensor, None], Tensor]) -> float:
-    """Time the products of a model's layer, for a decode step and for a prompt's chunk."""
-    weight = torch.randn(_MODEL_WIDTH, _MODEL_WIDTH).to(dtype)
-    inputs = [torch.randn(rows, _MODEL_WIDTH).to(dtype) for rows in _MODEL_ROWS]
+def _way_times(rows: int) -> tuple[float, ...]:
+    """Time a product of a model's layer in each of `WAYS`, in turn: a machine's speed varies."""
+    x, weights = _model_operands(torch.float32, rows)
+    best = [float("inf")] * len(WAYS)
+    for _ in range(_ROUNDS):
+        for way, product in enumerate(WAYS.values()):
+            started = time.thread_time()
+            product(x, next(weights), None)
+            best[way] = min(best[way], time.thread_time() - started)
+    return tuple([seconds * 1e6 for seconds in best])
 
-    def work() -> list[Tensor]:
-        return [product(x, weight, None) for x in inputs]
 
-    return microseconds(work)
+def _model_product(dtype: torch.dtype, rows: int) -> float:
+    """Time a product of a model's layer."""
+    x, weights = _model_operands(dtype, rows)
+    return microseconds(lambda: linear(x, next(weights)))
+
+
+def _model_operands(dtype: torch.dtype, rows: int) -> tuple[Tensor, Iterator[Tensor]]:
+    """Return x and weights; as in a model, the next one is not in the nearer caches."""
+    weights = torch.randn(_MODEL_WEIGHTS, *_MODEL_WEIGHT).to(dtype)
+    return torch.randn(rows, _MODEL_WEIGHT[1]).to(dtype), cycle(weights)
 
 
 def _machine_key() -> str:
@@ -173,7 +194,8 @@ def _numbers(value: object) -> list[float]:
 
 def _decoded(numbers: Any) -> Calibration:
     """Return the calibration of `_numbers`; raises ValueError or TypeError for anything else."""
-    template = Calibration(DEFAULT_COSTS, ProductSpeeds(1.0, 1.0, 1.0, 1.0))
+    times = ((1.0,) * len(WAYS),) * len(ROWS)
+    template = Calibration(DEFAULT_COSTS, ProductSpeeds(times, 1.0, 1.0))
     given = [float(number) for number in numbers]
     if len(given) != len(_numbers(template)) or not all(0.0 <= one < 1e9 for one in given):
         raise ValueError("the file is not a calibration")

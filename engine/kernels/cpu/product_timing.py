@@ -11,6 +11,8 @@ from engine.kernels.cpu.costs import BATCHED_PARTS, ROWS, DtypeCosts, ProductCos
 
 _SAMPLE_S: Final = 2e-3
 _SAMPLES: Final = 5
+_LONG_SAMPLES: Final = 2
+"""The samples of a work that takes longer than `_SAMPLE_S`."""
 _REPEATS_MAX: Final = 200
 _RANKS: Final = (16, 64)
 _WIDTHS: Final = (512, 2048)
@@ -40,7 +42,7 @@ def microseconds(work: Work) -> float:
     first = max(time.thread_time() - started, 1e-7)
     repeats = max(1, min(_REPEATS_MAX, int(_SAMPLE_S / _SAMPLES / first)))
     best = first
-    for _ in range(_SAMPLES):
+    for _ in range(_SAMPLES if first < _SAMPLE_S else _LONG_SAMPLES):
         started = time.thread_time()
         for _ in range(repeats):
             work()

@@ -11,6 +11,7 @@ from controller.cli import calibrate
 from engine.kernels.calibrate import report
 from engine.kernels.cpu.calibration import Calibration, ProductSpeeds
 from engine.kernels.cpu.costs import DEFAULT_COSTS
+from tests.support.kernels.way_times import LAST, way_times
 from tests.support.simulation.command_runs import run
 
 FOUND = {
@@ -18,7 +19,7 @@ FOUND = {
     "error": "",
     "torch": "9.9",
     "seconds": 0.5,
-    **report(Calibration(DEFAULT_COSTS, ProductSpeeds(10.0, 20.0, 30.0, 5.0))),
+    **report(Calibration(DEFAULT_COSTS, ProductSpeeds(way_times(10.0, {4: 5.0}), 20.0, 30.0))),
 }
 
 
@@ -43,8 +44,9 @@ def test_the_measurement_is_shown_as_tables_and_as_json(answers: Any) -> None:
     assert json.loads(run("calibrate", "--json").stdout) == json.loads(json.dumps(FOUND))
     shown = run("calibrate").stdout
     lines = [line.split() for line in shown.splitlines()]
-    assert ["bfloat16", "20", "us", "float32"] in lines
-    assert "oneDNN" in shown
+    assert ["bfloat16", "20", "us", "bfloat16"] in lines
+    assert ["up", "to", "4", "rows", *LAST.split(), "5", "10"] in lines
+    assert ["up", "to", "1", "row", "PyTorch", "10", "10"] in lines
     assert "/cache/loradock/cpu-1.json" in shown
 
 

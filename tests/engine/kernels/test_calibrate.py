@@ -6,30 +6,43 @@ from pathlib import Path
 import pytest
 
 from engine.kernels import calibrate
+from engine.kernels.cpu import base_linear
 from engine.kernels.cpu import calibration as calibrating
 from engine.kernels.cpu.calibration import Calibration, ProductSpeeds
 from engine.kernels.cpu.costs import DEFAULT_COSTS, ROWS
+from tests.support.kernels.way_times import LAST, way_times
 
-SLOW_HALVES = Calibration(DEFAULT_COSTS, ProductSpeeds(10.0, 20.0, 30.0, 9.0))
-FAST_BFLOAT16 = Calibration(DEFAULT_COSTS, ProductSpeeds(10.0, 4.0, 30.0, 5.0))
+SLOW_HALVES = Calibration(DEFAULT_COSTS, ProductSpeeds(way_times(10.0), 40.0, 60.0))
+FAST_BFLOAT16 = Calibration(DEFAULT_COSTS, ProductSpeeds(way_times(10.0, {16: 5.0}), 8.0, 60.0))
 
 
 @pytest.mark.parametrize(
-    ("measured", "by", "chosen"),
+    ("measured", "ways", "chosen"),
     [
-        (SLOW_HALVES, "PyTorch", ["float32", "float32", "float32"]),
-        (FAST_BFLOAT16, "oneDNN", ["float32", "bfloat16", "float32"]),
+        (SLOW_HALVES, ["PyTorch"] * 5, ["float32", "float32", "float32"]),
+        (
+            FAST_BFLOAT16,
+            ["PyTorch", "PyTorch", LAST, "PyTorch", "PyTorch"],
+            ["float32", "bfloat16", "float32"],
+        ),
     ],
 )
 def test_the_report_is_what_the_constants_lead_to(
-    measured: Calibration, by: str, chosen: list[str]
+    measured: Calibration, ways: list[str], chosen: list[str]
 ) -> None:
     found = calibrate.report(measured)
-    assert found["float32_products_by"] == by
+    assert [one["way"] for one in found["float32_products"]] == ways
+    assert [one["rows"] for one in found["float32_products"]] == list(base_linear.ROWS)
+    assert [one["us"]["PyTorch"] for one in found["float32_products"]] == [10.0] * 5
     assert list(found["auto_dtype"].items()) == list(
         zip(("float32", "bfloat16", "float16"), chosen, strict=True)
     )
-    assert found["products_us"] == measured.products._asdict()
+    speeds = measured.products
+    assert found["products_us"] == {
+        "float32": 20.0 if measured is SLOW_HALVES else 15.0,
+        "bfloat16": speeds.bfloat16,
+        "float16": speeds.float16,
+    }
     [shrink, _] = found["costs"]["float32"]["looped"]
     assert len(shrink["weights"]) == len(found["rows"]) == len(ROWS)
 

@@ -8,7 +8,8 @@ import torch
 
 from engine.kernels.cpu import calibration as calibrating
 from engine.kernels.cpu import product_timing
-from engine.kernels.cpu.base_linear import has_onednn, onednn_linear
+from engine.kernels.cpu.base_linear import ROWS as BASE_ROWS
+from engine.kernels.cpu.base_linear import WAYS
 from engine.kernels.cpu.blocks import tile_by_length
 from engine.kernels.cpu.calibration import Calibration, ProductSpeeds, calibration, faster_dtype
 from engine.kernels.cpu.costs import (
@@ -23,8 +24,9 @@ from engine.kernels.cpu.gathered import Gathered, TransposedGathered
 from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer_block import layer_block
 from tests.support.kernels.kernel_cases import Shape, make_case
+from tests.support.kernels.way_times import way_times
 
-KNOWN = Calibration(DEFAULT_COSTS, ProductSpeeds(1.0, 2.0, 3.0, 4.0))
+KNOWN = Calibration(DEFAULT_COSTS, ProductSpeeds(way_times(1.0), 2.0, 3.0))
 NUMBERS = len(calibrating._numbers(KNOWN))
 
 
@@ -74,7 +76,8 @@ def test_a_measurement_has_a_number_for_every_constant(monkeypatch: pytest.Monke
     for module in (calibrating, product_timing):
         monkeypatch.setattr(module, "microseconds", lambda work: float(work() is not None))
     found = calibrating.measure()
-    assert found.products == ProductSpeeds(1.0, 1.0, 1.0, 1.0)
+    assert found.products[1:] == (2.0, 2.0)
+    assert [len(times) for times in found.products.float32] == [len(WAYS)] * len(BASE_ROWS)
     assert len(calibrating._numbers(found)) == NUMBERS
     assert all(one >= 0 for one in calibrating._numbers(found))
     assert all(one.call > 0 for one in found.costs.float32.looped)
@@ -119,27 +122,18 @@ def test_the_time_of_a_product_is_a_line_between_the_measured_rows() -> None:
 def test_a_model_is_never_rounded_and_widened_only_where_that_is_much_faster(
     saved: torch.dtype, speeds: tuple[float, float, float], chosen: torch.dtype
 ) -> None:
-    assert faster_dtype(saved, ProductSpeeds(*speeds, onednn=1.0)) == chosen
+    own, bfloat16, float16 = speeds
+    # Two numbers of rows count.
+    measured = ProductSpeeds(way_times(own / 2), bfloat16, float16)
+    assert faster_dtype(saved, measured) == chosen
 
 
-def test_float32_by_onednn_counts_where_it_is_used() -> None:
-    assert ProductSpeeds(1.0, 1.0, 1.0, 0.5).uses_onednn
-    assert not ProductSpeeds(1.0, 1.0, 1.0, 0.9).uses_onednn
-    assert faster_dtype(torch.bfloat16, ProductSpeeds(2.0, 2.0, 9.0, 1.0)) == torch.float32
-    assert faster_dtype(torch.bfloat16, ProductSpeeds(1.0, 1.4, 9.0, 0.9)) == torch.bfloat16
-
-
-@pytest.mark.skipif(not has_onednn(), reason="PyTorch was built without oneDNN")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_product_by_onednn_is_that_of_a_linear_layer(dtype: torch.dtype) -> None:
-    for shape in ((3, 33), (2, 5, 33), (0, 33), (1, 33)):
-        x, weight = torch.randn(shape).to(dtype), torch.randn(17, 33).to(dtype)
-        for bias in (None, torch.randn(17).to(dtype)):
-            expected = torch.nn.functional.linear(x, weight, bias)
-            torch.testing.assert_close(onednn_linear(x, weight, bias), expected)
-            if shape == (3, 33):
-                columns = x.T.contiguous().T
-                torch.testing.assert_close(onednn_linear(columns, weight, bias), expected)
+def test_float32_counts_in_the_way_that_is_used() -> None:
+    fast = dict.fromkeys(BASE_ROWS, 0.25)
+    assert (
+        faster_dtype(torch.bfloat16, ProductSpeeds(way_times(1.0, fast), 1.0, 9.0)) == torch.float32
+    )
+    assert faster_dtype(torch.bfloat16, ProductSpeeds(way_times(1.0), 1.0, 9.0)) == torch.bfloat16
 
 
 def _cost(call: float, weight: float = 0.0, few: float = 0.0) -> tuple[ProductCost, ProductCost]:
