@@ -37,6 +37,11 @@ class RowRun(NamedTuple):
     end: int
     rows: Tensor | None
 
+    @property
+    def size(self) -> int:
+        """The number of rows."""
+        return self.end - self.first if self.rows is None else len(self.rows)
+
 
 class BlockPart(NamedTuple):
     """`size` rows of one slot within a block, of which the first `real_size` are not padding."""

@@ -213,6 +213,41 @@ def estimate(
     return total
 
 
+class LongLayer(NamedTuple):
+    """A layer and the long groups of a batch, as far as costs depend on them.
+
+    runs: the rows of each, and in the order of `out_features` the ranks of its weights or 0.
+    """
+
+    activation_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    in_features: int
+    out_features: tuple[int, ...]
+    runs: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def cheapest_dtype(layer: LongLayer, table: CostTable = DEFAULT_COSTS) -> torch.dtype:
+    """Return the cheapest dtype in which to compute long groups."""
+    dtypes = computation_dtypes(layer.activation_dtype, layer.weight_dtype)
+    if len(dtypes) == 1:
+        return dtypes[0]
+    return min(dtypes, key=lambda dtype: _long_cost(layer, dtype, table))
+
+
+def _long_cost(layer: LongLayer, dtype: torch.dtype, table: CostTable) -> float:
+    (shrink, expand), width = table.of(dtype).looped, layer.in_features
+    products = converted = 0.0
+    for rows, ranks in layer.runs:
+        converted += rows * width
+        for rank, out_features in zip(ranks, layer.out_features, strict=True):
+            products += shrink.time(rows, rank, width) + expand.time(rows, rank, out_features)
+            # The weights, and the rows of the result before and after.
+            converted += rank * (width + out_features) + 2 * rows * out_features
+    if dtype == layer.weight_dtype:
+        return products
+    return COPIED_MARGIN * (products + converted * table.convert_element)
+
+
 def _grouped_cost(
     layer: LayerBlock, slice_weights: SliceWeights, table: CostTable, dtype: torch.dtype
 ) -> float:

@@ -5,15 +5,18 @@ A layer's plan is used only for the mapping and the directory version that it wa
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.kernels.checks import check_linear
-from engine.kernels.cpu.blocks import BatchTiler, min_long_rows
+from engine.kernels.cpu.blocks import BatchTiler, RowRun, min_long_rows
 from engine.kernels.cpu.costs import (
     DEFAULT_COSTS,
     CostTable,
+    LongLayer,
     Strategy,
     StrategyChoice,
+    cheapest_dtype,
     cheapest_strategy,
 )
 from engine.kernels.cpu.grouped import Grouped
@@ -63,13 +66,31 @@ class CpuLinear:
         dtype = computation_dtypes(x.dtype, slices.directory.data.dtype)[0]
         runs, blocks = self._tiler(groups, min_long_rows(dtype))
         if runs:
-            strategies.append(LongGroups(runs, slices, x.dtype, self._scratch))
+            strategies.append(self._long_groups(runs, x.dtype, slices))
         for block in blocks:
             layer = layer_block(slices, block, x.dtype)
             if layer is not None:
                 strategy, dtype = self._choose(layer, groups)
                 strategies.append(strategy(layer, dtype, self._scratch))
         return _LayerPlan(self._tiler.product_rows(groups), tuple(strategies))
+
+    def _long_groups(
+        self, runs: tuple[RowRun, ...], activation_dtype: torch.dtype, slices: LoRASlices
+    ) -> LongGroups:
+        """Return the strategy for long groups, in the dtype that is the cheapest."""
+        ranks = [
+            tuple([0 if pair is None else len(pair.a) for pair in slices.pairs(run.slot)])
+            for run in runs
+        ]
+        layer = LongLayer(
+            activation_dtype,
+            slices.directory.data.dtype,
+            slices.in_features,
+            tuple(slices.out_features),
+            tuple(zip([run.size for run in runs], ranks, strict=True)),
+        )
+        dtype = cheapest_dtype(layer, self._costs)
+        return LongGroups(runs, slices, activation_dtype, dtype, self._scratch)
 
     def _choose(self, layer: LayerBlock, groups: Groups) -> StrategyChoice:
         """Return the cheapest strategy, computed once for layers with equal signatures.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.blocks import BLOCK_ROWS, RowRun
-from engine.kernels.cpu.layer_block import computation_dtypes, computes_transposed
+from engine.kernels.cpu.layer_block import computes_transposed
 from engine.kernels.cpu.scratch import Scratch
 from engine.kernels.operands import LoRAPair, LoRASlices
 
@@ -23,13 +23,14 @@ class LongGroups:
         runs: tuple[RowRun, ...],
         slices: LoRASlices,
         activation_dtype: torch.dtype,
+        dtype: torch.dtype,
         scratch: Scratch,
     ) -> None:
+        """`dtype`: that of the products, one of `computation_dtypes`."""
         self._slices = slices
         self._scratch = scratch
-        stored = slices.directory.data.dtype
-        self._dtype = computation_dtypes(activation_dtype, stored)[0]
-        self._in_place = activation_dtype == stored == self._dtype
+        self._dtype = dtype
+        self._in_place = activation_dtype == slices.directory.data.dtype == dtype
         bounded = (
             runs if self._in_place else [part for run in runs for part in _split_by_block(run)]
         )

@@ -15,7 +15,6 @@ from engine.kernels.cpu.blocks import (
     BatchTiler,
     Block,
     BlockPart,
-    RowRun,
     block_rows,
     equal_parts,
     min_long_rows,
@@ -52,13 +51,8 @@ def blocks_of(groups: Groups) -> list[Block]:
     runs, blocks = tile_by_length(groups)
     return [
         *blocks,
-        *(Block((BlockPart(run.slot, *_sizes(run)),), run.first, run.rows) for run in runs),
+        *(Block((BlockPart(run.slot, run.size, run.size),), run.first, run.rows) for run in runs),
     ]
-
-
-def _sizes(run: RowRun) -> tuple[int, int]:
-    size = run.end - run.first if run.rows is None else len(run.rows)
-    return size, size
 
 
 def dtypes_of(layer: LayerBlock) -> list[torch.dtype]:
