@@ -115,7 +115,8 @@ class SnapshotProcess:
     def _start(self, seq: Seq) -> None:
         self._last_seq, self._started_s = seq, time.monotonic()
         order = msgspec.json.encode(SnapshotOrder(seq, self._retention)).decode()
-        command = [*process_command("snapshotter"), str(self._directory), order]
+        arguments = (str(self._directory), order, str(os.getpid()))
+        command = [*process_command("snapshotter"), *arguments]
         try:
             self._output = os.fdopen(os.memfd_create("snapshot", os.MFD_CLOEXEC), "w+b")
             # In a session of its own: only the parent receives a terminal's Ctrl-C.

@@ -1,5 +1,7 @@
 """A server makes snapshots while it serves, begins with the last one, and drops old segments."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,8 +9,10 @@ import pytest
 from controller.log.format import LogDamaged
 from controller.log.replay import replay
 from controller.log.segments import segment_paths
-from controller.log.snapshots import snapshot_paths
+from controller.log.snapshots import snapshot_path, snapshot_paths
+from controller.shell.hang_watch import is_stopped, process_tree
 from messages.requests import LoadAdapter, StatusShown
+from tests.support.engine.serve_process import wait_for_end
 from tests.support.parallel.processes import ControllerProcess, controller
 from tests.support.simulation.shell_examples import RawClient, eventually
 
@@ -56,3 +60,24 @@ def test_a_killed_server_begins_with_its_last_snapshot(tmp_path: Path) -> None:
     assert int(segment_paths(directory / "log")[0].stem) > 1
     with pytest.raises(LogDamaged, match="missing"):
         replay(directory / "log", from_start=True)
+
+
+def test_a_stopped_snapshotter_ends_with_its_killed_server(tmp_path: Path) -> None:
+    """It holds a lock, without which the next server can't make the snapshot."""
+    directory = tmp_path / "d"
+    draft, barrier = directory / "log" / "any.snap.new", snapshot_path(directory / "log", 1)
+    with controller(directory, **OPTIONS) as process, RawClient(directory) as client:
+        first = eventually(client.status)
+        # A snapshotter removes drafts once it has its lock, and then waits to open a pipe.
+        draft.touch()
+        os.mkfifo(barrier)
+        client.send_request(*(LoadAdapter(f"r-{n}", f"a-{n}") for n in range(REQUESTS)))
+        eventually(lambda: not draft.exists(), "the lock")
+        (snapshotter,) = process_tree(process.pid)[1:]
+        os.kill(snapshotter, signal.SIGSTOP)
+        eventually(lambda: is_stopped(snapshotter))
+        process.kill()
+    wait_for_end(snapshotter)
+    barrier.unlink()
+    with controller(directory, **OPTIONS), RawClient(directory) as client:
+        eventually(lambda: client.status().snapshot_seq > first.seq, "a snapshot")

@@ -1,5 +1,6 @@
 """A server makes snapshots meanwhile, begins with the last one, and survives their failure."""
 
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -13,10 +14,17 @@ from controller.log.replay import replay
 from controller.log.retention import Retention
 from controller.log.segments import segment_paths
 from controller.log.snapshots import snapshot_paths
-from controller.log.snapshotter import EXIT_BUSY, LOCK_NAME, SnapshotMade
+from controller.log.snapshotter import (
+    EXIT_BUSY,
+    EXIT_FAILED,
+    LOCK_NAME,
+    SnapshotMade,
+    SnapshotOrder,
+)
 from controller.log.storage import DISK
 from controller.shell import snapshot_process
 from controller.shell.snapshot_process import SnapshotProcess, log_bytes
+from messages.own_processes import process_command
 from tests.support.simulation.logged_histories import write_history
 from tests.support.waiting import wait_until
 
@@ -109,6 +117,16 @@ def test_a_killed_or_second_snapshotter_is_harmless(
     ticked(process, 40, reports, 2)
     assert reports[1][1]["status"] == EXIT_BUSY
     DISK.close(fd)
+
+
+def test_one_whose_server_ended_before_makes_no_snapshot(tmp_path: Path) -> None:
+    write_history(tmp_path / "log")
+    order = msgspec.json.encode(SnapshotOrder(20, KEEP)).decode()
+    # This process starts it for another one.
+    command = [*process_command("snapshotter"), str(tmp_path / "log"), order, str(os.getppid())]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, snapshot_paths(tmp_path / "log")) == (EXIT_FAILED, [])
+    assert b"has ended" in ended.stderr
 
 
 def test_one_that_hangs_is_killed(
