@@ -26,14 +26,14 @@ ExpertsShrinkKernel = Callable[[Tensor, Tensor, LoRASlices, ExpertGroups], None]
 """(y, x, slices, groups)."""
 
 
-BaseLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(x, weight, bias): a base layer's own output."""
+BaseLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
+"""(x, weight, bias): a base layer's own output; None where the layer is to compute it itself."""
 
 
 class Kernels(NamedTuple):
     """One implementation of every operation; scratch memory is shared within the tuple only.
 
-    `base_linear`: the product of plain base layers; None where they compute it themselves.
+    `base_linear`: the product of plain base layers; None where they always compute it themselves.
     """
 
     shrink: ShrinkKernel

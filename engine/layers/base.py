@@ -271,12 +271,8 @@ class BaseLayerWithLoRA(nn.Module):
         changes; also raises what `Arena.write_slice` raises.
         """
         arena = self._bound()
-        pairs = zip(
-            self._columns,
-            self.slice_lora_a(slice_tensors(lora_a)),
-            self.slice_lora_b(slice_tensors(lora_b)),
-            strict=True,
-        )
+        slices = self.slice_lora_a(slice_tensors(lora_a)), self.slice_lora_b(slice_tensors(lora_b))
+        pairs = zip(self._columns, *slices, strict=True)
         whole = [(column, a, b) for column, a, b in pairs if (a is None) == (b is None)]
         if len(whole) != len(self._columns):
             raise ValueError("A without B, or B without A; pass both, or None for both")
@@ -313,7 +309,10 @@ class BaseLayerWithLoRA(nn.Module):
         """Return the output, [..., out], of a base layer that is only a product with its weight."""
         layer: Any = self.base_layer
         product = None if self._punica is None else self._punica.base_linear
-        return layer(x) if product is None else product(x, layer.weight, layer.bias)
+        # Hooks may compute the weight (`weight_norm`), and offloading replaces the forward.
+        is_changed = layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer)
+        y = None if product is None or is_changed else product(x, layer.weight, layer.bias)
+        return layer(x) if y is None else y
 
     def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the batch's deltas to `y` in place: y [..., out], contiguous; x [..., in]."""

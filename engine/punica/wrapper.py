@@ -115,7 +115,7 @@ class PunicaWrapper:
 
     @property
     def base_linear(self) -> BaseLinear | None:
-        """The product of plain base layers; None where they compute it themselves."""
+        """The product of plain base layers; None where they always compute it themselves."""
         return self._kernels.base_linear
 
     @property

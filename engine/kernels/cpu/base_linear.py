@@ -11,9 +11,13 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from engine.kernels.interface import BaseLinear
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x, weight, bias): `x @ weight.T + bias`, [..., out]; x: [..., in]. weight: [out, in]."""
 
 ROWS: Final = (1, 4, 16, 61, 125)
 """The numbers of rows for which the ways are measured, and up to which each one is used.
@@ -26,11 +30,13 @@ FASTER_MIN: Final = 1.05
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    # The operation reads a bias as if it were contiguous.
+    dense = None if bias is None else bias.contiguous()
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, dense, "none", [], "")
     return product
 
 
-def _transposed(product: BaseLinear) -> BaseLinear:
+def _transposed(product: Product) -> Product:
     """Return the product that computes the transposed result, and copies it into its layout."""
 
     def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -47,12 +53,14 @@ def _has_onednn() -> bool:
 
 
 _OWN: Final = "PyTorch"
-WAYS: Final[dict[str, BaseLinear]] = {
+WAYS: Final[dict[str, Product]] = {
     _OWN: linear,
     "PyTorch, transposed": _transposed(linear),
     **({"oneDNN": _onednn, "oneDNN, transposed": _transposed(_onednn)} if _has_onednn() else {}),
 }
 """The ways of a float32 product, by their names in reports. x: [..., in], at least one row."""
+
+_PLAIN_KINDS: Final = (Tensor, Parameter)
 
 WayTimes = tuple[tuple[float, ...], ...]
 """Microseconds for each of `ROWS`, by each of `WAYS`."""
@@ -72,16 +80,18 @@ def fastest_linear(ways: Sequence[str]) -> BaseLinear | None:
     """Return the product that uses these ways, one for each of `ROWS`; None for PyTorch's own."""
     if set(ways) == {_OWN}:
         return None
-    products: Sequence[Callable[..., Tensor]] = [WAYS[name] for name in ways]
+    products = [WAYS[name] for name in ways]
     last = len(ROWS) - 1
 
-    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `x @ weight.T + bias`, [..., out]; other dtypes than float32 as PyTorch does.
+    def compute(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Return `x @ weight.T + bias`, [..., out]; None for what was not measured.
 
-        x: [..., in]. weight: [out, in], contiguous.
+        That is other dtypes than float32, no rows, and weights of other kinds than PyTorch's, which
+        may be quantised. x: [..., in]. weight: [out, in], of any strides.
         """
-        if x.dtype != torch.float32 or weight.dtype != torch.float32 or not x.numel():
-            return linear(x, weight, bias)
+        is_plain = x.dtype == weight.dtype == torch.float32 and type(weight) in _PLAIN_KINDS
+        if not (is_plain and x.numel()):
+            return None
         rows = x.numel() // x.shape[-1]
         return products[min(bisect_left(ROWS, rows), last)](x, weight, bias)
 

@@ -1,14 +1,19 @@
 """The ways of a model's own product: equal results, and a choice by measured times."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from engine.kernels.cpu import base_linear
 from engine.kernels.cpu.base_linear import ROWS, WAYS, fastest_linear, fastest_ways
+from engine.kernels.threads import threads_for
 from tests.support.kernels.way_times import LAST, way_times
 
 SHAPES = ((1, 33), (3, 33), (2, 5, 33), (1, 61, 33), (130, 33))
@@ -24,6 +29,65 @@ def test_every_way_has_the_result_of_a_linear_layer(name: str, shape: tuple[int,
             found = WAYS[name](rows, weight, bias)
             torch.testing.assert_close(found, linear(rows, weight, bias))
             assert found.is_contiguous()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "columns of a wider one": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "every second row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
+    "one row repeated": lambda x: x[..., :1, :].expand(x.shape),
+    "of a view": lambda x: torch.cat([x.new_full((3,), torch.nan), x.flatten()])[3:].view(x.shape),
+}
+"""Layouts of a matrix in memory."""
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("of_weight", LAYOUTS)
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_reads_every_layout(name: str, of_weight: str, inference: bool) -> None:
+    torch.manual_seed(4)
+    with torch.inference_mode(inference), threads_for(1):
+        for shape in ((33,), (1, 33), (4, 2, 33), (70, 33), (160, 33)):
+            for out_features in (1, 40):
+                weight = LAYOUTS[of_weight](torch.randn(out_features, 33))
+                bias = torch.randn(2 * out_features)[::2]
+                for layout in LAYOUTS.values():
+                    x = torch.randn(shape) if len(shape) < 2 else layout(torch.randn(shape))
+                    operands = x, weight, bias
+                    before = [one.clone() for one in operands]
+                    found = WAYS[name](*operands)
+                    torch.testing.assert_close(found, linear(*before))
+                    found.fill_(torch.nan)
+                    assert all(map(torch.equal, operands, before))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_no_way_keeps_a_copy_of_a_weight(name: str) -> None:
+    x, weight = torch.randn(9, 33), Parameter(torch.randn(17, 33), requires_grad=False)
+    results = []
+    for value in range(3):
+        weight.data = torch.full((17, 33), float(value))
+        results.append(WAYS[name](x, weight, None))
+        weight[:, :] = -1.0
+        results.append(WAYS[name](x, weight, None))
+    for expected, result in zip((0.0, -1.0, 1.0, -1.0, 2.0, -1.0), results, strict=True):
+        torch.testing.assert_close(result, linear(x, torch.full((17, 33), expected)))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_serves_several_threads(name: str) -> None:
+    random = Random(8)
+    sizes = [(random.choice((1, 5, 61, 200)), random.randint(1, 90)) for _ in range(60)]
+
+    def compare(size: tuple[int, int]) -> None:
+        generator = torch.Generator().manual_seed(hash(size))
+        x = torch.randn(size, generator=generator)
+        weight = torch.randn(40, size[1], generator=generator)
+        torch.testing.assert_close(WAYS[name](x, weight, None), linear(x, weight))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(compare, sizes))
 
 
 def test_a_way_is_used_where_it_is_clearly_faster() -> None:
@@ -62,10 +126,18 @@ def test_the_way_of_a_product_follows_from_its_rows(monkeypatch: pytest.MonkeyPa
     assert used == [f"way {rows}" for rows in (1, 4, 4, 16, 16, 61, 61, 125, 125)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_and_no_rows_are_pytorchs_own(dtype: torch.dtype) -> None:
+class OtherKind(Tensor):
+    """A tensor of another kind, as quantised weights are."""
+
+
+def test_what_is_no_plain_float32_product_is_left_to_the_layer() -> None:
     product = fastest_linear([LAST] * len(ROWS))
     assert product is not None
-    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((3, 33), (17, 33), (17,)))
-    assert torch.equal(product(x, weight, bias), linear(x, weight, bias))
-    assert product(torch.empty(0, 33), torch.randn(17, 33), None).shape == (0, 17)
+    x, weight, bias = torch.randn(3, 33), torch.randn(17, 33), torch.randn(17)
+    torch.testing.assert_close(product(x, weight, bias), linear(x, weight, bias))
+    torch.testing.assert_close(product(x, Parameter(weight), None), linear(x, weight))
+    assert product(x, weight.as_subclass(OtherKind), None) is None
+    assert product(x[:0], weight, bias) is None
+    for dtype in (torch.bfloat16, torch.float64):
+        assert product(x.to(dtype), weight.to(dtype), bias.to(dtype)) is None
+        assert product(x, weight.to(dtype), None) is None
