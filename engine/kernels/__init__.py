@@ -8,7 +8,14 @@ from typing import Final
 
 from engine.kernels.cpu import cpu_kernels
 from engine.kernels.cpu.base_linear import fastest_linear, fastest_ways
-from engine.kernels.cpu.calibration import CALIBRATED_BYTES_MIN, calibration, faster_dtype
+from engine.kernels.cpu.calibration import (
+    CALIBRATED_BYTES_MIN,
+    Calibration,
+    calibration,
+    decode_calibration,
+    encode_calibration,
+    faster_dtype,
+)
 from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
 from engine.kernels.interface import Kernels
 from engine.kernels.reference import reference_kernels
@@ -17,9 +24,12 @@ __all__ = [
     "CALIBRATED_BYTES_MIN",
     "DEFAULTS",
     "IMPLEMENTATIONS",
+    "Calibration",
     "Kernels",
     "calibration",
     "choose_kernels",
+    "decode_calibration",
+    "encode_calibration",
     "faster_dtype",
     "fastest_linear",
     "fastest_ways",

@@ -12,8 +12,11 @@ from engine.config import LoRAConfig
 from engine.kernels import (
     CALIBRATED_BYTES_MIN,
     DEFAULTS,
+    Calibration,
     calibration,
     choose_kernels,
+    decode_calibration,
+    encode_calibration,
     fastest_linear,
     fastest_ways,
 )
@@ -78,14 +81,26 @@ def bind_lora(model: ServedModel, lora_config: LoRAConfig, device_bytes_max: int
 def _kernels_of(model: ServedModel, config: LoRAConfig) -> Kernels:
     """Return the kernels of a device, calibrated for this machine where it pays."""
     device = model.device.type
-    weight_bytes = sum(tensor.nbytes for tensor in model.model.parameters())
-    if device != "cpu" or config.batch_invariant or weight_bytes < CALIBRATED_BYTES_MIN:
+    is_calibrated = device == "cpu" and not config.batch_invariant
+    measured = _calibration_of_all_ranks(model) if is_calibrated else None
+    if measured is None:
         return choose_kernels(device, batch_invariant=config.batch_invariant)
-    measured = calibration()
     kernels = choose_kernels(device, costs=measured.costs)
     if is_quantized(model.model):
         return kernels
     return kernels._replace(base_linear=fastest_linear(fastest_ways(measured.products.float32)))
+
+
+def _calibration_of_all_ranks(model: ServedModel) -> Calibration | None:
+    """Return the constants of rank 0; None for a small model.
+
+    Ranks that chose by their own would round differently what all of them compute, and routers
+    could choose other experts on one rank than on the next.
+    """
+    weight_bytes = sum(tensor.nbytes for tensor in model.model.parameters())
+    is_measured = model.group.is_leader and weight_bytes >= CALIBRATED_BYTES_MIN
+    data = model.group.broadcast_bytes(encode_calibration(calibration()) if is_measured else b"")
+    return decode_calibration(data) if data else None
 
 
 def kernels_for(device: torch.device) -> str:

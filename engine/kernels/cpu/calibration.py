@@ -15,11 +15,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from secrets import token_hex
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.random import fork_rng
 
 from engine.kernels.cpu.base_linear import ROWS, WAYS, WayTimes, fastest_ways
 from engine.kernels.cpu.costs import DEFAULT_COSTS, CostTable
@@ -33,6 +35,12 @@ FASTER_MIN: Final = 1.5
 """How many times as fast float32 products must be, because its weights take twice the memory."""
 
 _FORMAT: Final = 5
+_US_MAX: Final = 1e9
+_PROCESSOR_FIELDS: Final = (
+    *("model name", "cpu family", "model", "flags"),
+    *("CPU implementer", "CPU variant", "CPU part", "Features"),
+)
+"""Fields of /proc/cpuinfo: of x86, and of ARM."""
 _CONVERTED: Final = (16, 1 << 18)
 _CONVERTED_PARTS: Final = 16
 _MODEL_WEIGHT: Final = (2048, 768)
@@ -76,8 +84,8 @@ def calibration(directory: Path | None = None) -> Calibration:
     """
     path = stored_at(directory)
     try:
-        return _decoded(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return decode_calibration(path.read_bytes())
+    except (OSError, ValueError):
         measured = measure()
     # Without a stored file the constants are measured at every start.
     with suppress(OSError):
@@ -93,9 +101,33 @@ def stored_at(directory: Path | None = None) -> Path:
 def store(measured: Calibration, path: Path) -> None:
     """Write a calibration to be used from the next start on; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(_numbers(measured)))
-    temporary.replace(path)
+    # Processes of several containers may share the directory and have equal ids.
+    draft = path.with_suffix(f".{token_hex(8)}")
+    try:
+        draft.write_bytes(encode_calibration(measured))
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def encode_calibration(measured: Calibration) -> bytes:
+    """Return the bytes that are stored, and that ranks send to each other."""
+    return json.dumps(_numbers(measured)).encode()
+
+
+def decode_calibration(data: bytes) -> Calibration:
+    """Return the calibration that was encoded; raises ValueError for any other bytes."""
+    times = ((1.0,) * len(WAYS),) * len(ROWS)
+    template = Calibration(DEFAULT_COSTS, ProductSpeeds(times, 1.0, 1.0))
+    try:
+        numbers = json.loads(data)
+    except RecursionError:
+        numbers = None
+    is_list = isinstance(numbers, list) and len(numbers) == len(_numbers(template))
+    if not (is_list and all(type(one) is float and 0.0 <= one < _US_MAX for one in numbers)):
+        raise ValueError("these bytes are no calibration")
+    found: Calibration = _filled(template, iter(numbers))
+    return found
 
 
 def faster_dtype(saved: torch.dtype, products: ProductSpeeds) -> torch.dtype:
@@ -109,7 +141,8 @@ def faster_dtype(saved: torch.dtype, products: ProductSpeeds) -> torch.dtype:
 
 def measure() -> Calibration:
     """Measure the constants on one thread."""
-    with threads_for(1), torch.inference_mode():
+    # A program's own random numbers must not depend on whether there was a stored file.
+    with threads_for(1), torch.inference_mode(), fork_rng(devices=()):
         convert_call, convert_element = _line(_conversion, _CONVERTED)
         costs = CostTable(
             dtype_costs(torch.float32), dtype_costs(torch.bfloat16), convert_call, convert_element
@@ -170,8 +203,7 @@ def _machine_key() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    kinds = [partial(_is_field, name) for name in ("model name", "cpu family", "model", "flags")]
-    processor = [next(filter(kind_is, lines), "") for kind_is in kinds]
+    processor = [next(filter(partial(_is_field, name), lines), "") for name in _PROCESSOR_FIELDS]
     parts = [_FORMAT, platform.machine(), torch.__version__, *processor]
     return hashlib.sha256(json.dumps([str(part) for part in parts]).encode()).hexdigest()[:16]
 
@@ -192,23 +224,10 @@ def _numbers(value: object) -> list[float]:
     return [float(value)]  # type: ignore[arg-type]
 
 
-def _decoded(numbers: Any) -> Calibration:
-    """Return the calibration of `_numbers`; raises ValueError or TypeError for anything else."""
-    times = ((1.0,) * len(WAYS),) * len(ROWS)
-    template = Calibration(DEFAULT_COSTS, ProductSpeeds(times, 1.0, 1.0))
-    given = [float(number) for number in numbers]
-    if len(given) != len(_numbers(template)) or not all(0.0 <= one < 1e9 for one in given):
-        raise ValueError("the file is not a calibration")
-    found = _filled(template, iter(given))
-    if not isinstance(found, Calibration):
-        raise TypeError("the file is not a calibration")
-    return found
-
-
-def _filled(template: object, numbers: Any) -> object:
+def _filled(template: Any, numbers: Iterator[float]) -> Any:
     """Return a tuple of the same structure with the next numbers."""
     if not isinstance(template, tuple):
         return next(numbers)
     parts = [_filled(part, numbers) for part in template]
-    kind: Any = type(template)
+    kind = type(template)
     return tuple(parts) if kind is tuple else kind(*parts)

@@ -17,6 +17,13 @@ class SharedGroup:
         self.rank, self.world_size = rank, RANKS
         self._values, self._barrier = values, barrier
 
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def broadcast_bytes(self, data: bytes) -> bytes:
+        return self._exchange(data)[0]
+
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return self._exchange(data)
 

@@ -1,17 +1,29 @@
 """Calibration: what is stored, and choices as functions of a table of constants."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.kernels.cpu import calibration as calibrating
 from engine.kernels.cpu import product_timing
 from engine.kernels.cpu.base_linear import ROWS as BASE_ROWS
 from engine.kernels.cpu.base_linear import WAYS
 from engine.kernels.cpu.blocks import tile_by_length
-from engine.kernels.cpu.calibration import Calibration, ProductSpeeds, calibration, faster_dtype
+from engine.kernels.cpu.calibration import (
+    Calibration,
+    ProductSpeeds,
+    calibration,
+    decode_calibration,
+    encode_calibration,
+    faster_dtype,
+    store,
+    stored_at,
+)
 from engine.kernels.cpu.costs import (
     DEFAULT_COSTS,
     ROWS,
@@ -28,6 +40,7 @@ from tests.support.kernels.way_times import way_times
 
 KNOWN = Calibration(DEFAULT_COSTS, ProductSpeeds(way_times(1.0), 2.0, 3.0))
 NUMBERS = len(calibrating._numbers(KNOWN))
+WRONG_NUMBERS = (-1.0, 1, 10**400, 1e12, float("nan"), float("inf"), True, "1.0", None, [1.0])
 
 
 @pytest.fixture
@@ -50,7 +63,13 @@ def test_a_machine_is_measured_once(measured: list[Calibration], tmp_path: Path)
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{}", b"[1, 2]", b"null", b"\xff", json.dumps([-1.0] * NUMBERS).encode()],
+    [
+        *(b"", b"[]", b"{}", b"[1, 2]", b"null", b"\xff", b"[" * 100_000),
+        *(json.dumps([value] * NUMBERS).encode() for value in WRONG_NUMBERS),
+        *(json.dumps([1.0] * count).encode() for count in (NUMBERS - 1, NUMBERS + 1)),
+        json.dumps("1" * NUMBERS).encode(),
+        json.dumps({str(at): 1.0 for at in range(NUMBERS)}).encode(),
+    ],
 )
 def test_a_damaged_file_is_measured_again(
     content: bytes, measured: list[Calibration], tmp_path: Path
@@ -64,6 +83,66 @@ def test_a_damaged_file_is_measured_again(
     assert len(measured) == 2
 
 
+@given(
+    st.binary() | st.lists(st.floats() | st.integers()).map(lambda one: json.dumps(one).encode())
+)
+def test_any_other_bytes_are_no_calibration(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode_calibration(data)
+
+
+@given(st.lists(st.floats(0.0, 1e6), min_size=NUMBERS, max_size=NUMBERS))
+def test_every_number_is_stored_exactly(numbers: list[float]) -> None:
+    found = decode_calibration(json.dumps(numbers).encode())
+    assert calibrating._numbers(found) == numbers
+    assert decode_calibration(encode_calibration(found)) == found
+
+
+def test_processes_that_store_at_the_same_time_leave_one_whole_file(tmp_path: Path) -> None:
+    path = stored_at(tmp_path)
+    others = [
+        Calibration(DEFAULT_COSTS, ProductSpeeds(way_times(1.0), float(at), 3.0))
+        for at in range(1, 5)
+    ]
+
+    def store_often(one: Calibration) -> None:
+        for _ in range(50):
+            store(one, path)
+            assert decode_calibration(path.read_bytes()) in others
+
+    # Threads have one process id, as processes of several containers may have.
+    with ThreadPoolExecutor(len(others)) as pool:
+        list(pool.map(store_often, others))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_can_not_be_replaced_leaves_no_other(tmp_path: Path) -> None:
+    path = stored_at(tmp_path)
+    path.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        store(KNOWN, path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ("model name: one", "model name: other"),
+        ("flags: fpu", "flags: fpu avx"),
+        ("CPU part: 0xd0c", "CPU part: 0xd40"),
+        ("Features: fp", "Features: fp sve"),
+    ],
+)
+def test_another_processor_has_a_file_of_its_own(
+    fields: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = []
+    for line in (fields[0], fields[0], *fields):
+        monkeypatch.setattr(Path, "read_text", lambda _path, line=line: f"processor: 0\n{line}\n")
+        found.append(stored_at(tmp_path))
+    assert found[0] == found[1] == found[2] != found[3]
+
+
 def test_a_directory_that_cannot_be_written_is_no_error(
     measured: list[Calibration], tmp_path: Path
 ) -> None:
@@ -75,7 +154,9 @@ def test_a_directory_that_cannot_be_written_is_no_error(
 def test_a_measurement_has_a_number_for_every_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (calibrating, product_timing):
         monkeypatch.setattr(module, "microseconds", lambda work: float(work() is not None))
+    before = torch.get_rng_state()
     found = calibrating.measure()
+    assert torch.equal(torch.get_rng_state(), before), "a program's random numbers are its own"
     assert found.products[1:] == (2.0, 2.0)
     assert [len(times) for times in found.products.float32] == [len(WAYS)] * len(BASE_ROWS)
     assert len(calibrating._numbers(found)) == NUMBERS
