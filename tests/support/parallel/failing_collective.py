@@ -17,6 +17,8 @@ from msgspec import Struct
 
 from engine import parallel
 from engine.jobs import InlineJobs
+from engine.models import binding
+from engine.residency.copier import ThreadCopier, ThreadCopy
 from engine.worker import engine as engine_module
 from engine.worker import leader, process
 from engine.worker.leader import Leader
@@ -86,6 +88,15 @@ def _site(name: str) -> str:
     return name
 
 
+class InlineCopier(ThreadCopier):
+    """A copier whose copies have ended when `start` returns."""
+
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> ThreadCopy:
+        copy = super().start(target, source)
+        copy.wait()
+        return copy
+
+
 class LeaderBench(EngineBench):
     """Rank 0's engine; everything that it reports is recorded at once."""
 
@@ -127,8 +138,9 @@ def main() -> int:
     calls = CollectiveCalls(given.at, record)
     calls.replace()
     torch.set_num_threads(1)
-    # Jobs end in the step that starts them, so that every run makes the same calls.
+    # Jobs and copies end in the step that starts them, so that every run makes the same calls.
     engine_module.ThreadedJobs = lambda *_: InlineJobs()  # type: ignore[assignment, misc]
+    binding.copier_for = lambda _: InlineCopier()
     # A rank that only this bound ends counts as one that hangs.
     parallel.TIMEOUT_S = 10 * HANG_S  # type: ignore[misc]
 
