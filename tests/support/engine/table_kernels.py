@@ -1,0 +1,91 @@
+"""LoRA products that read a batch's tables alone, as kernels on a GPU do, and such tables on a CPU.
+
+A tape of a step with them (`tape_capture`) can be replayed for other adapters, ranks and slots.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.interface import Kernels
+from engine.kernels.operands import Groups, LoRASlices
+from engine.kernels.reference import reference_kernels
+from engine.layout import aligned_elements
+from engine.punica import grouping
+from engine.punica.grouping import _DeviceBuffer
+from engine.punica.wrapper import PunicaWrapper
+
+CPU = torch.device("cpu")
+
+
+class _NoStream:
+    """A stream or event of a device whose work has ended when a call returns."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def record(self, stream: object) -> None:
+        """Do nothing."""
+
+
+class _HostTables(_DeviceBuffer):
+    """The device's tables in the host's memory."""
+
+    def _allocate(self, words: int) -> None:
+        self.identity = object()
+        with torch.inference_mode(False):
+            self._on_device = torch.zeros(words, dtype=torch.int64)
+            self._on_host = [torch.zeros(words, dtype=torch.int64) for _ in range(2)]
+        self._copied = [_NoStream(), _NoStream()]
+
+
+def use_fixed_tables(punica: PunicaWrapper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a wrapper's tables have fixed addresses until they grow, as on a GPU."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: _NoStream())
+    # They are to grow: larger ones are a reason to capture again.
+    monkeypatch.setattr(grouping, "INITIAL_TOKENS", 4)
+    punica.grouper._buffer = _HostTables(CPU)
+
+
+def table_kernels() -> Kernels:
+    """Return kernels whose products of linear layers read nothing but tables."""
+    return reference_kernels(False)._replace(linear=_linear)
+
+
+def _linear(y: Tensor, x: Tensor, slices: LoRASlices, groups: Groups, scale: float) -> None:
+    """Compute as `linear_reference` does, over the tiles of 16 rows."""
+    size, table = groups.tiles[0]
+    slots, first, count = table.unbind(1)
+    lanes = torch.arange(size)
+    # The view of the rows has the size of the batch that was captured.
+    capacity = groups.bounds.tokens
+    all_rows = groups.rows.as_strided((capacity,), (1,))
+    rows = all_rows[(first[:, None] + lanes).clamp(max=capacity - 1)]
+    # Lanes without a row write to one more row.
+    written = torch.where(lanes < count[:, None], rows, len(x))
+    inputs, start = x[rows], 0
+    for column, out_features in zip(slices.columns, slices.out_features, strict=True):
+        a, b = _weights(slices, slots, column, out_features, groups.bounds.rank)
+        delta = x.new_zeros(len(x) + 1, out_features)
+        delta[written] = scale * inputs @ a.mT @ b.mT
+        y[:, start : start + out_features].add_(delta[:-1])
+        start += out_features
+
+
+def _weights(
+    slices: LoRASlices, slots: Tensor, column: int, out_features: int, rank_max: int
+) -> tuple[Tensor, Tensor]:
+    """Return A [tiles, rank_max, in_features] and B [tiles, out_features, rank_max], with zeros."""
+    directory = slices.directory
+    offset = directory.offsets[slots, column][:, None, None]
+    rank = directory.ranks[slots, column].long()[:, None, None]
+    unit = aligned_elements(1, directory.data.dtype)
+    b_offset = offset + (rank * slices.in_features + unit - 1) // unit * unit
+    ranks = torch.arange(rank_max)
+    a = offset + ranks[:, None] * slices.in_features + torch.arange(slices.in_features)
+    b = b_offset + torch.arange(out_features)[:, None] * rank + ranks
+    a_is_present = (offset >= 0) & (ranks[:, None] < rank)
+    b_is_present = (offset >= 0) & (ranks < rank)
+    read = directory.data[a.clamp(0, len(directory.data) - 1)]
+    read_b = directory.data[b.clamp(0, len(directory.data) - 1)]
+    return torch.where(a_is_present, read, 0.0), torch.where(b_is_present, read_b, 0.0)
