@@ -64,7 +64,7 @@ def cold_load() -> Iterator[Figure]:
 
         def first_load() -> None:
             checked = CheckedFiles()
-            place.read_again(checked)
+            place.check(checked)
             load(checked)
 
         known = CheckedFiles()
@@ -104,6 +104,10 @@ class _Place(NamedTuple):
     def read_again(self, checked: CheckedFiles | None) -> LoadedAdapter:
         target = AdapterTarget(self.modules, self.lora_config)
         return read_adapter("adapter", [self.root], target, checked=checked)
+
+    def check(self, checked: CheckedFiles) -> None:
+        target = AdapterTarget(self.modules, self.lora_config)
+        read_adapter("adapter", [self.root], target, checked=checked, is_check=True)
 
     def stage(self, loaded: LoadedAdapter) -> Blob:
         shapes = tuple(self.modules.values())

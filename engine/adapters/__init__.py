@@ -2,10 +2,10 @@
 
 from engine.adapters.expert_stacks import MoEEPLoadSpec
 from engine.adapters.layer_weights import LoRALayerWeights, PackedLoRALayerWeights
-from engine.adapters.lora_model import LoRAModel, get_lora_id
+from engine.adapters.lora_model import LoadedAdapter, LoRAModel, get_lora_id
 from engine.adapters.lora_request import LoRARequest, get_adapter_absolute_path
 from engine.adapters.peft_config import PEFTHelper
-from engine.adapters.reader import LoadedAdapter, read_adapter
+from engine.adapters.reader import read_adapter
 from engine.adapters.weights_mapper import WeightsMapper
 
 __all__ = [

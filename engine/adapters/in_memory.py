@@ -14,10 +14,9 @@ from engine.adapters.files.problems import Problems, shown
 from engine.adapters.files.weights_file import value_range
 from engine.adapters.finite_values import check_values
 from engine.adapters.layer_weights import LoRALayerWeights
-from engine.adapters.lora_model import LoRAModel
+from engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from engine.adapters.module_weights import by_module
 from engine.adapters.pairs import TensorPair, check_rank_divisible
-from engine.adapters.reader import LoadedAdapter
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
 from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -220,6 +221,24 @@ class LoRAModel:
             raise AdapterDoesNotFit("no module is touched; this rank keeps none of the experts")
         rank = max(lora.rank for lora in loras.values())
         return cls(lora_model_id, rank, loras, matched.is_3d_lora_weight)
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """An adapter that was read and checked.
+
+    `fingerprint`: see `start_fingerprint`; empty if a follower read it. `model`: its weights as
+    stored, under id 1; for sharded modules only this process's part. `rank`: its highest.
+    `host_bytes`: the size of the weights. `blob_bytes`: their size once staged, on host and device.
+    `stamp`: of the files and these sizes; it must be equal on all ranks.
+    """
+
+    fingerprint: str
+    model: LoRAModel
+    rank: int
+    host_bytes: int
+    blob_bytes: int
+    stamp: str = ""
 
 
 def _resolver(

@@ -4,7 +4,6 @@ Everything is checked before anything is kept, and all problems are reported in 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from engine.adapters.checked_files import CheckedFiles
@@ -18,30 +17,12 @@ from engine.adapters.files.directory import AdapterFiles, open_adapter
 from engine.adapters.files.formats import open_weights
 from engine.adapters.files.problems import Problems, shown
 from engine.adapters.finite_values import check_values
-from engine.adapters.lora_model import LoRAModel
+from engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from engine.adapters.peft_config import PEFTHelper, decode_config
 from engine.adapters.tensor_names import sort_names
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
 from engine.errors import AdapterNotFound, EngineError
 from engine.layout import blob_bytes
-
-
-@dataclass(frozen=True)
-class LoadedAdapter:
-    """An adapter that was read and checked.
-
-    `fingerprint`: see `start_fingerprint`; empty if a follower read it. `model`: its weights as
-    stored, under id 1; for sharded modules only this process's part. `rank`: its highest.
-    `host_bytes`: the size of the weights. `blob_bytes`: their size once staged, on host and device.
-    `stamp`: of the files and these sizes; it must be equal on all ranks.
-    """
-
-    fingerprint: str
-    model: LoRAModel
-    rank: int
-    host_bytes: int
-    blob_bytes: int
-    stamp: str = ""
 
 
 def read_adapter(  # noqa: PLR0913 - each is needed for reading
@@ -55,6 +36,7 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
     is_follower: bool = False,
     is_3d_lora_weight: bool | None = None,
     checked: CheckedFiles | None = None,
+    is_check: bool = False,
 ) -> LoadedAdapter:
     """Read the adapter at `path` (absolute, or relative to one of `roots`) and check it completely.
 
@@ -62,18 +44,21 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
     `allow_pickled` is that of `open_adapter`. A follower reads and checks only its parts and
     computes no fingerprint, which the leader does. `is_3d_lora_weight`: whether expert tensors must
     be fused; None: as in the file. Values are checked after everything else; those of files that
-    `checked` has seen for this model are not checked again.
+    `checked` has seen for this model are not checked again. `is_check`: nothing is loaded yet, so
+    `checked` keeps what was read for the next call, which returns it if the files are unchanged.
     Raises one `EngineError` for all problems, of the first class among `AdapterConfigRefused`,
     `AdapterDoesNotFit` and `NotFinite`; also `PathNotAllowed`, `AdapterNotFound`,
     `HostOutOfMemory`, and `Conflict` for a file that changes while it is read.
     """
     try:
         with open_adapter(path, roots, allow_pickled=allow_pickled) as files:
+            if checked is not None and not is_check and (kept := checked.take(files)):
+                return kept
             known = None if checked is None else checked.fingerprint_of(files)
             loaded = _read(files, model, bounds, is_follower, is_3d_lora_weight, known)
             files.check_unchanged()
             if checked is not None:
-                checked.remember(files, loaded.fingerprint)
+                checked.remember(files, loaded, keeps=is_check)
             return loaded
     except EngineError as error:
         raise error.about(f"adapter {shown(adapter or path)}") from error

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.adapters.dummy import HeadWeights
-from engine.adapters.lora_model import LoRAModel
-from engine.adapters.reader import LoadedAdapter
+from engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from engine.config import LoRAConfig
 from engine.errors import NotResident, UnknownAdapter
 from engine.jobs import InlineJobs

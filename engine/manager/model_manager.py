@@ -25,8 +25,7 @@ from controller.core.limits import Limits
 from controller.core.world import Adapter
 from engine.adapters.dummy import dummy_adapter, warmup_rank
 from engine.adapters.in_memory import check_in_memory
-from engine.adapters.lora_model import LoRAModel
-from engine.adapters.reader import LoadedAdapter
+from engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from engine.config import LoRAConfig
 from engine.errors import EngineError, NoFreeSlot, NoRoom
 from engine.layout import rank_parts_max

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.files.problems import shown
+from engine.adapters.lora_model import LoadedAdapter
 from engine.adapters.lora_request import LoRARequest, tensorizer_directory
-from engine.adapters.reader import LoadedAdapter, read_adapter
+from engine.adapters.reader import read_adapter
 from engine.config import AdapterBounds
 from engine.errors import AdapterNotFound, Conflict, NotResident
 from engine.manager.metrics import Clock, Durations

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.adapters.lora_model import LoRAModel
-from engine.adapters.reader import LoadedAdapter
+from engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from engine.residency.staging import Blob
 from messages.commands import LoadWeights
 from messages.ids import CPU_CACHED, GPU_SLOT, NO_SLOT, PINNED, AdapterState

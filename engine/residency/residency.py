@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
-from engine.adapters.lora_model import LoRAModel
-from engine.adapters.reader import LoadedAdapter
+from engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from engine.errors import (
     Conflict,
     DeviceOutOfMemory,
@@ -173,7 +172,7 @@ class Residency:
         self.fail(op, error)
 
     def check_adapter(self, command: commands.CheckAdapter) -> None:
-        """Start to read and check an adapter, of which nothing is kept."""
+        """Start to read and check an adapter, which stays unloaded."""
 
         def checked(loaded: LoadedAdapter) -> reports.AdapterChecked:
             return reports.AdapterChecked(

@@ -14,7 +14,8 @@ from typing import Any, Final
 import msgspec
 
 from engine.adapters.checked_files import CheckedFiles
-from engine.adapters.reader import LoadedAdapter, read_adapter
+from engine.adapters.lora_model import LoadedAdapter
+from engine.adapters.reader import read_adapter
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import EngineError
 from engine.inference.admission import SlotTable
@@ -210,6 +211,7 @@ class Engine:
             allow_pickled=self._config.allow_pickled_weights,
             is_follower=not self._group.is_leader,
             checked=self._checked_files,
+            is_check=isinstance(command, commands.CheckAdapter),
         )
 
 

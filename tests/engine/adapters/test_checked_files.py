@@ -1,6 +1,9 @@
-"""Files that were checked are read again without a check, until they change."""
+"""Files that were checked are loaded without another check or read, until they change."""
 
+import gc
 import os
+import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -28,9 +31,18 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return found
 
 
-def read(path: Path, checked: CheckedFiles | None) -> LoadedAdapter:
+def read(
+    path: Path, checked: CheckedFiles | None, *, is_check: bool = False, is_follower: bool = False
+) -> LoadedAdapter:
     target = AdapterTarget(MODULES, LORA_CONFIG)
-    return read_adapter(path.name, [path.parent], target, checked=checked)
+    return read_adapter(
+        path.name,
+        [path.parent],
+        target,
+        is_follower=is_follower,
+        checked=checked,
+        is_check=is_check,
+    )
 
 
 def weights(loaded: LoadedAdapter) -> list[torch.Tensor]:
@@ -83,3 +95,65 @@ def test_a_check_of_few_bytes_is_not_remembered(
     for _ in range(2):
         read(path, checked)
     assert len(measured) == 2 * len(tensors())
+
+
+@pytest.mark.parametrize("is_follower", [False, True])
+def test_a_load_after_a_check_reads_nothing(tmp_path: Path, is_follower: bool) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0)
+    found = read(path, checked, is_check=True, is_follower=is_follower)
+    assert read(path, checked, is_follower=is_follower) is found
+
+
+def test_an_adapter_is_handed_over_once(tmp_path: Path) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0)
+    found = read(path, checked, is_check=True)
+    loads = [read(path, checked) for _ in range(3)]
+    assert loads[0] is found
+    assert len({id(one.model) for one in loads}) == 3
+
+
+def test_a_check_reads_again(tmp_path: Path) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0)
+    first = read(path, checked, is_check=True)
+    second = read(path, checked, is_check=True)
+    assert second is not first
+    assert read(path, checked) is second
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_files_that_change_after_a_check_are_read(tmp_path: Path, name: str) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0)
+    found = read(path, checked, is_check=True)
+    os.utime(path / name, ns=(1, 1))
+    assert read(path, checked) is not found
+
+
+def test_only_the_last_check_is_kept(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a"), write(tmp_path / "b")
+    checked = CheckedFiles(bytes_min=0)
+    found = [read(path, checked, is_check=True) for path in (first, second)]
+    assert read(first, checked) is not found[0]
+    assert read(second, checked) is found[1]
+
+
+def test_an_adapter_that_no_load_takes_is_freed(tmp_path: Path) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0, kept_s=0.01)
+    model = weakref.ref(read(path, checked, is_check=True).model)
+    while model() is not None:
+        time.sleep(0.01)
+        gc.collect()
+
+
+def test_an_adapter_that_was_handed_over_is_freed_with_its_last_user(tmp_path: Path) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0, kept_s=3600)
+    read(path, checked, is_check=True)
+    model = weakref.ref(read(path, checked).model)
+    gc.collect()
+    assert model() is None
+
+
+def test_a_load_is_not_kept(tmp_path: Path) -> None:
+    path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0, kept_s=3600)
+    model = weakref.ref(read(path, checked).model)
+    gc.collect()
+    assert model() is None

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from engine.adapters import LoadedAdapter
+from engine.adapters.checked_files import CheckedFiles
+from engine.adapters.files.safetensors_reader import SafetensorsFile
 from engine.residency import residency
 from engine.residency.residency import ResidencyCommand
 from engine.worker import engine as engine_module
@@ -262,6 +265,36 @@ def test_any_error_of_a_file_job_is_reported(
         failure(bench.do(cm.StageWeights, adapter_id=1), code)
     assert bench.state() == before
     assert isinstance(bench.do(cm.StageWeights, adapter_id=1), rp.WeightsStaged)
+
+
+def test_a_large_adapter_is_read_once_for_its_check_and_its_load(
+    bench: EngineBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every adapter counts as large.
+    monkeypatch.setattr(bench.engine, "_checked_files", CheckedFiles(bytes_min=0))
+    reads = Counter[str]()
+    for name in ("read", "read_all"):
+        monkeypatch.setattr(SafetensorsFile, name, counted(reads, getattr(SafetensorsFile, name)))
+    fields = {"adapter": "mlp", "path": ""}
+    checked = bench.do(cm.CheckAdapter, adapter_id=1, **fields)
+    assert isinstance(checked, rp.AdapterChecked)
+    for adapter_id in (1, 2):
+        loaded = bench.do(
+            cm.LoadWeights, adapter_id=adapter_id, **fields, fingerprint=checked.fingerprint
+        )
+        assert isinstance(loaded, rp.WeightsLoaded)
+        # The second adapter's files are known, so only its tensors are read.
+        assert (reads["read_all"], reads["read"]) == (1, adapter_id - 1)
+
+
+def counted(calls: Counter[str], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, whose calls are counted by its name."""
+
+    def count(*arguments: Any, **named: Any) -> Any:
+        calls[function.__name__] += 1
+        return function(*arguments, **named)
+
+    return count
 
 
 def test_a_slot_reset_for_another_adapter_fails_only_its_old_sequences(bench: EngineBench) -> None:
