@@ -18,10 +18,12 @@ from benchmarks.serve_engine import MeasuredLoad, ServedEngine, served_engine
 from benchmarks.serve_load import (
     ADAPTER_FILES,
     ADAPTERS,
+    CACHE_TOKENS,
     CLIENTS,
     LARGE_BYTES,
     LARGE_FILES,
     LONG_TOKENS,
+    PROMPT_TOKENS,
     RANK,
     SHAPE,
     SMALL,
@@ -61,12 +63,12 @@ def run(shape: Shape = SHAPE) -> Iterator[Figure]:
     """Measure every figure of the group."""
     prompts = Prompts(shape.vocabulary)
     with model_files(shape) as root:
-        with served_engine(root, RANK) as engine:
+        with served_engine(root, shape, RANK) as engine:
             yield from rates(engine, Rivals(root), prompts)
             yield gap_prefill(engine, prompts)
             yield cliff(engine, prompts)
         rank_max = min(rank for rank in LORA_RANKS if rank >= shape.large_rank)
-        with served_engine(root, rank_max, ADAPTERS + 1) as engine:
+        with served_engine(root, shape, rank_max, ADAPTERS + 1) as engine:
             yield gap_loading(engine, prompts)
     yield calibrated()
 
@@ -82,7 +84,8 @@ def rates(engine: ServedEngine, rivals: Rivals, prompts: Prompts) -> Iterator[Fi
         "peft": lambda: rivals.peft(prompts.mixed(_MIXED)),
         "continuous": lambda: rivals.continuous(prompts.mixed([None])),
     }
-    engine.run(prompts.mixed(_MIXED, CLIENTS))
+    # A cache's memory is provided when it is first written, as it is once in an engine's life.
+    engine.run(prompts.mixed(_MIXED, CACHE_TOKENS // max(PROMPT_TOKENS)))
     found = _alternate(works)
     for name, own, other, text, ratio_min in _RATES:
         pairs = list(zip(found[own], found[other], strict=False))
@@ -203,7 +206,7 @@ def cliffs(shape: Shape, quanta_ms: Sequence[int]) -> Iterator[Figure]:
     prompts = Prompts(shape.vocabulary)
     with model_files(shape) as root:
         for quantum_ms in quanta_ms:
-            with served_engine(root, RANK, quantum_ms=quantum_ms) as engine:
+            with served_engine(root, shape, RANK, quantum_ms=quantum_ms) as engine:
                 yield cliff(engine, prompts)
 
 

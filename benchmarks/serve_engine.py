@@ -20,6 +20,7 @@ from benchmarks.serve_load import (
     OUTPUT_TOKENS,
     Load,
     Prompt,
+    Shape,
     adapter_name,
     device_clock,
 )
@@ -209,11 +210,17 @@ class ServedEngine:
 
 @contextmanager
 def served_engine(
-    root: Path, rank_max: int, slots: int = ADAPTERS, quantum_ms: int = SLOT_QUANTUM_MS
+    root: Path,
+    shape: Shape,
+    rank_max: int,
+    slots: int = ADAPTERS,
+    quantum_ms: int = SLOT_QUANTUM_MS,
 ) -> Iterator[ServedEngine]:
-    """Serve the files below `root`."""
+    """Serve the files below `root`, whose model has `shape`."""
     lora = LoRAConfig(max_lora_rank=rank_max, max_loras=slots, max_cpu_loras=64)
-    config = EngineConfig(root / "model", (root,), max_num_seqs=CLIENTS + 1)
+    config = EngineConfig(
+        root / "model", (root,), max_num_seqs=CLIENTS + 1, kv_cache_bytes=shape.cache_bytes
+    )
     served = ServedEngine(config, lora, quantum_ms)
     try:
         yield served

@@ -25,6 +25,9 @@ PROMPTS: Final = 32
 PROMPT_TOKENS: Final = (50, 150)
 LONG_TOKENS: Final = 512
 OUTPUT_TOKENS: Final = 48
+CACHE_TOKENS: Final = 8192
+"""The tokens of the caches of keys and values, ours and of continuous batching: twice what
+`CLIENTS` requests of 256 tokens need."""
 _LAYERS: Final = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "mlp": ("gate_proj", "up_proj", "down_proj"),
@@ -57,6 +60,11 @@ class Shape(NamedTuple):
         if name == "down_proj":
             return self.intermediate, self.hidden
         return self.hidden, self.intermediate if name in _LAYERS["mlp"] else self.hidden
+
+    @property
+    def cache_bytes(self) -> int:
+        """The bytes of `CACHE_TOKENS` tokens' keys and values, in float32."""
+        return CACHE_TOKENS * self.layers * 2 * self.hidden * 4
 
     @property
     def large_rank(self) -> int:

@@ -15,6 +15,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCau
 
 from benchmarks.serve_load import (
     ADAPTERS,
+    CACHE_TOKENS,
     CLIENTS,
     OUTPUT_TOKENS,
     Load,
@@ -23,8 +24,8 @@ from benchmarks.serve_load import (
     device_clock,
 )
 
-_BLOCKS: Final = 32
-"""Blocks of 256 tokens for continuous batching: twice what `CLIENTS` requests need."""
+_BLOCK_TOKENS: Final = 256
+"""The tokens of a block of continuous batching."""
 _BATCH_TOKENS: Final = 512
 
 _BASE: Final = "__base__"
@@ -62,7 +63,9 @@ class Rivals:
             _config(),
             # Without these it takes most of the memory, which makes it slower on a CPU.
             ContinuousBatchingConfig(
-                num_blocks=_BLOCKS, max_batch_tokens=_BATCH_TOKENS, max_requests_per_batch=CLIENTS
+                num_blocks=CACHE_TOKENS // _BLOCK_TOKENS,
+                max_batch_tokens=_BATCH_TOKENS,
+                max_requests_per_batch=CLIENTS,
             ),
         )
         seconds = device_clock() - started
