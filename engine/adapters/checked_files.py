@@ -48,7 +48,7 @@ class CheckedFiles:
             return self._fingerprints.get(files.identity)
 
     def take(self, files: AdapterFiles) -> LoadedAdapter | None:
-        """Hand over the adapter that was checked last, if it is of these files, unchanged."""
+        """Return the adapter that was checked last, once, if these are its files, unchanged."""
         with self._lock:
             kept = self._kept
             if kept is None or kept.identity != files.identity:

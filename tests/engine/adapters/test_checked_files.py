@@ -104,7 +104,7 @@ def test_a_load_after_a_check_reads_nothing(tmp_path: Path, is_follower: bool) -
     assert read(path, checked, is_follower=is_follower) is found
 
 
-def test_an_adapter_is_handed_over_once(tmp_path: Path) -> None:
+def test_an_adapter_is_taken_once(tmp_path: Path) -> None:
     path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0)
     found = read(path, checked, is_check=True)
     loads = [read(path, checked) for _ in range(3)]
@@ -144,7 +144,7 @@ def test_an_adapter_that_no_load_takes_is_freed(tmp_path: Path) -> None:
         gc.collect()
 
 
-def test_an_adapter_that_was_handed_over_is_freed_with_its_last_user(tmp_path: Path) -> None:
+def test_an_adapter_that_was_taken_is_freed_with_its_last_user(tmp_path: Path) -> None:
     path, checked = write(tmp_path / "a"), CheckedFiles(bytes_min=0, kept_s=3600)
     read(path, checked, is_check=True)
     model = weakref.ref(read(path, checked).model)
