@@ -5,9 +5,9 @@ engine on the tiny model, and clients that come and go. They load, move and evic
 generate, list, hold and fetch events; snapshots are made and old files dropped meanwhile. Memory,
 descriptors, threads and the bytes of the log's directory are sampled. At the end their growth is
 printed: the slope of Theil and Sen (1968), the median of the slopes between all pairs of samples.
-What has a fixed bound is filled before: the tables of clients, answers, refusals and events. The
-blocks of the KV cache, of which there are few, are used in the first part of the run, which is not
-counted. The status is 1 if anything grows.
+What has a fixed bound is filled before: the tables of clients, answers, refusals and events, until
+their memory has its bound too. The blocks of the KV cache, of which there are few, are used in the
+first part of the run, which is not counted. The status is 1 if anything grows.
 """
 
 import argparse
@@ -51,6 +51,13 @@ SEGMENT_BYTES: Final = 1 << 20
 UNKNOWN: Final = "no-adapter-has-this-name"
 CONNECTIONS: Final = 64
 """The connections that are open together while the tables are filled."""
+
+FILLED: Final = 1.5
+"""The entries that fill a table, per entry that it keeps.
+
+A dict whose oldest entries are replaced takes twice the memory once a third of them was replaced,
+and no more from then on.
+"""
 
 CLIENTS: Final = 3
 CALLS_PER_CLIENT: Final = 20
@@ -140,14 +147,15 @@ def fill_tables(directory: Path) -> None:
     Every client has a connection and a window of its own, so that the tables have their largest
     size.
     """
+    clients, answers = int(FILLED * CLIENTS_MAX), int(FILLED * LIMITS.answers_max)
     with zmq.Context() as context:
-        for first in range(0, CLIENTS_MAX, CONNECTIONS):
+        for first in range(0, clients, CONNECTIONS):
             with ExitStack() as opened:
                 sockets = [
                     opened.enter_context(_connected(context, directory)) for _ in range(CONNECTIONS)
                 ]
                 # A refusal, and for the last clients an answer.
-                calls = 1 + (first >= CLIENTS_MAX - LIMITS.answers_max)
+                calls = 1 + (first >= clients - answers)
                 for socket in sockets:
                     batch = (EvictAdapter("1", UNKNOWN), ReleaseAdapter("2", ADAPTERS[0]))[:calls]
                     socket.send(REQUESTS.encode(batch, token=secrets.token_bytes(TOKEN_BYTES)))
@@ -155,7 +163,7 @@ def fill_tables(directory: Path) -> None:
                     _receive(socket, calls)
         with _connected(context, directory) as socket:
             token, kinds = secrets.token_bytes(TOKEN_BYTES), (HoldAdapter, ReleaseAdapter)
-            for first in range(0, EVENTS_KEPT, BATCH_MAX):
+            for first in range(0, int(FILLED * EVENTS_KEPT), BATCH_MAX):
                 numbers = range(first, first + BATCH_MAX)
                 changes = tuple([kinds[n % 2](str(n), ADAPTERS[0]) for n in numbers])
                 socket.send(REQUESTS.encode(changes, token=token))

@@ -7,11 +7,11 @@ largest window.
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final, NamedTuple
 
 from msgspec import Struct
 
+from controller.core.tables.window_sizes import WindowSizes
 from messages.ids import RequestId, client_of
 from messages.requests import Reply
 
@@ -38,8 +38,7 @@ class WindowBounds(NamedTuple):
 class AnswerWindows:
     """Answers by request id, the oldest first, and each client's window of them.
 
-    All indexes can be derived from `by_id` in its order, except that a window's size in `_largest`
-    may be an earlier one.
+    All indexes can be derived from `by_id` in its order.
     """
 
     def __init__(self, bounds: WindowBounds) -> None:
@@ -47,8 +46,8 @@ class AnswerWindows:
         self.bounds = bounds
         # The client whose newest answer is the oldest comes first.
         self._windows: OrderedDict[str, deque[Answer]] = OrderedDict()
-        # A heap of (-size, client), which exists once the bound of all windows was reached.
-        self._largest: list[tuple[int, str]] = []
+        # It exists once the bound of all windows was reached.
+        self._sizes: WindowSizes | None = None
 
     def __len__(self) -> int:
         """Return the number of answers."""
@@ -82,19 +81,22 @@ class AnswerWindows:
             window = windows[client] = deque((answer,))
         else:
             window.append(answer)
-        if self._largest:
-            self._note_size(-len(window), client)
         expired_ns = answer.time_ns - kept_ns
         if len(windows) > 1:
             windows.move_to_end(client)
             oldest = next(iter(windows))
             if windows[oldest][0].time_ns <= expired_ns:
-                self._drop_expired(oldest, expired_ns)
+                self._drop_expired(oldest, len(windows[oldest]), expired_ns)
+        sizes = self._sizes
         if window[0].time_ns <= expired_ns:
-            self._drop_expired(client, expired_ns)
-        if len(window) > client_max:
-            # The hot path of a client with a full window.
+            self._drop_expired(client, len(window) - 1, expired_ns)
+        elif len(window) > client_max or (
+            sizes is not None and len(window) > sizes.largest and len(by_id) > count_max
+        ):
+            # The hot path of a client with a full window, or with the largest: its size stays.
             del by_id[window.popleft().reply.request_id]
+        elif sizes is not None:
+            sizes.change(client, len(window) - 1, len(window))
         if len(window) > client_max or len(by_id) > count_max:
             self._drop_beyond_bounds(client)
 
@@ -113,12 +115,14 @@ class AnswerWindows:
         for client in tuple(self._windows):
             self._drop_beyond_bounds(client)
 
-    def _drop_expired(self, client: str, expired_ns: int) -> None:
+    def _drop_expired(self, client: str, size_before: int, expired_ns: int) -> None:
+        """Drop answers for their age; `size_before` is the window's size in `_sizes`."""
         window = self._windows[client]
         for _ in range(_EXPIRED_PER_ANSWER):
             if not window or window[0].time_ns > expired_ns:
-                return
-            self._drop_oldest(client)
+                break
+            del self.by_id[window.popleft().reply.request_id]
+        self._note_size(client, size_before, len(window))
 
     def _drop_beyond_bounds(self, client: str) -> None:
         while len(self._windows.get(client, ())) > self.bounds.client_max:
@@ -129,29 +133,16 @@ class AnswerWindows:
     def _drop_oldest(self, client: str) -> None:
         window = self._windows[client]
         del self.by_id[window.popleft().reply.request_id]
-        if not window:
-            del self._windows[client]
+        self._note_size(client, len(window) + 1, len(window))
 
-    def _note_size(self, size: int, client: str) -> None:
-        heappush(self._largest, (size, client))
-        if len(self._largest) > 4 * len(self._windows) + 64:
-            # Made again when it is needed. Until then the bound of all windows is not reached, and
-            # entries would only accumulate.
-            self._largest.clear()
+    def _note_size(self, client: str, before: int, after: int) -> None:
+        if self._sizes is not None and before != after:
+            self._sizes.change(client, before, after)
+        if not after:
+            del self._windows[client]
 
     def _largest_window(self) -> str:
         """Return the client with the most answers; of several, the first by name."""
-        sizes = self._largest
-        if not sizes:
-            sizes[:] = [(-len(window), client) for client, window in self._windows.items()]
-            heapify(sizes)
-        while True:
-            size, client = sizes[0]
-            actual = -len(self._windows.get(client, ()))
-            if size == actual:
-                return client
-            # Windows grow by an entry in the heap, and shrink without one.
-            if actual:
-                heapreplace(sizes, (actual, client))
-            else:
-                heappop(sizes)
+        if self._sizes is None:
+            self._sizes = WindowSizes((key, len(window)) for key, window in self._windows.items())
+        return self._sizes.largest_client()

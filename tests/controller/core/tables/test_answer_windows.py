@@ -1,11 +1,15 @@
 """Windows of answers: what is kept, for how long, and at whose cost."""
 
+from collections import Counter
+from random import Random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.tables.answer_windows import Answer, AnswerWindows, WindowBounds
 from messages.ids import client_name, client_of, scoped, unscoped
 from messages.requests import CancelDone
+from tests.controller.core.tables.test_window_sizes import entries
 
 BOUNDS = WindowBounds(count_max=12, client_max=5, kept_ns=100)
 
@@ -38,6 +42,25 @@ class Model:
         return list(self.windows.window(client))
 
 
+def kept_by_rule(added: list[Answer], bounds: WindowBounds) -> list[Answer]:
+    """Return the answers that are kept of those that were added, by the rule in its own words."""
+    kept: list[Answer] = []
+    for new in added:
+        kept.append(new)
+        mine = client_of(new.reply.request_id)
+        last = {client_of(a.reply.request_id): place for place, a in enumerate(kept)}
+        for client in dict.fromkeys((min(last, key=last.__getitem__), mine)):
+            oldest = [a for a in kept if client_of(a.reply.request_id) == client][:2]
+            expired = [a for a in oldest if a.time_ns <= new.time_ns - bounds.kept_ns]
+            kept = [a for a in kept if a not in expired]
+        sizes = Counter(client_of(a.reply.request_id) for a in kept)
+        largest = min(sizes, key=lambda client: (-sizes[client], client))
+        full = [mine] if sizes[mine] > bounds.client_max else []
+        for client in full or ([largest] if len(kept) > bounds.count_max else []):
+            kept.remove(next(a for a in kept if client_of(a.reply.request_id) == client))
+    return kept
+
+
 steps = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 40)), max_size=60)
 
 
@@ -58,6 +81,21 @@ def test_windows_keep_the_newest_of_each_client_within_their_bounds(
             newest = model.of(other)[len(model.of(other)) - len(kept) :]
             assert kept == [a.reply.request_id for a in newest]
         assert sum(len(model.kept(other)) for other in "abcd") == len(found)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(0, 20)), max_size=60),
+    st.builds(WindowBounds, st.integers(1, 12), st.integers(1, 5), st.integers(1, 200)),
+)
+@settings(max_examples=300)
+def test_exactly_those_are_kept_that_the_rule_keeps(
+    history: list[tuple[str, int]], bounds: WindowBounds
+) -> None:
+    model = Model()
+    model.windows.set_bounds(bounds)
+    for client, pause_ns in history:
+        model.add(client, pause_ns)
+        assert [*model.windows.by_id.values()] == kept_by_rule(model.added, bounds)
 
 
 @given(steps)
@@ -115,18 +153,17 @@ def test_the_answers_of_clients_that_have_left_are_dropped_in_time() -> None:
     assert len(found) == 5
 
 
-def test_the_index_of_sizes_is_bounded_while_the_bound_of_all_windows_is_not_reached() -> None:
+def test_memory_is_proportional_to_the_windows_however_many_answers_there_were() -> None:
     found = windows(WindowBounds(12, 5, 1000))
-    for number in range(4 * 12):
-        found.add(answer("abcd"[number % 4], number))
-    # From now on only the bound of this client's window is reached, then only that of time.
-    for number in range(1000):
-        found.add(answer("a", 100 + number))
-    assert len(found._largest) < 100
-    for number in range(1000):
-        found.add(answer(f"client-{number}", number, 2000 * number))
-    assert len(found._largest) < 100
-    assert len(found) <= 12
+    rng = Random(1)
+    # The bound of all windows is reached, then only that of one, then only that of time.
+    answers = [answer(rng.choice("abcdefghijklmnop"), number) for number in range(2000)]
+    answers += [answer("a", 2000 + number) for number in range(1000)]
+    answers += [answer(f"client-{number}", number, 2000 * number) for number in range(1000)]
+    for each in answers:
+        found.add(each)
+        assert found._sizes is None or entries(found._sizes) <= 3 * len(found._windows)
+        assert len(found._windows) <= len(found) <= 12
 
 
 def test_lower_bounds_drop_the_oldest_of_the_largest_windows() -> None:
