@@ -61,7 +61,11 @@ class DigestDict(dict[K, V], Generic[K, V]):
     def __delitem__(self, key: K) -> None:
         dict.__delitem__(self, key)
         self.membership += 1
-        self.mark_changed(key)
+        if key in self._hashes:
+            self.mark_changed(key)
+        else:
+            # It was in no digest. Where none is ever computed, deleted keys would accumulate.
+            self._changed.discard(key)
 
     def digest(self) -> int:
         """Return the sum over all entries; hashes the changed ones only."""

@@ -4,7 +4,7 @@ It measures with a monotonic clock of its own, and nothing of it is logged or de
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import count
 from typing import Final, NamedTuple
 
@@ -134,9 +134,9 @@ class RequestTimes:
                 now_ns, now_ns - running.since_ns, running.kind, running.adapter, outcome
             )
 
-    def end_operations(self) -> None:
-        """Forget the operations of an engine that is lost."""
-        self._operations.clear()
+    def keep_operations(self, running: Container[OpId]) -> None:
+        """Forget all operations but those that the engine runs: the others have no report."""
+        self._operations = {op: one for op, one in self._operations.items() if op in running}
 
     def slow_operations(self, now_ns: int) -> tuple[SlowView, ...]:
         """Return the slowest operations."""

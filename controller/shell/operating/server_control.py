@@ -203,8 +203,10 @@ class ServerControl:
             self.failures.note(self._adapter_of(op), message, now)
         elif isinstance(message, EngineInventory):
             self.engine_device, self.engine_dtype = message.device, message.dtype
+            # The core has the others carried out again, as new operations.
+            self.times.keep_operations(message.running)
         elif isinstance(message, EngineLost):
-            self.times.end_operations()
+            self.times.keep_operations(())
 
     def _adapter_of(self, op: OpId) -> str:
         """Return the name of the adapter that an operation moves; empty for none."""

@@ -169,3 +169,14 @@ def test_answers_are_not_stored_longer_than_needed() -> None:
     assert bench.states()["a"] == EVICTED
     assert len(bench.core.world.answers) == 1
     assert not bench.core._replies
+
+
+def test_removed_adapters_leave_nothing() -> None:
+    bench = InProcessBench(1, 2, "lru")
+    for number in range(50):
+        bench.activate(f"adapter-{number}")
+        bench.core.request(requests.RemoveAdapter, f"adapter-{number}")
+    world = bench.core.world
+    assert not world.adapters
+    # No digest is computed here, which would forget them.
+    assert not world.adapters._changed

@@ -47,8 +47,14 @@ def test_ages_and_tokens_of_requests() -> None:
     assert (second.phase, second.age_ms, second.tokens) == ("waiting", 40, 0)
     times.end_request("a", "done", 60 * MS)
     times.end_request("a", "done", 90 * MS)
-    times.begin_operation(1, "load", "x", 0)
-    times.end_operations()
-    times.end_operation(1, "done", 5)
     assert [view.duration_ms for view in times.slow_requests(60 * MS)] == [40]
-    assert times.slow_operations(60 * MS) == ()
+
+
+def test_operations_that_the_engine_does_not_run_are_forgotten() -> None:
+    times = RequestTimes(0)
+    for op in range(1, 4):
+        times.begin_operation(op, "load", str(op), 0)
+    times.keep_operations((2,))
+    for op in range(1, 4):
+        times.end_operation(op, "done", 5 * MS)
+    assert [view.adapter for view in times.slow_operations(60 * MS)] == ["2"]

@@ -4,6 +4,7 @@ from controller.core.controller import Controller
 from controller.core.limits import Limits
 from controller.shell.operating.request_times import SLOW_MAX
 from controller.shell.operating.server_control import ServerControl
+from messages import commands, reports
 from messages.control import ListRequests, ListSlow, RequestsListed, SlowListed, SlowView
 from messages.records import ControllerStarted, Input, PoolingRequested
 from messages.requests import EvictAdapter, LoadAdapter, ReleaseAdapter
@@ -61,3 +62,17 @@ def test_answers_that_are_not_among_the_slowest_are_not_noted() -> None:
     control.note_group(handled(controller, EvictAdapter("c:x", "fast")), NEVER_NS)
     assert len(waits(control)) == SLOW_MAX
     assert {one.adapter for one in waits(control)} == {"slow"}
+
+
+def test_an_operation_whose_command_was_lost_is_forgotten() -> None:
+    controller = Controller(Limits())
+    handled(controller, ControllerStarted(1))
+    control = ServerControl(controller)
+    for op in (1, 2):
+        control.note_command(commands.DropWeights(op, 7))
+    control.note_report(reports.EngineInventory("e", 1, "m", 1, 1, last_op=2, running=(2,)))
+    for op in (1, 2):
+        control.note_report(reports.WeightsDropped(op))
+    reply = control.answer(ListSlow("q"))
+    assert isinstance(reply, SlowListed)
+    assert len(reply.operations) == 1
