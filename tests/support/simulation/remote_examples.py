@@ -18,6 +18,9 @@ from tests.support.simulation.key_examples import server_key, use_keys
 from tests.support.waiting import HANG_S, wait_until
 
 _PORTS: Final = 3
+_LOWEST_PORT: Final = 10_000
+_PORTS_END: Final = 1 << 16
+_OUTGOING_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _RETRY_MS: Final = 2000
 _FAILED: Final = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
@@ -27,16 +30,20 @@ _FAILED: Final = (
 
 
 def free_address() -> str:
-    """Return an address of this machine whose ports are free at the moment."""
+    """Return an address of this machine whose ports are free at the moment.
+
+    No outgoing connection of another process is made from one of them before the controller binds
+    it: the controller would end, and a test would wait for it.
+    """
+    first_outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
+    end = first_outgoing if first_outgoing > 2 * _LOWEST_PORT else _PORTS_END
     while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
+        port = _LOWEST_PORT + secrets.randbelow(end - _LOWEST_PORT - _PORTS)
         try:
             for offset in range(_PORTS):
                 with socket.socket() as probe:
                     probe.bind(("127.0.0.1", port + offset))
-        except (OSError, OverflowError):
+        except OSError:
             continue
         return f"tcp://127.0.0.1:{port}"
 
