@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.nn.functional import linear
 
 from engine.kernels.cpu import base_linear
-from engine.kernels.cpu.base_linear import ROWS, WAYS, fastest_linear, fastest_ways
+from engine.kernels.cpu.base_linear import ROWS, WAYS, fastest_linear, fastest_ways, rounded_rows
 from engine.kernels.threads import threads_for
 from tests.support.kernels.way_times import LAST, way_times
 
@@ -88,6 +88,38 @@ def test_every_way_serves_several_threads(name: str) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(compare, sizes))
+
+
+def test_few_numbers_of_rows_are_computed_by_onednn() -> None:
+    """It keeps code for each of them."""
+    numbers = range(1, 8193)
+    rounded = [rounded_rows(rows) for rows in numbers]
+    assert rounded[:16] == list(numbers[:16])
+    assert all(rows <= found <= 1.125 * rows for rows, found in zip(numbers, rounded, strict=True))
+    assert rounded == sorted(rounded)
+    assert len(set(rounded)) == 16 + 8 * 9
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if name.startswith("oneDNN")])
+def test_onednn_computes_rounded_numbers_of_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    class Operations:
+        """Records the shapes of products in place of oneDNN."""
+
+        def _linear_pointwise(self, x: Tensor, weight: Tensor, bias: object, *_: object) -> Tensor:
+            seen.append((len(x.flatten(0, -2)), len(weight)))
+            return linear(x, weight, bias)
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Operations())
+    weight = torch.randn(7, 5)
+    for shape in ((16, 5), (17, 5), (3, 11, 5), (130, 5)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(WAYS[name](x, weight, None), linear(x, weight))
+    expected = [(rows, 7) for rows in (16, 18, 36, 144)]
+    assert seen == ([(b, a) for a, b in expected] if "transposed" in name else expected)
 
 
 def test_a_way_is_used_where_it_is_clearly_faster() -> None:
