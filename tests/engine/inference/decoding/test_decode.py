@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,12 +55,17 @@ class Recorder:
         self.seen.clear()
 
 
+def closure_of(step: DecodeStep) -> dict[str, Any]:
+    """Return the variables of a step: its inputs, the cache and the shape."""
+    cells = zip(step.__code__.co_freevars, step.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells}
+
+
 def addresses(step: DecodeStep) -> list[int]:
     """Return the addresses of the tensors in a step's closure: its inputs and the KV buffers."""
-    closure = dict(zip(step.__code__.co_freevars, step.__closure__ or (), strict=True))
-    inputs, cache = closure["inputs"].cell_contents, closure["cache"].cell_contents
-    shape = closure["shape"].cell_contents
-    layers = cache.static_cache(shape.rows, shape.columns, inputs.column).layers
+    closure = closure_of(step)
+    inputs, shape = closure["inputs"], closure["shape"]
+    layers = closure["cache"].static_cache(shape.rows, shape.columns, inputs.column).layers
     tensors = [*inputs, *(one for layer in layers for one in (layer.keys, layer.values))]
     return [number for one in tensors for number in (one.data_ptr(), *one.stride())]
 
@@ -209,6 +215,28 @@ def test_only_a_rows_own_columns_are_read(model: CausalModel, lengths: tuple[int
         found = decode.run(tokens, grown(static))
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
         assert static.width == dynamic.width
+
+
+def test_rows_that_are_unused_attend_only_to_themselves(model: CausalModel) -> None:
+    """They are reset where a sequence has left, and the others have their own values."""
+    seen = []
+
+    class Noting(SyncCheckedRunner):
+        def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
+            inputs = closure_of(step)["inputs"]
+            seen.append(torch.stack(inputs[:3], 1).tolist())
+            return super().run(step, shape)
+
+    lengths, decode = (3, 1, 7, 2, 2, 6, 1, 5), StaticDecode(model, Noting(CPU))
+    cache = prefilled(model, lengths, keeps_capacity=True)
+    decode.run(torch.arange(8)[:, None], grown(cache))
+    # A row's position is counted from 1.
+    assert seen.pop() == [[row, length + 1, length + 1] for row, length in enumerate(lengths)]
+    cache.keep([0, 2, 3, 5, 7])
+    found = decode.run(torch.arange(5)[:, None], grown(cache))
+    assert len(found) == 5
+    own = [[row, length + 2, length + 2] for row, length in enumerate((3, 7, 2, 6, 5))]
+    assert seen == [own + [[0, 1, 0]] * 3]
 
 
 def test_a_crop_on_the_left_does_not_reallocate_the_buffers(model: CausalModel) -> None:
