@@ -69,7 +69,7 @@ def _deadlines(world: World) -> list[Deadline]:
         for op, operation in world.operations.items()
         if operation.deadline_ns
     ]
-    found += [(p.deadline_ns, "request", key) for key, p in world.pending_requests.items()]
+    found += world.request_deadlines()
     found += [(at_ns, "unknown", op) for op, at_ns in world.unknown_operations.items()]
     adapters: list[Adapter] = [a for a in world.adapters.values() if a.backing_off]
     found += [(adapter.retry_ns, "retry", adapter.id) for adapter in adapters]

@@ -293,9 +293,16 @@ class World:
         """Add a deadline; ended ones are dropped when there are too many."""
         heapq.heappush(self.deadlines, (at_ns, kind, key))
         if len(self.deadlines) > self.deadlines_max:
-            self.deadlines = list(filter(self.is_live, self.deadlines))
+            # Nearly all are of requests that have ended: the pending ones are fewer.
+            others = [entry for entry in self.deadlines if entry[1] != "request"]
+            self.deadlines = [*self.request_deadlines(), *filter(self.is_live, others)]
             heapq.heapify(self.deadlines)
             self.deadlines_max = 2 * len(self.deadlines) + DEADLINES_MIN
+
+    def request_deadlines(self) -> list[Deadline]:
+        """Return the live deadlines of requests, in no particular order."""
+        waiting = [item for item in self.pending_requests.items() if not item[1].answered]
+        return [(pending.deadline_ns, "request", key) for key, pending in waiting]
 
     def is_live(self, entry: Deadline) -> bool:
         """Whether the thing that the deadline is for still exists, and still has this deadline."""

@@ -106,3 +106,21 @@ def test_a_world_that_computes_its_derived_fields_decides_as_before(seed: int, a
         expected = decisions(controller.handle(record.input, record.time_ns))
         assert decisions(restored.handle(record.input, record.time_ns)) == expected
         assert restored.digest() == controller.digest()
+
+
+def test_ended_deadlines_are_dropped_and_live_ones_are_kept() -> None:
+    kinds = set()
+    for seed in range(5):
+        deployment = random_history(seed, 80).deployment
+        controller = Controller(deployment.limits)
+        world = controller.world
+        for data in deployment.inputs:
+            record = _decoder.decode(data)
+            controller.handle(record.input, record.time_ns)
+            live = sorted(filter(world.is_live, world.deadlines))
+            world.deadlines_max = 0
+            # Of an operation that does not exist.
+            world.add_deadline(1, "operation", 0)
+            assert sorted(world.deadlines) == live
+            kinds |= {kind for _, kind, _ in live}
+    assert kinds >= {"operation", "request"}

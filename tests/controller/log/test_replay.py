@@ -14,6 +14,7 @@ from controller.core.limits import RULES, Limits, limits_to
 from controller.log.format import LogForeign
 from controller.log.replay import replay, replay_with_policy
 from controller.log.writer import Log
+from messages.base import Message
 from messages.events import AdapterReleased
 from messages.records import FORMAT, ControllerStarted, Header, Input, Record
 from messages.reports import (
@@ -66,7 +67,8 @@ def test_the_whole_log_leads_to_the_last_digest(tmp_path: Path) -> None:
 @pytest.mark.parametrize("until", range(1, len(HISTORY) + 1))
 def test_until_stops_after_that_record(tmp_path: Path, until: int) -> None:
     digests = written(tmp_path / "log")
-    assert replay(tmp_path / "log", until).digest == digests[until]
+    result = replay(tmp_path / "log", until)
+    assert (result.digest, result.position.link.seq) == (digests[until], until)
 
 
 @pytest.mark.parametrize("wrong_at", [1, 4, len(HISTORY)])
@@ -104,6 +106,20 @@ def test_rules_that_are_not_known_are_refused(tmp_path: Path) -> None:
         log.append([Record(1, ControllerStarted(1))], 1)
     with pytest.raises(LogForeign, match=str(RULES + 1)):
         replay(tmp_path / "log")
+
+
+def test_a_record_of_another_version_ends_the_replay_after_those_before_it(tmp_path: Path) -> None:
+    class Unknown(Message, frozen=True):
+        pass
+
+    records = [Record(seq, message) for seq, message in enumerate([*HISTORY, Unknown()], start=1)]
+    with Log.open(tmp_path / "log", header()) as log:
+        log.append(records, 1)
+    handled: list[list[Action]] = []
+    with pytest.raises(LogForeign, match=f"record {len(records)} is intact"):
+        replay(tmp_path / "log", sink=handled.append)
+    assert len(handled) == len(HISTORY)
+    assert replay(tmp_path / "log", len(HISTORY)).inputs == len(HISTORY)
 
 
 def test_another_policy_replays_without_digests(tmp_path: Path) -> None:
