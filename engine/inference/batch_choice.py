@@ -13,10 +13,10 @@ from engine.inference.decoding.decode_probe import ProbeMapper
 from engine.inference.forward_runner import ForwardRunner
 from engine.inference.padded_batch import PaddedBatch
 from engine.inference.paged_batch import PagedBatch
-from engine.inference.step_budget import choose_budget
+from engine.inference.step_budget import StepBudget, choose_budget
 from engine.models.causal_model import CausalModel
 from engine.paging.block_pool import BLOCK_TOKENS
-from engine.paging.block_table import blocks_of
+from engine.paging.block_table import blocks_around, blocks_of
 from engine.paging.flat_model import FlatModel, FlatRefused, try_flat
 from engine.punica.wrapper import PunicaWrapper
 
@@ -46,36 +46,61 @@ def choose_batch(
             raise FlatRefused("captured steps need a padded cache")
         if not config.paged_attention:
             raise FlatRefused("paged_attention is off")
-        block_bytes = try_flat(model, mapper.map)
+        trial = try_flat(model, mapper.map)
     except FlatRefused as refusal:
         _log.warning("the key/value cache is padded, prefixes are not reused", reason=str(refusal))
         budget = choose_budget(model, mapper, config)
         return PaddedBatch(runner, punica, config, budget, events)
-    blocks = choose_blocks(model, config, block_bytes)
-    flat = FlatModel(model, blocks)
+    budget = choose_budget(model, mapper, config, is_flat=True)
+    row_blocks = row_blocks_max(model, trial.reach, budget)
+    blocks = choose_blocks(model, config, trial.block_bytes, row_blocks)
+    flat = FlatModel(model, blocks, trial.reach)
     mapper.map(1, 1)
     flat.allocate()
-    budget = choose_budget(model, mapper, config, is_flat=True)
-    _log.info("the key/value cache is paged", tokens=blocks * BLOCK_TOKENS)
-    return PagedBatch(runner, flat, budget, events, shares_prefixes=config.prefix_caching)
+    _log.info(
+        "the key/value cache is paged",
+        tokens=blocks * BLOCK_TOKENS,
+        sequence_tokens_max=row_blocks * BLOCK_TOKENS,
+    )
+    return PagedBatch(
+        runner,
+        flat,
+        budget,
+        events,
+        row_blocks=row_blocks,
+        shares_prefixes=config.prefix_caching,
+    )
 
 
-def choose_blocks(model: CausalModel, config: EngineConfig, block_bytes: int) -> int:
-    """Return the number of blocks, equal on all ranks: as many as all sequences can ever need.
+def row_blocks_max(model: CausalModel, reach: int, budget: StepBudget) -> int:
+    """Return the most blocks that a sequence holds at once: of its window and of one step.
+
+    A prompt with images is computed in one step of any length.
+    """
+    whole = blocks_of(model.context_tokens_max)
+    if model.prompt_reader is not None:
+        return whole
+    return min(whole, blocks_around(reach + budget.tokens))
+
+
+def choose_blocks(
+    model: CausalModel, config: EngineConfig, block_bytes: int, row_blocks: int
+) -> int:
+    """Return the number of blocks, equal on all ranks: as many as all sequences have tokens for.
 
     They are fewer if their bytes exceed the configured or the default budget. A default budget on a
     host allows at least one sequence, because the memory is provided only when it is written.
     """
-    per_row = blocks_of(model.context_tokens_max)
     budget = config.kv_cache_bytes or _default_bytes(model.device)
-    blocks = min(budget // block_bytes, config.max_num_seqs * per_row)
+    whole = blocks_of(model.context_tokens_max)
+    blocks = min(budget // block_bytes, config.max_num_seqs * whole)
     if not config.kv_cache_bytes and model.device.type == "cpu":
-        blocks = max(blocks, per_row)
+        blocks = max(blocks, row_blocks)
     [blocks] = model.group.broadcast_numbers([blocks])
-    if blocks < per_row:
+    if blocks < row_blocks:
         raise ValueError(
             f"kv_cache_bytes {budget} are {blocks * BLOCK_TOKENS} tokens, and one sequence may "
-            f"have {model.context_tokens_max}; allow {per_row * block_bytes} bytes, or fewer "
+            f"hold {row_blocks * BLOCK_TOKENS}; allow {row_blocks * block_bytes} bytes, or fewer "
             "tokens with context_tokens_max"
         )
     return blocks

@@ -21,8 +21,8 @@ from engine.inference.sequence import Sequence
 from engine.inference.step_budget import StepBudget
 from engine.models.kv_cache import BatchKVCache
 from engine.models.vision.image_inputs import ImageInputs
-from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, NoFreeBlocks
-from engine.paging.block_table import root_key
+from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, Prefix
+from engine.paging.block_table import BlockTable, root_key
 from engine.paging.flat_model import FlatModel
 from engine.paging.paged_cache import FlatRow
 from engine.punica.mapping import LoRAMapping
@@ -32,7 +32,8 @@ from engine.sampling.logprobs import PromptChunk
 class PagedBatch:
     """Sequences over the blocks of `flat`.
 
-    `shares_prefixes`: whether blocks are reused. `lacks_memory`: as in `SequenceBatch`.
+    `row_blocks`: the most blocks that a sequence holds at once. `shares_prefixes`: whether blocks
+    are reused. `lacks_memory`: as in `SequenceBatch`.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class PagedBatch:
         budget: StepBudget,
         events: BatchEvents,
         *,
+        row_blocks: int,
         shares_prefixes: bool,
     ) -> None:
         self.budget: Final = budget
@@ -49,6 +51,7 @@ class PagedBatch:
         self._runner = runner
         self._flat = flat
         self._events = events
+        self._row_blocks = row_blocks
         self._shares_prefixes = shares_prefixes
         # In the order in which they were admitted.
         self._rows: list[PagedRow] = []
@@ -78,7 +81,7 @@ class PagedBatch:
         lengths = {
             block: min(BLOCK_TOKENS, row.table.length - number * BLOCK_TOKENS)
             for row in (*self._rows, *self._suspended.values())
-            for number, block in enumerate(row.table.blocks)
+            for number, block in enumerate(row.table.blocks, row.table.released)
         }
         return sum(max(0, length) for length in lengths.values())
 
@@ -138,19 +141,21 @@ class PagedBatch:
             version = self._runner.slots.version_of(sequence.command)
             length = self._runner.model.row_lengths.key_of(sequence.prompt_length)
             root = root_key(version, _digest(sequence.images), length)
-        return PagedRow(sequence, self.pool, root)
+        table = BlockTable(self.pool, root, self._flat.reach)
+        return PagedRow(sequence, table, self._row_blocks)
 
     def _fits(self, row: PagedRow) -> bool:
         """Whether there are blocks for a sequence, after those promised to the others."""
         if not self._rows:
             return True
         # A sequence that continues has its blocks.
-        found = [] if row.table.blocks else self._reusable(row)
-        promised = sum(one.missing_blocks for one in self._rows if not one.is_prefilled)
+        begun = row.table.prefix if row.table.blocks else self._reusable(row)
+        prefilling = [one for one in self._rows if not one.is_prefilled]
+        promised = sum(one.missing_blocks(one.table.prefix) for one in prefilling)
         # One more block for each sequence, so that the next steps preempt nothing.
         growth = len(self._rows) + 1
-        needed = row.missing_blocks - len(found) + growth
-        return needed + promised <= self.pool.available - self.pool.kept_among(found)
+        needed = row.missing_blocks(begun) + growth
+        return needed + promised <= self.pool.available - self.pool.kept_among(begun.blocks)
 
     def _fits_after_dropping(self, row: PagedRow) -> bool:
         """Whether a sequence fits, after suspended ones have given up blocks for it."""
@@ -170,20 +175,20 @@ class PagedBatch:
                 return True
         return False
 
-    def _reusable(self, row: PagedRow) -> list[int]:
+    def _reusable(self, row: PagedRow) -> Prefix:
         """Return the blocks of other sequences that a sequence can begin with.
 
         Images are read at once, so either all of them are in these blocks, or none is used. Of
         tokens that another sequence computed there are no logits.
         """
         if row.is_scored:
-            return []
-        found = self.pool.find(row.keys)
+            return Prefix()
+        found = row.table.find(row.keys)
         if row.sequence.images is not None:
             media = self._runner.model.media_tokens
             last = max((at for at, token in enumerate(row.tokens) if token in media), default=-1)
-            if last < 0 or len(found) * BLOCK_TOKENS <= last:
-                return []
+            if last < 0 or found.end * BLOCK_TOKENS <= last:
+                return Prefix()
         return found
 
     def _add(self, row: PagedRow) -> None:
@@ -196,7 +201,7 @@ class PagedBatch:
         """Begin a sequence that has computed nothing with the blocks of others."""
         if row.table.length == row.table.capacity == row.table.reused:
             found = self._reusable(row)
-            if len(found) > len(row.table.blocks):
+            if found.end > row.table.prefix.end:
                 row.table.reuse(found, row.keys)
                 row.sequence.note_reused(row.table.reused)
                 row.sequence.images = None
@@ -219,18 +224,13 @@ class PagedBatch:
 
         The sequence itself is preempted if no later one can be computed again.
         """
-        while row in self._rows:
-            try:
-                row.table.reserve(tokens, row.sequence.tokens_max)
-            except NoFreeBlocks:
-                if self._drop_suspended():
-                    continue
-                later = self._rows[self._rows.index(row) + 1 :]
-                victim = next((one for one in reversed(later) if one.can_leave), row)
-                self._leave([victim])
-                self._events.on_preemption([victim.sequence])
-            else:
-                return
+        while row in self._rows and not row.reserve(tokens):
+            if self._drop_suspended():
+                continue
+            later = self._rows[self._rows.index(row) + 1 :]
+            victim = next((one for one in reversed(later) if one.can_leave), row)
+            self._leave([victim])
+            self._events.on_preemption([victim.sequence])
 
     def _chunks(self, tokens: int) -> list[tuple[PagedRow, int]]:
         """Divide `tokens` among the prompts: half for the oldest, then the shortest ones first.
@@ -251,7 +251,7 @@ class PagedBatch:
             end = row.table.length + counts[id(row)] + count
             if row is oldest:
                 self._reserve_or_preempt(row, end)
-            elif row in self._rows and not _reserve(row, end):
+            elif row in self._rows and not row.reserve(end):
                 continue
             if row in self._rows:
                 tokens -= count
@@ -297,7 +297,7 @@ class PagedBatch:
             self._give_way(rows, failure)
             return
         for row, part in zip(rows, flat_rows, strict=True):
-            row.table.advance(part.end, partial(_tokens_of, row))
+            row.advance(part.end)
         self._report(rows, self._score(rows, flat_rows, logits))
 
     def _score(self, rows: list[PagedRow], parts: list[FlatRow], logits: Tensor) -> Tensor:
@@ -338,7 +338,7 @@ class PagedBatch:
         except ForwardError as failure:
             self._give_way([row], failure)
             return
-        row.table.advance(len(row.tokens), partial(_tokens_of, row))
+        row.advance(len(row.tokens))
         sequence.images = None
         self._score_whole(row, logits)
         self._report([row], logits[:, -1])
@@ -372,19 +372,6 @@ class PagedBatch:
         for row in rows:
             row.table.release()
         self._rows = [row for row in self._rows if id(row) not in leaving]
-
-
-def _reserve(row: PagedRow, tokens: int) -> bool:
-    """Reserve blocks for `tokens` tokens of a sequence; return False where there are too few."""
-    try:
-        row.table.reserve(tokens, row.sequence.tokens_max)
-    except NoFreeBlocks:
-        return False
-    return True
-
-
-def _tokens_of(row: PagedRow) -> list[int]:
-    return row.sequence.tokens
 
 
 def _digest(images: ImageInputs | None) -> bytes:

@@ -3,13 +3,13 @@
 from typing import Final
 
 from engine.inference.sequence import Sequence
-from engine.paging.block_pool import BlockPool
-from engine.paging.block_table import BlockTable, block_keys, blocks_of
+from engine.paging.block_pool import BLOCK_TOKENS, NoFreeBlocks, Prefix
+from engine.paging.block_table import BlockTable, blocks_of
 from engine.paging.paged_cache import FlatRow
 
 
 class PagedRow:
-    """A sequence of the batch and its blocks.
+    """A sequence of the batch and its blocks, of which it holds at most `blocks_max` at once.
 
     `tokens`: those to be prefilled. `offset`: see `FlatRow`. `prompt_length`: that of
     the sequence when it began. `keys`: of its full blocks that may be
@@ -17,15 +17,16 @@ class PagedRow:
     log-probabilities are needed; then it is computed whole, and others may reuse its blocks.
     """
 
-    def __init__(self, sequence: Sequence, pool: BlockPool, root: bytes | None) -> None:
+    def __init__(self, sequence: Sequence, table: BlockTable, blocks_max: int) -> None:
         self.sequence: Final = sequence
-        self.table: Final = BlockTable(pool, root)
+        self.table: Final = table
         self.tokens: Final = sequence.tokens
         self.prompt_length: Final = sequence.prompt_length
         self.is_scored: Final = sequence.needs_prompt_logprobs
         images = sequence.images
         self.offset: Final = 0 if images is None else images.offset
-        self.keys: Final = [] if root is None else list(block_keys(root, self.tokens[:-1]))
+        self.keys: Final = table.keys_of(self.tokens[:-1])
+        self._blocks_max = blocks_max
 
     @property
     def is_prefilled(self) -> bool:
@@ -42,11 +43,27 @@ class PagedRow:
         """Whether the sequence can be computed again."""
         return self.sequence.can_resume or self.sequence.images is not None
 
-    @property
-    def missing_blocks(self) -> int:
-        """The blocks that the sequence needs until its prompt is in the cache, or to its end."""
+    def missing_blocks(self, begun: Prefix) -> int:
+        """Return the blocks that it needs until its prompt is in the cache, or to its end.
+
+        begun: the blocks that it has, or with which it can begin.
+        """
         tokens = len(self.tokens) if self.sequence.can_resume else self.sequence.tokens_max
-        return max(0, blocks_of(tokens) - len(self.table.blocks))
+        return max(0, min(blocks_of(tokens) - begun.end, self._blocks_max - len(begun.blocks)))
+
+    def reserve(self, tokens: int) -> bool:
+        """Reserve blocks for `tokens` tokens in all; return False where there are too few."""
+        # A window that advances through the memory stays adjacent where it has room for two.
+        expected = min(self.sequence.tokens_max, 2 * self._blocks_max * BLOCK_TOKENS)
+        try:
+            self.table.reserve(tokens, expected)
+        except NoFreeBlocks:
+            return False
+        return True
+
+    def advance(self, length: int) -> None:
+        """Count the first `length` tokens as computed."""
+        self.table.advance(length, lambda: self.sequence.tokens)
 
     def next_tokens(self, count: int) -> FlatRow:
         """Return the next `count` tokens of the sequence, for which blocks are reserved."""

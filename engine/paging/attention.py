@@ -1,11 +1,10 @@
 """Attention of a flat forward pass, row by row, registered with `transformers` as `FLAT`.
 
 A model that calls `transformers`' attention interface gets this function in place of its own while
-a flat pass runs. Windows and chunks come from the mask that the model requests: the mask function
-that it would expand over a batch is evaluated over each row's own tokens.
+a flat pass runs, and `engine.paging.masks` in place of its own masks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
@@ -14,15 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
-from transformers.masking_utils import causal_mask_function
 
-from engine.paging.paged_cache import DecodeGroup, FlatStep, RowSpan
+from engine.paging.masks import RowMasks
+from engine.paging.paged_cache import FlatStep, MaskFunction
 
 FLAT: Final = "loradock_flat"
 """The name of the attention implementation."""
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Of `transformers`: indices of row, head, query and key, which broadcast -> attends."""
 
 _step: ContextVar[FlatStep] = ContextVar("flat step")
 
@@ -37,47 +33,6 @@ class Scoring(NamedTuple):
     scaling: float | None
     softcap: float | None
     sinks: Tensor | None
-
-
-class RowMasks:
-    """What each row of a pass attends to: (first token, mask of the tokens from there, or None).
-
-    Without a mask, the queries attend to all tokens from the first up to their own. A mask is
-    [queries, tokens] bool. `groups`: a mask per group, see `_group_mask`.
-    """
-
-    def __init__(self, function: MaskFunction, step: FlatStep) -> None:
-        self.step = step
-        is_causal = function is causal_mask_function
-        self.rows = [
-            (0, None)
-            if is_causal and (span.count in (1, span.length))
-            else _row_mask(function, span, step.written.device)
-            for span in step.spans
-        ]
-        self.groups = [_group_mask(function, group) for group in step.groups]
-
-
-def _group_mask(function: MaskFunction, group: DecodeGroup) -> Tensor:
-    """Return the mask of a group's rows, [rows, 1, 1, width] bool."""
-    keys = torch.arange(group.tokens.shape[1], device=group.tokens.device)[None, None, None]
-    lengths = group.lengths[:, None, None, None]
-    zero = torch.zeros_like(lengths[:1])
-    return function(zero, zero, lengths - 1, keys) & (keys < lengths)
-
-
-def _row_mask(
-    function: MaskFunction, span: RowSpan, device: torch.device
-) -> tuple[int, Tensor | None]:
-    keys = torch.arange(span.length, device=device)
-    zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
-    found = function(zero, zero, keys[-span.count :, None][None, None], keys[None, None, None])
-    mask = found.expand(1, 1, span.count, span.length)[0, 0]
-    if span.count > 1:
-        return 0, mask
-    # A window of one query is a slice, which needs no mask.
-    first = span.length - int(mask.sum())
-    return (first, None) if bool(mask[0, first:].all()) else (0, mask)
 
 
 def _mask(*, mask_function: MaskFunction, use_vmap: bool = False, **_: Any) -> RowMasks:
@@ -107,6 +62,7 @@ def _attention(
         raise TypeError("the model changes the attention mask")
     if options.get("position_bias") is not None:
         raise TypeError("the model adds a position bias")
+    step.mask_functions.add(attention_mask.function)
     scoring = Scoring(*map(options.get, ("scaling", "softcap", "s_aux")))
     output = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
     by_head = output.transpose(0, 1)[None]

@@ -6,7 +6,7 @@ A block stores the keys and values of `BLOCK_TOKENS` tokens of one row. This mod
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 BLOCK_TOKENS: Final = 16
 """The tokens of a block: half a block per row is unused on average, and prefixes are reused in
@@ -15,6 +15,13 @@ multiples of it."""
 
 class NoFreeBlocks(Exception):  # noqa: N818 - a normal condition, after which a row waits
     """Fewer blocks are free or evictable than were requested; nothing has changed."""
+
+
+class Prefix(NamedTuple):
+    """The first `end` blocks of a row. `blocks` are the last of them; the others are not needed."""
+
+    end: int = 0
+    blocks: Sequence[int] = ()
 
 
 class BlockPool:
@@ -70,14 +77,14 @@ class BlockPool:
             chosen.append(after)
         return chosen
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the published blocks of the longest beginning of `keys`."""
-        found = []
-        for key in keys:
-            if key not in self._block_of:
-                break
-            found.append(self._block_of[key])
-        return found
+    def find(self, keys: Sequence[bytes], needed: int) -> Prefix:
+        """Return the longest beginning of `keys` whose last `needed` blocks are published."""
+        first = end = len(keys)
+        while first > 0 and end - first < needed:
+            first -= 1
+            if keys[first] not in self._block_of:
+                end = first
+        return Prefix(end, [self._block_of[key] for key in keys[first:end]])
 
     def kept_among(self, blocks: Sequence[int]) -> int:
         """Return how many of these published blocks no row holds."""

@@ -4,9 +4,10 @@ Prompt chunks and decoding rows share a pass. Whether a model can be run so is t
 engine starts, against the model's own forward pass; what counts is the result, not its name.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
 from engine.paging.attention import flat_attention
 from engine.paging.block_pool import BlockPool
 from engine.paging.block_table import BlockTable
+from engine.paging.masks import longest_reach
 from engine.paging.paged_cache import FlatRow, FlatStep, PagedKVCache
 
 MapTokens = Callable[[int, int], None]
@@ -35,30 +37,57 @@ class FlatRefused(Exception):  # noqa: N818 - named like the engine's other refu
     """A model can't be run in flat passes; the text is the reason."""
 
 
-class FlatModel:
-    """A model over a paged cache of `blocks` blocks; `groups_rows`: as in `FlatStep`."""
+class FlatTrial(NamedTuple):
+    """What a trial has found: the bytes of one block, and `reach` as in `FlatModel`."""
 
-    def __init__(self, model: CausalModel, blocks: int) -> None:
+    block_bytes: int
+    reach: int
+
+
+class FlatModel:
+    """A model over a paged cache of `blocks` blocks.
+
+    `reach`: how many tokens before itself a token attends to at most, in any layer; rows may give
+    up the others. `groups_rows`: as in `FlatStep`.
+    """
+
+    def __init__(self, model: CausalModel, blocks: int, reach: int = sys.maxsize) -> None:
         self.cache: Final = PagedKVCache(blocks)
+        self.reach: Final = reach
         self.groups_rows = model.device.type != "cpu"
         self._model = model
         self._configs = _configs_of(model.model.config)
 
     def allocate(self) -> None:
         """Make the buffers of all layers now, by a pass of one token."""
-        table = BlockTable(BlockPool(self.cache.blocks), None)
-        table.reserve(1)
-        self.forward([FlatRow([0], table)])
+        self._run_one_token()
 
-    @torch.inference_mode()
+    def measure_reach(self) -> int:
+        """Return the longest reach of the masks of all layers, by a pass of one token."""
+        functions = self._run_one_token().mask_functions
+        return longest_reach(functions, self._model.context_tokens_max, self._model.device)
+
     def forward(self, rows: Sequence[FlatRow]) -> Tensor:
         """Return the logits after the last `logits` tokens of each row, [logits, vocabulary].
 
         They are in the order of the rows, which need one each unless their tokens are scored. The
-        rows' tables have blocks for their new tokens, and do not count them yet.
+        rows' tables have blocks for their new tokens, and do not count them yet. Raises
+        `RuntimeError` where a layer attends to a token whose block its row has given up.
         """
+        step = FlatStep(rows, self._model.device, groups_rows=self.groups_rows)
+        return self._run(rows, step)
+
+    def _run_one_token(self) -> FlatStep:
+        table = BlockTable(BlockPool(self.cache.blocks), None)
+        table.reserve(1)
+        rows = [FlatRow([0], table)]
+        step = FlatStep(rows, self._model.device)
+        self._run(rows, step)
+        return step
+
+    @torch.inference_mode()
+    def _run(self, rows: Sequence[FlatRow], step: FlatStep) -> Tensor:
         model, device = self._model, self._model.device
-        step = FlatStep(rows, device, groups_rows=self.groups_rows)
         tokens = torch.tensor([[token for row in rows for token in row.tokens]], device=device)
         positions = [
             index + row.offset for row in rows for index in range(row.table.length, row.end)
@@ -90,10 +119,10 @@ def _configs_of(config: PretrainedConfig) -> list[PretrainedConfig]:
     return [config, *(found for part in parts if part is not None for found in _configs_of(part))]
 
 
-def try_flat(model: CausalModel, map_tokens: MapTokens) -> int:
-    """Return the bytes of one block where flat passes give the model's own logits.
+def try_flat(model: CausalModel, map_tokens: MapTokens) -> FlatTrial:
+    """Try flat passes of a model, and measure how far back its tokens attend.
 
-    Raises `FlatRefused` with the reason where they do not.
+    Raises `FlatRefused` with the reason where they do not give the model's own logits.
     """
     if model.batching != "padded":
         raise FlatRefused("the model does not answer in a padded batch as alone")
@@ -106,6 +135,8 @@ def try_flat(model: CausalModel, map_tokens: MapTokens) -> int:
     flat = FlatModel(model, 8)
     try:
         found = _flat_logits(flat, tokens, map_tokens)
+        map_tokens(1, 1)
+        reach = flat.measure_reach()
     except MODEL_CODE_ERRORS as error:
         raise FlatRefused(f"{type(error).__name__}: {error}") from error
     for row, (ends, logits) in enumerate(found):
@@ -117,7 +148,7 @@ def try_flat(model: CausalModel, map_tokens: MapTokens) -> int:
                 f"a flat pass differs from the model's own (relative norm {distance:.1e}, at most "
                 f"{allowed:.0e})"
             )
-    return flat.cache.block_bytes
+    return FlatTrial(flat.cache.block_bytes, reach)
 
 
 def _flat_logits(

@@ -5,7 +5,7 @@ view, and a token is written as one contiguous piece. A row reads its own tokens
 rest of a block, so nothing that another row has left can reach it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from engine.layout import next_power_of_two
 from engine.models.kv_cache import BatchKVCache
 from engine.paging.block_pool import BLOCK_TOKENS
-from engine.paging.block_table import BlockTable
+from engine.paging.block_table import BlockTable, blocks_of
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""Of `transformers`: indices of row, head, query and key, which broadcast -> attends."""
 
 
 class FlatRow(NamedTuple):
@@ -48,14 +51,15 @@ class FlatRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSpan:
-    """Where a row is: queries `begin` to `end` of the pass, and `length` tokens in the cache.
+    """Where a row is: queries `begin` to `end` of the pass, and tokens `start` to `length` held.
 
-    `first_token`: of the row's memory, if its blocks are adjacent; else -1, and `blocks` are its
-    numbers, [blocks] int64 on the device.
+    `first_token`: where the first of them is in the memory, if the row's blocks are adjacent; else
+    -1, and `blocks` are its numbers, [blocks] int64 on the device.
     """
 
     begin: int
     end: int
+    start: int
     length: int
     first_token: int
     blocks: Tensor | None
@@ -65,38 +69,55 @@ class RowSpan:
         """The number of queries."""
         return self.end - self.begin
 
+    @property
+    def held(self) -> int:
+        """The number of tokens that the row holds."""
+        return self.length - self.start
+
 
 class DecodeGroup(NamedTuple):
-    """Rows with one query each and similar lengths, which are attended in one call.
+    """Rows with one query each that hold similar numbers of tokens, attended in one call.
 
-    All on the device, int64. queries: [rows], of the pass. lengths: [rows]. tokens: [rows, width],
-    where each token is in the memory; after a row's end its first token, which is masked.
+    Tensors are on the device, int64. queries: [rows], of the pass. starts, lengths: [rows], of the
+    tokens that each row holds. tokens: [rows, width], where each of them is in the memory; after a
+    row's end its first one, which is masked. released_max: the largest of `starts`.
     """
 
     queries: Tensor
+    starts: Tensor
     lengths: Tensor
     tokens: Tensor
+    released_max: int
 
 
-def decode_groups(spans: Sequence[RowSpan], rows: Sequence[FlatRow]) -> list[DecodeGroup]:
-    """Group rows of one query each whose lengths have the same next power of two."""
-    by_width: dict[int, list[int]] = {}
-    for number, span in enumerate(spans):
-        by_width.setdefault(next_power_of_two(span.length), []).append(number)
-    return [_group_of([(spans[n], rows[n]) for n in numbers]) for numbers in by_width.values()]
+def decode_groups(
+    members: Sequence[tuple[RowSpan, FlatRow]], device: torch.device
+) -> list[DecodeGroup]:
+    """Group rows of one query each that hold tokens with the same next power of two."""
+    by_width: dict[int, list[tuple[RowSpan, FlatRow]]] = {}
+    for span, row in members:
+        by_width.setdefault(next_power_of_two(span.held), []).append((span, row))
+    return [_group_of(group, device) for group in by_width.values()]
 
 
-def _group_of(members: Sequence[tuple[RowSpan, FlatRow]]) -> DecodeGroup:
-    width = max(span.length for span, _ in members)
-    blocks = torch.zeros(len(members), -(-width // BLOCK_TOKENS), dtype=torch.int64)
+def _group_of(members: Sequence[tuple[RowSpan, FlatRow]], device: torch.device) -> DecodeGroup:
+    width = max(span.held for span, _ in members)
+    blocks = torch.zeros(len(members), blocks_of(width), dtype=torch.int64)
     for number, (span, row) in enumerate(members):
-        used = row.table.blocks[: -(-span.length // BLOCK_TOKENS)]
+        used = row.table.blocks[: blocks_of(span.held)]
         blocks[number, : len(used)] = torch.tensor(used)
-    lengths = torch.tensor([span.length for span, _ in members])
+    places = [(span.begin, span.start, span.length) for span, _ in members]
+    queries, starts, lengths = torch.tensor(places).unbind(1)
     inside = torch.arange(BLOCK_TOKENS)
     tokens = (blocks[:, :, None] * BLOCK_TOKENS + inside).flatten(1)[:, :width]
-    tokens = tokens.where(torch.arange(width) < lengths[:, None], tokens[:, :1])
-    return DecodeGroup(torch.tensor([span.begin for span, _ in members]), lengths, tokens)
+    tokens = tokens.where(torch.arange(width) < (lengths - starts)[:, None], tokens[:, :1])
+    return DecodeGroup(
+        queries.to(device),
+        starts.to(device),
+        lengths.to(device),
+        tokens.to(device),
+        released_max=int(starts.max()),
+    )
 
 
 class FlatStep:
@@ -106,6 +127,7 @@ class FlatStep:
     int64 on the device. `kept`: the tokens whose logits are needed, [kept] int64 on the device, in
     the order of the rows. `groups_rows`: whether rows of one token are attended in groups, which is
     faster where each call takes time to launch, and slower on a CPU, which reads rows in place.
+    `mask_functions`: those under which a layer has attended.
     """
 
     def __init__(
@@ -114,18 +136,15 @@ class FlatStep:
         self.spans: list[RowSpan] = []
         written: list[int] = []
         for row in rows:
-            begin = len(written)
-            blocks = row.table.blocks
-            written += [
-                blocks[index // BLOCK_TOKENS] * BLOCK_TOKENS + index % BLOCK_TOKENS
-                for index in range(row.table.length, row.end)
-            ]
-            used = blocks[: -(-row.end // BLOCK_TOKENS)]
+            table, begin = row.table, len(written)
+            written += map(table.place, range(table.length, row.end))
+            used = table.blocks[: blocks_of(row.end - table.start)]
             is_run = all(after == before + 1 for before, after in pairwise(used))
             self.spans.append(
                 RowSpan(
                     begin,
                     len(written),
+                    table.start,
                     row.end,
                     used[0] * BLOCK_TOKENS if is_run else -1,
                     None if is_run else torch.tensor(used, device=device),
@@ -141,11 +160,9 @@ class FlatStep:
         self.groups: list[DecodeGroup] = []
         if groups_rows:
             pairs = list(zip(self.spans, rows, strict=True))
-            single = [pair for pair in pairs if pair[0].count == 1]
-            if single:
-                found = decode_groups(*map(list, zip(*single, strict=True)))
-                self.groups = [DecodeGroup(*(one.to(device) for one in group)) for group in found]
+            self.groups = decode_groups([pair for pair in pairs if pair[0].count == 1], device)
             self.spans = [span for span, _ in pairs if span.count > 1]
+        self.mask_functions: set[MaskFunction] = set()
         self._layers: dict[int, PagedLayer] = {}
         # Keeps the identities of `_layers` unique during the pass.
         self._keys: list[Tensor] = []
@@ -235,16 +252,19 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return key_states, value_states
 
     def read(self, span: RowSpan, first: int) -> tuple[Tensor, Tensor]:
-        """Return a row's keys and values from token `first` on, [1, heads, tokens, head_dim]."""
+        """Return a row's keys and values, [1, heads, tokens, head_dim].
+
+        first: of the tokens that the row holds, the first one to be read.
+        """
         if span.blocks is None:
             # Views of views that are made once: this runs for every row in every layer.
-            start, count = span.first_token + first, span.length - first
+            start, count = span.first_token + first, span.held - first
             by_head = self._by_head
             return by_head[0].narrow(2, start, count), by_head[1].narrow(2, start, count)
         keys, values = (
             buffer.view(-1, BLOCK_TOKENS, *buffer.shape[1:])
             .index_select(0, span.blocks[first // BLOCK_TOKENS :])
-            .flatten(0, 1)[first % BLOCK_TOKENS :][: span.length - first]
+            .flatten(0, 1)[first % BLOCK_TOKENS :][: span.held - first]
             for buffer in (self.keys, self.values)
         )
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]

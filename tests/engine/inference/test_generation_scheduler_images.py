@@ -16,6 +16,7 @@ from engine.inference import forward_runner, padded_batch, prompt_reader
 from engine.inference.decoding.decode import StaticDecode
 from engine.inference.prompt_prefetch import PREFETCHED_MAX
 from engine.jobs import FinishedJob
+from engine.paging.block_pool import BLOCK_TOKENS
 from messages.errors import ErrorCode
 from messages.ids import OpId
 from messages.prompts import Sampling
@@ -50,6 +51,18 @@ def _check_joining(reference: PeftReference, bench: ImageBench, **fields: object
         assert driver.output(op)[0] == reference.greedy(row, 12), row.text
         assert isinstance(end := driver.end(op), GenerationEnded)
         assert end.prompt_tokens == len(bench.read(row).tokens)
+
+
+def test_the_blocks_of_images_before_a_window_are_released(tmp_path: Path) -> None:
+    """Both layers of this Gemma 3 have windows, of 6 tokens."""
+    reference, bench = PeftReference("gemma3", tmp_path), ImageBench("gemma3", tmp_path)
+    driver, row = bench.driver(max_num_seqs=1), ROWS[2]
+    op = driver.start(row.adapter, bench.prompt(row), structs.replace(TWELVE, max_tokens=40))
+    driver.run(steps=32)
+    [running] = driver.scheduler.batch._rows
+    assert running.table.released == (len(bench.read(row).tokens) + 31 - 5) // BLOCK_TOKENS > 1
+    driver.run()
+    assert driver.output(op)[0] == reference.greedy(row, 40)
 
 
 @pytest.mark.parametrize("is_paged", [True, False])

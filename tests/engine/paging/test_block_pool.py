@@ -4,13 +4,18 @@ The machine has a memory of its own. Rows write into it what they compute, and a
 something else than its own tokens under its own version has met another row's block.
 """
 
+import sys
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, NoFreeBlocks
-from engine.paging.block_table import BlockTable, block_keys, blocks_of, root_key
+from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, NoFreeBlocks, Prefix
+from engine.paging.block_table import BlockTable, block_keys, blocks_around, blocks_of, root_key
+
+REACHES = st.one_of(st.integers(1, 3 * BLOCK_TOKENS), st.just(sys.maxsize))
+"""Of the tokens of all rows: windows of some blocks, or none."""
 
 VERSIONS = ("base", "adapter, first version", "adapter, second version", None)
 # Few different tokens, and long repeated runs: most prompts share a beginning.
@@ -29,10 +34,10 @@ def reusable(root: bytes, tokens: list[int]) -> list[bytes]:
 class Row:
     """One row of the machine; `version` None is a row that shares nothing."""
 
-    def __init__(self, pool: BlockPool, version: str | None, tokens: list[int]) -> None:
+    def __init__(self, pool: BlockPool, version: str | None, tokens: list[int], reach: int) -> None:
         self.version, self.tokens = version, tokens
         root = None if version is None else root_key(version)
-        self.table = BlockTable(pool, root)
+        self.table = BlockTable(pool, root, reach)
         self.keys = [] if root is None else reusable(root, tokens)
 
     def content(self, index: int) -> object:
@@ -43,18 +48,18 @@ class Row:
 class Blocks(RuleBasedStateMachine):
     """Rows that start, compute, grow, end and are preempted, over a small pool."""
 
-    @initialize(blocks=st.integers(1, 12))
-    def make(self, blocks: int) -> None:
-        self.pool = BlockPool(blocks)
+    @initialize(blocks=st.integers(1, 12), reach=REACHES)
+    def make(self, blocks: int, reach: int) -> None:
+        self.pool, self.reach = BlockPool(blocks), reach
         self.rows: list[Row] = []
         self.memory: dict[tuple[int, int], object] = {}
 
     def compute(self, row: Row, length: int) -> None:
         """Write the row's next tokens, which must not be in a block of another row."""
         for index in range(row.table.length, length):
-            block = row.table.blocks[index // BLOCK_TOKENS]
+            block, inside = divmod(row.table.place(index), BLOCK_TOKENS)
             assert self.pool.references(block) == 1, "a shared block is written"
-            self.memory[block, index % BLOCK_TOKENS] = row.content(index)
+            self.memory[block, inside] = row.content(index)
         row.table.advance(length, lambda: row.tokens)
 
     def preempt(self, row: Row) -> None:
@@ -63,10 +68,10 @@ class Blocks(RuleBasedStateMachine):
 
     @rule(version=st.sampled_from(VERSIONS), tokens=TOKENS, part=st.floats(0, 1))
     def start(self, version: str | None, tokens: list[int], part: float) -> None:
-        row = Row(self.pool, version, tokens)
-        found = self.pool.find(row.keys)
-        needed = blocks_of(len(tokens)) - len(found)
-        fits = needed <= self.pool.available - self.pool.kept_among(found)
+        row = Row(self.pool, version, tokens, self.reach)
+        found = row.table.find(row.keys)
+        needed = blocks_of(len(tokens)) - found.end
+        fits = needed <= self.pool.available - self.pool.kept_among(found.blocks)
         row.table.reuse(found, row.keys)
         try:
             row.table.reserve(len(tokens), expected=2 * len(tokens))
@@ -100,6 +105,22 @@ class Blocks(RuleBasedStateMachine):
         self.compute(row, len(row.tokens))
 
     @precondition(lambda self: self.rows)
+    @rule(data=st.data(), step=st.integers(1, BLOCK_TOKENS), steps=st.integers(1, 12))
+    def advance(self, data: st.DataObject, step: int, steps: int) -> None:
+        """Add tokens in steps, with blocks for one step at a time, as far as there are any."""
+        row = data.draw(st.sampled_from(self.rows))
+        self.compute(row, len(row.tokens))
+        for _ in range(steps):
+            row.tokens = row.tokens + [1] * step
+            try:
+                row.table.reserve(len(row.tokens))
+            except NoFreeBlocks:
+                row.tokens = row.tokens[: row.table.length]
+                return
+            assert len(row.table.blocks) <= blocks_around(min(self.reach, row.table.length) + step)
+            self.compute(row, len(row.tokens))
+
+    @precondition(lambda self: self.rows)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         self.preempt(data.draw(st.sampled_from(self.rows)))
@@ -113,11 +134,13 @@ class Blocks(RuleBasedStateMachine):
             assert self.pool.references(block) == held.count(block)
 
     @invariant()
-    def every_row_reads_its_own_tokens(self) -> None:
+    def every_row_holds_the_tokens_that_its_next_one_attends_to(self) -> None:
         for row in self.rows:
-            for index in range(row.table.length):
-                block = row.table.blocks[index // BLOCK_TOKENS]
-                assert self.memory[block, index % BLOCK_TOKENS] == row.content(index)
+            first = max(0, row.table.length - self.reach)
+            assert 0 <= first - row.table.start < BLOCK_TOKENS
+            for index in range(row.table.start, row.table.length):
+                place = divmod(row.table.place(index), BLOCK_TOKENS)
+                assert self.memory[place] == row.content(index)
 
     def teardown(self) -> None:
         for row in getattr(self, "rows", []):
@@ -130,10 +153,12 @@ Blocks.TestCase.settings = settings(max_examples=40, stateful_step_count=25)
 TestBlocks = Blocks.TestCase
 
 
-def filled(pool: BlockPool, version: str, tokens: list[int]) -> BlockTable:
-    table = BlockTable(pool, root_key(version))
+def filled(
+    pool: BlockPool, version: str, tokens: list[int], reach: int = sys.maxsize
+) -> BlockTable:
+    table = BlockTable(pool, root_key(version), reach)
     keys = reusable(root_key(version), tokens)
-    table.reuse(pool.find(keys), keys)
+    table.reuse(table.find(keys), keys)
     table.reserve(len(tokens))
     table.advance(len(tokens), lambda: tokens)
     return table
@@ -146,8 +171,8 @@ def test_the_least_recently_used_prefix_is_evicted_first_from_its_end() -> None:
         filled(pool, "base", tokens).release()
     filled(pool, "base", [*one, 9]).release()
     # Three blocks of `one` were used last, and one block more took the end of `two`.
-    found = [pool.find(block_keys(root_key("base"), tokens)) for tokens in (one, two)]
-    assert [len(blocks) for blocks in found] == [3, 2]
+    found = [pool.find(reusable(root_key("base"), [*tokens, 9]), 3) for tokens in (one, two)]
+    assert [prefix.end for prefix in found] == [3, 2]
 
 
 def test_a_prefix_is_shared_with_a_running_row_and_outlives_it() -> None:
@@ -180,11 +205,11 @@ def test_a_row_with_tokens_of_its_own_takes_no_other_blocks() -> None:
     first = filled(pool, "base", tokens)
     second = BlockTable(pool, root_key("base"))
     for count in (1, 1, 3):
-        second.reuse(first.blocks[:count], keys)
+        second.reuse(Prefix(count, first.blocks[:count]), keys)
         assert (second.blocks, second.length) == (first.blocks[:count], count * BLOCK_TOKENS)
     second.reserve(3 * BLOCK_TOKENS + 1)
     with pytest.raises(ValueError, match="without tokens of its own"):
-        second.reuse(first.blocks, keys)
+        second.reuse(first.prefix, keys)
 
 
 def test_keys_differ_by_every_part() -> None:
@@ -204,3 +229,37 @@ def test_a_refused_reservation_changes_nothing() -> None:
     with pytest.raises(NoFreeBlocks, match="2 blocks requested, 1 available"):
         table.reserve(3 * BLOCK_TOKENS)
     assert (len(table.blocks), pool.available) == (1, 1)
+
+
+@given(reach=st.integers(1, 200), steps=st.lists(st.integers(1, 100), min_size=1, max_size=12))
+def test_a_row_holds_blocks_of_its_window_and_of_one_step(reach: int, steps: list[int]) -> None:
+    table = BlockTable(BlockPool(blocks_of(sum(steps))), None, reach)
+    for step in steps:
+        table.reserve(table.length + step)
+        assert len(table.blocks) <= blocks_of(reach + step) + 1
+        table.advance(table.length + step, list)
+        assert len(table.blocks) <= blocks_of(reach) + 1
+
+
+def test_a_window_is_reused_without_the_blocks_before_it() -> None:
+    """Of a prompt of ten blocks, whose windows are of two, the first eight blocks are evicted."""
+    pool = BlockPool(10)
+    tokens = [5] * (10 * BLOCK_TOKENS)
+    row = filled(pool, "base", tokens, 2 * BLOCK_TOKENS)
+    assert (row.released, len(row.blocks), pool.held) == (8, 2, 2)
+    filled(pool, "other", [6] * (8 * BLOCK_TOKENS)).release()
+    row.release()
+    assert (row.released, row.capacity, row.length) == (0, 0, 0)
+    keys = reusable(root_key("base"), [*tokens, 5])
+    assert [pool.find(keys, needed).end for needed in (1, 2, 3)] == [10, 10, 0]
+    again = filled(pool, "base", [*tokens, 5], 2 * BLOCK_TOKENS)
+    assert (again.reused, again.released) == (10 * BLOCK_TOKENS, 8)
+
+
+def test_a_prefix_ends_where_a_block_of_its_window_is_missing() -> None:
+    pool = BlockPool(8)
+    keys = [bytes([number]) for number in range(6)]
+    for block, number in zip(pool.allocate(4), (0, 1, 3, 4), strict=True):
+        pool.publish(block, keys[number])
+    ends = [[pool.find(keys[:count], needed).end for count in range(7)] for needed in (1, 2, 3)]
+    assert ends == [[0, 1, 2, 2, 4, 5, 5], [0, 1, 2, 2, 2, 5, 5], [0, 1, 2, 2, 2, 2, 2]]

@@ -11,17 +11,22 @@ from engine.config import LoRAConfig
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
 from engine.paging.block_pool import BLOCK_TOKENS, BlockPool
-from engine.paging.block_table import BlockTable
+from engine.paging.block_table import BlockTable, blocks_around, blocks_of
 from engine.paging.flat_model import FlatModel, FlatRefused, try_flat
 from engine.paging.paged_cache import FlatRow
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX
 
+pytest_plugins = ("tests.support.engine.engine_fixtures",)
+
 LENGTHS = (3, 40, 17, 1, 33)
 """Of rows that decode: less than a block, several blocks, and one token into a block."""
 
 
-def build(model_type: str, **fields: object) -> CausalModel:
+LONG_TOKENS = 150
+
+
+def build(model_type: str, context: int = CONTEXT_TOKENS_MAX, **fields: object) -> CausalModel:
     if model_type == "gpt_oss":
         torch.manual_seed(1)
         config = GptOssConfig(
@@ -42,11 +47,16 @@ def build(model_type: str, **fields: object) -> CausalModel:
     else:
         row = next(one for one in ARCHITECTURES if one.model_type == model_type)
         whole = replace(row, fields={**row.fields, **fields}).build()
-    return CausalModel(whole, LoRAConfig(), context_tokens_max=CONTEXT_TOKENS_MAX)
+    return CausalModel(whole, LoRAConfig(), context_tokens_max=context)
 
 
 def alone(model: CausalModel, tokens: list[int]) -> Tensor:
     return model.forward(torch.tensor([tokens]), BatchKVCache([len(tokens)]))[0]
+
+
+def whole(model: CausalModel, tokens: list[int]) -> Tensor:
+    """Return the logits after each token of a row, [tokens, vocabulary], in one pass of its own."""
+    return model.forward_all(torch.tensor([tokens]), BatchKVCache([len(tokens)]))[0]
 
 
 @pytest.mark.parametrize("groups_rows", [False, True])
@@ -94,6 +104,82 @@ def test_a_window_wider_than_the_trial_is_kept() -> None:
         assert relative_error(found, alone(model, tokens[:end])) < 1e-5
     narrow = build("mistral", sliding_window=20)
     assert relative_error(alone(narrow, tokens), alone(model, tokens)) > 1e-3
+
+
+WINDOWS = {
+    "mistral": ("mistral", {"sliding_window": 6}, 5),
+    "a window of whole blocks": ("mistral", {"sliding_window": 2 * BLOCK_TOKENS}, 31),
+    "one token more": ("mistral", {"sliding_window": 2 * BLOCK_TOKENS + 1}, 32),
+    "starcoder2": ("starcoder2", {"sliding_window": 20}, 19),
+    "phi3": ("phi3", {"sliding_window": 9}, 8),
+    "all layers by their types": ("cohere2", {"layer_types": ["sliding_attention"] * 2}, 5),
+    "soft-capped": ("gemma2", {"layer_types": ["sliding_attention"] * 2}, 5),
+    "full layers too": ("gemma2", {}, LONG_TOKENS - 1),
+    "full layers only": ("llama", {}, LONG_TOKENS - 1),
+}
+"""Title -> a model, its fields, and its longest reach."""
+
+
+def release_in_passes(flat: FlatModel, known: list[list[int]], steps: tuple[int, ...]) -> Tensor:
+    """Run rows in chunks of these lengths, in turn, and return the last logits of each pass.
+
+    [passes, rows, vocabulary]. Before each pass all memory that no row holds is overwritten.
+    """
+    pool, found = BlockPool(flat.cache.blocks), []
+    tables = [BlockTable(pool, None, flat.reach) for _ in known]
+    while tables[0].length < len(known[0]):
+        step = steps[len(found) % len(steps)]
+        rows = []
+        for table, tokens in zip(tables, known, strict=True):
+            table.reserve(min(table.length + step, len(tokens)))
+            rows.append(FlatRow(tokens[table.length : table.length + step], table))
+        held = {block for table in tables for block in table.blocks}
+        assert len(held) <= len(known) * blocks_around(flat.reach + step)
+        free = [block for block in range(pool.blocks) if block not in held]
+        for layer in flat.cache.layers:
+            for buffer in (layer.keys, layer.values):
+                buffer.view(pool.blocks, -1)[free] = torch.nan
+        found.append(flat.forward(rows))
+        for row in rows:
+            row.table.advance(row.end, list)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("groups_rows", [False, True])
+@pytest.mark.parametrize("title", WINDOWS)
+def test_tokens_before_the_window_are_not_needed(title: str, groups_rows: bool) -> None:
+    """Rows of many windows, in chunks and single tokens; released blocks are overwritten."""
+    model_type, fields, reach = WINDOWS[title]
+    model = build(model_type, LONG_TOKENS, max_position_embeddings=LONG_TOKENS, **fields)
+    assert try_flat(model, lambda *_: None).reach == reach
+    flat = FlatModel(model, 2 * blocks_of(LONG_TOKENS), reach)
+    flat.groups_rows = groups_rows
+    flat.allocate()
+    known = [[(7 * at + 3 * row) % 97 for at in range(LONG_TOKENS)] for row in range(2)]
+    steps = (37, 1, 1, 20, 1)
+    found = release_in_passes(flat, known, steps)
+    expected = [whole(model, tokens) for tokens in known]
+    ends = [sum(steps[at % len(steps)] for at in range(n + 1)) for n in range(len(found))]
+    for logits, end in zip(found, ends, strict=True):
+        for row, own in zip(logits, expected, strict=True):
+            assert relative_error(row, own[min(end, LONG_TOKENS) - 1]) < 1e-5, end
+
+
+@pytest.mark.parametrize("groups_rows", [False, True])
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_row_that_gave_up_a_block_too_early_is_not_computed(step: int, groups_rows: bool) -> None:
+    """Each token attends to the 20 before it, and the row keeps those of 19."""
+    model = build("mistral", sliding_window=21)
+    flat = FlatModel(model, 8)
+    flat.groups_rows = groups_rows
+    table = BlockTable(BlockPool(8), None, reach=19)
+    table.reserve(60)
+    flat.forward([FlatRow(list(range(35)), table)])
+    table.advance(35, list)
+    # Token 35 attends to token 15, in the first block.
+    assert table.released == 1
+    with pytest.raises(RuntimeError, match="blocks have been released"):
+        flat.forward([FlatRow([1] * step, table)])
 
 
 def test_a_model_is_as_before_after_a_refused_trial() -> None:
