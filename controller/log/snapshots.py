@@ -77,16 +77,8 @@ class Snapshot(Struct, array_like=True, forbid_unknown_fields=True, frozen=True)
         return self.position.link.seq
 
 
-class _AnySnapshot(Struct, array_like=True):
-    """The part of a snapshot that is equal in all formats."""
-
-    format: int
-    rules: int
-
-
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Snapshot).decode
-_decode_versions: Final = msgspec.msgpack.Decoder(_AnySnapshot).decode
 
 
 def snapshot_path(directory: Path, seq: Seq) -> Path:
@@ -155,15 +147,15 @@ def decode_snapshot(data: bytes, path: Path) -> Snapshot:
     if data[:_BODY_AT] != _MARKER + xxhash.xxh3_128_digest(body):
         raise SnapshotInvalidError(f"{path}: its bytes are not those that were written")
     try:
-        versions = _decode_versions(body)
-        if (versions.format, versions.rules) != (FORMAT, RULES):
-            raise SnapshotInvalidError(
-                f"{path}: format {versions.format} and rules {versions.rules}; this version reads "
-                f"snapshots of format {FORMAT} and rules {RULES}"
-            )
-        return _decode(body)
+        snapshot = _decode(body)
     except UNDECODABLE as error:
         raise SnapshotInvalidError(f"{path}: it is intact, but unknown here: {error}") from error
+    if (snapshot.format, snapshot.rules) != (FORMAT, RULES):
+        raise SnapshotInvalidError(
+            f"{path}: format {snapshot.format} and rules {snapshot.rules}; this version reads "
+            f"snapshots of format {FORMAT} and rules {RULES}"
+        )
+    return snapshot
 
 
 def restore_controller(snapshot: Snapshot, path: Path, *, checked: bool = False) -> Controller:
