@@ -145,15 +145,16 @@ class PagedBatch:
         return PagedRow(sequence, table, self._row_blocks)
 
     def _fits(self, row: PagedRow) -> bool:
-        """Whether there are blocks for a sequence, after those promised to the others."""
-        if not self._rows:
-            return True
+        """Whether there are blocks for a sequence, after those promised to the others.
+
+        One alone fits, unless suspended ones hold blocks.
+        """
         # A sequence that continues has its blocks.
         begun = row.table.prefix if row.table.blocks else self._reusable(row)
         prefilling = [one for one in self._rows if not one.is_prefilled]
         promised = sum(one.missing_blocks(one.table.prefix) for one in prefilling)
         # One more block for each sequence, so that the next steps preempt nothing.
-        growth = len(self._rows) + 1
+        growth = len(self._rows) + 1 if self._rows else 0
         needed = row.missing_blocks(begun) + growth
         return needed + promised <= self.pool.available - self.pool.kept_among(begun.blocks)
 

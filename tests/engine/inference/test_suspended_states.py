@@ -122,3 +122,21 @@ def test_prompts_with_images_are_suspended_and_not_read_again(
     for op, row in ops.items():
         assert driver.output(op)[0] == reference.greedy(row, 24), row.text
     assert driver.scheduler.kv_use.size_bytes == 0
+
+
+def test_a_prompt_with_images_takes_the_blocks_of_suspended_sequences(tmp_path: Path) -> None:
+    """It needs all its blocks at once, and there are those of one sequence."""
+    reference, bench = PeftReference("llava", tmp_path), ImageBench("llava", tmp_path)
+    driver = bench.driver(max_num_seqs=1)
+    tokens = tuple(range(50, 250))
+    suspended = driver.start("one", tokens, Sampling(max_tokens=9))
+    driver.run(steps=5)
+    driver.scheduler.suspend(0, 1)
+    pool, row = driver.scheduler.batch.pool, IMAGE_ROWS[2]
+    assert pool.available < pool.held
+    op = driver.start(row.adapter, bench.prompt(row), Sampling(max_tokens=100))
+    driver.run()
+    assert driver.output(op)[0] == reference.greedy(row, 100)
+    driver.scheduler.resume(ResumeGeneration(99, suspended, 0, 1))
+    driver.run()
+    assert driver.output(suspended)[0] == driver.alone("one", tokens, Sampling(max_tokens=9))[0]
