@@ -63,6 +63,15 @@ def test_a_batch_without_adapters_has_a_graph_of_its_own(specialize_active: bool
     assert none != some
 
 
+def test_a_graph_belongs_to_the_launches_over_tokens_and_over_sampled_rows() -> None:
+    punica = wrapper()
+    runner = GraphRunner(punica, lambda step: step)
+    for tokens, rows in ((4, 2), (4, 3), (8, 2)):
+        punica.update_metadata(LoRAMapping([1] * tokens, [1] * rows), SLOTS)
+        runner.run(lambda: torch.zeros(1), "shape")
+    assert len(runner.keys) == 3
+
+
 def test_a_step_of_another_shape_is_another_graph() -> None:
     three, four = keys([[1, 0, 0], [1, 0, 0, 0]], specialize_active=False)
     assert three != four

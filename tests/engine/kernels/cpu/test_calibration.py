@@ -3,17 +3,19 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import linear
 
 from engine.kernels.cpu import calibration as calibrating
 from engine.kernels.cpu import product_timing
 from engine.kernels.cpu.base_linear import ROWS as BASE_ROWS
-from engine.kernels.cpu.base_linear import WAYS
-from engine.kernels.cpu.blocks import tile_by_length
+from engine.kernels.cpu.base_linear import WAYS, fastest_linear, fastest_ways
+from engine.kernels.cpu.blocks import BatchTiler, tile_by_length
 from engine.kernels.cpu.calibration import (
     Calibration,
     ProductSpeeds,
@@ -35,7 +37,16 @@ from engine.kernels.cpu.dense import Dense
 from engine.kernels.cpu.gathered import Gathered, TransposedGathered
 from engine.kernels.cpu.grouped import Grouped
 from engine.kernels.cpu.layer_block import layer_block
-from tests.support.kernels.kernel_cases import Shape, make_case
+from engine.kernels.cpu.linear import CpuLinear
+from engine.kernels.cpu.scratch import Scratch
+from tests.support.kernels.kernel_cases import (
+    ERRORS_MAX,
+    Shape,
+    error_of,
+    expected_output,
+    make_case,
+    mixed_rows,
+)
 from tests.support.kernels.way_times import way_times
 
 KNOWN = Calibration(DEFAULT_COSTS, ProductSpeeds(way_times(1.0), 2.0, 3.0))
@@ -96,6 +107,28 @@ def test_every_number_is_stored_exactly(numbers: list[float]) -> None:
     found = decode_calibration(json.dumps(numbers).encode())
     assert calibrating._numbers(found) == numbers
     assert decode_calibration(encode_calibration(found)) == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_constants_lead_to_right_results(dtype: torch.dtype) -> None:
+    """A disturbed measurement, or a changed file, costs time and nothing else."""
+    random = Random(5)
+    shape = Shape(48, (24, 40), 4, (1, 8, 16), 0.2)
+    batches = [*(mixed_rows(random, tokens, 4) for tokens in (1, 9, 40)), [0] * 140 + [1] * 130]
+    cases = [make_case(shape, rows, dtype, len(rows)) for rows in batches]
+    expected = [expected_output(case) for case in cases]
+    x, weight = torch.randn(9, 33), torch.randn(17, 33)
+    for _ in range(8):
+        numbers = [random.choice((0.0, 10 ** random.uniform(-6, 8))) for _ in range(NUMBERS)]
+        found = decode_calibration(json.dumps(numbers).encode())
+        product = fastest_linear(fastest_ways(found.products.float32))
+        if product is not None:
+            torch.testing.assert_close(product(x, weight, None), linear(x, weight))
+        compute = CpuLinear(BatchTiler(False), Scratch(), found.costs)
+        for case, right in zip(cases, expected, strict=True):
+            y = case.y.clone()
+            compute(y, case.x, case.slices, case.groups, 1.0)
+            assert error_of(y, right) <= ERRORS_MAX[dtype]
 
 
 def test_processes_that_store_at_the_same_time_leave_one_whole_file(tmp_path: Path) -> None:
