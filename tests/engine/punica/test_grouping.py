@@ -1,11 +1,13 @@
 """The groups of a batch: each row with an adapter once, at offsets that the bounds determine."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels.operands import TILE_ROWS, GroupBounds, Groups
 from engine.punica.grouping import Grouper
+from tests.support.engine.table_kernels import use_fixed_tables
 
 CPU = torch.device("cpu")
 SLOTS = 9
@@ -83,3 +85,24 @@ def test_the_bound_on_tiles_is_tight() -> None:
     assert GroupBounds(8, 8, 16).max_tiles(16) == 8
     assert GroupBounds(64, 1, 16).max_tiles(64) == 1
     assert GroupBounds(18, 2, 16).max_tiles(16) == 3
+
+
+def test_fixed_tables_have_another_identity_once_they_have_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grouper = Grouper(CPU, 16)
+    use_fixed_tables(grouper, monkeypatch)
+    # All batches are kept, so that no address is used again.
+    batches, identities = [], []
+    for rows in (1, 2, 40, 3, 40, 900, 1):
+        slots = torch.arange(rows) % SLOTS
+        batches.append(grouper.group(slots, slots, SLOTS))
+        assert rows_by_tile(batches[-1].tokens, batches[-1].tokens.tiles[0].table) == sorted(
+            zip(slots.tolist(), range(rows), strict=True)
+        )
+        identities.append(grouper.buffer_identity)
+    places = [batch.tokens.rows.untyped_storage().data_ptr() for batch in batches]
+    for one, place in zip(identities, places, strict=True):
+        for other, elsewhere in zip(identities, places, strict=True):
+            assert (one is other) == (place == elsewhere)
+    assert len(set(places)) > 2

@@ -3,6 +3,8 @@
 A tape of a step with them (`tape_capture`) can be replayed for other adapters, ranks and slots.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +14,7 @@ from engine.kernels.operands import Groups, LoRASlices
 from engine.kernels.reference import reference_kernels
 from engine.layout import aligned_elements
 from engine.punica import grouping
-from engine.punica.grouping import _DeviceBuffer
-from engine.punica.wrapper import PunicaWrapper
+from engine.punica.grouping import Grouper, _DeviceBuffer
 
 CPU = torch.device("cpu")
 
@@ -28,23 +29,21 @@ class _NoStream:
         """Do nothing."""
 
 
-class _HostTables(_DeviceBuffer):
-    """The device's tables in the host's memory."""
+def use_fixed_tables(grouper: Grouper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a grouper's tables have fixed addresses until they grow, as on a GPU."""
+    zeros = torch.zeros
 
-    def _allocate(self, words: int) -> None:
-        self.identity = object()
-        with torch.inference_mode(False):
-            self._on_device = torch.zeros(words, dtype=torch.int64)
-            self._on_host = [torch.zeros(words, dtype=torch.int64) for _ in range(2)]
-        self._copied = [_NoStream(), _NoStream()]
+    def pageable_zeros(*size: int, pin_memory: bool = False, **fields: Any) -> Tensor:
+        # Only a device's driver can lock pages.
+        del pin_memory
+        return zeros(*size, **fields)
 
-
-def use_fixed_tables(punica: PunicaWrapper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a wrapper's tables have fixed addresses until they grow, as on a GPU."""
+    monkeypatch.setattr(torch, "zeros", pageable_zeros)
+    monkeypatch.setattr(torch.cuda, "Event", _NoStream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: _NoStream())
     # They are to grow: larger ones are a reason to capture again.
     monkeypatch.setattr(grouping, "INITIAL_TOKENS", 4)
-    punica.grouper._buffer = _HostTables(CPU)
+    grouper._buffer = _DeviceBuffer(CPU)
 
 
 def table_kernels() -> Kernels:

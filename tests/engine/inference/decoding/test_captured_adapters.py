@@ -49,7 +49,7 @@ def make_bench(
     """Return a maker of benches; the last one that was made binds the model's layers."""
 
     def choose(model: CausalModel, punica: PunicaWrapper, *_: object) -> DecodeStrategy:
-        use_fixed_tables(punica, monkeypatch)
+        use_fixed_tables(punica.grouper, monkeypatch)
         return StaticDecode(model, GraphRunner(punica, capture))
 
     def make(is_captured: bool, **lora_fields: object) -> GenerationBench:

@@ -85,13 +85,38 @@ def test_a_step_with_saved_layers_is_neither_captured_nor_replayed() -> None:
         choose_kernels("cpu", "reference"),
         has_saved_layers=lambda slot: slot == 2,
     )
-    runner = GraphRunner(punica, lambda step: step)
-    calls: list[int] = []
-    for ids, captured in (([1, 0], 1), ([3, 0], 1), ([1, 3], 1)):
+    replays: list[DecodeStep] = []
+
+    def capture(step: DecodeStep) -> DecodeStep:
+        return lambda: replays.append(step) or step()
+
+    runner = GraphRunner(punica, capture)
+    for ids, is_replayed in (([1, 0], True), ([3, 0], False), ([1, 3], False), ([1, 1], True)):
         punica.update_metadata(LoRAMapping(ids, ids), SLOTS)
-        runner.run(lambda: calls.append(1) or torch.zeros(1), "shape")
-        assert len(runner.keys) == captured
-    assert len(calls) == 3
+        replays.clear()
+        assert runner.run(lambda: torch.ones(1), "shape") == 1.0
+        assert bool(replays) == is_replayed
+    assert len(runner.keys) == 1
+
+
+def test_a_step_with_groups_for_a_layers_own_rows_is_not_replayed() -> None:
+    """No later mapping overwrites the tables of those groups."""
+    punica = wrapper()
+
+    def capture(step: DecodeStep) -> DecodeStep:
+        found = step()
+        return lambda: found
+
+    def step() -> Tensor:
+        groups = punica.groups_of((2, 6))
+        assert groups is not None
+        return groups.token_slots
+
+    runner = GraphRunner(punica, capture)
+    for ids in ([1, 2], [3, 1], [2, 2]):
+        punica.update_metadata(LoRAMapping([ids[0], *ids, ids[1]], ids), SLOTS)
+        expected = [id_ - 1 for id_ in ids for _ in range(6)]
+        assert runner.run(step, "shape").tolist() == expected
 
 
 def test_a_graph_is_not_replayed_for_reallocated_tables() -> None:
