@@ -34,6 +34,7 @@ from benchmarks.serving import serving
 from controller.client import Client
 from controller.client.errors import LoradockError
 from controller.core.limits import Limits
+from controller.log.event_files import FILE_BYTES_MAX
 from controller.shell.clients.client_table import CLIENTS_MAX
 from controller.shell.config import ServeConfig, ServerConfig
 from controller.shell.event_stream import EVENTS_KEPT
@@ -74,7 +75,7 @@ class Kind(NamedTuple):
     """A sampled quantity: its unit, and its largest growth that counts as flat.
 
     The growth over the counted part is compared with a part of the median and with a number: pages
-    are allocated in steps, and the log and the events have up to a file more before each snapshot.
+    are allocated in steps, and a segment and an event file are dropped when they are whole.
     """
 
     unit: str
@@ -86,7 +87,7 @@ KINDS: Final = {
     "memory": Kind("MiB", 0.05, 4),
     "descriptors": Kind("", 0, 2),
     "threads": Kind("", 0, 1),
-    "log": Kind("MiB", 0.2, 2),
+    "log": Kind("MiB", 0.2, (SEGMENT_BYTES + FILE_BYTES_MAX) / 2**20),
 }
 
 
