@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from engine.layout import next_power_of_two
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import STATIC_COLUMNS_MIN, BatchKVCache, static_mask
 from engine.models.kv_cache_layer import StaticKVLayer
-from engine.punica import PunicaWrapper
+from engine.punica import LoRAMapping, PunicaWrapper
 from messages.prompts import Sampling
 from tests.support.engine.generation_bench import NAMES, PROMPTS, REQUESTS, GenerationBench
 from tests.support.engine.tape_capture import TapeCapture
@@ -237,6 +238,12 @@ def test_rows_that_are_unused_attend_only_to_themselves(model: CausalModel) -> N
     assert len(found) == 5
     own = [[row, length + 2, length + 2] for row, length in enumerate((3, 7, 2, 6, 5))]
     assert seen == [own + [[0, 1, 0]] * 3]
+
+
+def test_rows_that_are_unused_are_of_the_base_model() -> None:
+    running = [SimpleNamespace(command=SimpleNamespace(adapter_id=id_)) for id_ in (3, 1, 3)]
+    for rows, ids in ((3, [3, 1, 3]), (4, [3, 1, 3, 0])):
+        assert padded_batch._decode_mapping(running, rows) == LoRAMapping(ids, ids)
 
 
 def test_a_crop_on_the_left_does_not_reallocate_the_buffers(model: CausalModel) -> None:
