@@ -1,6 +1,6 @@
 """The probe of decode steps: which models can be captured, and the reason for the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 import pytest
@@ -151,6 +151,20 @@ def test_ranks_and_models_that_embed_capture_nothing(
     embedder = PoolingModel(EMBEDDERS[0].make(), LoRAConfig(), task="embed")
     with pytest.raises(ValueError, match="served to embed"):
         choose_scheduler(embedder, punica, None, config, None, None)
+
+
+def test_steps_of_the_base_and_of_an_adapter_are_tried(punica: PunicaWrapper) -> None:
+    """They launch different kernels."""
+    launched = set()
+
+    class Noting(SyncCheckedRunner):
+        def run(self, step: DecodeStep, shape: Hashable) -> Tensor:
+            launched.add(punica.launch_key.tokens is not None)
+            return super().run(step, shape)
+
+    model = prepare(architecture("llama").build())
+    assert isinstance(static_or_dynamic(model, punica, 2, Noting(CPU)), StaticDecode)
+    assert launched == {False, True}
 
 
 @pytest.mark.parametrize(("model_type", "kind"), [("llama", StaticDecode), ("mpt", DynamicDecode)])
