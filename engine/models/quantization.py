@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import torch
-from transformers import BitsAndBytesConfig, FineGrainedFP8Config, PreTrainedModel, TorchAoConfig
+from torch import nn
+from transformers import BitsAndBytesConfig, FineGrainedFP8Config, TorchAoConfig
 
 from engine.config import LORA_DTYPES, QUANTIZATIONS, UNQUANTIZED, EngineConfig
 from engine.errors import ModelRefused
@@ -83,6 +84,7 @@ def loading_options(name: str, model_config: Any, device: torch.device) -> dict[
     return {"quantization_config": made, "device_map": {"": device}}
 
 
-def is_quantized(model: PreTrainedModel) -> bool:
+def is_quantized(model: nn.Module) -> bool:
     """Whether a model was quantised, when it was saved or while it was loaded."""
-    return getattr(model.config, "quantization_config", None) is not None
+    config = getattr(model, "config", None)
+    return getattr(config, "quantization_config", None) is not None

@@ -37,12 +37,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
 
 
 def kernels_of(model: nn.Module, group: object, config: LoRAConfig = TWO_SLOTS) -> Kernels:
-    model.config = SimpleNamespace()
     served = SimpleNamespace(model=model, group=group, device=torch.device("cpu"))
     return binding._kernels_of(served, config)
 
 
 def test_a_large_model_is_calibrated(measured: list[Calibration]) -> None:
+    """It may be any module, without a config."""
     kernels = kernels_of(LARGE, SINGLE)
     assert kernels.linear._costs == measured[0].costs
     assert kernels.base_linear is not None
@@ -58,6 +58,14 @@ def test_a_small_or_batch_invariant_one_is_not(
     assert kernels.linear._costs == DEFAULT_COSTS
     assert kernels.base_linear is None
     assert measured == []
+
+
+def test_the_products_of_a_quantised_model_are_its_own(measured: list[Calibration]) -> None:
+    model = nn.Linear(4096, 4097, device="meta")
+    model.config = SimpleNamespace(quantization_config=SimpleNamespace())
+    kernels = kernels_of(model, SINGLE)
+    assert kernels.linear._costs == measured[0].costs
+    assert kernels.base_linear is None
 
 
 @pytest.mark.parametrize("leading", [LARGE, SMALL])
