@@ -58,14 +58,14 @@ def choose_budget(
 
 
 def _chunks_are_equal(model: CausalModel, mapper: ProbeMapper) -> bool:
-    """Whether a left-padded batch in chunks has the same logits as in one forward pass."""
+    """Whether a left-padded batch in chunks has the same logits as in one pass, on all ranks."""
     whole = _prefill(model, mapper, max(_PROBE_LENGTHS))
     try:
         chunked = _prefill(model, mapper, _PROBE_COLUMNS)
     except MODEL_CODE_ERRORS:
         return False
     error = float((chunked.double() - whole.double()).norm() / whole.double().norm())
-    return error <= ERRORS_MAX.get(whole.dtype, ERROR_MAX_HALF)
+    return model.group.all_true(error <= ERRORS_MAX.get(whole.dtype, ERROR_MAX_HALF))
 
 
 def _prefill(model: CausalModel, mapper: ProbeMapper, columns: int) -> Tensor:

@@ -143,10 +143,10 @@ def try_flat(model: CausalModel, map_tokens: MapTokens) -> FlatTrial:
         expected = _own_logits(model, tokens[row], ends, map_tokens)
         distance = float((logits.double() - expected.double()).norm() / expected.double().norm())
         allowed = ERRORS_MAX.get(expected.dtype, ERROR_MAX_HALF)
-        if not distance <= allowed:
+        if not model.group.all_true(distance <= allowed):
             raise FlatRefused(
-                f"a flat pass differs from the model's own (relative norm {distance:.1e}, at most "
-                f"{allowed:.0e})"
+                f"a flat pass differs from the model's own (relative norm {distance:.1e} here, at "
+                f"most {allowed:.0e} on every rank)"
             )
     return FlatTrial(flat.cache.block_bytes, reach)
 

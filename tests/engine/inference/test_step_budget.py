@@ -28,3 +28,12 @@ def test_a_prefill_that_others_slow_down_does_not_lower_the_budget(
     mapper = SimpleNamespace(map=lambda *_: None)
     budget = choose_budget(prepared_model, mapper, engine_config, is_flat=True)  # type: ignore[arg-type]
     assert budget.tokens == int(MEASURED_TOKENS * STEP_S_CPU / min(durations))
+
+
+def test_prompts_are_divided_only_if_no_rank_sees_a_difference(
+    prepared_model: CausalModel, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapper = SimpleNamespace(map=lambda *_: None)
+    assert choose_budget(prepared_model, mapper, engine_config).chunks  # type: ignore[arg-type]
+    monkeypatch.setattr(type(prepared_model.group), "all_true", lambda *_: False)
+    assert not choose_budget(prepared_model, mapper, engine_config).chunks  # type: ignore[arg-type]

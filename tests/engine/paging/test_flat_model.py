@@ -190,3 +190,13 @@ def test_a_model_is_as_before_after_a_refused_trial() -> None:
         try_flat(model, lambda *_: None)
     assert torch.equal(alone(model, tokens), before[0])
     assert model.model.config._attn_implementation == before[1]
+
+
+def test_a_difference_on_one_rank_refuses_flat_passes_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build("llama")
+    try_flat(model, lambda *_: None)
+    monkeypatch.setattr(type(model.group), "all_true", lambda *_: False)
+    with pytest.raises(FlatRefused, match="on every rank"):
+        try_flat(model, lambda *_: None)
