@@ -4,7 +4,10 @@ The machine has a memory of its own. Rows write into it what they compute, and a
 something else than its own tokens under its own version has met another row's block.
 """
 
+import random
 import sys
+from functools import partial
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -263,3 +266,38 @@ def test_a_prefix_ends_where_a_block_of_its_window_is_missing() -> None:
         pool.publish(block, keys[number])
     ends = [[pool.find(keys[:count], needed).end for count in range(7)] for needed in (1, 2, 3)]
     assert ends == [[0, 1, 2, 2, 4, 5, 5], [0, 1, 2, 2, 2, 5, 5], [0, 1, 2, 2, 2, 2, 2]]
+
+
+def test_most_rows_are_adjacent_after_all_blocks_were_used() -> None:
+    """16 rows run at a time; their prompts are kept, so hardly any block is ever free."""
+    chance, pool = random.Random(1), BlockPool(512)
+    rows: list[tuple[BlockTable, int]] = []
+    adjacent = []
+    for number in range(600):
+        length = chance.randint(50, 150)
+        table = BlockTable(pool, root_key(str(number)))
+        table.reserve(length, length + 48)
+        table.advance(length, partial(range, length))
+        rows.append((table, length + 48))
+        if len(rows) == 16:
+            ended, end = rows.pop(chance.randrange(16))
+            ended.reserve(end, end)
+            ended.advance(end, partial(range, end))
+            adjacent.append(all(after == before + 1 for before, after in pairwise(ended.blocks)))
+            ended.release()
+    assert pool.problems() == []
+    assert sum(adjacent[-300:]) > 150
+
+
+def test_few_kept_blocks_are_evicted_to_make_blocks_adjacent() -> None:
+    pool = BlockPool(160)
+    tables = [BlockTable(pool, root_key(str(number))) for number in range(160)]
+    for table in tables:
+        table.reserve(BLOCK_TOKENS)
+        table.advance(BLOCK_TOKENS, partial(range, BLOCK_TOKENS))
+    # Every second block is held, so no two can be adjacent.
+    for table in tables[::2]:
+        table.release()
+    pool.allocate(1, room=40)
+    assert pool.available == 79
+    assert pool.kept_among(range(160)) >= 80 - 1 - 160 // 8
