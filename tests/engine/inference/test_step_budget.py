@@ -5,20 +5,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, LoRAConfig
 from engine.inference import step_budget
 from engine.inference.step_budget import STEP_S_CPU, choose_budget
 from engine.models.causal_model import CausalModel
+from engine.models.loading import load_model
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 MEASURED_TOKENS = 64
 
 
+@pytest.fixture
+def model(engine_config: EngineConfig, lora_config: LoRAConfig) -> CausalModel:
+    """A model of its own, which no engine has bound, so that its forward needs no mapping."""
+    return load_model(engine_config, lora_config)
+
+
 @pytest.mark.parametrize("durations", [(9.0, 0.1, 0.7, 0.4), (9.0, 0.4, 0.7, 0.1)])
 def test_a_prefill_that_others_slow_down_does_not_lower_the_budget(
     durations: Sequence[float],
-    prepared_model: CausalModel,
+    model: CausalModel,
     engine_config: EngineConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -26,14 +33,14 @@ def test_a_prefill_that_others_slow_down_does_not_lower_the_budget(
     clock = SimpleNamespace(perf_counter=lambda: next(readings))
     monkeypatch.setattr(step_budget, "time", clock)
     mapper = SimpleNamespace(map=lambda *_: None)
-    budget = choose_budget(prepared_model, mapper, engine_config, is_flat=True)  # type: ignore[arg-type]
+    budget = choose_budget(model, mapper, engine_config, is_flat=True)  # type: ignore[arg-type]
     assert budget.tokens == int(MEASURED_TOKENS * STEP_S_CPU / min(durations))
 
 
 def test_prompts_are_divided_only_if_no_rank_sees_a_difference(
-    prepared_model: CausalModel, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    model: CausalModel, engine_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mapper = SimpleNamespace(map=lambda *_: None)
-    assert choose_budget(prepared_model, mapper, engine_config).chunks  # type: ignore[arg-type]
-    monkeypatch.setattr(type(prepared_model.group), "all_true", lambda *_: False)
-    assert not choose_budget(prepared_model, mapper, engine_config).chunks  # type: ignore[arg-type]
+    assert choose_budget(model, mapper, engine_config).chunks  # type: ignore[arg-type]
+    monkeypatch.setattr(type(model.group), "all_true", lambda *_: False)
+    assert not choose_budget(model, mapper, engine_config).chunks  # type: ignore[arg-type]
