@@ -193,7 +193,7 @@ def test_without_an_engine_none_is_restarted(tmp_path: Path) -> None:
 def test_a_stopped_snapshotter_is_not_taken_for_its_controller(tmp_path: Path) -> None:
     directory = tmp_path / "d"
     options = ("--engine", "external", "--snapshot-interval", "20", "--http", "127.0.0.1:0")
-    with serve(directory, *options, "--hang-timeout", "0.35") as process:
+    with serve(directory, *options, "--hang-timeout", "2") as process:
         first = status_once(directory, lambda status: status.seq > 0)
         with RawClient(directory) as client:
             # They wait for an engine, and each of them is in the log.
