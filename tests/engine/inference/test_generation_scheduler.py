@@ -46,9 +46,7 @@ def test_greedy_output_equals_transformers_with_peft(
 
 def test_a_mixed_batch_equals_its_requests_one_by_one(bench: GenerationBench) -> None:
     alone = [bench.alone(name, prompt) for name, prompt in REQUESTS]
-    ops = [bench.start(name, prompt) for name, prompt in REQUESTS]
-    bench.run()
-    assert [bench.output(op) for op in ops] == alone
+    assert bench.outputs(REQUESTS) == alone
     assert len({tuple(tokens) for tokens, _ in alone}) > len(REQUESTS) // 2
 
 
@@ -60,15 +58,9 @@ def test_sequences_that_join_and_leave_do_not_change_the_others(
         (*REQUESTS[at % len(REQUESTS)], Sampling(max_tokens=lengths[at % 8])) for at in range(24)
     ]
     alone = [bench.alone(*request) for request in requests]
-    ops = []
-    for request in requests:
-        ops.append(bench.start(*request))
-        bench.run(steps=2)
-    bench.run()
-    assert [bench.output(op) for op in ops] == alone
-    assert [len(bench.output(op)[0]) for op in ops] == [
-        request[2].max_tokens for request in requests
-    ]
+    outputs = bench.outputs(requests, steps_between=2)
+    assert outputs == alone
+    assert [len(tokens) for tokens, _ in outputs] == [request[2].max_tokens for request in requests]
 
 
 @pytest.mark.parametrize("is_paged", [False, True])
@@ -88,9 +80,7 @@ def test_the_batch_is_bounded_in_sequences_and_prefill_tokens(
     passes: list[list[int]] = []
     bench.intercept(monkeypatch, lambda tokens, run: passes.append(tokens) or run())
     monkeypatch.setattr(padded_batch, "PREFILL_TOKENS_MAX", 12)
-    ops = [bench.start(*request) for request in REQUESTS]
-    bench.run()
-    assert [bench.output(op) for op in ops] == expected
+    assert bench.outputs(REQUESTS) == expected
     assert max(map(len, passes)) == 3
     assert max(map(sum, passes)) <= 12
 

@@ -60,16 +60,6 @@ def prompt_tokens(passes: list[list[int]]) -> int:
     return found
 
 
-def record_preemptions(bench: GenerationBench) -> list[object]:
-    """Return the list of all sequences that are preempted from now on."""
-    preempted: list[object] = []
-    on_preemption = bench.scheduler.on_preemption
-    bench.scheduler.on_preemption = lambda sequences: (
-        preempted.extend(sequences) or on_preemption(sequences)
-    )
-    return preempted
-
-
 def test_a_lack_of_blocks_fails_no_sequence_and_changes_no_token(bench_of: Any) -> None:
     """Outputs of up to 60 tokens over blocks for two of the longest sequences, twice."""
     requests = [
@@ -86,7 +76,7 @@ def test_a_lack_of_blocks_fails_no_sequence_and_changes_no_token(bench_of: Any) 
             max_num_batched_tokens=24,
             prefix_caching=shares,
         )
-        preempted = record_preemptions(bench)
+        preempted = bench.record_preemptions()
         ops = [bench.start(*request) for request in requests]
         pool = bench.scheduler.batch.pool
         while not bench.scheduler.is_idle:

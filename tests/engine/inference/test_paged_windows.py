@@ -107,16 +107,6 @@ def bench_of(model: CausalModel, adapter_root: Path, engine_config: EngineConfig
     return lambda **fields: WindowBench(model, adapter_root, replace(engine_config, **fields))
 
 
-def preempted_of(bench: WindowBench) -> list[object]:
-    """Return the list of all sequences that are preempted from now on."""
-    found: list[object] = []
-    on_preemption = bench.scheduler.on_preemption
-    bench.scheduler.on_preemption = lambda sequences: (
-        found.extend(sequences) or on_preemption(sequences)
-    )
-    return found
-
-
 @pytest.mark.parametrize(
     ("step", "blocks", "shares", "groups_rows"),
     [
@@ -139,7 +129,7 @@ def test_long_rows_in_few_blocks_have_the_tokens_of_transformers(
         kv_cache_bytes=blocks * BLOCK_BYTES, max_num_batched_tokens=step, prefix_caching=shares
     )
     bench.batch._flat.groups_rows = groups_rows
-    preempted = preempted_of(bench)
+    preempted = bench.record_preemptions()
     ops = [
         bench.start(name, prompt, Sampling(max_tokens=count)) for name, prompt, count in REQUESTS
     ]

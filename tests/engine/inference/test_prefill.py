@@ -45,12 +45,7 @@ def test_chunks_change_no_token(bench_of: Any, no_eos: None, tokens: int) -> Non
     expected = [whole.alone(*request) for request in MIXED]
     chunked = bench_of(max_num_batched_tokens=tokens)
     assert chunked.scheduler.batch.budget.chunks
-    ops = []
-    for request in MIXED:
-        ops.append(chunked.start(*request))
-        chunked.run(steps=1)
-    chunked.run()
-    assert [chunked.output(op) for op in ops] == expected
+    assert chunked.outputs(MIXED, steps_between=1) == expected
 
 
 def test_running_sequences_continue_with_every_step_of_a_long_prompt(
@@ -250,12 +245,7 @@ def test_a_batch_that_can_not_be_joined_for_lack_of_memory_starts_again(
         join(self, other)
 
     monkeypatch.setattr(cache_class, "join", failing)
-    ops = []
-    for request in MIXED[:6]:
-        ops.append(bench.start(*request))
-        bench.run(steps=2)
-    bench.run()
-    assert [bench.output(op) for op in ops] == expected
+    assert bench.outputs(MIXED[:6], steps_between=2) == expected
 
 
 @given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=20))

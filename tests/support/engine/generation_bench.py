@@ -1,6 +1,6 @@
 """A generation scheduler without an engine: one slot per example adapter, and its reports."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -76,6 +76,29 @@ class SchedulerDriver:
                 return
             self.scheduler.step()
         assert steps < 1000, "generations do not end"
+
+    def outputs(
+        self, requests: Iterable[tuple[object, ...]], steps_between: int = 0
+    ) -> list[tuple[list[int], str]]:
+        """Run requests (the arguments of `start`) in one batch; return their outputs.
+
+        steps_between: those after the start of each request.
+        """
+        ops = []
+        for request in requests:
+            ops.append(self.start(*request))
+            self.run(steps_between)
+        self.run()
+        return [self.output(op) for op in ops]
+
+    def record_preemptions(self) -> list[object]:
+        """Return the list of all sequences that are preempted from now on."""
+        preempted: list[object] = []
+        on_preemption = self.scheduler.on_preemption
+        self.scheduler.on_preemption = lambda sequences: (
+            preempted.extend(sequences) or on_preemption(sequences)
+        )
+        return preempted
 
     def intercept(self, monkeypatch: pytest.MonkeyPatch, around: AroundPass) -> None:
         """Call `around` in place of each forward pass, with every row's tokens and the pass."""

@@ -70,12 +70,7 @@ def test_rows_with_adapters_that_join_and_leave_answer_as_alone(
     expected = [bench.alone(*request) for request in MIXED]
     bench = make_bench(is_captured=True, specialize_active_lora=specialize_active)
     for _ in range(2):
-        ops = []
-        for request in MIXED:
-            ops.append(bench.start(*request))
-            bench.run(steps=2)
-        bench.run()
-        assert [bench.output(op) for op in ops] == expected
+        assert bench.outputs(MIXED, steps_between=2) == expected
     assert capture.captures < capture.replays / 4
 
 

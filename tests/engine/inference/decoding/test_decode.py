@@ -103,12 +103,7 @@ def test_sequences_that_join_leave_and_outgrow_the_buffers_change_nothing(
     expected = [bench.alone(*request) for request in requests]
     recorder = Recorder()
     bench = make_bench(recorder)
-    ops = []
-    for request in requests:
-        ops.append(bench.start(*request))
-        bench.run(steps=2)
-    bench.run()
-    assert [bench.output(op) for op in ops] == expected
+    assert bench.outputs(requests, steps_between=2) == expected
     columns = {columns for _, columns in recorder.shapes}
     assert columns == {STATIC_COLUMNS_MIN, 2 * STATIC_COLUMNS_MIN}
     assert all(len(addresses) == 1 for addresses in recorder.seen.values())
@@ -127,12 +122,7 @@ def test_captured_steps_equal_steps_that_run(
     # The CPU's kernels read their groups on the host and can't be captured: the base model only.
     punica = PunicaWrapper(bench.model.device, 16, choose_kernels("cpu"))
     bench = make_bench(GraphRunner(punica, capture))
-    ops = []
-    for request in requests:
-        ops.append(bench.start(*request))
-        bench.run(steps=2)
-    bench.run()
-    assert [bench.output(op) for op in ops] == expected
+    assert bench.outputs(requests, steps_between=2) == expected
     assert capture.captures < capture.replays / 4
 
 
