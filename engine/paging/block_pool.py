@@ -139,10 +139,11 @@ class BlockPool:
             found.append(f"kept without a key: {unpublished}; free with a key: {published}")
         return found
 
-    def _evict(self) -> None:
+    def _evict(self) -> int:
         block, _ = self._kept.popitem(last=False)
         del self._block_of[self._key_of.pop(block)]
         self._set_free(block)
+        return block
 
     def _set_free(self, block: int) -> None:
         self._is_free[block] = 1
@@ -157,9 +158,15 @@ class BlockPool:
         for _ in range(min(_EVICTED_PER_BLOCK * length, self.blocks // 8, len(self._kept))):
             if start >= 0:
                 break
-            self._evict()
-            start = self._start_of_run(length)
+            # A search of the whole pool after each eviction would take long in a large one.
+            if self._run_around(self._evict()) >= length:
+                start = self._start_of_run(length)
         return start
+
+    def _run_around(self, block: int) -> int:
+        """Return how many adjacent free blocks there are around a free one, itself included."""
+        before, end = self._is_free.rfind(0, 0, block), self._is_free.find(0, block)
+        return (end if end >= 0 else self.blocks) - before - 1
 
     def _start_of_run(self, length: int) -> int:
         """Return the start of `length` free blocks, after the room of the row before; -1 if none.
