@@ -68,15 +68,15 @@ class BlockPool:
     def allocate(self, count: int, after: int = -1, room: int = 0) -> list[int]:
         """Return `count` blocks, held once; raises `NoFreeBlocks` if there are not that many.
 
-        after: the last block of the row, or -1 for a new row. room: the blocks that a new row will
-        probably need. A row's blocks are adjacent where possible, because attention reads adjacent
-        blocks in place and has to copy others.
+        after: the last block of the row, or -1 for a new row. room: the blocks that the row will
+        probably need from now on. A row's blocks are adjacent where possible, because attention
+        reads adjacent blocks in place.
         """
         if count > self.available:
             raise NoFreeBlocks(f"{count} blocks requested, {self.available} available")
         while self._free < count:
             self._evict()
-        if after < 0:
+        if after < 0 or not self._can_take(after + 1):
             after = self._make_run(max(count, room)) - 1
         chosen = []
         for _ in range(count):
@@ -181,9 +181,12 @@ class BlockPool:
             self._next_start = start + length
         return start
 
+    def _can_take(self, block: int) -> bool:
+        return 0 <= block < self.blocks and bool(self._is_free[block])
+
     def _take(self, wanted: int) -> int:
         """Hold block `wanted` if it is free, and another free one otherwise."""
-        if not (0 <= wanted < self.blocks and self._is_free[wanted]):
+        if not self._can_take(wanted):
             wanted = self._is_free.find(1, self._next_start)
             if wanted < 0:
                 wanted = self._is_free.find(1)

@@ -122,7 +122,8 @@ class BlockTable:
         missing = blocks_of(tokens) - self.prefix.end
         if missing > 0:
             after = self.blocks[-1] if self.blocks else -1
-            self.blocks.extend(self._pool.allocate(missing, after, blocks_of(expected)))
+            room = blocks_of(expected) - self.prefix.end
+            self.blocks.extend(self._pool.allocate(missing, after, room))
 
     def advance(self, length: int, tokens: Callable[[], Sequence[int]]) -> None:
         """Count the first `length` tokens as computed; publish the blocks that are now full.
