@@ -1,4 +1,6 @@
-"""Attention of a flat forward pass, row by row, registered with `transformers` as `FLAT`.
+"""Attention of a flat forward pass, registered with `transformers` as `FLAT`.
+
+Rows are attended one by one, or together over what they share (`engine.paging.pieces`).
 
 A model that calls `transformers`' attention interface gets this function in place of its own while
 a flat pass runs, and `engine.paging.masks` in place of its own masks.
@@ -15,10 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from engine.paging.masks import RowMasks
-from engine.paging.paged_cache import FlatStep, MaskFunction
+from engine.paging.paged_cache import FlatStep, MaskFunction, PagedLayer
+from engine.paging.pieces import Pieces
 
 FLAT: Final = "loradock_flat"
 """The name of the attention implementation."""
+
+_attend_piece: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""PyTorch's function of a CPU, which also returns the logarithms of the sums."""
 
 _step: ContextVar[FlatStep] = ContextVar("flat step")
 
@@ -66,7 +72,10 @@ def _attention(
     scoring = Scoring(*map(options.get, ("scaling", "softcap", "s_aux")))
     output = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
     by_head = output.transpose(0, 1)[None]
-    for span, (first, mask) in zip(step.spans, attention_mask.rows, strict=True):
+    pieces = attention_mask.pieces if _can_merge(query, value, scoring) else None
+    if pieces is not None:
+        output.index_copy_(0, pieces.queries, _attend_pieces(query, layer, pieces, scoring))
+    for span, first, mask in attention_mask.rows if pieces is None else attention_mask.others:
         queries = query.narrow(2, span.begin, span.count)
         keys, values = layer.read(span, first)
         if scoring.softcap is None and scoring.sinks is None:
@@ -79,6 +88,39 @@ def _attention(
         attended = _attend_group(queries, *layer.read_group(group), mask, scoring)
         output.index_copy_(0, group.queries, attended)
     return output[None], None
+
+
+def _can_merge(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
+    """Whether `_attend_pieces` computes what a model specifies."""
+    return query.is_cpu and scoring.softcap is None and query.shape[3] == value.shape[3]
+
+
+def _attend_pieces(query: Tensor, layer: PagedLayer, pieces: Pieces, scoring: Scoring) -> Tensor:
+    """Attend one query per row over its pieces; return [rows, heads, head_dim].
+
+    The output over all pieces is the mean of those over each one, weighted by the sums of their
+    exponentiated scores (Juravsky et al. 2024, "Hydragen", section 3.1).
+    """
+    queries = query[0].index_select(1, pieces.queries)
+    heads, rows, width = queries.shape
+    found = []
+    for start, tokens, row, members, _ in pieces.pieces:
+        keys, values = layer.read_run(start, tokens)
+        # The heads that share keys are queries of one head, so that nothing is repeated.
+        packed = queries.narrow(1, row, members).reshape(1, keys.shape[1], -1, width)
+        output, logarithms = _attend_piece(packed, keys, values, scale=scoring.scaling)
+        shape = (heads, members, width)
+        found.append((output.reshape(shape), logarithms.reshape(shape[:2])))
+    outputs, logarithms = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    # The logarithms of the sums of each part; those of the sinks are one more part.
+    sums = logarithms.new_full((heads, pieces.parts + 1, rows), -torch.inf)
+    sums.view(heads, -1).index_copy_(1, pieces.places, logarithms)
+    if scoring.sinks is not None:
+        sums[:, -1] = scoring.sinks[:, None]
+    weights = sums.softmax(1).view(heads, -1).index_select(1, pieces.places)
+    merged = logarithms.new_zeros(heads, rows, width)
+    merged.index_add_(1, pieces.rows, outputs * weights[:, :, None])
+    return merged.transpose(0, 1).to(query.dtype)
 
 
 def _attend_group(

@@ -7,16 +7,29 @@ over a batch is evaluated over the indices of one row.
 from bisect import bisect_left
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
+from engine.paging.block_pool import BLOCK_TOKENS
 from engine.paging.paged_cache import DecodeGroup, FlatStep, MaskFunction, RowSpan
+from engine.paging.pieces import Pieces, RowPlace, find_pieces
 
 _SAMPLES: Final = 16
 """The tokens of the longest row whose masks are looked at whole, for gaps."""
+
+
+class RowMask(NamedTuple):
+    """What a row attends to: of the tokens that it holds, those from `first` on, counted from 0.
+
+    mask: [queries, tokens] bool, from `first` on. None: all up to each query's own token.
+    """
+
+    span: RowSpan
+    first: int
+    mask: Tensor | None
 
 
 class RowMasks:
@@ -30,15 +43,34 @@ class RowMasks:
         self.step: Final = step
 
     @cached_property
-    def rows(self) -> list[tuple[int, Tensor | None]]:
-        """What each of the step's spans attends to: (first token, mask from there on, or None).
+    def rows(self) -> list[RowMask]:
+        """The masks of the step's spans.
 
-        The tokens that a row holds are counted from 0. Without a mask, the queries attend to all
-        tokens from the first up to their own. A mask is [queries, tokens] bool. Raises
-        `RuntimeError` where a token that the row has given up is attended to.
+        Raises `RuntimeError` where a token that the row has given up is attended to.
         """
         device = self.step.written.device
-        return [_row_mask(self.function, span, device) for span in self.step.spans]
+        return [RowMask(span, *_row_mask(self.function, span, device)) for span in self.step.spans]
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The pieces of rows of one query that are neither adjacent nor alone in their blocks."""
+        places = [
+            RowPlace(
+                span.begin,
+                span.blocks[first // BLOCK_TOKENS :],
+                first % BLOCK_TOKENS,
+                span.held - first,
+            )
+            for span, first, mask in self.rows
+            if span.count == 1 and mask is None
+        ]
+        return find_pieces(places, self.step.written.device)
+
+    @cached_property
+    def others(self) -> list[RowMask]:
+        """The masks of the spans that are not in `pieces`."""
+        chosen = set() if self.pieces is None else set(self.pieces.queries.tolist())
+        return [row for row in self.rows if row.span.begin not in chosen]
 
     @cached_property
     def groups(self) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """The memory of blocks, one pair of buffers per layer, and what one forward pass does with it.
 
-Buffers are [tokens, heads, head_dim], so that adjacent blocks of a row are read in place, as one
-view, and a token is written as one contiguous piece. A row reads its own tokens only, never the
-rest of a block, so nothing that another row has left can reach it.
+Buffers are [heads, tokens, head_dim], so that adjacent blocks of a row are read in place, as one
+view, and what one head attends to is contiguous. A row reads its own tokens only, never the rest of
+a block, so nothing that another row has left can reach it.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,16 +53,17 @@ class FlatRow(NamedTuple):
 class RowSpan:
     """Where a row is: queries `begin` to `end` of the pass, and tokens `start` to `length` held.
 
-    `first_token`: where the first of them is in the memory, if the row's blocks are adjacent; else
-    -1, and `blocks` are its numbers, [blocks] int64 on the device.
+    `blocks`: those of these tokens. `first_token`: where the first token is in the memory, if the
+    blocks are adjacent; else -1, and `numbers` are the blocks, [blocks] int64 on the device.
     """
 
     begin: int
     end: int
     start: int
     length: int
+    blocks: Sequence[int]
     first_token: int
-    blocks: Tensor | None
+    numbers: Tensor | None
 
     @property
     def count(self) -> int:
@@ -146,6 +147,7 @@ class FlatStep:
                     len(written),
                     table.start,
                     row.end,
+                    used,
                     used[0] * BLOCK_TOKENS if is_run else -1,
                     None if is_run else torch.tensor(used, device=device),
                 )
@@ -209,7 +211,7 @@ class PagedKVCache:
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values: two buffers of [blocks * BLOCK_TOKENS, heads, head_dim]."""
+    """One layer's keys and values: two buffers of [heads, blocks * BLOCK_TOKENS, head_dim]."""
 
     is_sliding = False
 
@@ -220,7 +222,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def token_bytes(self) -> int:
         """The bytes of one token's keys and values."""
-        return sum(buffer[0].nbytes for buffer in (self.keys, self.values))
+        return sum(buffer[:, 0].nbytes for buffer in (self.keys, self.values))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for all blocks; a CPU provides the memory only when it is written."""
@@ -228,10 +230,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         # Tensors made in inference mode could not be written outside of it.
         with torch.inference_mode(False):
             self.keys, self.values = (
-                states.new_empty((tokens, states.shape[1], states.shape[3]))
+                states.new_empty((states.shape[1], tokens, states.shape[3]))
                 for states in (key_states, value_states)
             )
-            self._by_head = [one.transpose(0, 1)[None] for one in (self.keys, self.values)]
         self.is_initialized = True
 
     def update(
@@ -247,7 +248,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if step is None:
             raise RuntimeError("a paged cache is used outside of a flat forward pass")
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer.index_copy_(0, step.written, states[0].transpose(0, 1))
+            buffer.index_copy_(1, step.written, states[0])
         step.add_layer(key_states, self)
         return key_states, value_states
 
@@ -256,28 +257,31 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         first: of the tokens that the row holds, the first one to be read.
         """
-        if span.blocks is None:
-            # Views of views that are made once: this runs for every row in every layer.
-            start, count = span.first_token + first, span.held - first
-            by_head = self._by_head
-            return by_head[0].narrow(2, start, count), by_head[1].narrow(2, start, count)
+        if span.numbers is None:
+            return self.read_run(span.first_token + first, span.held - first)
         keys, values = (
-            buffer.view(-1, BLOCK_TOKENS, *buffer.shape[1:])
-            .index_select(0, span.blocks[first // BLOCK_TOKENS :])
-            .flatten(0, 1)[first % BLOCK_TOKENS :][: span.held - first]
+            buffer.view(len(buffer), -1, BLOCK_TOKENS, buffer.shape[2])
+            .index_select(1, span.numbers[first // BLOCK_TOKENS :])
+            .flatten(1, 2)
+            .narrow(1, first % BLOCK_TOKENS, span.held - first)
             for buffer in (self.keys, self.values)
         )
-        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        return keys[None], values[None]
+
+    def read_run(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Return adjacent tokens of the memory, [1, heads, count, head_dim]."""
+        keys, values = self.keys.narrow(1, start, count), self.values.narrow(1, start, count)
+        return keys[None], values[None]
 
     def read_group(self, group: DecodeGroup) -> tuple[Tensor, Tensor]:
         """Return copies of a group's keys and values, [rows, heads, width, head_dim]."""
         keys, values = (
-            buffer.index_select(0, group.tokens.flatten()).view(
-                *group.tokens.shape, *buffer.shape[1:]
+            buffer.index_select(1, group.tokens.flatten()).view(
+                len(buffer), *group.tokens.shape, buffer.shape[2]
             )
             for buffer in (self.keys, self.values)
         )
-        return keys.transpose(1, 2), values.transpose(1, 2)
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
     def get_seq_length(self) -> int:
         """Return 0: positions and masks are given for each row."""

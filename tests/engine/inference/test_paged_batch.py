@@ -20,6 +20,7 @@ from engine.residency.staging import stage
 from messages.errors import ErrorCode
 from messages.prompts import Sampling
 from messages.reports import OperationFailed
+from tests.support.engine.block_memory import poison
 from tests.support.engine.generation_bench import NAMES, GenerationBench
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
@@ -254,10 +255,7 @@ def test_nan_in_the_blocks_of_one_row_reaches_no_other(bench_of: Any) -> None:
     bench.run(steps=2)
     batch = bench.scheduler.batch
     row = next(one for one in batch._rows if one.sequence.command.op == poisoned)
-    for layer in batch._flat.cache.layers:
-        for block in row.table.blocks:
-            own = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
-            layer.keys[own] = layer.values[own] = torch.nan
+    poison(batch._flat.cache, row.table.blocks)
     bench.run()
     assert isinstance(end := bench.end(poisoned), OperationFailed)
     assert end.code == ErrorCode.NOT_FINITE

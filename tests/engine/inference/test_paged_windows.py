@@ -22,6 +22,7 @@ from engine.paging.block_table import blocks_around
 from messages.commands import ResumeGeneration
 from messages.prompts import Sampling
 from messages.requests import TokensStreamed
+from tests.support.engine.block_memory import poison
 from tests.support.engine.engine_examples import tiny_config
 from tests.support.engine.generation_bench import NAMES, GenerationBench
 
@@ -96,10 +97,8 @@ class WindowBench(GenerationBench):
         tables = [row.table for row in rows]
         places = {one.place(at) for one in tables for at in range(one.start, one.length)}
         assert batch.tokens_held == len(places)
-        free = torch.tensor([bool(one) for one in pool._is_free])
-        for layer in batch._flat.cache.layers:
-            for buffer in (layer.keys, layer.values):
-                buffer.view(pool.blocks, -1)[free] = torch.nan
+        free = [block for block, is_free in enumerate(pool._is_free) if is_free]
+        poison(batch._flat.cache, free)
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Flat passes: rows in groups and one by one, windows, soft-capping and sinks, and refusals."""
 
+import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +12,13 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from engine.config import LoRAConfig
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
+from engine.paging import masks, pieces
 from engine.paging.block_pool import BLOCK_TOKENS, BlockPool
-from engine.paging.block_table import BlockTable, blocks_around, blocks_of
+from engine.paging.block_table import BlockTable, blocks_around, blocks_of, root_key
 from engine.paging.flat_model import FlatModel, FlatRefused, try_flat
 from engine.paging.paged_cache import FlatRow
+from engine.paging.pieces import find_pieces
+from tests.support.engine.block_memory import poison
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX
 
@@ -59,14 +64,17 @@ def whole(model: CausalModel, tokens: list[int]) -> Tensor:
     return model.forward_all(torch.tensor([tokens]), BatchKVCache([len(tokens)]))[0]
 
 
-@pytest.mark.parametrize("groups_rows", [False, True])
+@pytest.mark.parametrize("reads", ["copies", "pieces", "groups"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
-def test_rows_of_any_length_equal_the_models_own_pass(model_type: str, groups_rows: bool) -> None:
+def test_rows_of_any_length_equal_the_models_own_pass(
+    model_type: str, reads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of full attention, windows with soft-capped scores, and windows with sinks."""
+    monkeypatch.setattr(pieces, "CALL_TOKENS", 0 if reads == "pieces" else sys.maxsize)
     model = build(model_type)
     try_flat(model, lambda *_: None)
     flat, pool = FlatModel(model, 32), BlockPool(32)
-    flat.groups_rows = groups_rows
+    flat.groups_rows = reads == "groups"
     known = [
         [(7 * at + row) % 97 for at in range(length + 2)] for row, length in enumerate(LENGTHS)
     ]
@@ -88,6 +96,60 @@ def test_rows_of_any_length_equal_the_models_own_pass(model_type: str, groups_ro
             FlatRow(tokens[t.length : t.length + 1], t)
             for tokens, t in zip(known, tables, strict=True)
         ]
+
+
+SHARED = ((3, 0, 0), (3, 2, 0), (3, 2, 4), (3, 0, 9), (3, 2, 4), (1, 0, 0))
+"""Rows by what they begin with: the blocks of a stem, of a branch of it, and of a twig of that."""
+
+
+@pytest.mark.parametrize("call_tokens", [0, pieces.CALL_TOKENS])
+@pytest.mark.parametrize(
+    ("model_type", "fields", "together"),
+    [
+        ("llama", {}, 6),
+        ("gpt_oss", {}, 6),
+        ("granite", {"attention_multiplier": 0.9}, 6),
+        ("mistral", {"sliding_window": 60}, 0),
+    ],
+)
+def test_rows_that_share_blocks_equal_the_models_own_pass(
+    model_type: str,
+    fields: dict[str, float],
+    together: int,
+    call_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They read shared blocks together, where their windows do not begin at different tokens."""
+    monkeypatch.setattr(pieces, "CALL_TOKENS", call_tokens)
+    read: list[pieces.Pieces] = []
+    monkeypatch.setattr(masks, "find_pieces", lambda *of: read.append(find_pieces(*of)) or read[-1])
+    model = build(model_type, context=300, **fields)
+    flat, pool = FlatModel(model, 64), BlockPool(64)
+    rows = []
+    for number, counts in enumerate(SHARED):
+        tokens = [
+            (5 * at + 30 * part) % 97
+            for part, count in enumerate(counts)
+            for at in range(count * BLOCK_TOKENS)
+        ]
+        tokens += [(11 * at + number) % 97 for at in range(5 + 7 * number)]
+        table = BlockTable(pool, root_key("adapter"))
+        keys = table.keys_of(tokens)
+        table.reuse(table.find(keys), keys)
+        table.reserve(len(tokens) + 3)
+        flat.forward([FlatRow(tokens[table.length :], table)])
+        table.advance(len(tokens), partial(list, tokens))
+        rows.append((tokens, table))
+    assert [table.reused // BLOCK_TOKENS for _, table in rows] == [0, 3, 5, 3, 9, 1]
+    read.clear()
+    for step in range(3):
+        for tokens, _ in rows:
+            tokens.append((3 * len(tokens) + step) % 97)
+        found = flat.forward([FlatRow(tokens[-1:], table) for tokens, table in rows])
+        for (tokens, table), logits in zip(rows, found, strict=True):
+            table.advance(len(tokens), partial(list, tokens))
+            assert relative_error(logits, alone(model, tokens)) < 1e-5, step
+    assert max((one.rows for found in read if found for one in found.pieces), default=0) >= together
 
 
 def test_a_window_wider_than_the_trial_is_kept() -> None:
@@ -135,10 +197,7 @@ def release_in_passes(flat: FlatModel, known: list[list[int]], steps: tuple[int,
             rows.append(FlatRow(tokens[table.length : table.length + step], table))
         held = {block for table in tables for block in table.blocks}
         assert len(held) <= len(known) * blocks_around(flat.reach + step)
-        free = [block for block in range(pool.blocks) if block not in held]
-        for layer in flat.cache.layers:
-            for buffer in (layer.keys, layer.values):
-                buffer.view(pool.blocks, -1)[free] = torch.nan
+        poison(flat.cache, [block for block in range(pool.blocks) if block not in held])
         found.append(flat.forward(rows))
         for row in rows:
             row.table.advance(row.end, list)

@@ -14,8 +14,11 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from engine.paging.masks import longest_reach
-from engine.paging.paged_cache import MaskFunction
+from engine.paging import pieces
+from engine.paging.block_pool import BLOCK_TOKENS, BlockPool
+from engine.paging.block_table import BlockTable
+from engine.paging.masks import RowMasks, longest_reach
+from engine.paging.paged_cache import FlatRow, FlatStep, MaskFunction
 
 TOKENS = 60
 CPU = torch.device("cpu")
@@ -78,3 +81,26 @@ def test_the_reach_is_the_longest_distance_of_any_token(distances: list[int]) ->
 
     longest = max(int(at - first) for at, first in enumerate(firsts))
     assert longest_reach([function], len(distances), CPU) == max(1, longest)
+
+
+@pytest.mark.parametrize(
+    ("function", "has_pieces"),
+    [
+        (causal_mask_function, True),
+        (window(40), True),
+        (and_masks(causal_mask_function, strided), False),
+    ],
+)
+def test_a_row_with_gaps_in_its_mask_is_not_read_in_pieces(
+    function: MaskFunction, has_pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "CALL_TOKENS", 0)
+    pool = BlockPool(16)
+    tables = [BlockTable(pool, None) for _ in range(2)]
+    for blocks in range(1, 5):
+        for table in tables:
+            table.reserve(blocks * BLOCK_TOKENS)
+    tables[0].advance(TOKENS, list)
+    masks = RowMasks(function, FlatStep([FlatRow([0], tables[0])], CPU))
+    assert (masks.pieces is not None) == has_pieces
+    assert len(masks.others) == (not has_pieces)
