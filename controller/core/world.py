@@ -16,6 +16,7 @@ from controller.core.limits import Limits, window_bounds
 from controller.core.tables.answer_windows import Answer, AnswerWindows
 from controller.core.tables.counters import Counters
 from controller.core.tables.digest_dict import DigestDict
+from controller.core.tables.fast_assignment import fast_assignment
 from controller.core.tables.tier_queues import TIERS, TierName, TierQueues
 from messages.commands import Operation as OperationCommand
 from messages.ids import (
@@ -55,6 +56,7 @@ DEADLINES_MIN: Final = 1024
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
+@fast_assignment
 class Adapter(Struct, array_like=True, gc=False):
     """One version of an adapter: its state, its goal and its counters.
 
@@ -123,6 +125,7 @@ class Adapter(Struct, array_like=True, gc=False):
         return next(iter(self.waiters.values()), default)
 
 
+@fast_assignment
 class Slot(Struct, array_like=True, gc=False):
     """One device slot; `adapter_id` 0 means free, else reserved or occupied."""
 
@@ -130,6 +133,7 @@ class Slot(Struct, array_like=True, gc=False):
     adapter_id: AdapterId = 0
 
 
+@fast_assignment
 class Operation(Struct, array_like=True, gc=False):
     """One command that the engine has not reported on.
 
@@ -145,6 +149,7 @@ class Operation(Struct, array_like=True, gc=False):
     overdue: bool = False
 
 
+@fast_assignment
 class PendingRequest(Struct, array_like=True, gc=False):
     """One accepted request that has not ended.
 
@@ -170,6 +175,7 @@ class PendingRequest(Struct, array_like=True, gc=False):
     missed: bool = False
 
 
+@fast_assignment
 class AttachedEngine(Struct, array_like=True, gc=False):
     """The attached engine's identity and capacity.
 
@@ -184,6 +190,7 @@ class AttachedEngine(Struct, array_like=True, gc=False):
     reported: Seq = 0
 
 
+@fast_assignment
 class Tier(Struct, array_like=True, gc=False):
     """One tier's usage and bounds; `count` is adapters on the host, slots on the device."""
 

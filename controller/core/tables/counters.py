@@ -9,10 +9,12 @@ from typing import Final
 
 from msgspec import Struct
 
+from controller.core.tables.fast_assignment import fast_assignment
 from messages import commands
 from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT, PINNED, UNREGISTERED, AdapterState
 
 
+@fast_assignment
 class Counters(Struct, array_like=True, gc=False):
     """What happened to an adapter under one name; durations in nanoseconds of logical time.
 
@@ -60,10 +62,6 @@ class Counters(Struct, array_like=True, gc=False):
         """Add other counters to these."""
         for name in FIELDS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def count(self, name: str, amount: int = 1) -> None:
-        """Add an amount to the field of this name."""
-        setattr(self, name, getattr(self, name) + amount)
 
 
 FIELDS: Final = Counters.__struct_fields__
