@@ -84,8 +84,8 @@ def check_limits(limits: Limits) -> Limits:
     """Return `limits`; raises `LimitsError` naming both values where two contradict."""
     if limits.host_adapters_max < limits.slots_max:
         raise LimitsError(
-            f"host_adapters_max is {limits.host_adapters_max}, slots_max {limits.slots_max}: an "
-            "adapter in a slot is on the host too; raise host_adapters_max or lower slots_max"
+            f"host-adapters is {limits.host_adapters_max}, slots {limits.slots_max}: an adapter "
+            "in a slot is on the host too; raise host-adapters or lower slots"
         )
     return limits
 
