@@ -337,7 +337,16 @@ class EngineArguments(EngineOptions, frozen=True, kw_only=True):
     engine_id: Annotated[
         str,
         Meta(
-            description="Name of this engine process, unique for each start. Default: random.",
+            description="Name of this engine process, unique for each start. Default: --launch-id "
+            "and a random text.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = ""
+    launch_id: Annotated[
+        str,
+        Meta(
+            description="Name of the supervisor's run: its controller takes an engine of another "
+            "one for ended. Default: none.",
             extra={"metavar": "NAME"},
         ),
     ] = ""

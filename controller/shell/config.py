@@ -63,7 +63,7 @@ class Supervision(Struct, frozen=True):
     `parent_fd` closes when the supervisor ends. The controller writes to `restart_fd` which engine
     has to be restarted. `progress` and `engine_progress` are the paths of the pages in which the
     controller and its engine report their steps. `engine_key`: the public key of the engine that
-    the supervisor starts, made for this run.
+    the supervisor starts, made for this run. `launch_id`: how the ids of such engines begin.
     """
 
     parent_fd: int = -1
@@ -71,6 +71,7 @@ class Supervision(Struct, frozen=True):
     progress: str = ""
     engine_progress: str = ""
     engine_key: str = ""
+    launch_id: str = ""
     log_format: LogFormat = "console"
     log_level: LogLevel = "info"
 

@@ -98,13 +98,13 @@ def _serve(config: ServerConfig, supervision: Supervision) -> None:
     settings = SettingsFile(directory, config.limits, config.policy)
     opened = _open_log(config, settings)
     with Transport(directory, access, config.listen) as transport:
-        engine_progress = Progress(supervision.engine_progress)
-        server = Server(
-            config,
-            transport,
-            opened,
-            supervisor=SupervisorLink(progress, engine_progress, supervision.restart_fd),
+        link = SupervisorLink(
+            progress,
+            Progress(supervision.engine_progress),
+            supervision.restart_fd,
+            supervision.launch_id,
         )
+        server = Server(config, transport, opened, supervisor=link)
         signal.signal(signal.SIGTERM, server.stop)
         signal.signal(signal.SIGINT, signal.SIG_IGN if parent_fd >= 0 else server.stop)
         server.run(parent_fd)

@@ -36,7 +36,7 @@ from controller.shell.input_handler import GroupInput, InputHandler, recover
 from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
 from controller.shell.operating.engine_supervision import EngineSupervision
 from controller.shell.operating.engine_watch import EngineWatch
-from controller.shell.operating.preloads import preload_requests
+from controller.shell.operating.preloads import preload_requests, waiting_preloads
 from controller.shell.operating.settings_file import SettingsFile
 from controller.shell.operating.supervisor_link import SupervisorLink
 from controller.shell.snapshot_process import SnapshotProcess
@@ -109,7 +109,7 @@ class Server:
         )
         self._sessions.log_facts = self._snapshots.facts
         self._control = self._sessions.control
-        self._preloads = preload_requests(config.preloads)
+        self._preloads = config.preloads
         self._control.change = self._change_settings
         self._settings_file = SettingsFile(Path(config.directory), config.limits, config.policy)
         transport.on_gone = self._events.drop_client
@@ -188,8 +188,11 @@ class Server:
         wall_ns = self._clock.wall_ns()
         epoch = max(world.epoch + 1, wall_ns // 1_000_000_000)
         started = records.ControllerStarted(epoch, wall_ns - self._clock.now_ns())
-        preloads = map(GroupInput, self._preloads)
-        group, self._pending = [*self._pending, GroupInput(started), *preloads], []
+        lost = self._engine_supervision.loss_before()
+        # Those of earlier starts are refused with the engine that they wait for.
+        preloads = preload_requests(self._preloads, () if lost else waiting_preloads(world))
+        inputs: list[Input] = [started, *([lost] if lost else []), *preloads]
+        group, self._pending = [*self._pending, *map(GroupInput, inputs)], []
         self._commit(group)
         # Objects made by the recovery live as long as the process: garbage collection skips them.
         gc.collect()

@@ -8,7 +8,7 @@ is for programs that use the engine as a library, and the number of adapters on 
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 import msgspec
@@ -16,6 +16,8 @@ import msgspec
 from engine.config import EngineConfig, LoRAConfig
 from messages.engine_options import EngineArguments
 from messages.option_list import Option, options_of
+
+_ENGINE_ID_CHARACTERS: Final = 32
 
 
 def parse(arguments: Sequence[str] | None) -> EngineArguments:
@@ -30,7 +32,8 @@ def parse(arguments: Sequence[str] | None) -> EngineArguments:
         for option in options
         if (value := parsed[option.field]) is not None
     }
-    found = EngineArguments(**{"engine_id": uuid4().hex, **values})
+    unique = values.get("launch_id", "") + uuid4().hex
+    found = EngineArguments(**{"engine_id": unique[:_ENGINE_ID_CHARACTERS], **values})
     if not found.connect.startswith(("ipc://", "tcp://")):
         parser.error(f"--connect {found.connect}: only ipc:// and tcp:// are supported")
     if found.log_format not in ("console", "json"):

@@ -36,6 +36,16 @@ class EngineSupervision:
         self._supervisor = supervisor
         self._world = world
 
+    def loss_before(self) -> EngineLost | None:
+        """Return an engine of an earlier supervisor, with which it has ended.
+
+        Otherwise the log's engine would be shown, and waited for, until its silence is noticed.
+        """
+        engine, launch_id = self._world.engine, self._supervisor.launch_id
+        if engine is None or engine.engine_id.startswith(launch_id):
+            return None
+        return EngineLost(engine.engine_id, "its server ended")
+
     def loss(self, now: int, ready: set[int]) -> EngineLost | None:
         """Detach and return an engine whose process ended, or that is silent for too long."""
         ended = self._watch.has_ended(ready)

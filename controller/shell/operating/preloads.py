@@ -1,19 +1,46 @@
 """Adapters that a server loads when it starts."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
+from controller.core.world import World
 from messages.control import PRELOAD
 from messages.requests import LoadAdapter
 
 PRELOADS_MAX: Final = 10_000
 
+_TIMEOUT_MS: Final = 3_600_000
+"""The longest that a request may have: an engine may load its model for many minutes first."""
 
-def preload_requests(preloads: Iterable[tuple[str, str]]) -> list[LoadAdapter]:
-    """Return the requests that load them, with ids that no client uses."""
+Preload = tuple[str, str]
+"""An adapter's name and path."""
+
+
+def preload_requests(
+    preloads: Iterable[Preload], waiting: Collection[Preload] = ()
+) -> list[LoadAdapter]:
+    """Return the requests that load them, except those that wait already.
+
+    Their ids are ones that no client uses.
+    """
     start = secrets.token_hex(6)
     return [
-        LoadAdapter(f"{PRELOAD}{start}-{number}", name, path)
+        LoadAdapter(f"{PRELOAD}{start}-{number}", name, path, timeout_ms=_TIMEOUT_MS)
         for number, (name, path) in enumerate(preloads)
+        if (name, path or name) not in waiting
     ]
+
+
+def waiting_preloads(world: World) -> set[Preload]:
+    """Return what the requests of earlier starts wait for.
+
+    A server that is started again and again, and ends before its engine is ready, adds none.
+    """
+    adapters = (
+        world.adapters[adapter_id]
+        for request_id, pending in world.pending_requests.items()
+        if request_id.startswith(PRELOAD)
+        for adapter_id in pending.adapters
+    )
+    return {(adapter.name, adapter.path) for adapter in adapters}

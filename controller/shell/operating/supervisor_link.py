@@ -15,11 +15,15 @@ STOP_ALL: Final = 0
 
 
 class SupervisorLink(NamedTuple):
-    """Pages of the server's and the engine's steps; `restart_fd` is -1 without a supervisor."""
+    """Pages of the server's and the engine's steps; `restart_fd` is -1 without a supervisor.
+
+    `launch_id`: how the ids of engines begin that this supervisor starts; empty if it starts none.
+    """
 
     progress: Progress
     engine_progress: Progress
     restart_fd: int = -1
+    launch_id: str = ""
 
     def restart(self, pid: int) -> None:
         """Let the supervisor restart an engine, if it is the supervisor's."""

@@ -20,7 +20,7 @@ from controller.log.replay import replay
 from messages import commands, events, records, reports
 from messages import requests as rq
 from messages.errors import ErrorCode
-from messages.ids import GPU_SLOT
+from messages.ids import CPU_CACHED, EVICTED, GPU_SLOT
 from messages.views import AdapterCounters
 from messages.wire import COMMANDS, REPORTS
 from tests.support.parallel.processes import LIMITS, ControllerProcess, controller
@@ -296,3 +296,27 @@ def test_an_operation_without_a_report_costs_the_engine_and_returns_its_room(
         # No supervisor restarts this engine; it is attached again and has ended the operation.
         engine.finish()
         eventually(lambda: getattr(client.load("b"), "state", "") == "cpu-cached", "a load")
+
+
+def test_an_engine_of_an_earlier_supervisor_is_lost_when_the_server_starts(directory: Path) -> None:
+    process = ControllerProcess(directory, engine_timeout_ms=LIVE_MS, preloads=(("used", "used"),))
+    process.launch_id = "first"
+    with sleeper() as old, RawClient(directory) as client:
+        process.start()
+        with StandInEngine(directory, "first-engine", old.pid):
+            wait_until_attached(client, "first-engine")
+            assert client.load("used").state == CPU_CACHED
+            # The engine lives longer than its controller, and not longer than its supervisor.
+            process.kill()
+            process.start()
+            wait_until_attached(client, "first-engine")
+            assert losses(directory) == []
+        process.kill()
+        process.launch_id = "second"
+        process.start()
+        assert not client.status().engine_id
+        assert losses(directory) == ["first-engine"]
+        assert states(client) == {"used": EVICTED}
+        with StandInEngine(directory, "second-engine", old.pid):
+            eventually(lambda: states(client) == {"used": CPU_CACHED})
+    assert process.stop() == 0, process.output()

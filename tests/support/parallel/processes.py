@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from controller.core.limits import Limits
-from controller.shell.config import ServerConfig
+from controller.shell.config import ServerConfig, Supervision
 from controller.shell.transport import endpoint
 from tests.support.parallel.forked_processes import ROOT, ForkedProcess, forker
 from tests.support.simulation.key_examples import engine_arguments
@@ -51,6 +51,8 @@ class ControllerProcess:
         self._errors = directory.with_suffix(".controller.log")
         self._process: ForkedProcess | None = None
         self._starts = 0
+        self.launch_id = ""
+        """The run of a supervisor to which the next processes belong; empty for none."""
 
     def use_clock(self, offset: Path) -> None:
         """Run the next processes with the wall clock whose error is in the file `offset`."""
@@ -62,8 +64,10 @@ class ControllerProcess:
 
     def start(self) -> None:
         config = msgspec.json.encode(self._config).decode()
+        supervision = msgspec.json.encode(Supervision(launch_id=self.launch_id)).decode()
         parent = forker(self._starts % _HASH_SEEDS, CONTROLLER, STEPPED_CONTROLLER)
-        self._process = parent.start(self._module, (*self._arguments, config), self._errors)
+        arguments = (*self._arguments, config, supervision)
+        self._process = parent.start(self._module, arguments, self._errors)
         self._starts += 1
 
     def kill(self) -> None:
