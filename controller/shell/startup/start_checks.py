@@ -20,6 +20,8 @@ from messages.option_list import option_flag, options_of
 HEADER_BYTES_MAX: Final = 100 << 20
 
 _DEVICE: Final = re.compile(r"(auto|cpu|cuda(?::(?P<index>[0-9]+))?)")
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9._-]+")
+_LFS_POINTER: Final = b"version https://git-lfs"
 _CUDA_SWITCHES: Final = ("dual_stream", "capture_steps", "pin_memory")
 _PACKED: Final = frozenset(
     {"qkv_proj", "qkv", "gate_up_proj", "w13", "qkv_a_proj", "lm_head", "embed_tokens"}
@@ -62,9 +64,13 @@ def check_start(start: Start) -> None:
 
 def _check_model(model: Path) -> None:
     if not model.is_dir():
+        is_name = _HUB_NAME.fullmatch(str(model)) and not model.parent.exists()
         raise StartRefused(
             f"--model {model} is not a directory",
-            "name the directory of a model on this machine, as save_pretrained writes it",
+            f"nothing is downloaded: run `hf download {model} --local-dir DIRECTORY`, and name "
+            "that directory"
+            if is_name
+            else "name the directory of a model on this machine, as save_pretrained writes it",
         )
     adapter = _read_json(model / "adapter_config.json")
     if isinstance(adapter, dict):
@@ -80,11 +86,55 @@ def _check_model(model: Path) -> None:
         )
     if not isinstance(_read_json(model / "config.json"), dict):
         raise StartRefused(f"{model / 'config.json'} is not a JSON object", "copy the model again")
-    if not any(path.suffix in (".safetensors", ".bin") for path in model.iterdir()):
+    weights = [path for path in model.iterdir() if path.suffix in (".safetensors", ".bin")]
+    if not weights:
         raise StartRefused(
             f"--model {model} has no weights: no .safetensors and no .bin file",
             "copy the whole directory, with the files that Git LFS or the hub keep apart",
         )
+    for path in weights:
+        _check_is_whole(path)
+
+
+def _check_is_whole(path: Path) -> None:
+    """Refuse what an interrupted download leaves; other damage is found by the engine."""
+    try:
+        there = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+    except OSError as error:
+        raise StartRefused(f"{path} can't be read: {error.strerror}") from error
+    if start == _LFS_POINTER:
+        raise StartRefused(
+            f"{path} is a pointer of Git LFS, without the weights",
+            f"run `git lfs pull` in {path.parent}, or copy the file from elsewhere",
+        )
+    if path.suffix != ".safetensors":
+        return
+    end = max((entry.data_offsets[1] for entry in _header(path).values()), default=0)
+    declared = 8 + int.from_bytes(start[:8], "little") + end
+    if there < declared:
+        raise StartRefused(
+            f"{path} is cut off: it declares {declared} bytes, and {there} are there",
+            "copy or download the file again",
+        )
+
+
+class _Entry(Struct):
+    """A tensor of a safetensors file's header; other keys have no offsets."""
+
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def _header(path: Path) -> dict[str, _Entry]:
+    """Return the header of a safetensors file; empty if it is none or cut off."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(length) if length <= HEADER_BYTES_MAX else b"{}"
+    try:
+        return msgspec.json.decode(header, type=dict[str, _Entry])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
 
 
 def _read_json(path: Path) -> object:
@@ -203,10 +253,4 @@ def _parameters(model: Path) -> Iterator[str]:
         yield from index["weight_map"]
         return
     for path in sorted(model.glob("*.safetensors")):
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = file.read(length) if length <= HEADER_BYTES_MAX else b"{}"
-        try:
-            yield from msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return
+        yield from _header(path)

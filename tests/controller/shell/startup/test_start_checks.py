@@ -80,18 +80,32 @@ def test_memory_that_the_machine_does_not_have_is_refused(monkeypatch: pytest.Mo
 
 
 def test_a_directory_without_a_model_is_explained(tmp_path: Path) -> None:
-    def refusal(path: Path) -> str:
+    def refused(path: Path) -> StartRefused:
         with pytest.raises(StartRefused) as caught:
             check_start(start(path))
-        return str(caught.value)
+        return caught.value
+
+    def refusal(path: Path) -> str:
+        return str(refused(path))
 
     assert refusal(tmp_path / "no").endswith("is not a directory")
+    assert "save_pretrained" in refused(tmp_path / "no").hint
+    hub = refused(Path("Qwen/Qwen2-0.5B"))
+    assert "`hf download Qwen/Qwen2-0.5B --local-dir DIRECTORY`" in hub.hint
     assert "it has no config.json" in refusal(tmp_path)
     assert refusal(TINY / "adapters" / "upper").endswith("its base model is loradock/tiny")
     (tmp_path / "config.json").write_text("[]")
     assert "is not a JSON object" in refusal(tmp_path)
     shutil.copy(MODEL / "config.json", tmp_path)
     assert "has no weights" in refusal(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert "is a pointer of Git LFS" in refusal(tmp_path)
+    whole = (MODEL / "model.safetensors").read_bytes()
+    for size in (len(whole) - 1, len(whole) // 2, 20, 0):
+        (tmp_path / "model.safetensors").write_bytes(whole[:size])
+        assert f"is cut off: it declares {len(whole) if size > 20 else ''}" in refusal(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(whole)
+    check_start(start(tmp_path))
 
 
 def test_an_adapter_root_has_to_be_there(tmp_path: Path) -> None:
