@@ -8,6 +8,7 @@ on a shared page, from which the supervisor finds that it hangs.
 import contextlib
 import errno
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -29,7 +30,6 @@ from controller.shell.config import (
     EXIT_LOG,
     EXIT_SOCKET,
     ServeConfig,
-    ServerConfig,
     Supervision,
 )
 from controller.shell.hang_watch import HANG_TIMEOUT_MS, HangWatch, is_stopped, process_tree
@@ -350,29 +350,26 @@ def _children(config: ServeConfig, parent_fd: int, restart_fd: int) -> list[Chil
         own.path,
         of_engine.path if managed else "",
         key.public if key else "",
+        secrets.token_hex(4) if managed else "",
         config.log_format,
         config.log_level,
     )
     common, fds = (config.hang_timeout_ms, config.log_format), (restart_fd,)
-    command = _controller_command(config.server, supervision)
+    options = [msgspec.json.encode(one).decode() for one in (config.server, supervision)]
+    command = [*process_command("controller"), *options]
     # It starts snapshotters, and ends one that hangs.
     children = [Child("controller", command, own, *common, fds, has_helpers=True)]
     if key:
-        command = _engine_command(config, of_engine.path, share_key_pair(key))
+        command = _engine_command(config, supervision, share_key_pair(key))
         children.append(Child("engine", command, of_engine, *common))
     if config.gateway:
-        # It reports no steps, so only a stopped one counts as hanging.
-        command = [sys.executable, *config.gateway, str(parent_fd)]
-        children.append(Child("gateway", command, None, *common))
+        page = Progress.share()
+        command = [sys.executable, *config.gateway, str(parent_fd), page.path]
+        children.append(Child("gateway", command, page, *common))
     return children
 
 
-def _controller_command(config: ServerConfig, supervision: Supervision) -> list[str]:
-    options = [msgspec.json.encode(one).decode() for one in (config, supervision)]
-    return [*process_command("controller"), *options]
-
-
-def _engine_command(config: ServeConfig, progress: str = "", key: str = "") -> list[str]:
+def _engine_command(config: ServeConfig, supervision: Supervision, key: str) -> list[str]:
     directory, limits = Path(config.server.directory), config.server.limits
     store = KeyStore(directory)
     store.server_pair()
@@ -390,7 +387,8 @@ def _engine_command(config: ServeConfig, progress: str = "", key: str = "") -> l
         device_bytes_max=limits.device_bytes_max,
         # A pid and not the pipe, which torchrun does not pass on to the ranks.
         parent_pid=os.getpid(),
-        progress=progress,
+        progress=supervision.engine_progress,
+        launch_id=supervision.launch_id,
         key=key,
         server_key=str(store.server_public_path),
         log_format=config.log_format,

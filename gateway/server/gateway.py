@@ -18,6 +18,7 @@ from gateway.inference.service import Service, read_model_files
 from gateway.metrics.recorder import Recorder
 from gateway.options import GatewayConfig
 from gateway.page.live import Live
+from messages.errors import ErrorCode
 from messages.traces import configured_tracer
 
 if TYPE_CHECKING:
@@ -93,7 +94,9 @@ class Gateway:
             await self._wait_for_model()
             await load_modules(self.client, self._modules)
         except LoradockError as error:
-            failed.set_exception(StartError(str(error)))
+            kept = "; the server keeps what it has: leave this one out, and use `load --replace`"
+            hint = kept if error.code is ErrorCode.CONFLICT else ""
+            failed.set_exception(StartError(f"--lora-modules: {error}{hint}"))
 
     async def _wait_for_model(self) -> None:
         """Use the engine's name of the model, where no directory is configured."""

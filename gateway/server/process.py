@@ -22,6 +22,7 @@ from gateway.options import GatewayConfig
 from gateway.server.app import create_app
 from gateway.server.gateway import Gateway, StartError
 from messages import process_log
+from messages.progress import Progress
 
 EXIT_CONFIG: Final = 2
 """No process can be started with these options."""
@@ -34,6 +35,9 @@ HEAD_TIMEOUT_S: Final = 20.0
 UNREAD_TIMEOUT_S: Final = 60.0
 """How long a client may read nothing of an answer that waits for it."""
 
+STEP_BOUND_S: Final = 60.0
+"""How long a turn of the loop may take; the supervisor ends a process that takes longer."""
+
 GARBAGE_OBJECTS: Final = 20_000
 """Objects that are made, and not freed, between two collections of garbage."""
 
@@ -41,9 +45,10 @@ log = structlog.get_logger("gateway")
 
 
 def main() -> int:
-    """Run `python -m gateway.server CONFIG [PARENT_FD]`; return the exit status.
+    """Run `python -m gateway.server CONFIG [PARENT_FD [PAGE]]`; return the exit status.
 
-    The configuration is JSON. `PARENT_FD` closes when the supervisor ends.
+    The configuration is JSON. `PARENT_FD` closes when the supervisor ends, to whose `PAGE` steps
+    are written, and the reason why no gateway can run.
     """
     process_log.configure(name="gateway")
     try:
@@ -56,21 +61,26 @@ def main() -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     _collect_less_garbage()
-    return run(config, int(sys.argv[2]) if len(sys.argv) > 2 else -1)
+    parent_fd = int(sys.argv[2]) if len(sys.argv) > 2 else -1
+    return run(config, parent_fd, Progress(*sys.argv[3:4]))
 
 
-def run(config: GatewayConfig, parent_fd: int = -1) -> int:
+def run(config: GatewayConfig, parent_fd: int = -1, progress: Progress | None = None) -> int:
     """Serve until a signal or the supervisor's end; return the exit status."""
+    progress = progress or Progress()
     try:
         listener = open_listener(config.host, config.port)
     except OSError as error:
-        log.error("the address can't be used", host=config.host, port=config.port, error=str(error))
+        reason = error.strerror or str(error)
+        log.error("the address can't be used", host=config.host, port=config.port, error=reason)
+        progress.end(f"--http {config.host}:{config.port} can't be used: {reason}")
         return EXIT_SOCKET
     with listener:
         try:
-            _loop_runner()(serve(config, listener, parent_fd))
+            _loop_runner()(serve(config, listener, parent_fd, progress))
         except (StartError, ResolverError, OSError, ValueError) as error:
             log.error("can't serve with these options", error=str(error))
+            progress.end(f"can't serve with these options: {error}")
             return EXIT_CONFIG
     return 0
 
@@ -90,11 +100,17 @@ def open_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(config: GatewayConfig, listener: socket.socket, parent_fd: int = -1) -> None:
+async def serve(
+    config: GatewayConfig,
+    listener: socket.socket,
+    parent_fd: int = -1,
+    progress: Progress | None = None,
+) -> None:
     """Serve on a socket until a signal; raises `StartError` if the gateway can't serve."""
     gateway = Gateway(config)
     async with gateway.running() as failed:
-        server = _Server(uvicorn_config(config, create_app(gateway)), gateway.live.close)
+        http = uvicorn_config(config, create_app(gateway))
+        server = _Server(http, gateway.live.close, progress or Progress())
         _end_with_supervisor(parent_fd, server)
         failed.add_done_callback(lambda _: _stop(server))
         log.info("the gateway serves", url=url_of(config, listener))
@@ -105,14 +121,29 @@ async def serve(config: GatewayConfig, listener: socket.socket, parent_fd: int =
 
 
 class _Server(uvicorn.Server):
-    """A server that ends what has no end of its own before it waits for requests to end."""
+    """A server that reports its steps.
 
-    def __init__(self, config: uvicorn.Config, end_streams: Callable[[], Awaitable[None]]) -> None:
+    It ends what has no end of its own before it waits for requests to end.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        end_streams: Callable[[], Awaitable[None]],
+        progress: Progress,
+    ) -> None:
         super().__init__(config)
         self._end_streams = end_streams
+        self._progress = progress
+
+    async def on_tick(self, counter: int) -> bool:
+        """Report that the loop runs, in which this is called ten times per second."""
+        self._progress.enter("serve", STEP_BOUND_S)
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and wait for requests within the configured bound."""
+        self._progress.enter("stop", STEP_BOUND_S + (self.config.timeout_graceful_shutdown or 0))
         await self._end_streams()
         await super().shutdown(sockets)
 

@@ -9,11 +9,13 @@ import threading
 from contextlib import suppress
 
 import httpx
+import msgspec
 import pytest
 
 from gateway.options import GatewayConfig, parse_address
 from gateway.server import process
 from messages import requests as rq
+from messages.progress import Progress
 from tests.support.gateway.served import post_bytes, read_all, serve_gateway
 from tests.support.plain_logs import reset_logs
 from tests.support.simulation.standin_controller import StandIn
@@ -71,13 +73,33 @@ def test_a_wrong_configuration_ends_the_process(monkeypatch, text):
 )
 def test_options_that_can_not_be_served_end_the_process(tmp_path, options):
     config = GatewayConfig(directory=str(tmp_path), port=0, **options)
-    assert process.run(config) == process.EXIT_CONFIG
+    page = Progress()
+    assert process.run(config, progress=page) == process.EXIT_CONFIG
+    assert page.reason().startswith("can't serve with these options: ")
 
 
 def test_an_address_in_use_ends_the_process(tmp_path):
+    page = Progress()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = GatewayConfig(directory=str(tmp_path), port=port)
+        assert process.run(config, progress=page) == process.EXIT_SOCKET
+    # It is the last line of `serve`.
+    assert page.reason() == f"--http 127.0.0.1:{port} can't be used: Address already in use"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_supervisor_of_another_version_may_name_no_page(monkeypatch, tmp_path, count):
+    page = Progress.share()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = GatewayConfig(directory=str(tmp_path), port=taken.getsockname()[1])
-        assert process.run(config) == process.EXIT_SOCKET
+        words = ["gateway", msgspec.json.encode(config).decode(), "-1", page.path]
+        monkeypatch.setattr("sys.argv", words[: 2 + count])
+        try:
+            assert process.main() == process.EXIT_SOCKET
+        finally:
+            reset_logs()
+    assert ("can't be used" in page.reason()) == (count == 2)
 
 
 def test_a_module_that_can_not_be_loaded_ends_the_process(tmp_path):
@@ -124,6 +146,20 @@ def test_requests_in_flight_end_before_the_gateway(tmp_path):
         reader.join(HANG_S)
         connection.close()
     assert answers[0].startswith(b"HTTP/1.1 200")
+
+
+def test_steps_are_reported_while_the_loop_runs(tmp_path):
+    """A supervisor ends a process that reports none for an hour."""
+    page = Progress()
+    with StandIn(tmp_path) as controller:
+        with serve_gateway(controller, progress=page, drain_timeout_s=7):
+            for _ in range(3):
+                first = page.read()
+                wait_until(lambda first=first: page.read().number > first.number)
+                assert (first.name, first.bound_ns) == ("serve", process.STEP_BOUND_S * 10**9)
+        # The end takes as long as its requests may take.
+        last = page.read()
+        assert (last.name, last.bound_ns) == ("stop", (7 + process.STEP_BOUND_S) * 10**9)
 
 
 def test_readers_of_events_do_not_delay_the_end(tmp_path):

@@ -9,6 +9,7 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ from gateway.options import GatewayConfig
 from gateway.server.process import open_listener, serve
 from messages import requests as rq
 from messages.errors import ErrorCode
+from messages.progress import Progress
 from tests.support.parallel.processes import TINY
 from tests.support.simulation.standin_controller import StandIn, view
 from tests.support.waiting import HANG_S, wait_until
@@ -89,13 +91,17 @@ def post_bytes(path: str, body: bytes, *headers: str, length: int | None = None)
 
 @contextmanager
 def serve_gateway(
-    controller: StandIn, verify: ssl.SSLContext | None = None, **options
+    controller: StandIn,
+    verify: ssl.SSLContext | None = None,
+    progress: Progress | None = None,
+    **options,
 ) -> Iterator[Served]:
     """Serve until the context ends, which also shows that the gateway ends with its supervisor."""
     config = GatewayConfig(directory=str(controller.directory), port=0, **options)
     listener = open_listener(config.host, config.port)
     parent_fd, write_fd = os.pipe()
-    thread = threading.Thread(target=lambda: asyncio.run(serve(config, listener, parent_fd)))
+    serving = partial(serve, config, listener, parent_fd, progress)
+    thread = threading.Thread(target=lambda: asyncio.run(serving()))
     thread.start()
     served = Served(controller, listener.getsockname()[1], verify)
     try:

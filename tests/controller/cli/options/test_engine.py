@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from controller.cli import serve
 from controller.cli.main import app
 from controller.shell import supervisor
-from controller.shell.config import ServeConfig, ServerConfig
+from controller.shell.config import ServeConfig, ServerConfig, Supervision
 from controller.shell.supervisor import Ended
 from engine.config import EngineConfig, LoRAConfig
 from engine.worker.options import configs, parse
@@ -64,6 +64,7 @@ FROM_OTHER_OPTIONS = {
     "log_format": "json",
     "log_level": "debug",
     "engine_id": "e",
+    "launch_id": "l",
 }
 """The supervisor specifies these from other options of `serve`, the engine's id aside."""
 
@@ -74,7 +75,7 @@ NOT_OPTIONS = {"adapter_bounds", "max_cpu_loras"}
 
 PROCESS_ONLY = {
     *("connect", "model", "key", "server_key", "log_format", "log_level"),
-    *("parent_pid", "progress", "step_timeout_ms", "engine_id"),
+    *("parent_pid", "progress", "step_timeout_ms", "engine_id", "launch_id"),
 }
 """Arguments of the process that are no field of a configuration of the same name."""
 
@@ -157,7 +158,8 @@ def test_the_supervisor_specifies_every_argument(tmp_path: Path) -> None:
     server = ServerConfig(str(tmp_path))
     config = ServeConfig(server, "m", ("a", "b"), engine_options=EngineOptions(**OTHER_VALUES))
     config = msgspec.structs.replace(config, step_timeout_ms=7, log_format="json")
-    command = supervisor._engine_command(config, "page", "pair")
+    supervision = Supervision(engine_progress="page", launch_id="launch")
+    command = supervisor._engine_command(config, supervision, "pair")
     start = process_command("engine")
     assert command[: len(start)] == start
     words = command[len(start) :]
@@ -168,6 +170,9 @@ def test_the_supervisor_specifies_every_argument(tmp_path: Path) -> None:
     assert found.parent_pid
     assert (found.progress, found.step_timeout_ms) == ("page", 7)
     assert (found.key, found.log_format) == ("pair", "json")
+    # By its id, a controller recognizes the engines of its own supervisor.
+    assert found.engine_id.startswith("launch")
+    assert parse(words).engine_id != found.engine_id
     assert found.server_key == f"{tmp_path}/keys/server.key.pub"
     assert found.connect == f"ipc://{tmp_path}/run/engine.sock"
     assert {name: getattr(found, name) for name in OTHER_VALUES} == OTHER_VALUES
