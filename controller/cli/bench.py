@@ -25,7 +25,7 @@ from controller.client.session import GENERATION_TIMEOUT_S
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from controller.client import AsyncClient
+    from controller.client import AsyncClient, LoradockError
 
 app = typer.Typer()
 
@@ -80,7 +80,10 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per option
     timeout: InferenceTimeout = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a running server: requests and tokens per second, and latencies."""
+    """Measure a running server: requests and tokens per second, and latencies.
+
+    Ends with the error of a request if none was answered.
+    """
     from controller.client import AsyncClient
 
     output, settings = output_of(ctx, as_json), settings_of(ctx)
@@ -98,7 +101,10 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per option
             generation_timeout_s=GENERATION_TIMEOUT_S if timeout is None else timeout,
         ) as client:
             load = _Load(client, names, prompt, max_tokens)
-            return await load.run(requests, concurrency)
+            found = await load.run(requests, concurrency)
+        if load.error is not None and not found.request:
+            raise load.error
+        return found
 
     with output.progress("measuring"):
         result = asyncio.run(measure())
@@ -120,6 +126,8 @@ class _Load:
         self._max_tokens = max_tokens
         self._tally = Tally()
         self._left = 0
+        self.error: LoradockError | None = None
+        """The last one of a request."""
 
     async def run(self, requests: int, concurrency: int) -> Result:
         """Run all requests, `concurrency` at a time."""
@@ -136,6 +144,7 @@ class _Load:
             try:
                 await self._one(next(self._names))
             except LoradockError as error:
+                self.error = error
                 code = error.code.value
                 self._tally.errors[code] = self._tally.errors.get(code, 0) + 1
 

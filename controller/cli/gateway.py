@@ -28,11 +28,16 @@ app = typer.Typer()
 _PANEL: Final = "HTTP gateway"
 
 
+def flag_of(field: msgspec.structs.FieldInfo) -> str:
+    """Return the option that sets a field of `GatewayOptions`."""
+    return str(get_args(field.type)[1].extra["flag"])
+
+
 def _parameter(field: msgspec.structs.FieldInfo) -> Parameter:
     kind, meta = get_args(field.type)
     is_repeated = get_args(kind)[1:] == (Ellipsis,)
     shown = typer.Option(
-        meta.extra["flag"],
+        flag_of(field),
         help=meta.description,
         rich_help_panel=_PANEL,
         metavar=meta.extra["metavar"],

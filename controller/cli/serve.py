@@ -14,7 +14,7 @@ import typer
 
 from controller.cli.context import AsJson, Settings, directory_of, output_of, settings_of
 from controller.cli.exit_codes import CommandError, ExitCode
-from controller.cli.gateway import GATEWAY_OPTIONS, gateway_arguments, gateway_config
+from controller.cli.gateway import GATEWAY_OPTIONS, flag_of, gateway_arguments, gateway_config
 from controller.cli.options.engine import ENGINE_OPTIONS
 from controller.cli.options.groups import with_option_groups
 from controller.cli.serve_settings import HANG_SETTINGS, LIMITS, SERVER_SETTINGS
@@ -182,6 +182,8 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
     hangs |= {"log_format": "json" if as_json else log_format, "log_level": log_level}
     output_of(ctx, hangs["log_format"] == "json")
     _check_policy(policy)
+    if not http:
+        _check_no_gateway_option(gateway_options)
     server_config = ServerConfig(
         directory=str(directory_of(ctx)),
         limits=limits,
@@ -268,7 +270,12 @@ def _check_start(config: ServeConfig, accept_changes: bool) -> None:
         )
     _confirm_changes(config, directory, accept_changes)
     now = previous_start.served(config.model, config.server.limits, config.server.policy)
-    previous_start.write_served(directory, now)
+    try:
+        previous_start.write_served(directory, now)
+    except OSError as error:
+        raise CommandError(
+            ExitCode.LOG, f"--dir {directory} can't be written: {error.strerror}"
+        ) from error
 
 
 def _confirm_changes(config: ServeConfig, directory: Path, accept_changes: bool) -> None:
@@ -308,6 +315,19 @@ def _gateway_arguments(
     local = Settings(settings_of(ctx).directory)
     config = gateway_config(local, http, model, options)
     return gateway_arguments(msgspec.structs.replace(config, log_format=log_format))
+
+
+def _check_no_gateway_option(options: GatewayOptions) -> None:
+    """Refuse options of a gateway where none is started, instead of ignoring them."""
+    for field in msgspec.structs.fields(GatewayOptions):
+        if getattr(options, field.name) != field.default:
+            flag = flag_of(field)
+            raise CommandError(
+                ExitCode.USAGE,
+                f"{flag} is an option of the HTTP gateway, and none is started without --http",
+                "add --http 127.0.0.1:8000"
+                + ("; --adapter loads adapters without it" if flag == "--lora-modules" else ""),
+            )
 
 
 def _check_policy(policy: str) -> None:

@@ -1,5 +1,6 @@
 """The `example` command: the tiny model with its adapters, to try everything else with."""
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Annotated, Final
@@ -36,11 +37,27 @@ def example(
 
 
 def write_example(directory: Path) -> None:
-    """Copy the example's files; raises `BadParameter` for a directory that exists."""
+    """Copy the example's files.
+
+    Raises `BadParameter` for a directory that exists, `OSError` for one that can't be written.
+    """
     source = next((path for path in _SOURCES if path.is_dir()), None)
     if source is None:
         raise FileNotFoundError("this installation has no example; the sources have it")
     if directory.exists():
         raise typer.BadParameter(f"{directory} exists; name a new directory")
-    for part in _PARTS:
-        shutil.copytree(source / part, directory / part)
+    try:
+        for part in _PARTS:
+            shutil.copytree(source / part, directory / part)
+    except (OSError, shutil.Error) as error:
+        # A directory that exists would be refused the next time.
+        shutil.rmtree(directory, ignore_errors=True)
+        reason = f"it can't be written: {_reason(error)}"
+        raise OSError(errno.EIO, reason, str(directory)) from error
+
+
+def _reason(error: OSError) -> str:
+    """Return the first of the reasons of an error that `copytree` raises for all files."""
+    if isinstance(error, shutil.Error) and error.args and error.args[0]:
+        return str(error.args[0][0][2])
+    return error.strerror or str(error)

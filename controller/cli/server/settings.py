@@ -100,11 +100,13 @@ def parse_changes(changes: Sequence[str]) -> tuple[dict[str, int], str]:
 
 def _value(name: str, field: str, text: str) -> int:
     units: dict[str, Any] = {"_ms": ("a number of seconds", lambda one: round(float(one) * 1000))}
-    units["_bytes_max"] = ("a size, for example 8GiB", parse_size)
+    # The error of a size states which units there are.
+    units["_bytes_max"] = ("", parse_size)
     wanted, parse = next(
         (unit for end, unit in units.items() if field.endswith(end)), ("a whole number", int)
     )
     try:
         return int(parse(text))
     except (ValueError, OverflowError) as error:
-        raise CommandError(ExitCode.USAGE, f"{name}={text}: {wanted} is needed") from error
+        reason = f"{wanted} is needed" if wanted else str(error)
+        raise CommandError(ExitCode.USAGE, f"{name}={text}: {reason}") from error

@@ -1,11 +1,20 @@
 """The load test of `bench`: which requests it sends, and what it reports."""
 
+import itertools
+
 import pytest
 
 from controller.cli.bench import quantiles
+from controller.cli.exit_codes import ExitCode
 from messages import requests as rq
 from messages.errors import ErrorCode
 from tests.support.simulation.command_runs import run, run_json
+
+
+def refuse_all(controller):
+    controller.answers[rq.Generate] = lambda request: rq.Refused(
+        request.request_id, ErrorCode.OVERLOADED, "too many"
+    )
 
 
 def test_requests_take_turns_among_the_adapters(controller):
@@ -21,12 +30,25 @@ def test_requests_take_turns_among_the_adapters(controller):
 
 
 def test_errors_are_counted_by_code(controller):
-    controller.answers[rq.Generate] = lambda request: rq.Refused(
-        request.request_id, ErrorCode.OVERLOADED, "too many"
-    )
-    result = run("bench", "--requests", "3", directory=controller.directory)
+    refuse_all(controller)
+    takes = itertools.cycle((controller.answers[rq.Generate], controller._generate))
+
+    def alternate(request):
+        return next(takes)(request)
+
+    controller.answers[rq.Generate] = alternate
+    result = run("bench", "--requests", "4", "--concurrency", "1", directory=controller.directory)
     assert result.exit_code == 0, result.output
-    assert "L015 3" in result.stdout
+    assert "L015 2" in result.stdout
+
+
+def test_a_load_without_an_answer_ends_with_the_error(controller):
+    refuse_all(controller)
+    result = run("bench", "--requests", "3", directory=controller.directory)
+    assert result.exit_code == ExitCode.NO_ROOM
+    assert "L015" in result.stderr
+    assert "too many" in result.stderr
+    assert result.stdout == ""
 
 
 def test_the_table_has_milliseconds(controller):

@@ -66,3 +66,18 @@ def test_help_does_not_show_keys(monkeypatch, tmp_path):
     result = run("gateway", "--help", directory=tmp_path)
     assert result.exit_code == 0
     assert "very-secret" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (("--lora-modules", "sql=sql"), "--lora-modules"),
+        (("--allow-runtime-lora-updating",), "--allow-runtime-lora-updating"),
+        (("--api-key-file", "keys"), "--api-key-file"),
+    ],
+)
+def test_options_of_a_gateway_are_not_ignored_where_none_is_started(tmp_path, words, flag):
+    result = run("serve", "--model", "m", *words, directory=tmp_path)
+    assert result.exit_code == 2
+    assert f"{flag} is an option of the HTTP gateway" in result.stderr
+    assert "add --http 127.0.0.1:8000" in result.stderr

@@ -168,7 +168,7 @@ def test_settings_change_while_the_server_runs_and_outlive_it(tmp_path: Path) ->
         ("slots=4", ExitCode.REFUSED, "restart the server with --slots 4"),
         ("host-adapter=4", ExitCode.USAGE, "did you mean host-adapters?"),
         ("rest=soon", ExitCode.USAGE, "rest=soon: a number of seconds is needed"),
-        ("host-bytes=64M", ExitCode.USAGE, "a size, for example 8GiB"),
+        ("host-bytes=64M", ExitCode.USAGE, "has the unit 'M'; use KiB, MiB"),
         ("requests", ExitCode.USAGE, "write NAME=VALUE"),
     ],
 )
