@@ -195,7 +195,7 @@ class AdapterBounds:
     """Bounds on the files of an adapter; a file that exceeds one is refused before it is read.
 
     Sizes in bytes. `pattern_*` bound `rank_pattern` and `alpha_pattern`; `problems_max` is the
-    number of problems that one error lists.
+    number of problems in the text of one error, whose details have all.
     """
 
     config_bytes_max: int = 1 << 20
@@ -207,7 +207,7 @@ class AdapterBounds:
     name_characters_max: int = 512
     patterns_max: int = 4096
     pattern_characters_max: int = 512
-    problems_max: int = 16
+    problems_max: int = 4
 
     def __post_init__(self) -> None:
         _check_positive(self, tuple(self.__dataclass_fields__))

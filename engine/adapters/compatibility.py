@@ -148,6 +148,8 @@ def match_tensors(
     if model is not None:
         _check_modules(pairs, tensors, helper, model, problems)
         touched = _touched_experts(stacked, experts).union(pair.module for pair in pairs)
+        # The tensors of a refused pair are reported as such, and not as absent.
+        touched |= names.pairs.keys()
         _check_targets(touched, helper, model, problems)
         _check_heads(touched, model, problems)
         _check_copies(names.copies, tensors, modules, problems)

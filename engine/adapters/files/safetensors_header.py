@@ -41,6 +41,8 @@ _DTYPES: Final = {
 }
 _NAME: Final = re.compile(r"[\x21-\x7e]+\Z")
 _METADATA: Final = "__metadata__"
+_LFS_POINTER: Final = b"version "
+"""The first bytes of a text that Git LFS has in place of a large file."""
 _LENGTH_MAX: Final = 1 << 48
 
 
@@ -57,6 +59,11 @@ class StoredTensor(NamedTuple):
 def header_length(prefix: bytes, file_bytes: int, bounds: AdapterBounds) -> int:
     """Return the header's length from the file's first 8 bytes; raises `AdapterUnsound`."""
     length = int.from_bytes(prefix, "little")
+    if prefix == _LFS_POINTER:
+        raise AdapterUnsound(
+            "the weights file is a pointer of Git LFS, without the weights: `git lfs pull` in the "
+            "repository replaces it"
+        )
     if len(prefix) < LENGTH_BYTES or length > file_bytes - LENGTH_BYTES:
         raise AdapterUnsound(
             f"the weights file is cut off ({length + LENGTH_BYTES} bytes declared for its header, "

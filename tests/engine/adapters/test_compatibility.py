@@ -9,6 +9,7 @@ import torch
 from engine.adapters import read_adapter
 from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.files.problems import Problems
+from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 from engine.layout import ModuleKind, ModuleShape
 from messages.errors import DETAIL_CHARACTERS_MAX, DETAILS_MAX, ErrorCode
@@ -62,6 +63,26 @@ def test_the_details_have_each_finding_where_the_text_leaves_any_out(tmp_path: P
     with pytest.raises(AdapterDoesNotFit) as caught:
         read(write(tmp_path / "b", weights=tensors(q_A=torch.ones(4, 96))))
     assert caught.value.details == ()
+
+
+def test_a_text_has_the_first_findings_and_the_number_of_the_others(tmp_path: Path) -> None:
+    names = [f"{Q[:-6]}{letter}_proj" for letter in "abcdef"]
+    problems = Problems(DEFAULT_BOUNDS.problems_max)
+    for name in names:
+        problems.add(AdapterDoesNotFit, f"{name} is wrong")
+    error = problems.error()
+    assert str(error).endswith("; and 2 more")
+    assert len(error.details) == len(names)
+
+
+def test_targets_whose_tensors_are_refused_are_not_reported_as_absent(tmp_path: Path) -> None:
+    ranks = refusal(tmp_path / "a", tensors(), r=2)
+    assert "the config specifies rank 2" in ranks
+    assert "without a tensor" not in ranks
+    integers = {name: one.to(torch.int8) for name, one in tensors().items()}
+    kinds = refusal(tmp_path / "b", integers)
+    assert "a floating dtype is needed" in kinds
+    assert "without a tensor" not in kinds
 
 
 def test_details_are_bounded_in_number_and_length() -> None:

@@ -85,6 +85,10 @@ def many(count: int) -> dict[str, Any]:
 DATA = bytes(24)
 MALFORMED: dict[str, tuple[bytes, str]] = {
     "no bytes": (b"", "is cut off"),
+    "a pointer of Git LFS": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n",
+        "is a pointer of Git LFS, without the weights",
+    ),
     "half a length": (b"\x10\0\0", "is cut off"),
     "a length and no header": (stored(b"", length=100), "is cut off"),
     "a length of 2**64": (stored({"a": entry()}, DATA, 2**64 - 1), "is cut off"),
