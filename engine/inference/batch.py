@@ -71,7 +71,7 @@ class SequenceBatch(Protocol):
 
     @property
     def running(self) -> list[Sequence]:
-        """The sequences whose prompts are in the cache, the one that began first comes first."""
+        """The sequences whose prompts are in the cache."""
 
     @property
     def prefilling(self) -> list[Sequence]:

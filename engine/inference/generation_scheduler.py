@@ -70,7 +70,7 @@ class GenerationScheduler:
         self.batch = choose_batch(model, punica, slots, config, self)
         self._generations = Generations(model, emit)
         self._suspended = SuspendedGenerations(
-            self._generations, self._waiting, self.batch, self._enqueue_first
+            self._generations, self._waiting, self.batch, self._enqueue
         )
 
     @property
@@ -224,7 +224,10 @@ class GenerationScheduler:
         return True
 
     def _preempt_for_others(self) -> None:
-        """Preempt a sequence of the adapter with most of them, if another adapter waits long."""
+        """Preempt a sequence of the adapter with most of them, if another adapter waits long.
+
+        None of a more urgent priority is: it would be the next one again.
+        """
         if not self._waiting or not (self._rows >= self._rows_max or self.batch.lacks_memory):
             self._full_steps = 0
             return
@@ -237,7 +240,9 @@ class GenerationScheduler:
         candidates = [
             one
             for one in self.batch.running
-            if one.can_resume and rows[one.command.adapter_id] > rows[waiting] + 1
+            if one.can_resume
+            and one.command.priority >= self._waiting.priority
+            and rows[one.command.adapter_id] > rows[waiting] + 1
         ]
         if candidates:
             # Of the adapter with most rows, the sequence with the fewest tokens to compute again.
@@ -277,3 +282,4 @@ class GenerationScheduler:
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         self._generations.fail(sequence, error)
+        self._suspended.end(sequence.command.op)

@@ -212,7 +212,7 @@ class SuspendedGenerations:
         generations: Generations,
         waiting: PriorityQueue[Sequence],
         batch: SequenceBatch,
-        enqueue: Callable[[list[Sequence]], None],
+        enqueue: Callable[[Sequence], None],
     ) -> None:
         self._generations = generations
         self._waiting = waiting
@@ -245,14 +245,17 @@ class SuspendedGenerations:
         )
 
     def resume(self, command: ResumeGeneration) -> None:
-        """Continue a generation in a slot; do nothing for one that is not suspended."""
+        """Continue a generation in a slot; do nothing for one that is not suspended.
+
+        Those of one adapter wait in the order of these calls, so the oldest is to be the first.
+        """
         if command.target in self._operations:
             self._operations.remove(command.target)
             found = self._generations.find(command.target)
-            if found is not None:
-                self._enqueue(_resumed(found, command))
+            for sequence in () if found is None else _resumed(found, command):
+                self._enqueue(sequence)
 
-    def end(self, op: OpId, sequences: Iterable[Sequence]) -> None:
+    def end(self, op: OpId, sequences: Iterable[Sequence] = ()) -> None:
         """Forget a generation that has ended."""
         self._operations.discard(op)
         self._batch.forget(list(sequences))

@@ -49,8 +49,8 @@ class PaddedBatch:
         self._strategy = choose_decode(self._model, punica, slots, config)
         self._cache = self._model.new_cache(keeps_capacity=self._strategy.keeps_capacity)
         self._running: list[Sequence] = []
-        # The caches of suspended sequences, one each.
-        self._suspended: dict[Sequence, RowCache] = {}
+        # What was computed of suspended sequences: the caches of those that ran, prompts of others.
+        self._suspended: dict[Sequence, RowCache | PrefillBatch] = {}
         self._suspended_max = config.max_num_seqs
         # The group whose chunk is next comes first.
         self._prefilling: deque[PrefillBatch] = deque()
@@ -68,8 +68,8 @@ class PaddedBatch:
     @property
     def kv_use(self) -> KVUse:
         """The bytes of the batch's cache and of those of prefilled groups, without a budget."""
-        groups = (group.cache for group in self._prefilling)
-        caches = (self._cache, *groups, *self._suspended.values())
+        parts = (self._cache, *self._prefilling, *self._suspended.values())
+        caches = (part.cache if isinstance(part, PrefillBatch) else part for part in parts)
         return KVUse(sum(cache.size_bytes for cache in caches), 0, "padded")
 
     @property
@@ -80,7 +80,7 @@ class PaddedBatch:
     def admit(self, waiting: Waiting) -> int:
         """Form a group of the next waiting sequences, as rows and groups are free.
 
-        Suspended ones whose caches were kept join the running batch at once.
+        Suspended ones of which something was kept continue at once.
         """
         if len(self._prefilling) >= PREFILLS_MAX:
             return 0
@@ -90,8 +90,8 @@ class PaddedBatch:
         while waiting.queue and rows + len(sequences) < waiting.rows_max:
             if waiting.queue.first() in self._suspended:
                 sequence = waiting.queue.pop()
-                cache = self._suspended.pop(sequence)
-                if waiting.is_resident(sequence) and self._join([sequence], cache):
+                kept = self._suspended.pop(sequence)
+                if waiting.is_resident(sequence) and self._continue(sequence, kept):
                     rows += 1
                 continue
             length = len(waiting.queue.first().tokens)
@@ -103,8 +103,8 @@ class PaddedBatch:
                 sequences.append(sequence)
                 lengths.append(length)
         if sequences:
-            # Before the others: it is probably shorter than what is left of them.
-            self._prefilling.appendleft(PrefillBatch(sequences, self._model.new_cache))
+            # After the others, which a stream of short prompts would stop otherwise.
+            self._prefilling.append(PrefillBatch(sequences, self._model.new_cache))
         return len(sequences)
 
     def keep(self, stays: Callable[[Sequence], bool]) -> None:
@@ -117,16 +117,37 @@ class PaddedBatch:
         self._prefilling = deque(batch for batch in self._prefilling if len(batch))
 
     def suspend(self, sequences: list[Sequence]) -> None:
-        """Take sequences out: running ones with their caches, of which there is a largest number.
+        """Take sequences out, and keep what was computed of them, up to a number of them.
 
-        Prompts that are not prefilled, and those beyond the number, are computed again.
+        The others, the last ones by rank, are computed again.
         """
         for sequence in [one for one in self._running if one in sequences]:
             row = self._running.index(sequence)
-            if len(self._suspended) < self._suspended_max or not sequence.can_resume:
+            if self._may_suspend(sequence):
                 self._suspended[sequence] = self._cache.take(row)
                 del self._running[row]
+        for group in self._prefilling:
+            for sequence in [one for one in group.sequences if one in sequences]:
+                if self._may_suspend(sequence):
+                    kept = group.take(group.sequences.index(sequence))
+                    if kept is not None:
+                        self._suspended[sequence] = kept
         self.keep(lambda one: one not in sequences)
+
+    def _may_suspend(self, sequence: Sequence) -> bool:
+        if len(self._suspended) < self._suspended_max or not sequence.can_resume:
+            return True
+        others = [one for one in self._suspended if one.can_resume]
+        last = max([sequence, *others], key=lambda one: one.rank)
+        self.forget([last])
+        return last is not sequence
+
+    def _continue(self, sequence: Sequence, kept: RowCache | PrefillBatch) -> bool:
+        """Run or prefill a suspended sequence on; return False where memory lacks."""
+        if isinstance(kept, PrefillBatch):
+            self._prefilling.append(kept)
+            return True
+        return self._join([sequence], kept)
 
     def forget(self, sequences: list[Sequence]) -> None:
         """Free the caches of suspended sequences."""

@@ -2,10 +2,16 @@
 
 A sequence has blocks for the tokens that it has, and shares those of its beginning with every
 sequence of the same adapter version that begins with the same tokens. Where no block is left, the
-sequence that began last waits again and is computed again later; those that can't be computed again
-have all their blocks from the start.
+last sequence by rank waits again and is computed again later; those that can't be computed again
+have all their blocks from the start, and leave them only while they are suspended.
+
+Every step makes progress: the first sequence by rank has its next token, or a chunk of its prompt,
+unless it waits for those that can't be computed again, which then have theirs. None waits forever:
+a sequence alone fits, because suspended ones hold no block against it, and one that has come in
+loses its blocks to older and more urgent ones only.
 """
 
+from bisect import insort
 from collections.abc import Callable, Iterable
 from functools import partial
 from hashlib import blake2b
@@ -16,7 +22,7 @@ from torch import Tensor
 
 from engine.inference.batch import BatchEvents, ForwardError, KVUse, Waiting
 from engine.inference.forward_runner import ForwardRunner, adapter_rows
-from engine.inference.paged_row import PagedRow
+from engine.inference.paged_row import PagedRow, SuspendedRows
 from engine.inference.sequence import Sequence
 from engine.inference.step_budget import StepBudget
 from engine.models.kv_cache import BatchKVCache
@@ -53,10 +59,9 @@ class PagedBatch:
         self._events = events
         self._row_blocks = row_blocks
         self._shares_prefixes = shares_prefixes
-        # In the order in which they were admitted.
+        # By rank: one loses its blocks to those before it.
         self._rows: list[PagedRow] = []
-        # In the order in which they were suspended, with the blocks that they had.
-        self._suspended: dict[Sequence, PagedRow] = {}
+        self._suspended = SuspendedRows(flat.cache)
         self.lacks_memory = False
 
     @property
@@ -80,7 +85,7 @@ class PagedBatch:
         """The tokens in the blocks that sequences hold, each shared block counted once."""
         lengths = {
             block: min(BLOCK_TOKENS, row.table.length - number * BLOCK_TOKENS)
-            for row in (*self._rows, *self._suspended.values())
+            for row in (*self._rows, *self._suspended)
             for number, block in enumerate(row.table.blocks, row.table.released)
         }
         return sum(max(0, length) for length in lengths.values())
@@ -97,10 +102,11 @@ class PagedBatch:
                 self.lacks_memory = True
                 break
             waiting.queue.pop()
-            self._suspended.pop(sequence, None)
-            if waiting.is_resident(row.sequence):
+            if waiting.is_resident(sequence):
                 self._add(row)
                 count += 1
+            else:
+                self.forget([sequence])
         return count
 
     def keep(self, stays: Callable[[Sequence], bool]) -> None:
@@ -111,14 +117,12 @@ class PagedBatch:
         """Take sequences out, with their blocks until other sequences need these."""
         leaving = [row for row in self._rows if row.sequence in sequences]
         self._rows = [row for row in self._rows if row not in leaving]
-        self._suspended.update((row.sequence, row) for row in leaving)
+        for row in leaving:
+            self._suspended.add(row)
 
     def forget(self, sequences: list[Sequence]) -> None:
         """Free the blocks of suspended sequences."""
-        for sequence in sequences:
-            row = self._suspended.pop(sequence, None)
-            if row is not None:
-                row.table.release()
+        self._suspended.forget(sequences)
 
     def step(self) -> None:
         """Run one flat pass of all running sequences and of chunks of the prompts."""
@@ -145,12 +149,9 @@ class PagedBatch:
         return PagedRow(sequence, table, self._row_blocks)
 
     def _fits(self, row: PagedRow) -> bool:
-        """Whether there are blocks for a sequence, after those promised to the others.
-
-        One alone fits, unless suspended ones hold blocks.
-        """
-        # A sequence that continues has its blocks.
-        begun = row.table.prefix if row.table.blocks else self._reusable(row)
+        """Whether there are blocks for a sequence, after those promised to the others."""
+        # A sequence that continues has its blocks, or its tokens.
+        begun = row.table.prefix if row.has_begun else self._reusable(row)
         prefilling = [one for one in self._rows if not one.is_prefilled]
         promised = sum(one.missing_blocks(one.table.prefix) for one in prefilling)
         # One more block for each sequence, so that the next steps preempt nothing.
@@ -161,20 +162,9 @@ class PagedBatch:
     def _fits_after_dropping(self, row: PagedRow) -> bool:
         """Whether a sequence fits, after suspended ones have given up blocks for it."""
         while not self._fits(row):
-            if not self._drop_suspended(row):
+            if not self._suspended.free_blocks(row):
                 return False
         return True
-
-    def _drop_suspended(self, keep: PagedRow | None = None) -> bool:
-        """Free the blocks of the sequence that was suspended first; return whether there was one.
-
-        It will be computed again.
-        """
-        for sequence, row in self._suspended.items():
-            if row.can_leave and row is not keep:
-                self.forget([sequence])
-                return True
-        return False
 
     def _reusable(self, row: PagedRow) -> Prefix:
         """Return the blocks of other sequences that a sequence can begin with.
@@ -193,10 +183,14 @@ class PagedBatch:
         return found
 
     def _add(self, row: PagedRow) -> None:
-        self._rows.append(row)
+        self._suspended.remove(row)
+        insort(self._rows, row, key=lambda one: one.sequence.rank)
         self._reuse(row)
-        if not row.sequence.can_resume:
-            row.table.reserve(row.sequence.tokens_max)
+        sequence = row.sequence
+        row.table.reserve(row.table.length if sequence.can_resume else sequence.tokens_max)
+        if row.states is not None:
+            self._flat.cache.write(row.table, row.states)
+            row.states = None
 
     def _reuse(self, row: PagedRow) -> None:
         """Begin a sequence that has computed nothing with the blocks of others."""
@@ -215,18 +209,18 @@ class PagedBatch:
             self._events.on_preemption([row.sequence for row in changed])
 
     def _reserve_for_running(self) -> None:
-        """Reserve the next token of every running sequence, oldest first."""
+        """Reserve the next token of every running sequence, the first by rank before the others."""
         for row in list(self._rows):
             if row.is_prefilled:
                 self._reserve_or_preempt(row, row.table.length + 1)
 
     def _reserve_or_preempt(self, row: PagedRow, tokens: int) -> None:
-        """Reserve blocks for a sequence; preempt those that began last while there are too few.
+        """Reserve blocks for a sequence; preempt the last ones by rank while there are too few.
 
         The sequence itself is preempted if no later one can be computed again.
         """
         while row in self._rows and not row.reserve(tokens):
-            if self._drop_suspended():
+            if self._suspended.free_blocks():
                 continue
             later = self._rows[self._rows.index(row) + 1 :]
             victim = next((one for one in reversed(later) if one.can_leave), row)
@@ -234,9 +228,9 @@ class PagedBatch:
             self._events.on_preemption([victim.sequence])
 
     def _chunks(self, tokens: int) -> list[tuple[PagedRow, int]]:
-        """Divide `tokens` among the prompts: half for the oldest, then the shortest ones first.
+        """Divide `tokens` among the prompts: half for the first, then the shortest ones first.
 
-        The oldest one receives what the others leave, and blocks of sequences that began later.
+        The first one by rank receives what the others leave, and blocks of sequences after it.
         """
         eligible = self._not_computed_by_others()
         if not eligible:

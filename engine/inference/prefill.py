@@ -5,6 +5,7 @@ long rows. Rows with images are prefilled in one chunk, because images are read 
 """
 
 from collections.abc import Sequence as SequenceOf
+from copy import copy
 from typing import Final
 
 import torch
@@ -103,10 +104,29 @@ class PrefillBatch:
 
     def keep(self, rows: SequenceOf[int]) -> None:
         """Keep only these rows, and drop the columns that are then padding in all of them."""
+        self.cache.keep(rows)
+        self._select(rows)
+
+    def take(self, row: int) -> "PrefillBatch | None":
+        """Remove a row, and return it in a batch of its own; None if none of it is in the cache."""
+        total = self._totals[row]
+        done = total - (self._width - self._done)
+        others = [other for other in range(len(self)) if other != row]
+        if done <= 0:
+            self.keep(others)
+            return None
+        taken = copy(self)
+        taken._input_ids = self._input_ids[:, self._width - total :]
+        taken._width, taken._done = total, done
+        taken._select([row])
+        taken.cache = self.cache.take(row)
+        self._select(others)
+        return taken
+
+    def _select(self, rows: SequenceOf[int]) -> None:
         self.sequences = [self.sequences[row] for row in rows]
         self.images = [self.images[row] for row in rows]
         self._totals = [self._totals[row] for row in rows]
         self._input_ids = self._input_ids[list(rows)]
-        self.cache.keep(rows)
         if rows:
             self._done = max(self._done, self._width - max(self._totals))

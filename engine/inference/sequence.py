@@ -16,7 +16,7 @@ from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.sampler import Sampler
 from engine.sampling.structure import Guide
 from messages.commands import StartGeneration
-from messages.ids import Slot
+from messages.ids import OpId, Slot
 from messages.prompts import MAX_TOKENS_DEFAULT
 from messages.requests import TokensStreamed
 from messages.views import FinishReason, TokenLogprob
@@ -93,6 +93,11 @@ class Sequence:
         """Record that the first tokens were cached; after a preemption they are its own."""
         if not self.output.tokens:
             self.prefix_tokens = min(tokens, len(self.prompt))
+
+    @property
+    def rank(self) -> tuple[int, OpId, int]:
+        """What orders sequences that need the same memory: by priority, and then by age."""
+        return self.command.priority, self.command.op, self.index
 
     @property
     def has_progressed(self) -> bool:

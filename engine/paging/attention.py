@@ -72,10 +72,12 @@ def _attention(
     scoring = Scoring(*map(options.get, ("scaling", "softcap", "s_aux")))
     output = query.new_empty((query.shape[2], query.shape[1], value.shape[3]))
     by_head = output.transpose(0, 1)[None]
-    pieces = attention_mask.pieces if _can_merge(query, value, scoring) else None
+    pieces, others = None, attention_mask.rows
+    if _can_merge(query, value, scoring):
+        pieces, others = attention_mask.divided(layer.token_bytes)
     if pieces is not None:
         output.index_copy_(0, pieces.queries, _attend_pieces(query, layer, pieces, scoring))
-    for span, first, mask in attention_mask.rows if pieces is None else attention_mask.others:
+    for span, first, mask in others:
         queries = query.narrow(2, span.begin, span.count)
         keys, values = layer.read(span, first)
         if scoring.softcap is None and scoring.sinks is None:
@@ -104,12 +106,12 @@ def _attend_pieces(query: Tensor, layer: PagedLayer, pieces: Pieces, scoring: Sc
     queries = query[0].index_select(1, pieces.queries)
     heads, rows, width = queries.shape
     found = []
-    for start, tokens, row, members, _ in pieces.pieces:
-        keys, values = layer.read_run(start, tokens)
+    for piece, copied in zip(pieces.pieces, pieces.copied, strict=True):
+        keys, values = layer.read_tokens(piece.start, piece.tokens, copied)
         # The heads that share keys are queries of one head, so that nothing is repeated.
-        packed = queries.narrow(1, row, members).reshape(1, keys.shape[1], -1, width)
+        packed = queries.narrow(1, piece.row, piece.rows).reshape(1, keys.shape[1], -1, width)
         output, logarithms = _attend_piece(packed, keys, values, scale=scoring.scaling)
-        shape = (heads, members, width)
+        shape = (heads, piece.rows, width)
         found.append((output.reshape(shape), logarithms.reshape(shape[:2])))
     outputs, logarithms = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     # The logarithms of the sums of each part; those of the sinks are one more part.

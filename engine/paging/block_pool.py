@@ -12,11 +12,10 @@ BLOCK_TOKENS: Final = 16
 """The tokens of a block: half a block per row is unused on average, and prefixes are reused in
 multiples of it."""
 
-_EVICTED_PER_BLOCK: Final = 4
-"""The most kept blocks that are evicted per block of a new row, so that its blocks are adjacent.
+_FREE_SHARE: Final = 0.25
+"""The share of all blocks that may be made free so that those of a row are adjacent.
 
-Without it hardly any row's blocks are, once all have been used. With 4 those of most rows are, and
-a sixth of all blocks are free.
+Without it hardly any row's blocks are, once all have been used.
 """
 
 
@@ -36,7 +35,7 @@ class BlockPool:
 
     Held: in the tables of `references` rows. Kept: published, so that a row with the same prefix
     can hold it again, and held by no row. Free: neither. Kept blocks are evicted, the least
-    recently used one first, where too few are free, or too few of them adjacent for a new row.
+    recently used one first, where too few are free, or too few of them adjacent for a row.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -45,6 +44,8 @@ class BlockPool:
         # 1 for a free block, so that a run of free ones is found by a search for bytes.
         self._is_free = bytearray(b"\1" * blocks)
         self._free = blocks
+        # No run of free blocks is longer: a search of a large pool takes long.
+        self._longest_max = blocks
         # The least recently used one comes first.
         self._kept: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
@@ -76,11 +77,12 @@ class BlockPool:
             raise NoFreeBlocks(f"{count} blocks requested, {self.available} available")
         while self._free < count:
             self._evict()
-        if after < 0 or not self._can_take(after + 1):
-            after = self._make_run(max(count, room)) - 1
-        chosen = []
-        for _ in range(count):
-            after = self._take(after + 1)
+        chosen: list[int] = []
+        while len(chosen) < count:
+            if after < 0 or not self._can_take(after + 1):
+                after = self._make_run(max(count, room) - len(chosen)) - 1
+            after += 1
+            self._take(after)
             chosen.append(after)
         return chosen
 
@@ -133,40 +135,42 @@ class BlockPool:
         published = {block for block in self._key_of if self._is_free[block]}
         if self._free != sum(self._is_free):
             found.append(f"{self._free} free blocks are counted, {sum(self._is_free)} are free")
+        if b"\1" * (self._longest_max + 1) in self._is_free:
+            found.append(f"more than {self._longest_max} adjacent blocks are free")
         if {block: key for key, block in self._block_of.items()} != self._key_of:
             found.append("keys and blocks are not each other's inverse")
         if unpublished or published:
             found.append(f"kept without a key: {unpublished}; free with a key: {published}")
         return found
 
-    def _evict(self) -> int:
+    def _evict(self) -> None:
         block, _ = self._kept.popitem(last=False)
         del self._block_of[self._key_of.pop(block)]
         self._set_free(block)
-        return block
 
     def _set_free(self, block: int) -> None:
         self._is_free[block] = 1
         self._free += 1
+        before, end = self._is_free.rfind(0, 0, block), self._is_free.find(0, block)
+        length = (end if end >= 0 else self.blocks) - before - 1
+        self._longest_max = max(self._longest_max, length)
 
     def _make_run(self, length: int) -> int:
-        """Return the start of `length` free blocks, for which kept ones may be evicted; -1 if none.
+        """Return the start of `length` free blocks, or of a half, a quarter ... of them.
 
-        Rows that ended long ago were often adjacent, so few evictions make a run of the oldest.
+        Kept blocks are evicted for them while few are free. Rows that ended long ago were often
+        adjacent, so few evictions make a run of the oldest. At least one block is free.
         """
-        start = self._start_of_run(length)
-        for _ in range(min(_EVICTED_PER_BLOCK * length, self.blocks // 8, len(self._kept))):
-            if start >= 0:
-                break
-            # A search of the whole pool after each eviction would take long in a large one.
-            if self._run_around(self._evict()) >= length:
+        while True:
+            if length <= self._longest_max:
                 start = self._start_of_run(length)
-        return start
-
-    def _run_around(self, block: int) -> int:
-        """Return how many adjacent free blocks there are around a free one, itself included."""
-        before, end = self._is_free.rfind(0, 0, block), self._is_free.find(0, block)
-        return (end if end >= 0 else self.blocks) - before - 1
+                if start >= 0:
+                    return start
+                self._longest_max = length - 1
+            elif self._kept and self._free < _FREE_SHARE * self.blocks:
+                self._evict()
+            else:
+                length //= 2
 
     def _start_of_run(self, length: int) -> int:
         """Return the start of `length` free blocks, after the room of the row before; -1 if none.
@@ -182,15 +186,10 @@ class BlockPool:
         return start
 
     def _can_take(self, block: int) -> bool:
-        return 0 <= block < self.blocks and bool(self._is_free[block])
+        return block < self.blocks and bool(self._is_free[block])
 
-    def _take(self, wanted: int) -> int:
-        """Hold block `wanted` if it is free, and another free one otherwise."""
-        if not self._can_take(wanted):
-            wanted = self._is_free.find(1, self._next_start)
-            if wanted < 0:
-                wanted = self._is_free.find(1)
-        self._is_free[wanted] = 0
+    def _take(self, block: int) -> None:
+        """Hold a free block."""
+        self._is_free[block] = 0
         self._free -= 1
-        self._references[wanted] = 1
-        return wanted
+        self._references[block] = 1

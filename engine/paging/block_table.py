@@ -142,6 +142,14 @@ class BlockTable:
             del self.blocks[:passed]
             self.released += passed
 
+    def vacate(self) -> None:
+        """Give up all blocks, but count their tokens: `reserve` provides blocks for them again.
+
+        The tokens have to be written there before they are read.
+        """
+        self._pool.release(self.blocks)
+        self.blocks.clear()
+
     def release(self) -> None:
         """Give up all blocks; published ones are kept while nothing else needs them."""
         self._pool.release(self.blocks)

@@ -41,6 +41,8 @@ class RowMasks:
     def __init__(self, function: MaskFunction, step: FlatStep) -> None:
         self.function: Final = function
         self.step: Final = step
+        # By the bytes of a token, which may differ among layers.
+        self._divided: dict[int, tuple[Pieces | None, list[RowMask]]] = {}
 
     @cached_property
     def rows(self) -> list[RowMask]:
@@ -51,26 +53,32 @@ class RowMasks:
         device = self.step.written.device
         return [RowMask(span, *_row_mask(self.function, span, device)) for span in self.step.spans]
 
-    @cached_property
-    def pieces(self) -> Pieces | None:
-        """The pieces of rows of one query that are neither adjacent nor alone in their blocks."""
+    def divided(self, token_bytes: int) -> tuple[Pieces | None, list[RowMask]]:
+        """Return the pieces of rows of one query that share or copy blocks, and the other rows.
+
+        token_bytes: of one token's keys and values in the layer that attends.
+        """
+        if token_bytes not in self._divided:
+            self._divided[token_bytes] = self._divide(token_bytes)
+        return self._divided[token_bytes]
+
+    def _divide(self, token_bytes: int) -> tuple[Pieces | None, list[RowMask]]:
         places = [
             RowPlace(
                 span.begin,
                 span.blocks[first // BLOCK_TOKENS :],
                 first % BLOCK_TOKENS,
                 span.held - first,
+                span.numbers is not None,
             )
             for span, first, mask in self.rows
             if span.count == 1 and mask is None
         ]
-        return find_pieces(places, self.step.written.device)
-
-    @cached_property
-    def others(self) -> list[RowMask]:
-        """The masks of the spans that are not in `pieces`."""
-        chosen = set() if self.pieces is None else set(self.pieces.queries.tolist())
-        return [row for row in self.rows if row.span.begin not in chosen]
+        pieces = find_pieces(places, token_bytes, self.step.written.device)
+        if pieces is None:
+            return None, self.rows
+        chosen = set(pieces.queries.tolist())
+        return pieces, [row for row in self.rows if row.span.begin not in chosen]
 
     @cached_property
     def groups(self) -> list[Tensor]:

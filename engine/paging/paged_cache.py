@@ -8,7 +8,6 @@ a block, so nothing that another row has left can reach it.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,9 @@ from engine.paging.block_table import BlockTable, blocks_of
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """Of `transformers`: indices of row, head, query and key, which broadcast -> attends."""
+
+RowStates = Sequence[tuple[Tensor, Tensor]]
+"""The keys and values of a row's tokens in each layer, [heads, tokens, head_dim]."""
 
 
 class FlatRow(NamedTuple):
@@ -53,15 +55,15 @@ class FlatRow(NamedTuple):
 class RowSpan:
     """Where a row is: queries `begin` to `end` of the pass, and tokens `start` to `length` held.
 
-    `blocks`: those of these tokens. `first_token`: where the first token is in the memory, if the
-    blocks are adjacent; else -1, and `numbers` are the blocks, [blocks] int64 on the device.
+    `blocks`: those of these tokens. `first_token`: where the first one is in the memory. `numbers`:
+    the blocks, [blocks] int64 on the device, if they are not adjacent.
     """
 
     begin: int
     end: int
     start: int
     length: int
-    blocks: Sequence[int]
+    blocks: list[int]
     first_token: int
     numbers: Tensor | None
 
@@ -140,7 +142,7 @@ class FlatStep:
             table, begin = row.table, len(written)
             written += map(table.place, range(table.length, row.end))
             used = table.blocks[: blocks_of(row.end - table.start)]
-            is_run = all(after == before + 1 for before, after in pairwise(used))
+            is_run = used == [*range(used[0], used[0] + len(used))]
             self.spans.append(
                 RowSpan(
                     begin,
@@ -148,7 +150,7 @@ class FlatStep:
                     table.start,
                     row.end,
                     used,
-                    used[0] * BLOCK_TOKENS if is_run else -1,
+                    used[0] * BLOCK_TOKENS,
                     None if is_run else torch.tensor(used, device=device),
                 )
             )
@@ -202,12 +204,36 @@ class PagedKVCache:
 
     def adopt(self, table: BlockTable, padded: BatchKVCache) -> None:
         """Copy the keys and values of a padded batch of one row into the blocks of `table`."""
-        [length] = padded.lengths
-        step = FlatStep([FlatRow([0] * length, table)], padded.layers[0].device)
-        for index, layer in enumerate(padded.cache.layers):
-            if layer.is_initialized:
-                self.step = step
-                self.cache.update(layer.keys, layer.values, index)
+        pairs = [(layer.keys, layer.values) for layer in padded.layers]
+        self.write(
+            table,
+            [
+                (keys[0], values[0])
+                for keys, values in pairs
+                if keys is not None and values is not None
+            ],
+        )
+
+    def read(self, table: BlockTable) -> RowStates:
+        """Return copies on the host of the tokens that are in the blocks of `table`."""
+        places = self._places(table, table.length - table.start)
+        return [
+            (layer.keys.index_select(1, places).cpu(), layer.values.index_select(1, places).cpu())
+            for layer in self.layers
+        ]
+
+    def write(self, table: BlockTable, states: RowStates) -> None:
+        """Write tokens from `table.start` on into the blocks of `table`."""
+        places = self._places(table, states[0][0].shape[1])
+        for layer, (keys, values) in zip(self.layers, states, strict=True):
+            layer.keys.index_copy_(1, places, keys.to(places.device))
+            layer.values.index_copy_(1, places, values.to(places.device))
+
+    def _places(self, table: BlockTable, count: int) -> Tensor:
+        """Return where the first `count` tokens that a row holds are in the memory, [count]."""
+        tokens = range(table.start, table.start + count)
+        places = torch.tensor([*map(table.place, tokens)], dtype=torch.int64)
+        return places.to(self.layers[0].keys.device)
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -222,7 +248,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def token_bytes(self) -> int:
         """The bytes of one token's keys and values."""
-        return sum(buffer[:, 0].nbytes for buffer in (self.keys, self.values))
+        return (self.keys.nbytes + self.values.nbytes) // self.keys.shape[1]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for all blocks; a CPU provides the memory only when it is written."""
@@ -257,21 +283,25 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         first: of the tokens that the row holds, the first one to be read.
         """
-        if span.numbers is None:
-            return self.read_run(span.first_token + first, span.held - first)
-        keys, values = (
-            buffer.view(len(buffer), -1, BLOCK_TOKENS, buffer.shape[2])
-            .index_select(1, span.numbers[first // BLOCK_TOKENS :])
-            .flatten(1, 2)
-            .narrow(1, first % BLOCK_TOKENS, span.held - first)
-            for buffer in (self.keys, self.values)
-        )
-        return keys[None], values[None]
+        numbers = None if span.numbers is None else span.numbers[first // BLOCK_TOKENS :]
+        return self.read_tokens(span.first_token + first, span.held - first, numbers)
 
-    def read_run(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return adjacent tokens of the memory, [1, heads, count, head_dim]."""
-        keys, values = self.keys.narrow(1, start, count), self.values.narrow(1, start, count)
-        return keys[None], values[None]
+    def read_tokens(self, start: int, count: int, copied: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return `count` tokens from `start` in the memory, [1, heads, count, head_dim].
+
+        copied: the blocks that they are in, in the first of which is `start`, if these are not
+        adjacent.
+        """
+        keys, values = self.keys, self.values
+        if copied is not None:
+            keys, values = (
+                buffer.view(len(buffer), -1, BLOCK_TOKENS, buffer.shape[2])
+                .index_select(1, copied)
+                .flatten(1, 2)
+                for buffer in (keys, values)
+            )
+            start %= BLOCK_TOKENS
+        return keys.narrow(1, start, count)[None], values.narrow(1, start, count)[None]
 
     def read_group(self, group: DecodeGroup) -> tuple[Tensor, Tensor]:
         """Return copies of a group's keys and values, [rows, heads, width, head_dim]."""

@@ -1,7 +1,8 @@
 """Slots that are taken from running generations, once these have used them.
 
 A slot is left at once if the oldest generation that uses it has generated a token since the slot
-was written. So, regardless of the order of turns, every turn completes something.
+was written. So, regardless of the order of turns, every turn completes something, or a part of a
+prompt that is kept until the next one.
 """
 
 from typing import Final

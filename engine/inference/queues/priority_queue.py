@@ -28,6 +28,11 @@ class PriorityQueue(Generic[T]):
         return chain.from_iterable(self._queues.values())
 
     @property
+    def priority(self) -> int:
+        """The priority that is next; the queue must not be empty."""
+        return min(self._queues)
+
+    @property
     def adapters(self) -> tuple[AdapterKey, ...]:
         """The adapters with waiting items of the priority that is next, in their turns' order."""
         return self._next.adapters
@@ -73,7 +78,7 @@ class PriorityQueue(Generic[T]):
 
     @property
     def _next(self) -> FairQueue[T]:
-        return self._queues[min(self._queues)]
+        return self._queues[self.priority]
 
     def _drop_empty(self) -> None:
         self._queues = {priority: queue for priority, queue in self._queues.items() if queue}

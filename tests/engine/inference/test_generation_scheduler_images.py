@@ -249,6 +249,19 @@ def test_a_prompt_with_a_broken_image_fails_alone(bench: ImageBench) -> None:
     assert "image 1" in end.message
 
 
+def test_a_suspended_prompt_that_can_not_be_read_is_no_longer_suspended(bench: ImageBench) -> None:
+    jobs = ManualJobs()
+    driver = bench.driver(jobs)
+    prompt = image_prompt("qwen2_vl", "a @", picture(8, 8))
+    op = driver.start("one", structs.replace(prompt, images=(b"no image",)))
+    driver.scheduler.suspend(0, 1)
+    assert driver.scheduler.suspended == [op]
+    jobs.run(1)
+    driver.scheduler.collect()
+    assert isinstance(driver.end(op), OperationFailed)
+    assert (driver.scheduler.operations, driver.scheduler.suspended) == ([], [])
+
+
 def test_a_request_id_is_reserved_while_its_images_are_processed(bench: ImageBench) -> None:
     driver = bench.driver(ManualJobs())
     driver.start(None, bench.prompt(ROWS[0]), request_id="same")

@@ -3,10 +3,13 @@
 Every block that no sequence holds is overwritten before each step, unless it is kept for a prefix.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +19,10 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.inference.paged_batch import PagedBatch
+from engine.inference.paged_row import PagedRow
 from engine.models.causal_model import CausalModel
-from engine.paging.block_pool import BLOCK_TOKENS
-from engine.paging.block_table import blocks_around
+from engine.paging.block_pool import BLOCK_TOKENS, BlockPool
+from engine.paging.block_table import BlockTable, blocks_around
 from messages.commands import ResumeGeneration
 from messages.prompts import Sampling
 from messages.requests import TokensStreamed
@@ -89,12 +93,12 @@ class WindowBench(GenerationBench):
         """Compare blocks, bytes and tokens; overwrite the blocks that are free."""
         batch, pool = self.batch, self.batch.pool
         assert not pool.problems()
-        rows = [*batch._rows, *batch._suspended.values()]
+        rows = [*batch._rows, *batch._suspended]
         most = blocks_around(WINDOW - 1 + batch.budget.tokens)
         assert all(len(row.table.blocks) <= most for row in rows)
         held = {block for row in rows for block in row.table.blocks}
         assert batch.kv_use.size_bytes == len(held) * BLOCK_BYTES == pool.held * BLOCK_BYTES
-        tables = [row.table for row in rows]
+        tables = [row.table for row in rows if row.table.blocks]
         places = {one.place(at) for one in tables for at in range(one.start, one.length)}
         assert batch.tokens_held == len(places)
         free = [block for block, is_free in enumerate(pool._is_free) if is_free]
@@ -232,12 +236,32 @@ def test_a_suspended_row_keeps_its_window_or_is_computed_again(
         op = bench.start(NAMES[0], LONG, Sampling(max_tokens=60))
         bench.run(steps=steps)
         bench.scheduler.suspend(0, 1)
-        [row] = bench.batch._suspended.values()
+        [row] = bench.batch._suspended
         assert row.table.released > 0
         for start in range(others):
             bench.start(None, LONG[start:], Sampling(max_tokens=9))
         bench.run()
-        assert bool(bench.batch._suspended) == (others == 1)
+        assert any(row.table.blocks for row in bench.batch._suspended) == (others == 1)
         bench.scheduler.resume(ResumeGeneration(99, op, 0, 1))
         bench.run()
         assert bench.output(op)[0] == generate(NAMES[0], LONG, 60)
+
+
+def test_windows_that_advance_in_turn_stay_adjacent() -> None:
+    """A row has room for two windows again once it has used that for the first two."""
+    chance, pool, cuts = random.Random(1), BlockPool(200), []
+    sequence: Any = SimpleNamespace(
+        tokens=[1] * 5,
+        prompt_length=5,
+        needs_prompt_logprobs=False,
+        images=None,
+        tokens_max=100_000,
+    )
+    rows = [PagedRow(sequence, BlockTable(pool, None, 160), blocks_max=11) for _ in range(6)]
+    for _ in range(300):
+        for row in rows:
+            length = row.table.length + chance.randint(1, BLOCK_TOKENS)
+            assert row.reserve(length)
+            row.advance(length)
+            cuts += [after != before + 1 for before, after in pairwise(row.table.blocks)]
+    assert sum(cuts) < 0.05 * len(cuts)

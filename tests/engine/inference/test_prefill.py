@@ -193,6 +193,20 @@ def test_an_adapter_with_few_rows_waits_a_bounded_number_of_steps(
     assert [bench.output(op) for op in greedy] == [expected] * len(greedy)
 
 
+def test_no_row_is_preempted_for_a_less_urgent_request(
+    bench_of: Any, no_eos: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_scheduler, "PREEMPT_AFTER_STEPS", 4)
+    bench = bench_of(max_num_seqs=2)
+    urgent = [bench.start(NAMES[0], PROMPTS[1], priority=-1) for _ in range(2)]
+    bench.run(steps=1)
+    other = bench.start(NAMES[1], PROMPTS[0])
+    bench.run(steps=12)
+    assert bench.scheduler.running == urgent
+    bench.run()
+    assert isinstance(bench.end(other), GenerationEnded)
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -140,3 +140,25 @@ def test_a_prompt_with_images_takes_the_blocks_of_suspended_sequences(tmp_path: 
     driver.scheduler.resume(ResumeGeneration(99, suspended, 0, 1))
     driver.run()
     assert driver.output(suspended)[0] == driver.alone("one", tokens, Sampling(max_tokens=9))[0]
+
+
+@pytest.mark.parametrize("is_resumed", [True, False])
+def test_a_suspended_prompt_with_images_loses_its_blocks_and_continues(
+    is_resumed: bool, tmp_path: Path
+) -> None:
+    """Its adapter is in a slot again, or not, while another request needs nearly all blocks."""
+    reference, bench = PeftReference("llava", tmp_path), ImageBench("llava", tmp_path)
+    driver, row, tokens = bench.driver(max_num_seqs=1), IMAGE_ROWS[2], tuple(range(50, 250))
+    suspended = driver.start(row.adapter, bench.prompt(row), Sampling(max_tokens=100))
+    driver.run(steps=5)
+    driver.scheduler.suspend(1, 1)
+    op = driver.start("one", tokens, Sampling(max_tokens=9))
+    if is_resumed:
+        driver.run(steps=3)
+        driver.scheduler.resume(ResumeGeneration(99, suspended, 1, 1))
+    driver.run()
+    driver.scheduler.resume(ResumeGeneration(99, suspended, 1, 1))
+    driver.run()
+    assert driver.output(suspended)[0] == reference.greedy(row, 100)
+    assert driver.output(op)[0] == driver.alone("one", tokens, Sampling(max_tokens=9))[0]
+    assert driver.scheduler.kv_use.size_bytes == 0

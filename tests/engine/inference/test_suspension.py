@@ -1,27 +1,22 @@
 """Adapters take turns in fewer slots: a generation that was suspended ends as if it ran alone."""
 
-from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from engine.adapters import read_adapter
 from engine.config import EngineConfig
 from engine.inference.padded_batch import PaddedBatch
 from engine.models.causal_model import CausalModel
-from engine.residency.staging import Blob, stage
 from messages.commands import ResumeGeneration
 from messages.prompts import Sampling, Structure
-from messages.reports import GenerationEnded
-from messages.requests import TokensStreamed
+from messages.reports import GenerationEnded, OperationFailed
 from tests.support.engine.generation_bench import NAMES, PROMPTS, GenerationBench
+from tests.support.engine.slot_turns import Rotation
 
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
-SLOTS = 2
 BLOCK_BYTES = 4096
 SAMPLINGS = (
     Sampling(max_tokens=14),
@@ -37,91 +32,6 @@ REQUESTS = [
         (name, sampling) for sampling in SAMPLINGS for name in (*NAMES, None)
     )
 ]
-
-
-class Rotation(GenerationBench):
-    """Adapters in turns in `SLOTS` slots; `suspensions`: how often generations lost theirs."""
-
-    def __init__(self, model: CausalModel, root: Path, config: EngineConfig) -> None:
-        super().__init__(model, root, config)
-        target = model.adapter_target(self.lora_config)
-        self.blobs: dict[int, Blob] = {}
-        for number, name in enumerate(NAMES):
-            loaded = read_adapter(name, [root], target)
-            self.blobs[number + 1] = stage(loaded.model, model.shapes, torch.float32, False)
-            self.reset(number, 1)
-        self.suspensions = 0
-        self._generation = 1
-        self._in_slots: list[tuple[int, int]] = [(0, 0)] * SLOTS
-        self._waiting: deque[int] = deque()
-        self._requests: dict[int, list[tuple[int, Any]]] = {}
-        self._started: set[int] = set()
-
-    def reset(self, slot: int, generation: int) -> None:
-        self.arena.reset(slot, generation)
-        self.residents[slot] = None
-
-    def want(self, number: int, name: str | None, prompt: Any, sampling: Sampling) -> None:
-        """Request a generation, which begins when its adapter is in a slot."""
-        adapter_id = 0 if name is None else NAMES.index(name) + 1
-        self._requests.setdefault(adapter_id, []).append((number, (name, prompt, sampling)))
-        if adapter_id == 0:
-            self._begin(number, -1, 0, (name, prompt, sampling))
-        elif adapter_id not in self._waiting:
-            self._waiting.append(adapter_id)
-
-    def rotate(self) -> None:
-        """Give each slot to the next adapter, if the one in it has had its turn."""
-        for slot, (adapter_id, generation) in enumerate(self._in_slots):
-            if not self._waiting or not self.scheduler.has_progressed(slot, generation):
-                continue
-            if adapter_id:
-                before = len(self.scheduler.suspended)
-                self.scheduler.suspend(slot, generation)
-                self.suspensions += len(self.scheduler.suspended) - before
-                self.reset(slot, generation)
-                if self._unfinished(adapter_id):
-                    self._waiting.append(adapter_id)
-            self._enter(slot, self._waiting.popleft())
-
-    def _enter(self, slot: int, adapter_id: int) -> None:
-        self._generation += 1
-        self.blob = self.blobs[adapter_id]
-        self.write(slot, adapter_id, self._generation)
-        self._in_slots[slot] = (adapter_id, self._generation)
-        for number, request in self._unfinished(adapter_id):
-            if number in self._started:
-                resume = ResumeGeneration(900 + number, number, slot, self._generation)
-                self.scheduler.resume(resume)
-            else:
-                self._begin(number, slot, self._generation, request)
-
-    def _begin(self, number: int, slot: int, generation: int, request: Any) -> None:
-        name, prompt, sampling = request
-        self._started.add(number)
-        place = {"op": number, "request_id": str(number), "slot": slot, "generation": generation}
-        self.start(name, prompt, sampling, **place)
-
-    def _unfinished(self, adapter_id: int) -> list[tuple[int, Any]]:
-        ended = {report.op for report in self.reports if isinstance(report, GenerationEnded)}
-        return [one for one in self._requests.get(adapter_id, ()) if one[0] not in ended]
-
-    def streams(self, op: int) -> list[Any]:
-        """Return everything that was streamed, per output; log-probabilities are rounded."""
-        found: dict[int, list[Any]] = {}
-        for report in self.reports:
-            if isinstance(report, TokensStreamed) and report.request_id == str(op):
-                tokens, text, scores, prompt, ends = found.setdefault(
-                    report.index, [[], "", [], [], []]
-                )
-                tokens += report.tokens
-                found[report.index][1] = text + report.text
-                scores += [(one.token, round(one.logprob, 3)) for one in report.logprobs]
-                prompt += [
-                    one and (one.token, round(one.logprob, 3)) for one in report.prompt_logprobs
-                ]
-                ends += [(report.finish_reason, report.stop_reason)] if report.finish_reason else []
-        return [found[index] for index in sorted(found)]
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +96,39 @@ def test_a_suspended_generation_that_is_stopped_ends_and_frees_its_memory(
     assert (bench.scheduler.suspended, bench.scheduler.kv_use.size_bytes) == ([], 0)
     bench.scheduler.resume(ResumeGeneration(99, op, 0, 1))
     assert bench.scheduler.is_idle
+
+
+def test_a_resumed_generation_whose_slot_is_lost_fails_and_frees_its_memory(
+    prepared_model: CausalModel, adapter_root: Path, engine_config: EngineConfig, no_eos: None
+) -> None:
+    bench = GenerationBench(prepared_model, adapter_root, engine_config)
+    op = bench.start(NAMES[0], PROMPTS[1], Sampling(max_tokens=50))
+    bench.run(steps=4)
+    bench.scheduler.suspend(0, 1)
+    bench.scheduler.resume(ResumeGeneration(99, op, 0, 1))
+    bench.arena.reset(0, 1)
+    bench.residents[0] = None
+    bench.run()
+    assert isinstance(bench.end(op), OperationFailed)
+    assert bench.scheduler.kv_use.size_bytes == 0
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_the_oldest_of_an_adapters_generations_continues_first(
+    paged: bool,
+    prepared_model: CausalModel,
+    adapter_root: Path,
+    engine_config: EngineConfig,
+    no_eos: None,
+) -> None:
+    config = replace(engine_config, paged_attention=paged, max_num_seqs=1)
+    bench = GenerationBench(prepared_model, adapter_root, config)
+    ops = [bench.start(NAMES[0], PROMPTS[1], Sampling(max_tokens=50)) for _ in range(3)]
+    bench.run(steps=4)
+    bench.scheduler.suspend(0, 1)
+    for op in ops:
+        bench.scheduler.resume(ResumeGeneration(99, op, 0, 1))
+    for op in ops:
+        bench.run(steps=1)
+        assert bench.scheduler.running == [op]
+        bench.scheduler.stop(op)

@@ -289,7 +289,8 @@ def test_most_rows_are_adjacent_after_all_blocks_were_used() -> None:
     assert sum(adjacent[-300:]) > 150
 
 
-def test_few_kept_blocks_are_evicted_to_make_blocks_adjacent() -> None:
+def test_at_most_a_quarter_is_evicted_to_make_blocks_adjacent() -> None:
+    """Also where many rows have more room than there is."""
     pool = BlockPool(160)
     tables = [BlockTable(pool, root_key(str(number))) for number in range(160)]
     for table in tables:
@@ -298,6 +299,19 @@ def test_few_kept_blocks_are_evicted_to_make_blocks_adjacent() -> None:
     # Every second block is held, so no two can be adjacent.
     for table in tables[::2]:
         table.release()
-    pool.allocate(1, room=40)
-    assert pool.available == 79
-    assert pool.kept_among(range(160)) >= 80 - 1 - 160 // 8
+    last = -1
+    for count in range(1, 21):
+        [last] = pool.allocate(1, last, room=1000)
+        assert pool.available == 80 - count
+        assert pool.kept_among(range(160)) >= 80 - 160 // 4 - count
+
+
+def test_a_row_without_room_for_all_its_blocks_has_many_adjacent_ones() -> None:
+    pool = BlockPool(100)
+    pool.allocate(100)
+    pool.release([0, 2, 4, *range(40, 80), 90])
+    first = pool.allocate(10, room=70)
+    assert first == list(range(first[0], first[0] + 10))
+    # Two runs of at least ten blocks are left, and no longer one than that.
+    blocks = pool.allocate(25, room=70)
+    assert sum(after != before + 1 for before, after in pairwise(blocks)) <= 2

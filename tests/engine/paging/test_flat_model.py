@@ -17,7 +17,7 @@ from engine.paging.block_pool import BLOCK_TOKENS, BlockPool
 from engine.paging.block_table import BlockTable, blocks_around, blocks_of, root_key
 from engine.paging.flat_model import FlatModel, FlatRefused, try_flat
 from engine.paging.paged_cache import FlatRow
-from engine.paging.pieces import find_pieces
+from engine.paging.pieces import Pieces, RowPlace
 from tests.support.engine.block_memory import poison
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX
@@ -70,7 +70,7 @@ def test_rows_of_any_length_equal_the_models_own_pass(
     model_type: str, reads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of full attention, windows with soft-capped scores, and windows with sinks."""
-    monkeypatch.setattr(pieces, "CALL_TOKENS", 0 if reads == "pieces" else sys.maxsize)
+    monkeypatch.setattr(pieces, "CALL_BYTES", 0 if reads == "pieces" else sys.maxsize)
     model = build(model_type)
     try_flat(model, lambda *_: None)
     flat, pool = FlatModel(model, 32), BlockPool(32)
@@ -102,7 +102,7 @@ SHARED = ((3, 0, 0), (3, 2, 0), (3, 2, 4), (3, 0, 9), (3, 2, 4), (1, 0, 0))
 """Rows by what they begin with: the blocks of a stem, of a branch of it, and of a twig of that."""
 
 
-@pytest.mark.parametrize("call_tokens", [0, pieces.CALL_TOKENS])
+@pytest.mark.parametrize("token_bytes", [pieces.CALL_BYTES // 64, 1 << 30])
 @pytest.mark.parametrize(
     ("model_type", "fields", "together"),
     [
@@ -116,13 +116,17 @@ def test_rows_that_share_blocks_equal_the_models_own_pass(
     model_type: str,
     fields: dict[str, float],
     together: int,
-    call_tokens: int,
+    token_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They read shared blocks together, where their windows do not begin at different tokens."""
-    monkeypatch.setattr(pieces, "CALL_TOKENS", call_tokens)
-    read: list[pieces.Pieces] = []
-    monkeypatch.setattr(masks, "find_pieces", lambda *of: read.append(find_pieces(*of)) or read[-1])
+    read: list[Pieces | None] = []
+
+    def find(places: list[RowPlace], _: int, device: torch.device) -> Pieces | None:
+        read.append(pieces.find_pieces(places, token_bytes, device))
+        return read[-1]
+
+    monkeypatch.setattr(masks, "find_pieces", find)
     model = build(model_type, context=300, **fields)
     flat, pool = FlatModel(model, 64), BlockPool(64)
     rows = []

@@ -14,7 +14,6 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from engine.paging import pieces
 from engine.paging.block_pool import BLOCK_TOKENS, BlockPool
 from engine.paging.block_table import BlockTable
 from engine.paging.masks import RowMasks, longest_reach
@@ -92,9 +91,8 @@ def test_the_reach_is_the_longest_distance_of_any_token(distances: list[int]) ->
     ],
 )
 def test_a_row_with_gaps_in_its_mask_is_not_read_in_pieces(
-    function: MaskFunction, has_pieces: bool, monkeypatch: pytest.MonkeyPatch
+    function: MaskFunction, has_pieces: bool
 ) -> None:
-    monkeypatch.setattr(pieces, "CALL_TOKENS", 0)
     pool = BlockPool(16)
     tables = [BlockTable(pool, None) for _ in range(2)]
     for blocks in range(1, 5):
@@ -102,5 +100,6 @@ def test_a_row_with_gaps_in_its_mask_is_not_read_in_pieces(
             table.reserve(blocks * BLOCK_TOKENS)
     tables[0].advance(TOKENS, list)
     masks = RowMasks(function, FlatStep([FlatRow([0], tables[0])], CPU))
-    assert (masks.pieces is not None) == has_pieces
-    assert len(masks.others) == (not has_pieces)
+    pieces, others = masks.divided(token_bytes=1 << 30)
+    assert (pieces is not None) == has_pieces
+    assert len(others) == (not has_pieces)

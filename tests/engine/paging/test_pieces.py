@@ -1,5 +1,7 @@
 """Pieces of rows that share blocks: they cover each row once, and take less time than copies."""
 
+import sys
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -9,9 +11,14 @@ from hypothesis import strategies as st
 
 from engine.paging import pieces as module
 from engine.paging.block_pool import BLOCK_TOKENS
-from engine.paging.pieces import CALL_TOKENS, Piece, Pieces, RowPlace, find_pieces
+from engine.paging.pieces import CALL_BYTES, COPY_TOKENS, Piece, Pieces, RowPlace
 
-CPU = torch.device("cpu")
+CALL_TOKENS = 64
+TOKEN_BYTES = CALL_BYTES // CALL_TOKENS
+
+
+def find_pieces(rows: Sequence[RowPlace], token_bytes: int = TOKEN_BYTES) -> Pieces | None:
+    return module.find_pieces(rows, token_bytes, torch.device("cpu"))
 
 
 def tokens_of(row: RowPlace) -> list[int]:
@@ -24,11 +31,24 @@ def read_by(found: Pieces, number: int) -> list[int]:
     """Return where the row with a number in `found.queries` reads, piece by piece."""
     own = [one for one in found.pieces if one.row <= number < one.row + one.rows]
     assert [one.part for one in own] == list(range(len(own)))
-    return [at for one in own for at in range(one.start, one.start + one.tokens)]
+    return [at for one in own for at in tokens_in(one)]
+
+
+def tokens_in(piece: Piece) -> list[int]:
+    if not piece.blocks:
+        return list(range(piece.start, piece.start + piece.tokens))
+    assert piece.start // BLOCK_TOKENS == piece.blocks[0]
+    copied = row_of(0, [*piece.blocks], piece.tokens, piece.start % BLOCK_TOKENS)
+    return tokens_of(copied)
+
+
+def row_of(query: int, blocks: list[int], tokens: int, first: int = 0) -> RowPlace:
+    is_copied = any(after != before + 1 for before, after in pairwise(blocks))
+    return RowPlace(query, blocks, first, tokens, is_copied)
 
 
 def adjacent(query: int, start: int, blocks: int) -> RowPlace:
-    return RowPlace(query, [*range(start, start + blocks)], 0, blocks * BLOCK_TOKENS - 3)
+    return row_of(query, [*range(start, start + blocks)], blocks * BLOCK_TOKENS - 3)
 
 
 @st.composite
@@ -45,18 +65,16 @@ def rows_of_a_tree(draw: st.DrawFn) -> list[RowPlace]:
         blocks += [next(free) for _ in range(draw(st.integers(1, 5)))]
         first = draw(st.integers(0, BLOCK_TOKENS - 1)) if draw(st.booleans()) else 0
         end = len(blocks) * BLOCK_TOKENS - draw(st.integers(0, BLOCK_TOKENS - 1 - first))
-        rows.append(RowPlace(query, blocks, first, max(1, end - first)))
+        rows.append(row_of(query, blocks, max(1, end - first), first))
     return rows
 
 
-@pytest.mark.parametrize("call_tokens", [0, 20, CALL_TOKENS])
+@pytest.mark.parametrize("token_bytes", [TOKEN_BYTES, 3 * TOKEN_BYTES, 1000 * TOKEN_BYTES])
 @given(rows=rows_of_a_tree())
 def test_the_pieces_of_a_row_are_its_tokens_in_order(
-    call_tokens: int, rows: list[RowPlace]
+    token_bytes: int, rows: list[RowPlace]
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CALL_TOKENS", call_tokens)
-        found = find_pieces(rows, CPU)
+    found = find_pieces(rows, token_bytes)
     if found is None:
         return
     queries = found.queries.tolist()
@@ -71,19 +89,19 @@ def test_the_pieces_of_a_row_are_its_tokens_in_order(
 
 def test_rows_with_adjacent_blocks_of_their_own_are_in_no_pieces() -> None:
     rows = [adjacent(0, 0, 30), adjacent(1, 30, 20), adjacent(2, 60, 1)]
-    assert find_pieces(rows, CPU) is None
+    assert find_pieces(rows) is None
 
 
 def test_a_shared_prefix_is_one_piece_and_its_branches_too() -> None:
     """Three rows share 20 blocks, and two of these 10 more."""
     stem, branch = range(20), range(100, 110)
     rows = [
-        RowPlace(0, [*stem, *branch, 40], 0, 31 * BLOCK_TOKENS),
-        RowPlace(1, [*stem, 50, 51], 0, 22 * BLOCK_TOKENS - 5),
-        RowPlace(2, [*stem, *branch, 60, 61], 0, 31 * BLOCK_TOKENS + 1),
+        row_of(0, [*stem, *branch, 40], 31 * BLOCK_TOKENS),
+        row_of(1, [*stem, 50, 51], 22 * BLOCK_TOKENS - 5),
+        row_of(2, [*stem, *branch, 60, 61], 31 * BLOCK_TOKENS + 1),
         adjacent(3, 200, 9),
     ]
-    found = find_pieces(rows, CPU)
+    found = find_pieces(rows)
     assert found is not None
     assert found.queries.tolist() == [1, 0, 2]
     assert list(found.pieces) == [
@@ -96,30 +114,72 @@ def test_a_shared_prefix_is_one_piece_and_its_branches_too() -> None:
 
 
 def test_the_cost_of_calls_decides_between_pieces_and_copies() -> None:
-    def row_of(runs: int, blocks: int) -> RowPlace:
+    def row_of_runs(runs: int, blocks: int) -> RowPlace:
         numbers = [100 * run + at for run in range(runs) for at in range(blocks)]
-        return RowPlace(0, numbers, 0, len(numbers) * BLOCK_TOKENS)
+        return row_of(0, numbers, len(numbers) * BLOCK_TOKENS)
 
-    assert find_pieces([row_of(2, 8)], CPU) is not None
-    assert find_pieces([row_of(2, 2)], CPU) is None
-    assert find_pieces([row_of(20, 4)], CPU) is None
-    pair = [adjacent(0, 0, 10), RowPlace(1, [0, 1, 40], 0, 3 * BLOCK_TOKENS)]
+    assert find_pieces([row_of_runs(2, 8)]) is not None
+    assert find_pieces([row_of_runs(2, 2)]) is None
+    assert find_pieces([row_of_runs(20, 4)]) is None
+    pair = [adjacent(0, 0, 10), row_of(1, [0, 1, 40], 3 * BLOCK_TOKENS)]
     # A common beginning of 2 blocks is copied rather than read in a call more.
-    assert find_pieces(pair, CPU) is None
-    many = [*pair, *(RowPlace(n, [0, 1, 50 + 2 * n], 0, 3 * BLOCK_TOKENS) for n in range(2, 9))]
-    found = find_pieces(many, CPU)
+    assert find_pieces(pair) is None
+    many = [*pair, *(row_of(n, [0, 1, 50 + 2 * n], 3 * BLOCK_TOKENS) for n in range(2, 9))]
+    found = find_pieces(many)
     assert found is not None
     assert found.pieces[0] == Piece(0, 2 * BLOCK_TOKENS, 0, 9, 0)
 
 
+def test_scattered_blocks_that_rows_share_are_copied_once() -> None:
+    stem = [*range(0, 200, 2), *range(300, 320), *range(400, 500, 2)]
+    rows = [row_of(n, [*stem, 600 + 5 * n], len(stem) * BLOCK_TOKENS + 1) for n in range(4)]
+    found = find_pieces(rows)
+    assert found is not None
+    shared = [one for one in found.pieces if one.rows == 4]
+    assert [list(one.blocks) for one in shared] == [stem[:100], [], stem[120:]]
+    assert shared[1] == Piece(300 * BLOCK_TOKENS, 20 * BLOCK_TOKENS, 0, 4, 1)
+    assert len(found.pieces) == 3 + 4
+    copied = [None if one is None else one.tolist() for one in found.copied]
+    assert copied == [list(one.blocks) or None for one in found.pieces]
+
+
+def test_as_many_branches_follow_each_other_as_there_are_rows() -> None:
+    """Each row begins with all blocks of the row before but the last one."""
+    rows = [
+        row_of(number, [*range(number), 10_000 + number], (number + 1) * BLOCK_TOKENS)
+        for number in range(1, sys.getrecursionlimit() + 2)
+    ]
+    found = find_pieces(rows, token_bytes=1)
+    assert found is not None
+    assert read_by(found, len(rows) - 1) == tokens_of(rows[found.queries.tolist()[-1] - 1])
+
+
+def test_short_runs_of_small_tokens_are_copied() -> None:
+    """As in layers with one head of keys, where a call takes as long as reading more tokens."""
+    blocks = [100 * run + at for run in range(4) for at in range(10)]
+    row = row_of(0, blocks, len(blocks) * BLOCK_TOKENS)
+    assert find_pieces([row]) is not None
+    assert find_pieces([row], TOKEN_BYTES // 10) is None
+
+
 @given(rows=rows_of_a_tree())
 def test_pieces_are_chosen_only_where_they_cost_less(rows: list[RowPlace]) -> None:
-    found = find_pieces(rows, CPU)
+    found = find_pieces(rows)
     if found is None:
         return
     chosen = [rows[query] for query in found.queries.tolist()]
-    read = sum(row.tokens for row in chosen)
-    copied = sum(row.tokens for row in chosen if any(b != a + 1 for a, b in pairwise(row.blocks)))
-    before = read + module.COPY_TOKENS * copied + CALL_TOKENS * len(chosen)
-    after = sum(one.tokens for one in found.pieces) + CALL_TOKENS * len(found.pieces)
+
+    def cost(calls: int, read: int, copied: int) -> float:
+        return CALL_TOKENS * calls + read + COPY_TOKENS * copied
+
+    before = cost(
+        len(chosen),
+        sum(row.tokens for row in chosen),
+        sum(row.tokens for row in chosen if row.is_copied),
+    )
+    after = cost(
+        len(found.pieces),
+        sum(one.tokens for one in found.pieces),
+        sum(one.tokens for one in found.pieces if one.blocks),
+    )
     assert after < before
