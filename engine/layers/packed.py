@@ -38,9 +38,7 @@ class ChildShare(NamedTuple):
 
 
 class PackedLinear(nn.Linear):
-    """Linear layers whose weights and outputs are concatenated.
-
-    One GEMM computes all parts, except on a CPU where one per part is faster (`forward`).
+    """Linear layers whose weights and outputs are concatenated: one GEMM computes all parts.
 
     `widths`: the columns of each part. `child_names`: the names of the parts in the model; empty
     where the model names them as one layer, as with a checkpoint that stores them fused. `shares`:
@@ -104,27 +102,6 @@ class PackedLinear(nn.Linear):
     def part_bias(self, index: int) -> Tensor | None:
         """Return a child's bias as a view; None if it has none."""
         return None if index in self._without_bias else torch.split(self.bias, self.widths)[index]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the concatenated outputs, [..., sum of widths]; x: [..., in_features]."""
-        rows = x.numel() // self.in_features
-        # On a CPU, one float32 GEMM of several rows takes longer than one per part:
-        # 10 to 20 % up to 128 rows, a few percent beyond (measured with MKL).
-        if x.device.type != "cpu" or x.dtype != torch.float32 or rows <= 1:
-            return super().forward(x)
-        y = x.new_empty((*x.shape[:-1], self.out_features))
-        self._multiply_parts(x.reshape(rows, -1), y.view(rows, -1))
-        return y
-
-    def _multiply_parts(self, x: Tensor, y: Tensor) -> None:
-        """Compute one GEMM per part, directly into its columns of `y`."""
-        weights, outputs = torch.split(self.weight, self.widths), torch.split(y, self.widths, dim=1)
-        for index, (weight, columns) in enumerate(zip(weights, outputs, strict=True)):
-            if self.bias is None:
-                torch.mm(x, weight.t(), out=columns)
-            else:
-                bias = torch.split(self.bias, self.widths)[index]
-                torch.addmm(bias, x, weight.t(), out=columns)
 
 
 class MergedColumnParallelLinear(PackedLinear):

@@ -203,8 +203,7 @@ def estimate(
     if strategy is Dense or dtype != layer.weight_dtype:
         total *= COPIED_MARGIN
     out_features = sum(weights.out_features for weights in layer.slices)
-    # Only groups of contiguous rows are computed in place.
-    if strategy is not Grouped or not layer.is_in_place(dtype):
+    if not strategy.adds_in_place(layer, dtype):
         total += table.of(dtype).add * layer.block.size * out_features
     if layer.activation_dtype != dtype:
         width = layer.in_features + out_features

@@ -46,6 +46,12 @@ class Dense:
         self._gatherer = RowGatherer(layer.block, layer.in_features, dtype, scratch)
         self._slices = [self._plan(weights) for weights in layer.slices]
 
+    @staticmethod
+    def adds_in_place(layer: LayerBlock, dtype: torch.dtype) -> bool:
+        """Whether deltas are added to `y` where they are computed: never."""
+        del layer, dtype
+        return False
+
     def _plan(self, weights: SliceWeights) -> _SlicePlan:
         take, dtype, rows = self._scratch.take, self._dtype, self._layer.block.size
         ranks = sum(weights.ranks)

@@ -79,6 +79,12 @@ class Gathered:
         """Whether every slice has the same rank in all parts."""
         return all(len(set(weights.ranks)) == 1 for weights in layer.slices)
 
+    @staticmethod
+    def adds_in_place(layer: LayerBlock, dtype: torch.dtype) -> bool:
+        """Whether deltas are added to `y` where they are computed."""
+        is_whole = len(set(layer.block.sizes)) == len(layer.slices) == 1
+        return is_whole and layer.is_in_place(dtype)
+
     def _plan(self, weights: SliceWeights) -> _SlicePlan:
         take, dtype = self._scratch.take, self._dtype
         (parts, rows), rank = self._shape, weights.ranks[0]

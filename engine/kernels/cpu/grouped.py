@@ -47,8 +47,13 @@ class Grouped:
         self._scratch = scratch
         self._gatherer = RowGatherer(layer.block, layer.in_features, dtype, scratch)
         self._converts = layer.weight_dtype != dtype
-        self._in_place = layer.is_in_place(dtype)
+        self._in_place = self.adds_in_place(layer, dtype)
         self._slices = [self._plan(weights) for weights in layer.slices]
+
+    @staticmethod
+    def adds_in_place(layer: LayerBlock, dtype: torch.dtype) -> bool:
+        """Whether deltas are added to `y` where they are computed."""
+        return layer.is_in_place(dtype)
 
     def _plan(self, weights: SliceWeights) -> _SlicePlan:
         block, dtype, scratch = self._block, self._dtype, self._scratch

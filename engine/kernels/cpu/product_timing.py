@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Final, NamedTuple
 
 import torch
@@ -108,21 +109,22 @@ def _nothing(dtype: torch.dtype, shape: _Shape) -> Work:
 
 
 def _looped_shrink(dtype: torch.dtype, shape: _Shape) -> Work:
-    x, a, out = _looped(dtype, shape.rows, shape.width, shape.rank)
-    return lambda: torch.mm(x, a.T, out=out)
+    return _looped(*_batched(dtype, shape.rows, shape.width, shape.rank))
 
 
 def _looped_expand(dtype: torch.dtype, shape: _Shape) -> Work:
-    x, b, out = _looped(dtype, shape.rows, shape.rank, shape.width)
-    return lambda: torch.mm(x, b.T, out=out)
+    return _looped(*_batched(dtype, shape.rows, shape.rank, shape.width))
 
 
-def _looped(
-    dtype: torch.dtype, rows: int, inputs: int, outputs: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, a transposed matrix, and memory for their product."""
-    x, matrix, out = torch.randn(rows, inputs), torch.randn(outputs, inputs), (rows, outputs)
-    return x.to(dtype), matrix.to(dtype), torch.empty(out, dtype=dtype)
+def _looped(x: Tensor, matrix: Tensor, out: Tensor) -> Work:
+    """Return the product of the next part: they take turns, so they are no closer than batched."""
+    operands = cycle([*zip(x, matrix.mT, out, strict=True)])
+
+    def work() -> None:
+        rows, weights, result = next(operands)
+        torch.mm(rows, weights, out=result)
+
+    return work
 
 
 def _batched_shrink(dtype: torch.dtype, shape: _Shape) -> Work:

@@ -270,17 +270,22 @@ def _table(
 
 
 def test_only_contiguous_groups_do_without_an_addition() -> None:
-    calls = _cost(5.0), _cost(99.0), _cost(99.0)
-    for slots, add, chosen in [
-        ([0] * 4 + [1] * 4, 0.0, Dense),
-        ([0] * 4 + [1] * 4, 1.0, Grouped),
-        ([0, 1] * 4, 1.0, Dense),
+    never = _cost(99.0)
+    for looped, batched, slots, add, chosen in [
+        (_cost(5.0), never, [0] * 4 + [1] * 4, 0.0, Dense),
+        (_cost(5.0), never, [0] * 4 + [1] * 4, 1.0, Grouped),
+        (_cost(5.0), never, [0, 1] * 4, 1.0, Dense),
+        # Batched products need groups of equal size.
+        (_cost(9.0), _cost(17.0), [0] * 4 + [1] * 4, 1.0, Gathered),
+        (_cost(9.0), _cost(17.0), [0] * 4 + [1] * 3, 1.0, Grouped),
+        (_cost(9.0), _cost(17.0), [0, 1] * 4, 1.0, Dense),
     ]:
         case = make_case(Shape(32, (32,), 4, (8,), 0.0), slots, torch.float32, 1)
         [block] = tile_by_length(case.groups).blocks
         layer = layer_block(case.slices, block, torch.float32)
         assert layer is not None
-        assert cheapest_strategy(layer, _table(*calls, add=add)) == (chosen, torch.float32)
+        table = _table(looped, batched, never, add=add)
+        assert cheapest_strategy(layer, table) == (chosen, torch.float32)
 
 
 @pytest.mark.parametrize(

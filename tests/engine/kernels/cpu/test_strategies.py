@@ -112,6 +112,22 @@ def test_adjacent_groups_of_equal_size_are_added_to_their_rows(
             assert not wide or y[:, :5].isnan().all()
 
 
+@pytest.mark.parametrize("outputs", [(32,), (24, 8)])
+@pytest.mark.parametrize("slots", [[0] * 4 + [1] * 4, [0] * 4 + [1] * 3, [0, 1] * 4])
+@pytest.mark.parametrize("strategy", [Grouped, Dense, Gathered])
+def test_costs_know_which_deltas_are_added_where_they_are_computed(
+    strategy: type[Strategy], slots: list[int], outputs: tuple[int, ...]
+) -> None:
+    case = make_case(Shape(32, outputs, 2, (8,), 0.0), slots, torch.float32, 1)
+    [block] = tile_by_length(case.groups).blocks
+    layer, scratch = layer_block(case.slices, block, torch.float32), Scratch()
+    assert layer is not None
+    prepared = strategy(layer, torch.float32, scratch)
+    delta = scratch._buffers["delta", torch.float32].fill_(torch.nan)
+    prepared.run(case.y, case.x, 1.0)
+    assert bool(delta.isnan().all()) == strategy.adds_in_place(layer, torch.float32)
+
+
 @pytest.mark.parametrize(("dtype", "long"), [(torch.float32, LONG_ROWS), (torch.bfloat16, 128)])
 def test_the_length_of_a_long_group_depends_on_the_dtype(dtype: torch.dtype, long: int) -> None:
     assert min_long_rows(dtype) == long
