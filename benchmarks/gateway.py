@@ -5,7 +5,6 @@ the controller, because the speed of the engine is not measured.
 """
 
 import asyncio
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,17 @@ from typing import Final
 import msgspec
 
 from benchmarks.figures import Figure
-from benchmarks.http_load import Connection, connections, get, post, rate, seconds
+from benchmarks.http_load import (
+    Connection,
+    connections,
+    free_port,
+    get,
+    once,
+    post,
+    rate,
+    seconds,
+    wait_until_served,
+)
 from benchmarks.standin_controller import IDLE
 from controller.cli.gateway import gateway_arguments
 from controller.client import AsyncClient
@@ -79,15 +88,10 @@ def _process(command: list[str], errors: Path) -> Iterator[int]:
             process.wait(30)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @contextmanager
 def _served(directory: Path) -> Iterator[int]:
     """Run the real processes with a gateway, until it has answered once."""
-    port = _free_port()
+    port = free_port()
     gateway = GatewayConfig(directory=str(directory), port=port, model=str(TINY / "model"))
     limits = Limits(slots_max=3, host_adapters_max=8, device_bytes_max=1 << 26)
     config = ServeConfig(
@@ -99,7 +103,7 @@ def _served(directory: Path) -> Iterator[int]:
     command = [sys.executable, "-c", _SERVE, msgspec.json.encode(config).decode()]
     with _process(command, directory / "serve.log"):
         asyncio.run(_load_adapter(directory))
-        _wait_for(port)
+        wait_until_served(port, START_S)
         yield port
 
 
@@ -112,7 +116,7 @@ async def _load_adapter(directory: Path) -> None:
 def _stand_in(directory: Path, adapters: int) -> Iterator[_Gateway]:
     """Run a gateway in front of a stand-in."""
     (directory / "run").mkdir()
-    port = _free_port()
+    port = free_port()
     config = GatewayConfig(directory=str(directory), port=port, model=str(TINY / "model"))
     standin = [sys.executable, "-m", "benchmarks.standin_controller", str(directory)]
     command = [sys.executable, *gateway_arguments(config)]
@@ -120,28 +124,8 @@ def _stand_in(directory: Path, adapters: int) -> Iterator[_Gateway]:
         _process([*standin, str(adapters)], directory / "stand-in.err"),
         _process(command, directory / "gateway.err") as pid,
     ):
-        _wait_for(port)
+        wait_until_served(port, START_S)
         yield _Gateway(port, pid)
-
-
-def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        try:
-            if b"loradock_synced 1.0" in asyncio.run(_once(port, get("/metrics"))):
-                return
-        except OSError:
-            pass
-        time.sleep(0.1)
-    raise RuntimeError("the gateway does not answer")
-
-
-async def _once(port: int, request: bytes) -> bytes:
-    connection = await Connection(port).open()
-    try:
-        return await connection.answer(request)
-    finally:
-        connection.close()
 
 
 def _body(prompt: str, **more: object) -> bytes:
@@ -213,7 +197,7 @@ def _first_token_figure(firsts: dict[str, list[float]]) -> Figure:
 
 
 async def _requests(port: int) -> Figure:
-    bare_port = _free_port()
+    bare_port = free_port()
     with tempfile.TemporaryDirectory() as name:
         command = [sys.executable, "-m", "benchmarks.bare_endpoint", str(bare_port)]
         with _process(command, Path(name) / "bare.err"):
@@ -257,7 +241,7 @@ async def _memory(gateway: _Gateway) -> Figure:
     for connection in opened:
         await connection.start(request)
     expected = msgspec.json.encode({"server_load": IDLE_STREAMS})
-    while await _once(gateway.port, get("/load")) != expected:
+    while await once(gateway.port, get("/load")) != expected:
         await asyncio.sleep(0.05)
     added = gateway.resident_mb() - before
     for connection in opened:

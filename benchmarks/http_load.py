@@ -1,6 +1,7 @@
 """HTTP connections as bare as possible, so that the load costs less than what it measures."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -75,6 +76,34 @@ class Connection:
 def _has_text(line: bytes) -> bool:
     """Whether a chunk has a text that is not empty."""
     return line.partition(_TEXT)[2][:1] not in (b"", b'"')
+
+
+def free_port() -> int:
+    """Return a port of this host on which nothing listens now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def wait_until_served(port: int, timeout_s: float) -> None:
+    """Wait until a gateway and its controller answer; raises RuntimeError if they don't."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if b"loradock_synced 1.0" in asyncio.run(once(port, get("/metrics"))):
+                return
+        except OSError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError("the gateway does not answer")
+
+
+async def once(port: int, request: bytes) -> bytes:
+    """Return the answer to a request on a connection of its own."""
+    connection = await Connection(port).open()
+    try:
+        return await connection.answer(request)
+    finally:
+        connection.close()
 
 
 async def connections(port: int, count: int) -> list[Connection]:

@@ -1,4 +1,4 @@
-"""The figures `serve.kv_bytes` and `serve.prefix`: what the key/value cache holds and saves.
+"""Figures of the cache: `serve.kv_bytes`, `serve.prefix` and `serve.shared_prefix`.
 
 The model has random weights. The scheduler runs without an engine process, because only forward
 passes and memory are compared.
@@ -7,6 +7,7 @@ passes and memory are compared.
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 import torch
@@ -39,6 +40,7 @@ CONFIG: Final = EngineConfig(Path(), device="cpu", max_num_seqs=ROWS)
 
 KV_BYTES_MAX: Final = 1.25
 PREFIX_MAX: Final = 0.3
+SHARED_MIN: Final = 1.0
 
 
 def make_model(layers: int = 12, context_tokens: int = 1024) -> CausalModel:
@@ -165,8 +167,45 @@ def prefix(model: CausalModel) -> Figure:
     )
 
 
+def shared_prefix(model: CausalModel) -> Figure:
+    """Measure rows whose prompts begin alike, against rows with beginnings of their own.
+
+    All beginnings are in the cache, so that the runs differ only in what their steps read.
+    """
+    bench, random = CacheBench(model), torch.Generator().manual_seed(6)
+    common = _tokens(PREFIX_TOKENS, random)
+    works = {
+        "shared": [common] * ROWS,
+        "own": [_tokens(PREFIX_TOKENS, random) for _ in range(ROWS)],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(1 + ROUNDS):
+        for name in works if number % 2 else reversed(works):
+            for beginning in works[name]:
+                bench.start(beginning + _tokens(BLOCK_TOKENS, random), OUTPUT_TOKENS)
+            started = time.perf_counter()
+            for _ in bench.run():
+                pass
+            # The first round computes the beginnings.
+            if number:
+                seconds[name].append(time.perf_counter() - started)
+    rounds = zip(seconds["own"], seconds["shared"], strict=True)
+    ratio = median(own / shared for own, shared in rounds)
+    tokens = ROWS * OUTPUT_TOKENS
+    return Figure(
+        name="serve.shared_prefix",
+        value=tokens / median(seconds["shared"]),
+        unit=f"tokens/s of {ROWS} rows that share {PREFIX_TOKENS} tokens",
+        yardstick=f"tokens of their own: {tokens / median(seconds['own']):.1f} tokens/s",
+        ratio=ratio,
+        target=f"ratio >= {SHARED_MIN:g}",
+        reached=ratio >= SHARED_MIN,
+    )
+
+
 def run() -> Iterator[Figure]:
-    """Measure both figures on one model."""
+    """Measure the figures on one model."""
     model = make_model()
     yield kv_bytes(model)
     yield prefix(model)
+    yield shared_prefix(model)

@@ -1,16 +1,17 @@
 """`make soak`: a server under changing load, and whether it grows.
 
 `python -m benchmarks.soak --minutes 60` runs real processes: the controller, its supervisor, an
-engine on the tiny model, and clients that come and go. They load, move and evict adapters,
-generate, list, hold and fetch events; snapshots are made and old files dropped meanwhile. Memory,
-descriptors, threads and the bytes of the log's directory are sampled. At the end their growth is
-printed: the slope of Theil and Sen (1968), the median of the slopes between all pairs of samples.
-What has a fixed bound is filled before: the tables of clients, answers, refusals and events, until
-their memory has its bound too. The blocks of the KV cache, of which there are few, are used in the
-first part of the run, which is not counted. The status is 1 if anything grows.
+engine on the tiny model, an HTTP gateway, and clients that come and go. They load, move and evict
+adapters, generate, list, hold and fetch events; snapshots are made and old files dropped meanwhile.
+Memory, descriptors, threads and the bytes of the log's directory are sampled. At the end their
+growth is printed: the slope of Theil and Sen (1968), the median of the slopes between all pairs of
+samples. What has a fixed bound is filled before: the tables of clients, answers, refusals and
+events, until their memory has its bound too. The blocks of the KV cache, of which there are few,
+are used in the first part of the run, which is not counted. The status is 1 if anything grows.
 """
 
 import argparse
+import json
 import os
 import random
 import secrets
@@ -20,7 +21,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from http.client import HTTPConnection
 from itertools import combinations, islice
 from pathlib import Path
 from statistics import median
@@ -30,7 +32,9 @@ import zmq
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.http_load import free_port, wait_until_served
 from benchmarks.serving import serving
+from controller.cli.gateway import gateway_arguments
 from controller.client import Client
 from controller.client.errors import LoradockError
 from controller.core.limits import Limits
@@ -39,8 +43,9 @@ from controller.shell.clients.client_table import CLIENTS_MAX
 from controller.shell.config import ServeConfig, ServerConfig
 from controller.shell.event_stream import EVENTS_KEPT
 from controller.shell.transport import endpoint
+from gateway.options import GatewayConfig
 from messages.engine_options import EngineOptions
-from messages.requests import EvictAdapter, HoldAdapter, ReleaseAdapter
+from messages.requests import EvictAdapter, HoldAdapter, ReleaseAdapter, StatusShown
 from messages.wire import BATCH_MAX, REPLIES, REQUESTS, TOKEN_BYTES
 
 TINY: Final = Path(__file__).parent.parent / "examples" / "tiny"
@@ -63,7 +68,7 @@ and no more from then on.
 CLIENTS: Final = 3
 CALLS_PER_CLIENT: Final = 20
 PAUSE_S: Final = 0.02
-REPLY_TIMEOUT_MS: Final = 120_000
+TIMEOUT_S: Final = 120
 SAMPLES: Final = 240
 WARM_UP: Final = 1 / 3
 """The part of the run that is not counted."""
@@ -174,7 +179,7 @@ def fill_tables(directory: Path) -> None:
 def _connected(context: "zmq.Context[zmq.Socket[bytes]]", directory: Path) -> "zmq.Socket[bytes]":
     socket = context.socket(zmq.DEALER)
     socket.connect(endpoint(directory, "requests.sock"))
-    socket.rcvtimeo = REPLY_TIMEOUT_MS
+    socket.rcvtimeo = TIMEOUT_S * 1000
     return socket
 
 
@@ -186,10 +191,12 @@ def _receive(socket: "zmq.Socket[bytes]", replies: int) -> None:
 class Load:
     """Clients that come and go until `stop` is set; `calls` counts what they did."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, port: int) -> None:
+        """`port`: the gateway's."""
         self.stop: Final = threading.Event()
         self.calls: Counter[str] = Counter()
         self._directory = directory
+        self._port = port
         self._failure: Exception | None = None
         self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(CLIENTS)]
 
@@ -211,7 +218,7 @@ class Load:
         rng = random.Random(seed)  # noqa: S311 - a choice of calls
         try:
             while not self.stop.wait(PAUSE_S):
-                with Client(self._directory, timeout_s=120) as client:
+                with Client(self._directory, timeout_s=TIMEOUT_S) as client:
                     self.calls["clients"] += 1
                     for _ in range(rng.randrange(1, CALLS_PER_CLIENT)):
                         self._call(client, rng)
@@ -224,6 +231,7 @@ class Load:
         name = rng.choice(ADAPTERS)
         calls = {
             "generate": lambda: list(client.generate("hello", name, max_tokens=4)),
+            "complete": lambda: self._complete(name, stream=rng.random() < 1 / 2),
             "activate": lambda: client.activate(name),
             "load": lambda: client.load(name),
             "evict": lambda: client.evict(name),
@@ -240,6 +248,16 @@ class Load:
         except LoradockError:
             self.calls["refused"] += 1
 
+    def _complete(self, name: str, *, stream: bool) -> None:
+        body = {"model": name, "prompt": "hello", "max_tokens": 4, "stream": stream}
+        with closing(HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)) as connection:
+            head = {"content-type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), head)
+            answer = connection.getresponse()
+            answer.read()
+        # The others were refused because the adapter has been removed, or has no room.
+        self.calls[f"HTTP {answer.status}"] += 1
+
     @staticmethod
     def _read_events(client: Client) -> None:
         newest = client.status().events_seq
@@ -247,8 +265,7 @@ class Load:
             list(islice(stream, 100))
 
 
-def soak(minutes: float, directory: Path, console: Console) -> list[Growth]:
-    """Run for some minutes, and return the growth of every quantity."""
+def _config(directory: Path, port: int) -> ServeConfig:
     # Retention drops whole segments.
     server = ServerConfig(
         str(directory),
@@ -257,31 +274,49 @@ def soak(minutes: float, directory: Path, console: Console) -> list[Growth]:
         snapshot_interval=SNAPSHOT_INTERVAL,
         log_keep_hours=0,
     )
-    config = ServeConfig(
+    model = str(TINY / "model")
+    gateway = GatewayConfig(directory=str(directory), port=port, model=model)
+    return ServeConfig(
         server,
-        model=str(TINY / "model"),
+        model=model,
         adapter_roots=(str(TINY / "adapters"),),
         engine_options=ENGINE_OPTIONS,
+        gateway=gateway_arguments(gateway),
     )
+
+
+def _pids(status: StatusShown) -> dict[str, int]:
+    """Return the processes by name; the gateway is the supervisor's third one."""
+    found = {"controller": status.controller_pid, "engine": status.engine_pid}
+    parent = Path(f"/proc/{status.controller_pid}/stat").read_text().rpartition(")")[2].split()[1]
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    [gateway] = set(map(int, children)) - set(found.values())
+    return {**found, "gateway": gateway}
+
+
+def soak(minutes: float, directory: Path, console: Console) -> list[Growth]:
+    """Run for some minutes, and return the growth of every quantity."""
     times: list[float] = []
     samples: list[dict[str, float]] = []
-    load = Load(directory)
-    with serving(config):
-        with Client(directory, timeout_s=120) as client:
+    port = free_port()
+    load = Load(directory, port)
+    with serving(_config(directory, port)):
+        with Client(directory, timeout_s=TIMEOUT_S) as client:
             client.activate(ADAPTERS[0])
+            wait_until_served(port, TIMEOUT_S)
             fill_tables(directory)
             before = client.status()
-        pids = {"controller": before.controller_pid, "engine": before.engine_pid}
+        pids = _pids(before)
         started = time.monotonic()
         with load.running():
             while (now := time.monotonic()) - started < minutes * 60 and not load.stop.is_set():
                 times.append(now)
                 samples.append(sample(pids, directory / "log"))
                 time.sleep(max(0.25, minutes * 60 / SAMPLES))
-        with Client(directory, timeout_s=120) as client:
+        with Client(directory, timeout_s=TIMEOUT_S) as client:
             after = client.status()
-    if (after.controller_pid, after.engine_pid) != tuple(pids.values()):
-        raise RuntimeError("a process was restarted: see its log")
+        if _pids(after) != pids:
+            raise RuntimeError("a process was restarted: see its log")
     inputs = after.seq - before.seq
     console.print(f"{inputs:,} inputs, a snapshot after {after.snapshot_seq:,}, {dict(load.calls)}")
     first = next(i for i, at in enumerate(times) if at - started >= WARM_UP * minutes * 60)
