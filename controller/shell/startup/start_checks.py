@@ -22,6 +22,8 @@ HEADER_BYTES_MAX: Final = 100 << 20
 _DEVICE: Final = re.compile(r"(auto|cpu|cuda(?::(?P<index>[0-9]+))?)")
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9._-]+")
 _LFS_POINTER: Final = b"version https://git-lfs"
+_WHOLE_FILE: Final = "model.safetensors"
+_INDEX_FILE: Final = "model.safetensors.index.json"
 _CUDA_SWITCHES: Final = ("dual_stream", "capture_steps", "pin_memory")
 _PACKED: Final = frozenset(
     {"qkv_proj", "qkv", "gate_up_proj", "w13", "qkv_a_proj", "lm_head", "embed_tokens"}
@@ -49,17 +51,26 @@ class Start(Struct, frozen=True):
 
 def check_start(start: Start) -> None:
     """Raise `StartRefused` for options with which no engine can start."""
-    _check_model(start.model)
-    for root in start.adapter_roots:
+    try:
+        _check_model(start.model)
+        _check_adapter_roots(start.adapter_roots)
+    except OSError as error:
+        raise StartRefused(
+            f"{error.filename} can't be read: {error.strerror}", "let this user read it"
+        ) from error
+    _check_choices(start.options)
+    devices = _check_device(start)
+    _check_sizes(start.limits, is_cpu=not devices)
+    _check_target_modules(start.model, start.options.target_modules)
+
+
+def _check_adapter_roots(roots: Sequence[Path]) -> None:
+    for root in roots:
         if not root.is_dir():
             raise StartRefused(
                 f"--adapter-root {root} is not a directory",
                 "create it, or name the directory that contains your adapters' directories",
             )
-    _check_choices(start.options)
-    devices = _check_device(start)
-    _check_sizes(start.limits, is_cpu=not devices)
-    _check_target_modules(start.model, start.options.target_modules)
 
 
 def _check_model(model: Path) -> None:
@@ -86,31 +97,49 @@ def _check_model(model: Path) -> None:
         )
     if not isinstance(_read_json(model / "config.json"), dict):
         raise StartRefused(f"{model / 'config.json'} is not a JSON object", "copy the model again")
-    weights = [path for path in model.iterdir() if path.suffix in (".safetensors", ".bin")]
-    if not weights:
-        raise StartRefused(
-            f"--model {model} has no weights: no .safetensors and no .bin file",
-            "copy the whole directory, with the files that Git LFS or the hub keep apart",
-        )
-    for path in weights:
+    for path in _weights_files(model):
         _check_is_whole(path)
+
+
+def _weights_files(model: Path) -> list[Path]:
+    """Return the files that the engine reads; others next to them may be anything."""
+    if (model / _WHOLE_FILE).is_file():
+        return [model / _WHOLE_FILE]
+    # A config may name another file, so all are taken where neither usual name is there.
+    names = _shard_names(model) or {path.name for path in model.glob("*.safetensors")}
+    if names:
+        return [model / name for name in sorted(names)]
+    has_pickled = any(model.glob("*.bin"))
+    raise StartRefused(
+        f"--model {model} has no weights: no .safetensors file",
+        "its .bin files are not read: load the model elsewhere, and save it with save_pretrained"
+        if has_pickled
+        else "copy the whole directory, with the files that Git LFS or the hub keep apart",
+    )
+
+
+def _shard_names(model: Path) -> set[str]:
+    index = _read_json(model / _INDEX_FILE)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    names = weight_map.values() if isinstance(weight_map, dict) else ()
+    return {name for name in names if isinstance(name, str)}
 
 
 def _check_is_whole(path: Path) -> None:
     """Refuse what an interrupted download leaves; other damage is found by the engine."""
-    try:
-        there = path.stat().st_size
-        with path.open("rb") as file:
-            start = file.read(len(_LFS_POINTER))
-    except OSError as error:
-        raise StartRefused(f"{path} can't be read: {error.strerror}") from error
+    if not path.is_file():
+        raise StartRefused(
+            f"{path} is missing, and the model's weights are in it",
+            "copy or download the whole directory again",
+        )
+    there = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(_LFS_POINTER))
     if start == _LFS_POINTER:
         raise StartRefused(
             f"{path} is a pointer of Git LFS, without the weights",
             f"run `git lfs pull` in {path.parent}, or copy the file from elsewhere",
         )
-    if path.suffix != ".safetensors":
-        return
     end = max((entry.data_offsets[1] for entry in _header(path).values()), default=0)
     declared = 8 + int.from_bytes(start[:8], "little") + end
     if there < declared:
@@ -133,7 +162,7 @@ def _header(path: Path) -> dict[str, _Entry]:
         header = file.read(length) if length <= HEADER_BYTES_MAX else b"{}"
     try:
         return msgspec.json.decode(header, type=dict[str, _Entry])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return {}
 
 
@@ -247,10 +276,6 @@ def _check_target_modules(model: Path, targets: Sequence[str]) -> None:
 
 
 def _parameters(model: Path) -> Iterator[str]:
-    """Yield the names of the parameters in safetensors files; none for other files."""
-    index = _read_json(model / "model.safetensors.index.json")
-    if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
-        yield from index["weight_map"]
-        return
-    for path in sorted(model.glob("*.safetensors")):
+    """Yield the names of the parameters; none of files whose headers can't be read."""
+    for path in _weights_files(model):
         yield from _header(path)

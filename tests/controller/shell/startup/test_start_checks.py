@@ -1,5 +1,6 @@
 """What can't be served is refused in one sentence, before a process is started."""
 
+import errno
 import json
 import os
 import shutil
@@ -108,20 +109,78 @@ def test_a_directory_without_a_model_is_explained(tmp_path: Path) -> None:
     check_start(start(tmp_path))
 
 
+def pointer(path: Path) -> None:
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("pytorch_model.bin", pointer),
+        ("training_args.bin", pointer),
+        ("consolidated.safetensors", pointer),
+        ("x.safetensors", Path.mkdir),
+        # To open one waits for a writer.
+        ("x.bin", os.mkfifo),
+        ("x.bin", lambda path: path.symlink_to("nowhere")),
+    ],
+)
+def test_files_that_the_engine_does_not_read_may_be_anything(tmp_path: Path, name, make) -> None:
+    shutil.copytree(MODEL, tmp_path / "m")
+    make(tmp_path / "m" / name)
+    check_start(start(tmp_path / "m", target_modules=("q_proj",)))
+
+
+def test_weights_that_the_engine_does_not_read_are_refused(tmp_path: Path) -> None:
+    shutil.copy(MODEL / "config.json", tmp_path)
+    shutil.copy(MODEL / "model.safetensors", tmp_path / "pytorch_model.bin")
+    with pytest.raises(StartRefused, match="has no weights") as caught:
+        check_start(start(tmp_path))
+    assert "its .bin files are not read" in caught.value.hint
+
+
+def write_weights(path: Path, header: bytes) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def test_a_header_that_can_not_be_read_is_left_to_the_engine(tmp_path: Path) -> None:
+    shutil.copy(MODEL / "config.json", tmp_path)
+    deep = b"[" * 100_000 + b"]" * 100_000
+    for header in (b"", b"[]", b"\xff", b'{"a": {"dtype": ' + deep + b"}}"):
+        write_weights(tmp_path / "model.safetensors", header)
+        check_start(start(tmp_path))
+
+
+def test_files_without_permission_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(StartRefused, match=r"config\.json can't be read: Permission denied"):
+        check_start(start())
+
+
 def test_an_adapter_root_has_to_be_there(tmp_path: Path) -> None:
     with pytest.raises(StartRefused, match=r"--adapter-root .*/no is not a directory"):
         check_start(start(roots=(tmp_path, tmp_path / "no")))
 
 
-def test_the_modules_of_a_model_in_several_files_are_known(tmp_path: Path) -> None:
-    shutil.copytree(MODEL, tmp_path / "m")
-    weights = {"model.layers.0.attn.c_attn.weight": "a.safetensors"}
-    index = json.dumps({"weight_map": weights})
-    (tmp_path / "m" / "model.safetensors.index.json").write_text(index)
-    check_start(start(tmp_path / "m", target_modules=("c_attn",)))
+def test_a_model_in_several_files_needs_all_and_its_modules_are_known(tmp_path: Path) -> None:
+    shutil.copy(MODEL / "config.json", tmp_path)
+    shapes = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    files = {"a.c_attn.weight": "1.safetensors", "b.mlp.weight": "2.safetensors"}
+    index = json.dumps({"metadata": {}, "weight_map": files})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    for name, file in files.items():
+        with pytest.raises(StartRefused, match=f"{file} is missing"):
+            check_start(start(tmp_path))
+        write_weights(tmp_path / file, json.dumps({name: shapes}).encode())
+    check_start(start(tmp_path, target_modules=("c_attn", "mlp")))
     with pytest.raises(StartRefused) as caught:
-        check_start(start(tmp_path / "m", target_modules=("q_proj",)))
-    assert caught.value.hint == "its modules are c_attn"
+        check_start(start(tmp_path, target_modules=("q_proj",)))
+    assert caught.value.hint == "its modules are c_attn, mlp"
 
 
 def test_the_known_values_are_those_of_the_engine() -> None:
