@@ -34,7 +34,7 @@ CALIBRATED_BYTES_MIN: Final = 64 << 20
 FASTER_MIN: Final = 1.5
 """How many times as fast float32 products must be, because its weights take twice the memory."""
 
-_FORMAT: Final = 7
+_FORMAT: Final = 8
 _US_MAX: Final = 1e9
 _PROCESSOR_FIELDS: Final = (
     *("model name", "cpu family", "model", "flags"),

@@ -76,11 +76,14 @@ With weights outside of the processor's nearer caches it took up to 1.4 times it
 """
 
 COPIED_MARGIN: Final = 1.2
-"""By how much `Dense`, and products of converted weights, must be cheaper than others to be chosen.
+"""By how much strategies that copy or convert weights must be cheaper than others to be chosen.
 
-Weights and copies of all adapters do not fit in the processor's nearer caches: they took 1.1 to 1.8
-times their estimates.
+Where weights and copies of all adapters do not fit in the processor's nearer caches, they took 1.1
+to 1.8 times their estimates.
 """
+
+NEAR_BYTES: Final = 3 << 20
+"""Weights and copies of no more bytes were in the nearer caches where this was measured (2 MiB)."""
 
 BATCHED_PARTS: Final = 8
 """The parts of the batched products that are measured."""
@@ -200,7 +203,8 @@ def estimate(
     """Estimate the microseconds of one run, without the costs that all strategies share."""
     slice_cost = _SLICE_COSTS[strategy]
     total = sum(slice_cost(layer, weights, table, dtype) for weights in layer.slices)
-    if strategy is Dense or dtype != layer.weight_dtype:
+    copied_bytes = strategy.copied_bytes(layer, dtype)
+    if copied_bytes and layer.weight_bytes + copied_bytes > NEAR_BYTES:
         total *= COPIED_MARGIN
     out_features = sum(weights.out_features for weights in layer.slices)
     if not strategy.adds_in_place(layer, dtype):

@@ -52,6 +52,11 @@ class Dense:
         del layer, dtype
         return False
 
+    @staticmethod
+    def copied_bytes(layer: LayerBlock, dtype: torch.dtype) -> int:
+        """Return the bytes of the copies of weights: those of a slice are reused by the next."""
+        return dtype.itemsize * max(weights.elements for weights in layer.slices)
+
     def _plan(self, weights: SliceWeights) -> _SlicePlan:
         take, dtype, rows = self._scratch.take, self._dtype, self._layer.block.size
         ranks = sum(weights.ranks)

@@ -85,6 +85,12 @@ class Gathered:
         is_whole = len(set(layer.block.sizes)) == len(layer.slices) == 1
         return is_whole and layer.is_in_place(dtype)
 
+    @staticmethod
+    def copied_bytes(layer: LayerBlock, dtype: torch.dtype) -> int:
+        """Return the bytes of the copies of weights: those of a slice are reused by the next."""
+        copied = [one for one in layer.slices if stacks(one, layer.weight_dtype, dtype)]
+        return dtype.itemsize * max((weights.elements for weights in copied), default=0)
+
     def _plan(self, weights: SliceWeights) -> _SlicePlan:
         take, dtype = self._scratch.take, self._dtype
         (parts, rows), rank = self._shape, weights.ranks[0]

@@ -55,6 +55,17 @@ class Grouped:
         """Whether deltas are added to `y` where they are computed."""
         return layer.is_in_place(dtype)
 
+    @staticmethod
+    def copied_bytes(layer: LayerBlock, dtype: torch.dtype) -> int:
+        """Return the bytes of the converted weights: of the largest A and B of an adapter."""
+        if layer.weight_dtype == dtype:
+            return 0
+        largest = [
+            max(max(weights.ranks) * weights.features[of] for weights in layer.slices)
+            for of in (0, 1)
+        ]
+        return dtype.itemsize * sum(largest)
+
     def _plan(self, weights: SliceWeights) -> _SlicePlan:
         block, dtype, scratch = self._block, self._dtype, self._scratch
         products, absent = [], []

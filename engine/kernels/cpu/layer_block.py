@@ -46,6 +46,11 @@ class SliceWeights(NamedTuple):
         return [pair.b.shape[1] if pair else 0 for pair in self.pairs]
 
     @property
+    def elements(self) -> int:
+        """The elements of all parts' A and B."""
+        return sum(self.ranks) * sum(self.features)
+
+    @property
     def present(self) -> list[LoRAPair]:
         """The pairs of the parts that have weights."""
         return [pair for pair in self.pairs if pair is not None]
@@ -80,6 +85,11 @@ class LayerBlock(NamedTuple):
     def in_features(self) -> int:
         """The columns of x."""
         return self.slices[0].in_features
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of all weights."""
+        return self.weight_dtype.itemsize * sum(weights.elements for weights in self.slices)
 
     def is_in_place(self, dtype: torch.dtype) -> bool:
         """Whether rows of x and y are used where they are by a computation in `dtype`."""

@@ -38,6 +38,8 @@ MakeWork = Callable[[torch.dtype, _Shape], Work]
 
 def microseconds(work: Work) -> float:
     """Return the shortest of some samples of the thread's time, which excludes other processes."""
+    # The first call of a shape may compile code, which takes a hundred times as long as the work.
+    work()
     started = time.thread_time()
     work()
     first = max(time.thread_time() - started, 1e-7)
@@ -152,7 +154,10 @@ def _transposed_expand(dtype: torch.dtype, shape: _Shape) -> Work:
 def _batched(
     dtype: torch.dtype, rows: int, inputs: int, outputs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, transposed matrices, and memory for their products, of `BATCHED_PARTS` parts."""
+    """Return x, transposed matrices, and memory for their products, of `BATCHED_PARTS` parts.
+
+    The memory has been written before, as the engine's scratch memory has.
+    """
     shapes = (rows, inputs), (outputs, inputs)
     x, matrix = (torch.randn(BATCHED_PARTS, *shape).to(dtype) for shape in shapes)
-    return x, matrix, torch.empty(BATCHED_PARTS, rows, outputs, dtype=dtype)
+    return x, matrix, torch.ones(BATCHED_PARTS, rows, outputs, dtype=dtype)

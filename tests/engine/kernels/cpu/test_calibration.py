@@ -27,11 +27,14 @@ from engine.kernels.cpu.calibration import (
     stored_at,
 )
 from engine.kernels.cpu.costs import (
+    COPIED_MARGIN,
     DEFAULT_COSTS,
+    NEAR_BYTES,
     ROWS,
     CostTable,
     ProductCost,
     cheapest_strategy,
+    estimate,
 )
 from engine.kernels.cpu.dense import Dense
 from engine.kernels.cpu.gathered import Gathered, TransposedGathered
@@ -311,3 +314,18 @@ def test_the_choice_follows_from_a_table_of_constants(
     layer = layer_block(case.slices, block, torch.float32)
     assert layer is not None
     assert cheapest_strategy(layer, table) == (chosen, torch.float32)
+
+
+def test_copies_that_leave_the_nearer_caches_need_a_margin() -> None:
+    """Two adapters of rank 8: the copies are a quarter and four times of what is near."""
+    table = _table(_cost(1.0), _cost(1.0), _cost(99.0))
+    for width, factor in [(NEAR_BYTES // 1024, 1.0), (NEAR_BYTES // 64, COPIED_MARGIN)]:
+        case = make_case(Shape(width, (width,), 2, (8,), 0.0), [0, 1], torch.float32, 1)
+        [block] = tile_by_length(case.groups).blocks
+        layer = layer_block(case.slices, block, torch.float32)
+        assert layer is not None
+        # Nothing is copied by the first one.
+        assert estimate(Grouped, layer, torch.float32, table) == 4.0
+        masked = 1.0 + 3e-3 * 2
+        found = estimate(Dense, layer, torch.float32, table)
+        assert found == pytest.approx(factor * (2.0 + masked))

@@ -128,6 +128,28 @@ def test_costs_know_which_deltas_are_added_where_they_are_computed(
     assert bool(delta.isnan().all()) == strategy.adds_in_place(layer, torch.float32)
 
 
+@pytest.mark.parametrize("outputs", [(32,), (24, 80)])
+@pytest.mark.parametrize("ranks", [(8,), (4, 8, 12)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strategy", [Grouped, Dense, Gathered])
+def test_costs_know_how_much_is_copied(
+    strategy: type[Strategy], dtype: torch.dtype, ranks: tuple[int, ...], outputs: tuple[int, ...]
+) -> None:
+    case = make_case(Shape(48, outputs, 3, ranks, 0.0), [0, 1, 2] * 3, dtype, 1)
+    [block] = tile_by_length(case.groups).blocks
+    layer = layer_block(case.slices, block, dtype)
+    assert layer is not None
+    if strategy is Gathered and not Gathered.can_run(layer):
+        return
+    for computed in dtypes_of(layer):
+        scratch = Scratch()
+        strategy(layer, computed, scratch).run(case.y, case.x, 1.0)
+        copies = [scratch._buffers.get((use, computed), torch.empty(0)) for use in ("a", "b")]
+        assert strategy.copied_bytes(layer, computed) == sum(copy.nbytes for copy in copies)
+    pairs = [pair for weights in layer.slices for pair in weights.present]
+    assert layer.weight_bytes == sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
+
+
 @pytest.mark.parametrize(("dtype", "long"), [(torch.float32, LONG_ROWS), (torch.bfloat16, 128)])
 def test_the_length_of_a_long_group_depends_on_the_dtype(dtype: torch.dtype, long: int) -> None:
     assert min_long_rows(dtype) == long
