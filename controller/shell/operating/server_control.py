@@ -75,7 +75,12 @@ class ServerControl:
         """Whether a stopping server has nothing left to wait for."""
         if not self.is_stopping:
             return False
-        return not self._controller.world.pending_requests or now_ns >= self._stop_at_ns
+        return not self._has_awaited_request() or now_ns >= self._stop_at_ns
+
+    def _has_awaited_request(self) -> bool:
+        """Whether a client waits: adapters of the start are loaded at the next one as well."""
+        pending = self._controller.world.pending_requests
+        return any(not request_id.startswith(control.PRELOAD) for request_id in pending)
 
     def ends_in_ns(self, now_ns: int) -> int | None:
         """Return when a stopping server ends at the latest; None for one that does not stop."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from messages import requests as rq
-from messages.control import PRELOAD
+from messages.control import PRELOAD, StopServer
 from messages.errors import ErrorCode
 from tests.support.parallel.processes import LIMITS, controller
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
@@ -38,3 +38,11 @@ def test_a_server_that_is_started_again_without_an_engine_adds_none(directory: P
             process.kill()
             process.start()
         assert len(preloads_of(directory)) == len(PRELOADS)
+
+
+def test_a_stop_does_not_wait_for_them(directory: Path) -> None:
+    with controller(directory, preloads=PRELOADS) as process, RawClient(directory) as client:
+        assert client.status().requests == len(PRELOADS)
+        client.send_request(StopServer("s", 3_600_000))
+        assert process.wait() == 0
+    assert len(preloads_of(directory)) == len(PRELOADS)
