@@ -44,8 +44,11 @@ def write_example(directory: Path) -> None:
     source = next((path for path in _SOURCES if path.is_dir()), None)
     if source is None:
         raise FileNotFoundError("this installation has no example; the sources have it")
-    if directory.exists():
-        raise typer.BadParameter(f"{directory} exists; name a new directory")
+    try:
+        # What is removed after an error is of this process: another one may have begun as well.
+        directory.mkdir(parents=True)
+    except FileExistsError as error:
+        raise typer.BadParameter(f"{directory} exists; name a new directory") from error
     try:
         for part in _PARTS:
             shutil.copytree(source / part, directory / part)

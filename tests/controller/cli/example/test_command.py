@@ -34,3 +34,29 @@ def test_an_example_for_which_the_disk_has_no_space_leaves_nothing(
     assert line.startswith(f"{directory}: it can't be written: ")
     assert "No space left on device" in line
     assert not directory.exists()
+
+
+def test_what_another_process_writes_meanwhile_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory = tmp_path / "tiny"
+    make = Path.mkdir
+
+    def make_late(path: Path, *arguments: object, **options: object) -> None:
+        make(directory, exist_ok=True)
+        (directory / "other").touch()
+        make(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", make_late)
+    result = run("example", str(directory))
+    assert result.exit_code == 2
+    assert "exists; name a new directory" in result.stderr
+    assert [path.name for path in directory.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("directory", ["/proc/x", "/dev/null/x"])
+def test_a_place_where_nothing_can_be_written_is_named(directory: str) -> None:
+    result = run("example", directory)
+    assert result.exit_code == 1
+    [line] = result.stderr.splitlines()
+    assert line.startswith(f"{directory}: ")
