@@ -5,10 +5,13 @@ from pathlib import Path
 
 import msgspec
 
+from controller.shell.operating.preloads import preload_requests, waiting_preloads
+from messages import records
 from messages import requests as rq
 from messages.control import PRELOAD, StopServer
 from messages.errors import ErrorCode
-from tests.support.parallel.processes import LIMITS, controller
+from tests.support.parallel.processes import LIMITS, ControllerProcess, controller
+from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
 
 PRELOADS = (("one", "a/b"), ("two", "two"))
@@ -38,6 +41,34 @@ def test_a_server_that_is_started_again_without_an_engine_adds_none(directory: P
             process.kill()
             process.start()
         assert len(preloads_of(directory)) == len(PRELOADS)
+
+
+def test_one_without_a_path_waits_for_the_known_path(directory: Path) -> None:
+    process = ControllerProcess(directory, preloads=(("a", ""),))
+    with controller(directory), RawClient(directory) as client:
+        client.send_request(rq.LoadAdapter("r", "a", "p"))
+        eventually(lambda: client.status().requests == 1)
+    for _ in range(3):
+        process.start()
+        with RawClient(directory) as client:
+            assert client.status().requests == 2
+        process.kill()
+    assert len(preloads_of(directory)) == 1
+
+
+def test_one_that_may_end_before_the_engine_comes_is_requested_again() -> None:
+    bench = CoreBench(engine=False)
+    for request in preload_requests(PRELOADS):
+        bench.handle(request)
+    assert preload_requests(PRELOADS, waiting_preloads(bench.world)) == []
+    bench.advance(1_900_000)
+    bench.handle(records.TimerFired())
+    again = preload_requests((PRELOADS[1],), waiting_preloads(bench.world))
+    assert [(one.adapter, one.path) for one in again] == [PRELOADS[1]]
+    bench.handle(again[0])
+    # The first one ends, and the adapter is waited for by the second.
+    bench.advance(1_800_000)
+    assert list(bench.world.pending_requests) == [again[0].request_id]
 
 
 def test_a_stop_does_not_wait_for_them(directory: Path) -> None:
