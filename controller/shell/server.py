@@ -36,7 +36,7 @@ from controller.shell.input_handler import GroupInput, InputHandler, recover
 from controller.shell.logical_clock import SYSTEM_CLOCKS, Clocks, LogicalClock
 from controller.shell.operating.engine_supervision import EngineSupervision
 from controller.shell.operating.engine_watch import EngineWatch
-from controller.shell.operating.preloads import preload_requests, waiting_preloads
+from controller.shell.operating.preloads import is_preload, preload_requests, waiting_preloads
 from controller.shell.operating.settings_file import SettingsFile
 from controller.shell.operating.supervisor_link import SupervisorLink
 from controller.shell.snapshot_process import SnapshotProcess
@@ -339,11 +339,11 @@ class Server:
         self._link.forget_unlogged(now)
         for received in group:
             message = received.message
-            if isinstance(message, LifecycleRequest | records.InferenceRequested):
-                self._sessions.refuse_unlogged(message, received.body, why)
-            elif isinstance(message, records.ShellInput):
+            if isinstance(message, records.ShellInput) or is_preload(message):
                 # Clients and the engine repeat their inputs; this one would be lost.
                 self._pending.append(received)
+            elif isinstance(message, LifecycleRequest | records.InferenceRequested):
+                self._sessions.refuse_unlogged(message, received.body, why)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:

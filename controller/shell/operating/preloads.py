@@ -34,6 +34,11 @@ def preload_requests(
     ]
 
 
+def is_preload(message: object) -> bool:
+    """Whether an input is such a request, which no client repeats."""
+    return isinstance(message, LoadAdapter) and message.request_id.startswith(PRELOAD)
+
+
 def waiting_preloads(world: World) -> set[Preload]:
     """Return what the requests of earlier starts wait for.
 

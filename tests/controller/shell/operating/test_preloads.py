@@ -1,15 +1,19 @@
 """Adapters that are loaded at the start, however late the engine comes."""
 
 import os
+import resource
+import subprocess
 from pathlib import Path
 
 import msgspec
 
+from controller.shell.config import ServerConfig
 from controller.shell.operating.preloads import preload_requests, waiting_preloads
 from messages import records
 from messages import requests as rq
 from messages.control import PRELOAD, StopServer
 from messages.errors import ErrorCode
+from messages.own_processes import process_command
 from tests.support.parallel.processes import LIMITS, ControllerProcess, controller
 from tests.support.simulation.core_bench import CoreBench
 from tests.support.simulation.shell_examples import RawClient, StandInEngine, eventually, logged
@@ -69,6 +73,21 @@ def test_one_that_may_end_before_the_engine_comes_is_requested_again() -> None:
     # The first one ends, and the adapter is waited for by the second.
     bench.advance(1_800_000)
     assert list(bench.world.pending_requests) == [again[0].request_id]
+
+
+def test_a_full_disk_at_the_start_delays_them(directory: Path) -> None:
+    preloads = (("one", "p" * 3000), ("two", "p" * 3000))
+    config = msgspec.json.encode(ServerConfig(str(directory), LIMITS, preloads=preloads)).decode()
+    # Room for the log's header, and not for them: some shells count in blocks of 512 bytes.
+    start = ("sh", "-c", 'ulimit -S -f 4; exec "$@"', "sh", *process_command("controller"), config)
+    with subprocess.Popen(start) as process, RawClient(directory) as client:
+        try:
+            assert client.load("other").code is ErrorCode.LOG_UNAVAILABLE
+            assert client.status().requests == 0
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+            eventually(lambda: client.status().requests == len(preloads))
+        finally:
+            process.kill()
 
 
 def test_a_stop_does_not_wait_for_them(directory: Path) -> None:
