@@ -148,8 +148,11 @@ class PagedBatch:
         table = BlockTable(self.pool, root, self._flat.reach)
         return PagedRow(sequence, table, self._row_blocks)
 
-    def _fits(self, row: PagedRow) -> bool:
-        """Whether there are blocks for a sequence, after those promised to the others."""
+    def _fits(self, row: PagedRow, freed: int = 0) -> bool:
+        """Whether there are blocks for a sequence, after those promised to the others.
+
+        freed: the blocks that are counted as available, although suspended sequences hold them.
+        """
         # A sequence that continues has its blocks, or its tokens.
         begun = row.table.prefix if row.has_begun else self._reusable(row)
         prefilling = [one for one in self._rows if not one.is_prefilled]
@@ -157,10 +160,19 @@ class PagedBatch:
         # One more block for each sequence, so that the next steps preempt nothing.
         growth = len(self._rows) + 1 if self._rows else 0
         needed = row.missing_blocks(begun) + growth
-        return needed + promised <= self.pool.available - self.pool.kept_among(begun.blocks)
+        available = self.pool.available + freed - self.pool.kept_among(begun.blocks)
+        return needed + promised <= available
 
     def _fits_after_dropping(self, row: PagedRow) -> bool:
-        """Whether a sequence fits, after suspended ones have given up blocks for it."""
+        """Whether a sequence fits, after suspended ones have given up blocks for it.
+
+        They keep their blocks where all of these would be too few.
+        """
+        if self._fits(row):
+            return True
+        held = {block for one in (*self._rows, row) for block in one.table.blocks}
+        if not self._fits(row, freed=self.pool.held - len(held)):
+            return False
         while not self._fits(row):
             if not self._suspended.free_blocks(row):
                 return False

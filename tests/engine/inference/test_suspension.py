@@ -132,3 +132,29 @@ def test_the_oldest_of_an_adapters_generations_continues_first(
         bench.run(steps=1)
         assert bench.scheduler.running == [op]
         bench.scheduler.stop(op)
+
+
+def test_a_suspended_generation_keeps_blocks_that_would_be_too_few_for_another(
+    prepared_model: CausalModel, adapter_root: Path, engine_config: EngineConfig
+) -> None:
+    """Of 16 blocks 3 are suspended and 7 in use; a prompt of 8 waits for those in use."""
+    config = replace(
+        engine_config,
+        kv_cache_bytes=16 * BLOCK_BYTES,
+        max_num_batched_tokens=64,
+        prefix_caching=False,
+    )
+    bench = GenerationBench(prepared_model, adapter_root, config)
+    bench.start(NAMES[0], tuple(range(40)), Sampling(max_tokens=20, ignore_eos=True))
+    bench.run(steps=2)
+    bench.scheduler.suspend(0, 1)
+    bench.start(None, tuple(range(100)), Sampling(max_tokens=28, ignore_eos=True))
+    bench.run(steps=5)
+    other = bench.start(None, tuple(range(117)), Sampling(max_tokens=11, ignore_eos=True))
+    bench.run(steps=1)
+    assert bench.scheduler.batch.lacks_memory
+    [row] = bench.scheduler.batch._suspended
+    assert len(row.table.blocks) == 3
+    bench.run()
+    assert isinstance(bench.end(other), GenerationEnded)
+    assert len(row.table.blocks) == 3
