@@ -339,11 +339,13 @@ class Server:
         self._link.forget_unlogged(now)
         for received in group:
             message = received.message
-            if isinstance(message, records.ShellInput) or is_preload(message):
-                # Clients and the engine repeat their inputs; this one would be lost.
+            if is_preload(message):
                 self._pending.append(received)
             elif isinstance(message, LifecycleRequest | records.InferenceRequested):
                 self._sessions.refuse_unlogged(message, received.body, why)
+            elif isinstance(message, records.ShellInput):
+                # Clients and the engine repeat their inputs; this one would be lost.
+                self._pending.append(received)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
