@@ -281,5 +281,6 @@ class GenerationScheduler:
         return continues
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
+        generation = self._generations.of(sequence)
         self._generations.fail(sequence, error)
-        self._suspended.end(sequence.command.op)
+        self._suspended.end(sequence.command.op, generation.sequences if generation else ())

@@ -255,7 +255,7 @@ class SuspendedGenerations:
             for sequence in () if found is None else _resumed(found, command):
                 self._enqueue(sequence)
 
-    def end(self, op: OpId, sequences: Iterable[Sequence] = ()) -> None:
+    def end(self, op: OpId, sequences: Iterable[Sequence]) -> None:
         """Forget a generation that has ended."""
         self._operations.discard(op)
         self._batch.forget(list(sequences))

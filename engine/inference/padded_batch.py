@@ -121,18 +121,42 @@ class PaddedBatch:
 
         The others, the last ones by rank, are computed again.
         """
+        failed: list[tuple[Sequence, ForwardError]] = []
         for sequence in [one for one in self._running if one in sequences]:
             row = self._running.index(sequence)
-            if self._may_suspend(sequence):
-                self._suspended[sequence] = self._cache.take(row)
+            if self._take(sequence, partial(self._cache.take, row), failed):
                 del self._running[row]
         for group in self._prefilling:
             for sequence in [one for one in group.sequences if one in sequences]:
-                if self._may_suspend(sequence):
-                    kept = group.take(group.sequences.index(sequence))
-                    if kept is not None:
-                        self._suspended[sequence] = kept
+                self._take(sequence, partial(group.take, group.sequences.index(sequence)), failed)
         self.keep(lambda one: one not in sequences)
+        for sequence, failure in failed:
+            self._events.on_failure([sequence], failure)
+
+    def _take(
+        self,
+        sequence: Sequence,
+        take: Callable[[], RowCache | PrefillBatch | None],
+        failed: list[tuple[Sequence, ForwardError]],
+    ) -> bool:
+        """Keep what `take` removes from the batch, if a sequence may be suspended with it.
+
+        Where memory for it lacks, the sequence is computed again, or has failed if it can't be.
+        """
+        if not self._may_suspend(sequence):
+            return False
+        try:
+            kept = take()
+        except (RuntimeError, MemoryError) as error:
+            reason = self._runner.local_failure(error, 1, has_images=False)
+            if reason is None:
+                raise
+            if not sequence.can_resume:
+                failed.append((sequence, ForwardError(reason, has_images=False)))
+            return False
+        if kept is not None:
+            self._suspended[sequence] = kept
+        return kept is not None
 
     def _may_suspend(self, sequence: Sequence) -> bool:
         if len(self._suspended) < self._suspended_max or not sequence.can_resume:

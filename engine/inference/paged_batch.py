@@ -14,7 +14,6 @@ loses its blocks to older and more urgent ones only.
 from bisect import insort
 from collections.abc import Callable, Iterable
 from functools import partial
-from hashlib import blake2b
 from typing import Final
 
 import torch
@@ -26,7 +25,6 @@ from engine.inference.paged_row import PagedRow, SuspendedRows
 from engine.inference.sequence import Sequence
 from engine.inference.step_budget import StepBudget
 from engine.models.kv_cache import BatchKVCache
-from engine.models.vision.image_inputs import ImageInputs
 from engine.paging.block_pool import BLOCK_TOKENS, BlockPool, Prefix
 from engine.paging.block_table import BlockTable, root_key
 from engine.paging.flat_model import FlatModel
@@ -61,7 +59,7 @@ class PagedBatch:
         self._shares_prefixes = shares_prefixes
         # By rank: one loses its blocks to those before it.
         self._rows: list[PagedRow] = []
-        self._suspended = SuspendedRows(flat.cache)
+        self._suspended = SuspendedRows(flat.cache, self._lose)
         self.lacks_memory = False
 
     @property
@@ -140,11 +138,11 @@ class PagedBatch:
             self._run(parts)
 
     def _row_of(self, sequence: Sequence) -> PagedRow:
-        root = None
+        root, images = None, sequence.images
         if self._shares_prefixes:
             version = self._runner.slots.version_of(sequence.command)
             length = self._runner.model.row_lengths.key_of(sequence.prompt_length)
-            root = root_key(version, _digest(sequence.images), length)
+            root = root_key(version, images.digest if images else b"", length)
         table = BlockTable(self.pool, root, self._flat.reach)
         return PagedRow(sequence, table, self._row_blocks)
 
@@ -201,8 +199,27 @@ class PagedBatch:
         sequence = row.sequence
         row.table.reserve(row.table.length if sequence.can_resume else sequence.tokens_max)
         if row.states is not None:
-            self._flat.cache.write(row.table, row.states)
+            try:
+                self._flat.cache.write(row.table, row.states)
+            except (RuntimeError, MemoryError) as error:
+                self._lose(row, error)
             row.states = None
+
+    def _lose(self, row: PagedRow, error: Exception) -> None:
+        """Let a row be computed again for whose copy memory lacks; it fails if it can't be.
+
+        Raises the error where the engine can't continue.
+        """
+        reason = self._runner.local_failure(error, 1, has_images=False)
+        if reason is None:
+            raise error
+        is_suspended = row not in self._rows
+        self._suspended.forget([row.sequence])
+        self._leave([row])
+        if not row.can_leave:
+            self._events.on_failure([row.sequence], ForwardError(reason, has_images=False))
+        elif not is_suspended:
+            self._events.on_preemption([row.sequence])
 
     def _reuse(self, row: PagedRow) -> None:
         """Begin a sequence that has computed nothing with the blocks of others."""
@@ -379,16 +396,3 @@ class PagedBatch:
         for row in rows:
             row.table.release()
         self._rows = [row for row in self._rows if id(row) not in leaving]
-
-
-def _digest(images: ImageInputs | None) -> bytes:
-    """Return a digest of everything that images add to a model's inputs; empty without images."""
-    if images is None:
-        return b""
-    digest = blake2b(digest_size=16)
-    named = {**images.tensors, **images.token_types, "positions": images.positions}
-    for name, tensor in sorted(named.items()):
-        if tensor is not None:
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.digest()

@@ -4,7 +4,7 @@ Rows that are suspended keep their blocks until others need them, so one row alo
 that it may need, regardless of what is suspended.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from engine.inference.sequence import Sequence
@@ -93,10 +93,14 @@ class PagedRow:
 
 
 class SuspendedRows:
-    """The rows that are suspended, by sequence, in the order in which they were."""
+    """The rows that are suspended, by sequence, in the order in which they were.
 
-    def __init__(self, cache: PagedKVCache) -> None:
+    `lose` is called with a row that can't be copied to the host, and the error.
+    """
+
+    def __init__(self, cache: PagedKVCache, lose: Callable[[PagedRow, Exception], None]) -> None:
         self._cache = cache
+        self._lose = lose
         self._rows: dict[Sequence, PagedRow] = {}
 
     def __iter__(self) -> Iterator[PagedRow]:
@@ -131,8 +135,12 @@ class SuspendedRows:
             return False
         if row.can_leave and not self._spares(row, keep):
             self.forget([row.sequence])
-        else:
+            return True
+        try:
             row.states = self._cache.read(row.table)
+        except (RuntimeError, MemoryError) as error:
+            self._lose(row, error)
+        else:
             row.table.vacate()
         return True
 

@@ -6,6 +6,7 @@ model remembers of its last prompt is never used. Decode steps contain text alon
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -27,6 +28,17 @@ class ImageInputs:
     token_types: Mapping[str, Tensor]
     positions: Tensor | None
     offset: int
+
+    @property
+    def digest(self) -> bytes:
+        """A digest of everything that the images add to the model's inputs."""
+        found = blake2b(digest_size=16)
+        named = {**self.tensors, **self.token_types, "positions": self.positions}
+        for name, tensor in sorted(named.items()):
+            if tensor is not None:
+                found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return found.digest()
 
 
 def position_offsets(inputs: Sequence[ImageInputs | None]) -> list[int]:

@@ -4,6 +4,7 @@ While they are suspended their adapters move to other slots and other rows conti
 are those of `transformers`, with PEFT, for each row alone.
 """
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,10 +17,13 @@ from engine.inference.admission import SlotTable
 from engine.jobs import InlineJobs
 from engine.models.binding import bind_lora
 from engine.models.causal_model import CausalModel
+from engine.paging.paged_cache import PagedKVCache
 from engine.residency.arena import Arena
 from engine.residency.staging import Blob, stage
 from messages.commands import ResumeGeneration
+from messages.errors import ErrorCode
 from messages.prompts import Sampling
+from messages.reports import OperationFailed
 from tests.support.engine.generation_bench import SchedulerDriver
 from tests.support.engine.image_bench import NAMES, ImageBench, PeftReference, PromptRow
 from tests.support.models.causal_configs import build_model
@@ -162,3 +166,40 @@ def test_a_suspended_prompt_with_images_loses_its_blocks_and_continues(
     assert driver.output(suspended)[0] == reference.greedy(row, 100)
     assert driver.output(op)[0] == driver.alone("one", tokens, Sampling(max_tokens=9))[0]
     assert driver.scheduler.kv_use.size_bytes == 0
+
+
+def no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("none")
+
+
+@pytest.mark.parametrize(("is_paged", "copies"), [(True, "read"), (True, "write"), (False, "take")])
+def test_a_suspended_prompt_with_images_fails_alone_where_memory_lacks(
+    is_paged: bool, copies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its blocks are needed or written again, or its row of a padded cache is taken out."""
+    PeftReference("llava", tmp_path)
+    bench = ImageBench("llava", tmp_path)
+    driver = bench.driver(max_num_seqs=1 if is_paged else 3, paged_attention=is_paged)
+    row, tokens = IMAGE_ROWS[2], tuple(range(50, 250))
+    sampling = Sampling(max_tokens=100, n=1 if is_paged else 2, temperature=0.5, seed=1)
+    suspended = driver.start(row.adapter, bench.prompt(row), sampling)
+    driver.run(steps=5)
+    owner = PagedKVCache if is_paged else type(driver.scheduler.batch._cache)
+    run, calls = getattr(owner, copies), itertools.count()
+
+    def failing_first(*arguments: object) -> object:
+        if next(calls) == 0:
+            raise torch.OutOfMemoryError("none")
+        return run(*arguments)
+
+    monkeypatch.setattr(owner, copies, failing_first)
+    driver.scheduler.suspend(1, 1)
+    op = driver.start("one", tokens, Sampling(max_tokens=9))
+    driver.run()
+    driver.scheduler.resume(ResumeGeneration(99, suspended, 1, 1))
+    driver.run()
+    failed = driver.end(suspended)
+    assert isinstance(failed, OperationFailed)
+    assert failed.code is ErrorCode.DEVICE_OUT_OF_MEMORY
+    assert driver.output(op)[0] == driver.alone("one", tokens, Sampling(max_tokens=9))[0]
+    assert (driver.scheduler.suspended, driver.scheduler.kv_use.size_bytes) == ([], 0)

@@ -1,14 +1,18 @@
 """Adapters take turns in fewer slots: a generation that was suspended ends as if it ran alone."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.inference.padded_batch import PaddedBatch
+from engine.inference.prefill import PrefillBatch
 from engine.models.causal_model import CausalModel
+from engine.paging.paged_cache import PagedKVCache
 from messages.commands import ResumeGeneration
 from messages.prompts import Sampling, Structure
 from messages.reports import GenerationEnded, OperationFailed
@@ -18,6 +22,7 @@ from tests.support.engine.slot_turns import Rotation
 pytest_plugins = ("tests.support.engine.engine_fixtures",)
 
 BLOCK_BYTES = 4096
+TOO_FEW_BLOCKS = {"kv_cache_bytes": 12 * BLOCK_BYTES, "max_num_batched_tokens": 16}
 SAMPLINGS = (
     Sampling(max_tokens=14),
     Sampling(max_tokens=9, temperature=0.9, seed=3, top_k=40),
@@ -43,7 +48,7 @@ def expected() -> dict[int, Any]:
     "fields",
     [
         {},
-        {"kv_cache_bytes": 12 * BLOCK_BYTES, "max_num_batched_tokens": 16},
+        TOO_FEW_BLOCKS,
         {"paged_attention": False},
     ],
     ids=["paged", "too few blocks", "padded"],
@@ -55,24 +60,77 @@ def test_generations_in_turns_end_as_if_each_ran_alone(
     engine_config: EngineConfig,
     expected: dict[int, Any],
 ) -> None:
-    if not expected:
-        alone = Rotation(prepared_model, adapter_root, engine_config)
-        for number, request in enumerate(REQUESTS, 1):
-            alone.want(number, *request)
-            alone.rotate()
-            alone.run()
-            expected[number] = alone.streams(number)
-        assert not alone.suspensions
+    wanted = streams_alone(expected, prepared_model, adapter_root, engine_config)
     bench = Rotation(prepared_model, adapter_root, replace(engine_config, **fields))
+    run_in_turns(bench)
+    assert streams(bench) == wanted
+    assert bench.suspensions > 2 * len(REQUESTS)
+    assert bench.scheduler.kv_use.size_bytes == 0
+    assert isinstance(bench.scheduler.batch, PaddedBatch) == ("paged_attention" in fields)
+
+
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_a_lack_of_memory_for_suspended_sequences_ends_none_that_can_be_computed_again(
+    is_paged: bool,
+    prepared_model: CausalModel,
+    adapter_root: Path,
+    engine_config: EngineConfig,
+    expected: dict[int, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fields = TOO_FEW_BLOCKS if is_paged else {"paged_attention": False}
+    wanted = streams_alone(expected, prepared_model, adapter_root, engine_config)
+    bench = Rotation(prepared_model, adapter_root, replace(engine_config, **fields))
+    batch = bench.scheduler.batch
+    copies = [(PrefillBatch, "take")]
+    copies += [(PagedKVCache, "read"), (PagedKVCache, "write")] if is_paged else []
+    copies += [] if is_paged else [(type(batch._cache), "take")]
+    failures = [fail_every_other_call(monkeypatch, *copy) for copy in copies]
+    run_in_turns(bench)
+    assert streams(bench) == wanted
+    assert bench.scheduler.kv_use.size_bytes == 0
+    assert any(failures)
+
+
+def run_in_turns(bench: Rotation) -> None:
     for number, request in enumerate(REQUESTS, 1):
         bench.want(number, *request)
     while bench._waiting or not bench.scheduler.is_idle:
         bench.rotate()
         bench.run(steps=2)
-    assert {number: bench.streams(number) for number in expected} == expected
-    assert bench.suspensions > 2 * len(REQUESTS)
-    assert bench.scheduler.kv_use.size_bytes == 0
-    assert isinstance(bench.scheduler.batch, PaddedBatch) == ("paged_attention" in fields)
+
+
+def streams(bench: Rotation) -> dict[int, Any]:
+    return {number: bench.streams(number) for number in range(1, 1 + len(REQUESTS))}
+
+
+def streams_alone(
+    expected: dict[int, Any], model: CausalModel, root: Path, config: EngineConfig
+) -> dict[int, Any]:
+    """Return the outputs of each request alone, which are computed once."""
+    if not expected:
+        alone = Rotation(model, root, config)
+        for number, request in enumerate(REQUESTS, 1):
+            alone.want(number, *request)
+            alone.rotate()
+            alone.run()
+        expected.update(streams(alone))
+        assert not alone.suspensions
+    return expected
+
+
+def fail_every_other_call(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[str]:
+    """Let memory lack in every other call; return the list of the calls that failed."""
+    run, calls, failed = getattr(owner, name), itertools.count(), []
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) % 2 == 0:
+            failed.append(name)
+            raise torch.OutOfMemoryError("none")
+        return run(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    return failed
 
 
 @pytest.mark.parametrize("paged", [True, False])

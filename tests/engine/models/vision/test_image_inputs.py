@@ -57,3 +57,16 @@ def test_token_types_and_positions_stay_with_their_own_tokens() -> None:
     assert found["position_ids"][:, 0].tolist() == [[0, 1, 2, 3]] * 2
     assert found["position_ids"][:, 1].tolist() == [[0, 0, 0, 1], [0, 0, 1, 2]]
     assert torch.equal(found["pixel_values"], torch.ones(1, 3))
+
+
+def test_a_digest_covers_everything_that_images_add() -> None:
+    def inputs(
+        pixel: float = 1.0, kind: int = 1, position: int = 0, shape: tuple[int, ...] = (1, 4)
+    ) -> ImageInputs:
+        positions = torch.full((3, 2), position)
+        pixels = torch.full(shape, pixel)
+        return ImageInputs({"pixels": pixels}, {"types": torch.tensor([kind])}, positions, 0)
+
+    changed = [inputs(pixel=2.0), inputs(kind=2), inputs(position=1), inputs(shape=(2, 2))]
+    assert len({one.digest for one in (inputs(), *changed)}) == 1 + len(changed)
+    assert inputs().digest == inputs().digest
