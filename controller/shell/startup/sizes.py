@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Final
 
 _NUMBER: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
+_SIZE_END: Final = 1 << 63
 _BINARY: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _UNITS: Final = {
     "": 1,
@@ -19,7 +20,7 @@ _UNITS: Final = {
 def parse_size(text: str) -> int:
     """Return the bytes of `4096`, `64MiB`, `1.5GiB` or `2 GB`, in upper or lower case.
 
-    Raises `ValueError` for another unit or a fraction of a byte.
+    Raises `ValueError` for another unit, a fraction of a byte, and sizes from 8 EiB on.
     """
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
@@ -31,6 +32,8 @@ def parse_size(text: str) -> int:
             "GB, TB (powers of 1000)"
         )
     size = Fraction(number) * _UNITS[unit.lower()]
+    if size >= _SIZE_END:
+        raise ValueError(f"{text!r} is more than any machine has")
     if size.denominator != 1:
         raise ValueError(f"{text!r} is {float(size)} bytes, which is not a whole number")
     return int(size)

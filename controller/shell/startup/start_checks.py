@@ -7,10 +7,10 @@ import ctypes
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from controller.core.limits import Limits
 from controller.shell.startup.sizes import format_size
@@ -24,6 +24,7 @@ _HUB_NAME: Final = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9._-]+")
 _LFS_POINTER: Final = b"version https://git-lfs"
 _WHOLE_FILE: Final = "model.safetensors"
 _INDEX_FILE: Final = "model.safetensors.index.json"
+_Offset = Annotated[int, Meta(ge=0, lt=1 << 62)]
 _CUDA_SWITCHES: Final = ("dual_stream", "capture_steps", "pin_memory")
 _PACKED: Final = frozenset(
     {"qkv_proj", "qkv", "gate_up_proj", "w13", "qkv_a_proj", "lm_head", "embed_tokens"}
@@ -152,7 +153,7 @@ def _check_is_whole(path: Path) -> None:
 class _Entry(Struct):
     """A tensor of a safetensors file's header; other keys have no offsets."""
 
-    data_offsets: tuple[int, int] = (0, 0)
+    data_offsets: tuple[_Offset, _Offset] = (0, 0)
 
 
 def _header(path: Path) -> dict[str, _Entry]:
