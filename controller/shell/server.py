@@ -58,7 +58,7 @@ PAUSE_NS_MIN: Final = 2_000_000_000
 STEP_BOUND_S: Final = 60.0
 """The bound of an iteration that is reported to the supervisor; a sync may take many seconds."""
 
-REPLY_INTERVAL: Final = 16
+REPLY_INTERVAL: Final = 32
 """Inputs of a group after which replies are sent: clients work while the others are answered."""
 
 _OF_LINK: Final = frozenset({records.ControllerStarted, EngineInventory})
