@@ -51,13 +51,19 @@ class ForwardRunner:
             with self.model.image_mapper.mapped(adapter_ids, images, residents):
                 return forward()
         except (*MODEL_CODE_ERRORS, MemoryError) as error:
-            reason = self.local_failure(error, len(sequences), any(images))
-            if reason is None:
-                raise
             # A local name for the new exception would make a cycle that keeps the pass's tensors.
-            raise ForwardError(reason, any(images)) from error
+            raise self.failure_of(error, len(sequences), has_images=any(images)) from error
 
-    def local_failure(
+    def failure_of(
+        self, error: Exception, sequences: int, *, has_images: bool = False
+    ) -> ForwardError:
+        """Return the failure of some sequences alone; raise the error where the engine must end."""
+        reason = self._local_failure(error, sequences, has_images)
+        if reason is None:
+            raise error
+        return ForwardError(reason, has_images)
+
+    def _local_failure(
         self, error: Exception, sequences: int, has_images: bool
     ) -> EngineError | None:
         """Return the error of these sequences alone; None where the engine can't continue."""

@@ -148,11 +148,9 @@ class PaddedBatch:
         try:
             kept = take()
         except (RuntimeError, MemoryError) as error:
-            reason = self._runner.local_failure(error, 1, has_images=False)
-            if reason is None:
-                raise
+            failure = self._runner.failure_of(error, 1)
             if not sequence.can_resume:
-                failed.append((sequence, ForwardError(reason, has_images=False)))
+                failed.append((sequence, failure))
             return False
         if kept is not None:
             self._suspended[sequence] = kept
@@ -236,10 +234,7 @@ class PaddedBatch:
             self._cache.join(cache)
         except (RuntimeError, MemoryError) as error:
             count = len(self._running) + len(joining)
-            reason = self._runner.local_failure(error, count, has_images=False)
-            if reason is None:
-                raise
-            self._give_way(self._running + joining, ForwardError(reason, has_images=False))
+            self._give_way(self._running + joining, self._runner.failure_of(error, count))
             return False
         for sequence in joining:
             sequence.images = None

@@ -210,14 +210,12 @@ class PagedBatch:
 
         Raises the error where the engine can't continue.
         """
-        reason = self._runner.local_failure(error, 1, has_images=False)
-        if reason is None:
-            raise error
+        failure = self._runner.failure_of(error, 1)
         is_suspended = row not in self._rows
         self._suspended.forget([row.sequence])
         self._leave([row])
         if not row.can_leave:
-            self._events.on_failure([row.sequence], ForwardError(reason, has_images=False))
+            self._events.on_failure([row.sequence], failure)
         elif not is_suspended:
             self._events.on_preemption([row.sequence])
 
