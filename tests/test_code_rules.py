@@ -1,4 +1,4 @@
-"""No code runs what it reads, the core is pure, and nothing is too long."""
+"""No code runs what it reads, the core is pure, and no function is too long."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def test_every_module_has_a_docstring() -> None:
     assert without_docstring(read_sources(ALL)) == []
 
 
-def test_nothing_is_too_long() -> None:
+def test_no_function_is_too_long() -> None:
     assert too_long(read_sources(ALL)) == []
 
 
@@ -106,5 +106,4 @@ def test_long_code_and_missing_docstrings_are_seen() -> None:
     assert len(too_long([source("a.py", function + "    x = 1\n")])) == 1
     assert too_long([source("a.py", "@triton.jit\n" + function + "    x = 1\n" * 30)]) == []
     assert len(too_long([source("a.py", "@triton.jit\n" + function + "    x = 1\n" * 31)])) == 1
-    assert len(too_long([source("a.py", "x = 1\n" * 401)])) == 1
     assert without_docstring([source("a.py", "x = 1"), source("b.py", '"""Named."""')]) == ["a.py"]
