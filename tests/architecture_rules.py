@@ -99,7 +99,9 @@ ROOMS: Final = (
     # The engine, from the ground up.
     _package("engine", "messages.errors", "torch"),
     _package("engine.adapters.files", "engine", "torch xxhash"),
-    _package("engine.adapters", "engine engine.adapters.files", "torch transformers"),
+    _package(
+        "engine.adapters", "engine engine.adapters.files", "msgspec torch transformers xxhash"
+    ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
     _package("engine.kernels.reference", "engine.kernels", "torch"),
     _package("engine.kernels.cpu", "engine.kernels engine.kernels.reference", "torch"),

@@ -11,11 +11,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.module_paths import Equivalence, equivalences_of
 from engine.adapters.output_vectors import BaseWeights
+from engine.adapters.saved_tokenizer import BaseTokenizer, Vocabulary
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.layers import (
@@ -33,6 +34,7 @@ from engine.models.tasks import Task
 from engine.models.trials.probe import ProbeSpec
 from engine.models.vision.encoder import ImagePart, find_image_part
 from engine.models.vision.mapping import NO_PUNICAS, ImageMapper, ImagePunicas
+from engine.models.weights.source import LOCAL
 from engine.parallel import SINGLE, ParallelGroup
 from engine.punica.mapping import MappingType
 from engine.punica.wrapper import PunicaWrapper
@@ -133,7 +135,23 @@ class ServedModel:
             read_base=self._base_weights,
             has_parameter=self._has_parameter,
             unwrapped=self.unwrapped,
+            tokenizer=BaseTokenizer(self._vocabulary, self.vocab_size),
         )
+
+    def _vocabulary(self) -> Vocabulary | None:
+        """Return the tokens of the model's tokenizer; None if the tokenizer is not known.
+
+        A model that was loaded elsewhere has that of the directory, or of the cache's model, that
+        it was loaded from.
+        """
+        tokenizer, origin = self.tokenizer, getattr(self.model, "name_or_path", "")
+        if tokenizer is None and origin:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(origin, **LOCAL)
+            except (OSError, ValueError, KeyError, ImportError):
+                return None
+        vocabulary: Vocabulary | None = None if tokenizer is None else tokenizer.get_vocab()
+        return vocabulary
 
     def _has_parameter(self, name: str) -> bool:
         ending = f".{name}"

@@ -115,9 +115,20 @@ class OpenFile:
 class AdapterFiles:
     """The open files of an adapter: its config, and its weights, in several files if sharded."""
 
-    def __init__(self, config: OpenFile, weights: Sequence[OpenFile]) -> None:
+    def __init__(
+        self, config: OpenFile, weights: Sequence[OpenFile], directory: "_Directory"
+    ) -> None:
         self._config = config
+        self._directory = directory
         self.weights = tuple(weights)
+
+    def other(self, name: str) -> OpenFile | None:
+        """Open a file that is not needed for serving; None if there is none of this name.
+
+        It is part of neither stamp nor identity.
+        """
+        directory = self._directory
+        return directory.file(name) if is_present(name, directory.descriptor) else None
 
     def read_config(self, bounds: AdapterBounds) -> bytes:
         """Return the whole config; raises `AdapterConfigRefused` if it is too long."""
@@ -165,7 +176,7 @@ def open_adapter(
         if not is_present(CONFIG_NAME, opened.descriptor):
             raise AdapterNotFound(config_is_missing(path, opened.descriptor))
         config = opened.file(CONFIG_NAME)
-        yield AdapterFiles(config, _open_weights_files(path, opened, allow_pickled))
+        yield AdapterFiles(config, _open_weights_files(path, opened, allow_pickled), opened)
 
 
 class _Directory:
