@@ -175,7 +175,7 @@ ROOMS: Final = (
         "messages controller.core engine engine.adapters engine.adapters.files.problems "
         "engine.kernels.__init__ "
         "engine.residency engine.punica engine.layers engine.models engine.models.vision",
-        "torch transformers",
+        "structlog torch transformers",
     ),
     _package(
         "engine.worker",

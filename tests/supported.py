@@ -160,8 +160,17 @@ def full() -> str:
             "replayed from captured ones.",
             "## Refused for some layers",
             _table(("in an adapter", "layers", "reason"), REFUSED_FORMS),
-            "The error names the layer, or the tensor. `layers_to_transform` and `layers_pattern` "
-            "need nothing: an adapter's tensors are those of the layers that they chose.",
+            "The error names the layer, or the tensor.",
+            "## Layers without tensors",
+            "The layers that `target_modules` names, less those that `layers_to_transform` with "
+            "`layers_pattern`, `exclude_modules` or `modules_to_save` leave out, are compared with "
+            "the file, and so are `target_parameters`. A name without any tensor is refused. "
+            "If only some of its layers have none, as in one file of several, the adapter is "
+            "served with a warning that names them: in the log, in the answer to `load`, and in "
+            "`list`. Fused experts whose projections `target_modules` names, as in `gate_proj`, "
+            "are such layers too: PEFT adapts them by `target_parameters` alone. If a pattern "
+            "decides (`target_modules`, `exclude_modules`), nothing is compared, because patterns "
+            "are not evaluated.",
             "## Refused in an adapter's config",
             _table(("field", "reason"), ((f"`{rule.field}`", rule.text) for rule in FIELD_RULES)),
         )

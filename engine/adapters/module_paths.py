@@ -80,6 +80,15 @@ class ModulePathResolver:
         return found[0] if found else path
 
 
+def suffixes(names: Iterable[str]) -> set[str]:
+    """Return every name, and the part after each of its dots."""
+    return {
+        name[start:]
+        for name in names
+        for start in (0, *(i + 1 for i, c in enumerate(name) if c == "."))
+    }
+
+
 def equivalences_of(model: PreTrainedModel) -> tuple[Equivalence, ...]:
     """Return the alternative paths that adapters may have for this model's modules.
 

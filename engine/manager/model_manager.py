@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Final
 
+import structlog
 import torch
 from torch import nn
 
@@ -39,6 +40,8 @@ from engine.models.vision.encoder import ImageTensors
 from engine.punica.mapping import LoRAMapping
 from messages import events, requests
 from messages.ids import EVICTED, GPU_SLOT
+
+_log = structlog.get_logger()
 
 _UNBOUNDED: Final = 1 << 50
 """Host memory is bounded by the number of adapters (`max_cpu_loras`) instead of bytes."""
@@ -276,6 +279,9 @@ class LoRAModelManager(ManagerAttributes):
 
     def _admit(self, adapter_id: int, loaded: LoadedAdapter, path: str = "") -> None:
         """Stage a checked adapter under a free id; raises `NoRoom`, and then it is unknown."""
+        if loaded.warnings:
+            found = list(loaded.warnings)
+            _log.warning("an adapter has warnings", adapter=adapter_id, warnings=found)
         self._engine.sources[str(adapter_id)] = loaded
         try:
             self._request_for(requests.StageAdapter, adapter_id, path)

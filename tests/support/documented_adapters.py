@@ -115,8 +115,8 @@ MODEL: Final = (
         "lora_name lora_int_id lora_path base_model_name load_inplace is_3d_lora_weight "
         "tensorizer_config_dict",
         "Frozen, and equal by all fields: by the name alone, another path under a known name would "
-        "be taken for the known adapter. `is_3d_lora_weight` is checked against the files; None "
-        "leaves it to them.",
+        "be taken for the known adapter. With `is_3d_lora_weight` the files are refused unless "
+        "their experts are fused; False, the default, leaves it to them.",
     ),
     DocumentedName(
         "LoRARequest.adapter_id, name, path, tensorizer_config_dict",

@@ -210,7 +210,7 @@ def test_a_checkpoint_with_other_modules_or_links_is_refused(tmp_path: Path) -> 
 def test_a_request_names_an_adapter() -> None:
     request = LoRARequest("name", 1, "/path")
     assert (request.lora_int_id, request.base_model_name) == (1, None)
-    assert (request.load_inplace, request.is_3d_lora_weight) == (False, None)
+    assert (request.load_inplace, request.is_3d_lora_weight) == (False, False)
     for name, number in (("name", 0), ("name", -1), ("name", True), ("name", 1.5), ("", 1)):
         with pytest.raises(ValueError, match="lora_"):
             LoRARequest(name, number)
