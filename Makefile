@@ -13,7 +13,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs gpu replay sim sim-bugs histories diagrams supported parity clean
+.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams supported parity clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,14 +45,15 @@ quantization: $(STAMP)  ## install torchao and bitsandbytes (47 MB) for the test
 test: $(STAMP)  ## run all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
-# Without the small model, the client libraries, the quantising libraries or the checker, their tests
-# are skipped with the reason.
+# Without the small model, the client libraries, the packages for Node, the quantising libraries or
+# the checker, their tests are skipped with the reason.
 check: $(STAMP)  ## lint, types and tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	-$(MAKE) sentences
 	-$(MAKE) client-libs
+	-$(MAKE) node-libs
 	-$(MAKE) quantization
 	-$(MAKE) manifests
 	$(MAKE) test
@@ -86,6 +87,17 @@ client-libs: $(CLIENT_STAMPS)  ## install openai, litellm, LangChain and others 
 clients: $(STAMP) $(CLIENT_STAMPS)  ## run programs that use openai, litellm, LangChain and others
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -p no:xdist
 
+$(VENV)-node/.installed: examples/node/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --prefix $(@D) --no-audit --no-fund --no-package-lock --loglevel error
+	@touch $@
+
+node-libs: $(VENV)-node/.installed  ## install the packages of the client in JavaScript (42 MB)
+
+node: $(STAMP) $(VENV)-node/.installed  ## run the client in JavaScript (needs Node 18 and npm)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/examples/test_node_client.py -p no:xdist
+
 gpu: $(STAMP)  ## run the tests and benchmarks that need a CUDA device
 	$(BIN)/python -m benchmarks.gpu
 
@@ -106,6 +118,9 @@ diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 	$(BIN)/python -m controller.shell.diagrams ARCHITECTURE.md
 	$(BIN)/python -m tests.architecture_rules ARCHITECTURE.md
 
+wire: $(STAMP)  ## write the messages of docs/wire.md
+	$(BIN)/python -m tests.wire_format
+
 supported: $(STAMP)  ## write the tables of SUPPORTED.md and README.md
 	$(BIN)/python -m tests.supported
 
@@ -115,4 +130,4 @@ parity: $(STAMP)  ## compare every causal architecture with PEFT: half an hour (
 	$(BIN)/python -m tests.supported
 
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VENV)-fuzz $(VENV)-clients build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)
+	rm -rf $(VENV) $(VENV)-fuzz $(VENV)-clients $(VENV)-node build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)
