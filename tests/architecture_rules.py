@@ -217,7 +217,7 @@ ROOMS: Final = (
         "loradock",
         "messages controller controller.client controller.log controller.shell "
         "engine engine.adapters engine.punica engine.models.light_imports engine.manager "
-        "engine.worker gateway gateway.server",
+        "engine.worker gateway gateway.inference.template_process gateway.server",
     ),
     Room(
         "loradock.testing",
