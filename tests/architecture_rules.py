@@ -216,7 +216,7 @@ ROOMS: Final = (
     _package(
         "loradock",
         "messages controller controller.client controller.log controller.shell "
-        "engine engine.adapters engine.punica engine.models.light_imports engine.manager "
+        "engine engine.adapters engine.punica engine.models.library.light_imports engine.manager "
         "engine.worker gateway gateway.server",
     ),
     Room(
