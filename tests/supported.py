@@ -19,6 +19,7 @@ from engine.models.causal_model import CausalModel
 from engine.models.packing import PACKING_RULES
 from engine.models.pooling_model import PoolingModel
 from engine.punica import MappingType
+from tests.matrix import read_rows
 from tests.parity import read_results
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.support.models.causal_configs import SAME
@@ -115,6 +116,13 @@ def full() -> str:
             "in 24 cached steps. Equal means a relative norm below 1e-5 in float32, and the tokens "
             "of the model's own `generate`. Rows are one left-padded batch (padded), prefilled "
             "alone and decoded together (together), or run one by one (single).",
+            "## Versions of transformers",
+            _table(
+                ("version", "equal when served", "refused", "differ", "tests of paging and states"),
+                _versions(),
+            ),
+            "`make matrix` installs each version in an environment of its own, and judges every "
+            "causal architecture that this version knows.",
             "## Mixtures of experts",
             _table(
                 ("model", "`model_type`", "other layers", "experts", "in mixed mode", "ranks"),
@@ -274,6 +282,12 @@ def _layers_of(
         for name, layer in model.layers.items()
         if model.parts[name] is part
     }
+
+
+def _versions() -> Iterator[tuple[str, ...]]:
+    for row in read_rows():
+        differs = ", ".join(f"`{name}`" for name in row.differs) or "none"
+        yield row.version, str(row.equal), str(row.refused), differs, row.tests
 
 
 def _judged() -> Iterator[tuple[str, ...]]:
