@@ -35,7 +35,7 @@ def main(name: str) -> int:
         case "controller":
             from controller.shell.process import main as run
         case "engine":
-            from engine.models.light_imports import import_transformers
+            from engine.models.library.light_imports import import_transformers
 
             import_transformers()
 
