@@ -13,7 +13,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams supported parity clean
+.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams supported parity matrix clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -129,5 +129,9 @@ parity: $(STAMP)  ## compare every causal architecture with PEFT: half an hour (
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity $(if $(ALL),--all)
 	$(BIN)/python -m tests.supported
 
+matrix: $(STAMP)  ## parity and serving with every supported version of transformers: half an hour
+	$(BIN)/python -m tests.matrix
+	$(BIN)/python -m tests.supported
+
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VENV)-fuzz $(VENV)-clients $(VENV)-node build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)
+	rm -rf $(VENV) $(VENV)-fuzz $(VENV)-clients $(VENV)-matrix $(VENV)-node build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)

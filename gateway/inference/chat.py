@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: messages to a prompt by the model's template, and its answer."""
+"""`POST /v1/chat/completions`: messages to a prompt by a chat template, and its answer."""
 
 from typing import Final
 
@@ -69,10 +69,11 @@ class Chats:
         service, count = self._service, body.n or 1
         _check(body)
         adapter = await service.models.find(body.model)
-        rendered = await self._prompts.prompt_of(body)
+        files = await service.files_of(adapter)
+        rendered = await self._prompts.prompt_of(body, files)
         tokens = None if isinstance(rendered.prompt, str) else len(rendered.prompt)
-        max_tokens = self._max_tokens(body, tokens)
-        sampling = sampling_of(body, service.files.defaults, max_tokens)
+        max_tokens = self._max_tokens(body, tokens, files.defaults.max_new_tokens)
+        sampling = sampling_of(body, files.defaults, max_tokens)
         if body.logprobs:
             sampling["logprobs"] = body.top_logprobs or 0
         text_of = token_text_of(service, body, has_logprobs=bool(body.logprobs))
@@ -84,15 +85,16 @@ class Chats:
         answer = _Answer(service, adapter, usage, body, text_of)
         return await answer.response(run, body)
 
-    def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None) -> int:
+    def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None, default: int | None) -> int:
         limit = body.max_completion_tokens or body.max_tokens
         context = self._service.context
         if limit is not None:
             return limit
         if context is None or prompt_tokens is None:
-            return MAX_TOKENS_DEFAULT
+            return default or MAX_TOKENS_DEFAULT
         # The engine refuses a prompt that fills the context.
-        return max(1, context - prompt_tokens)
+        left = max(1, context - prompt_tokens)
+        return min(left, default or left)
 
 
 def _check(body: ChatRequest) -> None:

@@ -67,7 +67,7 @@ def _untraced(_: str, handler: Handler) -> Handler:
 def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
     service = gateway.service
     traced = _untraced if gateway.traced is None else gateway.traced.handler
-    prompts = ChatPrompts(service.files, gateway.config.allowed_media_domains)
+    prompts = ChatPrompts(gateway.config.allowed_media_domains)
     pooling = Pooling(service)
     score = traced("score", pooling.score)
     more: dict[str, Any] = {"errors": _INFERENCE}
@@ -123,8 +123,7 @@ def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
 
 
 def _tokens(gateway: Gateway) -> tuple[Endpoint, ...]:
-    prompts = ChatPrompts(gateway.service.files, ())
-    tokens = Tokens(gateway.service, prompts)
+    tokens = Tokens(gateway.service, ChatPrompts(()))
     return (
         _post(
             "/tokenize",
