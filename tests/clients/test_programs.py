@@ -5,6 +5,7 @@ libraries, in environments of their own; without these the tests are skipped.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,7 +58,7 @@ class Servers:
 
     def urls_for(self, program: str) -> dict[str, str]:
         """Return the address of each server whose variable occurs in a program's text."""
-        needed = [name for name in self._starts if f'"{name}"' in program]
+        needed = [name for name in self._starts if re.search(rf"\b{name}\b", program)]
         for name in needed:
             self._urls[name] = self._urls.get(name) or self._starts[name]()
         return {name: self._urls[name] for name in needed}
