@@ -13,6 +13,7 @@ from gateway.http.errors import HttpError
 from gateway.inference.chat_template import ChatTemplate
 from gateway.inference.images import fetch_image, image_of_data_url, is_remote
 from gateway.inference.messages import Json, Message, conversation_of, decoded
+from gateway.inference.prompt_length import check_length
 from gateway.inference.service import ModelFiles
 from gateway.inference.tokenizer import Tokenizer, no_tokenizer
 from messages.prompts import IMAGES_MAX
@@ -55,6 +56,7 @@ class ChatPrompts:
         variables = _variables(body)
         conversation = conversation_of(body.messages, reads_parts=template.reads_parts)
         text = template.render(conversation.messages, variables)
+        check_length(text, self._files.context, "messages")
         if body.continue_final_message:
             text = _until_final_content(text, body)
         if not conversation.image_urls:

@@ -21,7 +21,6 @@ from gateway.timestamps import formatted_time
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_BYTES_MAX: Final = 1 << 20
-PROMPT_CHARACTERS_MAX: Final = 1_000_000
 
 _ERRORS: Final = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError),
@@ -54,7 +53,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
         """Return the prompt; raises `HttpError` where the template refuses the messages."""
         try:
-            text = self._template.render(
+            return self._template.render(
                 **self._special_tokens, **{**variables, "messages": list(messages)}
             )
         except TemplateRefused as error:
@@ -62,10 +61,6 @@ class ChatTemplate:
         except _ERRORS as error:
             message = f"the chat template can't be applied to these messages: {error}"
             raise HttpError(400, message, "messages") from error
-        if len(text) > PROMPT_CHARACTERS_MAX:
-            message = f"a prompt of {len(text)} characters; {PROMPT_CHARACTERS_MAX} are allowed"
-            raise HttpError(400, message, "messages")
-        return text
 
 
 def find_template(directory: Path, configured: str, tokenizer: Tokenizer) -> str:

@@ -18,7 +18,6 @@ from gateway.inference.sampling import SamplingDefaults
 from messages.errors import ErrorCode
 
 FILE_BYTES_MAX: Final = 256 << 20
-TEXT_CHARACTERS_MAX: Final = 1_000_000
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _NO_CHARACTER: Final = "\ufffd"
