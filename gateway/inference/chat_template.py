@@ -49,6 +49,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template can't be read: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.source: Final = source
 
     def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
         """Return the prompt; raises `HttpError` where the template refuses the messages."""

@@ -33,7 +33,7 @@ from gateway.metrics.vllm_families import VllmFamilies
 from gateway.page.assets import Page
 from gateway.page.history import History, Past
 from gateway.server.gateway import Gateway
-from gateway.server.health import Health, Load, Version
+from gateway.server.health import Health, Info, Load, ServerInfo, Version
 
 _INFERENCE: Final = (400, 404, 429, 503)
 _CHANGES: Final = (400, 403, 404, 409, 429, 503)
@@ -175,6 +175,11 @@ def _tokens(gateway: Gateway) -> tuple[Endpoint, ...]:
             "Text of token ids",
             errors=_INFERENCE,
         ),
+        *(
+            (_get("/tokenizer_info", tokens.info, dict[str, Any], "Tokenizer", errors=(400,)),)
+            if gateway.config.enable_tokenizer_info_endpoint
+            else ()
+        ),
     )
 
 
@@ -261,6 +266,16 @@ def _operation(gateway: Gateway) -> tuple[Endpoint, ...]:
         *(
             _get(path, health.health, None, "Whether an engine serves", errors=(503,), **public)
             for path in ("/health", "/ping")
+        ),
+        _post(
+            "/ping", health.health, None, None, "Whether an engine serves", errors=(503,), **public
+        ),
+        _get(
+            "/server_info",
+            Info(gateway.config).info,
+            ServerInfo,
+            "Configuration without keys",
+            errors=(400,),
         ),
         _get("/version", health.version, Version, "The version", **public),
         _get("/load", health.load, Load, "Requests in progress", **public),
