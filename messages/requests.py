@@ -27,7 +27,15 @@ from messages.ids import (
     TimeoutMs,
     TraceParent,
 )
-from messages.prompts import Inputs, Priority, Prompt, Sampling
+from messages.prompts import (
+    Dimensions,
+    Inputs,
+    Priority,
+    Prompt,
+    Sampling,
+    TokenId,
+    Truncation,
+)
 from messages.views import (
     AdapterCounters,
     AdapterView,
@@ -140,10 +148,16 @@ class _Pooling(_Request, frozen=True):
     inputs: Inputs
     timeout_ms: TimeoutMs = 0
     trace: TraceParent = ""
+    truncation: Truncation | None = None
 
 
 class Embed(_Pooling, frozen=True):
-    """Embed each input with an adapter (None: the base model); vectors are streamed back."""
+    """Embed each input with an adapter (None: the base model); vectors are streamed back.
+
+    `dimensions`: the length of the vectors, if the model was trained for several (Matryoshka).
+    """
+
+    dimensions: Dimensions = 0
 
 
 class Classify(_Pooling, frozen=True):
@@ -246,7 +260,8 @@ class TokensStreamed(_Reply, frozen=True):
     never logged. `finish_reason` is set in the last message of an output, and `stop_reason` is then
     the stop string or the token of `stop_token_ids` that ended it. `logprobs` has an entry per
     token, if they were requested. `prompt_logprobs` is in the first message of output 0, with an
-    entry per token of the prompt; the first of them is None.
+    entry per token of the prompt; the first of them is None. `end_token` is the token that ended
+    the output: it is not one of `tokens` and has no text, but an entry of its own in `logprobs`.
     """
 
     offset: int
@@ -257,6 +272,7 @@ class TokensStreamed(_Reply, frozen=True):
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    end_token: TokenId | None = None
 
 
 class GenerationDone(_Reply, frozen=True):

@@ -4,9 +4,11 @@ from typing import Final
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
+from starlette.responses import Response
 
 from gateway.http.endpoints import Answer
 from gateway.http.errors import HttpError
+from gateway.http.streams import json_response
 from gateway.inference.answer import InferenceAnswer
 from gateway.inference.answers import (
     ChatChoice,
@@ -15,6 +17,7 @@ from gateway.inference.answers import (
     ChatMessage,
     ChunkChoice,
     Delta,
+    TokenIds,
     Usage,
 )
 from gateway.inference.chat_prompt import ChatPrompts
@@ -26,8 +29,19 @@ from gateway.inference.logprobs import (
     prompt_logprobs,
 )
 from gateway.inference.messages import Json, Messages
+from gateway.inference.model_files import ModelFiles
+from gateway.inference.prompt_length import shortened_chat
+from gateway.inference.rendered import rendered
+from gateway.inference.run import returned_ids
 from gateway.inference.sampling import Logprobs, SamplingFields, Tokens, sampling_of
-from gateway.inference.service import Service, Start, UsageCount, finish_reason, token_text_of
+from gateway.inference.service import (
+    Service,
+    Start,
+    UsageCount,
+    finish_reason,
+    random_id,
+    token_text_of,
+)
 from messages.requests import TokensStreamed
 
 MAX_TOKENS_DEFAULT: Final = 128
@@ -55,6 +69,8 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     modalities: list[str] | None = None
     verbosity: str | None = None
     include_reasoning: bool | None = None
+    functions: list[Json] | None = None
+    function_call: str | None = None
 
 
 class Chats:
@@ -70,20 +86,37 @@ class Chats:
         _check(body)
         adapter = await service.models.find(body.model)
         files = await service.files_of(adapter)
-        rendered = await self._prompts.prompt_of(body, files)
-        tokens = None if isinstance(rendered.prompt, str) else len(rendered.prompt)
+        start = await self._start_of(body, files)
+        text_of = token_text_of(service, body, has_logprobs=bool(body.logprobs))
+        usage = UsageCount(count)
+        prompt_ids = None if isinstance(start.prompt, str) else start.prompt
+        if prompt_ids is not None:
+            usage.on_prompt(0, len(prompt_ids))
+        run = await service.start(adapter, [start], count)
+        answer = _Answer(service, adapter, usage, body, text_of)
+        if body.return_token_ids:
+            answer.prompt_ids = prompt_ids
+        return await answer.response(run, body)
+
+    async def render(self, _: Request, body: ChatRequest) -> Response:
+        """Answer with what `complete` would generate from."""
+        _check(body)
+        adapter = await self._service.models.find(body.model)
+        start = await self._start_of(body, await self._service.files_of(adapter))
+        if isinstance(start.prompt, str):
+            raise HttpError(400, "images are not served here; leave them out", "messages")
+        answer_id = random_id("chatcmpl")
+        return json_response(rendered(answer_id, start.prompt, start.sampling, body))
+
+    async def _start_of(self, body: ChatRequest, files: ModelFiles) -> Start:
+        found = await self._prompts.prompt_of(body, files)
+        prompt = shortened_chat(found.prompt, body, self._service.context)
+        tokens = None if isinstance(prompt, str) else len(prompt)
         max_tokens = self._max_tokens(body, tokens, files.defaults.max_new_tokens)
         sampling = sampling_of(body, files.defaults, max_tokens)
         if body.logprobs:
             sampling["logprobs"] = body.top_logprobs or 0
-        text_of = token_text_of(service, body, has_logprobs=bool(body.logprobs))
-        usage = UsageCount(count)
-        if tokens is not None:
-            usage.on_prompt(0, tokens)
-        start = Start(rendered.prompt, sampling, rendered.images)
-        run = await service.start(adapter, [start], count)
-        answer = _Answer(service, adapter, usage, body, text_of)
-        return await answer.response(run, body)
+        return Start(prompt, sampling, found.images)
 
     def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None, default: int | None) -> int:
         limit = body.max_completion_tokens or body.max_tokens
@@ -125,11 +158,13 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
         text_of: TokenTextOf,
     ) -> None:
         super().__init__(service, "chatcmpl", adapter, usage)
+        self._body = body
         self._has_logprobs = bool(body.logprobs)
         self._has_prompt_logprobs = body.prompt_logprobs is not None
         self._text_of = text_of
         # Those of a stream, until a chunk has them.
         self._unsent: PromptLogprobs | UnsetType = UNSET
+        self.prompt_ids: TokenIds = UNSET
 
     def _whole(self, choices: list[TokensStreamed]) -> ChatCompletion:
         entries = choices[0].prompt_logprobs
@@ -141,13 +176,13 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
             choices=[self._whole_choice(index, choice) for index, choice in enumerate(choices)],
             usage=self.usage.usage(),
             prompt_logprobs=shown,
+            prompt_token_ids=self.prompt_ids,
         )
 
     def _whole_choice(self, index: int, choice: TokensStreamed) -> ChatChoice:
         reason = finish_reason(choice) or ""
-        return ChatChoice(
-            index, ChatMessage(choice.text), reason, self._logprobs(choice), choice.stop_reason
-        )
+        scores, ids = self._logprobs(choice), returned_ids(choice, self._body)
+        return ChatChoice(index, ChatMessage(choice.text), reason, scores, choice.stop_reason, ids)
 
     def _first_parts(self, choice: int) -> list[ChunkChoice]:
         """Return the role."""
@@ -161,7 +196,8 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
         has_content = chunk.text or chunk.tokens
         delta = Delta(content=chunk.text) if has_content else Delta()
         reason, scores = finish_reason(chunk), self._logprobs(chunk)
-        return [ChunkChoice(choice, delta, reason, scores, chunk.stop_reason)]
+        ids = returned_ids(chunk, self._body)
+        return [ChunkChoice(choice, delta, reason, scores, chunk.stop_reason, ids)]
 
     def _logprobs(self, chunk: TokensStreamed) -> ChatLogprobs | None:
         if not self._has_logprobs or not chunk.logprobs:
@@ -170,6 +206,7 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
 
     def _chunk(self, parts: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         shown, self._unsent = self._unsent, UNSET
+        ids, self.prompt_ids = self.prompt_ids, UNSET
         return ChatChunk(
             id=self.id,
             created=self.created,
@@ -177,4 +214,5 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
             choices=parts,
             usage=usage,
             prompt_logprobs=shown,
+            prompt_token_ids=ids,
         )

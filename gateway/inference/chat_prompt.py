@@ -14,6 +14,7 @@ from gateway.inference.chat_template import TemplateError
 from gateway.inference.images import fetch_image, image_of_data_url, is_remote
 from gateway.inference.messages import Json, Message, conversation_of, decoded
 from gateway.inference.model_files import ModelFiles
+from gateway.inference.prompt_length import check_length
 from gateway.inference.templates import Template, Templates
 from gateway.inference.tokenizer import no_tokenizer
 from messages.prompts import IMAGES_MAX
@@ -60,6 +61,7 @@ class ChatPrompts:
             text = await template.render(conversation.messages, variables)
         except TemplateError as error:
             raise HttpError(400, str(error), "messages") from error
+        check_length(text, files.context, "messages")
         if body.continue_final_message:
             text = _until_final_content(text, body)
         if not conversation.image_urls:

@@ -18,7 +18,7 @@ from gateway.inference.run import Run
 from gateway.inference.sampling import SamplingFields
 from gateway.inference.tokenizer import Tokenizer, no_tokenizer
 from gateway.metrics.recorder import Recorder
-from messages.prompts import TextPrompt
+from messages.prompts import TextPrompt, Truncation
 from messages.requests import GenerationDone, TokensStreamed
 
 CHOICES_PER_REQUEST_MAX: Final = 2048
@@ -94,21 +94,41 @@ class Service:
         """Return the run of generations that were started, with `count` choices each."""
         return Run(generations, self.recorder, count)
 
-    async def embed(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Embedding:
+    async def embed(
+        self,
+        inputs: Sequence[TextPrompt],
+        adapter: str | None,
+        truncation: Truncation | None = None,
+        dimensions: int = 0,
+    ) -> Embedding:
         """Return the vector of each input; raises `LoradockError`."""
         return await self.client.embed(
-            inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
+            inputs,
+            adapter,
+            timeout_s=self.timeout_s,
+            trace=self.trace_of(adapter),
+            truncation=truncation,
+            dimensions=dimensions,
         )
 
-    async def classify(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Classification:
+    async def classify(
+        self,
+        inputs: Sequence[TextPrompt],
+        adapter: str | None,
+        truncation: Truncation | None = None,
+    ) -> Classification:
         """Return the scores of each input; raises `LoradockError`."""
         return await self.client.classify(
-            inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
+            inputs,
+            adapter,
+            timeout_s=self.timeout_s,
+            trace=self.trace_of(adapter),
+            truncation=truncation,
         )
 
     def new_id(self, prefix: str) -> str:
         """Return an id for the answer to a request."""
-        return f"{prefix}-{secrets.token_hex(16)}"
+        return random_id(prefix)
 
     def trace_of(self, adapter: str | None) -> str:  # noqa: ARG002 - for a service with traces
         """Return the `traceparent` of what is started with an adapter; empty without traces."""
@@ -123,6 +143,11 @@ class Service:
             trace=self.trace_of(adapter),
             **start.sampling,
         )
+
+
+def random_id(prefix: str) -> str:
+    """Return an id that no other answer has."""
+    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 def finish_reason(chunk: TokensStreamed) -> str | None:

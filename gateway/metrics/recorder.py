@@ -69,7 +69,7 @@ class Measurement:
             recorder = self._recorder
             recorder.request.observe(time.monotonic() - self._began)
             recorder.prompt_tokens += result.prompt_tokens
-            recorder.output_tokens += result.output_tokens
+            recorder.output_tokens += self._tokens
             recorder.finished[result.finish_reason] += 1
 
     def on_failed(self) -> None:

@@ -17,7 +17,9 @@ _BODY_ERRORS: Final = (400, 408, 413, 415, 500)
 _KEY: Final = "bearer"
 
 
-def openapi_document(endpoints: Sequence[Endpoint], *, updating: bool) -> dict[str, Any]:
+def openapi_document(
+    endpoints: Sequence[Endpoint], *, updating: bool, root_path: str = ""
+) -> dict[str, Any]:
     """Return the document; `updating`: clients may change adapters."""
     types = [kind for one in endpoints for kind in (one.body, one.answer, one.failure) if kind]
     types += [ErrorBody, UnauthorizedBody]
@@ -31,6 +33,7 @@ def openapi_document(endpoints: Sequence[Endpoint], *, updating: bool) -> dict[s
     return {
         "openapi": OPENAPI,
         "info": {"title": "LoRADock", "version": VERSION},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,

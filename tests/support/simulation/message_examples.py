@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from messages import commands, control, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import NAME_PATTERN, REQUEST_PATTERN
-from messages.prompts import IllustratedPrompt, Sampling, Structure
+from messages.prompts import IllustratedPrompt, Sampling, Structure, Truncation
 from messages.records import (
     ControllerStarted,
     EngineLost,
@@ -99,6 +99,9 @@ _SAMPLING = Sampling(
 )
 _LOGPROB = TokenLogprob(11, -0.5, 2, ((12, -0.25), (11, -0.5)))
 
+_INPUTS = ("Grüße, 世界", (1, 2, 3))
+_TRUNCATION = Truncation(16, "left")
+
 _DETAILS = ("q_proj has A [8, 96]", "v_proj has A [8, 96]")
 _FAILURE = FailureView(ErrorCode.DOES_NOT_FIT, "2 of its 2 modules differ", _DETAILS, 1500)
 
@@ -116,8 +119,8 @@ EXAMPLES: dict[type, Any] = {
         requests.ActivateBatch("r-9", ("tenant-17", "b.2", "_c"), 1500),
         requests.Generate("r-10", "tenant-17", "Grüße, 世界", _SAMPLING, 60_000, -1, _TRACE),
         requests.CancelGeneration("r-11", "r-10"),
-        requests.Embed("r-16", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000, _TRACE),
-        requests.Classify("r-17", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000, _TRACE),
+        requests.Embed("r-16", "tenant-17", _INPUTS, 60_000, _TRACE, _TRUNCATION, 256),
+        requests.Classify("r-17", "tenant-17", _INPUTS, 60_000, _TRACE, _TRUNCATION),
         requests.ListAdapters("r-12", "tenant-17", 5, 50),
         requests.ShowAdapter("r-13", "tenant-17"),
         requests.ShowStatus("r-14"),
@@ -125,7 +128,7 @@ EXAMPLES: dict[type, Any] = {
         requests.AdapterDone("r-1", "tenant-17", "gpu-slot", 3, 9, ("layer 3 has no tensors",)),
         requests.BatchDone("r-9", (Placement("tenant-17", 3, 9),)),
         requests.TokensStreamed(
-            *("r-10", 0, (11,), "ab", 1, "stop", "b", (_LOGPROB,), (None, _LOGPROB))
+            *("r-10", 0, (11,), "ab", 1, "stop", "b", (_LOGPROB,), (None, _LOGPROB), 2)
         ),
         requests.GenerationDone("r-10", "tenant-17", "length", 5, 64),
         requests.VectorsStreamed("r-17", 1, (b"\0\0\x80?\0\0\0@",), ("good", "bad")),
@@ -197,7 +200,9 @@ EXAMPLES: dict[type, Any] = {
         commands.DropWeights(7, 5),
         commands.SetMapping(8, (commands.SlotRef(3, 9), commands.SlotRef(-1, 0))),
         commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING, -1, _TRACE),
-        commands.StartPooling(11, "r-17", 5, 3, 9, "classify", ("Grüße, 世界", (1, 2, 3)), _TRACE),
+        commands.StartPooling(
+            *(11, "r-17", 5, 3, 9, "classify", _INPUTS, _TRACE, _TRUNCATION, 256)
+        ),
         commands.StopGeneration(10, 9),
         commands.PreemptSlot(12, 3, 9),
         commands.ResumeGeneration(13, 9, 2, 14),
