@@ -90,7 +90,7 @@ class Run:
 
         def on_chunk(chunk: TokensStreamed) -> None:
             if chunk.tokens:
-                measurement.on_tokens(len(chunk.tokens))
+                measurement.on_tokens(chunk.index, len(chunk.tokens))
             chunks[first + chunk.index].append(chunk)
             self.on_output(Output(first + chunk.index, chunk))
 
@@ -113,7 +113,7 @@ class Run:
         try:
             async for chunk in generation:
                 if chunk.tokens:
-                    measurement.on_tokens(len(chunk.tokens))
+                    measurement.on_tokens(chunk.index, len(chunk.tokens))
                 if chunk.finish_reason is not None:
                     running.discard(chunk.index)
                 output = Output(first + chunk.index, chunk)

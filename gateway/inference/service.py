@@ -1,15 +1,21 @@
 """What the endpoints of inference have in common: model, tokenizer, starts, ids and usage."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import structlog
 from msgspec import Struct
 
-from controller.client import AsyncClient, AsyncGeneration, Classification, Embedding
+from controller.client import (
+    AsyncClient,
+    AsyncGeneration,
+    Classification,
+    Embedding,
+    LoradockError,
+)
 from gateway.adapters.models import Models
 from gateway.adapters.names import context_tokens
 from gateway.http.errors import HttpError
@@ -25,6 +31,8 @@ from messages.requests import GenerationDone, TokensStreamed
 
 CHOICES_PER_REQUEST_MAX: Final = 2048
 _TEXTS_MAX: Final = 4096
+
+Pooled = TypeVar("Pooled", Embedding, Classification)
 
 log = structlog.get_logger("gateway")
 
@@ -109,6 +117,7 @@ class Service:
         try:
             for one in starts:
                 generations += [await self._start_one(adapter, one)]
+                self.recorder.on_generation(count, one.sampling.get("max_tokens"))
             return self.run_of(generations, count)
         except BaseException:
             for generation in generations:
@@ -121,15 +130,29 @@ class Service:
 
     async def embed(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Embedding:
         """Return the vector of each input; raises `LoradockError`."""
-        return await self.client.embed(
-            inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
+        trace = self.trace_of(adapter)
+        return await self._measured(
+            self.client.embed(inputs, adapter, timeout_s=self.timeout_s, trace=trace)
         )
 
     async def classify(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Classification:
         """Return the scores of each input; raises `LoradockError`."""
-        return await self.client.classify(
-            inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
+        trace = self.trace_of(adapter)
+        return await self._measured(
+            self.client.classify(inputs, adapter, timeout_s=self.timeout_s, trace=trace)
         )
+
+    async def _measured(self, pooling: Awaitable[Pooled]) -> Pooled:
+        measurement = self.recorder.begin()
+        try:
+            found = await pooling
+            measurement.on_pooled(found.input_tokens)
+        except LoradockError:
+            measurement.on_failed()
+            raise
+        finally:
+            measurement.on_closed()
+        return found
 
     def new_id(self, prefix: str) -> str:
         """Return an id for the answer to a request."""

@@ -3,7 +3,7 @@
 from engine.inference.meter import Meter
 from messages.errors import ErrorCode
 from messages.reports import GenerationEnded, OperationFailed, PoolingEnded, WeightsLoaded
-from messages.views import QUEUE_BOUNDS_S
+from messages.views import DURATION_BOUNDS_S
 
 SECOND_NS = 1_000_000_000
 
@@ -48,19 +48,19 @@ def test_steps_and_their_time_are_summed() -> None:
 
 def test_a_request_is_queued_until_the_beginning_of_its_first_step() -> None:
     bench = Bench()
-    bench.meter.arrived(1)
-    bench.meter.arrived(2)
+    bench.meter.arrived(1, "r1")
+    bench.meter.arrived(2, "r2")
     bench.step(1)
     bench.step(1, 2)
     bench.step(1, 2)
     assert bench.found("queued", "queue_ns") == (2, SECOND_NS)
-    counts = dict(zip((*QUEUE_BOUNDS_S, 0.0), *bench.found("queue_counts"), strict=True))
+    counts = dict(zip((*DURATION_BOUNDS_S, 0.0), *bench.found("queue_counts"), strict=True))
     assert {bound: count for bound, count in counts.items() if count} == {0.005: 1, 1.0: 1}
 
 
 def test_a_request_of_one_step_is_counted_by_its_report() -> None:
     bench = Bench()
-    bench.meter.arrived(1)
+    bench.meter.arrived(1, "r1")
     bench.clock.advance(2)
     bench.step()
     bench.meter.on_report(GenerationEnded(1, "stop", 5, 3, 4))
@@ -70,7 +70,7 @@ def test_a_request_of_one_step_is_counted_by_its_report() -> None:
 
 def test_a_request_that_waits_again_is_preempted_once_per_time() -> None:
     bench = Bench()
-    bench.meter.arrived(1)
+    bench.meter.arrived(1, "r1")
     for running in ((1,), (), (), (1,), (), (1,)):
         bench.step(*running, waiting=() if running else (1,))
     assert bench.found("preempted", "queued") == (2, 1)
@@ -83,7 +83,7 @@ def test_a_request_that_waits_again_is_preempted_once_per_time() -> None:
 
 def test_other_reports_and_failures_count_no_tokens() -> None:
     bench = Bench()
-    bench.meter.arrived(1)
+    bench.meter.arrived(1, "r1")
     bench.meter.on_report(OperationFailed(1, ErrorCode.NOT_RESIDENT, "stale"))
     bench.meter.on_report(WeightsLoaded(2))
     bench.meter.on_report(PoolingEnded(3, 2, 9))

@@ -11,7 +11,7 @@ from tests.support.simulation.standin_controller import view
 
 def a_table(*views, seq=0):
     table = AdapterTable()
-    table.reset(rq.AdaptersListed("", views, seq), None)
+    table.reset(rq.AdaptersListed("", views, seq))
     return table
 
 
@@ -68,7 +68,7 @@ def test_everything_is_read_again_after_a_restart(event):
     table = a_table(view("a"))
     apply(table, event)
     assert table.needs_list
-    table.reset(rq.AdaptersListed("", (view("b"), view("c", retired=True)), 5), None)
+    table.reset(rq.AdaptersListed("", (view("b"), view("c", retired=True)), 5))
     assert not table.needs_list
     assert list(table.views) == ["b"]
     # The stream continues at its own position.
@@ -149,7 +149,7 @@ def test_views_that_were_read_are_kept_for_readers():
     assert table.updated_after(count) == []
     table.update("a", view("a", "pinned"))
     table.update("a", view("a", "gpu-slot"))
-    table.reset(rq.AdaptersListed("", (view("a", "gpu-slot"), view("b", "evicted")), 0), None)
+    table.reset(rq.AdaptersListed("", (view("a", "gpu-slot"), view("b", "evicted")), 0))
     assert table.updated_after(count) == [view("a", "gpu-slot"), view("b", "evicted")]
     for _ in range(RECENT_EVENTS):
         table.update("a", view("a"))

@@ -16,10 +16,9 @@ from gateway.metrics.recorder import Recorder
 from gateway.metrics.vllm_families import VllmFamilies
 from messages import events as ev
 from messages import requests as rq
-from messages.views import AdapterCounters, EngineStatistics
+from messages.views import AdapterCounters, AdapterUse, EngineStatistics
 from tests.support.gateway.served import data_of
 from tests.support.simulation.message_examples import example_of
-from tests.support.simulation.standin_controller import view
 
 VLLM = {
     *("vllm:lora_requests_info", "vllm:num_requests_running", "vllm:num_requests_waiting"),
@@ -29,6 +28,8 @@ VLLM = {
     *("vllm:num_gpu_loaded_lora_adapters", "vllm:num_cpu_loaded_lora_adapters"),
     *("vllm:max_gpu_lora_adapters", "vllm:lora_adapter_load_seconds"),
     *("vllm:kv_cache_usage_perc", "vllm:request_queue_time_seconds", "vllm:num_preemptions"),
+    *("vllm:num_requests_waiting_by_reason", "vllm:cache_config_info"),
+    *("vllm:prefix_cache_queries", "vllm:prefix_cache_hits"),
 }
 
 
@@ -73,7 +74,7 @@ def test_the_states_are_those_of_the_controller(served):
 
 def test_counters_of_the_controller_and_of_its_engine_are_passed_on():
     engine = EngineStatistics(
-        steps=7, kv_bytes=25, kv_bytes_max=100, queued=3, queue_ns=2_500_000_000,
+        kernels="cpu", steps=7, kv_bytes=25, kv_bytes_max=100, queued=3, queue_ns=2_500_000_000,
         queue_counts=(1, *[0] * 6, 2, *[0] * 9),
     )  # fmt: skip
     counters = AdapterCounters(
@@ -82,12 +83,12 @@ def test_counters_of_the_controller_and_of_its_engine_are_passed_on():
     )  # fmt: skip
     table = AdapterTable()
     status = msgspec.structs.replace(example_of(rq.StatusShown), counters=counters, engine=engine)
-    table.reset(rq.AdaptersListed("", (), 0), status)
+    table.reset(rq.AdaptersListed("", (), 0))
     names = ModelNames(("base",))
     families = {
         family.name: family
         for source in (ControllerFamilies(table, 5), VllmFamilies(table, Recorder(), names, 5))
-        for family in source.families()
+        for family in source.families(status)
     }
     assert value(families, "loradock_transitions_total", transition="load") == 4
     assert value(families, "loradock_transition_seconds_total", transition="load") == 6
@@ -143,23 +144,28 @@ def test_a_histogram_counts_like_a_list():
     assert math.isclose(histogram.sum, 3.65)
 
 
-def a_table(adapters):
-    table = AdapterTable()
-    views = tuple(view(f"a{number}", leases=1) for number in range(adapters))
-    table.reset(rq.AdaptersListed("", views, 0), None)
-    return table
+def a_status(adapters):
+    """Return a status with adapters that are in slots and have waiting requests."""
+    uses = tuple(
+        AdapterUse(f"a{number}", slot=number, queued=1) for number in reversed(range(adapters))
+    )
+    engine = EngineStatistics(kernels="cpu")
+    return msgspec.structs.replace(example_of(rq.StatusShown), uses=uses, engine=engine)
 
 
 def test_the_number_of_labels_is_bounded():
-    table = a_table(1000)
+    table, status = AdapterTable(), a_status(1000)
+    table.seq = 0
     for number in range(1000):
         for _ in range(1 + (number == 7)):
             event = ev.GenerationFinished(f"a{number}", "stop", 1, 1)
             table.apply(ev.Published(table.seq + 1, 0, event))
-    [family] = [f for f in ControllerFamilies(table, 3).families() if f.name == "loradock_requests"]
+    [family] = [
+        f for f in ControllerFamilies(table, 3).families(status) if f.name == "loradock_requests"
+    ]
     counts = {sample.labels["adapter"]: sample.value for sample in family.samples}
     assert counts == {"a7": 2, "a0": 1, "a1": 1, "other": 997}
-    families = VllmFamilies(table, Recorder(), ModelNames(("base",)), 3).families()
+    families = VllmFamilies(table, Recorder(), ModelNames(("base",)), 3).families(status)
     by_name = {family.name: family for family in families}
     loaded = by_name["vllm:lora_adapter_loaded"].samples
     assert {s.labels["lora_name"]: s.value for s in loaded} == {
@@ -169,7 +175,9 @@ def test_the_number_of_labels_is_bounded():
         "other": 997,
     }
     [info] = by_name["vllm:lora_requests_info"].samples
-    assert info.labels["running_lora_adapters"] == "a0,a1,a10,other"
+    assert info.labels["waiting_lora_adapters"] == "a0,a1,a10,other"
+    # A router takes an adapter that is not named for one that is not in a slot.
+    assert info.labels["running_lora_adapters"].split(",") == sorted(s.adapter for s in status.uses)
 
 
 @pytest.mark.parametrize(("names_max", "expected"), [(0, set()), (1, {"b"}), (5, {"a", "b"})])
