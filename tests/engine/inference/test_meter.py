@@ -3,6 +3,7 @@
 from engine.inference.meter import Meter
 from messages.errors import ErrorCode
 from messages.reports import GenerationEnded, OperationFailed, PoolingEnded, WeightsLoaded
+from messages.requests import TokensStreamed
 from messages.views import DURATION_BOUNDS_S
 
 SECOND_NS = 1_000_000_000
@@ -88,3 +89,29 @@ def test_other_reports_and_failures_count_no_tokens() -> None:
     bench.meter.on_report(WeightsLoaded(2))
     bench.meter.on_report(PoolingEnded(3, 2, 9))
     assert bench.found("queued", "prompt_tokens", "output_tokens") == (0, 9, 0)
+
+
+def test_a_generation_has_phases() -> None:
+    bench = Bench()
+    bench.meter.arrived(1, "r1")
+    bench.step(1, seconds=2)
+    bench.meter.on_report(TokensStreamed("r1", 0, (5,)))
+    bench.step(waiting=(1,), seconds=3)
+    bench.step(1, seconds=4)
+    bench.meter.on_report(TokensStreamed("r1", 1, (6,)))
+    bench.meter.on_report(GenerationEnded(1, "length", 9, 2, 4))
+    phases = [found.total for found in bench.found("prefill", "decode", "inference")]
+    assert phases == [2 * SECOND_NS, 7 * SECOND_NS, 9 * SECOND_NS]
+    assert [sum(found.counts) for found in bench.found("prefill", "decode", "inference")] == [1] * 3
+    [preemptions, computed] = bench.found("preemptions", "computed_tokens")
+    assert (preemptions.total, computed.total) == (1, 5)
+    assert bench.found("prefix_queries", "prefix_hits") == (9, 4)
+
+
+def test_a_generation_that_is_cancelled_before_its_first_token_was_not_computed() -> None:
+    bench = Bench()
+    bench.meter.arrived(1, "r1")
+    bench.meter.on_report(TokensStreamed("r1", 0, (), finish_reason="cancelled"))
+    bench.meter.on_report(GenerationEnded(1, "cancelled", 9, 0))
+    assert bench.found("queued", "prompt_tokens", "prefix_queries") == (0, 0, 0)
+    assert sum(bench.found("prefill")[0].counts) == 0
