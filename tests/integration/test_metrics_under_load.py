@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from controller.client import Client
 from messages.requests import StatusShown
 from tests.support.engine.engine_examples import NAMES
-from tests.support.engine.serve_process import serve
+from tests.support.engine.serve_process import serve, status_once
 from tests.support.gateway.served import post_bytes
 from tests.support.waiting import HANG_S, wait_until
 
@@ -48,8 +48,10 @@ class Scrape(NamedTuple):
 class Server:
     """A server with a gateway."""
 
-    def __init__(self, directory: Path, url: str) -> None:
+    def __init__(self, directory: Path, url: str, first: dict[str, Any]) -> None:
         self.directory = directory
+        # The metrics once the server was ready.
+        self.first = first
         self.http = httpx.Client(base_url=url, timeout=HANG_S)
         self.address = (self.http.base_url.host, self.http.base_url.port)
 
@@ -91,7 +93,9 @@ def server(
 
     with serve(directory, *options, model=model):
         wait_until(url, lambda: log_file.stat().st_size)
-        found = Server(directory, url())
+        status_once(directory, lambda status: bool(status.engine_id))
+        with Client(directory, timeout_s=HANG_S) as client:
+            found = Server(directory, url(), client.metrics())
         wait_until(
             lambda: len(found.http.get("/v1/models").json()["data"]) == 1 + len(NAMES),
             lambda: log_file.stat().st_size,
@@ -125,6 +129,13 @@ def load(server: Server) -> Iterator[Client]:
 def scrapes(server: Server, load: Client) -> list[Scrape]:
     """Scrapes one after another, while adapters take turns in the slots."""
     return [server.scrape() for _ in range(SCRAPES)]
+
+
+def test_the_engine_is_described_from_the_first_moment_on(server: Server) -> None:
+    assert server.first["performance"]["punica_kernel_enabled"]
+    assert server.first["memory"]["device"]["size_bytes"] > 0
+    assert server.first["engine"]["arena_bytes_max"] > 0
+    assert server.first["engine"]["kv_bytes_max"] > 0
 
 
 def test_nothing_is_in_flight_once_the_clients_have_left(server: Server) -> None:

@@ -136,6 +136,45 @@ def test_a_failed_request_is_counted_as_such(served):
     assert value(after, name, **reason) == value(before, name, **reason) + 1
 
 
+def test_poolings_are_measured_as_generations_are(served):
+    before = scrape(served)
+    loads = []
+
+    def on_embed(request):
+        loads.append(served.get("/load").json()["server_load"])
+        return rq.PoolingDone(request.request_id, None, "embed", 1, 5)
+
+    served.controller.answers[rq.Embed] = on_embed
+    served.post("/v1/embeddings", {"input": "a"})
+    del served.controller.answers[rq.Embed]
+    after = scrape(served)
+
+    def grown(name, **labels):
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    assert (loads, served.get("/load").json()["server_load"]) == ([1], 0)
+    assert grown("vllm:request_success_total", finished_reason="stop") == 1
+    assert grown("vllm:prompt_tokens_total") == 5
+    assert grown("vllm:e2e_request_latency_seconds_count") == 1
+
+
+def test_times_between_tokens_are_those_of_one_output(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    recorder = Recorder()
+    measurement = recorder.begin()
+    for after, index, count in ((2, 0, 1), (2, 1, 1), (4, 0, 2), (6, 1, 1)):
+        now[0] = 100.0 + after
+        measurement.on_tokens(index, count)
+    assert recorder.output_tokens == 5
+    measurement.on_done(rq.GenerationDone("r", None, "length", 7, 5))
+    # Output 0: two tokens after 2 s; output 1: one after 4 s.
+    assert (recorder.first_token.sum, recorder.between_tokens.sum) == (4.0, 6.0)
+    assert recorder.per_output_token.sum == 1.0 + 4.0
+    assert (recorder.output_lengths.sum, recorder.longest_outputs.sum) == (5, 3)
+    assert (recorder.output_tokens, recorder.active) == (5, 0)
+
+
 def test_a_histogram_counts_like_a_list():
     histogram = Histogram((0.1, 1.0))
     for number in (0.05, 0.1, 0.5, 1.0, 2.0):
