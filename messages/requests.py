@@ -38,6 +38,7 @@ from messages.prompts import (
 )
 from messages.views import (
     AdapterCounters,
+    AdapterUse,
     AdapterView,
     Details,
     EngineStatistics,
@@ -192,7 +193,9 @@ class ShowAdapter(_Request, frozen=True):
 
 
 class ShowStatus(_Request, frozen=True):
-    """Show the status of the controller, its engine and its tiers."""
+    """Show the status of the controller, its engine and its tiers; with `uses`, of adapters too."""
+
+    uses: bool = False
 
 
 class FetchEvents(_Request, frozen=True):
@@ -380,7 +383,14 @@ class StatusShown(_Reply, frozen=True):
     dtype: str = ""  # Of the base model.
     stopping: bool = False  # New requests are refused, those in progress end.
     counters: AdapterCounters = AdapterCounters()  # Of all adapters, and of the base model.
-    engine: EngineStatistics = EngineStatistics()  # As of the engine's last heartbeat.
+    engine: EngineStatistics = EngineStatistics()  # As of its last heartbeat, except for requests.
+    running: int = 0  # Generations and poolings that take part in the engine's next step,
+    queued: int = 0  # that wait in the engine,
+    waiting: int = 0  # and that wait for a slot or for an engine.
+    # With `ShowStatus.uses`:
+    states: tuple[tuple[AdapterState, int], ...] = ()  # How many records are in each state,
+    held: int = 0  # how many are held,
+    uses: tuple[AdapterUse, ...] = ()  # and those in a slot or with requests, by name.
 
 
 class EventsFetched(_Reply, frozen=True):

@@ -142,9 +142,12 @@ def show(adapter: str, timeout_s: float | None = None) -> UnaryCall[AdapterShown
     return unary(ShowAdapter(NO_ID, adapter), AdapterShown, timeout_s)
 
 
-def status(timeout_s: float | None = None) -> UnaryCall[StatusShown]:
-    """Return the status of the controller, its engine and its budgets."""
-    return unary(ShowStatus(NO_ID), StatusShown, timeout_s)
+def status(timeout_s: float | None = None, *, uses: bool = False) -> UnaryCall[StatusShown]:
+    """Return the status of the controller, its engine and its budgets.
+
+    `uses`: also count adapters by state, and list those that are in a slot or have requests.
+    """
+    return unary(ShowStatus(NO_ID, uses), StatusShown, timeout_s)
 
 
 def metrics(timeout_s: float | None = None) -> PreparedCall[ClientCall, dict[str, Any]]:

@@ -99,8 +99,8 @@ class PoolingScheduler:
 
     @property
     def running(self) -> list[OpId]:
-        """The operation whose texts are next."""
-        return self.operations[:1]
+        """The operations whose texts are in the next forward pass."""
+        return list(dict.fromkeys(request.command.op for request, _ in self._next_batch()))
 
     @property
     def kv_use(self) -> KVUse:

@@ -92,7 +92,7 @@ class Run:
 
         def on_chunk(chunk: TokensStreamed) -> None:
             if generated := generated_tokens(chunk):
-                measurement.on_tokens(len(generated))
+                measurement.on_tokens(chunk.index, len(generated))
             chunks[first + chunk.index].append(chunk)
             self.on_output(Output(first + chunk.index, chunk))
 
@@ -115,7 +115,7 @@ class Run:
         try:
             async for chunk in generation:
                 if generated := generated_tokens(chunk):
-                    measurement.on_tokens(len(generated))
+                    measurement.on_tokens(chunk.index, len(generated))
                 if chunk.finish_reason is not None:
                     running.discard(chunk.index)
                 output = Output(first + chunk.index, chunk)

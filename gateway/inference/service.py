@@ -1,13 +1,19 @@
 """What the endpoints of inference have in common: model, tokenizer, starts, ids and usage."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from msgspec import Struct
 
-from controller.client import AsyncClient, AsyncGeneration, Classification, Embedding
+from controller.client import (
+    AsyncClient,
+    AsyncGeneration,
+    Classification,
+    Embedding,
+    LoradockError,
+)
 from gateway.adapters.models import Models
 from gateway.http.errors import HttpError
 from gateway.inference.adapter_files import AdapterFiles
@@ -23,6 +29,8 @@ from messages.requests import GenerationDone, TokensStreamed
 
 CHOICES_PER_REQUEST_MAX: Final = 2048
 _TEXTS_MAX: Final = 4096
+
+Pooled = TypeVar("Pooled", Embedding, Classification)
 
 
 class Start(Struct, frozen=True):
@@ -84,6 +92,7 @@ class Service:
         try:
             for one in starts:
                 generations += [await self._start_one(adapter, one)]
+                self.recorder.on_generation(count, one.sampling.get("max_tokens"))
             return self.run_of(generations, count)
         except BaseException:
             for generation in generations:
@@ -102,13 +111,15 @@ class Service:
         dimensions: int = 0,
     ) -> Embedding:
         """Return the vector of each input; raises `LoradockError`."""
-        return await self.client.embed(
-            inputs,
-            adapter,
-            timeout_s=self.timeout_s,
-            trace=self.trace_of(adapter),
-            truncation=truncation,
-            dimensions=dimensions,
+        return await self._measured(
+            self.client.embed(
+                inputs,
+                adapter,
+                timeout_s=self.timeout_s,
+                trace=self.trace_of(adapter),
+                truncation=truncation,
+                dimensions=dimensions,
+            )
         )
 
     async def classify(
@@ -118,13 +129,27 @@ class Service:
         truncation: Truncation | None = None,
     ) -> Classification:
         """Return the scores of each input; raises `LoradockError`."""
-        return await self.client.classify(
-            inputs,
-            adapter,
-            timeout_s=self.timeout_s,
-            trace=self.trace_of(adapter),
-            truncation=truncation,
+        return await self._measured(
+            self.client.classify(
+                inputs,
+                adapter,
+                timeout_s=self.timeout_s,
+                trace=self.trace_of(adapter),
+                truncation=truncation,
+            )
         )
+
+    async def _measured(self, pooling: Awaitable[Pooled]) -> Pooled:
+        measurement = self.recorder.begin()
+        try:
+            found = await pooling
+            measurement.on_pooled(found.input_tokens)
+        except LoradockError:
+            measurement.on_failed()
+            raise
+        finally:
+            measurement.on_closed()
+        return found
 
     def new_id(self, prefix: str) -> str:
         """Return an id for the answer to a request."""

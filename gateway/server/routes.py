@@ -311,4 +311,4 @@ def _scrape(gateway: Gateway) -> Scrape:
     if not config.disable_vllm_metrics:
         of_vllm = VllmFamilies(table, gateway.recorder, gateway.names, config.metrics_adapters_max)
         sources.append(of_vllm.families)
-    return Scrape(sources)
+    return Scrape(gateway.follower, sources)

@@ -26,7 +26,15 @@ from messages.records import (
     RecordOfFormat1,
     TimerFired,
 )
-from messages.views import AdapterCounters, EngineStatistics, FailureView, Placement, TokenLogprob
+from messages.views import (
+    AdapterCounters,
+    AdapterUse,
+    Distribution,
+    EngineStatistics,
+    FailureView,
+    Placement,
+    TokenLogprob,
+)
 
 _COUNTERS = AdapterCounters(*range(101, 101 + len(AdapterCounters.__struct_fields__)))
 _STATISTICS = EngineStatistics(
@@ -51,6 +59,16 @@ _STATISTICS = EngineStatistics(
     pinned_bytes=17,
     allocated_bytes=18,
     kv_layout="paged",
+    kv_blocks=19,
+    kv_block_tokens=20,
+    shares_prefixes=True,
+    prefix_queries=21,
+    prefix_hits=22,
+    prefill=Distribution(23, (1, 2)),
+    decode=Distribution(24, (3,)),
+    inference=Distribution(25, (4,)),
+    preemptions=Distribution(26, (5,)),
+    computed_tokens=Distribution(27, (6,)),
 )
 _VIEW = requests.AdapterView(
     adapter="tenant-17",
@@ -123,7 +141,7 @@ EXAMPLES: dict[type, Any] = {
         requests.Classify("r-17", "tenant-17", _INPUTS, 60_000, _TRACE, _TRUNCATION),
         requests.ListAdapters("r-12", "tenant-17", 5, 50),
         requests.ShowAdapter("r-13", "tenant-17"),
-        requests.ShowStatus("r-14"),
+        requests.ShowStatus("r-14", True),
         requests.FetchEvents("r-15", 77, 16, True),
         requests.AdapterDone("r-1", "tenant-17", "gpu-slot", 3, 9, ("layer 3 has no tensors",)),
         requests.BatchDone("r-9", (Placement("tenant-17", 3, 9),)),
@@ -167,6 +185,12 @@ EXAMPLES: dict[type, Any] = {
             stopping=True,
             counters=_COUNTERS,
             engine=_STATISTICS,
+            running=31,
+            queued=32,
+            waiting=33,
+            states=(("pinned", 34),),
+            held=35,
+            uses=(AdapterUse("tenant-17", 3, 36, 37, 38, 39, 40),),
         ),
         requests.PrefetchAdapter("r-19", "tenant-17", "tenants/17", "pinned"),
         requests.PrefetchAccepted("r-19", "tenant-17", "evicted", "pinned"),
@@ -223,7 +247,7 @@ EXAMPLES: dict[type, Any] = {
         reports.EngineInventory(
             *("e-1", 4242, "tiny", 4, 65536, 10, (9,), (_HELD,), 44, "cuda:0", "bfloat16", (9,))
         ),
-        reports.EngineBeat("e-1", 10, "loading", _STATISTICS),
+        reports.EngineBeat("e-1", 10, "loading", _STATISTICS, (9, 11)),
         events.AdapterAccepted("tenant-17", "xxh3:0f0f", 16, 8192, 71),
         events.AdapterCached("tenant-17", 72),
         events.AdapterPinned("tenant-17", 73),
