@@ -1,14 +1,22 @@
-"""`POST /v1/chat/completions`: messages to a prompt by the model's template, and its answer."""
+"""`POST /v1/chat/completions`: messages to a prompt by the model's template, and its answer.
 
-from typing import Final
+The other protocols of chats are converted to a `ChatRequest`, and start the same `Chat`.
+"""
 
-from msgspec import UNSET, UnsetType
+from collections.abc import Sequence
+from typing import Any, Final
+
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from gateway.http.endpoints import Answer
 from gateway.http.errors import HttpError
 from gateway.inference.answer import InferenceAnswer
 from gateway.inference.answers import (
+    AnsweredCall,
+    CallDelta,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -26,8 +34,11 @@ from gateway.inference.logprobs import (
     prompt_logprobs,
 )
 from gateway.inference.messages import Json, Messages
+from gateway.inference.run import Run
 from gateway.inference.sampling import Logprobs, SamplingFields, Tokens, sampling_of
-from gateway.inference.service import Service, Start, UsageCount, finish_reason, token_text_of
+from gateway.inference.service import Service, Start, UsageCount, token_text_of
+from gateway.inference.tools import OutputReader, ToolPlan, plan_of
+from gateway.tools.blocks import Step
 from messages.requests import TokensStreamed
 
 MAX_TOKENS_DEFAULT: Final = 128
@@ -35,7 +46,7 @@ MAX_TOKENS_DEFAULT: Final = 128
 
 
 class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The body; tools are passed to the template, and calls are not extracted from the answer."""
+    """The body; tools are passed to the template too."""
 
     messages: Messages
     tools: Json = UNSET
@@ -57,8 +68,17 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     include_reasoning: bool | None = None
 
 
+class Chat(Struct, frozen=True):
+    """A chat whose generation has started; its reader closes the run."""
+
+    run: Run
+    adapter: str | None
+    usage: UsageCount
+    plan: ToolPlan
+
+
 class Chats:
-    """The endpoint."""
+    """The endpoint, and what starts the chats of other protocols."""
 
     def __init__(self, service: Service, prompts: ChatPrompts) -> None:
         self._service = service
@@ -66,6 +86,12 @@ class Chats:
 
     async def complete(self, _: Request, body: ChatRequest) -> Answer:
         """Answer with all messages, or with a stream of chunks."""
+        text_of = token_text_of(self._service, body, has_logprobs=bool(body.logprobs))
+        chat = await self.start(body)
+        return await _Answer(self._service, chat, body, text_of).response(chat.run, body)
+
+    async def start(self, body: ChatRequest) -> Chat:
+        """Start the generation of a chat; raises `HttpError` and `LoradockError`."""
         service, count = self._service, body.n or 1
         _check(body)
         adapter = await service.models.find(body.model)
@@ -75,14 +101,25 @@ class Chats:
         sampling = sampling_of(body, service.files.defaults, max_tokens)
         if body.logprobs:
             sampling["logprobs"] = body.top_logprobs or 0
-        text_of = token_text_of(service, body, has_logprobs=bool(body.logprobs))
+        plan = plan_of(body, rendered.tool_format)
+        self._apply(plan, body, sampling)
         usage = UsageCount(count)
         if tokens is not None:
             usage.on_prompt(0, tokens)
         start = Start(rendered.prompt, sampling, rendered.images)
-        run = await service.start(adapter, [start], count)
-        answer = _Answer(service, adapter, usage, body, text_of)
-        return await answer.response(run, body)
+        return Chat(await service.start(adapter, [start], count), adapter, usage, plan)
+
+    def _apply(self, plan: ToolPlan, body: ChatRequest, sampling: dict[str, Any]) -> None:
+        """Add what the calls of tools need to the sampling parameters."""
+        if plan.structure is not None:
+            # A `response_format` is that of messages, and a forced answer is a call.
+            if "structure" in sampling and body.response_format is None:
+                message = "a forced call and another structure of the output exclude each other"
+                raise HttpError(400, message, "tool_choice")
+            sampling["structure"] = plan.structure
+        tokenizer = self._service.files.tokenizer
+        if plan.tags and tokenizer is not None and tokenizer.special_texts.intersection(plan.tags):
+            sampling["skip_special_tokens"] = False
 
     def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None) -> int:
         limit = body.max_completion_tokens or body.max_tokens
@@ -115,14 +152,10 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
     """The answer to one chat."""
 
     def __init__(
-        self,
-        service: Service,
-        adapter: str | None,
-        usage: UsageCount,
-        body: ChatRequest,
-        text_of: TokenTextOf,
+        self, service: Service, chat: Chat, body: ChatRequest, text_of: TokenTextOf
     ) -> None:
-        super().__init__(service, "chatcmpl", adapter, usage)
+        super().__init__(service, "chatcmpl", chat.adapter, chat.usage)
+        self._readers = [OutputReader(chat.plan) for _ in range(chat.run.choices)]
         self._has_logprobs = bool(body.logprobs)
         self._has_prompt_logprobs = body.prompt_logprobs is not None
         self._text_of = text_of
@@ -142,10 +175,18 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
         )
 
     def _whole_choice(self, index: int, choice: TokensStreamed) -> ChatChoice:
-        reason = finish_reason(choice) or ""
-        return ChatChoice(
-            index, ChatMessage(choice.text), reason, self._logprobs(choice), choice.stop_reason
+        reader = self._readers[index]
+        reader.read(choice)
+        calls = tuple(
+            [
+                AnsweredCall(call.id, CalledFunction(call.name, call.text))
+                for call in reader.blocks.calls
+            ]
         )
+        content = reader.blocks.text
+        message = ChatMessage(content if content or not calls else None, tool_calls=calls)
+        reason = reader.finish_reason(choice) or ""
+        return ChatChoice(index, message, reason, self._logprobs(choice), choice.stop_reason)
 
     def _first_parts(self, choice: int) -> list[ChunkChoice]:
         """Return the role."""
@@ -156,10 +197,19 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
             return []
         if self._has_prompt_logprobs and chunk.prompt_logprobs:
             self._unsent = prompt_logprobs(chunk.prompt_logprobs, self._text_of)
-        has_content = chunk.text or chunk.tokens
-        delta = Delta(content=chunk.text) if has_content else Delta()
-        reason, scores = finish_reason(chunk), self._logprobs(chunk)
-        return [ChunkChoice(choice, delta, reason, scores, chunk.stop_reason)]
+        reader = self._readers[choice]
+        deltas = _deltas(reader.read(chunk))
+        if not deltas:
+            # The text of the tokens is held back, or they have none.
+            deltas = [Delta(content="") if chunk.tokens else Delta()]
+        reason = reader.finish_reason(chunk)
+        # Clients take a call for complete when a later chunk has the reason.
+        if reason is not None and deltas[-1].tool_calls:
+            deltas.append(Delta())
+        parts = [ChunkChoice(choice, delta) for delta in deltas]
+        parts[0] = replace(parts[0], logprobs=self._logprobs(chunk))
+        parts[-1] = replace(parts[-1], finish_reason=reason, stop_reason=chunk.stop_reason)
+        return parts
 
     def _logprobs(self, chunk: TokensStreamed) -> ChatLogprobs | None:
         if not self._has_logprobs or not chunk.logprobs:
@@ -176,3 +226,28 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
             usage=usage,
             prompt_logprobs=shown,
         )
+
+
+def _deltas(steps: Sequence[Step]) -> list[Delta]:
+    """Return what steps add to a message: one text or one piece of a call each."""
+    deltas: list[Delta] = []
+    begun: Step | None = None
+    for step in steps:
+        if begun is not None:
+            arguments = step.text if step.kind == "more" else ""
+            deltas.append(_call_delta(begun, arguments))
+            begun = None
+        elif step.kind == "begin":
+            begun = step if step.block.kind == "call" else None
+        elif step.kind == "more":
+            is_text = step.block.kind == "text"
+            deltas.append(Delta(content=step.text) if is_text else _call_delta(step, step.text))
+    return deltas if begun is None else [*deltas, _call_delta(begun, "")]
+
+
+def _call_delta(step: Step, arguments: str) -> Delta:
+    call = step.block
+    if step.kind == "begin":
+        function = CalledFunction(call.name, arguments)
+        return Delta(tool_calls=(CallDelta(call.call_index, function, call.id, "function"),))
+    return Delta(tool_calls=(CallDelta(call.call_index, CalledFunction(arguments=arguments)),))

@@ -18,6 +18,7 @@ import jinja2.sandbox
 from gateway.http.errors import HttpError
 from gateway.inference.tokenizer import Tokenizer
 from gateway.timestamps import formatted_time
+from gateway.tools.formats import find_format
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_BYTES_MAX: Final = 1 << 20
@@ -38,6 +39,7 @@ class ChatTemplate:
     """A compiled chat template; raises `ValueError` for one with wrong syntax.
 
     `reads_parts`: the template reads contents as lists of parts; otherwise contents are texts.
+    `tool_format`: the format of calls that it shows; empty if it shows no known one.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -50,6 +52,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template can't be read: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.tool_format: Final = find_format(source)
 
     def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
         """Return the prompt; raises `HttpError` where the template refuses the messages."""

@@ -20,6 +20,7 @@ from gateway.inference.run import Run
 from gateway.inference.sampling import SamplingDefaults, SamplingFields
 from gateway.inference.tokenizer import Tokenizer, no_tokenizer, sampling_defaults
 from gateway.metrics.recorder import Recorder
+from gateway.options import AUTO_PARSER
 from messages.prompts import TextPrompt
 from messages.requests import GenerationDone, TokensStreamed
 
@@ -30,15 +31,21 @@ log = structlog.get_logger("gateway")
 
 
 class ModelFiles(Struct, frozen=True):
-    """What a gateway reads of the base model's directory; None where a file is missing."""
+    """What a gateway reads of the base model's directory; None where a file is missing.
+
+    `tool_parser`: the configured format of tool calls.
+    """
 
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
     context: int | None = None
     defaults: SamplingDefaults = SamplingDefaults()
+    tool_parser: str = AUTO_PARSER
 
 
-def read_model_files(directory: str, template_file: str = "", context: int = 0) -> ModelFiles:
+def read_model_files(
+    directory: str, template_file: str = "", context: int = 0, tool_parser: str = AUTO_PARSER
+) -> ModelFiles:
     """Return the files of a model's directory, which may be absent from this machine.
 
     Raises `OSError` and `ValueError` for a configured chat template that can't be used.
@@ -56,7 +63,8 @@ def read_model_files(directory: str, template_file: str = "", context: int = 0) 
         source = find_template(path, template_file, tokenizer)
         template = ChatTemplate(source, tokenizer.special_tokens) if source else None
     own = context_tokens(directory) if directory else None
-    return ModelFiles(tokenizer, template, context or own, sampling_defaults(path))
+    defaults = sampling_defaults(path)
+    return ModelFiles(tokenizer, template, context or own, defaults, tool_parser)
 
 
 class Start(Struct, frozen=True):
