@@ -26,9 +26,14 @@ class RunAnswer(ABC, Generic[Whole]):
     """The answer to one request: `Whole`, or events."""
 
     def __init__(
-        self, service: Service, prefix: str, adapter: str | None, usage: UsageCount
+        self,
+        service: Service,
+        prefix: str,
+        adapter: str | None,
+        usage: UsageCount,
+        separator: str = "-",
     ) -> None:
-        self.id = service.new_id(prefix)
+        self.id = service.new_id(prefix, separator)
         self.created = unix_seconds()
         self.model = service.models.names.shown(adapter)
         self.usage = usage

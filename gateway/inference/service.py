@@ -139,9 +139,9 @@ class Service:
             inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
         )
 
-    def new_id(self, prefix: str) -> str:
+    def new_id(self, prefix: str, separator: str = "-") -> str:
         """Return an id for the answer to a request."""
-        return f"{prefix}-{secrets.token_hex(16)}"
+        return f"{prefix}{separator}{secrets.token_hex(16)}"
 
     def trace_of(self, adapter: str | None) -> str:  # noqa: ARG002 - for a service with traces
         """Return the `traceparent` of what is started with an adapter; empty without traces."""

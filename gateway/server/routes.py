@@ -20,6 +20,8 @@ from gateway.adapters.updates import (
 from gateway.adapters.views import AdapterCard, AdapterCards, ModelCard, ModelList
 from gateway.http.endpoints import Endpoint, Handler
 from gateway.inference import answers
+from gateway.inference.anthropic import AnthropicAnswer, AnthropicMessages, TokenCount
+from gateway.inference.anthropic_request import CountRequest, MessagesRequest
 from gateway.inference.chat import ChatRequest, Chats
 from gateway.inference.chat_prompt import ChatPrompts
 from gateway.inference.completions import CompletionRequest, Completions
@@ -68,6 +70,8 @@ def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
     service = gateway.service
     traced = _untraced if gateway.traced is None else gateway.traced.handler
     prompts = ChatPrompts(service.files, gateway.config.allowed_media_domains)
+    chats = Chats(service, prompts)
+    anthropic = AnthropicMessages(service, chats, prompts)
     pooling = Pooling(service)
     score = traced("score", pooling.score)
     more: dict[str, Any] = {"errors": _INFERENCE}
@@ -83,12 +87,32 @@ def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
         ),
         _post(
             "/v1/chat/completions",
-            traced("chat", Chats(service, prompts).complete),
+            traced("chat", chats.complete),
             ChatRequest,
             answers.ChatCompletion,
             "Continue a chat",
             streams=True,
             has_images=True,
+            **more,
+        ),
+        _post(
+            "/v1/messages",
+            traced("chat", anthropic.create),
+            MessagesRequest,
+            AnthropicAnswer,
+            "Continue a chat, as in Anthropic's protocol",
+            streams=True,
+            has_images=True,
+            shape="anthropic",
+            **more,
+        ),
+        _post(
+            "/v1/messages/count_tokens",
+            anthropic.count,
+            CountRequest,
+            TokenCount,
+            "Tokens of a chat, as in Anthropic's protocol",
+            shape="anthropic",
             **more,
         ),
         _post(

@@ -113,6 +113,8 @@ NEEDED = {
     "tokens": [1],
     "lora_name": "new",
     "lora_path": "new",
+    "model": "upper",
+    "max_tokens": 4,
 }
 
 
@@ -137,4 +139,5 @@ def test_a_wrong_value_of_any_field_is_refused_by_its_name(served):
 
 
 ANY = {"tools", "documents", "chat_template_kwargs", "tool_choice", "guided_json"}
-"""What templates read, and a schema, may be any JSON."""
+ANY |= {"metadata", "cache_control"}
+"""What templates read, a schema, and labels that are not used may be any JSON."""
