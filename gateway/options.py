@@ -192,7 +192,8 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
 
     `directory`: the controller's; or `address`, `key` and `server_key` for one that is reached over
     a network. `model`: the base model's directory, for tokenizer and template; without it chats are
-    not served.
+    not served. `adapter_roots`: the directories below which adapters are, as this machine sees
+    them; without one, their chat templates and generation defaults are not read.
     """
 
     directory: str = ""
@@ -203,6 +204,7 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
     host: str = HOST_DEFAULT
     port: int = PORT_DEFAULT
     model: str = ""
+    adapter_roots: tuple[str, ...] = ()
 
 
 def parse_address(text: str) -> tuple[str, int]:

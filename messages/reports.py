@@ -20,7 +20,7 @@ from messages.ids import (
     Slot,
 )
 from messages.requests import TokensStreamed, VectorsStreamed
-from messages.views import Details, EngineStatistics, FinishReason
+from messages.views import Details, EngineStatistics, FinishReason, Warnings
 
 
 class _Report(Message, frozen=True):
@@ -31,13 +31,14 @@ class AdapterChecked(_Report, frozen=True):
     """The files are valid and fit the model.
 
     `host_bytes` is the size of the weights as they are read, `blob_bytes` their size when packed,
-    on the host and on the device.
+    on the host and on the device. `warnings`: findings that do not prevent the adapter's use.
     """
 
     fingerprint: str
     rank: int
     host_bytes: Bytes
     blob_bytes: Bytes
+    warnings: Warnings = ()
 
 
 class WeightsLoaded(_Report, frozen=True):
@@ -102,7 +103,7 @@ class OperationFailed(_Report, frozen=True):
 
 
 class InventoryAdapter(Value, frozen=True):
-    """One adapter that the engine holds."""
+    """One adapter that the engine holds; `warnings` are those of the check of its files."""
 
     adapter_id: AdapterId
     adapter: AdapterName
@@ -114,6 +115,7 @@ class InventoryAdapter(Value, frozen=True):
     generation: Generation
     host_bytes: Bytes
     blob_bytes: Bytes
+    warnings: Warnings = ()
 
 
 class EngineInventory(Message, frozen=True):

@@ -41,6 +41,7 @@ from messages.views import (
     TierView,
     TokenLogprob,
     Vector,
+    Warnings,
 )
 
 
@@ -212,12 +213,16 @@ class _Reply(Message, frozen=True):
 
 
 class AdapterDone(_Reply, frozen=True):
-    """The adapter has reached the state that was requested."""
+    """The adapter has reached the state that was requested.
+
+    `warnings`: after a load, staging, activation or hold, those of the check of its files.
+    """
 
     adapter: AdapterName
     state: AdapterState
     slot: Slot = NO_SLOT
     generation: Generation = 0
+    warnings: Warnings = ()
 
 
 class PrefetchAccepted(_Reply, frozen=True):

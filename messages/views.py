@@ -18,6 +18,11 @@ Details = Annotated[
 ]
 """All that is wrong, one finding each, where a message names the first of many; never logged."""
 
+Warnings = Annotated[
+    tuple[Annotated[str, Meta(max_length=DETAIL_CHARACTERS_MAX)], ...], Meta(max_length=DETAILS_MAX)
+]
+"""What users should know about an adapter that is served all the same, one finding each."""
+
 Vector = Annotated[bytes, Meta(max_length=1 << 22)]
 """A sequence of float32 numbers, little-endian."""
 
@@ -74,6 +79,7 @@ class AdapterView(Value, frozen=True):
     """State of one adapter; sizes in bytes, times in nanoseconds (UTC).
 
     `uses` to `failures` are also in `counters`, with all that was counted under its name.
+    `warnings` are those of the check of its files.
     """
 
     adapter: AdapterName
@@ -99,6 +105,7 @@ class AdapterView(Value, frozen=True):
     failures: int
     last_used_ns: int
     counters: AdapterCounters = AdapterCounters()
+    warnings: Warnings = ()
 
 
 class FailureView(Value, frozen=True):

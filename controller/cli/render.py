@@ -26,7 +26,7 @@ from messages.requests import (
     PrefetchAccepted,
     StatusShown,
 )
-from messages.views import AdapterCounters, AdapterView, FailureView, TierView
+from messages.views import AdapterCounters, AdapterView, FailureView, TierView, Warnings
 
 _SECOND_NS: Final = 1_000_000_000
 _TEXT_CHARACTERS_MAX: Final = 30
@@ -108,7 +108,11 @@ def _short(text: str) -> str:
 
 def _done(reply: AdapterDone) -> list[Renderable]:
     slot = "" if reply.slot == NO_SLOT else f" {reply.slot} (generation {reply.generation})"
-    return [f"{reply.adapter}: {reply.state}{slot}"]
+    return [f"{reply.adapter}: {reply.state}{slot}", *_warnings(reply.warnings)]
+
+
+def _warnings(warnings: Warnings) -> list[Renderable]:
+    return [safe(f"warning: {warning}") for warning in warnings]
 
 
 def _prefetch(reply: PrefetchAccepted) -> list[Renderable]:
@@ -127,7 +131,9 @@ def _cancelled(reply: CancelDone) -> list[Renderable]:
 
 
 def _shown(reply: AdapterShown) -> list[Renderable]:
-    shown = [field_table(_adapter_fields(view)) for view in (reply.adapter, *reply.retired)]
+    shown: list[Renderable] = []
+    for view in (reply.adapter, *reply.retired):
+        shown += [field_table(_adapter_fields(view)), *_warnings(view.warnings)]
     return [*shown, *_failure(reply.failure)]
 
 
@@ -146,7 +152,18 @@ def _status(reply: StatusShown) -> list[Renderable]:
 def _list(reply: AdaptersListed) -> list[Renderable]:
     if not reply.adapters:
         return ["no adapters are known"]
-    return [FittingTable(_LIST_COLUMNS, (_row(view) for view in reply.adapters))]
+    table = FittingTable(_LIST_COLUMNS, (_row(view) for view in reply.adapters))
+    return [table, *map(_first_warning, filter(_has_warnings, reply.adapters))]
+
+
+def _has_warnings(view: AdapterView) -> bool:
+    return bool(view.warnings)
+
+
+def _first_warning(view: AdapterView) -> str:
+    first, *others = view.warnings
+    more = f" (and {len(others)} more: loradock show {view.adapter})" if others else ""
+    return safe(f"{view.adapter}: warning: {first}{more}")
 
 
 def _row(view: AdapterView) -> tuple[str, ...]:
@@ -181,6 +198,9 @@ def _adapter_fields(view: AdapterView) -> dict[str, str]:
     fields = {}
     for name, value in msgspec.structs.asdict(view).items():
         match name:
+            case "warnings":
+                # In whole lines below.
+                pass
             case "counters":
                 fields.update(counter_fields(value))
             case "host_bytes" | "pinned_bytes" | "device_bytes":

@@ -160,6 +160,8 @@ def _check_indexes(world: World) -> None:
     for adapter in world.adapters.values():
         is_above = RESIDENCY_LEVEL[adapter.kept] > RESIDENCY_LEVEL[adapter.goal]
         _require(not is_above, f"the goal of {adapter} is below what it keeps")
+    are_of_adapters = set(world.warnings) <= set(world.adapters) and all(world.warnings.values())
+    _require(are_of_adapters, f"warnings of no adapter, or none of one: {world.warnings}")
     names = {a.name: a.id for a in world.adapters.values() if not (a.retired or a.predecessor)}
     _require(names == world.names, f"names {world.names} are not {names}")
     windows: dict[str, list[str]] = {}

@@ -217,6 +217,8 @@ def _record_of(context: Context, entry: InventoryAdapter) -> Adapter:
     if not adapter.fingerprint:
         adapter.fingerprint, adapter.rank = entry.fingerprint, entry.rank
         adapter.load_bytes, adapter.blob_bytes = entry.host_bytes, entry.blob_bytes
+        if entry.warnings:
+            world.warnings[adapter.id] = entry.warnings
     return adapter
 
 
@@ -230,6 +232,9 @@ def _renumber(context: Context, adapter: Adapter) -> None:
     del world.adapters[old]
     adapter.id = new
     world.adapters[new] = adapter
+    if old in world.warnings:
+        world.warnings[new] = world.warnings[old]
+        del world.warnings[old]
     if world.names.get(adapter.name) == old:
         world.names[adapter.name] = new
     for index in (world.demoting, world.promoting, world.held):

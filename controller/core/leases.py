@@ -43,6 +43,7 @@ from messages.ids import (
     RequestId,
     Seq,
 )
+from messages.views import Warnings
 
 GRANTED: Final[dict[RequestKind, AdapterState]] = {
     "load": CPU_CACHED,
@@ -87,9 +88,11 @@ def answer_granted(
     """Answer a request that the adapter satisfies; a hold begins with its answer."""
     if kind == "hold" and not adapter.held:
         hold(context, adapter)
+    warnings: Warnings = ()
     if kind in GRANTED:
         context.keep(adapter, GRANTED[kind])
-    context.answer(adapter_done(request_id, adapter))
+        warnings = context.world.warnings.get(adapter.id, ())
+    context.answer(adapter_done(request_id, adapter, warnings))
 
 
 def hold(context: Context, adapter: Adapter) -> None:

@@ -13,6 +13,7 @@ from controller.states.table import RESIDENCY_LEVEL
 from messages import commands, requests
 from messages.errors import ErrorCode
 from messages.ids import EVICTED, UNREGISTERED, AdapterId, AdapterState, RequestId
+from messages.views import Warnings
 
 DOWNWARD: Final = ("deactivate", "evict", "remove")
 """Kinds of requests whose target is a maximum; the target of every other kind is a minimum."""
@@ -220,10 +221,12 @@ def is_wanted_down(context: Context, adapter: Adapter) -> bool:
     return any(pending[request_id].kind in DOWNWARD for request_id in adapter.waiters)
 
 
-def adapter_done(request_id: RequestId, adapter: Adapter) -> requests.AdapterDone:
+def adapter_done(
+    request_id: RequestId, adapter: Adapter, warnings: Warnings = ()
+) -> requests.AdapterDone:
     """Return the answer that reports the adapter's state and slot."""
     return requests.AdapterDone(
-        request_id, adapter.name, adapter.state, adapter.slot, adapter.generation
+        request_id, adapter.name, adapter.state, adapter.slot, adapter.generation, warnings
     )
 
 

@@ -206,6 +206,8 @@ def _unlink(context: Context, adapter: Adapter) -> bool:
     if adapter.id in world.queues.members:
         context.leave_queue(adapter)
     del world.adapters[adapter.id]
+    if adapter.id in world.warnings:
+        del world.warnings[adapter.id]
     for index in (world.demoting, world.promoting, world.held):
         index.pop(adapter.id, None)
     predecessor = world.adapters.get(adapter.predecessor)

@@ -164,6 +164,8 @@ _ON_TRANSITION: Final[dict[type, Callable[[Context, Adapter], None]]] = {
 def _on_checked(context: Context, adapter: Adapter, report: reports.AdapterChecked) -> None:
     adapter.fingerprint, adapter.rank = report.fingerprint, report.rank
     adapter.load_bytes, adapter.blob_bytes = report.host_bytes, report.blob_bytes
+    if report.warnings:
+        context.world.warnings[adapter.id] = report.warnings
     context.count(adapter, "checks")
     context.publish(
         events.AdapterAccepted(

@@ -22,8 +22,8 @@ Sees = Callable[[str], bool]
 """Whether a client may see the adapters of a name."""
 
 
-def adapter_view(adapter: Adapter, now_ns: int) -> AdapterView:
-    """Return one record as clients see it at a recorded time."""
+def adapter_view(world: World, adapter: Adapter) -> AdapterView:
+    """Return one record as clients see it."""
     counters = adapter.counters
     return AdapterView(
         adapter=adapter.name,
@@ -48,7 +48,8 @@ def adapter_view(adapter: Adapter, now_ns: int) -> AdapterView:
         evictions=counters.evictions,
         failures=counters.failures,
         last_used_ns=adapter.last_used_ns,
-        counters=_counters_until(adapter, now_ns),
+        counters=_counters_until(adapter, world.time_ns),
+        warnings=world.warnings.get(adapter.id, ()),
     )
 
 
@@ -68,7 +69,7 @@ def _listed(
     world: World, message: requests.ListAdapters, adapters: Iterable[Adapter]
 ) -> requests.AdaptersListed:
     ordered = sorted(adapters, key=lambda a: (a.name, a.retired, a.id))
-    views = tuple(adapter_view(adapter, world.time_ns) for adapter in ordered)
+    views = tuple(adapter_view(world, adapter) for adapter in ordered)
     return requests.AdaptersListed(message.request_id, views, world.events_seq)
 
 
@@ -122,7 +123,7 @@ class AdapterPages:
         # One more than the page has, to know whether any follow.
         chosen = [keys[place] for place in islice(visible, limit + 1)]
         shown = [world.adapters[adapter_id] for _, adapter_id in chosen[:limit]]
-        views = tuple(adapter_view(adapter, world.time_ns) for adapter in shown)
+        views = tuple(adapter_view(world, adapter) for adapter in shown)
         more = len(chosen) > limit
         return requests.AdaptersPage(message.request_id, views, world.events_seq, more)
 
@@ -141,7 +142,7 @@ def show_adapter(world: World, message: requests.ShowAdapter) -> requests.Adapte
         raise unknown_adapter(message.adapter)
     demoting = (world.adapters[adapter_id] for adapter_id in world.demoting)
     versions = [current, *(a for a in demoting if a.retired and a.name == current.name)]
-    views = [adapter_view(adapter, world.time_ns) for adapter in versions]
+    views = [adapter_view(world, adapter) for adapter in versions]
     return requests.AdapterShown(message.request_id, views[0], tuple(views[1:]))
 
 

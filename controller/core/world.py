@@ -31,6 +31,8 @@ from messages.ids import (
     RequestId,
     Seq,
 )
+from messages.requests import AdapterDone
+from messages.views import Warnings
 
 InferenceKind = Literal["generate", "embed", "classify"]
 RequestKind = (
@@ -200,6 +202,15 @@ class Tier(Struct, array_like=True, gc=False):
     size_bytes_max: int = 0
 
 
+def _encode_answer(answer: Answer) -> bytes:
+    """Return an answer's bytes for the chain: as before there were warnings, if it has none."""
+    reply = answer.reply
+    if type(reply) is AdapterDone and not reply.warnings:
+        fields = msgspec.structs.astuple(reply)[:-1]
+        return _encode(((AdapterDone.__name__, *fields), answer.body, answer.time_ns))
+    return _encode(answer)
+
+
 class World:
     """The state that results from the log's inputs."""
 
@@ -230,6 +241,8 @@ class World:
         self.names: dict[str, AdapterId] = {}
         self.adapters: DigestDict[AdapterId, Adapter] = DigestDict()
         self.slots: DigestDict[int, Slot] = DigestDict()
+        # Of those adapters that have any: the others cost nothing.
+        self.warnings: DigestDict[AdapterId, Warnings] = DigestDict()
         self.answers = AnswerWindows(window_bounds(limits))
         # The hash of all answers that were ever given, in order: each continues the one before.
         self.answers_chain = b""
@@ -294,7 +307,7 @@ class World:
     def add_answer(self, answer: Answer) -> None:
         """Keep the answer of a request, and continue the chain of answers with it."""
         self.answers.add(answer)
-        self.answers_chain = xxhash.xxh3_128_digest(self.answers_chain + _encode(answer))
+        self.answers_chain = xxhash.xxh3_128_digest(self.answers_chain + _encode_answer(answer))
 
     def add_deadline(self, at_ns: int, kind: DeadlineKind, key: int | str) -> None:
         """Add a deadline; ended ones are dropped when there are too many."""
@@ -339,7 +352,8 @@ class World:
         return self._digest([entries.digest_from_scratch() for entries in self._digest_dicts()])
 
     def _digest_dicts(self) -> tuple[DigestDict, ...]:  # type: ignore[type-arg]
-        return (self.adapters, self.slots)
+        # A world without warnings has the digest that it had before there were any.
+        return (self.adapters, self.slots, *([self.warnings] if self.warnings else ()))
 
     def _digest(self, sums: list[int]) -> str:
         state = (

@@ -36,6 +36,7 @@ from messages.ids import (
 )
 from messages.ids import Path as AdapterPath
 from messages.records import FORMAT, Header
+from messages.views import Warnings
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -57,6 +58,7 @@ class ExportedAdapter(Struct, frozen=True, forbid_unknown_fields=True):
     hits: Count = 0
     evictions: Count = 0
     failures: Count = 0
+    warnings: Warnings = ()
 
 
 class ExportedNumbers(Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,6 +142,7 @@ def _adapters(world: World) -> tuple[ExportedAdapter, ...]:
         ExportedAdapter(
             **{name: getattr(adapter, name) for name in _SAME},
             **{name: getattr(adapter.counters, name) for name in _COUNTS},
+            warnings=world.warnings.get(adapter.id, ()),
         )
         for adapter in sorted(current, key=lambda a: a.lru_stamp)
         if UNREGISTERED not in (adapter.state, adapter.goal)
@@ -238,6 +241,8 @@ def _add(world: World, exported: ExportedAdapter) -> None:
     adapter.lru_stamp = world.lru_counter
     world.adapters[adapter.id] = adapter
     world.names[adapter.name] = adapter.id
+    if exported.warnings:
+        world.warnings[adapter.id] = exported.warnings
     if adapter.held:
         world.held[adapter.id] = None
     if adapter.goal != EVICTED:

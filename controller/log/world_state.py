@@ -26,6 +26,7 @@ from controller.core.world import (
     World,
 )
 from messages.ids import AdapterId, Epoch, OpId, RequestId, Seq
+from messages.views import Warnings
 
 
 class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -57,12 +58,13 @@ class WorldState(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     past_counters: Counters
     base_counters: Counters
     answers_chain: bytes
+    warnings: dict[AdapterId, Warnings] = {}
 
 
-_LISTS: Final = ("adapters", "slots", "answers", "batches")
-"""The fields of which the values are stored, or the keys, as lists."""
+_OTHERS: Final = ("adapters", "slots", "answers", "batches", "warnings")
+"""The fields that are rebuilt: of all but the last the values are stored, or the keys, as lists."""
 
-_SAME: Final = tuple(name for name in WorldState.__struct_fields__ if name not in _LISTS)
+_SAME: Final = tuple(name for name in WorldState.__struct_fields__ if name not in _OTHERS)
 """The fields that are stored as they are."""
 
 _id: Final = attrgetter("id")
@@ -78,6 +80,7 @@ def encode_world(world: World) -> bytes:
         "slots": list(world.slots.values()),
         "answers": list(world.answers.by_id.values()),
         "batches": list(world.batches),
+        "warnings": world.warnings,
     }
     return _encode([values[name] for name in WorldState.__struct_fields__])
 
@@ -92,6 +95,7 @@ def restore_world(world: World, data: bytes) -> None:
         setattr(world, name, getattr(state, name))
     world.adapters = DigestDict.of(zip(map(_id, state.adapters), state.adapters, strict=True))
     world.slots = DigestDict.of(enumerate(state.slots))
+    world.warnings = DigestDict.of(state.warnings.items())
     world.answers.restore(state.answers)
     world.batches = OrderedDict.fromkeys(state.batches)
     derive(world)

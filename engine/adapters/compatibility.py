@@ -21,6 +21,7 @@ from engine.adapters.output_vectors import (
 )
 from engine.adapters.pairs import TensorPair, check_rank_divisible, pair_up, size_difference
 from engine.adapters.peft_config import CLASSIFICATION_HEADS, PEFTHelper
+from engine.adapters.targets import check_targets
 from engine.adapters.tensor_names import WeightNames, is_within, sort_names
 from engine.adapters.weights_mapper import Rename
 from engine.config import LoRAConfig
@@ -69,11 +70,16 @@ class AdapterTarget:
 
 @dataclass(frozen=True)
 class MatchedTensors:
-    """An adapter's tensors: `pairs` of modules with one A and one B, and those of `experts`."""
+    """An adapter's tensors: `pairs` of modules with one A and one B, and those of `experts`.
+
+    `warnings`: findings that do not prevent the adapter's use. `helper`: the adapter's config.
+    """
 
     pairs: list[TensorPair]
     experts: list[ExpertPair]
     vectors: list[OutputVector] = field(default_factory=list)
+    warnings: tuple[str, ...] = ()
+    helper: PEFTHelper | None = None
 
     def stored(self) -> list[TensorPair]:
         """Return all pairs, as in the file, and the vectors."""
@@ -137,12 +143,12 @@ def match_tensors(
     `AdapterDoesNotFit` for an ambiguous path.
     """
     modules = {} if model is None else model.modules
+    warnings: tuple[str, ...] = ()
     vectors, others = take_vectors(tensors, helper, resolver)
     found = sort_names(others, resolver, helper.modules_to_save)
     names, experts = split_experts(found, resolver, modules.values())
     check_names(names, helper, problems, has_experts=any(one.is_touched for one in experts))
-    if model is None and names.experts:
-        problems.add(AdapterDoesNotFit, NEEDS_MODEL)
+    _check_unmatched_experts(names, model, problems)
     pairs = [saved_as_slice(pair, modules) for pair in pair_up(names, tensors, helper, problems)]
     stacked = pair_experts(experts, tensors, helper, problems)
     if model is not None:
@@ -150,7 +156,10 @@ def match_tensors(
         touched = _touched_experts(stacked, experts).union(pair.module for pair in pairs)
         # The tensors of a refused pair are reported as such, and not as absent.
         touched |= names.pairs.keys()
-        _check_targets(touched, helper, model, problems)
+        has_single_experts = any(one.singles for one in experts)
+        warnings = check_targets(
+            touched, helper, model, problems, has_single_experts=has_single_experts
+        )
         _check_heads(touched, model, problems)
         _check_copies(names.copies, tensors, modules, problems)
     if model is None and vectors:
@@ -158,7 +167,19 @@ def match_tensors(
     elif model is not None:
         adapted = [*pairs, *(expert.pair for expert in stacked)]
         check_vectors(vectors, adapted, tensors, helper, model, problems)
-    return MatchedTensors(pairs, stacked, vectors)
+    return MatchedTensors(pairs, stacked, vectors, warnings, helper)
+
+
+def _check_unmatched_experts(
+    names: WeightNames, model: AdapterTarget | None, problems: Problems
+) -> None:
+    """Add tensors of fused experts that belong to no experts module of the model."""
+    fused = [name for pair in names.experts.values() for name in (pair.a, pair.b) if name]
+    if model is not None:
+        text = "tensors of experts that are not wrapped in this model"
+        problems.add_each(AdapterDoesNotFit, text, fused)
+    elif fused:
+        problems.add(AdapterDoesNotFit, f"{NEEDS_MODEL} ({fused[0]})")
 
 
 def _touched_experts(stacked: Iterable[ExpertPair], experts: Iterable[Experts]) -> set[str]:
@@ -181,10 +202,8 @@ def check_names(
     names: WeightNames, helper: PEFTHelper | None, problems: Problems, has_experts: bool = False
 ) -> None:
     """Add unknown names, a file without any A or B, and a missing head to `problems`."""
-    fused = [name for pair in names.experts.values() for name in (pair.a, pair.b) if name]
-    experts = [f"{name} (its experts are not wrapped in this model)" for name in fused]
-    problems.add_each(AdapterDoesNotFit, "unexpected tensors", names.unexpected + experts)
-    if not names.pairs and not fused and not has_experts:
+    problems.add_each(AdapterDoesNotFit, "unexpected tensors", names.unexpected)
+    if not names.pairs and not names.experts and not has_experts:
         problems.add(
             AdapterDoesNotFit, "no tensor is an A or a B of a module; save the adapter with PEFT"
         )
@@ -230,25 +249,6 @@ def _check_modules(
             elif pair.kind is not ModuleKind.HEAD:
                 check_rank_divisible(pair.module, pair.rank, shape.shard)
     _add_size_differences(resized, len(touched), helper, problems)
-
-
-def _check_targets(
-    touched: Collection[str], helper: PEFTHelper, model: AdapterTarget, problems: Problems
-) -> None:
-    """Add targets that this model has but the file has no tensors for: an incomplete adapter.
-
-    `touched`: every module-slice that the file has tensors for.
-    """
-    modules = model.modules
-    missing = _untouched(touched, helper, model)
-    problems.add_each(AdapterDoesNotFit, "target_modules without a tensor", missing)
-    adapted = {modules[name].parameter for name in touched if name in modules}
-    paths = {shape.parameter for shape in modules.values()} if helper.target_parameters else ()
-    for target in helper.target_parameters:
-        found = {path for path in paths if path == target or path.endswith(f".{target}")}
-        if found.isdisjoint(adapted) and model.has_parameter(target):
-            why = "no tensor is for it" if found else "it is not wrapped in this model"
-            problems.add(AdapterDoesNotFit, f"target_parameters names {shown(target)}; {why}")
 
 
 def _check_heads(touched: Collection[str], model: AdapterTarget, problems: Problems) -> None:
@@ -323,32 +323,6 @@ def _with_hint(module: str, model: AdapterTarget) -> str:
     return module if near is None else f"{module} (there is {near})"
 
 
-def _untouched(touched: Collection[str], helper: PEFTHelper, model: AdapterTarget) -> list[str]:
-    """Return the targets that this model has but the file has no tensors for.
-
-    An adapter that touches no image layer was trained on a text model, so layers of a tower with
-    the same names are not targets.
-    """
-    if isinstance(helper.target_modules, str) or helper.has_exclusions:
-        return []
-    adapted = suffixes(touched)
-    missing = [name for name in helper.target_modules if name not in adapted]
-    if not missing:
-        return []
-    text_modules = model.modules.keys() - model.image_layers
-    present = suffixes(text_modules if model.image_layers.isdisjoint(touched) else model.modules)
-    return [shown(name) for name in missing if name in present]
-
-
-def suffixes(names: Iterable[str]) -> set[str]:
-    """Return every name, and the part after each of its dots."""
-    return {
-        name[start:]
-        for name in names
-        for start in (0, *(i + 1 for i, c in enumerate(name) if c == "."))
-    }
-
-
 def check_vocabulary(
     pairs: Iterable[TensorPair], tensors: Tensors, vocab_size: int | None, problems: Problems
 ) -> None:
@@ -362,16 +336,13 @@ def check_vocabulary(
             )
 
 
-def check_expert_format(is_3d_lora_weight: bool | None, matched: MatchedTensors) -> None:
-    """Raise `AdapterDoesNotFit` unless the file has expert tensors of this format; None: any."""
-    if is_3d_lora_weight is None:
-        return
-    found = "fused (3-D)" if matched.is_3d_lora_weight else "for single experts (2-D)"
-    found = found if matched.experts else "absent"
-    if is_3d_lora_weight != matched.is_3d_lora_weight:
+def check_expert_format(is_3d_lora_weight: bool, matched: MatchedTensors) -> None:
+    """Raise `AdapterDoesNotFit` if fused expert tensors are required and the file has none."""
+    if is_3d_lora_weight and not matched.is_3d_lora_weight:
+        found = "for single experts (2-D)" if matched.experts else "absent"
         raise AdapterDoesNotFit(
-            f"is_3d_lora_weight is {is_3d_lora_weight}, and the file's expert tensors are {found}; "
-            "leave it out to have the files decide"
+            f"is_3d_lora_weight is True, and the file's expert tensors are {found}; leave it out "
+            "to have the files decide"
         )
 
 

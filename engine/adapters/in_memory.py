@@ -17,6 +17,7 @@ from engine.adapters.layer_weights import LoRALayerWeights
 from engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from engine.adapters.module_weights import by_module
 from engine.adapters.pairs import TensorPair, check_rank_divisible
+from engine.adapters.targets import check_targets
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
 from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
@@ -53,13 +54,33 @@ def check_in_memory(
     for name, lora in loras.items():
         _check_fit(name, lora, target, problems)
     _raise(model.id, problems)
+    warnings = _check_targets(model, loras, target, problems)
     _check_values(loras, target.lora_config.dtype, problems)
     _raise(model.id, problems)
     ranks = {name: lora.rank for name, lora in loras.items()}
     whole = LoRAModel(model.id, max(ranks.values()), loras, model.is_3d_lora_weight)
     checked = whole.sharded(modules)
     size_bytes = blob_bytes(ranks, modules.values(), target.lora_config.dtype)
-    return LoadedAdapter(fingerprint, checked, checked.rank, checked.size_bytes, size_bytes)
+    host_bytes = checked.size_bytes
+    return LoadedAdapter(
+        fingerprint, checked, checked.rank, host_bytes, size_bytes, warnings=warnings
+    )
+
+
+def _check_targets(
+    model: LoRAModel,
+    loras: Mapping[str, LoRALayerWeights],
+    target: AdapterTarget,
+    problems: Problems,
+) -> tuple[str, ...]:
+    """Compare what the adapter touches with what its config names; nothing without a config."""
+    if model.peft_helper is None:
+        return ()
+    has_experts = any(lora.kind is _EXPERTS for lora in loras.values())
+    is_per_expert = has_experts and not model.is_3d_lora_weight
+    return check_targets(
+        loras, model.peft_helper, target, problems, has_single_experts=is_per_expert
+    )
 
 
 def _detached(lora: LoRALayerWeights, shape: ModuleShape | None) -> LoRALayerWeights:

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +15,6 @@ from engine.adapters.compatibility import (
     MatchedTensors,
     check_vocabulary,
     match_tensors,
-    suffixes,
     target_of,
 )
 from engine.adapters.expert_stacks import MoEEPLoadSpec, expert_stacks, expert_submatrices
@@ -26,7 +25,7 @@ from engine.adapters.files.weights_file import ValueRange, value_range
 from engine.adapters.finite_values import check_values
 from engine.adapters.layer_weights import LoRALayerWeights
 from engine.adapters.lora_request import tensorizer_directory
-from engine.adapters.module_paths import ModulePathResolver
+from engine.adapters.module_paths import ModulePathResolver, suffixes
 from engine.adapters.output_vectors import ReadBase, fold_vectors
 from engine.adapters.pairs import TensorPair
 from engine.adapters.peft_config import PEFTHelper
@@ -48,6 +47,8 @@ class LoRAModel:
     """One adapter: its id (at least 1), its highest rank, and its weights by module path.
 
     `is_3d_lora_weight`: its experts' weights come from tensors for all experts of a layer.
+    `peft_helper`: the config that they were read with, which a manager compares with its model's
+    layers; None for weights without one.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class LoRAModel:
         rank: int,
         loras: dict[str, LoRALayerWeights],
         is_3d_lora_weight: bool = False,
+        *,
+        peft_helper: PEFTHelper | None = None,
     ) -> None:
         """Raises `TypeError` for an id that is no integer, and `ValueError` for one under 1."""
         # Ids often come out of arrays.
@@ -68,6 +71,7 @@ class LoRAModel:
         self.rank = rank
         self.loras = loras
         self.is_3d_lora_weight = is_3d_lora_weight
+        self.peft_helper = peft_helper
 
     @property
     def size_bytes(self) -> int:
@@ -84,7 +88,9 @@ class LoRAModel:
         return self._with(loras, self.id)
 
     def _with(self, loras: dict[str, LoRALayerWeights], lora_model_id: int) -> "LoRAModel":
-        return LoRAModel(lora_model_id, self.rank, loras, self.is_3d_lora_weight)
+        return LoRAModel(
+            lora_model_id, self.rank, loras, self.is_3d_lora_weight, peft_helper=self.peft_helper
+        )
 
     def get_lora(self, module_name: str) -> LoRALayerWeights | None:
         """Return a module's weights; None if the adapter does not touch it."""
@@ -220,7 +226,8 @@ class LoRAModel:
         if not loras:
             raise AdapterDoesNotFit("no module is touched; this rank keeps none of the experts")
         rank = max(lora.rank for lora in loras.values())
-        return cls(lora_model_id, rank, loras, matched.is_3d_lora_weight)
+        is_3d, helper = matched.is_3d_lora_weight, matched.helper
+        return cls(lora_model_id, rank, loras, is_3d, peft_helper=helper)
 
 
 @dataclass(frozen=True)
@@ -230,7 +237,8 @@ class LoadedAdapter:
     `fingerprint`: see `start_fingerprint`; empty if a follower read it. `model`: its weights as
     stored, under id 1; for sharded modules only this process's part. `rank`: its highest.
     `host_bytes`: the size of the weights. `blob_bytes`: their size once staged, on host and device.
-    `stamp`: of the files and these sizes; it must be equal on all ranks.
+    `stamp`: of the files and these sizes; it must be equal on all ranks. `warnings`: findings that
+    do not prevent the adapter's use.
     """
 
     fingerprint: str
@@ -239,6 +247,7 @@ class LoadedAdapter:
     host_bytes: int
     blob_bytes: int
     stamp: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 def _resolver(
@@ -272,7 +281,7 @@ def _without_remote(matched: MatchedTensors, spec: MoEEPLoadSpec | None) -> Matc
     experts = [
         one for one in matched.experts if one.expert is None or not spec.is_remote(one.pair.a)
     ]
-    return MatchedTensors(pairs, experts, matched.vectors)
+    return replace(matched, pairs=pairs, experts=experts)
 
 
 def _wanted(matched: MatchedTensors) -> dict[str, Submatrix]:

@@ -14,8 +14,8 @@ class LoRARequest:
     """The adapter that a request uses; `lora_int_id` is at least 1, because 0 is the base model.
 
     `base_model_name` is informative only. `load_inplace`: read `lora_path` again although the id is
-    known, once; after reading, use `loaded()`, which clears it. `is_3d_lora_weight`: whether expert
-    weights are fused, which the files are checked against; None: as in the files.
+    known, once; after reading, use `loaded()`, which clears it. `is_3d_lora_weight`: expert weights
+    must be fused, which the files are checked against; False: as in the files.
     `tensorizer_config_dict`: see `tensorizer_directory`. Raises `ValueError`.
     """
 
@@ -24,7 +24,7 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
-    is_3d_lora_weight: bool | None = None
+    is_3d_lora_weight: bool = False
     tensorizer_config_dict: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:

@@ -8,10 +8,9 @@ searched for.
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from transformers import PreTrainedModel
-
 from engine.adapters.weights_mapper import Rename
 from engine.errors import AdapterDoesNotFit
+from engine.models.library.registry import PreTrainedModel
 
 SKIP_PREFIXES: Final = ("mtp.",)
 """Prefixes of layers that a served model does not use: they predict more tokens in training."""
@@ -78,6 +77,15 @@ class ModulePathResolver:
                 f"{path} may be {' or '.join(found)} of this model; rename it to one of them"
             )
         return found[0] if found else path
+
+
+def suffixes(names: Iterable[str]) -> set[str]:
+    """Return every name, and the part after each of its dots."""
+    return {
+        name[start:]
+        for name in names
+        for start in (0, *(i + 1 for i, c in enumerate(name) if c == "."))
+    }
 
 
 def equivalences_of(model: PreTrainedModel) -> tuple[Equivalence, ...]:

@@ -76,7 +76,19 @@ def _module_pair(module: str, names: PairNames, tensors: Tensors, helper: PEFTHe
                 f"{module} has rank {rank} and a B of {columns} columns, as a convolution of "
                 f"{rank // columns} groups; A and B are stored whole, so it is not served"
             )
+    _check_kernel_ranks(module, names, tensors, helper.rank_of(key))
     return make_pair(module, names, found, helper, key)
+
+
+def _check_kernel_ranks(module: str, names: PairNames, tensors: Tensors, rank: int) -> None:
+    """Refuse tensors of more than two dimensions that are no convolution's, as of experts."""
+    shapes = {name: list(tensors[name].shape) for name in (names.a, names.b) if name is not None}
+    a, b = shapes.get(names.a or "", [rank]), shapes.get(names.b or "", [0, rank])
+    if max(map(len, (a, b))) > 2 and (a[:1] != [rank] or b[1:2] != [rank]):
+        raise AdapterDoesNotFit(
+            f"{module} has A {a} and B {b}; the config specifies rank {rank}, and only a "
+            "convolution's A [rank, in, ...] and B [out, rank, ...] have more than two dimensions"
+        )
 
 
 def _flat(tensor: HasShape) -> HasShape:

@@ -5,8 +5,9 @@ describes training is ignored.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -25,11 +26,30 @@ def _is_off(value: Any) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 
-def _is_harmless_start(value: Any) -> bool:
-    """Whether an adapter with this initialisation is right for newly loaded base weights."""
+HARMLESS_INITIALISATIONS: Final = ("gaussian", "eva", "orthogonal", "mica")
+"""Values of `init_lora_weights` that set A and B alone; booleans and null do too."""
+
+BASE_CHANGING_INITIALISATIONS: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values, or their beginnings, with which PEFT also subtracts the product of A and B from the base
+weights (LoftQ: quantises them), so that an adapter as it was trained is wrong for the base model.
+`save_pretrained` with `path_initial_model_for_weight_conversion` appends the first A and B to the
+last, doubles rank and alpha, and saves true as the value: such an adapter is a plain one."""
+
+
+def _leaves_base(value: Any) -> bool:
+    return not str(value).lower().startswith(BASE_CHANGING_INITIALISATIONS)
+
+
+def _is_known_initialisation(value: Any) -> bool:
+    """Whether a value is one of PEFT's; those that change the base have a rule of their own."""
     if isinstance(value, str):
-        return value.lower() in {"gaussian", "eva", "orthogonal", "mica", "lora_ga"}
+        return value.lower() in HARMLESS_INITIALISATIONS or not _leaves_base(value)
     return value is None or isinstance(value, bool)
+
+
+def _are_layers(value: Any) -> bool:
+    layers = value if isinstance(value, list) else [value]
+    return value is None or all(type(one) is int for one in layers)
 
 
 CLASSIFICATION_HEADS: Final = ("classifier", "score")
@@ -41,8 +61,16 @@ def _are_names(value: Any) -> bool:
     return _is_off(value) or is_list
 
 
+def _is_name_or_names(value: Any) -> bool:
+    return isinstance(value, str) or _are_names(value)
+
+
 BIASES: Final = ("none", "all", "lora_only")
 """The values of `bias`: which trained biases an adapter contains."""
+
+
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+"""Names in `layers_pattern` without a character that is special in PEFT's pattern."""
 
 
 class FieldRule(NamedTuple):
@@ -73,9 +101,20 @@ FIELD_RULES: Final = (
     ),
     FieldRule(
         "init_lora_weights",
-        _is_harmless_start,
-        "it may have changed the base weights; convert the adapter to plain LoRA when saving it",
+        _leaves_base,
+        "training began by changing the base weights; convert the adapter to plain LoRA when "
+        "saving it (path_initial_model_for_weight_conversion), or set true if the served base "
+        "model has the changed weights",
     ),
+    FieldRule(
+        "init_lora_weights",
+        _is_known_initialisation,
+        "whether this initialisation changes the base weights is not known; those that do not are "
+        f"true, false, {', '.join(HARMLESS_INITIALISATIONS)}",
+    ),
+    FieldRule("layers_to_transform", _are_layers, "an integer or a list of integers is needed"),
+    FieldRule("layers_pattern", _is_name_or_names, "a name or a list of names is needed"),
+    FieldRule("exclude_modules", _is_name_or_names, "a pattern or a list of names is needed"),
     FieldRule(
         "modules_to_save",
         _are_names,
@@ -127,19 +166,22 @@ class PEFTHelper:
 
     `target_modules`: names, or one pattern, as in the config; a pattern is not evaluated, because
     the tensors' names determine the adapted modules. The methods return a module's rank and
-    scaling, patterns included. `has_exclusions`: some targets may not be adapted.
+    scaling, patterns included. `exclude_modules`: targets that are not adapted, in the same form.
+    `layers_to_transform`: the only layers that are adapted; None for all. `layers_pattern`: the
+    names of the lists that these layers are in; empty for any list.
     `modules_to_save`: modules that the adapter replaces. `target_parameters`: adapted
-    parameters, by path or its end. `base_model_name`: for error texts only.
+    parameters, by path or its end. `base_model_name`: for error texts only. A program that has no
+    config file constructs one of `r`, `lora_alpha` and `target_modules`; lists and dicts are taken
+    as they are in a config. Raises `AdapterConfigRefused` for a rank or an alpha that is none.
     """
 
     r: int
     lora_alpha: float
     target_modules: tuple[str, ...] | str
-    has_exclusions: bool
-    use_rslora: bool
-    fan_in_fan_out: bool
-    rank_pattern: PatternTable[int]
-    alpha_pattern: PatternTable[float]
+    use_rslora: bool = False
+    fan_in_fan_out: bool = False
+    rank_pattern: PatternTable[int] = field(default_factory=lambda: PatternTable({}))
+    alpha_pattern: PatternTable[float] = field(default_factory=lambda: PatternTable({}))
     modules_to_save: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
     base_model_name: str = ""
@@ -147,6 +189,24 @@ class PEFTHelper:
     use_dora: bool = False
     lora_bias: bool = False
     bias: str = "none"
+    exclude_modules: tuple[str, ...] | str = ()
+    layers_to_transform: frozenset[int] | None = None
+    layers_pattern: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            _as_rank(self.r), _as_alpha(self.lora_alpha)
+        except ValueError as error:
+            raise AdapterConfigRefused(
+                f"r is {shown(self.r)} and lora_alpha {shown(self.lora_alpha)}; {error}"
+            ) from None
+        for name in ("rank_pattern", "alpha_pattern"):
+            if isinstance(patterns := getattr(self, name), Mapping):
+                object.__setattr__(self, name, PatternTable(patterns))
+        names_of = ("target_modules", "modules_to_save", "target_parameters", "exclude_modules")
+        for name in names_of:
+            if not isinstance(names := getattr(self, name), str):
+                object.__setattr__(self, name, tuple(names or ()))
 
     @classmethod
     def from_local_dir(
@@ -193,7 +253,6 @@ class PEFTHelper:
             r=fields.required("r", _as_rank, 1),
             lora_alpha=fields.required("lora_alpha", _as_alpha, 1.0),
             target_modules=fields.targets(no_targets),
-            has_exclusions=not _is_off(config.get("exclude_modules")),
             use_rslora=fields.switch("use_rslora"),
             fan_in_fan_out=fields.switch("fan_in_fan_out"),
             rank_pattern=fields.patterns("rank_pattern", _as_rank),
@@ -204,8 +263,26 @@ class PEFTHelper:
             use_dora=fields.switch("use_dora"),
             lora_bias=fields.switch("lora_bias"),
             bias=fields.text("bias") or "none",
+            exclude_modules=fields.text("exclude_modules") or fields.names("exclude_modules"),
+            layers_to_transform=fields.layers(),
+            layers_pattern=fields.lists_of_layers(),
         )
         return helper if len(problems) == refused else None
+
+    @property
+    def has_exclusions(self) -> bool:
+        """Whether some targets may not be adapted."""
+        return bool(self.exclude_modules)
+
+    @property
+    def selects_by_names(self) -> bool:
+        """Whether names alone decide which modules are adapted, and no regular expression.
+
+        A pattern is not evaluated: it could take any time.
+        """
+        patterns = (self.target_modules, self.exclude_modules)
+        is_plain = all(_PLAIN_NAME.fullmatch(name) for name in self.layers_pattern)
+        return is_plain and not any(isinstance(one, str) for one in patterns)
 
     @property
     def vllm_lora_scaling_factor(self) -> float:
@@ -303,6 +380,23 @@ class _Fields:
         if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
             return ()
         return tuple(value)
+
+    def lists_of_layers(self) -> tuple[str, ...]:
+        """Read `layers_pattern`; empty if it is missing or malformed."""
+        text, names = self.text("layers_pattern"), self.names("layers_pattern")
+        if len(names) > self._bounds.patterns_max:
+            self._refused(
+                f"layers_pattern has {len(names)} names; at most {self._bounds.patterns_max} are "
+                "read"
+            )
+        return (text,) if text else names
+
+    def layers(self) -> frozenset[int] | None:
+        """Read `layers_to_transform`; None, for all layers, if it is missing or malformed."""
+        value = self._config.get("layers_to_transform")
+        if value is None or value == [] or not _are_layers(value):
+            return None
+        return frozenset(value if isinstance(value, list) else [value])
 
     def text(self, name: str) -> str:
         """Read a string; empty if it is missing or malformed."""

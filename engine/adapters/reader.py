@@ -34,7 +34,7 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
     *,
     allow_pickled: bool = False,
     is_follower: bool = False,
-    is_3d_lora_weight: bool | None = None,
+    is_3d_lora_weight: bool = False,
     checked: CheckedFiles | None = None,
     is_check: bool = False,
 ) -> LoadedAdapter:
@@ -42,8 +42,8 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
 
     For sharded modules only this process's part is kept. `adapter` is the name for error texts;
     `allow_pickled` is that of `open_adapter`. A follower reads and checks only its parts and
-    computes no fingerprint, which the leader does. `is_3d_lora_weight`: whether expert tensors must
-    be fused; None: as in the file. Values are checked after everything else; those of files that
+    computes no fingerprint, which the leader does. `is_3d_lora_weight`: expert tensors must be
+    fused; False: as in the file. Values are checked after everything else; those of files that
     `checked` has seen for this model are not checked again. `is_check`: nothing is loaded yet, so
     `checked` keeps what was read for the next call, which returns it if the files are unchanged.
     Raises one `EngineError` for all problems, of the first class among `AdapterConfigRefused`,
@@ -73,7 +73,7 @@ def _read(
     model: AdapterTarget,
     bounds: AdapterBounds,
     is_follower: bool,
-    is_3d_lora_weight: bool | None,
+    is_3d_lora_weight: bool,
     known: str | None,
 ) -> LoadedAdapter:
     """`known`: the fingerprint of files whose values were checked."""
@@ -108,4 +108,12 @@ def _read(
     size_bytes = blob_bytes(ranks, list(model.modules.values()), dtype)
     host_bytes = lora_model.size_bytes
     stamp = f"{files.stamp} {host_bytes} {size_bytes}"
-    return LoadedAdapter(fingerprint, lora_model, lora_model.rank, host_bytes, size_bytes, stamp)
+    return LoadedAdapter(
+        fingerprint,
+        lora_model,
+        lora_model.rank,
+        host_bytes,
+        size_bytes,
+        stamp,
+        matched.warnings,
+    )

@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import PreTrainedModel
 
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
+from engine.models.library.registry import PreTrainedModel
 from engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
 from engine.models.positions.rotary import scale_by_length
 from engine.models.served_model import ServedModel, Tokenizer

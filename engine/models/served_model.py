@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from transformers import PreTrainedModel
 
 from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.module_paths import Equivalence, equivalences_of
@@ -26,6 +25,7 @@ from engine.layers import (
 from engine.layers.missing import missing_layers
 from engine.layers.saved import ReplaceableNorm
 from engine.layout import ModuleShape
+from engine.models.library.registry import PreTrainedModel
 from engine.models.positions.context import longest_context
 from engine.models.preparation import WrapScope, module_shapes, prepare_layers
 from engine.models.sharding import experts_of
@@ -57,7 +57,8 @@ class ServedModel:
     alone may not contain. `no_images_reason`: why prompts may contain no images; empty if they may.
     `group`: the ranks that the model is split over. `without_head`: the model classifies, and was
     saved without the head for that. `unwrapped`:
-    why some layers are not wrapped, by path. Raises `ModelRefused` for a model that is not served.
+    why some layers are not wrapped, by path. `refusals`: why faster ways to run its rows were
+    refused. Raises `ModelRefused` for a model that is not served.
     """
 
     task: Task
@@ -73,6 +74,7 @@ class ServedModel:
     image_layers: frozenset[str]
     norms: Mapping[str, ReplaceableNorm]
     shapes: tuple[ModuleShape, ...]
+    refusals: tuple[str, ...]
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Tokenizer, context_tokens_max: int
@@ -102,7 +104,7 @@ class ServedModel:
             lora_config.enable_tower_connector_lora,
         )
         prepared = prepare_layers(self.model, specs, self.vocab_size, scope)
-        self.layers, self.parts, self.image_layers, self.norms, chosen = prepared
+        self.layers, self.parts, self.image_layers, self.norms, chosen, self.refusals = prepared
         tokens = self.model.get_input_embeddings()
         for name, layer in self.layers.items():
             is_text = self.parts[name] is MappingType.LANGUAGE

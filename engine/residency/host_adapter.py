@@ -15,6 +15,7 @@ class HostAdapter:
 
     `weights`: the model that was read; a blob once it was staged, also after it was unstaged.
     Nothing else may reference them, so that dropping or replacing them frees their memory.
+    `warnings`: those of its check.
     """
 
     source: LoadWeights
@@ -25,11 +26,19 @@ class HostAdapter:
     is_staged: bool = False
     slot: int = NO_SLOT
     generation: int = 0
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, source: LoadWeights, loaded: LoadedAdapter) -> "HostAdapter":
         """Return the record of an adapter that was just read."""
-        return cls(source, loaded.rank, loaded.host_bytes, loaded.blob_bytes, loaded.model)
+        return cls(
+            source,
+            loaded.rank,
+            loaded.host_bytes,
+            loaded.blob_bytes,
+            loaded.model,
+            warnings=loaded.warnings,
+        )
 
     @property
     def state(self) -> AdapterState:
@@ -51,4 +60,5 @@ class HostAdapter:
             generation=self.generation,
             host_bytes=self.host_bytes,
             blob_bytes=self.blob_bytes,
+            warnings=self.warnings,
         )

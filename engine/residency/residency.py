@@ -176,7 +176,12 @@ class Residency:
 
         def checked(loaded: LoadedAdapter) -> reports.AdapterChecked:
             return reports.AdapterChecked(
-                command.op, loaded.fingerprint, loaded.rank, loaded.host_bytes, loaded.blob_bytes
+                command.op,
+                loaded.fingerprint,
+                loaded.rank,
+                loaded.host_bytes,
+                loaded.blob_bytes,
+                loaded.warnings,
             )
 
         self._start(command.op, BASE_MODEL, partial(self._read_fitting, command), checked)

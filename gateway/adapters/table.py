@@ -50,8 +50,9 @@ class AdapterTable:
     """The current version of every known adapter, and the latest status.
 
     `synced`: the table follows the event stream. `seq`: the number of the last applied event; None
-    before the first list. `stale`: names whose views have to be read again. `on_activated` is
-    called with the name of each adapter that reaches a slot.
+    before the first list. `stale`: names whose views have to be read again; `replaced`: those of
+    them whose views are another version's. `acceptances`: how often files were accepted, by name.
+    `on_activated` is called with the name of each adapter that reaches a slot.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,8 @@ class AdapterTable:
         self.synced = False
         self.seq: int | None = None
         self.stale: set[str] = set()
+        self.replaced: set[str] = set()
+        self.acceptances: Counter[str] = Counter()
         self.needs_list = False
         self.totals = EventTotals()
         self.recent: deque[Published] = deque(maxlen=RECENT_EVENTS)
@@ -83,12 +86,14 @@ class AdapterTable:
         if self.seq is None:
             self.seq = listed.events_seq
         self.stale.clear()
+        self.replaced.clear()
         self.needs_list = False
         self.synced = True
 
     def update(self, name: str, view: AdapterView | None) -> None:
         """Replace one adapter's view; None: the name is not known any more."""
         self.stale.discard(name)
+        self.replaced.discard(name)
         if view is None:
             self.views.pop(name, None)
         else:
@@ -151,8 +156,19 @@ class AdapterTable:
             case ev.EngineAttached() | ev.EngineDetached() | ev.ControllerResumed():
                 # All states may differ, and which engine is attached.
                 self.needs_list = True
+        self._change_version(event)
         if name:
             self.stale.add(name)
+
+    def _change_version(self, event: Event) -> None:
+        match event:
+            case ev.AdapterAccepted(adapter=name):
+                self.acceptances[name] += 1
+            case ev.AdapterReplaced(adapter=name):
+                self.replaced.add(name)
+            case ev.AdapterRemoved(adapter=name):
+                self.replaced.add(name)
+                del self.acceptances[name]
 
     def _measure(self, published: Published) -> None:
         match published.event:

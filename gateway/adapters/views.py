@@ -31,7 +31,8 @@ class ModelList(Struct, frozen=True):
 class AdapterCard(Struct, frozen=True, kw_only=True):
     """State and counters of an adapter; sizes in bytes, `last_used` in Unix seconds.
 
-    `slot` is null outside `gpu-slot`. `bytes` has the sizes per tier.
+    `slot` is null outside `gpu-slot`. `bytes` has the sizes per tier. `warnings` are findings about
+    the files that do not prevent its use.
     """
 
     id: str
@@ -55,6 +56,7 @@ class AdapterCard(Struct, frozen=True, kw_only=True):
     failures: int
     last_used: float
     counters: dict[str, int]
+    warnings: list[str]
 
 
 class AdapterCards(Struct, frozen=True):
@@ -92,6 +94,7 @@ def adapter_card(view: AdapterView) -> AdapterCard:
         failures=view.failures,
         last_used=view.last_used_ns / 1e9,
         counters=msgspec.structs.asdict(view.counters),
+        warnings=list(view.warnings),
     )
 
 

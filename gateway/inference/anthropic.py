@@ -134,8 +134,9 @@ class AnthropicMessages:
 
     async def count(self, _: Request, body: CountRequest) -> Response:
         """Answer `POST /v1/messages/count_tokens`."""
-        await self._service.models.find(body.model)
-        rendered = await self._prompts.prompt_of(prompt_of(body))
+        adapter = await self._service.models.find(body.model)
+        files = await self._service.files_of(adapter)
+        rendered = await self._prompts.prompt_of(prompt_of(body), files)
         if isinstance(rendered.prompt, str):
             message = "tokens of images are not counted before they are used; leave them out"
             raise HttpError(400, message, "messages")

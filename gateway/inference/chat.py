@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: messages to a prompt by the model's template, and its answer.
+"""`POST /v1/chat/completions`: messages to a prompt by a chat template, and its answer.
 
 The other protocols of chats are converted to a `ChatRequest`, and start the same `Chat`.
 """
@@ -37,6 +37,7 @@ from gateway.inference.messages import Json, Messages
 from gateway.inference.run import Run
 from gateway.inference.sampling import Logprobs, SamplingFields, Tokens, sampling_of
 from gateway.inference.service import Service, Start, UsageCount, token_text_of
+from gateway.inference.tokenizer import Tokenizer
 from gateway.inference.tools import OutputReader, ToolPlan, plan_of
 from gateway.tools.blocks import Step
 from messages.requests import TokensStreamed
@@ -95,41 +96,47 @@ class Chats:
         service, count = self._service, body.n or 1
         _check(body)
         adapter = await service.models.find(body.model)
-        rendered = await self._prompts.prompt_of(body)
+        files = await service.files_of(adapter)
+        rendered = await self._prompts.prompt_of(body, files)
         tokens = None if isinstance(rendered.prompt, str) else len(rendered.prompt)
-        max_tokens = self._max_tokens(body, tokens)
-        sampling = sampling_of(body, service.files.defaults, max_tokens)
+        max_tokens = self._max_tokens(body, tokens, files.defaults.max_new_tokens)
+        sampling = sampling_of(body, files.defaults, max_tokens)
         if body.logprobs:
             sampling["logprobs"] = body.top_logprobs or 0
         plan = plan_of(body, rendered.tool_format)
-        self._apply(plan, body, sampling)
+        sampling |= _sampling_of_calls(
+            plan, body, files.tokenizer, has_structure="structure" in sampling
+        )
         usage = UsageCount(count)
         if tokens is not None:
             usage.on_prompt(0, tokens)
         start = Start(rendered.prompt, sampling, rendered.images)
         return Chat(await service.start(adapter, [start], count), adapter, usage, plan)
 
-    def _apply(self, plan: ToolPlan, body: ChatRequest, sampling: dict[str, Any]) -> None:
-        """Add what the calls of tools need to the sampling parameters."""
-        if plan.structure is not None:
-            # A `response_format` is that of messages, and a forced answer is a call.
-            if "structure" in sampling and body.response_format is None:
-                message = "a forced call and another structure of the output exclude each other"
-                raise HttpError(400, message, "tool_choice")
-            sampling["structure"] = plan.structure
-        tokenizer = self._service.files.tokenizer
-        if plan.tags and tokenizer is not None and tokenizer.special_texts.intersection(plan.tags):
-            sampling["skip_special_tokens"] = False
-
-    def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None) -> int:
+    def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None, default: int | None) -> int:
         limit = body.max_completion_tokens or body.max_tokens
         context = self._service.context
         if limit is not None:
             return limit
         if context is None or prompt_tokens is None:
-            return MAX_TOKENS_DEFAULT
+            return default or MAX_TOKENS_DEFAULT
         # The engine refuses a prompt that fills the context.
-        return max(1, context - prompt_tokens)
+        left = max(1, context - prompt_tokens)
+        return min(left, default or left)
+
+
+def _sampling_of_calls(
+    plan: ToolPlan, body: ChatRequest, tokenizer: Tokenizer | None, *, has_structure: bool
+) -> dict[str, Any]:
+    """Return the sampling parameters that calls of tools need."""
+    if plan.structure is not None:
+        # A `response_format` is that of messages, and a forced answer is a call.
+        if has_structure and body.response_format is None:
+            message = "a forced call and another structure of the output exclude each other"
+            raise HttpError(400, message, "tool_choice")
+        return {"structure": plan.structure}
+    is_special = plan.tags and tokenizer and tokenizer.special_texts.intersection(plan.tags)
+    return {"skip_special_tokens": False} if is_special else {}
 
 
 def _check(body: ChatRequest) -> None:

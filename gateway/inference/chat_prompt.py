@@ -10,11 +10,12 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from gateway.http.errors import HttpError
-from gateway.inference.chat_template import ChatTemplate
+from gateway.inference.chat_template import TemplateError
 from gateway.inference.images import fetch_image, image_of_data_url, is_remote
 from gateway.inference.messages import Json, Message, conversation_of, decoded
-from gateway.inference.service import ModelFiles
-from gateway.inference.tokenizer import Tokenizer, no_tokenizer
+from gateway.inference.model_files import ModelFiles
+from gateway.inference.templates import Template, Templates
+from gateway.inference.tokenizer import no_tokenizer
 from gateway.options import AUTO_PARSER
 from messages.prompts import IMAGES_MAX
 
@@ -46,19 +47,23 @@ class ChatPrompt(Struct, frozen=True):
 
 
 class ChatPrompts:
-    """Makes prompts of chats with the files of the model."""
+    """Makes prompts of chats with the files of the model or an adapter."""
 
-    def __init__(self, files: ModelFiles, allowed_hosts: Sequence[str]) -> None:
-        self._files = files
+    def __init__(self, allowed_hosts: Sequence[str]) -> None:
         self._allowed_hosts = tuple(allowed_hosts)
 
-    async def prompt_of(self, body: PromptFields) -> ChatPrompt:
+    async def prompt_of(self, body: PromptFields, files: ModelFiles) -> ChatPrompt:
         """Return the prompt; raises `HttpError`."""
-        template, tokenizer = self._needed_files()
-        variables = _variables(body)
+        if files.tokenizer is None:
+            raise no_tokenizer()
+        tokenizer, variables = files.tokenizer, _variables(body)
+        template = _template_for(files.templates, has_tools=variables["tools"] is not None)
         conversation = conversation_of(body.messages, reads_parts=template.reads_parts)
-        text = template.render(conversation.messages, variables)
-        configured = self._files.tool_parser
+        try:
+            text = await template.render(conversation.messages, variables)
+        except TemplateError as error:
+            raise HttpError(400, str(error), "messages") from error
+        configured = files.tool_parser
         tool_format = template.tool_format if configured == AUTO_PARSER else configured
         if body.continue_final_message:
             text = _until_final_content(text, body)
@@ -71,19 +76,6 @@ class ChatPrompts:
         prompt = text.removeprefix(bos) if tokenizer.adds_bos else text
         return ChatPrompt(prompt, images, tool_format)
 
-    def _needed_files(self) -> tuple[ChatTemplate, Tokenizer]:
-        files = self._files
-        if files.tokenizer is None:
-            raise no_tokenizer()
-        if files.template is None:
-            raise HttpError(
-                400,
-                "the model has no chat template; send a prompt to /v1/completions, or start the "
-                "gateway with --chat-template",
-                "messages",
-            )
-        return files.template, files.tokenizer
-
     async def _images(self, urls: Sequence[str]) -> tuple[bytes, ...]:
         if len(urls) > IMAGES_MAX:
             raise HttpError(400, f"{len(urls)} images; {IMAGES_MAX} are allowed", "messages")
@@ -93,6 +85,16 @@ class ChatPrompts:
         if is_remote(url):
             return await asyncio.to_thread(fetch_image, url, self._allowed_hosts)
         return image_of_data_url(url)
+
+
+def _template_for(templates: Templates, *, has_tools: bool) -> Template:
+    """Return the template for a chat; raises `HttpError` if there is none."""
+    template = templates.template_for(has_tools=has_tools)
+    if template is not None:
+        return template
+    hint = "send a prompt to /v1/completions, or start the gateway with --chat-template"
+    reason = templates.problem or "the model has no chat template"
+    raise HttpError(400, f"{reason}; {hint}", "messages")
 
 
 def _variables(body: PromptFields) -> dict[str, Any]:

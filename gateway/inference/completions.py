@@ -57,14 +57,15 @@ class Completions:
     async def complete(self, _: Request, body: CompletionRequest) -> Answer:
         """Answer with all texts, or with a stream of chunks."""
         service, count = self._service, body.n or 1
-        sampling = _sampling(body, service.files.defaults)
+        adapter = await service.models.find(body.model)
+        files = await service.files_of(adapter)
+        sampling = _sampling(body, files.defaults)
         text_of = token_text_of(service, body, has_logprobs=body.logprobs is not None)
         prompts = prompts_of(body.prompt)
         if body.add_special_tokens is False:
             prompts = [self._without_special_tokens(prompt) for prompt in prompts]
         echoes = [self._echo_of(prompt) for prompt in prompts] if body.echo else []
         usage = self._usage(body, prompts)
-        adapter = await service.models.find(body.model)
         starts = [
             Start(tuple(prompt) if isinstance(prompt, list) else prompt, sampling)
             for prompt in prompts
@@ -80,7 +81,7 @@ class Completions:
     def _echo_of(self, prompt: str | list[int]) -> "_Echo":
         if isinstance(prompt, list):
             return _Echo(self._service.tokenizer.decode(prompt), prompt[0] if prompt else 0)
-        tokenizer = self._service.files.tokenizer
+        tokenizer = self._service.adapter_files.base.tokenizer
         tokens = tokenizer.encode(prompt, special=True) if tokenizer is not None else []
         return _Echo(prompt, tokens[0] if tokens else 0)
 

@@ -128,11 +128,22 @@ _NULL: Final = b"null"
 
 
 class SamplingDefaults(Struct, frozen=True):
-    """Values for parameters that a request leaves out."""
+    """Values for parameters that a request leaves out, under their names in generation_config.json.
 
-    temperature: float = TEMPERATURE_DEFAULT
-    top_p: float = 1.0
-    top_k: int = 0
+    `max_new_tokens`: of a chat; None: as many as the context leaves. `stop_token_ids`: tokens that
+    end an output besides the model's own and those of the request, unless it ignores end tokens.
+    """
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = TEMPERATURE_DEFAULT
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+_NO_DEFAULTS: Final = SamplingDefaults()
 
 
 class _Unserved(NamedTuple):
@@ -202,7 +213,18 @@ def sampling_of(
     if body.include_stop_str_in_output is not None:
         sampling["include_stop"] = body.include_stop_str_in_output
     passed_on = zip(PASSED_ON, _passed_on(body), strict=True)
-    return sampling | {name: value for name, value in passed_on if value is not None}
+    sampling |= {name: value for name, value in passed_on if value is not None}
+    return sampling if defaults == _NO_DEFAULTS else _with_further(defaults, sampling)
+
+
+def _with_further(defaults: SamplingDefaults, sampling: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of parameters that few models recommend."""
+    further = {"min_p": defaults.min_p, "repetition_penalty": defaults.repetition_penalty}
+    further = {n: value for n, value in further.items() if value != getattr(_NO_DEFAULTS, n)}
+    if defaults.stop_token_ids and not sampling.get("ignore_eos"):
+        ids = (*sampling.get("stop_token_ids", ()), *defaults.stop_token_ids)
+        return further | sampling | {"stop_token_ids": ids}
+    return further | sampling
 
 
 def _stop_of(stop: str | list[str] | None) -> tuple[str, ...]:

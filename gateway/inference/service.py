@@ -3,68 +3,26 @@
 import secrets
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final
 
-import structlog
 from msgspec import Struct
 
 from controller.client import AsyncClient, AsyncGeneration, Classification, Embedding
 from gateway.adapters.models import Models
-from gateway.adapters.names import context_tokens
 from gateway.http.errors import HttpError
+from gateway.inference.adapter_files import AdapterFiles
 from gateway.inference.answers import Usage
-from gateway.inference.chat_template import ChatTemplate, find_template
 from gateway.inference.logprobs import TokenText, TokenTextOf
+from gateway.inference.model_files import ModelFiles
 from gateway.inference.run import Run
-from gateway.inference.sampling import SamplingDefaults, SamplingFields
-from gateway.inference.tokenizer import Tokenizer, no_tokenizer, sampling_defaults
+from gateway.inference.sampling import SamplingFields
+from gateway.inference.tokenizer import Tokenizer, no_tokenizer
 from gateway.metrics.recorder import Recorder
-from gateway.options import AUTO_PARSER
 from messages.prompts import TextPrompt
 from messages.requests import GenerationDone, TokensStreamed
 
 CHOICES_PER_REQUEST_MAX: Final = 2048
 _TEXTS_MAX: Final = 4096
-
-log = structlog.get_logger("gateway")
-
-
-class ModelFiles(Struct, frozen=True):
-    """What a gateway reads of the base model's directory; None where a file is missing.
-
-    `tool_parser`: the configured format of tool calls.
-    """
-
-    tokenizer: Tokenizer | None = None
-    template: ChatTemplate | None = None
-    context: int | None = None
-    defaults: SamplingDefaults = SamplingDefaults()
-    tool_parser: str = AUTO_PARSER
-
-
-def read_model_files(
-    directory: str, template_file: str = "", context: int = 0, tool_parser: str = AUTO_PARSER
-) -> ModelFiles:
-    """Return the files of a model's directory, which may be absent from this machine.
-
-    Raises `OSError` and `ValueError` for a configured chat template that can't be used.
-    """
-    path = Path(directory)
-    try:
-        tokenizer = Tokenizer(path) if directory else None
-    except (OSError, ValueError) as error:
-        log.warning(
-            "chats are not served: no tokenizer.json", directory=directory, error=str(error)
-        )
-        tokenizer = None
-    template = None
-    if tokenizer is not None:
-        source = find_template(path, template_file, tokenizer)
-        template = ChatTemplate(source, tokenizer.special_tokens) if source else None
-    own = context_tokens(directory) if directory else None
-    defaults = sampling_defaults(path)
-    return ModelFiles(tokenizer, template, context or own, defaults, tool_parser)
 
 
 class Start(Struct, frozen=True):
@@ -83,26 +41,35 @@ class Service:
         client: AsyncClient,
         models: Models,
         recorder: Recorder,
-        files: ModelFiles,
+        files: AdapterFiles,
         timeout_s: float,
     ) -> None:
         self.client: Final = client
         self.models: Final = models
         self.recorder: Final = recorder
         self.timeout_s: Final = timeout_s
-        self.files: Final = files
+        self.adapter_files: Final = files
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises `HttpError` where there is none."""
-        if self.files.tokenizer is None:
+        tokenizer = self.adapter_files.base.tokenizer
+        if tokenizer is None:
             raise no_tokenizer()
-        return self.files.tokenizer
+        return tokenizer
 
     @property
     def context(self) -> int | None:
         """The tokens of prompt and output together; None where unknown."""
-        return self.files.context
+        return self.adapter_files.base.context
+
+    async def files_of(self, adapter: str | None) -> ModelFiles:
+        """Return the files with which an adapter's requests are prompted and sampled.
+
+        They are the model's, with the adapter's own above them. Raises `LoradockError`.
+        """
+        files = self.adapter_files
+        return files.base if adapter is None else await files.of(adapter)
 
     async def start(self, adapter: str | None, starts: Sequence[Start], count: int = 1) -> Run:
         """Start generations with `count` choices each; raises `LoradockError`."""

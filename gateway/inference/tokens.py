@@ -50,13 +50,14 @@ class Tokens:
     async def tokenize(self, _: Request, body: TokenizeRequest) -> Response:
         """Answer `POST /tokenize`."""
         tokenizer = self._service.tokenizer
-        await self._service.models.find(body.model)
+        adapter = await self._service.models.find(body.model)
         if (body.prompt is None) == (not body.messages):
             raise HttpError(400, "either 'prompt' or 'messages' is needed", "prompt")
         if body.prompt is not None:
             tokens = tokenizer.encode(body.prompt, special=body.add_special_tokens is not False)
         else:
-            rendered = await self._prompts.prompt_of(body)
+            files = await self._service.files_of(adapter)
+            rendered = await self._prompts.prompt_of(body, files)
             if isinstance(rendered.prompt, str):
                 raise HttpError(400, "images are not served here; leave them out", "messages")
             tokens = list(rendered.prompt)

@@ -192,7 +192,11 @@ class TracedService(Service):
 
     def __init__(self, service: Service, traces: Traces) -> None:
         super().__init__(
-            service.client, service.models, service.recorder, service.files, service.timeout_s
+            service.client,
+            service.models,
+            service.recorder,
+            service.adapter_files,
+            service.timeout_s,
         )
         self._traces = traces
 

@@ -43,6 +43,7 @@ def endpoints(gateway: Gateway) -> tuple[Endpoint, ...]:
     """Return every endpoint of a gateway."""
     return (
         *_inference(gateway),
+        *_chats(gateway),
         *_tokens(gateway),
         *_models(gateway),
         *_updates(gateway),
@@ -69,9 +70,6 @@ def _untraced(_: str, handler: Handler) -> Handler:
 def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
     service = gateway.service
     traced = _untraced if gateway.traced is None else gateway.traced.handler
-    prompts = ChatPrompts(service.files, gateway.config.allowed_media_domains)
-    chats = Chats(service, prompts)
-    anthropic = AnthropicMessages(service, chats, prompts)
     pooling = Pooling(service)
     score = traced("score", pooling.score)
     more: dict[str, Any] = {"errors": _INFERENCE}
@@ -83,36 +81,6 @@ def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
             answers.Completion,
             "Continue prompts",
             streams=True,
-            **more,
-        ),
-        _post(
-            "/v1/chat/completions",
-            traced("chat", chats.complete),
-            ChatRequest,
-            answers.ChatCompletion,
-            "Continue a chat",
-            streams=True,
-            has_images=True,
-            **more,
-        ),
-        _post(
-            "/v1/messages",
-            traced("chat", anthropic.create),
-            MessagesRequest,
-            AnthropicAnswer,
-            "Continue a chat, as in Anthropic's protocol",
-            streams=True,
-            has_images=True,
-            shape="anthropic",
-            **more,
-        ),
-        _post(
-            "/v1/messages/count_tokens",
-            anthropic.count,
-            CountRequest,
-            TokenCount,
-            "Tokens of a chat, as in Anthropic's protocol",
-            shape="anthropic",
             **more,
         ),
         _post(
@@ -146,9 +114,49 @@ def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
     )
 
 
+def _chats(gateway: Gateway) -> tuple[Endpoint, ...]:
+    service = gateway.service
+    traced = _untraced if gateway.traced is None else gateway.traced.handler
+    prompts = ChatPrompts(gateway.config.allowed_media_domains)
+    chats = Chats(service, prompts)
+    anthropic = AnthropicMessages(service, chats, prompts)
+    more: dict[str, Any] = {"errors": _INFERENCE}
+    return (
+        _post(
+            "/v1/chat/completions",
+            traced("chat", chats.complete),
+            ChatRequest,
+            answers.ChatCompletion,
+            "Continue a chat",
+            streams=True,
+            has_images=True,
+            **more,
+        ),
+        _post(
+            "/v1/messages",
+            traced("chat", anthropic.create),
+            MessagesRequest,
+            AnthropicAnswer,
+            "Continue a chat, as in Anthropic's protocol",
+            streams=True,
+            has_images=True,
+            shape="anthropic",
+            **more,
+        ),
+        _post(
+            "/v1/messages/count_tokens",
+            anthropic.count,
+            CountRequest,
+            TokenCount,
+            "Tokens of a chat, as in Anthropic's protocol",
+            shape="anthropic",
+            **more,
+        ),
+    )
+
+
 def _tokens(gateway: Gateway) -> tuple[Endpoint, ...]:
-    prompts = ChatPrompts(gateway.service.files, ())
-    tokens = Tokens(gateway.service, prompts)
+    tokens = Tokens(gateway.service, ChatPrompts(()))
     return (
         _post(
             "/tokenize",

@@ -324,20 +324,18 @@ def test_expert_adapters_of_both_formats_are_loaded_and_added(family: str, tmp_p
             assert relative_error(found, wanted) < 1e-5, row
 
 
-@pytest.mark.parametrize("is_3d", [True, False])
-def test_the_format_that_a_request_names_is_checked(is_3d: bool, tmp_path: Path) -> None:
+def test_fused_experts_are_checked_if_a_request_names_them(tmp_path: Path) -> None:
+    """By default, which is that of vLLM's request, the files decide."""
     save_fused("mixtral", tmp_path)
     save_per_expert("mixtral", tmp_path / "single")
     manager = LRUCacheLoRAModelManager(make_model("mixtral"), 4, 64, 64, LoRAConfig(8), "cpu")
     worker = LRUCacheWorkerLoRAManager(manager)
-    right, wrong = ("all", "single") if is_3d else ("single", "all")
-    refused, served = (
-        LoRARequest(name, 1, str(tmp_path / name), is_3d_lora_weight=is_3d)
-        for name in (wrong, right)
-    )
-    with pytest.raises(ValueError, match="is_3d_lora_weight is"):
-        worker.add_adapter(refused)
-    assert worker.add_adapter(served)
+    paths = {name: str(tmp_path / name) for name in ("all", "single")}
+    for number, (name, is_3d) in enumerate([("all", True), ("all", False), ("single", False)]):
+        request = LoRARequest(name, number + 1, paths[name], is_3d_lora_weight=is_3d)
+        assert worker.add_adapter(request)
+    with pytest.raises(ValueError, match=r"is True, and .* are for single experts \(2-D\)"):
+        worker.add_adapter(LoRARequest("single", 9, paths["single"], is_3d_lora_weight=True))
 
 
 def test_an_adapter_of_a_pooling_model_is_loaded_without_the_model(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Adapters that replace modules whole (`modules_to_save`) are PEFT's, next to plain ones."""
 
-import json
 from copy import deepcopy
 from pathlib import Path
 
@@ -113,15 +112,3 @@ def test_what_can_not_be_replaced_is_refused(saved: list[str], text: str, tmp_pa
     save_file(weights, tmp_path / "adapter_model.safetensors")
     with pytest.raises(AdapterDoesNotFit, match=text):
         make_worker().add_adapter(LoRARequest("a", 1, str(tmp_path)))
-
-
-def test_layers_to_transform_and_their_pattern_need_nothing(tmp_path: Path) -> None:
-    """The tensors are those of the chosen layers; the two fields only chose them in training."""
-    torch.manual_seed(3)
-    config = LoraConfig(
-        r=2, target_modules=["q_proj"], layers_to_transform=[0], layers_pattern="layers"
-    )
-    get_peft_model(deepcopy(base()), config).save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "adapter_config.json").read_text())
-    assert saved["layers_pattern"] == "layers"
-    assert make_worker().add_adapter(LoRARequest("a", 1, str(tmp_path)))

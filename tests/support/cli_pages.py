@@ -84,6 +84,9 @@ def help_pages(width: int) -> str:
 def _replies() -> Iterator[tuple[str, list[Any]]]:
     now = view("upper", last_used_ns=0)
     moving = view(LONG_NAME[:128], "cpu-cached", goal="gpu-slot", held=True, last_used_ns=0)
+    missing = ("layers 3 and 7 have no tensors in the file", "chat_template.jinja is not used")
+    now = msgspec.structs.replace(now, warnings=missing)
+    yield "load upper", renderables(rq.AdapterDone("1", "upper", "cpu-cached", warnings=missing))
     yield "list", renderables(rq.AdaptersListed("1", (moving, now), 7))
     failure = FailureView(ErrorCode.DOES_NOT_FIT, "6 of its 6 modules differ", ("q_proj",), 9000)
     yield "show upper", renderables(rq.AdapterShown("1", now, failure=failure))

@@ -80,6 +80,19 @@ MODEL: Final = (
         "not changed; `optimize()` scales them.",
     ),
     DocumentedName(
+        "PackedLoRALayerWeights.pack_moe",
+        "engine.adapters:PackedLoRALayerWeights.pack_moe",
+        "loras module_name is_non_gated_moe",
+        "Experts without a gate have two slices, because nothing is stored twice. Weights that are "
+        "passed are not changed.",
+    ),
+    DocumentedName(
+        "PEFTHelper",
+        "engine.adapters:PEFTHelper",
+        "r lora_alpha target_modules",
+        "Frozen. Fields that no adapter here depends on are absent.",
+    ),
+    DocumentedName(
         "PEFTHelper.from_local_dir",
         "engine.adapters:PEFTHelper.from_local_dir",
         "lora_path max_position_embeddings tensorizer_config_dict",
@@ -102,8 +115,8 @@ MODEL: Final = (
         "lora_name lora_int_id lora_path base_model_name load_inplace is_3d_lora_weight "
         "tensorizer_config_dict",
         "Frozen, and equal by all fields: by the name alone, another path under a known name would "
-        "be taken for the known adapter. `is_3d_lora_weight` is checked against the files; None "
-        "leaves it to them.",
+        "be taken for the known adapter. With `is_3d_lora_weight` the files are refused unless "
+        "their experts are fused; False, the default, leaves it to them.",
     ),
     DocumentedName(
         "LoRARequest.adapter_id, name, path, tensorizer_config_dict",
@@ -118,8 +131,9 @@ MODEL: Final = (
     DocumentedName(
         "WeightsMapper",
         "engine.adapters:WeightsMapper",
-        "orig_to_new_substr orig_to_new_prefix orig_to_new_suffix",
+        "orig_to_new_substr orig_to_new_prefix orig_to_new_suffix orig_to_new_regex",
         "Rules apply to module paths, because `lora_A` and `lora_B` are cut off first: map "
-        "`model.layers`, not `.lora_A.weight`. Functions and mappings of prefixes are taken too.",
+        "`model.layers`, not `.lora_A.weight`. Functions and mappings of prefixes are taken too; "
+        "`orig_to_new_renaming` is refused.",
     ),
 )

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Final, get_args
 
 import msgspec
+import structlog
 
 from controller.core.context import Refusal
 from controller.core.controller import Controller
@@ -21,7 +22,7 @@ from messages import VERSION, commands, control, requests
 from messages.errors import ErrorCode
 from messages.ids import OpId, RequestId
 from messages.records import EngineLost, GenerationRequested, Input, PoolingRequested
-from messages.reports import EngineInventory, OperationFailed
+from messages.reports import AdapterChecked, EngineInventory, OperationFailed
 
 STOPPING_RETRY_MS: Final = 1000
 _NS_PER_MS: Final = 1_000_000
@@ -50,6 +51,8 @@ _KINDS: Final[dict[type, str]] = {
 
 ChangeSettings = Callable[[Limits, str], None]
 """Puts settings into force; raises `LogFull` and `OSError`."""
+
+log = structlog.get_logger("controller")
 
 
 class ServerControl:
@@ -205,7 +208,12 @@ class ServerControl:
         if op:
             outcome = message.code.value if isinstance(message, OperationFailed) else "done"
             self.times.end_operation(op, outcome, now)
-            self.failures.note(self._adapter_of(op), message, now)
+            name = self._adapter_of(op)
+            self.failures.note(name, message, now)
+            if name and isinstance(message, AdapterChecked) and message.warnings:
+                log.warning(
+                    "an adapter has warnings", adapter=name, warnings=list(message.warnings)
+                )
         elif isinstance(message, EngineInventory):
             self.engine_device, self.engine_dtype = message.device, message.dtype
             # The core has the others carried out again, as new operations.

@@ -240,7 +240,7 @@ REFUSED = {
     "experts that are not there": (
         down("model.layers.7.mlp.experts"),
         True,
-        "its experts are not wrapped in this model",
+        "tensors of experts that are not wrapped in this model",
     ),
 }
 

@@ -105,9 +105,27 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     ),
     "pattern long": ({"rank_pattern": {"q" * 600: 1}}, CONFIG_REFUSED, "at most 512 characters"),
     **{
-        f"start {name}": ({"init_lora_weights": name}, CONFIG_REFUSED, "changed the base weights")
-        for name in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "tomorrow", 1, ["x"])
+        f"start {name}": ({"init_lora_weights": name}, CONFIG_REFUSED, "changing the base weights")
+        for name in ("pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga")
     },
+    **{
+        f"start {name}": ({"init_lora_weights": name}, CONFIG_REFUSED, "is not known")
+        for name in ("tomorrow", "gaussian_2", "", 1, 0, ["x"], {})
+    },
+    **{
+        f"layers {value}": ({"layers_to_transform": value}, CONFIG_REFUSED, "layers_to_transform")
+        for value in ("1", [True], [1.0], {"x": 1}, [["1"]])
+    },
+    **{
+        f"lists {value}": ({field: value}, CONFIG_REFUSED, f"{field} is")
+        for field in ("layers_pattern", "exclude_modules")
+        for value in (1, [1], [""], {"x": 1})
+    },
+    "many lists": (
+        {"layers_pattern": ["h"] * 5000},
+        CONFIG_REFUSED,
+        "layers_pattern has 5000 names; at most 4096",
+    ),
 }
 
 
@@ -125,7 +143,7 @@ def test_a_config_is_refused_with_its_code(tmp_path: Path, name: str) -> None:
 HARMLESS: dict[str, dict[str, Any]] = {
     **{
         f"start {name}": {"init_lora_weights": name}
-        for name in (True, False, None, "gaussian", "eva", "orthogonal", "mica", "lora_ga")
+        for name in (True, False, None, "gaussian", "eva", "orthogonal", "mica")
     },
     "eva_config": {"eva_config": {"rho": 2.0}, "init_lora_weights": "eva"},
     "a class by name": {"auto_mapping": {"base_model_class": "X", "parent_library": "y"}},

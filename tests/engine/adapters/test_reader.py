@@ -201,7 +201,7 @@ DOES_NOT_FIT_TENSORS: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     ),
     "experts": (
         tensors() | {f"{HEAD}model.mlp.experts.lora_A": ones(4, 9)},
-        "its experts are not wrapped",
+        "experts that are not wrapped in this model: base_model",
     ),
     "magnitudes": (
         tensors() | {f"{HEAD}{Q}.lora_magnitude_vector": ones(16)},

@@ -1,12 +1,7 @@
-"""What programs do with the `openai` client, blocking and with asyncio.
-
-`python -m tests.support.gateway.openai_program URL KEY VERSION` runs all of it with the client
-whose version begins with VERSION, which may be another one than the tests import.
-"""
+"""What programs do with the `openai` client, blocking and with asyncio."""
 
 import asyncio
 import contextlib
-import sys
 
 import openai
 import pytest
@@ -116,14 +111,3 @@ def refused(kind: type, param: str | None, request: object, **fields: object) ->
     with pytest.raises(kind) as raised:
         request(**fields)
     assert getattr(raised.value, "param", None) == param
-
-
-def main() -> None:
-    url, key, version = sys.argv[1:]
-    assert openai.__version__.startswith(version), openai.__version__
-    use_blocking(url, key)
-    asyncio.run(use_asyncio(url, key))
-
-
-if __name__ == "__main__":
-    main()

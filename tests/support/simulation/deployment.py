@@ -183,6 +183,7 @@ class Deployment:
             adapter = world.adapters[adapter_id]
             assert adapter.name == loaded.name
             assert adapter.fingerprint == loaded.content.fingerprint
+            assert world.warnings.get(adapter_id, ()) == loaded.content.warnings
 
     # The link and the engine.
 

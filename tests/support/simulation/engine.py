@@ -230,7 +230,12 @@ class SimulatedEngine:
     def _end_check(self, command: commands.CheckAdapter, operation: RunningOperation) -> Any:
         content = self.files[command.path]
         return reports.AdapterChecked(
-            command.op, content.fingerprint, content.rank, content.load_bytes, content.blob_bytes
+            command.op,
+            content.fingerprint,
+            content.rank,
+            content.load_bytes,
+            content.blob_bytes,
+            content.warnings,
         )
 
     def _end_load(self, command: commands.LoadWeights, operation: RunningOperation) -> Any:

@@ -15,6 +15,7 @@ class Content:
     load_bytes: int
     blob_bytes: int
     rank: int = 8
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass
@@ -42,6 +43,7 @@ class EngineAdapter:
             self.generation,
             self.content.load_bytes,
             self.content.blob_bytes,
+            self.content.warnings,
         )
 
 

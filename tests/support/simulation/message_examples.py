@@ -76,6 +76,7 @@ _VIEW = requests.AdapterView(
     failures=1,
     last_used_ns=1_700_000_000_000_000_001,
     counters=_COUNTERS,
+    warnings=("layer 3 has no tensors", "tokenizer.json is not used"),
 )
 _HELD = reports.InventoryAdapter(
     adapter_id=5,
@@ -88,6 +89,7 @@ _HELD = reports.InventoryAdapter(
     generation=9,
     host_bytes=4096,
     blob_bytes=8192,
+    warnings=("layer 3 has no tensors",),
 )
 _TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 _SAMPLING = Sampling(
@@ -120,7 +122,7 @@ EXAMPLES: dict[type, Any] = {
         requests.ShowAdapter("r-13", "tenant-17"),
         requests.ShowStatus("r-14"),
         requests.FetchEvents("r-15", 77, 16, True),
-        requests.AdapterDone("r-1", "tenant-17", "gpu-slot", 3, 9),
+        requests.AdapterDone("r-1", "tenant-17", "gpu-slot", 3, 9, ("layer 3 has no tensors",)),
         requests.BatchDone("r-9", (Placement("tenant-17", 3, 9),)),
         requests.TokensStreamed(
             *("r-10", 0, (11,), "ab", 1, "stop", "b", (_LOGPROB,), (None, _LOGPROB))
@@ -202,7 +204,7 @@ EXAMPLES: dict[type, Any] = {
         commands.ResendTokens("r-10"),
         commands.RequestInventory(41),
         commands.ControllerBeat(42),
-        reports.AdapterChecked(1, "xxh3:0f0f", 16, 4096, 8192),
+        reports.AdapterChecked(1, "xxh3:0f0f", 16, 4096, 8192, ("layer 3 has no tensors",)),
         reports.WeightsLoaded(2),
         reports.WeightsStaged(3),
         reports.WeightsUnstaged(4),

@@ -5,6 +5,7 @@ them alike. A move that is impossible at the moment does nothing.
 """
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from controller.core.limits import Limits
@@ -15,6 +16,7 @@ from tests.support.simulation.engine_records import Content, EngineAdapter, Runn
 
 NAMES = ("a", "b", "c", "d", "e")
 PATHS = (*NAMES, "a-new", "b-new", "missing")
+WARNINGS = {"a": ("layer 1 has no tensors", "a file is not used"), "b-new": ("a file is not used",)}
 CODES = (
     ErrorCode.DEVICE_OUT_OF_MEMORY,
     ErrorCode.NOT_FINITE,
@@ -52,7 +54,7 @@ class Workload:
 
     def __init__(self, limits: Limits, sizes: Sizes) -> None:
         self.files = {
-            path: Content(f"content of {path}", *size)
+            path: Content(f"content of {path}", *size, warnings=WARNINGS.get(path, ()))
             for path, size in zip(PATHS, sizes, strict=True)
             if path != "missing"
         }
@@ -106,7 +108,7 @@ class Workload:
     def change_file(self, path: str) -> None:
         """Replace a path's content by other bytes of the same sizes."""
         old = self.files[path]
-        self.files[path] = Content(old.fingerprint + "'", old.load_bytes, old.blob_bytes)
+        self.files[path] = replace(old, fingerprint=old.fingerprint + "'")
 
     def lose_engine(self, silently: bool) -> None:
         """Kill the engine."""

@@ -1,5 +1,7 @@
 """Requests of a group are listed if they wait, and as slow ones if they were answered."""
 
+import structlog
+
 from controller.core.controller import Controller
 from controller.core.limits import Limits
 from controller.shell.operating.request_times import SLOW_MAX
@@ -76,3 +78,23 @@ def test_an_operation_whose_command_was_lost_is_forgotten() -> None:
     reply = control.answer(ListSlow("q"))
     assert isinstance(reply, SlowListed)
     assert len(reply.operations) == 1
+
+
+def test_warnings_of_an_adapter_are_logged_once() -> None:
+    controller = Controller(Limits())
+    control = ServerControl(controller)
+    inventory = reports.EngineInventory("e", 1, "m", 2, 100)
+    handled(controller, ControllerStarted(1), inventory, LoadAdapter("c:1", "a"))
+    checked = reports.AdapterChecked(1, "f", 8, 1, 1, ("layer 3 has no tensors",))
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(2):
+            control.note_report(checked)
+            handled(controller, checked)
+    assert lines == [
+        {
+            "event": "an adapter has warnings",
+            "adapter": "a",
+            "warnings": ["layer 3 has no tensors"],
+            "log_level": "warning",
+        }
+    ]
