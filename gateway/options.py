@@ -14,6 +14,9 @@ HOST_DEFAULT: Final = "127.0.0.1"
 UPDATING_VARIABLE: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """The environment variable that allows adapters to be changed over HTTP, as in vLLM."""
 
+AUTO_PARSER: Final = "auto"
+"""Stands for the format of tool calls that the chat template shows."""
+
 KEYS_VARIABLES: Final = ("LORADOCK_API_KEY", "VLLM_API_KEY")
 """Environment variables that may contain an API key."""
 
@@ -153,6 +156,15 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         str,
         _option("--chat-template", "File with a chat template instead of the model's own.", "FILE"),
     ] = ""
+    tool_call_parser: Annotated[
+        Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder"],
+        _option(
+            "--tool-call-parser",
+            "Format in which the model writes calls of tools: hermes, llama3_json, mistral or "
+            "qwen3_coder. Default: auto, the one that the chat template shows.",
+            "NAME",
+        ),
+    ] = AUTO_PARSER
     allowed_media_domains: Annotated[
         tuple[str, ...],
         _option(

@@ -124,7 +124,8 @@ class Sampling(Value, frozen=True):
     may end. `stop_token_ids` end the output as the model's own end tokens do, which `ignore_eos`
     disables. `include_stop`: the stop string is part of the text. `logprobs` (of the output) and
     `prompt_logprobs`: log-probabilities are reported, with that number of most likely tokens. `n`:
-    outputs of the prompt; output number i is sampled with `seed` + i.
+    outputs of the prompt; output number i is sampled with `seed` + i. `skip_special_tokens`: no
+    special token has a text.
     """
 
     max_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
@@ -148,3 +149,4 @@ class Sampling(Value, frozen=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     n: Annotated[int, Meta(ge=1, le=N_MAX)] = 1
     structure: Structure | None = None
+    skip_special_tokens: bool = True

@@ -204,9 +204,11 @@ ROOMS: Final = (
         "messages gateway gateway.adapters",
         "prometheus_client starlette",
     ),
+    _package("gateway.tools", libraries="msgspec"),
     _package(
         "gateway.inference",
-        "messages controller.client gateway gateway.http gateway.adapters gateway.metrics",
+        "messages controller.client gateway gateway.http gateway.adapters gateway.metrics "
+        "gateway.tools",
         "jinja2 msgspec starlette structlog tokenizers",
     ),
     _package(

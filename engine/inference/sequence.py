@@ -89,7 +89,9 @@ class Sequence:
             # Image files are large and are not needed again.
             self.command = structs.replace(self.command, prompt="")
         if self._model.tokenizer is not None:
-            self._detokenizer = Detokenizer(self._model.tokenizer, self.prompt)
+            self._detokenizer = Detokenizer(
+                self._model.tokenizer, self.prompt, skip_special=sampling.skip_special_tokens
+            )
 
     def note_reused(self, tokens: int) -> None:
         """Record that the first tokens were cached; after a preemption they are its own."""

@@ -1,9 +1,9 @@
-"""Errors of HTTP requests: status and JSON body, in the shape of the OpenAI protocol.
+"""Errors of HTTP requests: status and JSON body, in the shape of the endpoint's protocol.
 
 The error code of a `LoradockError` is in the message and in the header `X-LoRADock-Code`.
 """
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -83,6 +83,35 @@ class UnauthorizedBody(Struct, frozen=True):
     error: str = "Unauthorized"
 
 
+class AnthropicErrorInfo(Struct, frozen=True):
+    """The error of a request in Anthropic's protocol."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(Struct, frozen=True, tag_field="type", tag="error"):
+    """The body of an answer that reports an error in Anthropic's protocol, and an event."""
+
+    error: AnthropicErrorInfo
+
+
+Shape = Literal["openai", "anthropic"]
+"""The protocol that an endpoint's errors follow."""
+
+ANTHROPIC_TYPES: Final[dict[int, str]] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+"""Status -> the `type` of Anthropic's error; others are of the request."""
+
+
 class HttpError(Exception):
     """A request that is answered with an error.
 
@@ -104,6 +133,12 @@ class HttpError(Exception):
         usual: tuple[str, int | str] = (TYPES.get(self.status, "Error"), self.status)
         kind, code = _OPENAI.get(self.error_code, usual)
         return ErrorBody(ErrorInfo(self.message, kind, self.param, code))
+
+    @property
+    def anthropic_body(self) -> AnthropicError:
+        """The JSON body in Anthropic's protocol."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return AnthropicError(AnthropicErrorInfo(kind, self.message))
 
 
 class FieldProblem(NamedTuple):
@@ -145,19 +180,22 @@ def error_of(error: LoradockError, param: str | None = None) -> HttpError:
     return HttpError(STATUSES[error.code], str(error), param, error.code.value)
 
 
-def error_response(error: HttpError) -> Response:
+def error_response(error: HttpError, shape: Shape = "openai") -> Response:
     """Return the answer that reports an error."""
     headers = {}
     if error.error_code:
         headers[CODE_HEADER] = error.error_code
     if error.status in _RETRIED:
         headers["Retry-After"] = str(RETRY_AFTER_S)
-    content = msgspec.json.encode(error.body)
+    content = msgspec.json.encode(error.body if shape == "openai" else error.anthropic_body)
     return Response(content, error.status, headers, media_type="application/json")
 
 
-def unauthorized_response() -> Response:
+def unauthorized_response(shape: Shape = "openai") -> Response:
     """Return the answer to a request without a valid key."""
+    if shape == "anthropic":
+        message = "a valid key is needed, as x-api-key or as Authorization: Bearer"
+        return error_response(HttpError(401, message), shape)
     content = msgspec.json.encode(UnauthorizedBody())
     headers = {"WWW-Authenticate": "Bearer"}
     return Response(content, 401, headers, media_type="application/json")

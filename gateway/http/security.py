@@ -16,7 +16,13 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.bodies import header_of
-from gateway.http.errors import CODE_HEADER, HttpError, error_response, unauthorized_response
+from gateway.http.errors import (
+    CODE_HEADER,
+    HttpError,
+    Shape,
+    error_response,
+    unauthorized_response,
+)
 from gateway.options import KEYS_VARIABLES, GatewayConfig, GatewayOptions
 
 
@@ -55,7 +61,8 @@ class ApiKeys:
             return True
         scheme, _, key = header_of(scope, b"authorization").partition(" ")
         if scheme.lower() != "bearer":
-            return False
+            # The header of Anthropic's protocol.
+            key = header_of(scope, b"x-api-key")
         # Headers were decoded as Latin-1, which keeps their bytes.
         digest = _digest(key.strip().encode("latin-1"))
         # All keys are compared, so that the time does not depend on which one matches.
@@ -69,16 +76,17 @@ def _digest(key: bytes) -> bytes:
 class KeyedApp:
     """An endpoint that is served to requests with a valid key alone."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, shape: Shape) -> None:
         self._app = app
         self._keys = keys
+        self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if self._keys.accept(scope):
             await self._app(scope, receive, send)
         else:
-            await unauthorized_response()(scope, receive, send)
+            await unauthorized_response(self._shape)(scope, receive, send)
 
 
 class RefusingApp:

@@ -1,5 +1,6 @@
 """The answers of the OpenAI protocol."""
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.inference.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
@@ -43,13 +44,28 @@ class Completion(Struct, frozen=True, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-class ChatMessage(Struct, frozen=True):
-    """The assistant's message."""
+class CalledFunction(Struct, frozen=True, omit_defaults=True):
+    """The function of a call; a chunk has its name, or a piece of its arguments."""
 
-    content: str
+    name: str | None = None
+    arguments: str = msgspec.field(default_factory=str)
+
+
+class AnsweredCall(Struct, frozen=True):
+    """A call of a tool."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class ChatMessage(Struct, frozen=True):
+    """The assistant's message; `content` is null where it consists of calls."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
-    tool_calls: tuple[()] = ()
+    tool_calls: tuple[AnsweredCall, ...] = ()
 
 
 class ChatChoice(Struct, frozen=True):
@@ -76,11 +92,21 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     prompt_token_ids: TokenIds = UNSET
 
 
+class CallDelta(Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the call at place `index`; the first one has its id and name."""
+
+    index: int
+    function: CalledFunction
+    id: str | None = None
+    type: str | None = None
+
+
 class Delta(Struct, frozen=True, omit_defaults=True):
     """What a chunk adds to a message."""
 
     role: str | None = None
     content: str | None = None
+    tool_calls: tuple[CallDelta, ...] = ()
 
 
 class ChunkChoice(Struct, frozen=True):

@@ -5,7 +5,7 @@ A rendered template contains the special tokens that the model expects, so none 
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -17,9 +17,8 @@ from gateway.inference.model_files import ModelFiles
 from gateway.inference.prompt_length import check_length
 from gateway.inference.templates import Template, Templates
 from gateway.inference.tokenizer import no_tokenizer
+from gateway.options import AUTO_PARSER
 from messages.prompts import IMAGES_MAX
-
-_CHOICES: Final = (None, "none", "auto")
 
 
 class PromptFields(Protocol):
@@ -38,10 +37,14 @@ class PromptFields(Protocol):
 
 
 class ChatPrompt(Struct, frozen=True):
-    """What a generation starts from: token ids, or a text with images."""
+    """What a generation starts from: token ids, or a text with images.
+
+    `tool_format`: the format in which the model writes calls of tools; empty if unknown.
+    """
 
     prompt: str | tuple[int, ...]
     images: tuple[bytes, ...] = ()
+    tool_format: str = ""
 
 
 class ChatPrompts:
@@ -62,15 +65,18 @@ class ChatPrompts:
         except TemplateError as error:
             raise HttpError(400, str(error), "messages") from error
         check_length(text, files.context, "messages")
+        configured = files.tool_parser
+        tool_format = template.tool_format if configured == AUTO_PARSER else configured
         if body.continue_final_message:
             text = _until_final_content(text, body)
         if not conversation.image_urls:
             tokens = tokenizer.encode(text, special=bool(body.add_special_tokens))
-            return ChatPrompt(tuple(tokens))
+            return ChatPrompt(tuple(tokens), tool_format=tool_format)
         images = await self._images(conversation.image_urls)
         # The engine's processor tokenizes this text itself and adds special tokens again.
         bos = tokenizer.special_tokens.get("bos_token", "")
-        return ChatPrompt(text.removeprefix(bos) if tokenizer.adds_bos else text, images)
+        prompt = text.removeprefix(bos) if tokenizer.adds_bos else text
+        return ChatPrompt(prompt, images, tool_format)
 
     async def _images(self, urls: Sequence[str]) -> tuple[bytes, ...]:
         if len(urls) > IMAGES_MAX:
@@ -98,10 +104,6 @@ def _variables(body: PromptFields) -> dict[str, Any]:
     if body.chat_template is not None:
         message = "chat_template is not served; start the gateway with --chat-template"
         raise HttpError(400, message, "chat_template")
-    choice = decoded(body.tool_choice, "tool_choice")
-    if choice not in _CHOICES:
-        message = "tool_choice is not served; only 'none' and 'auto' are"
-        raise HttpError(400, message, "tool_choice")
     further = decoded(body.chat_template_kwargs, "chat_template_kwargs") or {}
     tools, documents = decoded(body.tools, "tools"), decoded(body.documents, "documents")
     if not isinstance(further, dict):

@@ -17,6 +17,7 @@ from gateway.inference.prompt_files import (
 from gateway.inference.sampling import SamplingDefaults
 from gateway.inference.templates import OperatorsTemplate, Templates
 from gateway.inference.tokenizer import Tokenizer, read_text
+from gateway.options import AUTO_PARSER
 
 log = structlog.get_logger("gateway")
 
@@ -25,7 +26,8 @@ class ModelFiles(Struct, frozen=True):
     """What a gateway reads of the base model's directory, or with an adapter's files above it.
 
     `tokenizer`, `context`: None if unknown; always the base model's, as are `end_tokens`, which end
-    an output, and `sources`, the templates that were found.
+    an output, and `sources`, the templates that were found. `tool_parser`: the configured format of
+    tool calls.
     """
 
     tokenizer: Tokenizer | None = None
@@ -34,9 +36,12 @@ class ModelFiles(Struct, frozen=True):
     defaults: SamplingDefaults = SamplingDefaults()
     end_tokens: frozenset[int] = frozenset()
     sources: TemplateSources = NO_TEMPLATES
+    tool_parser: str = AUTO_PARSER
 
 
-def read_model_files(directory: str, template_file: str = "", context: int = 0) -> ModelFiles:
+def read_model_files(
+    directory: str, template_file: str = "", context: int = 0, tool_parser: str = AUTO_PARSER
+) -> ModelFiles:
     """Return the files of a model's directory, which may be absent from this machine.
 
     Raises `OSError` and `ValueError` for a configured chat template that can't be used.
@@ -53,7 +58,13 @@ def read_model_files(directory: str, template_file: str = "", context: int = 0) 
         )
     own = context_tokens(directory)
     defaults, end_tokens = _generation_config_of(path)
-    files = ModelFiles(tokenizer, Templates(), context or own, defaults, frozenset(end_tokens))
+    files = ModelFiles(
+        tokenizer,
+        context=context or own,
+        defaults=defaults,
+        end_tokens=frozenset(end_tokens),
+        tool_parser=tool_parser,
+    )
     return files if tokenizer is None else _with_templates(files, tokenizer, path, template_file)
 
 

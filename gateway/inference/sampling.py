@@ -137,7 +137,6 @@ UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
     "length_penalty": (1.0,),
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
     "best_of": (1,),
@@ -157,6 +156,7 @@ UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
 PASSED_ON: Final = (
     *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "n", "priority"),
+    "skip_special_tokens",
 )
 """Parameters that mean the same to the engine, under the same name."""
 

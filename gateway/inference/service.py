@@ -151,9 +151,9 @@ class Service:
             measurement.on_closed()
         return found
 
-    def new_id(self, prefix: str) -> str:
+    def new_id(self, prefix: str, separator: str = "-") -> str:
         """Return an id for the answer to a request."""
-        return random_id(prefix)
+        return random_id(prefix, separator)
 
     def trace_of(self, adapter: str | None) -> str:  # noqa: ARG002 - for a service with traces
         """Return the `traceparent` of what is started with an adapter; empty without traces."""
@@ -170,9 +170,9 @@ class Service:
         )
 
 
-def random_id(prefix: str) -> str:
+def random_id(prefix: str, separator: str = "-") -> str:
     """Return an id that no other answer has."""
-    return f"{prefix}-{secrets.token_hex(16)}"
+    return f"{prefix}{separator}{secrets.token_hex(16)}"
 
 
 def finish_reason(chunk: TokensStreamed) -> str | None:

@@ -22,6 +22,7 @@ from gateway.inference.template_process import (
     content_length,
     encode_frame,
 )
+from gateway.tools.formats import find_format
 from messages.own_processes import process_command
 
 WALL_S: Final = 60.0
@@ -43,6 +44,10 @@ class Template(Protocol):
     @property
     def reads_parts(self) -> bool:
         """Whether contents are lists of parts."""
+
+    @property
+    def tool_format(self) -> str:
+        """The format of tool calls that it shows; empty if it shows no known one."""
 
     async def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
         """Return the prompt; raises `TemplateError`."""
@@ -68,6 +73,7 @@ class OperatorsTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = ChatTemplate(source, special_tokens)
+        self.tool_format: Final = find_format(source)
 
     @property
     def reads_parts(self) -> bool:
@@ -93,6 +99,7 @@ class AdaptersTemplate:
         self._process = process
         self._template: Final = {"source": source, "special_tokens": dict(special_tokens)}
         self._reads_parts: Final = reads_parts
+        self.tool_format: Final = find_format(source)
         self._rests_until = 0.0
 
     @property

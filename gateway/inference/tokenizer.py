@@ -75,6 +75,12 @@ class Tokenizer:
         data = [_BYTE_OF_CHARACTER.get(character, -1) for character in entry]
         return text.encode() if -1 in data else bytes(data)
 
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of special tokens, which are left out of outputs."""
+        added = self._vocabulary.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the vocabulary's entry of each token id."""
         return [self._vocabulary.id_to_token(token) or "" for token in tokens]

@@ -29,6 +29,7 @@ PROVIDER: Final = "loradock"
 REQUEST_ATTRIBUTES: Final = {
     "max_tokens": "gen_ai.request.max_tokens",
     "max_completion_tokens": "gen_ai.request.max_tokens",
+    "max_output_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",
     "top_k": "gen_ai.request.top_k",
@@ -221,9 +222,9 @@ class TracedService(Service):
 
         return traced
 
-    def new_id(self, prefix: str) -> str:
+    def new_id(self, prefix: str, separator: str = "-") -> str:
         """Return an id for the answer, which is noted in the span of the current request."""
-        answer_id = super().new_id(prefix)
+        answer_id = super().new_id(prefix, separator)
         _current.get().on_id(answer_id)
         return answer_id
 

@@ -126,7 +126,7 @@ def _app_of(endpoint: Endpoint, limits: Limits, keys: ApiKeys, *, updating: bool
         )
         app = RefusingApp(HttpError(403, message))
     if endpoint.access != "public" and keys.are_needed:
-        app = KeyedApp(app, keys)
+        app = KeyedApp(app, keys, endpoint.shape)
     return app
 
 

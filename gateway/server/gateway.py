@@ -48,7 +48,9 @@ class Gateway:
         tracer = configured_tracer("gateway")
         resolvers = configured_resolvers(config.lora_resolver_roots, config.lora_resolvers)
         self._modules = parse_lora_modules(config.lora_modules)
-        files = read_model_files(config.model, config.chat_template, config.max_model_len)
+        files = read_model_files(
+            config.model, config.chat_template, config.max_model_len, config.tool_call_parser
+        )
         self.names: Final = ModelNames(config.served_model_names, config.model)
         self.client: Final = AsyncClient(
             config.directory or None,

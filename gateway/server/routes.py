@@ -21,6 +21,8 @@ from gateway.adapters.updates import (
 from gateway.adapters.views import AdapterCard, AdapterCards, ModelCard, ModelList
 from gateway.http.endpoints import Endpoint, Handler
 from gateway.inference import answers
+from gateway.inference.anthropic import AnthropicAnswer, AnthropicMessages, TokenCount
+from gateway.inference.anthropic_request import CountRequest, MessagesRequest
 from gateway.inference.chat import ChatRequest, Chats
 from gateway.inference.chat_prompt import ChatPrompts
 from gateway.inference.completions import CompletionRequest, Completions
@@ -42,7 +44,8 @@ _CHANGES: Final = (400, 403, 404, 409, 429, 503)
 def endpoints(gateway: Gateway) -> tuple[Endpoint, ...]:
     """Return every endpoint of a gateway."""
     return (
-        *_generation(gateway),
+        *_completions(gateway),
+        *_chats(gateway),
         *_pooling(gateway),
         *_tokens(gateway),
         *_models(gateway),
@@ -71,10 +74,8 @@ def _traced_by(gateway: Gateway) -> Callable[[str, Handler], Handler]:
     return _untraced if gateway.traced is None else gateway.traced.handler
 
 
-def _generation(gateway: Gateway) -> tuple[Endpoint, ...]:
-    service, traced = gateway.service, _traced_by(gateway)
-    chats = Chats(service, ChatPrompts(gateway.config.allowed_media_domains))
-    completions = Completions(service)
+def _completions(gateway: Gateway) -> tuple[Endpoint, ...]:
+    completions, traced = Completions(gateway.service), _traced_by(gateway)
     more: dict[str, Any] = {"errors": _INFERENCE}
     return (
         _post(
@@ -87,29 +88,11 @@ def _generation(gateway: Gateway) -> tuple[Endpoint, ...]:
             **more,
         ),
         _post(
-            "/v1/chat/completions",
-            traced("chat", chats.complete),
-            ChatRequest,
-            answers.ChatCompletion,
-            "Continue a chat",
-            streams=True,
-            has_images=True,
-            **more,
-        ),
-        _post(
             "/v1/completions/render",
             completions.render,
             CompletionRequest,
             list[Rendered],
             "Token ids and parameters of completions",
-            **more,
-        ),
-        _post(
-            "/v1/chat/completions/render",
-            chats.render,
-            ChatRequest,
-            Rendered,
-            "Token ids and parameters of a chat",
             **more,
         ),
     )
@@ -151,6 +134,54 @@ def _pooling(gateway: Gateway) -> tuple[Endpoint, ...]:
         *(
             _post(path, rerank, RerankRequest, answers.Reranked, "Order documents", **more)
             for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        ),
+    )
+
+
+def _chats(gateway: Gateway) -> tuple[Endpoint, ...]:
+    service, traced = gateway.service, _traced_by(gateway)
+    prompts = ChatPrompts(gateway.config.allowed_media_domains)
+    chats = Chats(service, prompts)
+    anthropic = AnthropicMessages(service, chats, prompts)
+    more: dict[str, Any] = {"errors": _INFERENCE}
+    return (
+        _post(
+            "/v1/chat/completions",
+            traced("chat", chats.complete),
+            ChatRequest,
+            answers.ChatCompletion,
+            "Continue a chat",
+            streams=True,
+            has_images=True,
+            **more,
+        ),
+        _post(
+            "/v1/chat/completions/render",
+            chats.render,
+            ChatRequest,
+            Rendered,
+            "Token ids and parameters of a chat",
+            **more,
+        ),
+        _post(
+            "/v1/messages",
+            traced("chat", anthropic.create),
+            MessagesRequest,
+            AnthropicAnswer,
+            "Continue a chat, as in Anthropic's protocol",
+            streams=True,
+            has_images=True,
+            shape="anthropic",
+            **more,
+        ),
+        _post(
+            "/v1/messages/count_tokens",
+            anthropic.count,
+            CountRequest,
+            TokenCount,
+            "Tokens of a chat, as in Anthropic's protocol",
+            shape="anthropic",
+            **more,
         ),
     )
 

@@ -80,9 +80,17 @@ def test_an_adapters_own_template_prompts_its_chats(saved, save_jinja_files, tem
     saved.tokenizer.save_pretrained(saved.adapter, save_jinja_files=save_jinja_files)
     assert (saved.adapter / "chat_template.jinja").exists() == save_jinja_files
     assert prompt(saved) == "[hi]"
-    assert prompt(saved, tools=TOOLS) == ("[hi]" if template == OWN else "1")
+    assert prompt(saved, tools=TOOLS, tool_choice="none") == ("[hi]" if template == OWN else "1")
     assert prompt(saved, model=None) == OF_MODEL
     assert prompt(saved, model=f"tiny-chat:{saved.name}") == "[hi]"
+
+
+def test_the_format_of_calls_is_the_one_that_an_adapters_own_template_shows(saved):
+    saved.tokenizer.chat_template = "{% if tools %}<tool_call>{% endif %}" + OWN
+    saved.tokenizer.save_pretrained(saved.adapter)
+    assert prompt(saved, tools=TOOLS) == "<tool_call>[hi]"
+    # That of the model shows none.
+    assert saved.post(PATH, {"messages": HELLO, "tools": TOOLS}).status_code == 400
 
 
 def test_what_is_tokenized_is_what_a_chat_sends(saved):

@@ -1,6 +1,7 @@
 """Chats over HTTP: the prompt that the template makes of messages, answers, and streams."""
 
 import base64
+import json
 
 import pytest
 
@@ -10,6 +11,8 @@ from tests.support.gateway.served import data_of
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+ARRAY = {"type": "array"}
 PNG = "data:image/png;base64," + base64.b64encode(b"png bytes").decode()
 
 
@@ -45,7 +48,10 @@ def test_the_length_is_limited_under_both_names(served, field):
     ("more", "prompt"),
     [
         ({"add_generation_prompt": False}, "<user>hi"),
-        ({"tools": [{"type": "function"}]}, '<user>hi<tools>[{"type": "function"}]<assistant>'),
+        (
+            {"tools": TOOLS, "tool_choice": "none"},
+            f"<user>hi<tools>{json.dumps(TOOLS)}<assistant>",
+        ),
         ({"tool_choice": "auto"}, "<user>hi<assistant>"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "<user>hi<assistant>"),
         ({"reasoning_effort": "low", "documents": None}, "<user>hi<assistant>"),
@@ -119,6 +125,23 @@ def test_calls_of_tools_are_passed_to_the_template(served):
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "messages"),
         ({"tools": "all"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": TOOLS * 2}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": ARRAY}}]},
+            "tools",
+        ),
+        # The template shows no format of calls.
+        ({"tools": TOOLS}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),

@@ -170,7 +170,6 @@ def test_an_error_within_a_stream_is_an_event_of_it(served):
         ("structured_outputs", {"grammar": "x"}, None),
         ("guided_grammar", "x", None),
         ("response_format", {"type": "json_schema"}, {"type": "text"}),
-        ("skip_special_tokens", False, True),
         ("stream_options", {"include_usage": True}, None),
     ],
 )
@@ -194,6 +193,7 @@ def test_what_is_not_served_is_refused_by_name(served, field, value, unchanged):
         ("ignore_eos", True, "ignore_eos", True),
         ("min_tokens", 3, "min_tokens", 3),
         ("include_stop_str_in_output", True, "include_stop", True),
+        ("skip_special_tokens", False, "skip_special_tokens", False),
         ("logprobs", 2, "logprobs", 2),
         ("prompt_logprobs", 2, "prompt_logprobs", 2),
         ("response_format", {"type": "json_object"}, "structure", JSON),

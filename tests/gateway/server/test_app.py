@@ -116,6 +116,8 @@ NEEDED = {
     "tokens": [1],
     "lora_name": "new",
     "lora_path": "new",
+    "model": "upper",
+    "max_tokens": 4,
 }
 
 

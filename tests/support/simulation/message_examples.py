@@ -113,7 +113,7 @@ _TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 _SAMPLING = Sampling(
     *(64, 0.75, 40, 0.9, 12345, ("\n\n", "###")),
     *(0.05, 0.5, -0.25, 1.1, ((7, -3.5),), 2, (3, 4), True, True),
-    *(5, 2, 3, Structure("choice", "[ab]", ("a", "b"))),
+    *(5, 2, 3, Structure("choice", "[ab]", ("a", "b")), False),
 )
 _LOGPROB = TokenLogprob(11, -0.5, 2, ((12, -0.25), (11, -0.5)))
 
