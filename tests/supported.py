@@ -37,7 +37,17 @@ ADAPTER_FORMS: Final = (
         "`modules_to_save`",
         "linear layers, heads, embeddings, norms that see every token; on several ranks heads of "
         "classifiers and norms",
-        "kept whole in the arena",
+        "kept whole in the arena; tied modules as `ensure_weight_tying` specifies",
+    ),
+    (
+        "copies of base weights (`save_embedding_layers`, `base_layer`, `original_module`)",
+        "every layer whose values are the base's; others as `modules_to_save`, with A and B",
+        "compared with the base within the rounding of the coarser dtype; equal ones are ignored",
+    ),
+    (
+        "`trainable_token_indices`",
+        "embeddings, heads and what is tied to them, also on several ranks",
+        "a row per token",
     ),
     (
         "`use_dora`",
@@ -72,6 +82,16 @@ REFUSED_FORMS: Final = (
         "`modules_to_save`",
         "linear layers, heads of language models and embeddings on several ranks",
         "they are split, and a saved module is kept whole",
+    ),
+    (
+        "copies with other values than the base's",
+        "layers for which `modules_to_save` is refused, or with a magnitude or a trained bias",
+        "the adapter was trained on the copy, and PEFT writes it into the base model",
+    ),
+    (
+        "`trainable_token_indices`",
+        "layers that the adapter also adapts or saves; split heads with a bias",
+        "PEFT can't combine them either; a rank has only a part of the bias",
     ),
     (
         "lora_A and lora_B",
@@ -156,12 +176,13 @@ def full() -> str:
             "## Adapter forms",
             _table(("in an adapter", "served for", "how"), ADAPTER_FORMS),
             "Each is compared with PEFT in `tests/integration`. Forms that need the base weights "
-            "are loaded in memory with `model=`. Decode steps with rows of the last four are not "
+            "are loaded in memory with `model=`. Decode steps with rows of the last six are not "
             "replayed from captured ones.",
             "## Refused for some layers",
             _table(("in an adapter", "layers", "reason"), REFUSED_FORMS),
             "The error names the layer, or the tensor. `layers_to_transform` and `layers_pattern` "
-            "need nothing: an adapter's tensors are those of the layers that they chose.",
+            "need nothing: an adapter's tensors are those of the layers that they chose. Names in "
+            "`modules_to_save` of none of the model's modules are ignored, as PEFT does.",
             "## Refused in an adapter's config",
             _table(("field", "reason"), ((f"`{rule.field}`", rule.text) for rule in FIELD_RULES)),
         )

@@ -290,7 +290,8 @@ def _check_expected(matched: MatchedTensors, expected: Collection[str], problems
 
     Modules that the adapter replaces whole have no A and B, so they are not among the expected.
     """
-    adapted = [pair.module for pair in matched.pairs if pair.kind is not ModuleKind.HEAD]
+    replacing = (ModuleKind.HEAD, ModuleKind.TOKENS)
+    adapted = [pair.module for pair in matched.pairs if pair.kind not in replacing]
     names = {module: [module] for module in adapted}
     for pair, columns, _ in matched.experts:
         paths = [column.name for column in columns]

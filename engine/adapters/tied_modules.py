@@ -16,7 +16,6 @@ from engine.adapters.tensor_names import PairNames
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
 from engine.layout import SAVED_SUFFIX, TOKENS_SUFFIX, ModuleKind, ModuleShape
 
-
 _TIED_NAMES: Final = ("embed_tokens", "lm_head")
 """The names in `modules_to_save` for which PEFT follows `ensure_weight_tying`."""
 

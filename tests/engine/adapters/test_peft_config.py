@@ -76,7 +76,7 @@ REFUSED_CONFIGS: dict[str, tuple[dict[str, Any], ErrorCode, str]] = {
     "a negative token": ({"trainable_token_indices": {"wte": [-1]}}, CONFIG_REFUSED, "distinct"),
     "token rows": (
         {"trainable_token_indices": [3]},
-        ErrorCode.DOES_NOT_FIT,
+        DOES_NOT_FIT,
         "trainable_token_indices names these modules, but no tensor belongs to them",
     ),
     "another type": ({"peft_type": "IA3"}, CONFIG_REFUSED, "peft_type is 'IA3'"),
