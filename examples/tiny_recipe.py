@@ -16,6 +16,7 @@ TINY_DIRECTORY = Path(__file__).parent / "tiny"
 MODEL_DIRECTORY = TINY_DIRECTORY / "model"
 ADAPTERS_DIRECTORY = TINY_DIRECTORY / "adapters"
 RESULTS_FILE = TINY_DIRECTORY / "results.json"
+TOOL_CALLER_DIRECTORY = TINY_DIRECTORY / "tools" / "caller"
 
 BASE_NAME = "loradock/tiny"
 
@@ -76,6 +77,9 @@ ADAPTERS = (
     AdapterRecipe("piglatin", rank=32, alpha=48, target_modules=ALL_LINEAR),
     AdapterRecipe("spell", rank=8, alpha=8, target_modules=ALL_LINEAR),
 )
+
+# It is no transformation, so it is trained and measured by `train_tool_caller`.
+TOOL_CALLER = AdapterRecipe("caller", rank=8, alpha=16, target_modules=ALL_LINEAR)
 
 
 def model_config() -> LlamaConfig:

@@ -14,6 +14,9 @@ HOST_DEFAULT: Final = "127.0.0.1"
 UPDATING_VARIABLE: Final = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """The environment variable that allows adapters to be changed over HTTP, as in vLLM."""
 
+AUTO_PARSER: Final = "auto"
+"""Stands for the format of tool calls that the chat template shows."""
+
 KEYS_VARIABLES: Final = ("LORADOCK_API_KEY", "VLLM_API_KEY")
 """Environment variables that may contain an API key."""
 
@@ -53,6 +56,49 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
             "HOST",
         ),
     ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        _option(
+            "--allowed-origins",
+            "Web site whose pages may read answers in a browser (CORS), as https://example.org; "
+            "several, a JSON list, or * for any. Default: none.",
+            "ORIGIN",
+        ),
+    ] = ()
+    allowed_methods: Annotated[
+        tuple[str, ...],
+        _option(
+            "--allowed-methods",
+            "Method that pages of --allowed-origins may use; several, or a JSON list. Default: "
+            "all.",
+            "METHOD",
+        ),
+    ] = ()
+    allowed_headers: Annotated[
+        tuple[str, ...],
+        _option(
+            "--allowed-headers",
+            "Header that pages of --allowed-origins may send; several, or a JSON list. Default: "
+            "all.",
+            "HEADER",
+        ),
+    ] = ()
+    allow_credentials: Annotated[
+        bool,
+        _option(
+            "--allow-credentials",
+            "Let pages of --allowed-origins send cookies and certificates of their users.",
+        ),
+    ] = False
+    root_path: Annotated[
+        str,
+        _option(
+            "--root-path",
+            "Prefix of all paths at a proxy in front of the gateway, as /llm; requests may have it "
+            "or not.",
+            "PATH",
+        ),
+    ] = ""
     ssl_keyfile: Annotated[str, _option("--ssl-keyfile", "Private key for HTTPS.", "FILE")] = ""
     ssl_certfile: Annotated[str, _option("--ssl-certfile", "Certificate for HTTPS.", "FILE")] = ""
     ssl_ca_certs: Annotated[
@@ -67,8 +113,8 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         _option(
             "--served-model-name",
-            "Name of the base model for HTTP clients; repeat for several. Default: the name of the "
-            "model's directory.",
+            "Name of the base model for HTTP clients, or several; the first is in answers. "
+            "Default: the name of the model's directory.",
             "NAME",
         ),
     ] = ()
@@ -76,8 +122,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         _option(
             "--lora-modules",
-            'Adapter to load at the start: NAME=PATH, or JSON with "name" and "path"; repeat for '
-            "several.",
+            'Adapter to load at the start: NAME=PATH, or JSON with "name" and "path"; or several.',
             "NAME=PATH",
         ),
     ] = ()
@@ -111,6 +156,15 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         str,
         _option("--chat-template", "File with a chat template instead of the model's own.", "FILE"),
     ] = ""
+    tool_call_parser: Annotated[
+        Literal["auto", "hermes", "llama3_json", "mistral", "qwen3_coder"],
+        _option(
+            "--tool-call-parser",
+            "Format in which the model writes calls of tools: hermes, llama3_json, mistral or "
+            "qwen3_coder. Default: auto, the one that the chat template shows.",
+            "NAME",
+        ),
+    ] = AUTO_PARSER
     allowed_media_domains: Annotated[
         tuple[str, ...],
         _option(
@@ -161,6 +215,13 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
             0,
         ),
     ] = 8
+    enable_tokenizer_info_endpoint: Annotated[
+        bool,
+        _option(
+            "--enable-tokenizer-info-endpoint",
+            "Serve GET /tokenizer_info: the settings of the tokenizer, and the chat template.",
+        ),
+    ] = False
     disable_vllm_metrics: Annotated[
         bool, _option("--disable-vllm-metrics", "Leave out metrics under the names of vLLM.")
     ] = False
@@ -180,7 +241,8 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
 
     `directory`: the controller's; or `address`, `key` and `server_key` for one that is reached over
     a network. `model`: the base model's directory, for tokenizer and template; without it chats are
-    not served.
+    not served. `adapter_roots`: the directories below which adapters are, as this machine sees
+    them; without one, their chat templates and generation defaults are not read.
     """
 
     directory: str = ""
@@ -191,6 +253,7 @@ class GatewayConfig(GatewayOptions, frozen=True, kw_only=True):
     host: str = HOST_DEFAULT
     port: int = PORT_DEFAULT
     model: str = ""
+    adapter_roots: tuple[str, ...] = ()
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -35,7 +35,7 @@ def main(name: str) -> int:
         case "controller":
             from controller.shell.process import main as run
         case "engine":
-            from engine.models.light_imports import import_transformers
+            from engine.models.library.light_imports import import_transformers
 
             import_transformers()
 
@@ -48,6 +48,8 @@ def main(name: str) -> int:
             torchrun.end(torchrun.main())
         case "gateway":
             from gateway.server.process import main as run
+        case "templates":
+            from gateway.inference.template_process import main as run
         case "snapshotter":
             from controller.log.snapshotter import main as run
         case _:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Final, Literal
 
-ProcessName = Literal["controller", "engine", "ranks", "gateway", "snapshotter"]
+ProcessName = Literal["controller", "engine", "ranks", "gateway", "templates", "snapshotter"]
 """The entry points in `ENTRY_FILE`."""
 
 ENTRY_FILE: Final = Path(__file__).resolve().parents[1] / "loradock" / "processes.py"

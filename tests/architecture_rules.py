@@ -99,7 +99,13 @@ ROOMS: Final = (
     # The engine, from the ground up.
     _package("engine", "messages.errors", "torch"),
     _package("engine.adapters.files", "engine", "torch xxhash"),
-    _package("engine.adapters", "engine engine.adapters.files", "torch transformers"),
+    # The only one that imports transformers.
+    _package("engine.models.library", "engine", "torch transformers"),
+    _package(
+        "engine.adapters",
+        "engine engine.adapters.files engine.models.library",
+        "msgspec torch xxhash",
+    ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
     _package("engine.kernels.reference", "engine.kernels", "torch"),
     _package("engine.kernels.cpu", "engine.kernels engine.kernels.reference", "torch"),
@@ -127,30 +133,32 @@ ROOMS: Final = (
     _package("engine.punica", "engine engine.kernels", "torch"),
     _package(
         "engine.layers",
-        "engine engine.kernels engine.punica engine.residency.arena",
-        "torch transformers",
+        "engine engine.kernels engine.models.library engine.punica engine.residency.arena",
+        "torch",
     ),
     _package(
         "engine.models.vision",
-        "messages.prompts messages.requests engine engine.kernels engine.punica",
-        "torch transformers",
+        "messages.prompts messages.requests engine engine.kernels engine.models.library "
+        "engine.punica",
+        "torch",
     ),
-    _package("engine.models.caches", "engine", "torch transformers"),
-    _package("engine.models.weights", "engine", "msgspec safetensors torch transformers"),
-    _package("engine.models.positions", "engine", "torch transformers"),
+    _package("engine.models.caches", "engine engine.models.library", "torch"),
+    _package("engine.models.weights", "engine engine.models.library", "msgspec safetensors torch"),
+    _package("engine.models.positions", "engine engine.models.library", "torch"),
     _package("engine.models.trials", "engine engine.models.caches engine.models.vision", "torch"),
     _package(
         "engine.models",
         "messages.prompts messages.requests messages.views engine engine.adapters engine.kernels "
         "engine.kernels.__init__ engine.residency engine.punica engine.layers "
-        "engine.models.caches engine.models.positions engine.models.trials engine.models.vision "
-        "engine.models.weights",
-        "msgspec torch transformers",
+        "engine.models.caches engine.models.library engine.models.positions "
+        "engine.models.trials engine.models.vision engine.models.weights",
+        "msgspec torch",
     ),
     _package(
         "engine.paging",
-        "engine engine.punica engine.models engine.models.trials engine.models.vision",
-        "structlog torch transformers",
+        "engine engine.punica engine.models engine.models.library engine.models.trials "
+        "engine.models.vision",
+        "structlog torch",
     ),
     _package("engine.inference.queues", "", ""),
     _package(
@@ -175,12 +183,12 @@ ROOMS: Final = (
         "messages controller.core engine engine.adapters engine.adapters.files.problems "
         "engine.kernels.__init__ "
         "engine.residency engine.punica engine.layers engine.models engine.models.vision",
-        "torch transformers",
+        "structlog torch",
     ),
     _package(
         "engine.worker",
         "messages engine engine.adapters engine.adapters.files.directory engine.residency "
-        "engine.models engine.inference",
+        "engine.models engine.models.library engine.inference",
         "msgspec structlog torch",
     ),
     # The gateway, from the ground up: a client of the controller.
@@ -196,9 +204,11 @@ ROOMS: Final = (
         "messages gateway gateway.adapters",
         "prometheus_client starlette",
     ),
+    _package("gateway.tools", libraries="msgspec"),
     _package(
         "gateway.inference",
-        "messages controller.client gateway gateway.http gateway.adapters gateway.metrics",
+        "messages controller.client gateway gateway.http gateway.adapters gateway.metrics "
+        "gateway.tools",
         "jinja2 msgspec starlette structlog tokenizers",
     ),
     _package(
@@ -216,8 +226,8 @@ ROOMS: Final = (
     _package(
         "loradock",
         "messages controller controller.client controller.log controller.shell "
-        "engine engine.adapters engine.punica engine.models.light_imports engine.manager "
-        "engine.worker gateway gateway.server",
+        "engine engine.adapters engine.punica engine.models.library.light_imports engine.manager "
+        "engine.worker gateway gateway.inference.template_process gateway.server",
     ),
     Room(
         "loradock.testing",

@@ -206,6 +206,8 @@ MANAGERS: Final = (
             "remove_oldest_adapter": "",
             "pin_adapter": "adapter_id",
             "list_adapters": "",
+            "get_dummy_lora_warmup_rank": "default_rank",
+            "supports_tower_connector_lora": "",
         }.items()
     ),
     DocumentedName(

@@ -20,11 +20,11 @@ from tests.support.models.causal_parity import Judgement, Outcome, judge
 RESULTS: Final = Path(__file__).parent / "golden" / "parity.json"
 
 
-def read_results() -> dict[str, Judgement]:
+def read_results(path: Path = RESULTS) -> dict[str, Judgement]:
     """Return the stored judgements by model type."""
-    if not RESULTS.is_file():
+    if not path.is_file():
         return {}
-    found = msgspec.json.decode(RESULTS.read_bytes(), type=list[Judgement])
+    found = msgspec.json.decode(path.read_bytes(), type=list[Judgement])
     return {one.model_type: one for one in found}
 
 
@@ -33,23 +33,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare architectures with PEFT.")
     parser.add_argument("types", nargs="*", help="model types; default: those without a result")
     parser.add_argument("--all", action="store_true", help="judge all of them again")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of the results")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     console = Console(width=200)
-    results = {} if options.all else read_results()
+    results = {} if options.all else read_results(options.results)
     for model_type in options.types or [name for name in causal_types() if name not in results]:
         results[model_type] = found = judge(model_type)
         console.print(*_cells(found), sep=" | ", markup=False)
-        _store(results)
+        _store(results, options.results)
     if not options.types:
         console.print(_table(results))
 
 
-def _store(results: dict[str, Judgement]) -> None:
+def _store(results: dict[str, Judgement], path: Path) -> None:
     ordered = [results[name] for name in sorted(results)]
     text = msgspec.json.format(msgspec.json.encode(ordered), indent=1)
-    RESULTS.write_bytes(text + b"\n")
+    path.write_bytes(text + b"\n")
 
 
 def _cells(found: Judgement) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from engine.models.causal_model import CausalModel
 from engine.models.packing import PACKING_RULES
 from engine.models.pooling_model import PoolingModel
 from engine.punica import MappingType
+from tests.matrix import read_rows
 from tests.parity import read_results
 from tests.support.models.architectures import ARCHITECTURES, CONTEXT_TOKENS_MAX, Architecture
 from tests.support.models.causal_configs import SAME
@@ -101,79 +102,93 @@ QUANTIZED_ON_CPU: Final = {
 
 def full() -> str:
     """Return SUPPORTED.md's tables."""
-    return "\n\n".join(
-        (
-            "## Architectures",
-            _table(("model", "`model_type`", "packed", "unpacked"), _served()),
-            "These models are compared with PEFT. Any other `transformers` model whose layers pass "
-            "the probe at start is served too.",
-            "## Every causal architecture",
-            _table(("`model_type`", "in process", "served", "rows"), _judged()),
-            "`make parity` compares each type that `AutoModelForCausalLM` of the installed "
-            "`transformers` knows, as a tiny model with PEFT's `all-linear` adapters of three "
-            "ranks and the base in one batch: in process, and served with rows that join and leave "
-            "in 24 cached steps. Equal means a relative norm below 1e-5 in float32, and the tokens "
-            "of the model's own `generate`. Rows are one left-padded batch (padded), prefilled "
-            "alone and decoded together (together), or run one by one (single).",
-            "## Mixtures of experts",
-            _table(
-                ("model", "`model_type`", "other layers", "experts", "in mixed mode", "ranks"),
-                _experts(),
-            ),
-            "Several ranks share experts by columns, also with `fully_sharded_loras`, or whole "
-            "(`expert_parallel`). Experts without a gate (`up_proj`, `down_proj`) have the same "
-            "format in both modes. Other experts modules are served if `transformers` specifies "
-            "their layout.",
-            "## Models that embed or classify",
-            _table(("class", "task", "pooling", "wrapped"), _pooled()),
-            "An adapter may contain its own classification head (`modules_to_save`).",
-            "## Image-text models",
-            _table(
-                ("`model_type`", "packed", "unpacked", "in the tower", "in the connector"),
-                _image_text(),
-            ),
-            "These models are compared with PEFT with several images of unlike sizes in one batch, "
-            f"each row with its own adapter. {_names(IMAGE_MODELS)} are also compared from prompts "
-            "that their own processors read. Tower and connector are wrapped with "
-            "`enable_tower_connector_lora`. Other image-text models are served if the probes at "
-            "start verify that rows with images can be batched, and that layers keep images apart.",
-            "## Layers",
-            _table(("layer", "role", "wrapper", "slices"), _wrappers()),
-            "With `fully_sharded_loras`, the second class replaces the first:",
-            _table(("wrapper", "fully sharded"), _sharded()),
-            "## Quantised bases",
-            _table(("`--quantization`", "on a CPU"), _quantized()),
-            "A model that was saved quantised by one of these libraries needs no option, and is "
-            "compared in the same way. Wrapped layers call their base layer and never read its "
-            "weight, so quantised projections are not packed. Quantised models are served on one "
-            "rank. `loradock[quantization]` has the libraries. `transformers` has kernels of FP8 "
-            "for GPUs alone: on a CPU `--quantization fp8` is refused, and a model that was saved "
-            "in FP8 is served dequantised. Its layer is tested with a product in place of the "
-            "kernel, and not yet on a GPU.",
-            "## Packed projections",
-            _table(("packed layer", "children"), _packing_rules()),
-            "Children are packed only if the probe observed that they receive the same tensor.",
-            "## Adapter forms",
-            _table(("in an adapter", "served for", "how"), ADAPTER_FORMS),
-            "Each is compared with PEFT in `tests/integration`. Forms that need the base weights "
-            "are loaded in memory with `model=`. Decode steps with rows of the last four are not "
-            "replayed from captured ones.",
-            "## Refused for some layers",
-            _table(("in an adapter", "layers", "reason"), REFUSED_FORMS),
-            "The error names the layer, or the tensor.",
-            "## Layers without tensors",
-            "The layers that `target_modules` names, less those that `layers_to_transform` with "
-            "`layers_pattern`, `exclude_modules` or `modules_to_save` leave out, are compared with "
-            "the file, and so are `target_parameters`. A name without any tensor is refused. "
-            "If only some of its layers have none, as in one file of several, the adapter is "
-            "served with a warning that names them: in the log, in the answer to `load`, and in "
-            "`list`. Fused experts whose projections `target_modules` names, as in `gate_proj`, "
-            "are such layers too: PEFT adapts them by `target_parameters` alone. If a pattern "
-            "decides (`target_modules`, `exclude_modules`), nothing is compared, because patterns "
-            "are not evaluated.",
-            "## Refused in an adapter's config",
-            _table(("field", "reason"), ((f"`{rule.field}`", rule.text) for rule in FIELD_RULES)),
-        )
+    return "\n\n".join((*_of_models(), *_of_adapters()))
+
+
+def _of_models() -> tuple[str, ...]:
+    return (
+        "## Architectures",
+        _table(("model", "`model_type`", "packed", "unpacked"), _served()),
+        "These models are compared with PEFT. Any other `transformers` model whose layers pass "
+        "the probe at start is served too.",
+        "## Every causal architecture",
+        _table(("`model_type`", "in process", "served", "rows"), _judged()),
+        "`make parity` compares each type that `AutoModelForCausalLM` of the installed "
+        "`transformers` knows, as a tiny model with PEFT's `all-linear` adapters of three "
+        "ranks and the base in one batch: in process, and served with rows that join and leave "
+        "in 24 cached steps. Equal means a relative norm below 1e-5 in float32, and the tokens "
+        "of the model's own `generate`. Rows are one left-padded batch (padded), prefilled "
+        "alone and decoded together (together), or run one by one (single).",
+        "## Versions of transformers",
+        _table(
+            ("version", "equal when served", "refused", "differ", "tests of paging and states"),
+            _versions(),
+        ),
+        "`make matrix` installs each version in an environment of its own, and judges every "
+        "causal architecture that this version knows.",
+        "## Mixtures of experts",
+        _table(
+            ("model", "`model_type`", "other layers", "experts", "in mixed mode", "ranks"),
+            _experts(),
+        ),
+        "Several ranks share experts by columns, also with `fully_sharded_loras`, or whole "
+        "(`expert_parallel`). Experts without a gate (`up_proj`, `down_proj`) have the same "
+        "format in both modes. Other experts modules are served if `transformers` specifies "
+        "their layout.",
+        "## Models that embed or classify",
+        _table(("class", "task", "pooling", "wrapped"), _pooled()),
+        "An adapter may contain its own classification head (`modules_to_save`).",
+        "## Image-text models",
+        _table(
+            ("`model_type`", "packed", "unpacked", "in the tower", "in the connector"),
+            _image_text(),
+        ),
+        "These models are compared with PEFT with several images of unlike sizes in one batch, "
+        f"each row with its own adapter. {_names(IMAGE_MODELS)} are also compared from prompts "
+        "that their own processors read. Tower and connector are wrapped with "
+        "`enable_tower_connector_lora`. Other image-text models are served if the probes at "
+        "start verify that rows with images can be batched, and that layers keep images apart.",
+        "## Layers",
+        _table(("layer", "role", "wrapper", "slices"), _wrappers()),
+        "With `fully_sharded_loras`, the second class replaces the first:",
+        _table(("wrapper", "fully sharded"), _sharded()),
+        "## Quantised bases",
+        _table(("`--quantization`", "on a CPU"), _quantized()),
+        "A model that was saved quantised by one of these libraries needs no option, and is "
+        "compared in the same way. Wrapped layers call their base layer and never read its "
+        "weight, so quantised projections are not packed. Quantised models are served on one "
+        "rank. `loradock[quantization]` has the libraries. `transformers` has kernels of FP8 "
+        "for GPUs alone: on a CPU `--quantization fp8` is refused, and a model that was saved "
+        "in FP8 is served dequantised. Its layer is tested with a product in place of the "
+        "kernel, and not yet on a GPU.",
+        "## Packed projections",
+        _table(("packed layer", "children"), _packing_rules()),
+        "Children are packed only if the probe observed that they receive the same tensor.",
+    )
+
+
+def _of_adapters() -> tuple[str, ...]:
+    return (
+        "## Adapter forms",
+        _table(("in an adapter", "served for", "how"), ADAPTER_FORMS),
+        "Each is compared with PEFT in `tests/integration`. Forms that need the base weights "
+        "are loaded in memory with `model=`. Decode steps with rows of the last four are not "
+        "replayed from captured ones.",
+        "## Refused for some layers",
+        _table(("in an adapter", "layers", "reason"), REFUSED_FORMS),
+        "The error names the layer, or the tensor.",
+        "## Layers without tensors",
+        "The layers that `target_modules` names, less those that `layers_to_transform` with "
+        "`layers_pattern`, `exclude_modules` or `modules_to_save` leave out, are compared with "
+        "the file, and so are `target_parameters`. A name without any tensor is refused. "
+        "If only some of its layers have none, as in one file of several, the adapter is "
+        "served with a warning that names them: in the log, in the answer to `load`, and in "
+        "`list`. Fused experts whose projections `target_modules` names, as in `gate_proj`, "
+        "are such layers too: PEFT adapts them by `target_parameters` alone. If a pattern "
+        "decides (`target_modules`, `exclude_modules`), nothing is compared, because patterns "
+        "are not evaluated.",
+        "## Refused in an adapter's config",
+        _table(("field", "reason"), ((f"`{rule.field}`", rule.text) for rule in FIELD_RULES)),
     )
 
 
@@ -283,6 +298,12 @@ def _layers_of(
         for name, layer in model.layers.items()
         if model.parts[name] is part
     }
+
+
+def _versions() -> Iterator[tuple[str, ...]]:
+    for row in read_rows():
+        differs = ", ".join(f"`{name}`" for name in row.differs) or "none"
+        yield row.version, str(row.equal), str(row.refused), differs, row.tests
 
 
 def _judged() -> Iterator[tuple[str, ...]]:

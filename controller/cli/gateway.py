@@ -5,7 +5,9 @@
 
 import os
 import sys
+from collections.abc import Iterable
 from inspect import Parameter
+from pathlib import Path
 from typing import Annotated, Any, Final, get_args
 
 import msgspec
@@ -63,7 +65,11 @@ GATEWAY_OPTIONS: Final = OptionGroup(
 
 
 def gateway_config(
-    settings: Settings, http: str, model: str, options: GatewayOptions
+    settings: Settings,
+    http: str,
+    model: str,
+    options: GatewayOptions,
+    adapter_roots: Iterable[Path],
 ) -> GatewayConfig:
     """Return the configuration of a gateway process; raises `CommandError` for a wrong address."""
     from controller.client.sockets import runtime_directory
@@ -81,6 +87,7 @@ def gateway_config(
         host=host,
         port=port,
         model=model,
+        adapter_roots=tuple(map(str, adapter_roots)),
     )
 
 
@@ -108,6 +115,18 @@ Model = Annotated[
 ]
 
 
+AdapterRoots = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--adapter-root",
+        metavar="DIRECTORY",
+        help="Directory of the server's adapters, to read the chat templates and generation "
+        "defaults that are saved beside them; repeat for several. Default: none, so that the "
+        "model's are used for all.",
+    ),
+]
+
+
 @app.command()
 @with_option_groups(options=GATEWAY_OPTIONS)
 def gateway(
@@ -115,9 +134,10 @@ def gateway(
     options: GatewayOptions,
     http: Http = f"{HOST_DEFAULT}:{PORT_DEFAULT}",
     model: Model = "",
+    adapter_root: AdapterRoots = None,
 ) -> None:
     """Serve the OpenAI protocol, metrics and a page over HTTP, for a server that runs here."""
-    config = gateway_config(settings_of(ctx), http, model, options)
+    config = gateway_config(settings_of(ctx), http, model, options, adapter_root or ())
     # The gateway takes the place of this process, so signals and the exit status are its own.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *gateway_arguments(config)])  # noqa: S606

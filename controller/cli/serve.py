@@ -203,7 +203,9 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option or group of opti
         engine,
         engine_options,
         tensor_parallel_size,
-        gateway=_gateway_arguments(ctx, http, model, gateway_options, hangs["log_format"]),
+        gateway=_gateway_arguments(
+            ctx, http, model, gateway_options, adapter_root or (), hangs["log_format"]
+        ),
         **hangs,
     )
     _check_start(serve_config, accept_changes)
@@ -306,14 +308,19 @@ def _checked_address(address: str) -> str:
 
 
 def _gateway_arguments(
-    ctx: typer.Context, http: str, model: str, options: GatewayOptions, log_format: LogFormat
+    ctx: typer.Context,
+    http: str,
+    model: str,
+    options: GatewayOptions,
+    adapter_roots: Iterable[Path],
+    log_format: LogFormat,
 ) -> tuple[str, ...]:
     """Return the arguments of Python for a gateway; none without an address."""
     if not http:
         return ()
     # It is on this machine, so it needs no key of the server.
     local = Settings(settings_of(ctx).directory)
-    config = gateway_config(local, http, model, options)
+    config = gateway_config(local, http, model, options, adapter_roots)
     return gateway_arguments(msgspec.structs.replace(config, log_format=log_format))
 
 

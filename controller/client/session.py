@@ -68,6 +68,7 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     n: int
     structure: Structure | None
+    skip_special_tokens: bool
 
 
 def generate_request(

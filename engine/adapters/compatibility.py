@@ -21,6 +21,7 @@ from engine.adapters.output_vectors import (
 )
 from engine.adapters.pairs import TensorPair, check_rank_divisible, pair_up, size_difference
 from engine.adapters.peft_config import CLASSIFICATION_HEADS, PEFTHelper
+from engine.adapters.saved_tokenizer import BaseTokenizer
 from engine.adapters.targets import check_targets
 from engine.adapters.tensor_names import WeightNames, is_within, sort_names
 from engine.adapters.weights_mapper import Rename
@@ -42,7 +43,8 @@ class AdapterTarget:
     no trained classification head, so an adapter must contain one. `missing_layers`: the paths of
     layers on another rank of a pipeline, whose tensors are skipped. `read_base` returns a linear
     module's base weights. `has_parameter`: whether a parameter's path is, or ends in, a name.
-    `unwrapped`: why layers with these paths are not wrapped.
+    `unwrapped`: why layers with these paths are not wrapped. `tokenizer`: compared with adapters'
+    own; None compares nothing.
     """
 
     modules: Modules
@@ -54,6 +56,7 @@ class AdapterTarget:
     read_base: ReadBase = field(default=lambda _: None, compare=False)
     has_parameter: Callable[[str], bool] = field(default=lambda _: True, compare=False)
     unwrapped: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: BaseTokenizer | None = field(default=None, compare=False)
 
     def excludes(self, module: str) -> bool:
         """Whether a module is not adapted because `enable_tower_connector_lora` is off."""

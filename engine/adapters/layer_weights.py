@@ -126,6 +126,37 @@ class PackedLoRALayerWeights:
             raise ValueError("the adapter touches no child of the packed layer")
         return cls(module_name or names[0], tuple(loras))
 
+    @classmethod
+    def pack_moe(
+        cls,
+        loras: Sequence[LoRALayerWeights | None],
+        module_name: str,
+        is_non_gated_moe: bool = False,
+    ) -> "PackedLoRALayerWeights":
+        """Stack the weights of single experts by projection, as the slices w1, w2 and w3.
+
+        `loras`: w1 (gate), w2 (down) and w3 (up) of the first expert, then of the next. Experts
+        without a gate (`is_non_gated_moe`) have their up projection as w1 and no third slice. A
+        slice has A `[experts, rank, in]` and B `[experts, out, rank]` and is named
+        `module_name.gate_proj` and so on. Where the experts' scalings differ, they are multiplied
+        into the stacked B. Raises `ValueError` for a number of weights that is not a multiple of 3
+        or an expert without weights, and `AdapterDoesNotFit` for experts that differ in rank, shape
+        or dtype.
+        """
+        if not loras or len(loras) % 3:
+            raise ValueError(
+                f"loras must have w1, w2 and w3 of each expert, got {len(loras)} weights"
+            )
+        gated, plain = ("gate_proj", "down_proj", "up_proj"), ("up_proj", "down_proj")
+        slices: list[LoRALayerWeights] = []
+        for number, projection in enumerate(plain if is_non_gated_moe else gated):
+            found = [lora for lora in loras[number::3] if lora is not None]
+            if len(found) < len(loras) // 3:
+                raise ValueError(f"{module_name} has experts without {projection}")
+            slices.append(stack_experts(f"{module_name}.{projection}", found))
+        absent = (None,) if is_non_gated_moe else ()
+        return cls(module_name, (*slices, *absent))
+
     @property
     def is_packed(self) -> bool:
         """True: an A and a B per slice."""
@@ -162,6 +193,36 @@ class PackedLoRALayerWeights:
             if lora:
                 lora.optimize()
         return self
+
+
+def stack_experts(module_name: str, loras: Sequence[LoRALayerWeights]) -> LoRALayerWeights:
+    """Return one projection's weights of all experts, in their order, as one stack.
+
+    A is `[experts, rank, in]` and B `[experts, out, rank]`, copies. Different scalings are
+    multiplied into B, in float32 and rounded once. Raises `AdapterDoesNotFit` for experts whose
+    matrices can't be in one stack.
+    """
+    first = loras[0]
+    forms = {
+        (lora.rank, lora.kind, lora.lora_a.shape, lora.lora_b.shape, lora.lora_a.dtype)
+        for lora in loras
+    }
+    if len(forms) > 1:
+        raise AdapterDoesNotFit(
+            f"the experts of {module_name} differ in rank, shape or dtype; all of one projection "
+            "need the same"
+        )
+    b, scaling = [lora.lora_b for lora in loras], first.scaling
+    if any(lora.scaling != scaling for lora in loras):
+        b, scaling = [scaled(one.lora_b, one.scaling).to(one.lora_b.dtype) for one in loras], 1.0
+    return replace(
+        first,
+        module_name=module_name,
+        lora_a=torch.stack([lora.lora_a for lora in loras]),
+        lora_b=torch.stack(b),
+        scaling=scaling,
+        kind=ModuleKind.EXPERTS,
+    )
 
 
 def scaled(lora_b: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -4,11 +4,8 @@ A program may have loaded the adapter without a model. Then paths are those of i
 are single modules.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
-
-import torch
 
 from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.expert_tensors import (
@@ -18,14 +15,18 @@ from engine.adapters.expert_tensors import (
     known_experts,
     renamed,
 )
-from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.layer_weights import (
+    LoRALayerWeights,
+    PackedLoRALayerWeights,
+    stack_experts,
+)
 from engine.errors import AdapterDoesNotFit
 from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape
 
 K = TypeVar("K")
 
-Loras = Mapping[str, LoRALayerWeights]
-"""An adapter's weights by module path."""
+Loras = Mapping[str, LoRALayerWeights | PackedLoRALayerWeights]
+"""An adapter's weights by module path; those of a packed layer may be under the layer's path."""
 
 
 def by_module(loras: Loras, target: AdapterTarget) -> dict[str, LoRALayerWeights]:
@@ -37,7 +38,7 @@ def by_module(loras: Loras, target: AdapterTarget) -> dict[str, LoRALayerWeights
     known, resolver = known_experts(target.modules.values()), target.path_resolver()
     found: dict[str, LoRALayerWeights] = {}
     singles: dict[str, dict[int, LoRALayerWeights]] = {}
-    for name, lora in loras.items():
+    for name, lora in _unpacked(loras):
         if resolver.skips(f"{name}."):
             continue
         path = name if name in target.modules else resolver.locate(renamed(name, known))
@@ -52,6 +53,15 @@ def by_module(loras: Loras, target: AdapterTarget) -> dict[str, LoRALayerWeights
             _add(singles.setdefault(column.name, {}), int(match[2]), lora)
     columns = {shape.name: shape for one in known.values() for shape in one.columns.values()}
     return found | {name: _stacked(columns[name], of) for name, of in singles.items()}
+
+
+def _unpacked(loras: Loras) -> Iterator[tuple[str, LoRALayerWeights]]:
+    """Yield each module's weights; those that are packed under the names of their own modules."""
+    for name, lora in loras.items():
+        if isinstance(lora, LoRALayerWeights):
+            yield name, lora
+        else:
+            yield from ((child.module_name, child) for child in lora.loras if child)
 
 
 def _add(found: dict[K, LoRALayerWeights], key: K, lora: LoRALayerWeights) -> None:
@@ -80,33 +90,4 @@ def _stacked(column: ModuleShape, members: Mapping[int, LoRALayerWeights]) -> Lo
             f"{column.name} has adapters for {len(members)} experts, and this model has "
             f"{column.experts}: missing {missing[:4]}, unknown {unknown[:4]}"
         )
-    ordered = [members[expert] for expert in range(column.experts)]
-    first = ordered[0]
-    _check_same(column, ordered)
-    return replace(
-        first,
-        module_name=column.name,
-        lora_a=torch.stack([lora.lora_a for lora in ordered]),
-        lora_b=torch.stack([lora.lora_b for lora in ordered]),
-        kind=ModuleKind.EXPERTS,
-    )
-
-
-def _check_same(column: ModuleShape, loras: Iterable[LoRALayerWeights]) -> None:
-    """Refuse experts whose matrices can't be in one stack."""
-    forms = {
-        (
-            lora.rank,
-            lora.scaling,
-            lora.kind,
-            lora.lora_a.shape,
-            lora.lora_b.shape,
-            lora.lora_a.dtype,
-        )
-        for lora in loras
-    }
-    if len(forms) > 1:
-        raise AdapterDoesNotFit(
-            f"the experts of {column.name} differ in rank, scaling, shape or dtype; all of one "
-            "projection need the same"
-        )
+    return stack_experts(column.name, [members[expert] for expert in range(column.experts)])

@@ -7,7 +7,7 @@ describes training is ignored.
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -170,16 +170,18 @@ class PEFTHelper:
     `layers_to_transform`: the only layers that are adapted; None for all. `layers_pattern`: the
     names of the lists that these layers are in; empty for any list.
     `modules_to_save`: modules that the adapter replaces. `target_parameters`: adapted
-    parameters, by path or its end. `base_model_name`: for error texts only.
+    parameters, by path or its end. `base_model_name`: for error texts only. A program that has no
+    config file constructs one of `r`, `lora_alpha` and `target_modules`; lists and dicts are taken
+    as they are in a config. Raises `AdapterConfigRefused` for a rank or an alpha that is none.
     """
 
     r: int
     lora_alpha: float
     target_modules: tuple[str, ...] | str
-    use_rslora: bool
-    fan_in_fan_out: bool
-    rank_pattern: PatternTable[int]
-    alpha_pattern: PatternTable[float]
+    use_rslora: bool = False
+    fan_in_fan_out: bool = False
+    rank_pattern: PatternTable[int] = field(default_factory=lambda: PatternTable({}))
+    alpha_pattern: PatternTable[float] = field(default_factory=lambda: PatternTable({}))
     modules_to_save: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
     base_model_name: str = ""
@@ -190,6 +192,21 @@ class PEFTHelper:
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: frozenset[int] | None = None
     layers_pattern: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            _as_rank(self.r), _as_alpha(self.lora_alpha)
+        except ValueError as error:
+            raise AdapterConfigRefused(
+                f"r is {shown(self.r)} and lora_alpha {shown(self.lora_alpha)}; {error}"
+            ) from None
+        for name in ("rank_pattern", "alpha_pattern"):
+            if isinstance(patterns := getattr(self, name), Mapping):
+                object.__setattr__(self, name, PatternTable(patterns))
+        names_of = ("target_modules", "modules_to_save", "target_parameters", "exclude_modules")
+        for name in names_of:
+            if not isinstance(names := getattr(self, name), str):
+                object.__setattr__(self, name, tuple(names or ()))
 
     @classmethod
     def from_local_dir(

@@ -4,6 +4,7 @@ Everything is checked before anything is kept, and all problems are reported in 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from engine.adapters.checked_files import CheckedFiles
@@ -21,7 +22,7 @@ from engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from engine.adapters.peft_config import PEFTHelper, decode_config
 from engine.adapters.tensor_names import sort_names
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.errors import AdapterNotFound, EngineError
+from engine.errors import AdapterNotFound, EngineError, bounded_details
 from engine.layout import blob_bytes
 
 
@@ -56,6 +57,8 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
                 return kept
             known = None if checked is None else checked.fingerprint_of(files)
             loaded = _read(files, model, bounds, is_follower, is_3d_lora_weight, known)
+            if not is_follower and (is_check or checked is None):
+                loaded = _with_tokenizer_checked(files, model, loaded)
             files.check_unchanged()
             if checked is not None:
                 checked.remember(files, loaded, keeps=is_check)
@@ -66,6 +69,14 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
         raise AdapterNotFound(
             f"adapter {shown(adapter or path)} can't be read: {error.strerror}"
         ) from error
+
+
+def _with_tokenizer_checked(
+    files: AdapterFiles, model: AdapterTarget, loaded: LoadedAdapter
+) -> LoadedAdapter:
+    """Add the warnings about the tokenizer beside the adapter."""
+    found = () if model.tokenizer is None else model.tokenizer.warnings_about(files)
+    return replace(loaded, warnings=bounded_details((*loaded.warnings, *found)))
 
 
 def _read(

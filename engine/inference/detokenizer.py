@@ -32,13 +32,14 @@ def _special_ids(tokenizer: Any) -> frozenset[int]:
 class Detokenizer:
     """Decodes an output token by token.
 
-    The results of all calls, joined, equal the whole output decoded at once. Special tokens are
-    left out first: a context of special tokens alone would have no text, and many tokenizers drop
-    the space before the first word of a text.
+    The results of all calls, joined, equal the whole output decoded at once. `skip_special`:
+    special tokens have no text. They are left out first: a context of special tokens alone would
+    have no text, and many tokenizers drop the space before the first word of a text.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special = skip_special
         self._special_ids = _special_ids(tokenizer)
         # Tokens whose text was returned, as context, followed by pending ones.
         self._window = self._context(self._last_words(prompt))
@@ -51,7 +52,7 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Return the text that `token` completes."""
-        if token in self._special_ids:
+        if self._skip_special and token in self._special_ids:
             return ""
         self._window.append(token)
         text = self._decode(self._window)
@@ -94,7 +95,7 @@ class Detokenizer:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=self._skip_special, clean_up_tokenization_spaces=False
         )
         return text
 

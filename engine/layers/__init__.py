@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
 from engine.layers.classifier import ClassificationHeadWithLoRA
@@ -44,6 +43,7 @@ from engine.layers.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from engine.models.library.registry import Conv1D
 from engine.punica.mapping import LoRAMapping, LoRAMappingType
 
 __all__ = [

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from transformers.pytorch_utils import Conv1D
 
 from engine.layers.base import BaseLayerWithLoRA, SliceShape
+from engine.models.library.registry import Conv1D
 
 
 class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):

@@ -35,6 +35,7 @@ from engine.manager.in_process_engine import InProcessEngine
 from engine.manager.metrics import Clock, ManagerMetrics
 from engine.manager.model_checks import check_kind
 from engine.manager.refusals import batch_error, error_of_refusal
+from engine.manager.request_reader import ReadAdapter
 from engine.models.vision.encoder import ImageTensors
 from engine.punica.mapping import LoRAMapping
 from messages import events, requests
@@ -113,18 +114,22 @@ class LoRAModelManager(ManagerAttributes):
         """Check an adapter and copy it to the host; False if its id is on the host already.
 
         Then the id counts as used, and the weights are ignored. Nothing of `adapter` is referenced
-        afterwards. Raises `AdapterDoesNotFit`, `NotFinite`, `ValueError` for an id that is no
-        positive integer, and `NoRoom` if the host is full and no adapter may be evicted.
+        afterwards. A worker manager adds the adapters that it has read and checked by this method
+        too, so a subclass sees every adapter here. Raises `AdapterDoesNotFit`, `NotFinite`,
+        `ValueError` for an id that is no positive integer, and `NoRoom` if the host is full and no
+        adapter may be evicted.
         """
         check_kind("adapter", adapter, LoRAModel, "; a worker manager adds a LoRARequest")
         _check_positive({"id": adapter.id})
         if self.find(adapter.id) is not None:
             self._request_for(requests.StageAdapter, adapter.id)
             return False
+        if isinstance(adapter, ReadAdapter):
+            self._admit(adapter.id, adapter.loaded, adapter.path)
+            return True
         self._added_count += 1
         fingerprint = f"added {self._added_count}"
-        loaded = check_in_memory(adapter, self.adapter_target, fingerprint)
-        self.admit(adapter.id, loaded)
+        self._admit(adapter.id, check_in_memory(adapter, self.adapter_target, fingerprint))
         return True
 
     def activate_adapter(self, lora_id: int) -> bool:
@@ -165,9 +170,19 @@ class LoRAModelManager(ManagerAttributes):
         return bool(removed)
 
     def remove_oldest_adapter(self) -> bool:
-        """Remove the least recently used adapter that is not held; False if there is none."""
+        """Remove the least recently used adapter that is not held; False if there is no adapter.
+
+        Raises `NoRoom`, a `RuntimeError`, if all adapters are held.
+        """
         oldest = self._core.least_recently_used()
-        return oldest is not None and self.remove_adapter(int(oldest))
+        if oldest is not None:
+            return self.remove_adapter(int(oldest))
+        if self.adapter_ids:
+            raise NoRoom(
+                f"all {len(self)} adapters are pinned, so none can be removed for others; call "
+                "unpin_adapter, or remove_adapter with an id"
+            )
+        return False
 
     def pin_adapter(self, lora_id: int) -> bool:
         """Hold an adapter: move it into a slot, and exempt it from eviction. True.
@@ -262,33 +277,19 @@ class LoRAModelManager(ManagerAttributes):
         """Return the core's record of an adapter, for reading only; None if it is unknown."""
         return self._core.find(str(adapter_id))
 
-    def admit(
-        self, adapter_id: int, loaded: LoadedAdapter, path: str = "", *, activate: bool = False
-    ) -> None:
-        """Stage a checked adapter under a free id, and with `activate` move it into a slot.
-
-        Raises `NoRoom`; then nothing of it stays on the host.
-        """
+    def _admit(self, adapter_id: int, loaded: LoadedAdapter, path: str = "") -> None:
+        """Stage a checked adapter under a free id; raises `NoRoom`, and then it is unknown."""
         if loaded.warnings:
             found = list(loaded.warnings)
             _log.warning("an adapter has warnings", adapter=adapter_id, warnings=found)
-        kind = requests.ActivateAdapter if activate else requests.StageAdapter
         self._engine.sources[str(adapter_id)] = loaded
         try:
-            self._request_for(kind, adapter_id, path)
+            self._request_for(requests.StageAdapter, adapter_id, path)
         except EngineError:
             self.remove_adapter(adapter_id)
             raise
         finally:
             del self._engine.sources[str(adapter_id)]
-
-    def replace(self, adapter_id: int, loaded: LoadedAdapter, path: str) -> None:
-        """Replace an adapter by a checked one, which is in a slot and held if the old one was."""
-        was_active, was_held = self.is_active(adapter_id), self.is_pinned(adapter_id)
-        self.remove_adapter(adapter_id)
-        self.admit(adapter_id, loaded, path, activate=was_active)
-        if was_held:
-            self.pin_adapter(adapter_id)
 
     def activate_together(self, adapter_ids: Collection[int]) -> None:
         """Move adapters from the host into slots, without evicting any of them."""

@@ -6,11 +6,11 @@ A request means the files of its path: an id that was loaded from another path i
 import os
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.files.problems import shown
-from engine.adapters.lora_model import LoadedAdapter
+from engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from engine.adapters.lora_request import LoRARequest, tensorizer_directory
 from engine.adapters.reader import read_adapter
 from engine.config import AdapterBounds
@@ -30,11 +30,17 @@ class AdapterSource(NamedTuple):
     fingerprint: str
 
 
-class ReadAdapter(NamedTuple):
-    """An adapter that was read from the files in `path`."""
+class ReadAdapter(LoRAModel):
+    """An adapter that was read from the files in `path` and checked against a manager's model.
 
-    loaded: LoadedAdapter
-    path: str
+    Its weights are those of `loaded`, which for sharded modules are this process's part.
+    """
+
+    def __init__(self, adapter_id: int, loaded: LoadedAdapter, path: str) -> None:
+        model = loaded.model
+        super().__init__(adapter_id, model.rank, model.loras, model.is_3d_lora_weight)
+        self.loaded: Final = loaded
+        self.path: Final = path
 
 
 class RequestReader:
@@ -99,17 +105,22 @@ class RequestReader:
                 is_3d_lora_weight=request.is_3d_lora_weight,
             )
         self._stamps[AdapterSource(path, loaded.fingerprint)] = stamps
-        return ReadAdapter(loaded, path)
+        return ReadAdapter(request.lora_int_id, loaded, path)
 
     def forget_all_but(self, sources: Collection[AdapterSource | None]) -> None:
         """Forget the file stamps of all sources but these."""
         self._stamps = {s: stamps for s, stamps in self._stamps.items() if s in sources}
 
 
-def requests_by_id(lora_requests: Iterable[LoRARequest]) -> dict[int, LoRARequest]:
-    """Return a batch's requests by id; raises `Conflict` for one id with two paths."""
+def requests_by_id(lora_requests: Iterable[LoRARequest | None]) -> dict[int, LoRARequest]:
+    """Return a batch's requests by id, without those of the base model, which are None.
+
+    Raises `Conflict` for one id with two paths.
+    """
     wanted: dict[int, LoRARequest] = {}
     for request in lora_requests:
+        if request is None:
+            continue
         check_kind("request", request, LoRARequest, "; a manager adds a LoRAModel")
         other = wanted.setdefault(request.lora_int_id, request)
         if path_of(other) != path_of(request):

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from engine.adapters.lora_request import LoRARequest
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
+from engine.errors import EngineError
 from engine.manager.model_checks import check_kind
 from engine.manager.model_manager import LoRAModelManager
 from engine.manager.request_reader import (
@@ -54,13 +55,13 @@ class WorkerLoRAManager:
         return bool(read)
 
     def set_active_adapters(
-        self, requests: Collection[LoRARequest], mapping: LoRAMapping | None = None
+        self, requests: Collection[LoRARequest | None], mapping: LoRAMapping | None = None
     ) -> None:
         """Move all of a batch's adapters into slots, and set its mapping.
 
-        Raises `NoRoom` for more adapters than slots without a held adapter, `NotResident` for a
-        mapping that names other adapters, `Conflict` for one id with two paths, and the errors of
-        reading.
+        A request that is None is one of the base model. Raises `NoRoom` for more adapters than
+        slots without a held adapter, `NotResident` for a mapping that names other adapters,
+        `Conflict` for one id with two paths, and the errors of reading.
         """
         with self.manager.metrics.switches.measure(self.manager.clock):
             wanted = requests_by_id(requests)
@@ -107,12 +108,23 @@ class WorkerLoRAManager:
         return self.manager.remove_all_adapters()
 
     def remove_oldest_adapter(self) -> bool:
-        """Remove the least recently used adapter that is not held; False if there is none."""
+        """Remove the least recently used adapter that is not held; False if there is no adapter.
+
+        Raises `NoRoom` if all adapters are held.
+        """
         return self.manager.remove_oldest_adapter()
 
     def pin_adapter(self, adapter_id: int) -> bool:
         """Hold an adapter: move it into a slot, and exempt it from eviction. True."""
         return self.manager.pin_adapter(adapter_id)
+
+    def get_dummy_lora_warmup_rank(self, default_rank: int) -> int:
+        """Return the rank to warm up with; see the manager's method."""
+        return self.manager.get_dummy_lora_warmup_rank(default_rank)
+
+    def supports_tower_connector_lora(self) -> bool:
+        """Whether the model reads images and adapters apply to the layers that do."""
+        return self.manager.supports_mm and self.manager.supports_tower_connector_lora
 
     def list_adapters(self) -> set[int]:
         """Return the ids of all adapters on the host."""
@@ -129,22 +141,40 @@ class WorkerLoRAManager:
                 self.manager.remove_adapter(adapter_id)
 
     def _activate(self, wanted: Collection[int], read: Mapping[int, ReadAdapter]) -> None:
-        """Move the batch's adapters into slots: those on the host first, then those just read.
+        """Move the batch's adapters into slots, by the manager's own methods.
 
-        So no adapter of the batch is evicted for another one of it. At the end all count as used,
-        in the batch's order.
+        Those in slots come first, then those on the host, then those just read: each counts as
+        used, so an adapter of the batch is the last to be evicted for another one of it. At the end
+        all count as used, in the batch's order.
         """
-        self.manager.count_uses(wanted)
         known = [adapter_id for adapter_id in wanted if self.manager.find(adapter_id) is not None]
-        for adapter_id in known:
+        for adapter_id in sorted(known, key=self.manager.is_active, reverse=True):
             if adapter_id in read:
-                self.manager.replace(adapter_id, *read[adapter_id])
-        self.manager.activate_together(known)
+                self._replace(read[adapter_id])
+            else:
+                self.manager.activate_adapter(adapter_id)
         for adapter_id, adapter in read.items():
             if adapter_id not in known:
-                self.manager.admit(adapter_id, *adapter, activate=True)
+                self._add(adapter)
         self.manager.activate_together(wanted)
         self._reader.forget_all_but({self._source_of(a) for a in self.list_adapters()})
+
+    def _add(self, adapter: ReadAdapter) -> None:
+        """Add an adapter and move it into a slot; if there is none, it does not stay either."""
+        self.manager.add_adapter(adapter)
+        try:
+            self.manager.activate_adapter(adapter.id)
+        except EngineError:
+            self.manager.remove_adapter(adapter.id)
+            raise
+
+    def _replace(self, adapter: ReadAdapter) -> None:
+        """Replace the adapter of the same id, which stays held if it was."""
+        was_held = self.manager.is_pinned(adapter.id)
+        self.manager.remove_adapter(adapter.id)
+        self._add(adapter)
+        if was_held:
+            self.manager.pin_adapter(adapter.id)
 
     def _read_stale(self, wanted: Mapping[int, LoRARequest]) -> dict[int, ReadAdapter]:
         """Read the adapters that are missing or have changed, if all fit next to the held ones."""

@@ -13,8 +13,6 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from engine.config import LoRAConfig
 from engine.models.caches.module_states import ModuleState, find_module_states
@@ -24,6 +22,9 @@ from engine.models.caches.state_cache import StateCache
 from engine.models.image_batch_probe import probe_images
 from engine.models.image_processor import ImagePromptReader, ImagesRefused, Processor
 from engine.models.kv_cache import BatchKVCache, left_padding_mask
+from engine.models.library.caches import Cache
+from engine.models.library.generation import cache_argument, generated_logits
+from engine.models.library.registry import PreTrainedModel
 from engine.models.positions.rotary import scale_by_length
 from engine.models.served_model import ServedModel, Tokenizer
 from engine.models.trials.causality import check_rows_alone
@@ -33,15 +34,16 @@ from engine.models.vision.mapping import NO_PUNICAS, ImagePunicas
 from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
 
-Batching = Literal["padded", "together", "single"]
+Batching = Literal["padded", "together", "single", "whole"]
 """How the rows of a model are run.
 
 "padded": as one left-padded batch over keys and values. "together": prompts alone, without padding,
-and then all rows together, with the states of the model's own layers. "single": each row alone, as
-the model's own `generate` does.
+and then all rows together, with the states of the model's own layers. "single": each row alone,
+with the state that the model returns. "whole": each row alone, all its tokens at each step, without
+a state: slow, and right for any model that is causal.
 """
 
-BATCHINGS: Final[tuple[Batching, ...]] = ("padded", "together", "single")
+BATCHINGS: Final[tuple[Batching, ...]] = ("padded", "together", "single", "whole")
 """In order of preference: the first in which the model answers as for a row alone is used."""
 
 _NO_PROCESSOR: Final = ImagesRefused("the model was prepared without a processor")
@@ -51,8 +53,9 @@ class CausalModel(ServedModel):
     """A causal language model, or the language part of an image-text model, that generates.
 
     `context_tokens_max`: prompt and output of one row together. `eos_ids`: the tokens that end an
-    output. `accepts`: the names of the model's arguments. `prompt_reader` reads prompts with
-    images. It is None where these are refused, and then `no_images_reason` contains the reason.
+    output. `accepts`: the names of the model's arguments; `cache_argument`: that of its cache.
+    `prompt_reader` reads prompts with images. It is None where these are refused, and then
+    `no_images_reason` contains the reason.
     `row_lengths`: the lengths that scale positions.
     """
 
@@ -70,11 +73,12 @@ class CausalModel(ServedModel):
         super().__init__(model, tokenizer, context_tokens_max)
         self.eos_ids = _eos_ids(model, tokenizer)
         self.accepts = _accepted(model)
+        self.cache_argument = cache_argument(model)
         self._punica: PunicaWrapper | None = None
         self.row_lengths = scale_by_length(model)
         chosen = self._prepare([self._probe_of(one) for one in BATCHINGS], lora_config)
         self.batching = BATCHINGS[chosen]
-        if self.batching == "single":
+        if self.batching in ("single", "whole"):
             forwards = self._forward_whole, self.forward, self.new_cache
             check_rows_alone(model, *forwards, self.vocab_size)
         self.prompt_reader, self.no_images_reason = self._make_reader(processor)
@@ -172,7 +176,7 @@ class CausalModel(ServedModel):
         """
         arguments: dict[str, Any] = {
             "attention_mask": mask,
-            "past_key_values": cache,
+            self.cache_argument: cache,
             "use_cache": True,
         }
         if "position_ids" in self.accepts:
@@ -186,12 +190,15 @@ class CausalModel(ServedModel):
             ways = self.forward, BatchKVCache, self._last_of_whole
             return generation_probe(*ways, BatchKVCache.check_columns)
         make_cache = partial(self._cache_of, batching)
-        if batching == "single":
-            # Its own cached steps are what a model generates; sparse ones may differ from a whole
-            # forward pass in the columns that they choose.
-            return states_probe(self.forward, make_cache, None, "single rows")
-        how = "rows that are decoded together"
-        return states_probe(self.forward, make_cache, self._last_of_whole, how)
+        if batching == "together":
+            how = "rows that are decoded together"
+            return states_probe(self.forward, make_cache, self._last_of_whole, how)
+        # The model's own steps are what it generates; sparse ones may differ from a whole forward
+        # pass in the columns that they choose.
+        generated = partial(generated_logits, self.model)
+        how = f"{batching} rows, one at a time"
+        spec = states_probe(self.forward, make_cache, None, how, generated)
+        return spec._replace(is_last_resort=batching == "whole")
 
     @torch.inference_mode()
     def _forward_whole(self, tokens: Sequence[int]) -> Tensor:
@@ -209,7 +216,9 @@ class CausalModel(ServedModel):
     ) -> StateCache | SingleRows:
         if batching == "together":
             return StateCache(self.model.config, lengths, offsets)
-        return SingleRows(lengths, offsets, "position_ids" in self.accepts, self._module_states)
+        states = self._module_states if batching == "single" else ()
+        with_positions = "position_ids" in self.accepts
+        return SingleRows(lengths, offsets, with_positions, states, batching == "single")
 
     @cached_property
     def _module_states(self) -> tuple[ModuleState, ...]:

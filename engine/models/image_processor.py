@@ -13,10 +13,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoImageProcessor, AutoTokenizer, ProcessorMixin
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 
 from engine.errors import MODEL_CODE_ERRORS, RequestRefused
+from engine.models.library.registry import (
+    PROCESSOR_MAPPING,
+    AutoImageProcessor,
+    AutoTokenizer,
+    ProcessorMixin,
+    processor_class_from_name,
+)
 from engine.models.served_model import ServedModel
 from engine.models.tokenization import check_text, check_tokens
 from engine.models.vision.decoding import open_images

@@ -12,14 +12,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
 
 from engine.config import EngineConfig, LoRAConfig
 from engine.errors import ModelNotRun, ModelRefused
 from engine.models.causal_model import CausalModel
 from engine.models.image_processor import ImagesRefused, Processor, load_processor
-from engine.models.light_imports import without_compiler
+from engine.models.library.light_imports import without_compiler
+from engine.models.library.registry import AutoConfig, AutoTokenizer, PreTrainedModel
+from engine.models.library.weights import disable_progress_bar
 from engine.models.plain_model import HeldTextModel, PlainModel
 from engine.models.pooling_model import PoolingModel
 from engine.models.pooling_options import PoolingOptions, pooling_options

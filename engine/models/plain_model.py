@@ -11,7 +11,6 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.adapters.module_paths import Equivalence
 from engine.config import LoRAConfig
@@ -22,6 +21,7 @@ from engine.layers import (
     wrappers_for,
 )
 from engine.layers.convolution import refusal_of
+from engine.models.library.registry import PreTrainedModel
 from engine.models.preparation import (
     WrapScope,
     module_shapes,
@@ -79,7 +79,7 @@ class PlainModel(ServedModel):
         table = wrappers_for(lora_config.enable_mixed_moe_lora_format, fully_sharded=False)
         scope = WrapScope(lora_config.target_modules, (*table, *CONVOLUTION_WRAPPERS))
         prepared = prepare_unprobed(model, scope, self.unwrapped)
-        self.layers, self.parts, self.image_layers, self.norms, _ = prepared
+        self.layers, self.parts, self.image_layers, self.norms, _, self.refusals = prepared
         for layer in self.layers.values():
             if isinstance(layer, VocabParallelEmbeddingWithLoRA):
                 # One row of positions serves all sequences.

@@ -11,7 +11,6 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from engine.errors import ModelNotRun, ModelRefused
 from engine.kernels.operands import RowOrder
@@ -19,6 +18,7 @@ from engine.layers import WRAPPERS, BaseLayerWithLoRA, Role, WrapperRule, wrappe
 from engine.layers.packed import PackedLinear
 from engine.layers.saved import ReplaceableNorm, is_replaceable_norm
 from engine.layout import SAVED_SUFFIX, ModuleKind, ModuleShape, directory_columns
+from engine.models.library.registry import PreTrainedModel
 from engine.models.packing import PackingGroup, find_packing_groups, pack, with_implied_targets
 from engine.models.trials.comparison import located
 from engine.models.trials.image_layers import record_image_inputs
@@ -65,7 +65,7 @@ class PreparedLayers(NamedTuple):
     `layers`: wrappers by path. `parts`: the part of the model that each of them belongs to.
     `image_layers`: the paths of layers that read images and have a wrapper, wrapped or not.
     `norms`: those that adapters may replace whole, which see every token. `spec`: the index of the
-    probe that was chosen.
+    probe that was chosen. `refusals`: why those before it were refused.
     """
 
     layers: dict[str, BaseLayerWithLoRA]
@@ -73,6 +73,7 @@ class PreparedLayers(NamedTuple):
     image_layers: frozenset[str]
     norms: Mapping[str, ReplaceableNorm] = MappingProxyType({})
     spec: int = 0
+    refusals: tuple[str, ...] = ()
 
 
 class ProbeResult(NamedTuple):
@@ -114,7 +115,7 @@ def prepare_layers(
         if name not in layers and is_replaceable_norm(module)
     }
     probed = _Probed(model, candidates, layers | norms, siblings)
-    chosen, observed = _choose_probe(specs, probed, vocab_size, scope)
+    chosen, observed, refusals = _choose_probe(specs, probed, vocab_size, scope)
     spec = specs[chosen]
     image_layers = _image_layers(layers, scope.images, observed)
     excluded = frozenset() if scope.adapts_images else image_layers
@@ -140,7 +141,7 @@ def prepare_layers(
         if observed.inputs[name] and observed.is_ordered(name, spec.rows)
     }
     parts = {name: parts[name] for name in wrapped}
-    return PreparedLayers(wrapped, parts, image_layers, replaceable, chosen)
+    return PreparedLayers(wrapped, parts, image_layers, replaceable, chosen, refusals)
 
 
 class _Probed(NamedTuple):
@@ -154,14 +155,17 @@ class _Probed(NamedTuple):
 
 def _choose_probe(
     specs: Sequence[ProbeSpec], probed: _Probed, vocab_size: int, scope: WrapScope
-) -> tuple[int, ObservedInputs]:
+) -> tuple[int, ObservedInputs, tuple[str, ...]]:
     """Return the first probe that passes and maps every layer it observed, and its observations.
 
-    The last one that passes, if none does. Raises the refusals of all if none passes.
+    The last one that passes, if none does. The texts are the refusals of probes before it. Raises
+    the refusals of all if none passes.
     """
     chosen: tuple[int, ObservedInputs] | None = None
     refusals: list[ModelRefused] = []
     for number, spec in enumerate(specs):
+        if spec.is_last_resort and chosen is not None:
+            break
         try:
             observed = record_layer_inputs(spec, probed.modules, vocab_size, probed.siblings)
         except ModelRefused as refusal:
@@ -176,7 +180,7 @@ def _choose_probe(
         kind = ModelRefused if is_run else ModelNotRun
         texts = (str(located(refusal, probed.model)) for refusal in refusals)
         raise kind("; ".join(dict.fromkeys(texts)))
-    return chosen
+    return *chosen, tuple(map(str, refusals))
 
 
 def _is_target(name: str, targets: Sequence[str] | None) -> bool:

@@ -9,11 +9,11 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, FineGrainedFP8Config, TorchAoConfig
 
 from engine.config import LORA_DTYPES, QUANTIZATIONS, UNQUANTIZED, EngineConfig
 from engine.errors import ModelRefused
 from engine.kernels import CALIBRATED_BYTES_MIN, calibration, faster_dtype
+from engine.models.library.weights import BitsAndBytesConfig, FineGrainedFP8Config, TorchAoConfig
 from engine.parallel import ParallelGroup
 
 

@@ -11,11 +11,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
-from transformers import PreTrainedModel
 
 from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.module_paths import Equivalence, equivalences_of
 from engine.adapters.output_vectors import BaseWeights
+from engine.adapters.saved_tokenizer import BaseTokenizer, Vocabulary
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.layers import (
@@ -26,6 +26,7 @@ from engine.layers import (
 from engine.layers.missing import missing_layers
 from engine.layers.saved import ReplaceableNorm
 from engine.layout import ModuleShape
+from engine.models.library.registry import AutoTokenizer, PreTrainedModel
 from engine.models.positions.context import longest_context
 from engine.models.preparation import WrapScope, module_shapes, prepare_layers
 from engine.models.sharding import experts_of
@@ -33,6 +34,7 @@ from engine.models.tasks import Task
 from engine.models.trials.probe import ProbeSpec
 from engine.models.vision.encoder import ImagePart, find_image_part
 from engine.models.vision.mapping import NO_PUNICAS, ImageMapper, ImagePunicas
+from engine.models.weights.source import LOCAL
 from engine.parallel import SINGLE, ParallelGroup
 from engine.punica.mapping import MappingType
 from engine.punica.wrapper import PunicaWrapper
@@ -57,7 +59,8 @@ class ServedModel:
     alone may not contain. `no_images_reason`: why prompts may contain no images; empty if they may.
     `group`: the ranks that the model is split over. `without_head`: the model classifies, and was
     saved without the head for that. `unwrapped`:
-    why some layers are not wrapped, by path. Raises `ModelRefused` for a model that is not served.
+    why some layers are not wrapped, by path. `refusals`: why faster ways to run its rows were
+    refused. Raises `ModelRefused` for a model that is not served.
     """
 
     task: Task
@@ -73,6 +76,7 @@ class ServedModel:
     image_layers: frozenset[str]
     norms: Mapping[str, ReplaceableNorm]
     shapes: tuple[ModuleShape, ...]
+    refusals: tuple[str, ...]
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: Tokenizer, context_tokens_max: int
@@ -102,7 +106,7 @@ class ServedModel:
             lora_config.enable_tower_connector_lora,
         )
         prepared = prepare_layers(self.model, specs, self.vocab_size, scope)
-        self.layers, self.parts, self.image_layers, self.norms, chosen = prepared
+        self.layers, self.parts, self.image_layers, self.norms, chosen, self.refusals = prepared
         tokens = self.model.get_input_embeddings()
         for name, layer in self.layers.items():
             is_text = self.parts[name] is MappingType.LANGUAGE
@@ -133,7 +137,23 @@ class ServedModel:
             read_base=self._base_weights,
             has_parameter=self._has_parameter,
             unwrapped=self.unwrapped,
+            tokenizer=BaseTokenizer(self._vocabulary, self.vocab_size),
         )
+
+    def _vocabulary(self) -> Vocabulary | None:
+        """Return the tokens of the model's tokenizer; None if the tokenizer is not known.
+
+        A model that was loaded elsewhere has that of the directory, or of the cache's model, that
+        it was loaded from.
+        """
+        tokenizer, origin = self.tokenizer, getattr(self.model, "name_or_path", "")
+        if tokenizer is None and origin:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(origin, **LOCAL)
+            except (OSError, ValueError, KeyError, ImportError):
+                return None
+        vocabulary: Vocabulary | None = None if tokenizer is None else tokenizer.get_vocab()
+        return vocabulary
 
     def _has_parameter(self, name: str) -> bool:
         ending = f".{name}"

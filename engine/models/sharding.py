@@ -12,7 +12,6 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine.errors import MODEL_CODE_ERRORS, ModelRefused
 from engine.layers.expert_layout import layout_of
@@ -23,6 +22,7 @@ from engine.layers.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from engine.models.library.registry import PreTrainedModel
 from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
 from engine.models.vision.encoder import find_image_part
 from engine.models.weights.whole_layer import WholeLayer

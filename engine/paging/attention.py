@@ -14,8 +14,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
+from engine.models.library.attention import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    use_attention,
+)
+from engine.models.library.registry import PreTrainedConfig
 from engine.paging.masks import RowMasks
 from engine.paging.paged_cache import FlatStep, MaskFunction, PagedLayer
 from engine.paging.pieces import Pieces
@@ -193,16 +198,11 @@ AttentionMaskInterface.register(FLAT, _mask)
 
 
 @contextmanager
-def flat_attention(configs: list[PretrainedConfig], step: FlatStep) -> Iterator[None]:
+def flat_attention(configs: list[PreTrainedConfig], step: FlatStep) -> Iterator[None]:
     """Let a model's attention be that of `step`; `configs`: its own, parents before their parts."""
-    before = [config._attn_implementation for config in configs]
     token = _step.set(step)
-    for config in configs:
-        config._attn_implementation = FLAT
     try:
-        yield
+        with use_attention(configs, FLAT):
+            yield
     finally:
-        # A parent's assignment reaches its parts, which follow with values of their own.
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation = implementation
         _step.reset(token)

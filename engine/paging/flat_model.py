@@ -11,11 +11,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from engine.errors import MODEL_CODE_ERRORS
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
+from engine.models.library.registry import PreTrainedConfig
 from engine.models.trials.comparison import ERROR_MAX_HALF, ERRORS_MAX
 from engine.paging.attention import flat_attention
 from engine.paging.block_pool import BlockPool
@@ -92,7 +92,10 @@ class FlatModel:
         positions = [
             index + row.offset for row in rows for index in range(row.table.length, row.end)
         ]
-        arguments: dict[str, Any] = {"past_key_values": self.cache.cache, "use_cache": True}
+        arguments: dict[str, Any] = {
+            model.cache_argument: self.cache.cache,
+            "use_cache": True,
+        }
         if "position_ids" in model.accepts:
             arguments["position_ids"] = torch.tensor([positions], device=device)
         selects = "logits_to_keep" in model.accepts
@@ -113,7 +116,7 @@ class FlatModel:
         return self._model.row_lengths.of([prompts], longest, self._model.device)
 
 
-def _configs_of(config: PretrainedConfig) -> list[PretrainedConfig]:
+def _configs_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return a configuration and those of its parts, parents first."""
     parts = (getattr(config, name, None) for name in config.sub_configs)
     return [config, *(found for part in parts if part is not None for found in _configs_of(part))]
@@ -125,7 +128,8 @@ def try_flat(model: CausalModel, map_tokens: MapTokens) -> FlatTrial:
     Raises `FlatRefused` with the reason where they do not give the model's own logits.
     """
     if model.batching != "padded":
-        raise FlatRefused("the model does not answer in a padded batch as alone")
+        reason = next(iter(model.refusals), "its layers see rows in an order of their own")
+        raise FlatRefused(f"rows are run {model.batching}: {reason}")
     if "position_ids" not in model.accepts:
         raise FlatRefused("the model accepts no positions")
     tokens = [

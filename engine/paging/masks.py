@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function
 
+from engine.models.library.attention import causal_mask_function
 from engine.paging.block_pool import BLOCK_TOKENS
 from engine.paging.paged_cache import DecodeGroup, FlatStep, MaskFunction, RowSpan
 from engine.paging.pieces import Pieces, RowPlace, find_pieces

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from engine.layout import next_power_of_two
 from engine.models.kv_cache import BatchKVCache
+from engine.models.library.caches import Cache, CacheLayerMixin
 from engine.paging.block_pool import BLOCK_TOKENS
 from engine.paging.block_table import BlockTable, blocks_of
 

@@ -1,6 +1,6 @@
 """`python -m engine.worker`: one engine process."""
 
-from engine.models.light_imports import import_transformers
+from engine.models.library.light_imports import import_transformers
 
 import_transformers()
 

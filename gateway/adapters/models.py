@@ -1,10 +1,26 @@
 """From the `model` of a request to an adapter that the controller knows."""
 
+from typing import NamedTuple
+
 from controller.client import AsyncClient, UnknownAdapter
 from gateway.adapters.names import ModelNames
 from gateway.adapters.resolvers import Resolution
 from gateway.adapters.table import AdapterTable
 from gateway.http.errors import model_not_found
+from messages.views import AdapterView
+
+
+class Version(NamedTuple):
+    """What identifies the files of an adapter, and `path`, where they are.
+
+    `acceptances`: how often the engine has accepted files under the name, as far as events say:
+    files without weights may change while the fingerprint stays.
+    """
+
+    adapter_id: int
+    fingerprint: str
+    path: str
+    acceptances: int
 
 
 class Models:
@@ -31,8 +47,23 @@ class Models:
             return adapter
         try:
             # Another client may have loaded it a moment ago.
-            await self._client.show(adapter)
+            await self._reread(adapter)
         except UnknownAdapter as error:
             if not await self._resolution.resolve(self.names.base, adapter):
                 raise model_not_found(model or adapter) from error
         return adapter
+
+    async def version_of(self, adapter: str) -> Version:
+        """Return the current version of an adapter; raises `LoradockError`."""
+        table = self._table
+        view = table.views.get(adapter)
+        if view is None or adapter in table.replaced:
+            view = await self._reread(adapter)
+        # Events that were lost may have been acceptances.
+        count = table.acceptances[adapter] + table.totals.gaps
+        return Version(view.adapter_id, view.fingerprint, view.path, count)
+
+    async def _reread(self, adapter: str) -> AdapterView:
+        view = (await self._client.show(adapter)).adapter
+        self._table.update(adapter, view)
+        return view

@@ -50,8 +50,9 @@ class AdapterTable:
     """The current version of every known adapter, and the latest status.
 
     `synced`: the table follows the event stream. `seq`: the number of the last applied event; None
-    before the first list. `stale`: names whose views have to be read again. `on_activated` is
-    called with the name of each adapter that reaches a slot.
+    before the first list. `stale`: names whose views have to be read again; `replaced`: those of
+    them whose views are another version's. `acceptances`: how often files were accepted, by name.
+    `on_activated` is called with the name of each adapter that reaches a slot.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,8 @@ class AdapterTable:
         self.synced = False
         self.seq: int | None = None
         self.stale: set[str] = set()
+        self.replaced: set[str] = set()
+        self.acceptances: Counter[str] = Counter()
         self.needs_list = False
         self.totals = EventTotals()
         self.recent: deque[Published] = deque(maxlen=RECENT_EVENTS)
@@ -67,8 +70,10 @@ class AdapterTable:
         self.update_count = 0
         self.on_activated: Callable[[str], None] | None = None
         self._accepted_ns: dict[str, int] = {}
+        # At least the names whose views have requests.
+        self._used: set[str] = set()
 
-    def reset(self, listed: AdaptersListed, status: StatusShown) -> None:
+    def reset(self, listed: AdaptersListed) -> None:
         """Replace all views.
 
         The list is as new as its event number or newer. `seq` stays: events up to that number are
@@ -76,24 +81,42 @@ class AdapterTable:
         """
         before = self.views
         self.views = {view.adapter: view for view in listed.adapters if not view.retired}
+        self._used = {name for name, view in self.views.items() if view.leases or view.waiting}
         for name, view in self.views.items():
             if before.get(name) != view:
                 self._note_update(view)
-        self.status = status
         if self.seq is None:
             self.seq = listed.events_seq
         self.stale.clear()
+        self.replaced.clear()
         self.needs_list = False
         self.synced = True
+
+    def set_status(self, status: StatusShown) -> None:
+        """Replace the status, and with it the requests of every view, which no event reports."""
+        self.status = status
+        uses = {use.adapter: (use.leases, use.waiters) for use in status.uses}
+        names, self._used = self._used | uses.keys(), {name for name in uses if any(uses[name])}
+        for name in names:
+            view, (leases, waiting) = self.views.get(name), uses.get(name, (0, 0))
+            if view is not None and (view.leases, view.waiting) != (leases, waiting):
+                self._store(msgspec.structs.replace(view, leases=leases, waiting=waiting))
 
     def update(self, name: str, view: AdapterView | None) -> None:
         """Replace one adapter's view; None: the name is not known any more."""
         self.stale.discard(name)
+        self.replaced.discard(name)
         if view is None:
             self.views.pop(name, None)
+            self._used.discard(name)
         else:
-            self.views[name] = view
-            self._note_update(view)
+            self._store(view)
+
+    def _store(self, view: AdapterView) -> None:
+        self.views[view.adapter] = view
+        self._note_update(view)
+        if view.leases or view.waiting:
+            self._used.add(view.adapter)
 
     def _note_update(self, view: AdapterView) -> None:
         self.updates.append(view)
@@ -151,8 +174,19 @@ class AdapterTable:
             case ev.EngineAttached() | ev.EngineDetached() | ev.ControllerResumed():
                 # All states may differ, and which engine is attached.
                 self.needs_list = True
+        self._change_version(event)
         if name:
             self.stale.add(name)
+
+    def _change_version(self, event: Event) -> None:
+        match event:
+            case ev.AdapterAccepted(adapter=name):
+                self.acceptances[name] += 1
+            case ev.AdapterReplaced(adapter=name):
+                self.replaced.add(name)
+            case ev.AdapterRemoved(adapter=name):
+                self.replaced.add(name)
+                del self.acceptances[name]
 
     def _measure(self, published: Published) -> None:
         match published.event:

@@ -138,6 +138,8 @@ class AdapterUpdates:
         try:
             # A failed load leaves its name with its path, so another path needs `replace`.
             await self._client.load(name, path, replace=replace)
+            # The event that says so may arrive after the client's next request.
+            self._table.acceptances[name] += 1
         except LoradockError as error:
             raise error_of(error, "lora_path") from error
         finally:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from controller.client import LoradockError
 from gateway.http.bodies import TEXT_BYTES_MAX, Disconnected, check_json_type, decode, read_body
 from gateway.http.disconnects import watch_of
-from gateway.http.errors import HttpError, error_of, error_response
+from gateway.http.errors import HttpError, Shape, error_of, error_response
 from gateway.http.streams import EventStream
 
 Answer = Response | EventStream
@@ -40,7 +40,8 @@ class Endpoint(Struct, frozen=True, kw_only=True):
 
     `body` and `answer` are the types of the JSON; None where there is none, or where it is text.
     `failure` is the type of errors that have a shape of their own, next to `ErrorBody`.
-    `has_images`: bodies may have the configured length instead of `TEXT_BYTES_MAX`.
+    `shape`: the protocol of all others. `has_images`: bodies may have the configured length instead
+    of `TEXT_BYTES_MAX`.
     """
 
     method: Literal["GET", "POST"]
@@ -50,6 +51,7 @@ class Endpoint(Struct, frozen=True, kw_only=True):
     body: Any = None
     answer: Any = None
     failure: Any = None
+    shape: Shape = "openai"
     media_type: str = "application/json"
     streams: bool = False
     access: Access = "key"
@@ -67,6 +69,7 @@ class EndpointApp:
         )
         self._timeout_s: Final = limits.receive_timeout_s
         self._handler: Final = endpoint.handler
+        self._shape: Final = endpoint.shape
         self._decoder = None if endpoint.body is None else msgspec.json.Decoder(endpoint.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +79,7 @@ class EndpointApp:
         except Disconnected:
             return
         except HttpError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, self._shape)(scope, receive, send)
             return
         watch = watch_of(scope, receive)
         try:
@@ -109,6 +112,6 @@ class EndpointApp:
         try:
             return await self._handler(*arguments)
         except HttpError as error:
-            return error_response(error)
+            return error_response(error, self._shape)
         except LoradockError as error:
-            return error_response(error_of(error))
+            return error_response(error_of(error), self._shape)

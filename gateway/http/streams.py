@@ -5,6 +5,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
+from msgspec import Struct
 from starlette.responses import Response
 from starlette.types import Send
 
@@ -41,6 +42,11 @@ def json_response(value: Any, status: int = 200) -> Response:
 def data_event(value: Any) -> bytes:
     """Return the event of a value."""
     return b"data: " + _encode(value) + b"\n\n"
+
+
+def typed_event(value: Struct) -> bytes:
+    """Return the event of a Struct, named by its tag."""
+    return b"event: %b\n" % str(value.__struct_config__.tag).encode() + data_event(value)
 
 
 def named_event(name: str, number: int, value: Any) -> bytes:

@@ -11,7 +11,7 @@ from gateway.http.endpoints import Answer
 from gateway.http.errors import error_of
 from gateway.http.streams import DONE, EventStream, data_event, error_events, json_response
 from gateway.inference.answers import Usage
-from gateway.inference.run import Output, Run
+from gateway.inference.run import Output, Run, generated_tokens
 from gateway.inference.sampling import SamplingFields, StreamOptions
 from gateway.inference.service import Service, UsageCount
 from gateway.timestamps import unix_seconds
@@ -22,30 +22,35 @@ Part = TypeVar("Part")
 Chunk = TypeVar("Chunk")
 
 
-class InferenceAnswer(ABC, Generic[Whole, Part, Chunk]):
-    """The answer to one request: `Whole`, or a `Chunk` per `Part` of a choice."""
+class RunAnswer(ABC, Generic[Whole]):
+    """The answer to one request: `Whole`, or events."""
 
     def __init__(
-        self, service: Service, prefix: str, adapter: str | None, usage: UsageCount
+        self,
+        service: Service,
+        prefix: str,
+        adapter: str | None,
+        usage: UsageCount,
+        separator: str = "-",
     ) -> None:
-        self.id = service.new_id(prefix)
+        self.id = service.new_id(prefix, separator)
         self.created = unix_seconds()
         self.model = service.models.names.shown(adapter)
         self.usage = usage
 
-    async def response(self, run: Run, body: SamplingFields) -> Answer:
+    async def respond(self, run: Run, *, stream: bool) -> Answer:
         """Return the whole answer, or a stream that begins with the first output.
 
         Raises `LoradockError`. The run is closed with the answer.
         """
-        if not body.stream:
+        if not stream:
             return json_response(await self._collected(run))
         try:
             await run.wait_for_first()
         except BaseException:
             await run.close()
             raise
-        return EventStream(self._events(run, body.stream_options or StreamOptions()), run.close)
+        return EventStream(self._events(run), run.close)
 
     async def _collected(self, run: Run) -> Whole:
         """Read the whole run, close it, and return the answer."""
@@ -57,8 +62,33 @@ class InferenceAnswer(ABC, Generic[Whole, Part, Chunk]):
             self._count(output)
         return self._whole([output.chunk for output in outputs if output.chunk is not None])
 
-    async def _events(self, run: Run, options: StreamOptions) -> AsyncGenerator[bytes, None]:
+    @abstractmethod
+    def _whole(self, choices: list[TokensStreamed]) -> Whole:
+        """Return the answer; every choice is one message, with its finish reason."""
+
+    @abstractmethod
+    def _events(self, run: Run) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
+
+    def _count(self, output: Output) -> None:
+        if output.done is not None:
+            self.usage.on_done(output.choice, output.done)
+        if output.chunk is not None:
+            self.usage.on_tokens(output.choice, len(generated_tokens(output.chunk)))
+
+
+class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
+    """An answer of the OpenAI protocol whose stream is a `Chunk` per `Part` of a choice."""
+
+    _options = StreamOptions()
+
+    async def response(self, run: Run, body: SamplingFields) -> Answer:
+        """Return the whole answer, or a stream as the request's options have it."""
+        self._options = body.stream_options or self._options
+        return await self.respond(run, stream=bool(body.stream))
+
+    async def _events(self, run: Run) -> AsyncGenerator[bytes, None]:
+        options = self._options
         try:
             for choice in range(run.choices):
                 for part in self._first_parts(choice):
@@ -75,10 +105,6 @@ class InferenceAnswer(ABC, Generic[Whole, Part, Chunk]):
         yield DONE
 
     @abstractmethod
-    def _whole(self, choices: list[TokensStreamed]) -> Whole:
-        """Return the answer; every choice is one message, with its finish reason."""
-
-    @abstractmethod
     def _first_parts(self, choice: int) -> list[Part]:
         """Return what a stream begins with."""
 
@@ -90,14 +116,8 @@ class InferenceAnswer(ABC, Generic[Whole, Part, Chunk]):
     def _chunk(self, parts: list[Part], usage: Usage | UnsetType | None) -> Chunk:
         """Return an event's content."""
 
-    def _count(self, output: Output) -> None:
-        if output.done is not None:
-            self.usage.on_done(output.choice, output.done)
-        if output.chunk is not None:
-            self.usage.on_tokens(output.choice, len(output.chunk.tokens))
-
     def _event(self, choice: int, part: Part, options: StreamOptions) -> bytes:
         usage: Usage | UnsetType | None = None if options.include_usage else UNSET
-        if options.continuous_usage_stats:
+        if options.is_continuous:
             usage = self.usage.usage_of(choice)
         return data_event(self._chunk([part], usage))

@@ -5,19 +5,20 @@ A rendered template contains the special tokens that the model expects, so none 
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
 from gateway.http.errors import HttpError
-from gateway.inference.chat_template import ChatTemplate
+from gateway.inference.chat_template import TemplateError
 from gateway.inference.images import fetch_image, image_of_data_url, is_remote
 from gateway.inference.messages import Json, Message, conversation_of, decoded
-from gateway.inference.service import ModelFiles
-from gateway.inference.tokenizer import Tokenizer, no_tokenizer
+from gateway.inference.model_files import ModelFiles
+from gateway.inference.prompt_length import check_length
+from gateway.inference.templates import Template, Templates
+from gateway.inference.tokenizer import no_tokenizer
+from gateway.options import AUTO_PARSER
 from messages.prompts import IMAGES_MAX
-
-_CHOICES: Final = (None, "none", "auto")
 
 
 class PromptFields(Protocol):
@@ -36,47 +37,46 @@ class PromptFields(Protocol):
 
 
 class ChatPrompt(Struct, frozen=True):
-    """What a generation starts from: token ids, or a text with images."""
+    """What a generation starts from: token ids, or a text with images.
+
+    `tool_format`: the format in which the model writes calls of tools; empty if unknown.
+    """
 
     prompt: str | tuple[int, ...]
     images: tuple[bytes, ...] = ()
+    tool_format: str = ""
 
 
 class ChatPrompts:
-    """Makes prompts of chats with the files of the model."""
+    """Makes prompts of chats with the files of the model or an adapter."""
 
-    def __init__(self, files: ModelFiles, allowed_hosts: Sequence[str]) -> None:
-        self._files = files
+    def __init__(self, allowed_hosts: Sequence[str]) -> None:
         self._allowed_hosts = tuple(allowed_hosts)
 
-    async def prompt_of(self, body: PromptFields) -> ChatPrompt:
+    async def prompt_of(self, body: PromptFields, files: ModelFiles) -> ChatPrompt:
         """Return the prompt; raises `HttpError`."""
-        template, tokenizer = self._needed_files()
-        variables = _variables(body)
+        if files.tokenizer is None:
+            raise no_tokenizer()
+        tokenizer, variables = files.tokenizer, _variables(body)
+        template = _template_for(files.templates, has_tools=variables["tools"] is not None)
         conversation = conversation_of(body.messages, reads_parts=template.reads_parts)
-        text = template.render(conversation.messages, variables)
+        try:
+            text = await template.render(conversation.messages, variables)
+        except TemplateError as error:
+            raise HttpError(400, str(error), "messages") from error
+        check_length(text, files.context, "messages")
+        configured = files.tool_parser
+        tool_format = template.tool_format if configured == AUTO_PARSER else configured
         if body.continue_final_message:
             text = _until_final_content(text, body)
         if not conversation.image_urls:
             tokens = tokenizer.encode(text, special=bool(body.add_special_tokens))
-            return ChatPrompt(tuple(tokens))
+            return ChatPrompt(tuple(tokens), tool_format=tool_format)
         images = await self._images(conversation.image_urls)
         # The engine's processor tokenizes this text itself and adds special tokens again.
         bos = tokenizer.special_tokens.get("bos_token", "")
-        return ChatPrompt(text.removeprefix(bos) if tokenizer.adds_bos else text, images)
-
-    def _needed_files(self) -> tuple[ChatTemplate, Tokenizer]:
-        files = self._files
-        if files.tokenizer is None:
-            raise no_tokenizer()
-        if files.template is None:
-            raise HttpError(
-                400,
-                "the model has no chat template; send a prompt to /v1/completions, or start the "
-                "gateway with --chat-template",
-                "messages",
-            )
-        return files.template, files.tokenizer
+        prompt = text.removeprefix(bos) if tokenizer.adds_bos else text
+        return ChatPrompt(prompt, images, tool_format)
 
     async def _images(self, urls: Sequence[str]) -> tuple[bytes, ...]:
         if len(urls) > IMAGES_MAX:
@@ -89,15 +89,21 @@ class ChatPrompts:
         return image_of_data_url(url)
 
 
+def _template_for(templates: Templates, *, has_tools: bool) -> Template:
+    """Return the template for a chat; raises `HttpError` if there is none."""
+    template = templates.template_for(has_tools=has_tools)
+    if template is not None:
+        return template
+    hint = "send a prompt to /v1/completions, or start the gateway with --chat-template"
+    reason = templates.problem or "the model has no chat template"
+    raise HttpError(400, f"{reason}; {hint}", "messages")
+
+
 def _variables(body: PromptFields) -> dict[str, Any]:
     """Return the variables of the template other than the messages."""
     if body.chat_template is not None:
         message = "chat_template is not served; start the gateway with --chat-template"
         raise HttpError(400, message, "chat_template")
-    choice = decoded(body.tool_choice, "tool_choice")
-    if choice not in _CHOICES:
-        message = "tool_choice is not served; only 'none' and 'auto' are"
-        raise HttpError(400, message, "tool_choice")
     further = decoded(body.chat_template_kwargs, "chat_template_kwargs") or {}
     tools, documents = decoded(body.tools, "tools"), decoded(body.documents, "documents")
     if not isinstance(further, dict):

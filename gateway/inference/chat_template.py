@@ -1,12 +1,12 @@
-"""Chat templates: the model's Jinja template in a sandbox, from messages to a prompt.
+"""Chat templates: Jinja in a sandbox, from messages to a prompt.
 
 The environment is the one for which models' templates are written: trimmed blocks, loop controls,
-the filter `tojson`, and the functions `raise_exception` and `strftime_now`.
+the filter `tojson`, and the functions `raise_exception` and `strftime_now`. Jinja's sandbox keeps a
+template from Python's objects, and bounds neither its time nor its memory: see `template_process`.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import jinja2
@@ -15,13 +15,9 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 
-from gateway.http.errors import HttpError
-from gateway.inference.tokenizer import Tokenizer
 from gateway.timestamps import formatted_time
 
-TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_BYTES_MAX: Final = 1 << 20
-PROMPT_CHARACTERS_MAX: Final = 1_000_000
 
 _ERRORS: Final = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError),
@@ -30,8 +26,12 @@ _ERRORS: Final = (
 """What expressions of a template may raise."""
 
 
-class TemplateRefused(Exception):  # noqa: N818 - named by what the template does
-    """A template that refuses these messages with `raise_exception`."""
+class TemplateError(Exception):
+    """A template that refuses messages, or can't be applied to them."""
+
+
+class _RaisedByTemplate(Exception):  # noqa: N818 - named by who raises it
+    """What `raise_exception` raises in a template."""
 
 
 class ChatTemplate:
@@ -47,43 +47,21 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
             self.reads_parts: Final = _reads_parts(environment.parse(source))
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, *_ERRORS) as error:
             raise ValueError(f"the chat template can't be read: {error}") from error
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
-        """Return the prompt; raises `HttpError` where the template refuses the messages."""
+        """Return the prompt; raises `TemplateError`."""
         try:
-            text = self._template.render(
+            return self._template.render(
                 **self._special_tokens, **{**variables, "messages": list(messages)}
             )
-        except TemplateRefused as error:
-            raise HttpError(400, f"the chat template refuses: {error}", "messages") from error
+        except _RaisedByTemplate as error:
+            raise TemplateError(f"the chat template refuses: {error}") from error
         except _ERRORS as error:
             message = f"the chat template can't be applied to these messages: {error}"
-            raise HttpError(400, message, "messages") from error
-        if len(text) > PROMPT_CHARACTERS_MAX:
-            message = f"a prompt of {len(text)} characters; {PROMPT_CHARACTERS_MAX} are allowed"
-            raise HttpError(400, message, "messages")
-        return text
-
-
-def find_template(directory: Path, configured: str, tokenizer: Tokenizer) -> str:
-    """Return the template of `--chat-template` or of the model; empty where there is none.
-
-    Raises `OSError` for a configured file that can't be read.
-    """
-    if configured:
-        return Path(configured).read_text()
-    path = directory / TEMPLATE_FILE
-    if path.is_file():
-        return path.read_text()
-    saved = tokenizer.config.get("chat_template")
-    if isinstance(saved, list):
-        # Several named templates; the one for chats is called `default`.
-        named = {one.get("name"): one.get("template") for one in saved if isinstance(one, dict)}
-        saved = named.get("default")
-    return saved if isinstance(saved, str) else ""
+            raise TemplateError(message) from error
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
@@ -116,7 +94,7 @@ def _to_json(value: Any, **options: Any) -> str:
 
 
 def _refuse(message: str) -> None:
-    raise TemplateRefused(message)
+    raise _RaisedByTemplate(message)
 
 
 def _reads_parts(tree: jinja2.nodes.Template) -> bool:

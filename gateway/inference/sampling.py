@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from gateway.http.errors import FieldProblem, HttpError, refused_field
+from gateway.inference.prompt_length import Side, TruncatedTokens
 from gateway.inference.structures import ResponseFormat, StructuredOutputs, structure_of
 from messages.prompts import LOGPROBS_MAX, Priority
 
@@ -28,10 +29,19 @@ StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: in every chunk."""
+    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: in every chunk.
+
+    `include_obfuscation` is not used: chunks have no padding against observers of their lengths.
+    """
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether every chunk has the usage until then, which needs `include_usage` too."""
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 LogitBias = Annotated[
@@ -41,11 +51,43 @@ LogitBias = Annotated[
 """Token ids, written as strings, with what is added to their logits."""
 
 
-class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
+Label = msgspec.Raw | UnsetType
+"""Any JSON; it is not read."""
+
+
+class Labels(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that clients send along and that change no answer of this server.
+
+    Names of users, requests and conversations; hints for the caches, queues and stores of OpenAI;
+    an expected output (`prediction`), which makes its generation faster there; and hints for the
+    routing of OpenRouter, which a server of one model has none of.
+    """
+
+    user: Label = UNSET
+    metadata: Label = UNSET
+    request_id: Label = UNSET
+    session_id: Label = UNSET
+    safety_identifier: Label = UNSET
+    service_tier: Label = UNSET
+    store: Label = UNSET
+    cache_salt: Label = UNSET
+    cache_control: Label = UNSET
+    prompt_cache_key: Label = UNSET
+    prompt_cache_options: Label = UNSET
+    prompt_cache_retention: Label = UNSET
+    prediction: Label = UNSET
+    models: Label = UNSET
+    provider: Label = UNSET
+    route: Label = UNSET
+    trace: Label = UNSET
+    usage: Label = UNSET
+
+
+class SamplingFields(Labels, kw_only=True, forbid_unknown_fields=True):
     """The parameters that texts and chats have in common.
 
     Parameters below `seed` are served where the engine serves them, or accepted with values that
-    change nothing; labels (`user`, `metadata`, ...) are accepted and not used.
+    change nothing.
     """
 
     model: str | None = None
@@ -72,7 +114,8 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: TruncatedTokens | None = None
+    truncation_side: Side | None = None
     prompt_logprobs: Logprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -88,24 +131,13 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     logits_processors: msgspec.Raw | UnsetType = UNSET
     kv_transfer_params: msgspec.Raw | UnsetType = UNSET
     vllm_xargs: msgspec.Raw | UnsetType = UNSET
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    store: bool | None = None
 
 
 UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
     "length_penalty": (1.0,),
     "bad_words": ([],),
     "allowed_token_ids": (),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "return_token_ids": (False,),
     "use_beam_search": (False,),
     "best_of": (1,),
     "guided_grammar": (),
@@ -113,13 +145,18 @@ UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
     "kv_transfer_params": (),
     "vllm_xargs": (),
     "suffix": ("",),
-    "dimensions": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "max_tokens_per_query": (0,),
+    "max_tokens_per_doc": (0,),
+    "instruction": ("",),
 }
 """Parameter -> its values that change nothing; null is one of them for every parameter."""
 
 PASSED_ON: Final = (
     *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs", "n", "priority"),
+    "skip_special_tokens",
 )
 """Parameters that mean the same to the engine, under the same name."""
 
@@ -128,11 +165,22 @@ _NULL: Final = b"null"
 
 
 class SamplingDefaults(Struct, frozen=True):
-    """Values for parameters that a request leaves out."""
+    """Values for parameters that a request leaves out, under their names in generation_config.json.
 
-    temperature: float = TEMPERATURE_DEFAULT
-    top_p: float = 1.0
-    top_k: int = 0
+    `max_new_tokens`: of a chat; None: as many as the context leaves. `stop_token_ids`: tokens that
+    end an output besides the model's own and those of the request, unless it ignores end tokens.
+    """
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = TEMPERATURE_DEFAULT
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+_NO_DEFAULTS: Final = SamplingDefaults()
 
 
 class _Unserved(NamedTuple):
@@ -202,7 +250,18 @@ def sampling_of(
     if body.include_stop_str_in_output is not None:
         sampling["include_stop"] = body.include_stop_str_in_output
     passed_on = zip(PASSED_ON, _passed_on(body), strict=True)
-    return sampling | {name: value for name, value in passed_on if value is not None}
+    sampling |= {name: value for name, value in passed_on if value is not None}
+    return sampling if defaults == _NO_DEFAULTS else _with_further(defaults, sampling)
+
+
+def _with_further(defaults: SamplingDefaults, sampling: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults of parameters that few models recommend."""
+    further = {"min_p": defaults.min_p, "repetition_penalty": defaults.repetition_penalty}
+    further = {n: value for n, value in further.items() if value != getattr(_NO_DEFAULTS, n)}
+    if defaults.stop_token_ids and not sampling.get("ignore_eos"):
+        ids = (*sampling.get("stop_token_ids", ()), *defaults.stop_token_ids)
+        return further | sampling | {"stop_token_ids": ids}
+    return further | sampling
 
 
 def _stop_of(stop: str | list[str] | None) -> tuple[str, ...]:

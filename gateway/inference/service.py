@@ -1,62 +1,36 @@
 """What the endpoints of inference have in common: model, tokenizer, starts, ids and usage."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-import structlog
 from msgspec import Struct
 
-from controller.client import AsyncClient, AsyncGeneration, Classification, Embedding
+from controller.client import (
+    AsyncClient,
+    AsyncGeneration,
+    Classification,
+    Embedding,
+    LoradockError,
+)
 from gateway.adapters.models import Models
-from gateway.adapters.names import context_tokens
 from gateway.http.errors import HttpError
+from gateway.inference.adapter_files import AdapterFiles
 from gateway.inference.answers import Usage
-from gateway.inference.chat_template import ChatTemplate, find_template
 from gateway.inference.logprobs import TokenText, TokenTextOf
+from gateway.inference.model_files import ModelFiles
 from gateway.inference.run import Run
-from gateway.inference.sampling import SamplingDefaults, SamplingFields
-from gateway.inference.tokenizer import Tokenizer, no_tokenizer, sampling_defaults
+from gateway.inference.sampling import SamplingFields
+from gateway.inference.tokenizer import Tokenizer, no_tokenizer
 from gateway.metrics.recorder import Recorder
-from messages.prompts import TextPrompt
+from messages.prompts import TextPrompt, Truncation
 from messages.requests import GenerationDone, TokensStreamed
 
 CHOICES_PER_REQUEST_MAX: Final = 2048
 _TEXTS_MAX: Final = 4096
 
-log = structlog.get_logger("gateway")
-
-
-class ModelFiles(Struct, frozen=True):
-    """What a gateway reads of the base model's directory; None where a file is missing."""
-
-    tokenizer: Tokenizer | None = None
-    template: ChatTemplate | None = None
-    context: int | None = None
-    defaults: SamplingDefaults = SamplingDefaults()
-
-
-def read_model_files(directory: str, template_file: str = "", context: int = 0) -> ModelFiles:
-    """Return the files of a model's directory, which may be absent from this machine.
-
-    Raises `OSError` and `ValueError` for a configured chat template that can't be used.
-    """
-    path = Path(directory)
-    try:
-        tokenizer = Tokenizer(path) if directory else None
-    except (OSError, ValueError) as error:
-        log.warning(
-            "chats are not served: no tokenizer.json", directory=directory, error=str(error)
-        )
-        tokenizer = None
-    template = None
-    if tokenizer is not None:
-        source = find_template(path, template_file, tokenizer)
-        template = ChatTemplate(source, tokenizer.special_tokens) if source else None
-    own = context_tokens(directory) if directory else None
-    return ModelFiles(tokenizer, template, context or own, sampling_defaults(path))
+Pooled = TypeVar("Pooled", Embedding, Classification)
 
 
 class Start(Struct, frozen=True):
@@ -75,26 +49,35 @@ class Service:
         client: AsyncClient,
         models: Models,
         recorder: Recorder,
-        files: ModelFiles,
+        files: AdapterFiles,
         timeout_s: float,
     ) -> None:
         self.client: Final = client
         self.models: Final = models
         self.recorder: Final = recorder
         self.timeout_s: Final = timeout_s
-        self.files: Final = files
+        self.adapter_files: Final = files
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises `HttpError` where there is none."""
-        if self.files.tokenizer is None:
+        tokenizer = self.adapter_files.base.tokenizer
+        if tokenizer is None:
             raise no_tokenizer()
-        return self.files.tokenizer
+        return tokenizer
 
     @property
     def context(self) -> int | None:
         """The tokens of prompt and output together; None where unknown."""
-        return self.files.context
+        return self.adapter_files.base.context
+
+    async def files_of(self, adapter: str | None) -> ModelFiles:
+        """Return the files with which an adapter's requests are prompted and sampled.
+
+        They are the model's, with the adapter's own above them. Raises `LoradockError`.
+        """
+        files = self.adapter_files
+        return files.base if adapter is None else await files.of(adapter)
 
     async def start(self, adapter: str | None, starts: Sequence[Start], count: int = 1) -> Run:
         """Start generations with `count` choices each; raises `LoradockError`."""
@@ -109,6 +92,7 @@ class Service:
         try:
             for one in starts:
                 generations += [await self._start_one(adapter, one)]
+                self.recorder.on_generation(count, one.sampling.get("max_tokens"))
             return self.run_of(generations, count)
         except BaseException:
             for generation in generations:
@@ -119,21 +103,57 @@ class Service:
         """Return the run of generations that were started, with `count` choices each."""
         return Run(generations, self.recorder, count)
 
-    async def embed(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Embedding:
+    async def embed(
+        self,
+        inputs: Sequence[TextPrompt],
+        adapter: str | None,
+        truncation: Truncation | None = None,
+        dimensions: int = 0,
+    ) -> Embedding:
         """Return the vector of each input; raises `LoradockError`."""
-        return await self.client.embed(
-            inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
+        return await self._measured(
+            self.client.embed(
+                inputs,
+                adapter,
+                timeout_s=self.timeout_s,
+                trace=self.trace_of(adapter),
+                truncation=truncation,
+                dimensions=dimensions,
+            )
         )
 
-    async def classify(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Classification:
+    async def classify(
+        self,
+        inputs: Sequence[TextPrompt],
+        adapter: str | None,
+        truncation: Truncation | None = None,
+    ) -> Classification:
         """Return the scores of each input; raises `LoradockError`."""
-        return await self.client.classify(
-            inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
+        return await self._measured(
+            self.client.classify(
+                inputs,
+                adapter,
+                timeout_s=self.timeout_s,
+                trace=self.trace_of(adapter),
+                truncation=truncation,
+            )
         )
 
-    def new_id(self, prefix: str) -> str:
+    async def _measured(self, pooling: Awaitable[Pooled]) -> Pooled:
+        measurement = self.recorder.begin()
+        try:
+            found = await pooling
+            measurement.on_pooled(found.input_tokens)
+        except LoradockError:
+            measurement.on_failed()
+            raise
+        finally:
+            measurement.on_closed()
+        return found
+
+    def new_id(self, prefix: str, separator: str = "-") -> str:
         """Return an id for the answer to a request."""
-        return f"{prefix}-{secrets.token_hex(16)}"
+        return random_id(prefix, separator)
 
     def trace_of(self, adapter: str | None) -> str:  # noqa: ARG002 - for a service with traces
         """Return the `traceparent` of what is started with an adapter; empty without traces."""
@@ -148,6 +168,11 @@ class Service:
             trace=self.trace_of(adapter),
             **start.sampling,
         )
+
+
+def random_id(prefix: str, separator: str = "-") -> str:
+    """Return an id that no other answer has."""
+    return f"{prefix}{separator}{secrets.token_hex(16)}"
 
 
 def finish_reason(chunk: TokensStreamed) -> str | None:

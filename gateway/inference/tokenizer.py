@@ -4,22 +4,18 @@ Only `tokenizer.json` is read: importing the libraries that convert other format
 times the memory of a gateway.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from tokenizers import Tokenizer as Vocabulary
 
 from gateway.http.errors import HttpError
-from gateway.inference.sampling import SamplingDefaults
+from gateway.inference.prompt_files import TOKENIZER_CONFIG_FILE, json_object, special_tokens
 from messages.errors import ErrorCode
 
 FILE_BYTES_MAX: Final = 256 << 20
-TEXT_CHARACTERS_MAX: Final = 1_000_000
-SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 _NO_CHARACTER: Final = "\ufffd"
 """Stands in a text for bytes that are no character."""
@@ -47,9 +43,9 @@ class Tokenizer:
 
     def __init__(self, directory: Path) -> None:
         self._vocabulary = _vocabulary(directory / "tokenizer.json")
-        self.config = read_json(directory / "tokenizer_config.json")
-        tokens = {name: token_text(self.config.get(name)) for name in SPECIAL_TOKENS}
-        self.special_tokens: Final = {name: text for name, text in tokens.items() if text}
+        text = read_text(directory / TOKENIZER_CONFIG_FILE) or "{}"
+        self.config = json_object(text, TOKENIZER_CONFIG_FILE)
+        self.special_tokens: Final = special_tokens(self.config)
         self._anchor: Final = self.encode("a", special=False)[:1]
 
     def encode(self, text: str, *, special: bool) -> list[int]:
@@ -79,9 +75,20 @@ class Tokenizer:
         data = [_BYTE_OF_CHARACTER.get(character, -1) for character in entry]
         return text.encode() if -1 in data else bytes(data)
 
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """The texts of special tokens, which are left out of outputs."""
+        added = self._vocabulary.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the vocabulary's entry of each token id."""
         return [self._vocabulary.id_to_token(token) or "" for token in tokens]
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a token; None if no token has this text."""
+        found: int | None = self._vocabulary.token_to_id(text)
+        return found
 
     @property
     def adds_bos(self) -> bool:
@@ -102,32 +109,9 @@ def _vocabulary(path: Path) -> Vocabulary:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; empty where there is no such file or none in it."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def token_text(entry: object) -> str:
-    """Return the text of a special token, which is saved as a text or as an object."""
-    content = entry.get("content") if isinstance(entry, dict) else entry
-    return content if isinstance(content, str) else ""
-
-
-def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Return what the model's generation_config.json recommends, as vLLM reads it."""
-    config = read_json(directory / "generation_config.json")
-    names = SamplingDefaults.__struct_fields__
-    try:
-        return msgspec.convert(
-            {name: config[name] for name in names if config.get(name) is not None},
-            SamplingDefaults,
-        )
-    except msgspec.ValidationError:
-        return SamplingDefaults()
+def read_text(path: Path) -> str | None:
+    """Return the text of a file; None if there is none. Raises `OSError` and `ValueError`."""
+    return path.read_text() if path.is_file() else None
 
 
 def no_tokenizer() -> HttpError:

@@ -14,7 +14,9 @@ from gateway.adapters.models import Models
 from gateway.adapters.names import ModelNames
 from gateway.adapters.resolvers import Resolution, configured_resolvers
 from gateway.adapters.table import AdapterTable
-from gateway.inference.service import Service, read_model_files
+from gateway.inference.adapter_files import AdapterFiles
+from gateway.inference.model_files import read_model_files
+from gateway.inference.service import Service
 from gateway.metrics.recorder import Recorder
 from gateway.options import GatewayConfig
 from gateway.page.live import Live
@@ -46,7 +48,9 @@ class Gateway:
         tracer = configured_tracer("gateway")
         resolvers = configured_resolvers(config.lora_resolver_roots, config.lora_resolvers)
         self._modules = parse_lora_modules(config.lora_modules)
-        files = read_model_files(config.model, config.chat_template, config.max_model_len)
+        files = read_model_files(
+            config.model, config.chat_template, config.max_model_len, config.tool_call_parser
+        )
         self.names: Final = ModelNames(config.served_model_names, config.model)
         self.client: Final = AsyncClient(
             config.directory or None,
@@ -61,7 +65,10 @@ class Gateway:
         resolution = Resolution(self.client, resolvers)
         models = Models(self.client, self.table, self.names, resolution)
         timeout_s = float(config.request_timeout_s)
-        service = Service(self.client, models, self.recorder, files, timeout_s)
+        self._adapter_files = AdapterFiles(
+            models, files, config.adapter_roots, has_template=bool(config.chat_template)
+        )
+        service = Service(self.client, models, self.recorder, self._adapter_files, timeout_s)
         self.service = service
         self.traced: TracedService | None = None
         if tracer is not None:
@@ -86,6 +93,7 @@ class Gateway:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                await self._adapter_files.process.close()
                 failed.cancel()
 
     async def _prepare(self, failed: asyncio.Future[None]) -> None:

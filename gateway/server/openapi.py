@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.http.endpoints import Endpoint
-from gateway.http.errors import ErrorBody, UnauthorizedBody
+from gateway.http.errors import AnthropicError, ErrorBody, UnauthorizedBody
 from messages import VERSION
 
 OPENAPI: Final = "3.1.0"
@@ -17,10 +17,12 @@ _BODY_ERRORS: Final = (400, 408, 413, 415, 500)
 _KEY: Final = "bearer"
 
 
-def openapi_document(endpoints: Sequence[Endpoint], *, updating: bool) -> dict[str, Any]:
+def openapi_document(
+    endpoints: Sequence[Endpoint], *, updating: bool, root_path: str = ""
+) -> dict[str, Any]:
     """Return the document; `updating`: clients may change adapters."""
     types = [kind for one in endpoints for kind in (one.body, one.answer, one.failure) if kind]
-    types += [ErrorBody, UnauthorizedBody]
+    types += [ErrorBody, UnauthorizedBody, AnthropicError]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
     by_type = dict(zip(map(id, types), schemas, strict=True))
     paths: dict[str, Any] = {}
@@ -31,6 +33,7 @@ def openapi_document(endpoints: Sequence[Endpoint], *, updating: bool) -> dict[s
     return {
         "openapi": OPENAPI,
         "info": {"title": "LoRADock", "version": VERSION},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,
@@ -74,11 +77,13 @@ def _responses(endpoint: Endpoint, schemas: dict[int, Any]) -> dict[str, Any]:
     for status in sorted(statuses):
         responses[str(status)] = {"description": "An error"}
         if endpoint.path not in ("/health", "/ping"):
-            error = schemas[id(ErrorBody)]
+            body = ErrorBody if endpoint.shape == "openai" else AnthropicError
+            error = schemas[id(body)]
             if endpoint.failure:
                 error = {"anyOf": [error, schemas[id(endpoint.failure)]]}
             responses[str(status)]["content"] = {"application/json": {"schema": error}}
     if endpoint.access != "public":
-        unauthorized = {"application/json": {"schema": schemas[id(UnauthorizedBody)]}}
+        refused = UnauthorizedBody if endpoint.shape == "openai" else AnthropicError
+        unauthorized = {"application/json": {"schema": schemas[id(refused)]}}
         responses["401"] = {"description": "No valid key", "content": unauthorized}
     return responses

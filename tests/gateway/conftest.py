@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.gateway.served import model_directory, serve_gateway
+from tests.support.gateway.served import HERMES_TEMPLATE, model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
 
 
@@ -18,14 +18,26 @@ def served(tmp_path_factory):
         yield gateway
 
 
+@pytest.fixture(scope="module")
+def hermes(tmp_path_factory):
+    """A gateway whose chat template shows the format of Hermes."""
+    directory = tmp_path_factory.mktemp("gw")
+    model = model_directory(directory, HERMES_TEMPLATE)
+    with StandIn(directory) as controller, serve_gateway(controller, model=str(model)) as gateway:
+        yield gateway
+
+
 @pytest.fixture(autouse=True)
 def _usual_answers(request):
     """Make the stand-in of a module answer as usual again after each test."""
-    if "served" not in request.fixturenames:
+    used = {"served", "hermes"}.intersection(request.fixturenames)
+    if not used:
         yield
         return
-    controller = request.getfixturevalue("served").controller
+    controller = request.getfixturevalue(used.pop()).controller
     adapters, answers = dict(controller.adapters), dict(controller.answers)
+    output = controller.output
     yield
     controller.adapters, controller.answers = adapters, answers
+    controller.output = output
     controller.received.clear()

@@ -80,6 +80,19 @@ MODEL: Final = (
         "not changed; `optimize()` scales them.",
     ),
     DocumentedName(
+        "PackedLoRALayerWeights.pack_moe",
+        "engine.adapters:PackedLoRALayerWeights.pack_moe",
+        "loras module_name is_non_gated_moe",
+        "Experts without a gate have two slices, because nothing is stored twice. Weights that are "
+        "passed are not changed.",
+    ),
+    DocumentedName(
+        "PEFTHelper",
+        "engine.adapters:PEFTHelper",
+        "r lora_alpha target_modules",
+        "Frozen. Fields that no adapter here depends on are absent.",
+    ),
+    DocumentedName(
         "PEFTHelper.from_local_dir",
         "engine.adapters:PEFTHelper.from_local_dir",
         "lora_path max_position_embeddings tensorizer_config_dict",
@@ -119,8 +132,9 @@ MODEL: Final = (
     DocumentedName(
         "WeightsMapper",
         "engine.adapters:WeightsMapper",
-        "orig_to_new_substr orig_to_new_prefix orig_to_new_suffix",
+        "orig_to_new_substr orig_to_new_prefix orig_to_new_suffix orig_to_new_regex",
         "Rules apply to module paths, because `lora_A` and `lora_B` are cut off first: map "
-        "`model.layers`, not `.lora_A.weight`. Functions and mappings of prefixes are taken too.",
+        "`model.layers`, not `.lora_A.weight`. Functions and mappings of prefixes are taken too; "
+        "`orig_to_new_renaming` is refused.",
     ),
 )

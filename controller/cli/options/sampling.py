@@ -159,6 +159,14 @@ _FIELDS: Final[dict[str, tuple[Any, Any, OptionInfo]]] = {
         False,
         _option("--ignore-eos", text="Continue after the model's own end token."),
     ),
+    "skip_special_tokens": (
+        bool,
+        True,
+        _option(
+            "--skip-special-tokens/--special-tokens",
+            text="Leave special tokens out of the text, or print them.",
+        ),
+    ),
     "logprobs": (
         int | None,
         None,

@@ -134,11 +134,24 @@ class AdapterFiles:
     """
 
     def __init__(
-        self, config: OpenFile, weights: Sequence[OpenFile], index: OpenFile | None = None
+        self,
+        config: OpenFile,
+        weights: Sequence[OpenFile],
+        index: OpenFile | None,
+        directory: "_Directory",
     ) -> None:
         self._config = config
+        self._directory = directory
         self.weights = tuple(weights)
         self._files = (config, *(() if index is None else (index,)), *self.weights)
+
+    def other(self, name: str) -> OpenFile | None:
+        """Open a file that is not needed for serving; None if there is none of this name.
+
+        It is part of neither stamp nor identity.
+        """
+        directory = self._directory
+        return directory.file(name) if is_present(name, directory.descriptor) else None
 
     def read_config(self, bounds: AdapterBounds) -> bytes:
         """Return the whole config; raises `AdapterConfigRefused` if it is too long."""
@@ -197,7 +210,7 @@ def open_adapter(
             raise AdapterNotFound(config_is_missing(path, opened.descriptor))
         config = opened.file(CONFIG_NAME)
         index, weights = _open_weights_files(path, opened, allow_pickled)
-        files = AdapterFiles(config, weights, index)
+        files = AdapterFiles(config, weights, index, opened)
         files.wait_until_quiet()
         yield files
 

@@ -11,7 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import (
+
+from engine.errors import ModelRefused
+from engine.models.library.caches import (
     Cache,
     CacheLayerMixin,
     DummyLayer,
@@ -23,8 +25,6 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
-
-from engine.errors import ModelRefused
 
 _WITH_WHOLE_WINDOW: Final[dict[type, Callable[[Any], Any]]] = {
     DynamicSlidingWindowLayer: lambda _: DynamicLayer(),

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from engine.models.caches.layer_states import states_bytes
 from engine.models.caches.module_states import (
@@ -21,17 +20,16 @@ from engine.models.caches.module_states import (
     write_states,
 )
 from engine.models.caches.row_cache import RowStates
+from engine.models.library.generation import next_inputs, state_after
+from engine.models.library.registry import PreTrainedModel
 
 
 @dataclass
 class _Row:
-    """One row: its tokens, and what the model wants to be given with the next ones.
-
-    `modules`: what the model keeps for it in its modules.
-    """
+    """One row: its tokens, and what the model keeps for it: by argument, and in its modules."""
 
     tokens: list[int] = field(default_factory=list)
-    arguments: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
     modules: ModuleValues = ()
 
 
@@ -44,9 +42,14 @@ class SingleRows(RowStates):
         offsets: Sequence[int] = (),
         with_positions: bool = False,
         module_states: Sequence[ModuleState] = (),
+        with_states: bool = True,
     ) -> None:
-        """`with_positions`: the model accepts `position_ids`. `module_states`: of the model."""
+        """`with_positions`: the model accepts `position_ids`. `module_states`: of the model.
+
+        `with_states` False: nothing is kept but the tokens, and all are computed at each step.
+        """
         super().__init__(lengths, offsets)
+        self._with_states = with_states
         self._module_states = module_states
         self._with_positions = with_positions
         self._rows = [_Row() for _ in self.lengths]
@@ -54,7 +57,7 @@ class SingleRows(RowStates):
     @property
     def size_bytes(self) -> int:
         """The bytes of all rows' states."""
-        return sum(states_bytes((row.arguments, row.modules)) for row in self._rows)
+        return sum(states_bytes((row.state, row.modules)) for row in self._rows)
 
     def join(self, other: "SingleRows") -> None:
         """Append the rows of `other`, which must not be used afterwards."""
@@ -78,35 +81,18 @@ class SingleRows(RowStates):
 
         tokens: [new] int64. A model without states has columns for all tokens.
         """
-        state, is_first = self._rows[row], not self._rows[row].tokens
-        state.tokens += tokens.tolist()
-        device = model.device
-        if is_first:
-            state.arguments = {"use_cache": True}
-        ids = torch.tensor([state.tokens], device=device)
-        state.arguments["attention_mask"] = torch.ones_like(ids)
-        if self._with_positions:
-            state.arguments |= _positions(model, ids, state.arguments["attention_mask"])
-        has_cache = any(name.startswith(_STATES) for name in state.arguments)
-        inputs = model.prepare_inputs_for_generation(
-            ids,
-            next_sequence_length=len(tokens) if has_cache and not is_first else None,
-            is_first_iteration=is_first,
-            **state.arguments,
+        one, device = self._rows[row], model.device
+        one.tokens += tokens.tolist()
+        inputs = next_inputs(
+            model,
+            torch.tensor([one.tokens], device=device),
+            one.state,
+            len(tokens) if one.state else None,
+            with_positions=self._with_positions,
         )
-        write_states(self._module_states, state.modules)
+        write_states(self._module_states, one.modules)
         output = model(**inputs, return_dict=True)
-        state.modules = read_states(self._module_states)
-        state.arguments = model._update_model_kwargs_for_generation(output, state.arguments)
+        one.modules = read_states(self._module_states)
+        one.state = state_after(model, output) if self._with_states else {}
         logits: Tensor = output.logits
         return logits
-
-
-def _positions(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the argument `position_ids`, without which some models count for themselves."""
-    positions = model._prepare_position_ids_for_generation(ids, {"attention_mask": mask})
-    return {} if positions is None else {"position_ids": positions}
-
-
-_STATES = ("past_key_values", "cache_params", "state", "mems", "past_buckets_states")
-"""Names under which models return their states."""

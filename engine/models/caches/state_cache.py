@@ -9,7 +9,6 @@ from copy import copy
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
 
 from engine.models.caches.layer_states import (
     copy_layer,
@@ -19,6 +18,7 @@ from engine.models.caches.layer_states import (
     take_rows,
 )
 from engine.models.caches.row_cache import RowStates
+from engine.models.library.caches import DynamicCache
 
 
 class StateCache(RowStates):

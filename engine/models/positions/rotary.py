@@ -14,10 +14,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from engine.errors import MODEL_CODE_ERRORS
+from engine.models.library.caches import DynamicCache
+from engine.models.library.generation import cache_argument
+from engine.models.library.registry import PreTrainedModel
 
 _LONGROPE: Final = "longrope"
 _DYNAMIC: Final = "dynamic"
@@ -243,15 +244,16 @@ class _CacheOf(DynamicCache):  # type: ignore[misc]
 
 def _restarts_after(model: PreTrainedModel, limit: int) -> bool:
     """Whether `generate` drops the cache of a row when its length first exceeds `limit`."""
+    name = cache_argument(model)
     ids = torch.zeros(1, limit + 1, dtype=torch.int64, device=model.device)
     try:
         inputs = model.prepare_inputs_for_generation(
             ids,
             next_sequence_length=1,
-            past_key_values=_CacheOf(limit),
             attention_mask=torch.ones_like(ids),
             use_cache=True,
+            **{name: _CacheOf(limit)},
         )
     except MODEL_CODE_ERRORS:
         return False
-    return inputs.get("past_key_values") is None
+    return inputs.get(name) is None

@@ -40,6 +40,9 @@ CheckCache = Callable[[Any, int], object]
 WholeForward = Callable[[Sequence[int]], Tensor]
 """Returns the logits after a text, [1 or tokens, vocabulary], from one forward without a cache."""
 
+GeneratedLogits = Callable[[Sequence[int], Sequence[int]], Tensor]
+"""The signature of `engine.models.library.generation.generated_logits` for one model."""
+
 Prompts = Sequence[Sequence[int]]
 
 PoolingForward = Callable[[Prompts], Tensor]
@@ -56,7 +59,8 @@ class ProbeSpec(NamedTuple):
     have. `is_tolerant`: layers with other rows are wrapped too, for batches of one adapter.
     `joined`: as `run`, with prompts that are prefilled apart and then joined. `whole`: the logits
     after a text in one forward pass without a cache, [1, width]. `pads_right`: shorter prompts have
-    padding after them.
+    padding after them. `generated`: the logits after a prompt and after each step, by the model's
+    own loop, [1 + steps, width]. `is_last_resort`: used only if all other probes are refused.
     """
 
     run: Callable[[Prompts, int], Tensor]
@@ -66,6 +70,8 @@ class ProbeSpec(NamedTuple):
     joined: Callable[[Prompts, int], Tensor] | None = None
     whole: Callable[[Sequence[int]], Tensor] | None = None
     pads_right: bool = False
+    generated: GeneratedLogits | None = None
+    is_last_resort: bool = False
 
 
 def record_layer_inputs(
@@ -127,6 +133,12 @@ def _compare(spec: ProbeSpec, together: Tensor, prompts: Prompts, token: int) ->
         check_same(found, alone, name, Compared(partial(run, prompts, token), expected, aligned))
     if spec.whole is not None:
         _compare_whole(spec, spec.whole, alone[-1:], prompts, token)
+    if spec.generated is not None:
+        steps = steps_after(token)
+        own = torch.stack([spec.generated(prompt, steps) for prompt in prompts], dim=1)
+        check_same(
+            alone, own.to(alone), "a cached row", result="it is not what generate() computes"
+        )
 
 
 def _compare_whole(
@@ -169,7 +181,11 @@ def generation_probe(
 
 
 def states_probe(
-    forward: Forward, make_cache: MakeCache, whole: WholeForward | None, batch: str
+    forward: Forward,
+    make_cache: MakeCache,
+    whole: WholeForward | None,
+    batch: str,
+    generated: GeneratedLogits | None = None,
 ) -> ProbeSpec:
     """Return the probe of a generating model whose prompts are run alone."""
 
@@ -188,7 +204,9 @@ def states_probe(
             logits.append(forward(torch.full((len(prompts), 1), step), first, ()))
         return torch.stack(logits)
 
-    return ProbeSpec(run, batch, TOGETHER, is_tolerant=True, joined=joined, whole=whole)
+    return ProbeSpec(
+        run, batch, TOGETHER, is_tolerant=True, joined=joined, whole=whole, generated=generated
+    )
 
 
 def steps_after(token: int) -> list[int]:

@@ -19,7 +19,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+
+from engine.models.library.registry import PreTrainedModel
 
 ImageTensors = Mapping[str, Tensor]
 """Image arguments of a model's forward, by name."""

@@ -13,17 +13,17 @@ import msgspec
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
+
+from engine.models.library.registry import PreTrainedModel
+from engine.models.library.weights import (
     Concatenate,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
+    get_model_conversion_mapping,
     rename_source_key,
 )
-
 from engine.parallel import WHOLE_PARAMETER, ParameterShard
 
 _WHOLE_FILE: Final = "model.safetensors"

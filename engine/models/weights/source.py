@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from engine.models.library.registry import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from engine.models.weights.saved_shards import NotInParts, SavedShards
 from engine.parallel import ParameterShard
 

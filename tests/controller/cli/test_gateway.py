@@ -1,6 +1,7 @@
 """The options of the gateway, on both commands that start one."""
 
 import os
+from typing import Literal, get_args, get_origin
 
 import msgspec
 import pytest
@@ -38,6 +39,9 @@ def test_every_field_is_an_option(replaced, tmp_path):
         elif kind in (int, str):
             arguments += [flag, VALUES[kind]]
             expected[name] = kind(VALUES[kind])
+        elif get_origin(kind) is Literal:
+            arguments += [flag, get_args(kind)[-1]]
+            expected[name] = get_args(kind)[-1]
         else:
             arguments += [flag, "a", flag, "b"]
             expected[name] = ("a", "b")

@@ -149,6 +149,7 @@ def test_every_field_of_sampling_has_an_option(controller):
         *("--repetition-penalty", "1.5", "--logit-bias", "7=-2.5", "--min-tokens", "1"),
         *("--stop-token-id", "5", "--ignore-eos", "--include-stop", "--logprobs", "1"),
         *("--prompt-logprobs", "2", "--regex", "a+", "--priority", "-3"),
+        "--special-tokens",
     ]
     run(*arguments, directory=controller.directory)
     (request,) = controller.requests(rq.Generate)

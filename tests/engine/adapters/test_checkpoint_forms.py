@@ -1,6 +1,7 @@
 """Adapters in every form in which a program may load them: shards, mappers, ids, experts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,16 @@ class Rules:
             {Q.replace("q_proj", "query"), V},
         ),
         (Rules(), {"language_model.model.layers.0.self_attn.query"}),
+        (
+            WeightsMapper(
+                orig_to_new_regex={
+                    re.compile(r"layers\.(\d+)\."): r"blocks.\1.",
+                    re.compile("v_proj$"): None,
+                },
+                orig_to_new_substr={"blocks.0": "blocks.00"},
+            ),
+            {Q.replace("layers.0", "blocks.00")},
+        ),
     ],
 )
 def test_a_weights_mapper_is_a_function_a_mapping_or_rules(
@@ -166,6 +177,13 @@ def test_a_weights_mapper_is_a_function_a_mapping_or_rules(
     assert model.loras.keys() == expected
     with pytest.raises(TypeError, match="weights_mapper is 3"):
         LoRAModel.from_lora_tensors(1, tensors(), HELPER, weights_mapper=3)
+
+
+def test_rules_that_would_not_be_applied_are_refused() -> None:
+    mapper = Rules()
+    mapper.orig_to_new_renaming = [object()]
+    with pytest.raises(TypeError, match="orig_to_new_renaming"):
+        LoRAModel.from_lora_tensors(1, tensors(), HELPER, weights_mapper=mapper)
 
 
 def test_an_embedding_has_the_rows_of_the_vocabulary() -> None:

@@ -14,7 +14,7 @@ from engine.adapters import (
     PackedLoRALayerWeights,
     PEFTHelper,
 )
-from engine.errors import AdapterDoesNotFit, NotFinite, PathNotAllowed
+from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, NotFinite, PathNotAllowed
 from tests.support.engine.adapter_examples import CONFIG, Q, V, key, pair, tensors, write
 
 HELPER = PEFTHelper.from_dict(CONFIG)
@@ -71,6 +71,65 @@ def test_packed_weights_have_one_entry_per_child() -> None:
     assert PackedLoRALayerWeights.pack([q, v], "qkv").module_name == "qkv"
     with pytest.raises(ValueError, match="touches no child of the packed layer"):
         PackedLoRALayerWeights.pack([None, None])
+
+
+def test_a_config_is_made_of_three_values() -> None:
+    """As a program writes it that has no files; lists and dicts are those of a config."""
+    helper = PEFTHelper(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    assert (helper.scaling_of(Q), helper.target_modules) == (2.0, ("q_proj", "v_proj"))
+    assert LoRAModel.from_lora_tensors(1, tensors(), helper).loras[Q].scaling == 2
+    patterns = PEFTHelper(
+        r=4, lora_alpha=8, target_modules="all-linear", rank_pattern={"q_proj": 2}, use_rslora=True
+    )
+    assert (patterns.rank_of(Q), patterns.rank_of(V)) == (2, 4)
+    assert PEFTHelper(r=4, lora_alpha=8, target_modules=[], modules_to_save=None).scaling_of(V) == 2
+    for values in ({"r": 0}, {"r": "4"}, {"lora_alpha": 0}):
+        with pytest.raises(AdapterConfigRefused):
+            PEFTHelper(**({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]} | values))
+
+
+def single_experts(is_gated: bool = True) -> dict[str, LoRALayerWeights]:
+    """Return the weights of four experts by path, with different scalings."""
+    names = ("gate_proj", "down_proj", "up_proj") if is_gated else ("up_proj", "down_proj")
+    return {
+        f"experts.{expert}.{name}": LoRALayerWeights(
+            f"experts.{expert}.{name}", 2, 1.0 + expert, torch.randn(2, 6), torch.randn(5, 2)
+        )
+        for expert in range(4)
+        for name in names
+    }
+
+
+def test_experts_are_packed_by_projection() -> None:
+    singles = single_experts()
+    packed = PackedLoRALayerWeights.pack_moe(list(singles.values()), "experts")
+    names = ("gate_proj", "down_proj", "up_proj")
+    assert [lora.module_name for lora in packed.loras] == [f"experts.{name}" for name in names]
+    assert [list(a.shape) for a in packed.lora_a] == [[4, 2, 6]] * 3
+    for name, lora in zip(names, packed.loras, strict=True):
+        for expert in range(4):
+            single = singles[f"experts.{expert}.{name}"]
+            delta = lora.scaling * lora.lora_b[expert] @ lora.lora_a[expert]
+            assert torch.allclose(delta, single.scaling * single.lora_b @ single.lora_a)
+            assert single.scaling == (1 + expert) / 2, "what was passed is not changed"
+
+
+def test_experts_without_a_gate_have_two_slices() -> None:
+    singles = list(single_experts(is_gated=False).values())
+    loras = [one for pair in zip(singles[::2], singles[1::2], strict=True) for one in (*pair, None)]
+    packed = PackedLoRALayerWeights.pack_moe(loras, "experts", is_non_gated_moe=True)
+    assert [lora and lora.module_name for lora in packed.loras] == [
+        "experts.up_proj",
+        "experts.down_proj",
+        None,
+    ]
+    with pytest.raises(ValueError, match="without up_proj"):
+        PackedLoRALayerWeights.pack_moe(loras, "experts")
+    with pytest.raises(ValueError, match="got 4 weights"):
+        PackedLoRALayerWeights.pack_moe(loras[:4], "experts")
+    loras[1] = layer(torch.ones(5, 3), 1.0)
+    with pytest.raises(AdapterDoesNotFit, match="differ in rank"):
+        PackedLoRALayerWeights.pack_moe(loras, "experts", is_non_gated_moe=True)
 
 
 def test_weights_for_warming_up_have_the_sizes_of_the_module() -> None:

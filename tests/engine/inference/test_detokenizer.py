@@ -10,7 +10,7 @@ from tokenizers.models import BPE, WordPiece
 from transformers import PreTrainedTokenizerFast
 
 from engine.inference.detokenizer import PENDING_TOKENS_MAX, REPLACEMENT, Detokenizer, StopFilter
-from examples.tiny_recipe import EOS_ID, build_tokenizer
+from examples.tiny_recipe import BOS_ID, EOS_ID, PAD_ID, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 """A token is a byte, so every character beyond ASCII is several tokens."""
@@ -40,6 +40,13 @@ def test_characters_are_shown_as_soon_as_they_are_complete(prompt: str, output: 
 @settings(max_examples=300)
 def test_pieces_of_any_bytes_add_up_to_the_decoded_whole(prompt: bytes, output: bytes) -> None:
     assert "".join(pieces(prompt, output)) == output.decode(errors="replace")
+
+
+@pytest.mark.parametrize(("skip", "text"), [(True, "ab"), (False, "a<|bos|>b<|pad|>")])
+def test_special_tokens_have_a_text_only_if_they_are_wanted(skip: bool, text: str) -> None:
+    stream = Detokenizer(TOKENIZER, [BOS_ID, *b"x"], skip_special=skip)
+    shown = [stream.add(token) for token in (*b"a", BOS_ID, *b"b", PAD_ID)]
+    assert "".join([*shown, stream.flush()]) == text
 
 
 class Chunks:

@@ -116,7 +116,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def remove_oldest(self) -> None:
-        assert self.manager.remove_oldest_adapter() == self.oracle.remove_oldest()
+        self.both(self.oracle.remove_oldest, self.manager.remove_oldest_adapter)
 
     @rule()
     def remove_all(self) -> None:

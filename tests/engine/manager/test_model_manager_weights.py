@@ -6,10 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from engine.adapters import LoRALayerWeights, LoRAModel
+from engine.adapters import LoRALayerWeights, LoRAModel, PackedLoRALayerWeights
+from engine.config import LoRAConfig
 from engine.errors import AdapterDoesNotFit, EngineError, NotFinite
 from engine.manager import LoRAModelManager
+from engine.punica import LoRAMapping
 from tests.support.engine.manager_examples import (
     CLASSES,
     CONTENTS,
@@ -21,6 +24,7 @@ from tests.support.engine.manager_examples import (
     manager_state,
     mapping_of,
 )
+from tests.support.models.expert_examples import family_configs
 
 torch.set_num_threads(1)
 
@@ -208,3 +212,39 @@ def test_an_id_is_an_integer(adapter_id: object) -> None:
     with pytest.raises(ValueError, match="id is"):
         manager.add_adapter(model)
     assert manager_state(manager) == before
+
+
+@torch.no_grad()
+def test_packed_weights_are_those_of_their_modules() -> None:
+    """Of a packed projection and of experts, as a program packs them before it adds them."""
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_config(family_configs()["mixtral"]).eval()
+    config = LoRAConfig(max_lora_rank=8, max_loras=2, max_cpu_loras=2)
+    manager = LoRAModelManager(model, 8, 64, 64, config, "cpu", checked=True)
+    loras = {}
+    for path, shape in (
+        *((f"model.layers.0.self_attn.{name}_proj", (32, 16)) for name in "kv"),
+        *(
+            (f"model.layers.1.mlp.experts.{expert}.{name}", widths)
+            for expert in range(4)
+            for name, widths in (("w1", (32, 24)), ("w2", (24, 32)), ("w3", (32, 24)))
+        ),
+    ):
+        a, b = torch.randn(4, shape[0]), torch.randn(shape[1], 4)
+        loras[path] = LoRALayerWeights(path, 4, 8.0, a, b)
+    manager.add_adapter(LoRAModel(1, 4, loras))
+    k, v, *experts = loras.values()
+    qkv, moe = "model.layers.0.self_attn.qkv_proj", "model.layers.1.mlp.experts"
+    packed = {
+        qkv: PackedLoRALayerWeights.pack([None, k, v], qkv),
+        moe: PackedLoRALayerWeights.pack_moe(experts, moe),
+    }
+    manager.add_adapter(LoRAModel(2, 4, packed))
+    tokens, found = torch.arange(3, 9)[None], []
+    for adapter_id in (0, 1, 2):
+        if adapter_id:
+            manager.activate_adapter(adapter_id)
+        manager.set_adapter_mapping(LoRAMapping([adapter_id] * 6, [adapter_id], is_prefill=True))
+        found.append(manager.model(tokens).logits)
+    assert torch.equal(found[1], found[2])
+    assert not torch.allclose(found[0], found[1])

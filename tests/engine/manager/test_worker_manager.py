@@ -1,6 +1,7 @@
 """Batches by request: files, paths, holds and memory, on both worker managers."""
 
 import gc
+import shutil
 import weakref
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.adapters import LoRAModel, LoRARequest
 from engine.config import LoRAConfig
@@ -163,6 +165,75 @@ def test_a_removed_adapter_frees_all_its_memory(leave: str, folder: Path) -> Non
     assert not manager._core.world.adapters
 
 
+class Recording(LRUCacheLoRAModelManager):
+    """A manager of a program that extends the documented methods."""
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)
+        self.calls: list[tuple[str, int, bool]] = []
+
+    def add_adapter(self, adapter: LoRAModel) -> bool:
+        # What a program changes here is what is served.
+        for lora in adapter.loras.values():
+            lora.lora_b.zero_()
+        added = super().add_adapter(adapter)
+        self.calls.append(("add", adapter.id, added))
+        return added
+
+    def activate_adapter(self, lora_id: int) -> bool:
+        activated = super().activate_adapter(lora_id)
+        self.calls.append(("activate", lora_id, activated))
+        return activated
+
+
+@pytest.mark.parametrize("worker_class", [WorkerLoRAManager, LRUCacheWorkerLoRAManager])
+def test_the_methods_of_a_subclass_are_called(
+    worker_class: type[WorkerLoRAManager], folder: Path
+) -> None:
+    """Also the second time, for files that changed, and where a batch has base rows (None)."""
+    manager = make_manager(Recording)
+    worker = worker_class(manager)
+    worker.add_adapter(request(folder, 1))
+    assert manager.calls == [("add", 1, True), ("activate", 1, True)]
+    manager.set_adapter_mapping(mapping_of(1))
+    check_rows(manager, {1: None}, 1)
+    manager.calls.clear()
+    worker.set_active_adapters([request(folder, 2), None, request(folder, 1)], mapping_of(1, 0, 2))
+    first, added, last = manager.calls
+    assert first == ("activate", 1, False)
+    assert (added, last) == (("add", 2, True), ("activate", 2, True))
+    manager.calls.clear()
+    manager.pin_adapter(1)
+    CONTENTS[2].save(folder / "1")
+    worker.set_active_adapters([request(folder, 1, load_inplace=True)])
+    assert manager.calls == [("add", 1, True), ("activate", 1, True)]
+    assert manager.is_pinned(1)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_oldest_adapter_is_removed_unless_all_are_pinned(
+    cls: type[LoRAModelManager], folder: Path
+) -> None:
+    worker = WorkerLoRAManager(make_manager(cls))
+    manager = worker.manager
+    assert worker.remove_oldest_adapter() is False
+    for number in (1, 2):
+        manager.add_adapter(CONTENTS[number].model(number))
+    manager.pin_adapter(1)
+    assert worker.remove_oldest_adapter()
+    assert worker.list_adapters() == {1}
+    before = manager_state(manager)
+    with pytest.raises(RuntimeError, match="all 1 adapters are pinned"):
+        worker.remove_oldest_adapter()
+    assert manager_state(manager) == before
+
+
+def test_a_worker_has_the_managers_facts_for_warming_up() -> None:
+    worker = WorkerLoRAManager(make_manager(LoRAModelManager))
+    assert worker.get_dummy_lora_warmup_rank(8) == 8
+    assert worker.supports_tower_connector_lora() is False
+
+
 def test_ids_and_paths_are_one_to_one(folder: Path) -> None:
     manager = make_manager(LRUCacheLoRAModelManager)
     worker = LRUCacheWorkerLoRAManager(manager)
@@ -230,11 +301,11 @@ def test_metrics_count_calls(folder: Path) -> None:
         "host_utilization": 1.0,
     }
     performance = metrics["performance"]
-    assert (performance["avg_activation_time"], performance["avg_switching_time"]) == (1.0, 3.0)
+    assert (performance["avg_activation_time"], performance["avg_switching_time"]) == (1.0, 5.0)
     assert (performance["hits"], performance["misses"], performance["evictions"]) == (2, 3, 1)
     assert sum(one["activations"] for one in metrics["counters"].values()) == 3
     assert {name: performance[name]["count"] for name in ("activations", "switches", "loads")} == {
-        "activations": 1,
+        "activations": 3,
         "switches": 1,
         "loads": 2,
     }
@@ -272,3 +343,22 @@ def test_the_example_adapters_are_pefts_through_the_manager() -> None:
             peft = PeftModel.from_pretrained(fresh, EXAMPLES / "adapters" / name).eval()
             expected = peft(torch.tensor([tokens])).logits[0]
             assert relative_error(found[number], expected) < ERROR_MAX, name
+
+
+def test_a_tokenizer_that_differs_from_the_models_is_reported_in_the_log(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "model")
+    shutil.copytree(EXAMPLES / "adapters" / "upper", tmp_path / "upper")
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "model")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "upper")
+    config = LoRAConfig(max_lora_rank=64, max_loras=2)
+    manager = create_lora_manager(
+        model, 4, 256, model.config.vocab_size, config, None, "cpu", LRUCacheLoRAModelManager
+    )
+    worker = LRUCacheWorkerLoRAManager(manager)
+    with capture_logs() as logs:
+        worker.add_adapter(LoRARequest("upper", 1, str(tmp_path / "upper")))
+        worker.add_adapter(LoRARequest("count", 2, str(EXAMPLES / "adapters" / "count")))
+    [entry] = [entry for entry in logs if "warnings" in entry]
+    assert entry["adapter"] == 1
+    assert "'<new>'" in entry["warnings"][0]

@@ -32,7 +32,10 @@ def test_every_endpoint_needs_a_key_but_the_public_ones(keyed):
                 assert "security" not in operation
             else:
                 assert response.status_code == 401, path
-                assert response.json() == {"error": "Unauthorized"}
+                if path.startswith("/v1/messages"):
+                    assert response.json()["error"]["type"] == "authentication_error"
+                else:
+                    assert response.json() == {"error": "Unauthorized"}
                 assert "401" in operation["responses"]
 
 
@@ -52,6 +55,11 @@ def test_every_endpoint_needs_a_key_but_the_public_ones(keyed):
 )
 def test_a_request_has_one_of_the_keys(keyed, value, status):
     assert keyed.get("/v1/models", authorization=value).status_code == status
+
+
+@pytest.mark.parametrize(("key", "status"), [("one", 200), ("one2", 401), ("", 401)])
+def test_a_key_may_be_in_the_header_of_anthropic(keyed, key, status):
+    assert keyed.get("/v1/models", **{"x-api-key": key}).status_code == status
 
 
 def test_keys_come_from_options_file_and_environment(tmp_path):

@@ -1,6 +1,7 @@
 """Chats over HTTP: the prompt that the template makes of messages, answers, and streams."""
 
 import base64
+import json
 
 import pytest
 
@@ -10,6 +11,8 @@ from tests.support.gateway.served import data_of
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+ARRAY = {"type": "array"}
 PNG = "data:image/png;base64," + base64.b64encode(b"png bytes").decode()
 
 
@@ -45,7 +48,10 @@ def test_the_length_is_limited_under_both_names(served, field):
     ("more", "prompt"),
     [
         ({"add_generation_prompt": False}, "<user>hi"),
-        ({"tools": [{"type": "function"}]}, '<user>hi<tools>[{"type": "function"}]<assistant>'),
+        (
+            {"tools": TOOLS, "tool_choice": "none"},
+            f"<user>hi<tools>{json.dumps(TOOLS)}<assistant>",
+        ),
         ({"tool_choice": "auto"}, "<user>hi<assistant>"),
         ({"chat_template_kwargs": {"add_generation_prompt": False}}, "<user>hi<assistant>"),
         ({"reasoning_effort": "low", "documents": None}, "<user>hi<assistant>"),
@@ -119,6 +125,23 @@ def test_calls_of_tools_are_passed_to_the_template(served):
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "messages"),
         ({"tools": "all"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": TOOLS * 2}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": ARRAY}}]},
+            "tools",
+        ),
+        # The template shows no format of calls.
+        ({"tools": TOOLS}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"chat_template": "{{ messages }}"}, "chat_template"),
@@ -189,3 +212,50 @@ def test_log_probabilities_of_the_prompt_are_in_one_chunk_of_a_stream(served):
     chunks = data_of(served.events(PATH, {**body, "stream": True}))
     assert [one["prompt_logprobs"] for one in chunks if "prompt_logprobs" in one] == [whole]
     assert whole[0] is None
+
+
+def test_marks_for_the_caches_of_other_servers_are_accepted_in_parts(served):
+    mark = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    parts = [
+        {"type": "text", "text": "a", **mark},
+        {"type": "image_url", "image_url": {"url": PNG}, **mark},
+    ]
+    response = served.post(PATH, {"messages": [{"role": "user", "content": parts, **mark}]})
+    assert response.status_code == 200
+    assert served.controller.requests(rq.Generate)[0].prompt.text == "<user>a<image><assistant>"
+
+
+def test_a_chat_has_the_ids_of_its_tokens_on_request(served):
+    body = {"messages": HELLO, "return_token_ids": True}
+    prompt = list(b"<user>hi<assistant>")
+    answer = served.post(PATH, body).json()
+    assert answer["prompt_token_ids"] == prompt
+    assert answer["choices"][0]["token_ids"] == [1, 2, 3]
+    first, *rest = data_of(served.events(PATH, {**body, "stream": True}))
+    assert first["prompt_token_ids"] == prompt
+    assert not any("prompt_token_ids" in chunk for chunk in rest)
+    ids = [token for chunk in rest for token in chunk["choices"][0]["token_ids"]]
+    assert ids == [1, 2, 3]
+    assert "token_ids" not in served.post(PATH, {"messages": HELLO}).json()["choices"][0]
+
+
+def test_the_most_likely_tokens_begin_with_the_chosen_one(served):
+    # In the stand-in's entries the chosen token is the second most likely one.
+    for count in (1, 2):
+        body = {"messages": HELLO, "logprobs": True, "top_logprobs": count}
+        for entry in served.post(PATH, body).json()["choices"][0]["logprobs"]["content"]:
+            best = entry["top_logprobs"]
+            assert len(best) == count
+            assert (best[0]["token"], best[0]["logprob"]) == (entry["token"], entry["logprob"])
+
+
+def test_a_rendered_chat_is_what_would_be_sent(served):
+    item = served.post(f"{PATH}/render", {"messages": HELLO}).json()
+    assert served.controller.requests(rq.Generate) == []
+    served.post(PATH, {"messages": HELLO})
+    [request] = served.controller.requests(rq.Generate)
+    assert tuple(item["token_ids"]) == request.prompt
+    assert item["sampling_params"]["max_tokens"] == request.sampling.max_tokens
+    parts = [{"type": "image_url", "image_url": {"url": PNG}}]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    assert served.post(f"{PATH}/render", body).status_code == 400

@@ -4,15 +4,16 @@ import json
 
 import pytest
 
+from gateway.inference.model_files import read_model_files
 from gateway.inference.sampling import SamplingDefaults
-from gateway.inference.service import read_model_files
-from gateway.inference.tokenizer import Tokenizer, sampling_defaults
+from gateway.inference.templates import Templates
+from gateway.inference.tokenizer import Tokenizer
 from tests.support.gateway.served import model_directory
 
 
 def test_a_directory_without_a_tokenizer_serves_no_chats(tmp_path):
     files = read_model_files(str(tmp_path))
-    assert (files.tokenizer, files.template, files.context) == (None, None, None)
+    assert (files.tokenizer, files.templates, files.context) == (None, Templates(), None)
     assert read_model_files("").tokenizer is None
 
 
@@ -36,13 +37,28 @@ def test_the_context_is_the_models_or_the_configured_one(tmp_path):
     [
         ({}, SamplingDefaults()),
         ({"temperature": 0.6, "top_k": 20, "top_p": None}, SamplingDefaults(0.6, 1.0, 20)),
+        (
+            {"min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 9, "do_sample": False},
+            SamplingDefaults(min_p=0.1, repetition_penalty=1.05, max_new_tokens=9),
+        ),
+        ({"stop_token_ids": [1], "eos_token_id": [1, 2]}, SamplingDefaults()),
+        # They are reported.
         ({"temperature": "hot"}, SamplingDefaults()),
+        ({"temperature": -1}, SamplingDefaults()),
         ([], SamplingDefaults()),
     ],
 )
 def test_recommended_sampling_is_read(tmp_path, config, expected):
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert sampling_defaults(tmp_path) == expected
+    directory = model_directory(tmp_path)
+    (directory / "generation_config.json").write_text(json.dumps(config))
+    assert read_model_files(str(directory)).defaults == expected
+
+
+def test_tokens_that_end_an_output_are_read(tmp_path):
+    directory = model_directory(tmp_path)
+    for saved, expected in ((258, {258}), ([257, 258], {257, 258}), (None, set())):
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": saved}))
+        assert read_model_files(str(directory)).end_tokens == expected
 
 
 @pytest.mark.parametrize("entry", ["<s>", {"content": "<s>", "lstrip": False}])

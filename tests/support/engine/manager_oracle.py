@@ -87,6 +87,8 @@ class ManagerOracle:
 
     def remove_oldest(self) -> bool:
         oldest = self._oldest(self.recency)
+        if oldest is None and self.contents:
+            raise Refused(ErrorCode.NO_ROOM)
         return oldest is not None and self.remove(oldest)
 
     def activate_batch(

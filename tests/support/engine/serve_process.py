@@ -29,6 +29,19 @@ def serve(
         process.wait()
 
 
+def gateway_url(directory: Path) -> str:
+    """Return the address that the server's gateway logged last; empty before."""
+    lines = directory.with_suffix(".log").read_text().splitlines()
+    found = [line for line in lines if "the gateway serves" in line]
+    return found[-1].partition("url=")[2].strip() if found else ""
+
+
+def wait_for_gateway(directory: Path) -> str:
+    """Return the address of the server's gateway once it serves."""
+    size = directory.with_suffix(".log").stat
+    return wait_until(lambda: gateway_url(directory), lambda: size().st_size)
+
+
 def status_once(directory: Path, ready: Callable[[StatusShown], bool]) -> StatusShown:
     """Return the first status that is `ready`; waits as long as processes come up or log."""
     latest: list[StatusShown] = []

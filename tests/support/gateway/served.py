@@ -35,6 +35,17 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}<assistant>{%- endif -%}
 """
 
+HERMES_TEMPLATE = """\
+{%- if tools -%}<tools>{{ tools | tojson }}</tools>{%- endif -%}
+{%- for message in messages -%}
+<{{ message.role }}>{{ message.content or "" }}
+{%- for call in message.tool_calls or () -%}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<assistant>{%- endif -%}
+"""
+
 
 class Served:
     """A running gateway: its address, an HTTP client of it, and the stand-in."""

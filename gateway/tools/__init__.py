@@ -1,0 +1,1 @@
+"""Calls of tools in a model's text: formats, parsers, and the blocks that answers consist of."""

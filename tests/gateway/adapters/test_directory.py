@@ -1,0 +1,70 @@
+"""Files beside adapters are read below the roots alone, whatever their names lead to."""
+
+import os
+
+import pytest
+
+from gateway.adapters.directory import AdapterDirectory, FileRefused, NotReadable
+
+
+@pytest.fixture
+def root(tmp_path):
+    directory = tmp_path / "root" / "a"
+    directory.mkdir(parents=True)
+    (directory / "f").write_text("text")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "f").write_text("secret")
+    return tmp_path / "root"
+
+
+def read(path, root, name="f", bytes_max=100):
+    with AdapterDirectory(str(path), [str(root)]) as directory:
+        return directory.read(name, bytes_max)
+
+
+def test_a_path_is_absolute_or_relative_to_a_root(root):
+    assert read("a", root) == read(root / "a", root) == "text"
+    with AdapterDirectory("a", [str(root / "none"), str(root)]) as directory:
+        assert directory.read("f", 4) == "text"
+        assert directory.read("missing", 4) is None
+        assert directory.read("f/below", 4) is None
+
+
+def test_links_below_a_root_are_followed(root):
+    (root / "b").symlink_to("a")
+    (root / "a" / "g").symlink_to(root / "a" / "f")
+    assert read("b", root, "g") == "text"
+    outer = root.with_name("outer")
+    outer.symlink_to(root)
+    assert read(outer / "a", outer) == "text"
+
+
+@pytest.mark.parametrize("path", ["../secret", "a/../../secret", "link", "/", "missing", "a/f"])
+def test_other_directories_are_not_read(root, path):
+    (root / "link").symlink_to(root.parent / "secret")
+    with pytest.raises(NotReadable):
+        read(path, root)
+    with pytest.raises(NotReadable, match="out of the adapter roots"):
+        read(root.parent / "secret", root)
+
+
+def test_other_files_are_not_read(root):
+    directory = root / "a"
+    (directory / "out").symlink_to(root.parent / "secret" / "f")
+    (directory / "through").symlink_to(root.parent / "secret")
+    (directory / "loop").symlink_to("loop")
+    os.link(root.parent / "secret" / "f", directory / "second")
+    os.mkfifo(directory / "pipe")
+    (directory / "folder").mkdir()
+    for name in ("out", "through/f", "loop", "second", "pipe", "folder"):
+        with pytest.raises(NotReadable):
+            read("a", root, name)
+
+
+def test_long_files_and_other_bytes_are_refused(root):
+    assert read("a", root, bytes_max=4) == "text"
+    with pytest.raises(FileRefused, match="4 bytes"):
+        read("a", root, bytes_max=3)
+    (root / "a" / "f").write_bytes(b"\xff")
+    with pytest.raises(FileRefused, match="UTF-8"):
+        read("a", root)

@@ -1,0 +1,223 @@
+"""Chats in Anthropic's protocol: what templates read of a request, answers, events and errors."""
+
+import base64
+import json
+
+import pytest
+
+from messages import requests as rq
+from messages.errors import ErrorCode
+from messages.prompts import IllustratedPrompt
+from tests.support.gateway.outputs import generate, prompt, sampling
+
+PATH = "/v1/messages"
+COUNT = "/v1/messages/count_tokens"
+BODY = {"model": "upper", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOLS = [{"name": "weather", "description": "now", "input_schema": SCHEMA}]
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+def events(served, **fields):
+    """Return the events of a stream, each after its name."""
+    with served.http.stream("POST", PATH, json={**BODY, **fields, "stream": True}) as response:
+        text = "".join(response.iter_text())
+    found = []
+    for event in text.split("\n\n")[:-1]:
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def whole_of(stream):
+    """Return the message that a client accumulates from events."""
+    message, inputs = stream[0]["message"], {}
+    for event in stream[1:]:
+        match event["type"]:
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append(event["content_block"])
+            case "content_block_delta" if event["delta"]["type"] == "text_delta":
+                message["content"][event["index"]]["text"] += event["delta"]["text"]
+            case "content_block_delta":
+                index = event["index"]
+                inputs[index] = inputs.get(index, "") + event["delta"]["partial_json"]
+            case "content_block_stop" if event["index"] in inputs:
+                index = event["index"]
+                message["content"][index]["input"] = json.loads(inputs[index])
+            case "message_delta":
+                message |= event["delta"]
+                message["usage"] = event["usage"]
+    return message
+
+
+def whole(served, **fields):
+    return served.post(PATH, {**BODY, **fields}).json()
+
+
+def streamed(served, **fields):
+    return whole_of(events(served, **fields))
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_a_message(hermes, read):
+    generate(hermes, "Hello.")
+    message = read(hermes, system="Be kind.", temperature=0.5, top_k=3, top_p=0.5)
+    assert message["content"] == [{"type": "text", "text": "Hello."}]
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "upper")
+    assert message["id"].startswith("msg_")
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+    assert (message["usage"]["input_tokens"], message["usage"]["output_tokens"]) == (4, 2)
+    assert prompt(hermes) == "<system>Be kind.<user>hi<assistant>"
+    of = sampling(hermes)
+    assert (of.max_tokens, of.temperature, of.top_k, of.top_p) == (50, 0.5, 3, 0.5)
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_the_model_may_use_tools(hermes, read):
+    generate(hermes, f"I look.\n{CALL}\n{CALL}")
+    message = read(hermes, tools=TOOLS)
+    text, first, second = message["content"]
+    assert text == {"type": "text", "text": "I look."}
+    assert first.pop("id") != second.pop("id")
+    assert first == second == {"type": "tool_use", "name": "weather", "input": {"city": "Paris"}}
+    assert message["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+@pytest.mark.parametrize(
+    ("choice", "output"),
+    [
+        ({"type": "any"}, '[{"name": "weather", "parameters": {"city": "Rome"}}]'),
+        ({"type": "tool", "name": "weather"}, '{"city": "Rome"}'),
+    ],
+)
+def test_a_use_can_be_forced(hermes, read, choice, output):
+    generate(hermes, output)
+    choice = {**choice, "disable_parallel_tool_use": True}
+    [use] = read(hermes, tools=TOOLS, tool_choice=choice)["content"]
+    assert (use["name"], use["input"]) == ("weather", {"city": "Rome"})
+    assert sampling(hermes).structure is not None
+
+
+def test_no_tool_is_used_if_none_may_be(hermes):
+    generate(hermes, CALL)
+    [block] = whole(hermes, tools=TOOLS, tool_choice={"type": "none"})["content"]
+    assert block == {"type": "text", "text": CALL}
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_how_a_message_ended(hermes, read):
+    generate(hermes, "abc", "length")
+    assert read(hermes)["stop_reason"] == "max_tokens"
+
+    def stop(request):
+        text = rq.TokensStreamed(
+            request.request_id, 0, (1,), "a", finish_reason="stop", stop_reason="END"
+        )
+        hermes.controller.extra_replies.append(text)
+        hermes.controller.output = ()
+        return rq.GenerationDone(request.request_id, request.adapter, "stop", 4, 1)
+
+    hermes.controller.answers[rq.Generate] = stop
+    message = read(hermes, stop_sequences=["END"])
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
+
+
+def test_a_forced_use_that_is_cut_off_is_shown(hermes):
+    generate(hermes, '{"city": "Ro', "length")
+    message = whole(hermes, tools=TOOLS, tool_choice={"type": "tool", "name": "weather"})
+    assert message["content"] == [{"type": "text", "text": '{"city": "Ro'}]
+    assert message["stop_reason"] == "max_tokens"
+
+
+def test_the_template_reads_uses_and_results(hermes):
+    use = {"type": "tool_use", "id": "t", "name": "weather", "input": {"city": "Paris"}}
+    text = {"type": "text", "text": "I look.", "cache_control": {"type": "ephemeral"}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{**text, "text": "sunny"}]}
+    messages = [
+        *BODY["messages"],
+        {"role": "assistant", "content": [text, use]},
+        {"role": "user", "content": [result, {"type": "text", "text": "so?"}]},
+    ]
+    whole(hermes, messages=messages, system=[text])
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+    assert prompt(hermes) == (
+        f"<system>I look.<user>hi<assistant>I look.{call}<tool>sunny<user>so?<assistant>"
+    )
+
+
+def test_a_last_message_of_the_assistant_is_continued(hermes):
+    messages = [*BODY["messages"], {"role": "assistant", "content": "Well,"}]
+    whole(hermes, messages=messages)
+    assert prompt(hermes) == "<user>hi<assistant>Well,"
+
+
+def test_images_have_their_place(served):
+    data = base64.b64encode(b"png bytes").decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    content = [{"type": "text", "text": "see "}, {"type": "image", "source": source}]
+    served.post(PATH, {**BODY, "messages": [{"role": "user", "content": content}]})
+    [request] = served.controller.requests(rq.Generate)
+    assert request.prompt == IllustratedPrompt("<user>see <image><assistant>", (b"png bytes",))
+
+
+def test_an_answer_can_have_a_structure(hermes):
+    form = {"type": "json_schema", "schema": SCHEMA}
+    generate(hermes, "{}")
+    whole(hermes, output_config={"format": form})
+    assert json.loads(sampling(hermes).structure.text) == SCHEMA
+
+
+def test_tokens_are_counted(hermes):
+    body = {"model": "upper", "messages": BODY["messages"], "system": "Be kind."}
+    answer = hermes.post(COUNT, body).json()
+    assert answer == {"input_tokens": len("<system>Be kind.<user>hi<assistant>")}
+    assert hermes.controller.requests(rq.Generate) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"mcp_servers": []}, "mcp_servers"),
+    ],
+)
+def test_what_is_not_served_is_refused_in_the_shape_of_the_protocol(hermes, fields, named):
+    response = hermes.post(PATH, {**BODY, **fields})
+    assert response.status_code == 400
+    error = response.json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert named in error["error"]["message"]
+
+
+def test_an_unknown_model_and_an_absent_engine_have_their_types(hermes):
+    response = hermes.post(PATH, {**BODY, "model": "unknown"})
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "not_found_error"
+    hermes.controller.answers[rq.Generate] = lambda request: rq.Refused(
+        request.request_id, ErrorCode.ENGINE_GONE, "its process ended"
+    )
+    response = hermes.post(PATH, BODY)
+    assert response.status_code == 503
+    assert response.json()["error"]["type"] == "overloaded_error"
+    assert response.headers["retry-after"]
+
+
+def test_an_error_after_the_first_token_is_an_event(hermes):
+    def end_after_one_token(request):
+        token = rq.TokensStreamed(request.request_id, 0, (1,), "o")
+        hermes.controller.extra_replies.append(token)
+        return rq.Refused(request.request_id, ErrorCode.ENGINE_GONE, "its process ended")
+
+    hermes.controller.answers[rq.Generate] = end_after_one_token
+    *_, last = events(hermes)
+    assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")

@@ -1,0 +1,210 @@
+"""Calls of tools in chats: free and forced, whole and streamed, read by the `openai` client."""
+
+import json
+
+import openai
+import pytest
+
+from messages import requests as rq
+from tests.support.gateway.outputs import generate, prompt, sampling
+from tests.support.gateway.served import data_of, model_directory, serve_gateway
+from tests.support.simulation.standin_controller import StandIn
+from tests.support.waiting import HANG_S
+
+PATH = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hi"}]
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}},
+    "required": ["city"],
+    "$defs": {"City": {"enum": ["Paris", "Rome"]}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY, "strict": True}},
+    {"type": "function", "function": {"name": "time", "description": "Now"}},
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.fixture
+def client(hermes):
+    url = f"{hermes.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="x", timeout=HANG_S, max_retries=0) as client:
+        yield client
+
+
+def whole(client, **fields):
+    """Return the only choice of a chat."""
+    [choice] = client.chat.completions.create(model="upper", messages=HELLO, **fields).choices
+    return choice
+
+
+def streamed(client, **fields):
+    """Return the only choice of a chat as the client accumulates its stream."""
+    with client.chat.completions.stream(model="upper", messages=HELLO, **fields) as stream:
+        events = list(stream)
+        [choice] = stream.get_final_completion().choices
+    ends = [one for one in events if one.type == "tool_calls.function.arguments.done"]
+    assert len(ends) == len(choice.message.tool_calls or ())
+    return choice
+
+
+def calls_of(choice):
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_the_model_may_call_tools(hermes, client, read):
+    generate(hermes, f"I look.\n{CALL}\n{CALL}")
+    choice = read(client, tools=TOOLS)
+    assert choice.message.content == "I look."
+    assert calls_of(choice) == [("weather", '{"city": "Paris"}')] * 2
+    assert choice.finish_reason == "tool_calls"
+    ids = {call.id for call in choice.message.tool_calls}
+    assert len(ids) == 2
+    assert all(name.startswith("call_") for name in ids)
+    assert sampling(hermes).structure is None
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+@pytest.mark.parametrize(
+    ("output", "fields"),
+    [
+        ("No tool is needed.", {"tools": TOOLS, "tool_choice": "auto"}),
+        ('<tool_call>{"name": weather}</tool_call>', {"tools": TOOLS}),
+        ('<tool_call>{"name": "other", "arguments": {}}</tool_call>', {"tools": TOOLS}),
+        (CALL, {"tools": TOOLS, "tool_choice": "none"}),
+        (CALL, {}),
+    ],
+)
+def test_what_is_no_call_is_content(hermes, client, read, output, fields):
+    generate(hermes, output)
+    choice = read(client, **fields)
+    assert (choice.message.content, choice.finish_reason) == (output, "stop")
+    assert not choice.message.tool_calls
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_a_call_that_is_cut_off_is_content(hermes, client, read):
+    generate(hermes, f"a {CALL[:-20]}", "length")
+    if read is streamed:
+        # The client refuses to parse what the length cut off.
+        with pytest.raises(openai.LengthFinishReasonError) as raised:
+            read(client, tools=TOOLS)
+        [choice] = raised.value.completion.choices
+    else:
+        choice = read(client, tools=TOOLS)
+    assert (choice.message.content, choice.finish_reason) == (f"a {CALL[:-20]}", "length")
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_the_first_of_several_calls_is_answered_without_parallel_ones(hermes, client, read):
+    generate(hermes, CALL + CALL)
+    choice = read(client, tools=TOOLS, parallel_tool_calls=False)
+    assert calls_of(choice) == [("weather", '{"city": "Paris"}')]
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_some_call_can_be_forced(hermes, client, read):
+    generate(hermes, '[{"name": "weather", "parameters": {"city": "Rome"}}]')
+    choice = read(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert calls_of(choice) == [("weather", '{"city": "Rome"}')]
+    assert (choice.message.content or None, choice.finish_reason) == (None, "tool_calls")
+    schema = json.loads(sampling(hermes).structure.text)
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    names = [one["properties"]["name"]["const"] for one in schema["items"]["anyOf"]]
+    assert names == ["weather", "time"]
+    # References stay within the schema that they were written in.
+    assert schema["$defs"]["0"]["properties"]["city"]["$ref"] == "#/$defs/0/$defs/City"
+    assert schema["$defs"]["0"]["$defs"]["City"] == {"enum": ["Paris", "Rome"]}
+
+
+@pytest.mark.parametrize("read", [whole, streamed])
+def test_one_tool_can_be_forced(hermes, client, read):
+    generate(hermes, '{"city": "Rome"}')
+    choice = read(client, tools=TOOLS, tool_choice=WEATHER)
+    assert calls_of(choice) == [("weather", '{"city": "Rome"}')]
+    assert choice.finish_reason == "tool_calls"
+    assert json.loads(sampling(hermes).structure.text) == CITY
+
+
+def test_forced_arguments_are_streamed_as_they_are_generated(hermes):
+    generate(hermes, '{"city": "Rome"}', characters=8)
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": WEATHER, "stream": True}
+    deltas = [chunk["choices"][0]["delta"] for chunk in data_of(hermes.events(PATH, body))]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call["index"] for call in calls] == [0, 0]
+    assert calls[0]["function"]["name"] == "weather"
+    assert [call["function"]["arguments"] for call in calls] == ['{"city":', ' "Rome"}']
+
+
+def test_a_forced_call_precedes_the_format_of_messages(hermes, client):
+    generate(hermes, '{"city": "Rome"}')
+    form = {"type": "json_object"}
+    choice = whole(client, tools=TOOLS, tool_choice=WEATHER, response_format=form)
+    assert calls_of(choice) == [("weather", '{"city": "Rome"}')]
+    with pytest.raises(openai.BadRequestError, match="response_format applies to"):
+        whole(client, tools=TOOLS, response_format=form)
+
+
+def test_each_choice_has_its_calls(hermes, client):
+    generate(hermes, CALL)
+    answer = client.chat.completions.create(model="upper", messages=HELLO, tools=TOOLS, n=2)
+    assert [calls_of(choice) for choice in answer.choices] == [
+        [("weather", '{"city": "Paris"}')]
+    ] * 2
+
+
+def test_the_template_reads_calls_and_their_results(hermes, client):
+    generate(hermes, CALL)
+    message = whole(client, tools=TOOLS).message
+    hermes.controller.received.clear()
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}
+    generate(hermes, "It is sunny.")
+    messages = [*HELLO, message.model_dump(exclude_none=True), result]
+    answer = client.chat.completions.create(model="upper", messages=messages)
+    assert answer.choices[0].message.content == "It is sunny."
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+    assert prompt(hermes) == f"<user>hi<assistant>{call}<tool>sunny<assistant>"
+
+
+def test_log_probabilities_accompany_calls(hermes, client):
+    generate(hermes, CALL)
+    tokens = len(CALL) // 3 + 1
+    assert len(whole(client, tools=TOOLS, logprobs=True).logprobs.content) == tokens
+    assert len(streamed(client, tools=TOOLS, logprobs=True).logprobs.content) == tokens
+
+
+@pytest.mark.parametrize(
+    ("option", "special", "skips"),
+    [("hermes", False, True), ("hermes", True, False), ("llama3_json", True, True)],
+)
+def test_special_tokens_that_are_tags_have_a_text(tmp_path, option, special, skips):
+    model = model_directory(tmp_path)
+    vocabulary = json.loads((model / "tokenizer.json").read_text())
+    tag = {**vocabulary["added_tokens"][0], "id": 259, "content": "<tool_call>"}
+    vocabulary["added_tokens"].append({**tag, "special": special})
+    (model / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with (
+        StandIn(tmp_path) as controller,
+        serve_gateway(controller, model=str(model), tool_call_parser=option) as served,
+    ):
+        body = {"messages": HELLO, "tools": TOOLS}
+        assert served.post(PATH, body).status_code == 200
+        served.post(PATH, {**body, "tool_choice": "none"})
+        free, none = controller.requests(rq.Generate)
+    assert (free.sampling.skip_special_tokens, none.sampling.skip_special_tokens) == (skips, True)
+
+
+def test_ids_are_those_that_templates_of_mistral_accept(tmp_path):
+    model = model_directory(tmp_path)
+    with (
+        StandIn(tmp_path) as controller,
+        serve_gateway(controller, model=str(model), tool_call_parser="mistral") as served,
+    ):
+        generate(served, "[TOOL_CALLS]time{}")
+        answer = served.post(PATH, {"messages": HELLO, "tools": TOOLS}).json()
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert len(call["id"]) == 9
+    assert call["id"].isalnum()

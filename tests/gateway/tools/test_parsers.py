@@ -1,0 +1,241 @@
+"""Parsers of calls: each format, and that the division of a text never changes its parts."""
+
+import json
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from gateway.options import AUTO_PARSER, GatewayOptions
+from gateway.tools import parsers
+from gateway.tools.blocks import Blocks
+from gateway.tools.formats import FORMATS, find_format
+from gateway.tools.parsers import ForcedArguments, ForcedCalls, FreeCalls, PlainText
+
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "metric": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            "places": {"type": ["array", "null"]},
+        },
+    },
+    "time": {"type": "object"},
+}
+PARIS = '{"city": "Paris"}'
+CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
+TIME = '{"name": "time", "parameters": {}}'
+ELEMENTS = "\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
+
+# Format, output, the text of the answer, and its calls.
+OUTPUTS = [
+    ("hermes", "Hello <b>.", "Hello <b>.", []),
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [("weather", PARIS)]),
+    ("hermes", f"I look.\n<tool_call>{CALL}</tool_call>\n", "I look.", [("weather", PARIS)]),
+    (
+        "hermes",
+        f"<tool_call>{CALL}</tool_call>\n<tool_call>{TIME}</tool_call>",
+        "",
+        [("weather", PARIS), ("time", "{}")],
+    ),
+    ("hermes", f"<tool_call>{CALL}</tool_call> Done.", " Done.", [("weather", PARIS)]),
+    # The end tag is missing, because it is the model's end token.
+    ("hermes", f"<tool_call>{CALL}", "", [("weather", PARIS)]),
+    ("hermes", "<tool_call>{'a'}</tool_call>", "<tool_call>{'a'}</tool_call>", []),
+    ("hermes", f"a <tool_call>{CALL[:-3]}", f"a <tool_call>{CALL[:-3]}", []),
+    (
+        "hermes",
+        f"<tool_call>[{CALL}, {TIME}]</tool_call>",
+        "",
+        [("weather", PARIS), ("time", "{}")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+        [],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "time", "arguments": {"a": NaN}}</tool_call>',
+        [],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>',
+        [],
+    ),
+    (
+        "hermes",
+        f"<tool_call>{'[' * 100_000}</tool_call>",
+        f"<tool_call>{'[' * 100_000}</tool_call>",
+        [],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "time", "arguments": {"a": "x\ny"}}</tool_call>',
+        "",
+        [("time", '{"a": "x\\ny"}')],
+    ),
+    ("hermes", "a <tool_call> b <tool_call> c", "a <tool_call> b <tool_call> c", []),
+    ("hermes", " " * 200 + "x", " " * 200 + "x", []),
+    ("hermes", " \n ", " \n ", []),
+    ("llama3_json", f"<|python_tag|>{TIME}", "", [("time", "{}")]),
+    ("llama3_json", f" {TIME}; {CALL}", "", [("time", "{}"), ("weather", PARIS)]),
+    ("llama3_json", f"See: {TIME}", f"See: {TIME}", []),
+    ("llama3_json", f"See:<|python_tag|>{TIME}", "See:", [("time", "{}")]),
+    ("llama3_json", '{"answer": 1}', '{"answer": 1}', []),
+    ("llama3_json", "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("mistral", f"[TOOL_CALLS][{CALL}, {TIME}]", "", [("weather", PARIS), ("time", "{}")]),
+    ("mistral", f"[TOOL_CALLS]weather{PARIS}", "", [("weather", PARIS)]),
+    (
+        "mistral",
+        f"Yes[TOOL_CALLS]weather[ARGS]{PARIS}[TOOL_CALLS]time[CALL_ID]a1B2c3D4e[ARGS]{{}}",
+        "Yes",
+        [("weather", PARIS), ("time", "{}")],
+    ),
+    ("mistral", "[TOOL_CALLS]weather{", "[TOOL_CALLS]weather{", []),
+    ("mistral", "[1] is [TOOL", "[1] is [TOOL", []),
+    ("qwen3_coder", f"<tool_call>{ELEMENTS}</tool_call>", "", [("weather", PARIS)]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=weather><parameter=days>3</parameter><parameter=metric>True"
+        "</parameter><parameter=places>null</parameter><parameter=city>12</parameter>"
+        "<parameter=more>5</parameter></function></tool_call>",
+        "",
+        [
+            (
+                "weather",
+                '{"days": 3, "metric": true, "places": null, "city": "12", "more": "5"}',
+            )
+        ],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=weather><parameter=days>x</parameter></function></tool_call>",
+        "",
+        [("weather", '{"days": "x"}')],
+    ),
+    ("qwen3_coder", f"<tool_call>{CALL}</tool_call>", f"<tool_call>{CALL}</tool_call>", []),
+]
+
+
+def read(parser, pieces):
+    """Return the text and the calls of an output that arrives in pieces."""
+    blocks = Blocks(lambda: "id")
+    for piece in pieces:
+        blocks.add(parser.add(piece))
+    blocks.add(parser.finish())
+    assert all(call.id == "id" for call in blocks.calls)
+    return blocks.text, [(call.name, call.text) for call in blocks.calls]
+
+
+@pytest.mark.parametrize(("name", "output", "text", "calls"), OUTPUTS)
+def test_an_output_is_divided_into_text_and_calls(name, output, text, calls):
+    assert read(FreeCalls(FORMATS[name], SCHEMAS), [output]) == (text, calls)
+    assert read(FreeCalls(FORMATS[name], SCHEMAS), output) == (text, calls)
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        (
+            *("<tool_call>", "</tool_call>", "<tool", "_call>", "[TOOL_CALLS]", "<|python_tag|>"),
+            *(CALL, TIME, ELEMENTS, " ", "\n", "x", "{", "}", "weather", PARIS, " " * 70),
+        )
+    ),
+    max_size=8,
+)
+
+
+@given(name=st.sampled_from(sorted(FORMATS)), pieces=PIECES)
+@example(name="hermes", pieces=["x", " " * 70, "<tool_call>", TIME, "</tool_call>", " " * 70])
+def test_the_division_of_a_text_changes_nothing(name, pieces):
+    output = "".join(pieces)
+    of = FORMATS[name]
+    whole = read(FreeCalls(of, SCHEMAS), [output])
+    assert read(FreeCalls(of, SCHEMAS), pieces) == read(FreeCalls(of, SCHEMAS), output) == whole
+    # What is no call is text: nothing but calls, their tags and spaces around these is missing.
+    text, calls = whole
+    if not calls:
+        assert text == output
+    first = read(FreeCalls(of, SCHEMAS, parallel=False), pieces)
+    assert first == (text, calls[:1])
+
+
+def test_a_call_without_end_is_text_from_a_bound_on(monkeypatch):
+    monkeypatch.setattr(parsers, "CALL_CHARACTERS_MAX", 100)
+    parser = FreeCalls(FORMATS["hermes"], SCHEMAS)
+    assert parser.add("<tool_call>" + "x" * 90) == []
+    [part] = parser.add("y" * 20)
+    assert part.text == "<tool_call>" + "x" * 90 + "y" * 20
+    assert read(parser, [f"<tool_call>{TIME}</tool_call>"]) == ("", [("time", "{}")])
+
+
+FORCED = [
+    ('[{"name": "time", "parameters": {}}]', "", [("time", "{}")]),
+    (
+        '[ {"name" :"time",\n"parameters":{"a": "}]{\\"", "b": [{}]}} ,'
+        '{"name": "weather", "parameters": {"city": "x"}}]',
+        "",
+        [("time", '{"a": "}]{\\"", "b": [{}]}'), ("weather", '{"city": "x"}')],
+    ),
+    # max_tokens ended it.
+    ('[{"name": "time", "parameters": {"a": 1', "", [("time", '{"a": 1')]),
+    ('[{"name": "time", "parameters": {}', "", [("time", "{}")]),
+    ('[{"name": "ti', '[{"name": "ti', []),
+    ('[{"name": "time", "parameters": {}}, {"na', ', {"na', [("time", "{}")]),
+    ('[{"name": "a\\"b", "parameters": {}}]', "", [('a"b', "{}")]),
+    ("", "", []),
+]
+
+
+@pytest.mark.parametrize(("output", "text", "calls"), FORCED)
+def test_forced_calls_are_read_as_they_are_generated(output, text, calls):
+    assert read(ForcedCalls(), [output]) == read(ForcedCalls(), output) == (text, calls)
+
+
+def test_forced_arguments_are_not_held_back():
+    parser = ForcedCalls()
+    assert parser.add('[{"name": "time", "parameters": ') == []
+    begun, first = parser.add('{"a"')
+    [second] = parser.add(": 1")
+    assert (begun.name, first.text, second.text) == ("time", '{"a"', ": 1")
+
+
+def test_an_output_may_be_the_arguments_of_one_tool():
+    assert read(ForcedArguments("time"), ['{"a"', "", ": 1}"]) == ("", [("time", '{"a": 1}')])
+    assert read(ForcedArguments("time"), []) == ("", [])
+    assert read(PlainText(), ["a", "", "b"]) == ("ab", [])
+
+
+def test_the_format_is_the_one_that_a_template_shows():
+    templates = {
+        "hermes": '{{ \'<tool_call>\\n{"name": "\' + call.name + \'", "arguments": \' }}',
+        "qwen3_coder": "<tool_call>\n<function={{ call.name }}>",
+        "mistral": "{{ '[TOOL_CALLS]' + call }}",
+        "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary}.',
+        "": "<tool_call>{{ call.name }}\n<arg_key>",
+    }
+    assert {find_format(text): text for text in templates.values()} == templates
+    assert find_format("{{ messages }}") == ""
+    assert find_format("<|python_tag|>") == "llama3_json"
+
+
+def test_the_option_has_the_formats():
+    [option] = [
+        field
+        for field in msgspec.structs.fields(GatewayOptions)
+        if field.name == "tool_call_parser"
+    ]
+    assert {*get_args(get_args(option.type)[0])} == {AUTO_PARSER, *FORMATS}
+
+
+def test_arguments_are_json():
+    for _, output, _, calls in OUTPUTS:
+        assert all(isinstance(json.loads(text), dict) for _, text in calls), output
