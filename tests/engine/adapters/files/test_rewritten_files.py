@@ -66,6 +66,10 @@ class Writer:
     def is_between_blocks(self) -> bool:
         return self._next < BLOCKS
 
+    @property
+    def changed_s(self) -> float:
+        return (self.path / WEIGHTS_NAME).stat().st_mtime
+
     def write_block(self) -> None:
         if not self.is_between_blocks:
             self.version, self._next = self.version + 1, 0
@@ -203,12 +207,11 @@ def test_no_mixture_is_read_from_a_thread_that_rewrites_the_files(
     def rewrite() -> None:
         while not ended.wait(draw.choice((0.0, 0.5, 1.5))):
             writer.write_block()
-            last = time.monotonic()
             while writer.is_between_blocks:
+                before = writer.changed_s
                 time.sleep(draw.choice((0.0, 0.01, 0.1)))
                 writer.write_block()
-                last, before = time.monotonic(), last
-                pauses_s.append(last - before)
+                pauses_s.append(writer.changed_s - before)
 
     def load_at_some_time(pause_s: float) -> str:
         time.sleep(pause_s)
