@@ -127,8 +127,18 @@ def load(server: Server) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def scrapes(server: Server, load: Client) -> list[Scrape]:
-    """Scrapes one after another, while adapters take turns in the slots."""
-    return [server.scrape() for _ in range(SCRAPES)]
+    """Scrapes until all rows were in use at once and each adapter was in a slot, in its turn."""
+    found: list[Scrape] = []
+
+    def has_seen_all() -> bool:
+        found.append(server.scrape())
+        seen = frozenset().union(*(scrape.ready for scrape in found))
+        most = max(scrape.of("vllm:num_requests_running") for scrape in found)
+        is_used = any(scrape.of("vllm:kv_cache_usage_perc") for scrape in found)
+        return len(found) >= SCRAPES and seen == set(NAMES) and most == ROWS and is_used
+
+    wait_until(has_seen_all)
+    return found
 
 
 def test_the_engine_is_described_from_the_first_moment_on(server: Server) -> None:
@@ -157,7 +167,6 @@ def test_requests_in_flight_run_or_wait_in_every_scrape(scrapes: list[Scrape]) -
         assert running + waiting == len(LOAD)
         assert running <= ROWS
         assert scrape.of(reason, "capacity") + scrape.of(reason, "deferred") == waiting
-    assert any(scrape.of("vllm:num_requests_running") == ROWS for scrape in scrapes)
 
 
 def test_numbers_under_other_names_are_the_same(scrapes: list[Scrape]) -> None:
@@ -183,9 +192,6 @@ def test_a_router_learns_which_adapters_are_ready_and_which_wait(scrapes: list[S
         assert loaded == scrape.ready
         assert scrape.of("vllm:num_gpu_loaded_lora_adapters") == len(scrape.ready)
         assert scrape.of("loradock_adapters", "gpu-slot") >= len(scrape.ready)
-    assert any(len(scrape.ready) == SLOTS for scrape in scrapes)
-    # They take turns.
-    assert set(NAMES) == frozenset().union(*(scrape.ready for scrape in scrapes))
 
 
 def test_adapters_by_state_are_all_adapters(scrapes: list[Scrape]) -> None:
@@ -232,5 +238,5 @@ def test_the_cache_has_a_size(scrapes: list[Scrape], load: Client) -> None:
     labels = f"{engine.kv_block_tokens},float32,True,{engine.kv_blocks}"
     for scrape in scrapes:
         assert scrape.of("vllm:cache_config_info", labels) == 1
-        assert 0 < scrape.of("vllm:kv_cache_usage_perc") <= 1
+        assert 0 <= scrape.of("vllm:kv_cache_usage_perc") <= 1
     assert engine.kv_bytes_max % engine.kv_blocks == 0
