@@ -183,13 +183,9 @@ class BaseLayerWithLoRA(nn.Module):
             sizes = (1, affine.out_features, column)
             shapes.append(ModuleShape(whole, *sizes, kind=ModuleKind.HEAD, is_optional=True))
         for tokens in self.token_shapes:
-            sizes = (tokens.in_features, tokens.out_features)
-            column = first_column + directory_columns(shapes)
-            shapes.append(
-                ModuleShape(
-                    name + TOKENS_SUFFIX, *sizes, column, kind=ModuleKind.TOKENS, is_optional=True
-                )
-            )
+            whole, column = name + TOKENS_SUFFIX, first_column + directory_columns(shapes)
+            sizes = (tokens.in_features, tokens.out_features, column)
+            shapes.append(ModuleShape(whole, *sizes, kind=ModuleKind.TOKENS, is_optional=True))
         return shapes
 
     @property

@@ -78,8 +78,9 @@ def held_weight(module: nn.Module, field: str) -> HeldWeight | None:
     """
     layer: Any = module.base_layer if isinstance(module, BaseLayerWithLoRA) else module
     values = getattr(layer, field, None)
-    is_plain = isinstance(values, Tensor) and type(values.data) is Tensor
-    if not is_plain or not values.is_floating_point():
+    if not isinstance(values, Tensor) or type(values.data) is not Tensor:
+        return None
+    if not values.is_floating_point():
         return None
     if isinstance(layer, ParallelLinear | VocabParallelEmbedding):
         return _held_by_rank(layer, field, values)
