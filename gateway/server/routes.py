@@ -26,6 +26,8 @@ from gateway.inference.chat import ChatRequest, Chats
 from gateway.inference.chat_prompt import ChatPrompts
 from gateway.inference.completions import CompletionRequest, Completions
 from gateway.inference.pooling import Pooling, PoolingRequest, ScoreRequest
+from gateway.inference.responses import ResponseAnswer, Responses
+from gateway.inference.responses_request import ResponsesRequest
 from gateway.inference.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from gateway.metrics.families import ControllerFamilies
 from gateway.metrics.scrape import Families, Scrape
@@ -119,6 +121,7 @@ def _chats(gateway: Gateway) -> tuple[Endpoint, ...]:
     traced = _untraced if gateway.traced is None else gateway.traced.handler
     prompts = ChatPrompts(gateway.config.allowed_media_domains)
     chats = Chats(service, prompts)
+    responses = Responses(service, chats)
     anthropic = AnthropicMessages(service, chats, prompts)
     more: dict[str, Any] = {"errors": _INFERENCE}
     return (
@@ -128,6 +131,16 @@ def _chats(gateway: Gateway) -> tuple[Endpoint, ...]:
             ChatRequest,
             answers.ChatCompletion,
             "Continue a chat",
+            streams=True,
+            has_images=True,
+            **more,
+        ),
+        _post(
+            "/v1/responses",
+            traced("chat", responses.create),
+            ResponsesRequest,
+            ResponseAnswer,
+            "Continue a chat, as in the Responses protocol",
             streams=True,
             has_images=True,
             **more,
