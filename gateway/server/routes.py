@@ -28,6 +28,8 @@ from gateway.inference.chat_prompt import ChatPrompts
 from gateway.inference.completions import CompletionRequest, Completions
 from gateway.inference.pooling import Pooling, PoolingRequest, RerankRequest, ScoreRequest
 from gateway.inference.rendered import Rendered
+from gateway.inference.responses import ResponseAnswer, Responses
+from gateway.inference.responses_request import ResponsesRequest
 from gateway.inference.tokens import DetokenizeRequest, TokenizeRequest, Tokens
 from gateway.metrics.families import ControllerFamilies
 from gateway.metrics.scrape import Families, Scrape
@@ -142,6 +144,7 @@ def _chats(gateway: Gateway) -> tuple[Endpoint, ...]:
     service, traced = gateway.service, _traced_by(gateway)
     prompts = ChatPrompts(gateway.config.allowed_media_domains)
     chats = Chats(service, prompts)
+    responses = Responses(service, chats)
     anthropic = AnthropicMessages(service, chats, prompts)
     more: dict[str, Any] = {"errors": _INFERENCE}
     return (
@@ -161,6 +164,16 @@ def _chats(gateway: Gateway) -> tuple[Endpoint, ...]:
             ChatRequest,
             Rendered,
             "Token ids and parameters of a chat",
+            **more,
+        ),
+        _post(
+            "/v1/responses",
+            traced("chat", responses.create),
+            ResponsesRequest,
+            ResponseAnswer,
+            "Continue a chat, as in the Responses protocol",
+            streams=True,
+            has_images=True,
             **more,
         ),
         _post(
