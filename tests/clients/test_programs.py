@@ -39,6 +39,7 @@ ADAPTERS: Final = ("reverse", "upper", "spell")
 OPTIONS: Final = (
     *("--http", "127.0.0.1:0", "--api-key", KEY, "--slots", "2", "--max-lora-rank", "64"),
     *("--chat-template", str(HERE / "chat_template.jinja")),
+    "--enable-tokenizer-info-endpoint",
 )
 OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
