@@ -66,7 +66,7 @@ class AdapterEvicted(Message, frozen=True):
 
 
 class AdapterRemoved(Message, frozen=True):
-    """The adapter was removed; its name is free."""
+    """The adapter was removed: its name is free. Requests that came before may still end."""
 
     adapter: AdapterName
 
@@ -79,7 +79,10 @@ class AdapterReplaced(Message, frozen=True):
 
 
 class AdapterRetired(Message, frozen=True):
-    """An old version ended its last request and was dropped; the name keeps the new one."""
+    """A replaced or removed version ended its last request and was dropped.
+
+    Another version may have the name.
+    """
 
     adapter: AdapterName
     fingerprint: str

@@ -116,7 +116,11 @@ class EvictAdapter(_Downward, frozen=True):
 
 
 class RemoveAdapter(_Request, frozen=True):
-    """Forget an adapter; `force` also ends a hold and waits for running requests."""
+    """Forget an adapter; answered when its memory is free.
+
+    `force`: also one that is held or in use. Its name is free at once; inference that runs or waits
+    ends before.
+    """
 
     adapter: AdapterName
     force: bool = False

@@ -172,8 +172,8 @@ def remove(
         bool,
         typer.Option(
             "--force",
-            help="Remove even if held or waited for: the hold ends, waiting requests are refused, "
-            "and running requests finish first.",
+            help="Remove even if held or in use: the hold ends, and requests that run or wait "
+            "finish first. New ones find no adapter of this name.",
         ),
     ] = False,
     timeout: Timeout = None,

@@ -118,8 +118,9 @@ Policy = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Which adapter is evicted when space is needed: lru (the least recently used) or none "
-        "(evict nothing).",
+        help="Which adapter is evicted when space is needed: lru (the least recently used), "
+        "cheapest-first (the least recently used of those that are cheapest to load again: slots "
+        "last) or none (evict nothing).",
     ),
 ]
 

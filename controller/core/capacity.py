@@ -162,17 +162,14 @@ def find_victim(
     chosen. For a prefetch, only idle adapters are chosen that are outside the slots and at their
     goal.
     """
-    priority = requester.priority
+    states, priority = STATES_HOLDING[tier], requester.priority
+    kinds: tuple[Callable[[Adapter], bool], ...]
+    kinds = (_is_idle, _is_only_leased, partial(_is_newer, context, priority))
     if priority == PREFETCH_PRIORITY:
-        for state in STATES_HOLDING[tier][:-1]:
-            is_idle = partial(_is_idle_at_goal, context)
-            victim = context.policy(_candidates(context, state, tier, missing, is_idle))
-            if victim is not None:
-                return victim
-        return None
-    for accepts in (_is_idle, _is_only_leased, partial(_is_newer, context, priority)):
-        for state in STATES_HOLDING[tier]:
-            candidates = _candidates(context, state, tier, missing, accepts)
+        states, kinds = states[:-1], (partial(_is_idle_at_goal, context),)
+    for accepts in kinds:
+        for group in [(state,) for state in states] if context.state_by_state else [states]:
+            candidates = _candidates(context, group, tier, missing, accepts)
             if accepts is _is_only_leased and context.limits.slot_quantum_ms:
                 candidates = iter(sorted(candidates, key=attrgetter("state_since_ns")))
             victim = context.policy(candidates)
@@ -200,15 +197,16 @@ def _is_newer(context: Context, priority: Seq, adapter: Adapter) -> bool:
 
 def _candidates(
     context: Context,
-    state: AdapterState,
+    states: tuple[AdapterState, ...],
     tier: TierName,
     missing: Amount,
     accepts: Callable[[Adapter], bool],
 ) -> Iterator[Adapter]:
+    """Yield the adapters of these states that may leave the tier, least recently used first."""
     world = context.world
-    for adapter_id in world.lru_order[state]:
-        adapter = world.adapters[adapter_id]
-        if adapter.held or adapter.op or adapter.backing_off or adapter_id in world.demoting:
+    orders = [map(world.adapters.__getitem__, world.lru_order[state]) for state in states]
+    for adapter in heapq.merge(*orders, key=attrgetter("lru_stamp")):
+        if adapter.held or adapter.op or adapter.backing_off or adapter.id in world.demoting:
             continue
         if accepts(adapter) and _frees_some(adapter, tier, missing):
             yield adapter

@@ -8,7 +8,7 @@ from typing import Final
 
 from controller.core.actions import Action, PublishEvent, SendCommand, SendReply
 from controller.core.eviction import Policy
-from controller.core.limits import Limits
+from controller.core.limits import RULES, Limits
 from controller.core.tables.answer_windows import Answer
 from controller.core.tables.counters import COUNTS_OF_TRANSITION, DURATION_OF, TIME_IN
 from controller.core.world import Adapter, Operation, PendingRequest, World
@@ -45,17 +45,19 @@ def unknown_adapter(name: str) -> Refusal:
 
 @dataclass(slots=True)
 class Context:
-    """The world, its limits and policy, and the actions collected for the current input.
+    """The world, its limits, policy and rules, and the actions collected for the current input.
 
-    `dirty_adapters` are those whose state, goal or requests changed. They are reconciled when the
-    input is handled completely, so that no decision sees a part of it. `body` is the hash of the
-    current request's body.
+    `state_by_state`: see `eviction.is_state_by_state`. `dirty_adapters` are those whose state, goal
+    or requests changed. They are reconciled when the input is handled completely, so that no
+    decision sees a part of it. `body` is the hash of the current request's body.
     """
 
     world: World
     limits: Limits
     policy: Policy
     actions: list[Action]
+    rules: int = RULES
+    state_by_state: bool = False
     dirty_adapters: dict[AdapterId, None] = field(default_factory=dict)
     body: int = 0
     # The adapter that was the last to free room in this input; 0 for none.
@@ -128,12 +130,13 @@ class Context:
         lru_order = self.world.lru_order
         target = next_state(adapter.name, adapter.state, trigger)
         if adapter.state in lru_order:
-            del lru_order[adapter.state][adapter.id]
+            lru_order[adapter.state].remove(adapter.lru_stamp)
         self._count_transition(adapter, target)
         adapter.state = target
         if target in lru_order:
-            lru_order[target][adapter.id] = None
-            self.touch_lru(adapter)
+            if self.rules == 2 or not adapter.lru_stamp:
+                self._stamp(adapter)
+            lru_order[target].add(adapter.lru_stamp, adapter.id)
         if adapter.prefetched:
             # Wherever its prefetch ends, it stays.
             self.keep(adapter, target)
@@ -209,11 +212,19 @@ class Context:
             world.totals.stall_caused_ns += stall_ns
 
     def touch_lru(self, adapter: Adapter) -> None:
-        """Make a resident adapter the most recently used of its state."""
-        world, adapter_id = self.world, adapter.id
+        """Make an adapter the most recently used one."""
+        order = self.world.lru_order.get(adapter.state)
+        if order is not None:
+            order.remove(adapter.lru_stamp)
+            self._stamp(adapter)
+            order.add(adapter.lru_stamp, adapter.id)
+        elif self.rules > 2:
+            self._stamp(adapter)
+
+    def _stamp(self, adapter: Adapter) -> None:
+        world = self.world
         adapter.lru_stamp = world.lru_counter = world.lru_counter + 1
-        world.lru_order[adapter.state].move_to_end(adapter_id)
-        world.adapters.mark_changed(adapter_id)
+        world.adapters.mark_changed(adapter.id)
 
     def keep(self, adapter: Adapter, state: AdapterState) -> None:
         """Record that a request was granted `state`: later refusals do not lower it."""

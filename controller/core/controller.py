@@ -16,9 +16,9 @@ from controller.core import (
 )
 from controller.core.actions import Action
 from controller.core.context import Context
-from controller.core.eviction import POLICIES
+from controller.core.eviction import POLICIES, is_state_by_state
 from controller.core.invariants import Excess, check, excess
-from controller.core.limits import FIXED, Limits, check_limits, window_bounds
+from controller.core.limits import FIXED, RULES, Limits, check_limits, window_bounds
 from controller.core.reconcile import reconcile
 from controller.core.request_handlers import Pending, Request
 from controller.core.world import World
@@ -31,13 +31,12 @@ from messages.requests import Reply
 class Controller:
     """A world, and the function that applies inputs to it."""
 
-    def __init__(self, limits: Limits, policy: str = "lru", *, checked: bool = False) -> None:
+    def __init__(
+        self, limits: Limits, policy: str = "lru", *, rules: int = RULES, checked: bool = False
+    ) -> None:
         """`checked` verifies every invariant after every input; raises `InvariantError`."""
-        self.limits = check_limits(limits)
-        self.policy_name = policy
         self.world = World(limits)
-        self.policy = POLICIES[policy]
-        self._context = Context(self.world, self.limits, self.policy, [])
+        self._configure(check_limits(limits), policy, rules)
         self._checked = checked
         # What `check` allows after the current input; None where its state is not known before it.
         self._allowed: Excess | None = None
@@ -84,20 +83,17 @@ class Controller:
 
         For a state that an exception has left half changed: views of the world stay valid.
         """
-        self.limits, self.policy_name, self.policy = other.limits, other.policy_name, other.policy
         # What was computed from the former adapters must not pass for computed from these.
         other.world.adapters.membership += self.world.adapters.membership + 1
         vars(self.world).update(vars(other.world))
         self._allowed = None
-        self._context = Context(self.world, self.limits, self.policy, [])
+        self._configure(*other.settings)
 
-    def reconfigure(self, limits: Limits, policy: str) -> list[Action]:
-        """Continue under other limits; the attached engine counts as lost if they exclude it."""
+    def reconfigure(self, limits: Limits, policy: str, rules: int = RULES) -> list[Action]:
+        """Continue under other settings; the attached engine counts as lost if they exclude it."""
         excludes = self.change_refusal(check_limits(limits))
-        self.limits = limits
-        self.policy_name, self.policy = policy, POLICIES[policy]
-        self._context = context = Context(self.world, self.limits, self.policy, [])
-        self._allowed = None
+        self._configure(limits, policy, rules)
+        context, self._allowed = self._context, None
         if excludes:
             engine_lifecycle.lose(context, "the limits were changed")
             self.world.resize_slots(limits.slots_max)
@@ -111,6 +107,17 @@ class Controller:
         self.world.turn_end_ns = 0
         self._finish(context)
         return context.actions
+
+    def _configure(self, limits: Limits, policy: str, rules: int) -> None:
+        self.limits, self.policy_name, self.rules = limits, policy, rules
+        by_state = is_state_by_state(policy, rules)
+        chosen = POLICIES[policy]
+        self._context = Context(self.world, limits, chosen, [], rules, state_by_state=by_state)
+
+    @property
+    def settings(self) -> tuple[Limits, str, int]:
+        """Limits, policy and rules: what it decides by, besides its inputs."""
+        return self.limits, self.policy_name, self.rules
 
     def change_refusal(self, limits: Limits) -> str:
         """Return why the limits can't change while the engine stays attached; empty if they can."""

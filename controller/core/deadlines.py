@@ -113,6 +113,12 @@ def _timeout_reason(context: Context, pending: PendingRequest) -> tuple[ErrorCod
     world = context.world
     adapters = [world.adapters[adapter_id] for adapter_id in pending.adapters]
     names = ", ".join(repr(adapter.name) for adapter in adapters) or "the base model"
+    if pending.kind == "remove" and adapters[0].retired:
+        return (
+            ErrorCode.CONFLICT,
+            f"adapter {names} is removed and its name is free, but requests that came before still "
+            "use it; its memory is freed after them",
+        )
     if not world.engine_ready:
         return ErrorCode.ENGINE_GONE, f"no engine came in time for {names}"
     if pending.op or any(adapter.op for adapter in adapters):

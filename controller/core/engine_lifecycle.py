@@ -8,7 +8,7 @@ from controller.core.actions import RestartEngine, SendCommand
 from controller.core.context import NANOS_PER_MS, Context
 from controller.core.inventory import contradiction, correct, surviving
 from controller.core.report_handlers import discard_operation, mark_lost
-from controller.core.world import AttachedEngine, Operation
+from controller.core.world import Adapter, AttachedEngine, Operation
 from messages import commands, events, records, reports
 from messages.errors import ErrorCode
 from messages.ids import OpId, RequestId
@@ -159,7 +159,7 @@ def _restart_request(context: Context, request_id: RequestId) -> None:
     if pending.answered or pending.stopping:
         cancelled = pending_requests.cancelled(context, request_id, pending)
         pending_requests.end_request(context, request_id, cancelled)
-    elif any(world.adapters[adapter_id].retired for adapter_id in pending.adapters):
+    elif any(_is_replaced(context, world.adapters[adapter_id]) for adapter_id in pending.adapters):
         gone = "the adapter's version that it had begun with was replaced; ask again"
         pending_requests.refuse_request(context, request_id, ErrorCode.ENGINE_GONE, gone)
     elif pending.kind == "batch":
@@ -169,6 +169,12 @@ def _restart_request(context: Context, request_id: RequestId) -> None:
         for adapter_id in pending.adapters:
             adapter = world.adapters[adapter_id]
             pending_requests.wait_for(context, adapter, request_id, pending.arrived_seq)
+
+
+def _is_replaced(context: Context, adapter: Adapter) -> bool:
+    """Whether a request for the adapter would be served by another version if it was repeated."""
+    is_known = adapter.name in context.world.names
+    return adapter.retired and (is_known or context.rules == 2)
 
 
 def _resend_stops(context: Context) -> None:

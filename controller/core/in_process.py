@@ -20,6 +20,7 @@ from controller.core.actions import (
 )
 from controller.core.context import Context, Refusal
 from controller.core.controller import Controller
+from controller.core.eviction import choose_none
 from controller.core.limits import Limits
 from controller.core.world import Adapter, World
 from messages import commands, events, records, reports, requests
@@ -105,7 +106,7 @@ class InProcessController:
         adapters = tuple(
             [self._with_blob_size(name, size_bytes) for name, size_bytes in sizes.items()]
         )
-        context = Context(self.world, self._core.limits, self._core.policy, [])
+        context = Context(self.world, self._core.limits, choose_none, [])
         return capacity.permanent_shortage_of_batch(context, adapters)
 
     def _with_blob_size(self, name: str, size_bytes: int | None) -> Adapter:

@@ -55,11 +55,17 @@ GRANTED: Final[dict[RequestKind, AdapterState]] = {
 
 
 def serve_waiters(context: Context, adapter: Adapter) -> None:
-    """Serve what the adapter satisfies; before it is demoted by request, suspended ones alone."""
+    """Serve what the adapter satisfies; before it is demoted by request, suspended ones alone.
+
+    A retired version serves its inference; what demotes it is answered when it is forgotten.
+    """
     resumes_only = has_suspended(context, adapter) and is_wanted_down(context, adapter)
     for request_id in tuple(adapter.waiters):
         pending = context.world.pending_requests[request_id]
-        is_next = bool(pending.op) or not resumes_only
+        if adapter.retired:
+            is_next = pending.kind in INFERENCE
+        else:
+            is_next = bool(pending.op) or not resumes_only
         if is_next and is_satisfied(adapter, pending):
             _serve(context, adapter, request_id, pending)
 
@@ -74,8 +80,9 @@ def _serve(
         if context.world.engine_ready and pending.op:
             _resume(context, adapter, request_id, pending)
         elif context.world.engine_ready:
-            end_waiting(context, adapter, request_id, pending)
             start_inference(context, request_id, pending, adapter)
+            # Afterwards: the last request of a removed version lowers its goal.
+            end_waiting(context, adapter, request_id, pending)
     else:
         end_waiting(context, adapter, request_id, pending)
         answer_granted(context, adapter, request_id, pending.kind)
@@ -135,6 +142,9 @@ def end_use(context: Context, request_id: RequestId, pending: PendingRequest) ->
             continue
         adapter.leases -= 1
         adapters.mark_changed(adapter_id)
+        if context.rules > 2:
+            # It was in use until now.
+            context.touch_lru(adapter)
         if adapter_id in world.demoting or world.queues.members:
             context.dirty_adapters[adapter_id] = None
 

@@ -11,9 +11,17 @@ from msgspec import Meta, Struct
 
 from controller.core.tables.answer_windows import WindowBounds
 
-RULES = 2
+RULES = 3
 """The number of the core's rules. A change of what `handle` decides, or of a refusal's text (which
 is part of the digest), needs a new one."""
+
+RULES_READ = (2, 3)
+"""The rules that logs are replayed by; inputs are added by the last one.
+
+Rules 3 against rules 2: a victim is the least recently used adapter of all states that hold a tier,
+not of one state after the other, and a move is no use. Inference that waits for an adapter when it
+is removed is served first, not refused, and later requests find no adapter of its name.
+"""
 
 _GIB = 1 << 30
 
@@ -88,6 +96,11 @@ def check_limits(limits: Limits) -> Limits:
             "in a slot is on the host too; raise host-adapters or lower slots"
         )
     return limits
+
+
+def rules_read() -> str:
+    """Return the rules that logs are replayed by, as errors name them."""
+    return " and ".join(map(str, RULES_READ))
 
 
 def limits_from(values: dict[str, int]) -> Limits:

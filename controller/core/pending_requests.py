@@ -3,6 +3,7 @@
 Nothing here moves an adapter: one whose goal may have changed is added to `dirty_adapters`.
 """
 
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Final
 
@@ -95,6 +96,8 @@ def end_waiting(
     if pending.kind in USES:
         context.count(adapter, "wait_ns", context.world.time_ns - pending.arrived_ns)
     stop_waiting(context, adapter, request_id)
+    if adapter.retired:
+        _end_if_unused(context, adapter)
 
 
 def dequeue_batch(context: Context, request_id: RequestId) -> None:
@@ -169,19 +172,19 @@ def refuse_waiters(
     message: str,
     *,
     downward: bool,
-    suspended: bool = True,
+    spares: Callable[[PendingRequest], bool] = lambda _: False,
 ) -> None:
-    """Refuse the downward or the other requests that wait for an adapter.
+    """Refuse the downward or the other requests that wait for an adapter, but for some.
 
-    `suspended`: also those that are suspended, which the engine is then ordered to end.
+    The engine is ordered to end those that are suspended.
     """
     for request_id in tuple(adapter.waiters):
         pending = context.world.pending_requests.get(request_id)
-        if pending is None or (pending.kind in DOWNWARD) != downward:
+        if pending is None or (pending.kind in DOWNWARD) != downward or spares(pending):
             continue
         if not pending.op:
             refuse_request(context, request_id, code, message)
-        elif suspended and not pending.stopping:
+        elif not pending.stopping:
             refuse_request(context, request_id, code, message)
             stop_inference(context, pending)
 
@@ -208,11 +211,22 @@ def will_resume(context: Context, adapter: Adapter) -> bool:
 
 
 def end_suspension(context: Context, adapter: Adapter, request_id: RequestId) -> None:
-    """Remove a suspended request from the waiters; the last one of a replaced version ends it."""
+    """Remove a suspended request from the waiters; the last one of a retired version ends it."""
     stop_waiting(context, adapter, request_id)
+    _end_if_unused(context, adapter)
+
+
+def _end_if_unused(context: Context, adapter: Adapter) -> None:
     if adapter.retired and not adapter.waiters:
         context.set_goal(adapter, UNREGISTERED)
     context.dirty_adapters[adapter.id] = None
+
+
+def awaits_first_slot(context: Context, adapter: Adapter) -> bool:
+    """Whether inference waits for a removed version, whose name was valid when it arrived."""
+    pending = context.world.pending_requests
+    waiting = [pending[request_id] for request_id in adapter.waiters] if adapter.retired else []
+    return any(one.kind in INFERENCE and not one.op for one in waiting)
 
 
 def is_wanted_down(context: Context, adapter: Adapter) -> bool:

@@ -46,7 +46,11 @@ def reconcile_adapter(context: Context, adapter: Adapter) -> None:
     leases.serve_waiters(context, adapter)
     if adapter.op:
         return
-    if adapter.waiters:
+    if adapter.waiters and _owes_slot(context, adapter):
+        # A lower goal is pursued when these requests have ended, as running ones.
+        if adapter.state != GPU_SLOT:
+            context.set_goal(adapter, GPU_SLOT)
+    elif adapter.waiters:
         _set_goal_for_waiters(context, adapter)
     elif adapter.goal != adapter.state:
         _drop_unwanted_goal(context, adapter)
@@ -55,10 +59,6 @@ def reconcile_adapter(context: Context, adapter: Adapter) -> None:
 
 
 def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
-    if adapter.state != GPU_SLOT and pending_requests.will_resume(context, adapter):
-        # A lower goal is pursued when its suspended generations have ended, as running ones.
-        context.set_goal(adapter, GPU_SLOT)
-        return
     goal: AdapterState = adapter.goal
     lowest: AdapterState | None = None
     for request_id in adapter.waiters:
@@ -79,6 +79,12 @@ def _set_goal_for_waiters(context: Context, adapter: Adapter) -> None:
         return
     if goal != adapter.goal:
         context.set_goal(adapter, goal)
+
+
+def _owes_slot(context: Context, adapter: Adapter) -> bool:
+    """Whether requests that came before a lower goal need the adapter in a slot."""
+    is_suspended = adapter.state != GPU_SLOT and pending_requests.will_resume(context, adapter)
+    return is_suspended or pending_requests.awaits_first_slot(context, adapter)
 
 
 def _drop_unwanted_goal(context: Context, adapter: Adapter) -> None:
@@ -380,7 +386,7 @@ def abandon_goal(context: Context, adapter: Adapter, code: ErrorCode, message: s
     else:
         context.set_goal(adapter, _goal_without_requests(adapter))
     pending_requests.refuse_waiters(
-        context, adapter, code, message, downward=False, suspended=not resumes
+        context, adapter, code, message, downward=False, spares=lambda one: resumes and bool(one.op)
     )
     context.dirty_adapters[adapter.id] = None
 

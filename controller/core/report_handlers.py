@@ -268,7 +268,8 @@ def _on_failed(
 
 def _abandon_demotion(context: Context, adapter: Adapter, report: reports.OperationFailed) -> None:
     """Keep an adapter that can't be demoted, and request the inventory: its state is in doubt."""
-    context.set_goal(adapter, UNREGISTERED if adapter.retired else adapter.state)
+    ends = adapter.retired and not pending_requests.awaits_first_slot(context, adapter)
+    context.set_goal(adapter, UNREGISTERED if ends else adapter.state)
     context.touch_lru(adapter)
     pending_requests.refuse_waiters(context, adapter, report.code, report.message, downward=True)
     if not adapter.waiters:

@@ -106,6 +106,8 @@ def _check_inference(context: Context, message: records.InferenceRequested) -> A
     if adapter is None:
         raise unknown_adapter(message.adapter)
     if adapter.goal == UNREGISTERED:
+        if context.rules > 2:
+            raise unknown_adapter(message.adapter)
         _refuse_if_removing(adapter)
     return adapter
 

@@ -11,9 +11,10 @@ from controller.core import leases, pending_requests
 from controller.core.actions import SendReply
 from controller.core.context import Context, Refusal
 from controller.core.request_checks import StateRequest, check, is_replacement
-from controller.core.world import Adapter, InferenceKind, RequestKind
+from controller.core.tables.counters import Counters
+from controller.core.world import Adapter, InferenceKind, PendingRequest, RequestKind
 from controller.states.table import RESIDENCY_LEVEL
-from messages import records, requests
+from messages import events, records, requests
 from messages.errors import ErrorCode
 from messages.ids import (
     CPU_CACHED,
@@ -104,8 +105,7 @@ def _prefetch(context: Context, message: requests.PrefetchAdapter, adapter: Adap
     if adapter is None:
         adapter = _register(context, message.adapter, message.path)
     context.count(adapter, "prefetches")
-    if adapter.state in context.world.lru_order:
-        context.touch_lru(adapter)
+    context.touch_lru(adapter)
     is_higher = RESIDENCY_LEVEL[message.target] > RESIDENCY_LEVEL[adapter.goal]
     if is_higher and adapter.id not in context.world.demoting:
         adapter.prefetched = True
@@ -185,12 +185,54 @@ def _remove(context: Context, message: requests.RemoveAdapter, adapter: Adapter)
     if message.force:
         if adapter.held:
             leases.release(context, adapter)
-        being_removed = f"adapter {adapter.name!r} is being removed"
-        # Suspended generations end before, as running ones do.
-        pending_requests.refuse_waiters(
-            context, adapter, ErrorCode.CONFLICT, being_removed, downward=False, suspended=False
-        )
+        _refuse_preparations(context, adapter)
+        if context.rules > 2 and (adapter.leases or adapter.waiters):
+            _retire(context, adapter)
     _request_down(context, message, "remove", UNREGISTERED, adapter)
+
+
+def _refuse_preparations(context: Context, adapter: Adapter) -> None:
+    """Refuse the requests that want a removed adapter to be there later.
+
+    Inference that waits for it ends before it is removed, as running and suspended ones do.
+    """
+    being_removed = f"adapter {adapter.name!r} is being removed"
+    pending_requests.refuse_waiters(
+        context,
+        adapter,
+        ErrorCode.CONFLICT,
+        being_removed,
+        downward=False,
+        spares=_is_suspended if context.rules == 2 else _is_inference,
+    )
+    if context.rules > 2:
+        pending = context.world.pending_requests
+        for request_id in [b for b in context.world.batches if adapter.id in pending[b].adapters]:
+            pending_requests.refuse_request(context, request_id, ErrorCode.CONFLICT, being_removed)
+
+
+def _is_suspended(pending: PendingRequest) -> bool:
+    return bool(pending.op)
+
+
+def _is_inference(pending: PendingRequest) -> bool:
+    return pending.kind in pending_requests.INFERENCE
+
+
+def _retire(context: Context, adapter: Adapter) -> None:
+    """Free the name of an adapter that is removed while requests use it.
+
+    They end with this version, as with one that was replaced.
+    """
+    world = context.world
+    adapter.retired = True
+    del world.names[adapter.name]
+    # They are those of the name, which is free.
+    world.past_counters.add(adapter.counters)
+    adapter.counters = Counters()
+    context.mark_changed(adapter)
+    if adapter.announced:
+        context.publish(events.AdapterRemoved(adapter.name))
 
 
 def _request_down(
@@ -205,7 +247,8 @@ def _request_down(
         context, message.request_id, kind, target, _timeout_ms(context, message), (adapter.id,)
     )
     pending_requests.wait_for(context, adapter, message.request_id, pending.arrived_seq)
-    if RESIDENCY_LEVEL[target] < RESIDENCY_LEVEL[adapter.goal]:
+    is_lower = RESIDENCY_LEVEL[target] < RESIDENCY_LEVEL[adapter.goal]
+    if is_lower and not pending_requests.awaits_first_slot(context, adapter):
         context.set_goal(adapter, target)
     context.dirty_adapters[adapter.id] = None
 
@@ -333,7 +376,5 @@ def _touch(context: Context, adapter: Adapter) -> None:
     """Make an adapter the most recently used one."""
     world = context.world
     adapter.last_used_ns = world.time_ns + world.wall_offset_ns
-    if adapter.state in world.lru_order:
-        context.touch_lru(adapter)
-    else:
-        context.mark_changed(adapter)
+    context.touch_lru(adapter)
+    context.mark_changed(adapter)

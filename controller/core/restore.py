@@ -6,9 +6,9 @@ record, a slot's record or a deadline that a record has.
 """
 
 import heapq
-from collections import OrderedDict
 from operator import attrgetter
 
+from controller.core.tables.lru_order import LruOrder
 from controller.core.tables.tier_queues import TierName, TierQueues
 from controller.core.world import (
     DEADLINES_MIN,
@@ -35,10 +35,10 @@ def derive(world: World) -> None:
     adapters = sorted(world.adapters.values(), key=attrgetter("id"))
     world.names = {a.name: a.id for a in adapters if not (a.retired or a.predecessor)}
     world.free_slots = sorted(i for i, slot in world.slots.items() if not slot.adapter_id)
-    world.lru_order = {state: OrderedDict() for state in RESIDENT}
+    world.lru_order = {state: LruOrder() for state in RESIDENT}
     resident = [adapter for adapter in adapters if adapter.state in world.lru_order]
     for adapter in sorted(resident, key=attrgetter("lru_stamp")):
-        world.lru_order[adapter.state][adapter.id] = None
+        world.lru_order[adapter.state].add(adapter.lru_stamp, adapter.id)
     moving = [adapter for adapter in adapters if adapter.goal != adapter.state]
     rises = [(a.id, RESIDENCY_LEVEL[a.goal] - RESIDENCY_LEVEL[a.state]) for a in moving]
     world.demoting = {adapter_id: None for adapter_id, rise in rises if rise < 0}

@@ -146,8 +146,8 @@ def show_adapter(world: World, message: requests.ShowAdapter) -> requests.Adapte
     current = world.current(message.adapter)
     if current is None:
         raise unknown_adapter(message.adapter)
-    demoting = (world.adapters[adapter_id] for adapter_id in world.demoting)
-    versions = [current, *(a for a in demoting if a.retired and a.name == current.name)]
+    moving = (world.adapters[a] for a in {**world.promoting, **world.demoting})
+    versions = [current, *(a for a in moving if a.retired and a.name == current.name)]
     views = [adapter_view(world, adapter) for adapter in versions]
     return requests.AdapterShown(message.request_id, views[0], tuple(views[1:]))
 

@@ -17,6 +17,7 @@ from controller.core.tables.answer_windows import Answer, AnswerWindows
 from controller.core.tables.counters import Counters
 from controller.core.tables.digest_dict import DigestDict
 from controller.core.tables.fast_assignment import fast_assignment
+from controller.core.tables.lru_order import LruOrder
 from controller.core.tables.tier_queues import TIERS, TierName, TierQueues
 from messages.commands import Operation as OperationCommand
 from messages.ids import (
@@ -90,8 +91,8 @@ class Adapter(Struct, array_like=True, gc=False):
     slot: int = NO_SLOT
     generation: int = 0
     held: bool = False
-    # A replaced version, or one that only the engine knew: its running requests end, then it is
-    # removed.
+    # Replaced, removed while requests use it, or known to the engine only: no name stands for it.
+    # Its requests end, then it is forgotten.
     retired: bool = False
     # The last move failed: the adapter stays until its backoff ends or a request arrives.
     backing_off: bool = False
@@ -105,7 +106,7 @@ class Adapter(Struct, array_like=True, gc=False):
     leases: int = 0
     op: OpId = 0
     waiters: dict[RequestId, Seq] = {}
-    # `World.lru_counter` at its last use or transition: victims are chosen in this order.
+    # `World.lru_counter` at its last use, 0 before: victims are chosen in this order.
     lru_stamp: int = 0
     # A wall time.
     last_used_ns: int = 0
@@ -260,9 +261,7 @@ class World:
         self.resize_slots(limits.slots_max)
         self.set_bounds(limits)
         # Adapters by state in the order of `lru_stamp`: the first is the first victim.
-        self.lru_order: dict[AdapterState, OrderedDict[AdapterId, None]] = {
-            state: OrderedDict() for state in RESIDENT
-        }
+        self.lru_order: dict[AdapterState, LruOrder] = {state: LruOrder() for state in RESIDENT}
         self.queues = TierQueues()
         # Adapters whose goal is below their state: their room becomes free.
         self.demoting: dict[AdapterId, None] = {}

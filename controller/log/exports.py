@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 
 from controller.core.controller import Controller
 from controller.core.invariants import check
-from controller.core.limits import RULES, Limits, LimitsError, limits_from, limits_to
+from controller.core.limits import RULES, RULES_READ, Limits, LimitsError, limits_from, limits_to
 from controller.core.tables.counters import Counters
 from controller.core.world import RESIDENT, Adapter, World
 from controller.log.durable_files import write_file
@@ -75,7 +75,7 @@ class ExportedNumbers(Struct, frozen=True, forbid_unknown_fields=True):
 class ExportedState(Struct, frozen=True, forbid_unknown_fields=True):
     """The document; adapters in the order of their last use.
 
-    `is_exact` is False where a log of other `rules` was interpreted by the exporting version's.
+    `is_exact` is False if a log was interpreted by other rules than its own, which are not known.
     """
 
     kind: Literal["loradock state"]
@@ -107,7 +107,7 @@ class ImportRefusedError(LogError):
 def export_state(directory: Path, storage: Storage = DISK) -> ExportedState:
     """Return the state of the log in `directory`; raises `LogError` and `LimitsError`."""
     rules = {segment.header.rules for segment in walk(directory, storage=storage) if segment.header}
-    is_own = rules == {RULES}
+    is_own = rules <= set(RULES_READ)
     result: ReplayResult
     result = replay(directory, storage=storage) if is_own else replay_approximately(directory)
     controller = result.controller

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from controller.core.actions import Action
 from controller.core.controller import Controller
 from controller.core.invariants import InvariantError
-from controller.core.limits import RULES, limits_from
+from controller.core.limits import RULES, RULES_READ, limits_from, rules_read
 from controller.log.format import (
     CHAIN_START,
     UNDECODABLE,
@@ -95,7 +95,7 @@ class _Replayer:
     def __init__(self, until: Seq | None, sink: Sink | None, checked: bool) -> None:
         self.skips: Collection[Seq] = ()
         self.policy = ""
-        """Replaces the log's policy; its digests are not compared then."""
+        """Replaces the log's policy, and its rules by the current ones; no digest is compared."""
         self.controller: Controller | None = None
         self.compared = 0
         self.divergence: Divergence | None = None
@@ -105,17 +105,19 @@ class _Replayer:
         self._checked = checked
 
     def configure(self, header: Header) -> Controller:
-        """Return the controller, with the limits and the policy of a segment."""
+        """Return the controller, with the limits, the policy and the rules of a segment."""
         limits, policy = limits_from(header.limits), self.policy or header.policy
+        rules = header.rules if header.rules in RULES_READ and not self.policy else RULES
         try:
             check_policy(policy)
         except PolicyUnknownError as error:
             raise LogForeign(f"its policy is needed for a replay: {error}") from error
         controller = self.controller
         if controller is None:
-            self.controller = controller = Controller(limits, policy, checked=self._checked)
-        elif (limits, policy) != (controller.limits, controller.policy_name):
-            actions = controller.reconfigure(limits, policy)
+            controller = Controller(limits, policy, rules=rules, checked=self._checked)
+            self.controller = controller
+        elif (limits, policy, rules) != controller.settings:
+            actions = controller.reconfigure(limits, policy, rules)
             if self._sink is not None:
                 self._sink(actions)
         return controller
@@ -147,7 +149,7 @@ class _Replayer:
     ) -> bool:
         """Handle records; return whether the digests in them are those of the replayed states."""
         handle, sink, skips = controller.handle, self._sink, self.skips
-        compares = header.rules == RULES and not self.policy
+        compares = header.rules in RULES_READ and not self.policy
         for records in _decoded(frames, file, header.format):
             for seq, record in records:
                 digest = record.digest
@@ -242,14 +244,15 @@ def replay(  # noqa: PLR0913 - one parameter per way of replaying
             segments = walk_after(directory, replayer.position, storage)
             skips_of_log = restored.skips
         replayer.skips = frozenset(skips) | skips_of_log
-        _replay_segments(replayer, segments, (RULES,))
+        _replay_segments(replayer, segments, RULES_READ)
     return replayer.result(restored.snapshot, restored.skipped)
 
 
 def replay_approximately(directory: Path, storage: Storage = DISK) -> ReplayResult:
-    """Replay a whole log of any rules by the current ones, without comparing its digests.
+    """Replay a whole log of any rules, without comparing its digests.
 
-    The state may differ from the one at that time in what the rules have changed.
+    Where its rules are not known here, the current ones are used: the state may differ from the one
+    at that time in what they have changed.
     """
     replayer = _Replayer(None, None, checked=False)
     replayer.skips = skipped_inputs(directory, storage)
@@ -268,7 +271,7 @@ def replay_with_policy(
     replayer = _Replayer(until, None, checked)
     replayer.policy, replayer.skips = policy, skipped_inputs(directory)
     with _without_garbage_collection():
-        _replay_segments(replayer, walk_from_start(directory, DISK), (RULES,))
+        _replay_segments(replayer, walk_from_start(directory, DISK), RULES_READ)
     return replayer.result(None, ())
 
 
@@ -285,19 +288,19 @@ def _replay_segments(
 
 
 def check_rules(directory: Path, storage: Storage = DISK) -> None:
-    """Raise `LogForeign` if the log's last segment was written by other rules than the current."""
+    """Raise `LogForeign` if the log's last segment was written by rules that are not known here."""
     paths = segment_paths(directory, storage) if storage.is_directory(directory) else []
     if paths:
         segment = Segment(paths[-1], None, True, storage)
-        if segment.header is not None and segment.header.rules != RULES:
+        if segment.header is not None and segment.header.rules not in RULES_READ:
             raise _foreign_rules(segment, segment.header)
 
 
 def _foreign_rules(segment: Segment, header: Header) -> LogForeign:
     return LogForeign(
-        f"{segment.file}: written by rules {header.rules}; this version knows rules {RULES}; carry "
-        "its state over with `loradock log export` and `loradock log import`, or use the version "
-        "that wrote it"
+        f"{segment.file}: written by rules {header.rules}; this version replays rules "
+        f"{rules_read()}; carry its state over with `loradock log export` and `loradock log "
+        "import`, or use the version that wrote it"
     )
 
 

@@ -18,7 +18,13 @@ import xxhash
 from msgspec import Struct
 
 from controller.core.controller import Controller
-from controller.core.limits import RULES, LimitsError, limits_from, limits_to
+from controller.core.limits import (
+    RULES_READ,
+    LimitsError,
+    limits_from,
+    limits_to,
+    rules_read,
+)
 from controller.log.durable_files import write_file
 from controller.log.format import UNDECODABLE, ChainLink, LogError
 from controller.log.policies import PolicyUnknownError, check_policy
@@ -100,7 +106,7 @@ def take_snapshot(
     mark = Mark(world.seq, world.time_ns, world.events_seq)
     return Snapshot(
         format=FORMAT,
-        rules=RULES,
+        rules=controller.rules,
         policy=controller.policy_name,
         limits=limits_to(controller.limits),
         position=position,
@@ -134,7 +140,7 @@ def write_snapshot(directory: Path, snapshot: Snapshot, storage: Storage = DISK)
 
 
 def read_snapshot(path: Path, storage: Storage = DISK) -> Snapshot:
-    """Read a snapshot of these rules; raises `SnapshotInvalidError`, and `OSError`."""
+    """Read a snapshot of known rules; raises `SnapshotInvalidError`, and `OSError`."""
     snapshot = decode_snapshot(storage.read(path), path)
     if path.name != snapshot_path(path.parent, snapshot.seq).name:
         raise SnapshotInvalidError(f"{path}: it is the snapshot after record {snapshot.seq}")
@@ -150,10 +156,10 @@ def decode_snapshot(data: bytes, path: Path) -> Snapshot:
         snapshot = _decode(body)
     except UNDECODABLE as error:
         raise SnapshotInvalidError(f"{path}: it is intact, but unknown here: {error}") from error
-    if (snapshot.format, snapshot.rules) != (FORMAT, RULES):
+    if snapshot.format != FORMAT or snapshot.rules not in RULES_READ:
         raise SnapshotInvalidError(
             f"{path}: format {snapshot.format} and rules {snapshot.rules}; this version reads "
-            f"snapshots of format {FORMAT} and rules {RULES}"
+            f"snapshots of format {FORMAT} and rules {rules_read()}"
         )
     return snapshot
 
@@ -162,7 +168,8 @@ def restore_controller(snapshot: Snapshot, path: Path, *, checked: bool = False)
     """Return the controller of a snapshot; its digest is compared."""
     try:
         check_policy(snapshot.policy)
-        controller = Controller(limits_from(snapshot.limits), snapshot.policy, checked=checked)
+        limits, rules = limits_from(snapshot.limits), snapshot.rules
+        controller = Controller(limits, snapshot.policy, rules=rules, checked=checked)
         restore_world(controller.world, snapshot.world)
     except (LimitsError, PolicyUnknownError, *UNDECODABLE) as error:
         raise SnapshotInvalidError(f"{path}: it is intact, but unknown here: {error}") from error

@@ -7,8 +7,8 @@ a new number (`controller.core.limits.RULES`) and new histories, next to the old
 
     python -m tests.controller.core.test_controller_histories
 
-writes the missing ones of the current rules and replaces none. Histories of former rules stay, as
-inputs that `loradock replay` has to refuse or to replay by their own rules.
+writes the missing ones of the current rules and replaces none. Histories of former rules stay:
+they are replayed by their own rules, or refused.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from controller.core.controller import Controller
-from controller.core.limits import RULES, limits_from, limits_to
+from controller.core.limits import RULES, RULES_READ, limits_from, limits_to
 from messages.records import Input, Record, RecordOfFormat1
 from tests.support.simulation.workload import random_history
 
@@ -70,11 +70,18 @@ def test_there_are_histories_of_the_current_rules() -> None:
     assert len(files(RULES)) >= len(SEEDS), f"rules {RULES} have no recorded history; see above"
 
 
-@pytest.mark.parametrize("path", files(RULES), ids=lambda path: path.name)
+REPLAYED = [path for rules in RULES_READ for path in files(rules)]
+
+
+def controller_of(head: dict[str, Any]) -> Controller:
+    return Controller(limits_from(head["limits"]), head["policy"], rules=head["rules"])
+
+
+@pytest.mark.parametrize("path", REPLAYED, ids=lambda path: path.name)
 def test_a_recorded_history_leads_to_its_digests(path: Path) -> None:
     head, records = read(path)
-    assert head["rules"] == RULES
-    controller = Controller(limits_from(head["limits"]), head["policy"])
+    assert path.name.startswith(f"rules-{head['rules']}-")
+    controller = controller_of(head)
     compared = 0
     for seq, record in enumerate(records):
         if record.digest:
@@ -86,18 +93,28 @@ def test_a_recorded_history_leads_to_its_digests(path: Path) -> None:
     assert len(records) > STEPS // 2
 
 
-@pytest.mark.parametrize("path", files(RULES), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", REPLAYED, ids=lambda path: path.name)
 def test_one_input_less_changes_the_digest(path: Path) -> None:
     """The digests depend on the history: a replay without one input is noticed."""
     head, records = read(path)
-    controller = Controller(limits_from(head["limits"]), head["policy"])
+    controller = controller_of(head)
     for record in records[:-1]:
         controller.handle(record.input, record.time_ns)
     assert controller.digest() != head["digest"]
 
 
+@pytest.mark.parametrize("path", files(2), ids=lambda path: path.name)
+def test_the_rules_decide_differently(path: Path) -> None:
+    head, records = read(path)
+    controller = Controller(limits_from(head["limits"]), head["policy"])
+    assert head["rules"] < controller.rules
+    for record in records:
+        controller.handle(record.input, record.time_ns)
+    assert controller.digest() != head["digest"]
+
+
 def test_histories_meet_every_kind_of_input() -> None:
-    met = {type(record.input).__name__ for path in files(RULES) for record in read(path)[1]}
+    met = {type(record.input).__name__ for path in REPLAYED for record in read(path)[1]}
     # A skip changes nothing in the core; the shell's tests and the log's have them.
     assert met == {kind.__name__ for kind in get_args(Input)} - {"InputSkipped"}
 

@@ -53,7 +53,7 @@ def test_on_the_host_the_least_recently_used_idle_adapter_outside_the_slots_make
     bench.request(StageAdapter, "b")
     bench.request(LoadAdapter, "c")
     bench.request(PrefetchAdapter, "d", "", "pinned")
-    assert [bench.state(name) for name in "abcd"] == ["gpu-slot", "pinned", "evicted", "pinned"]
+    assert [bench.state(name) for name in "abcd"] == ["gpu-slot", "evicted", "cpu-cached", "pinned"]
     assert bench.adapter("d").counters.evictions_caused == 1
 
 

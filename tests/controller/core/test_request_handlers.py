@@ -163,11 +163,11 @@ def test_a_forced_removal_ends_the_hold_and_waits_for_leases() -> None:
     removal = bench.send(RemoveAdapter, "a", force=True)
     bench.settle()
     assert bench.reply(removal) is None
-    assert bench.state("a") == "gpu-slot"
-    parts = ("'a'", "being removed")
-    bench.refused(ErrorCode.CONFLICT, parts, records.GenerationRequested, "a")
-    bench.refused(ErrorCode.CONFLICT, parts, LoadAdapter, "a")
-    bench.refused(ErrorCode.CONFLICT, parts, ActivateBatch, ("a",))
+    assert (bench.in_slots(), bench.world.held) == ({"a"}, {})
+    parts = ("'a'", "not known")
+    for kind in (DeactivateAdapter, EvictAdapter, RemoveAdapter, records.GenerationRequested):
+        bench.refused(ErrorCode.UNKNOWN_ADAPTER, parts, kind, "a")
+    bench.refused(ErrorCode.UNKNOWN_ADAPTER, parts, ActivateBatch, ("a",))
     bench.end_generation(running)
     assert bench.reply(running).finish_reason == "stop"
     assert bench.reply(removal).state == "unregistered"
@@ -192,14 +192,24 @@ def test_a_forced_removal_without_an_engine_is_answered_at_once() -> None:
     assert not bench.world.adapters
 
 
-def test_a_removal_that_is_refused_keeps_the_adapter() -> None:
+def test_an_adapter_whose_weights_are_being_dropped_is_unknown_to_inference() -> None:
     bench = CoreBench()
     bench.activate("a")
-    running = bench.generate("a")
-    removal = bench.send(RemoveAdapter, "a", force=True, timeout_ms=5)
-    bench.advance(6)
+    removal = bench.send(RemoveAdapter, "a")
+    parts = ("'a'", "not known")
+    bench.refused(ErrorCode.UNKNOWN_ADAPTER, parts, records.GenerationRequested, "a")
+    bench.refused(ErrorCode.CONFLICT, ("'a'", "being removed"), LoadAdapter, "a")
+    bench.settle()
+    assert bench.reply(removal).state == "unregistered"
+
+
+def test_a_removal_that_fails_keeps_an_idle_adapter() -> None:
+    bench = CoreBench()
+    bench.activate("a")
+    removal = bench.send(RemoveAdapter, "a", force=True)
+    bench.fail("ResetSlot", ErrorCode.DEVICE_OUT_OF_MEMORY)
     assert isinstance(bench.reply(removal), Refused)
-    bench.end_generation(running)
+    bench.settle()
     assert bench.state("a") == "gpu-slot"
     assert isinstance(bench.request(ActivateAdapter, "a"), AdapterDone)
 

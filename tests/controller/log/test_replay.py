@@ -108,6 +108,25 @@ def test_rules_that_are_not_known_are_refused(tmp_path: Path) -> None:
         replay(tmp_path / "log")
 
 
+def test_a_log_of_former_rules_is_continued_under_the_current_ones(tmp_path: Path) -> None:
+    """Each segment is replayed by its own rules; the change loses no engine and no adapter."""
+    former, continued = Controller(LIMITS, rules=2, checked=True), len(HISTORY) + 1
+    with Log.open(tmp_path / "log", header(rules=2)) as log:
+        for seq, message in enumerate(HISTORY, start=1):
+            log.append([Record(seq, message, former.digest())], 1)
+            former.handle(message, seq)
+    assert former.rules == 2 < RULES
+    former.reconfigure(LIMITS, "lru")
+    with Log.open(tmp_path / "log", header()) as log:
+        log.append([Record(continued, HoldAdapter("r-3", "upper"), former.digest())], continued)
+    result = replay(tmp_path / "log", checked=True)
+    assert (result.divergence, result.digests_compared) == (None, continued)
+    assert result.controller is not None
+    assert result.controller.rules == RULES
+    assert result.controller.world.engine is not None
+    assert result.controller.world.adapters[1].held
+
+
 def test_a_record_of_another_version_ends_the_replay_after_those_before_it(tmp_path: Path) -> None:
     class Unknown(Message, frozen=True):
         pass

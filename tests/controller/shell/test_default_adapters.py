@@ -149,7 +149,7 @@ def test_after_its_removal_it_is_loaded_again(bench: DefaultBench) -> None:
     bench.take_sent()
     bench.receive(generate("r-4"))
     [(_, refused)] = bench.take_sent()
-    assert refused.code == ErrorCode.CONFLICT, "it is being removed"
+    assert refused.code == ErrorCode.UNKNOWN_ADAPTER, "it is being removed, so its name is gone"
     bench.report(reports.SlotReset)
     bench.report(reports.WeightsDropped)
     assert bench.controller.world.current(NAME) is None

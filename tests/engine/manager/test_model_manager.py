@@ -229,3 +229,39 @@ def test_capacities_are_those_of_the_configuration() -> None:
     assert (manager.capacity, manager.lora_slots, manager.adapter_slots) == (5, 2, 2)
     assert len(manager) == 0
     assert manager.lora_index_to_id == [None, None]
+
+
+def test_the_least_recently_used_adapter_leaves_wherever_it_is() -> None:
+    """The case of capacity 2 that users of `LRUCacheLoRAModelManager` know."""
+    manager = make_manager(LRUCacheLoRAModelManager, slots=2, capacity=2)
+    first, second, third = (CONTENTS[0].model(i) for i in (1, 2, 3))
+    for model in (first, second):
+        assert manager.add_adapter(model)
+        assert manager.activate_adapter(model.id)
+    # A use through `add_adapter`: the second one is the oldest, though both are in slots.
+    assert not manager.add_adapter(first)
+    assert manager.add_adapter(third)
+    assert set(manager.list_adapters()) == {1, 3}
+    assert manager.activate_adapter(3)
+    assert set(manager.lora_index_to_id) == {1, 3}
+    assert manager.pin_adapter(1)
+    # The one that was just added is not evicted before one that was used earlier.
+    assert manager.add_adapter(second)
+    assert set(manager.list_adapters()) == {1, 2}
+    assert manager.activate_adapter(2)
+    assert set(manager.lora_index_to_id) == {1, 2}
+    assert manager.remove_oldest_adapter()
+    assert set(manager.list_adapters()) == {1}
+    with pytest.raises(RuntimeError, match="pinned"):
+        manager.remove_oldest_adapter()
+
+
+def test_an_added_adapter_is_not_evicted_before_an_older_one_in_a_slot() -> None:
+    manager = make_manager(LRUCacheLoRAModelManager, slots=1, capacity=2)
+    for adapter_id in (1, 2):
+        manager.add_adapter(CONTENTS[0].model(adapter_id))
+    manager.activate_adapter(1)
+    manager.add_adapter(CONTENTS[0].model(2))
+    manager.add_adapter(CONTENTS[0].model(3))
+    assert set(manager.list_adapters()) == {2, 3}
+    assert manager.activate_adapter(2)

@@ -3,11 +3,13 @@
 import heapq
 from typing import Any
 
-from controller.core import capacity, deadlines, engine_lifecycle, leases
+from controller.core import capacity, deadlines, engine_lifecycle, leases, request_handlers
 from controller.core.actions import SendCommand
 from controller.core.context import Context
 from controller.core.tables.answer_windows import AnswerWindows
+from controller.core.world import PREFETCH_PRIORITY
 from messages import commands
+from messages.ids import GPU_SLOT
 from tests.support.campaign.bug_registry import Replacement, bug, nothing
 
 
@@ -100,6 +102,33 @@ def suspension_forgotten() -> Replacement:
         context.dirty_adapters[adapter.id] = None
 
     return leases, "suspend_one", suspend_one
+
+
+@bug
+def prefetch_takes_slots() -> Replacement:
+    """A prefetch for which nothing else can leave moves an idle adapter out of its slot."""
+    original = capacity.find_victim
+
+    def find_victim(context: Any, requester: Any, tier: Any, missing: Any) -> Any:
+        victim = original(context, requester, tier, missing)
+        if victim is None and requester.priority == PREFETCH_PRIORITY:
+            return next(
+                capacity._candidates(context, (GPU_SLOT,), tier, missing, capacity._is_idle), None
+            )
+        return victim
+
+    return capacity, "find_victim", find_victim
+
+
+@bug
+def waiting_inference_refused_for_removal() -> Replacement:
+    return request_handlers, "_is_inference", request_handlers._is_suspended
+
+
+@bug
+def removed_before_its_requests() -> Replacement:
+    """A removed adapter keeps its name and does not serve what waits for it."""
+    return request_handlers, "_retire", nothing
 
 
 @bug

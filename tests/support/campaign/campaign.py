@@ -111,6 +111,8 @@ class _Run:
         client = simulation.clients[0]
         for name in NAMES:
             self._call(client, requests.ReleaseAdapter("", name), may_fail=True)
+        for name in self._rng.sample(NAMES, len(NAMES)):
+            self._prefetch(client, name)
         for name in NAMES:
             simulation.changed_names.add(name)
             self._call(client, requests.LoadAdapter("", name), may_fail=self._is_too_large(name))
@@ -119,6 +121,19 @@ class _Run:
         self._call(client, requests.Generate("", name, "a last prompt"), may_fail=may_fail)
         self._call(client, requests.Generate("", None, "a last prompt"))
         self._run_until(self._is_settled, "the probes did not end")
+
+    def _prefetch(self, client: ClientProcess, name: str) -> None:
+        """Let a client prefetch an adapter: no other one may leave its slot for it."""
+        before = self._in_slots()
+        self._call(client, requests.PrefetchAdapter("", name), may_fail=True)
+        self._run_until(self._is_settled, f"the prefetch of {name} did not end")
+        moved = before - self._in_slots()
+        assert not moved, f"{moved} left their slots for the prefetch of {name}"
+
+    def _in_slots(self) -> set[tuple[int, int, int]]:
+        """Return the adapters in slots, with slot and generation."""
+        adapters = self._simulation.controller.world.adapters.values()
+        return {(a.id, a.slot, a.generation) for a in adapters if a.state == "gpu-slot"}
 
     def _is_too_large(self, name: str) -> bool:
         limits = self._simulation.limits

@@ -30,6 +30,7 @@ _FINAL: Final = (
     requests.GenerationDone,
     requests.PoolingDone,
     requests.CancelDone,
+    requests.PrefetchAccepted,
     requests.Refused,
 )
 _NOT_PROMISED: Final = (ErrorCode.LOG_UNAVAILABLE, ErrorCode.OVERLOADED)
@@ -261,6 +262,9 @@ def _check_fits(request: Any, reply: Any) -> None:
     """Check that a first answer is of the request's kind and names its adapter."""
     if isinstance(reply, requests.Refused):
         assert reply.message
+        is_inference = isinstance(request, requests.Generate | requests.Embed)
+        is_for_removal = is_inference and "remove" in reply.message
+        assert not is_for_removal, f"{request} was refused for a removal after it: {reply}"
     elif isinstance(request, requests.ActivateBatch):
         names = tuple(dict.fromkeys(request.adapters))
         assert tuple(placement.adapter for placement in reply.placements) == names

@@ -43,9 +43,11 @@ KNOWN_SEEDS: Final = {
     "recorded_time_jumps": 19,
     "refused_group_kept_in_file": 132,
     "report_acknowledged_before_log": 2426,
+    "removed_before_its_requests": 391,
     "skips_not_replayed": 121,
     "timer_not_set": 109,
     "torn_tail_kept": 195,
+    "waiting_inference_refused_for_removal": 391,
 }
 """Schedules that found the bugs which few schedules find. They are tried first, and another
 version of the program may need others: `make sim-bugs` searches."""

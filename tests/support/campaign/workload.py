@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from messages import requests
+from messages.views import PrefetchTarget
 from tests.support.campaign.client_process import ClientProcess
 from tests.support.campaign.machine import MS
 from tests.support.campaign.simulation import NAMES, Simulation
@@ -12,6 +13,8 @@ from tests.support.simulation.engine_records import Content
 
 _CALLS_MAX: Final = 8
 """Bound on the calls of a client in flight."""
+
+_TARGETS: Final[tuple[PrefetchTarget, ...]] = ("cpu-cached", "pinned", "gpu-slot")
 
 _PAUSES_NS: Final = (0, MS // 2, 5 * MS, 50 * MS, 1_000 * MS)
 
@@ -34,6 +37,10 @@ def _batch(rng: random.Random) -> requests.Request:
     return requests.ActivateBatch("", tuple(rng.choices(NAMES, k=rng.randint(1, 3))))
 
 
+def _prefetch(rng: random.Random) -> requests.Request:
+    return requests.PrefetchAdapter("", _choose_name(rng), "", rng.choice(_TARGETS))
+
+
 def _of_adapter(kind: Callable[..., requests.Request]) -> Callable[[random.Random], Any]:
     return lambda rng: kind("", _choose_name(rng))
 
@@ -49,6 +56,7 @@ _REQUESTS: Final[tuple[tuple[int, Callable[[random.Random], Any]], ...]] = (
     (14, _generate),
     (5, _embed),
     (4, _batch),
+    (3, _prefetch),
     (1, lambda _: requests.ListAdapters("")),
     (1, lambda _: requests.ShowStatus("")),
 )

@@ -22,7 +22,7 @@ class Refused(Exception):  # noqa: N818 - an expected outcome
 class ManagerOracle:
     """The adapters on the host and in slots; `evicts`: whether the manager has a policy.
 
-    `recency`: every adapter on the host, the one that was used or moved last at the end.
+    `recency`: every adapter on the host, the one that was used last at the end; a move is no use.
     """
 
     slots: int
@@ -56,7 +56,6 @@ class ManagerOracle:
             return False
         self._make_slot()
         self.active.add(adapter_id)
-        self.touch(adapter_id)
         return True
 
     def pin(self, adapter_id: int) -> bool:
@@ -73,7 +72,7 @@ class ManagerOracle:
         if adapter_id not in self.active:
             return False
         self.pinned.discard(adapter_id)
-        self._demote(adapter_id)
+        self.active.remove(adapter_id)
         return True
 
     def remove(self, adapter_id: int) -> bool:
@@ -122,24 +121,19 @@ class ManagerOracle:
     def _oldest(self, among: Sequence[int]) -> int | None:
         return next((adapter_id for adapter_id in among if adapter_id not in self.pinned), None)
 
-    def _demote(self, adapter_id: int) -> None:
-        self.active.remove(adapter_id)
-        self.touch(adapter_id)
-
     def _make_slot(self) -> None:
         if len(self.active) < self.slots:
             return
         oldest = self._oldest([a for a in self.recency if a in self.active])
         if oldest is None or not self.evicts:
             raise Refused(ErrorCode.NO_ROOM)
-        self._demote(oldest)
+        self.active.remove(oldest)
         self.evictions += 1
 
     def _make_host_space(self) -> None:
         if len(self.contents) < self.capacity:
             return
-        # Adapters without a slot are evicted first, as they are cheaper to load again.
-        oldest = self._oldest(sorted(self.recency, key=lambda a: a in self.active))
+        oldest = self._oldest(self.recency)
         if oldest is None or not self.evicts:
             raise Refused(ErrorCode.NO_ROOM)
         self.remove(oldest)

@@ -33,6 +33,9 @@ class Oracle:
         self.forgotten: set[str] = set()
         self.states: dict[str, str] = {}
         self.holds: set[str] = set()
+        # The number of each request, and that of each name's last removal by force.
+        self.numbers: dict[str, int] = {}
+        self.removed_at: dict[str, int] = {}
         self.events_seq = 0
         # What each generation and batch was bound to when it was first sent.
         self.bound: dict[int, list[SlotContent]] = {}
@@ -45,6 +48,9 @@ class Oracle:
             if self._is_out_of_window(message.request_id):
                 del self.replies[message.request_id]
             self.requests.setdefault(message.request_id, message)
+            self.numbers.setdefault(message.request_id, len(self.numbers))
+            if isinstance(message, requests.RemoveAdapter) and message.force:
+                self.removed_at[message.adapter] = self.numbers[message.request_id]
             self.forgotten.discard(message.request_id)
         elif isinstance(message, records.PayloadLost):
             self.forgotten.add(message.request_id)
@@ -68,6 +74,8 @@ class Oracle:
         request = self.requests[reply.request_id]
         if isinstance(reply, requests.Refused):
             assert reply.message
+            is_inference = isinstance(request, records.InferenceRequested)
+            assert not (is_inference and "remove" in reply.message), f"{request} got {reply}"
         elif isinstance(request, requests.ActivateBatch):
             names = tuple(dict.fromkeys(request.adapters))
             assert tuple(placement.adapter for placement in reply.placements) == names
@@ -89,7 +97,7 @@ class Oracle:
             case events.AdapterReleased(adapter=name):
                 self.holds.remove(name)
             case events.AdapterRemoved(adapter=name):
-                assert self.states.pop(name) == "evicted"
+                assert self.states.pop(name) == "evicted" or name in self.removed_at
                 assert name not in self.holds
             case _ if type(event) in _STATE_AFTER:
                 self.states[event.adapter] = _STATE_AFTER[type(event)]
@@ -152,8 +160,11 @@ class Oracle:
     def _slot_content(self, command: Any, name: str, ref: Any) -> SlotContent:
         adapter = self.world.adapters[self.world.slots[ref.slot].adapter_id]
         assert adapter.name == name, f"{command} of {name} meets {adapter}"
-        if command.op not in self.bound:
-            assert self.world.names[name] == adapter.id, f"{command} is of an old version"
+        if command.op not in self.bound and self.world.names.get(name) != adapter.id:
+            request_id = self.world.operations[command.op].request_id
+            is_before = self.numbers[request_id] < self.removed_at.get(name, -1)
+            assert adapter.retired, f"{command} is of no version of the name"
+            assert is_before, f"{command} is of an old version"
         return ref.slot, ref.generation, adapter.fingerprint
 
     def check(self) -> None:
