@@ -19,7 +19,7 @@ import zmq
 
 from engine.adapters.files.directory import open_adapter
 from engine.config import EngineConfig, LoRAConfig
-from engine.errors import AdapterNotFound, EngineError, ModelRefused, PathNotAllowed
+from engine.errors import AdapterNotFound, Conflict, EngineError, ModelRefused, PathNotAllowed
 from engine.models.causal_model import CausalModel
 from engine.models.loading import load_model
 from engine.models.pooling_model import PoolingModel
@@ -86,15 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check_default_adapters(config: EngineConfig, lora_config: LoRAConfig) -> None:
     """Raise `PathNotAllowed` for a default adapter's path that will never be read.
 
-    A missing one is only logged, because it may be added while the engine runs.
+    One that is missing, or is being written, is only logged, because it may be there later.
     """
     for modality, path in (lora_config.default_mm_loras or {}).items():
         try:
             allow_pickled = config.allow_pickled_weights
             with open_adapter(path, config.adapter_roots, allow_pickled=allow_pickled):
                 continue
-        except AdapterNotFound as error:
-            _log.warning("a default adapter is not there", modality=modality, error=str(error))
+        except (AdapterNotFound, Conflict) as error:
+            _log.warning("a default adapter is not there yet", modality=modality, error=str(error))
         except PathNotAllowed as error:
             raise PathNotAllowed(f"default_mm_loras, {modality}={path}: {error}") from error
 

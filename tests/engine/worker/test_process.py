@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.config import EngineConfig, LoRAConfig
+from engine.errors import Conflict
 from engine.worker import process
 from engine.worker.engine import Engine
 from messages import process_log
@@ -82,3 +84,14 @@ def test_garbage_collections_traverse_nothing_that_a_start_made(
         gc.unfreeze()
     assert len(engines) == 1
     assert not traversed
+
+
+def test_a_default_adapter_that_is_being_written_does_not_end_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def changing(path: str, *_: object, **__: object) -> None:
+        raise Conflict(f"{path} changes while it is read")
+
+    monkeypatch.setattr(process, "open_adapter", changing)
+    config = LoRAConfig(default_mm_loras={"image": "x"})
+    process._check_default_adapters(EngineConfig(tmp_path, (tmp_path,)), config)
