@@ -67,7 +67,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_log_of_a_plugins_policy_is_replayed_with_it_only(
     plugin: str, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert known_policies() == ["least-used", "lru", "none"]
+    assert known_policies() == ["cheapest-first", "least-used", "lru", "none"]
     check_policy(plugin)
     header = Header(FORMAT, RULES, plugin, limits_to(Limits()), 0)
     digest = Controller(Limits(), plugin).world.digest()
@@ -77,7 +77,9 @@ def test_a_log_of_a_plugins_policy_is_replayed_with_it_only(
     assert replay(tmp_path).controller.policy_name == plugin
     del POLICIES[plugin]
     monkeypatch.setattr(policies, "entry_points", lambda **only: EntryPoints())
-    with pytest.raises(LogForeign, match="'least-used' is not installed; known are lru, none"):
+    with pytest.raises(
+        LogForeign, match="'least-used' is not installed; known are cheapest-first, lru, none"
+    ):
         replay(tmp_path)
 
 

@@ -20,6 +20,7 @@ from controller.core.tables.fast_assignment import fast_assignment
 from controller.core.tables.lru_order import LruOrder
 from controller.core.tables.tier_queues import TIERS, TierName, TierQueues
 from messages.commands import Operation as OperationCommand
+from messages.commands import StartGeneration, StartPooling
 from messages.ids import (
     CPU_CACHED,
     GPU_SLOT,
@@ -32,6 +33,7 @@ from messages.ids import (
     RequestId,
     Seq,
 )
+from messages.prompts import Sampling
 from messages.requests import AdapterDone
 from messages.views import Warnings
 
@@ -55,6 +57,13 @@ NO_PRIORITY: Final = 1 << 62
 PREFETCH_PRIORITY: Final = NO_PRIORITY - 1
 """The priority of an adapter that moves ahead of its use: after every one with requests."""
 DEADLINES_MIN: Final = 1024
+
+_PRIVATE_FIELDS: Final[dict[type, tuple[int, tuple[object, ...]]]] = {
+    StartGeneration: (5, ("", msgspec.structs.astuple(Sampling())[:19], 0, "")),
+    StartPooling: (6, ((), "")),
+}
+"""Commands whose last fields the shell sets when it sends them: the number of the core's own, and
+what digests of rules 2 and 3 have for the others, so that further ones change no digest."""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -212,6 +221,16 @@ def _encode_answer(answer: Answer) -> bytes:
     return _encode(answer)
 
 
+def _logged_operation(operation: Operation) -> Operation | tuple[object, ...]:
+    """Return what digests have of an operation: its command with the core's own fields alone."""
+    command = operation.command
+    if type(command) not in _PRIVATE_FIELDS:
+        return operation
+    count, others = _PRIVATE_FIELDS[type(command)]
+    own = msgspec.structs.astuple(command)[:count]
+    return ((type(command).__name__, *own, *others), *msgspec.structs.astuple(operation)[1:])
+
+
 class World:
     """The state that results from the log's inputs."""
 
@@ -355,6 +374,7 @@ class World:
         return (self.adapters, self.slots, *([self.warnings] if self.warnings else ()))
 
     def _digest(self, sums: list[int]) -> str:
+        operations = [(op, _logged_operation(one)) for op, one in self.operations.items()]
         state = (
             [str(value) for value in sums],
             (self.seq, self.time_ns, self.epoch, self.events_seq, self.lru_counter),
@@ -365,6 +385,6 @@ class World:
             [self.tiers[tier] for tier in TIERS],
             [self.queues.by_tier[tier] for tier in TIERS],
             (list(self.batches), self.current_batch),
-            (list(self.operations.items()), list(self.pending_requests.items())),
+            (operations, list(self.pending_requests.items())),
         )
         return xxhash.xxh3_128_hexdigest(_encode(state))

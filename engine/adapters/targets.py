@@ -94,11 +94,13 @@ def _targeted_modules(
         if is_expert:
             # The path in models whose experts are modules; any expert means all of them.
             path = ".0.".join(path.rsplit(".", 1))
-        if not _leaves_out(helper, path):
+        if not _is_excluded(helper, path):
             # A parameter may have a slice for all of it, which an adapter fills instead of parts.
             is_touched = shape.name in touched or shape.parameter in touched
             for name in suffixes([path]) & names:
-                yield _Target(shape.name, name, is_touched, is_expert)
+                # A whole path means its module in PEFT, also outside the chosen layers.
+                if name == path or _is_in_chosen_layer(helper, path):
+                    yield _Target(shape.name, name, is_touched, is_expert)
 
 
 def _targeted_parameters(
@@ -128,17 +130,18 @@ def _candidates(touched: Collection[str], model: TargetedModel) -> Iterator[Modu
             yield shape
 
 
-def _leaves_out(helper: PEFTHelper, path: str) -> bool:
-    """Whether another field than `target_modules` decides that a module is not adapted."""
+def _is_excluded(helper: PEFTHelper, path: str) -> bool:
+    """Whether a module is excluded, or within one that is saved whole."""
     if not suffixes([path]).isdisjoint(helper.exclude_modules):
         return True
     parts = path.split(".")
     parents = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    if not suffixes(parents).isdisjoint(helper.modules_to_save):
-        return True
-    if helper.layers_to_transform is None:
-        return False
-    return layer_of(path, helper.layers_pattern) not in helper.layers_to_transform
+    return not suffixes(parents).isdisjoint(helper.modules_to_save)
+
+
+def _is_in_chosen_layer(helper: PEFTHelper, path: str) -> bool:
+    layers = helper.layers_to_transform
+    return layers is None or layer_of(path, helper.layers_pattern) in layers
 
 
 def layer_of(path: str, lists: Sequence[str]) -> int | None:

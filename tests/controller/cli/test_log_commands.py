@@ -134,6 +134,7 @@ def test_every_bound_is_an_option(started, tmp_path):
         port=80,
         model="m",
         api_keys=("secret",),
+        adapter_roots=("a", "b"),
     )
     assert started == [
         ServeConfig(

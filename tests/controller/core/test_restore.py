@@ -14,7 +14,9 @@ from controller.core.limits import Limits
 from controller.core.restore import derive
 from controller.core.tables.counters import Counters
 from controller.core.tables.digest_dict import DigestDict
-from controller.core.world import World
+from controller.core.world import Operation, World
+from messages import commands
+from messages.prompts import Sampling, Truncation
 from messages.records import Record
 from tests.support.simulation.workload import random_history
 
@@ -49,7 +51,7 @@ CHANGES: dict[str, Any] = {
     "engine_ready": True,
     "engine": "an engine",
     "unknown_operations": {3: 4},
-    "operations": {3: 4},
+    "operations": {3: Operation(commands.StopGeneration(3, 2), 1, 0)},
     "pending_requests": {"r": 4},
     "batches": {"r": None},
     **dict.fromkeys(("totals", "past_counters", "base_counters"), Counters(hits=1)),
@@ -69,6 +71,39 @@ def test_the_digest_depends_on_each_of_its_fields(name: str) -> None:
     else:
         setattr(world, name, CHANGES.get(name, value + 1 if isinstance(value, int) else value))
     assert world.digest() != before
+
+
+@pytest.mark.parametrize(
+    ("command", "sent"),
+    [
+        (
+            commands.StartGeneration(3, "r", 1, 0, 7),
+            {"prompt": "p", "sampling": Sampling(n=2), "priority": 1, "trace": "t"},
+        ),
+        (
+            commands.StartPooling(3, "r", 1, 0, 7, "embed"),
+            {"inputs": ("p",), "trace": "t", "truncation": Truncation(4), "dimensions": 8},
+        ),
+    ],
+)
+def test_the_digest_has_the_fields_of_a_command_that_the_core_sets(
+    command: commands.Operation, sent: dict[str, Any]
+) -> None:
+    """And no others, so a field that is added to prompts leaves the digests of old logs."""
+
+    def digest_of(operation: Operation) -> str:
+        world = World(Limits())
+        world.operations[3] = operation
+        return world.digest()
+
+    before = digest_of(Operation(command, 1, 0))
+    own = command.__struct_fields__[: -len(sent)]
+    assert {*own} | {*sent} == {*command.__struct_fields__}
+    for name in own:
+        other = msgspec.structs.replace(command, **{name: "other"})
+        assert digest_of(Operation(other, 1, 0)) != before, name
+    assert digest_of(Operation(msgspec.structs.replace(command, **sent), 1, 0)) == before
+    assert digest_of(Operation(command, 1, 0, "r")) != before
 
 
 def without_derived(controller: Controller) -> Controller:

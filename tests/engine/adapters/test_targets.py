@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from peft import LoraConfig
 from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
@@ -65,6 +65,7 @@ configs = st.fixed_dictionaries(
 
 
 @given(configs, st.sampled_from(PATHS))
+@example({"target_modules": ["q_proj", "lm_head"], "layers_to_transform": 0}, "lm_head")
 def test_one_layer_without_tensors_is_reported_if_peft_adapts_it(
     config: dict[str, Any], left_out: str
 ) -> None:
