@@ -21,6 +21,7 @@ exceptions too, so that `except ValueError` and the like reach them without an i
     ├── Conflict               L010  files changed while being read, slot or id in use
     ├── EngineFault            L011  an unexpected failure
     ├── RequestRefused         L012  a prompt or sampling options that this model can't run
+    │   └── ContextExceeded    L019  longer than the model's context
     ├── EngineOverloaded       L015  a queue reached its bound
     └── NotServed              L016  a task other than the engine's
 
@@ -133,9 +134,15 @@ class Conflict(EngineError):
 
 
 class RequestRefused(EngineError):
-    """A request that this model can't run: too long, unknown tokens, no tokenizer."""
+    """A request that this model can't run: unknown tokens, no tokenizer, unreadable images."""
 
     code = ErrorCode.MALFORMED
+
+
+class ContextExceeded(RequestRefused):
+    """The prompt, or prompt and `max_tokens` together, are longer than the model's context."""
+
+    code = ErrorCode.CONTEXT_EXCEEDED
 
 
 class EngineOverloaded(EngineError):
@@ -188,7 +195,7 @@ _BY_CODE: Final = {
     for kind in (
         *(NoRoom, AdapterNotFound, AdapterDoesNotFit, DeviceOutOfMemory, AdapterConfigRefused),
         *(UnknownAdapter, NotResident, NotFinite, PathNotAllowed, Conflict, RequestRefused),
-        *(EngineOverloaded, NotServed),
+        *(ContextExceeded, EngineOverloaded, NotServed),
     )
 }
 

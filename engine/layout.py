@@ -29,6 +29,12 @@ SAVED_SUFFIX: Final = ".saved"
 AFFINE_SUFFIX: Final = ".affine"
 """The end of the name of a slice with a scale and a shift per output of the module before it."""
 
+TOKENS_SUFFIX: Final = ".tokens"
+"""The end of the name of a slice that replaces rows of the embedding or head before it."""
+
+TOKEN_ID_DIGITS: Final = 3
+"""An arena has a token id as this many digits of base 256, which all its dtypes hold exactly."""
+
 ABSENT: Final = -1
 """The offset of a module-slice that an adapter does not touch."""
 
@@ -39,13 +45,16 @@ class ModuleKind(Enum):
     LINEAR: A `[rank, in]`, B `[out, rank]`. EMBEDDING: A `[in, rank]`, one row per token, so that
     a lookup reads one row; B `[out, rank]`. EXPERTS: A `[experts, rank, in]`, B
     `[experts, out, rank]`. HEAD: a layer's own weights, which replace the base's; A is the weight
-    `[out, in]`, B the bias `[out, 1]`, and the rank is always 1.
+    `[out, in]`, B the bias `[out, 1]`, and the rank is always 1. TOKENS: rows that replace those of
+    single tokens; A is the rows `[tokens, in]`, B the ids' digits `[tokens, 3]` in ascending order
+    of ids (`token_digits`), and the number of tokens is in the place of a rank.
     """
 
     LINEAR = "linear"
     EMBEDDING = "embedding"
     EXPERTS = "experts"
     HEAD = "head"
+    TOKENS = "tokens"
 
 
 @dataclass(frozen=True)
@@ -190,9 +199,13 @@ class ModuleShape:
                 return (len(self.kept_experts), *self._a_matrix(rank))
             case ModuleKind.HEAD:
                 return (self.out_features, self.in_features)
+            case ModuleKind.TOKENS:
+                return (rank, self.in_features)
 
     def b_shape(self, rank: int) -> tuple[int, ...]:
         """Return B's shape in a blob and in the arena for an adapter of this rank."""
+        if self.kind is ModuleKind.TOKENS:
+            return (rank, TOKEN_ID_DIGITS)
         matrix = (self.shard.b_height(self.out_features), rank)
         return (len(self.kept_experts), *matrix) if self.kind is ModuleKind.EXPERTS else matrix
 
@@ -208,6 +221,22 @@ class ModuleShape:
                 f"rank {rank} needs A {list(self.a_shape(rank))} and B "
                 f"{list(self.b_shape(rank))}, and the rank is at least 1"
             )
+
+
+def token_digits(ids: torch.Tensor) -> torch.Tensor:
+    """Return the digits of token ids, the highest first: [tokens] int64 to [tokens, 3] float32."""
+    places = _digit_places(ids.device)
+    return (ids[:, None] // places % 256).to(torch.float32)
+
+
+def token_ids_of(digits: torch.Tensor) -> torch.Tensor:
+    """Return the token ids of `token_digits`, [tokens] int64, from any floating dtype."""
+    return (digits.long() * _digit_places(digits.device)).sum(1)
+
+
+def _digit_places(device: torch.device) -> torch.Tensor:
+    powers = range(TOKEN_ID_DIGITS - 1, -1, -1)
+    return torch.tensor([256**power for power in powers], device=device)
 
 
 def directory_entries(

@@ -56,6 +56,49 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
             "HOST",
         ),
     ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        _option(
+            "--allowed-origins",
+            "Web site whose pages may read answers in a browser (CORS), as https://example.org; "
+            "several, a JSON list, or * for any. Default: none.",
+            "ORIGIN",
+        ),
+    ] = ()
+    allowed_methods: Annotated[
+        tuple[str, ...],
+        _option(
+            "--allowed-methods",
+            "Method that pages of --allowed-origins may use; several, or a JSON list. Default: "
+            "all.",
+            "METHOD",
+        ),
+    ] = ()
+    allowed_headers: Annotated[
+        tuple[str, ...],
+        _option(
+            "--allowed-headers",
+            "Header that pages of --allowed-origins may send; several, or a JSON list. Default: "
+            "all.",
+            "HEADER",
+        ),
+    ] = ()
+    allow_credentials: Annotated[
+        bool,
+        _option(
+            "--allow-credentials",
+            "Let pages of --allowed-origins send cookies and certificates of their users.",
+        ),
+    ] = False
+    root_path: Annotated[
+        str,
+        _option(
+            "--root-path",
+            "Prefix of all paths at a proxy in front of the gateway, as /llm; requests may have it "
+            "or not.",
+            "PATH",
+        ),
+    ] = ""
     ssl_keyfile: Annotated[str, _option("--ssl-keyfile", "Private key for HTTPS.", "FILE")] = ""
     ssl_certfile: Annotated[str, _option("--ssl-certfile", "Certificate for HTTPS.", "FILE")] = ""
     ssl_ca_certs: Annotated[
@@ -70,8 +113,8 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         _option(
             "--served-model-name",
-            "Name of the base model for HTTP clients; repeat for several. Default: the name of the "
-            "model's directory.",
+            "Name of the base model for HTTP clients, or several; the first is in answers. "
+            "Default: the name of the model's directory.",
             "NAME",
         ),
     ] = ()
@@ -79,8 +122,7 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         _option(
             "--lora-modules",
-            'Adapter to load at the start: NAME=PATH, or JSON with "name" and "path"; repeat for '
-            "several.",
+            'Adapter to load at the start: NAME=PATH, or JSON with "name" and "path"; or several.',
             "NAME=PATH",
         ),
     ] = ()
@@ -173,6 +215,13 @@ class GatewayOptions(Struct, frozen=True, kw_only=True):
             0,
         ),
     ] = 8
+    enable_tokenizer_info_endpoint: Annotated[
+        bool,
+        _option(
+            "--enable-tokenizer-info-endpoint",
+            "Serve GET /tokenizer_info: the settings of the tokenizer, and the chat template.",
+        ),
+    ] = False
     disable_vllm_metrics: Annotated[
         bool, _option("--disable-vllm-metrics", "Leave out metrics under the names of vLLM.")
     ] = False

@@ -16,7 +16,7 @@ from messages.ids import (
     Slot,
     TraceParent,
 )
-from messages.prompts import Priority, Prompt, Sampling, TextPrompt
+from messages.prompts import Dimensions, Priority, Prompt, Sampling, TextPrompt, Truncation
 from messages.views import PoolingTask
 
 
@@ -118,7 +118,7 @@ class StartGeneration(_Command, frozen=True):
 class StartPooling(_Command, frozen=True):
     """Embed or classify with an adapter in a slot (`adapter_id` 0: the base model, slot -1).
 
-    The core never sees `inputs` and `trace`; the shell adds them when it sends the command.
+    The core sees nothing of what follows `task`; the shell adds it when it sends the command.
     """
 
     request_id: RequestId
@@ -128,6 +128,8 @@ class StartPooling(_Command, frozen=True):
     task: PoolingTask
     inputs: tuple[TextPrompt, ...] = ()
     trace: TraceParent = ""
+    truncation: Truncation | None = None
+    dimensions: Dimensions = 0
 
 
 class StopGeneration(_Command, frozen=True):

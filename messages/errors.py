@@ -33,6 +33,7 @@ class ErrorCode(StrEnum):
     NOT_SERVED = "L016"
     HANDLING_FAILED = "L017"
     STOPPING = "L018"
+    CONTEXT_EXCEEDED = "L019"
 
 
 class Meaning(NamedTuple):
@@ -87,5 +88,10 @@ MEANINGS: Final[dict[ErrorCode, Meaning]] = {
     ),
     ErrorCode.STOPPING: Meaning(
         "the server is stopping", "`loradock stop` waits for requests in progress", True
+    ),
+    ErrorCode.CONTEXT_EXCEEDED: Meaning(
+        "longer than the model's context",
+        "a long prompt, or max_tokens that it leaves no space for",
+        False,
     ),
 }

@@ -9,10 +9,19 @@ from msgspec import Meta
 
 from messages.base import Value
 
+PROMPT_CHARACTERS_MAX: Final = 1_000_000
+"""Bound on the text of a prompt, in characters."""
+
+PROMPT_TOKENS_MAX: Final = 262_144
+"""Bound on the token ids of a prompt."""
+
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Text = Annotated[str, Meta(max_length=1_000_000)]
-TextPrompt = Text | Annotated[tuple[TokenId, ...], Meta(max_length=262_144)]
+Text = Annotated[str, Meta(max_length=PROMPT_CHARACTERS_MAX)]
+TextPrompt = Text | Annotated[tuple[TokenId, ...], Meta(max_length=PROMPT_TOKENS_MAX)]
 Inputs = Annotated[tuple[TextPrompt, ...], Meta(min_length=1, max_length=2048)]
+
+Dimensions = Annotated[int, Meta(ge=0, le=1 << 20)]
+"""The length of an embedding's vector; 0: the model's own."""
 
 IMAGE_BYTES_MAX: Final = 8 << 20
 """Bound on the size of an image file, in bytes: a camera's photograph fits."""
@@ -36,6 +45,36 @@ class IllustratedPrompt(Value, frozen=True, array_like=False):
 
 
 Prompt = TextPrompt | IllustratedPrompt
+
+
+class Truncation(Value, frozen=True):
+    """Cut a prompt of more than `tokens` tokens on this side; 0: of more than the context has."""
+
+    tokens: Annotated[int, Meta(ge=0, le=PROMPT_TOKENS_MAX)] = 0
+    side: Literal["left", "right"] = "right"
+
+    def cut(self, tokens: list[int], content: list[int], tokens_max: int) -> list[int]:
+        """Return at most `tokens_max` tokens.
+
+        `content`: the tokens without those that the tokenizer adds to every text. The added ones
+        are kept if they leave space for a token of the content.
+        """
+        if len(tokens) <= tokens_max:
+            return tokens
+        first = _place(content, tokens)
+        before, after = tokens[:first], tokens[first + len(content) :]
+        space = tokens_max - len(before) - len(after)
+        if space < 1:
+            before, content, after, space = [], tokens, [], tokens_max
+        kept = content[-space:] if self.side == "left" else content[:space]
+        return [*before, *kept, *after]
+
+
+def _place(content: list[int], tokens: list[int]) -> int:
+    """Return where `content` begins in `tokens`; 0 if it is not a part of them."""
+    added = len(tokens) - len(content)
+    places = range(1, added + 1)
+    return next((one for one in places if tokens[one : one + len(content)] == content), 0)
 
 
 MAX_TOKENS_DEFAULT: Final = 128

@@ -143,12 +143,16 @@ class EngineInventory(Message, frozen=True):
 
 
 class EngineBeat(Message, frozen=True):
-    """Heartbeat of the engine's main loop: its identity, last operation and statistics."""
+    """Heartbeat of the engine's main loop: its identity, last operation and statistics.
+
+    `running`: the generations and poolings that take part in the next forward pass.
+    """
 
     engine_id: str
     last_op: OpId
     state: Literal["loading", "ready"] = "ready"
     statistics: EngineStatistics = EngineStatistics()
+    running: tuple[OpId, ...] = ()
 
 
 OperationReport = (

@@ -27,9 +27,18 @@ from messages.ids import (
     TimeoutMs,
     TraceParent,
 )
-from messages.prompts import Inputs, Priority, Prompt, Sampling
+from messages.prompts import (
+    Dimensions,
+    Inputs,
+    Priority,
+    Prompt,
+    Sampling,
+    TokenId,
+    Truncation,
+)
 from messages.views import (
     AdapterCounters,
+    AdapterUse,
     AdapterView,
     Details,
     EngineStatistics,
@@ -140,10 +149,16 @@ class _Pooling(_Request, frozen=True):
     inputs: Inputs
     timeout_ms: TimeoutMs = 0
     trace: TraceParent = ""
+    truncation: Truncation | None = None
 
 
 class Embed(_Pooling, frozen=True):
-    """Embed each input with an adapter (None: the base model); vectors are streamed back."""
+    """Embed each input with an adapter (None: the base model); vectors are streamed back.
+
+    `dimensions`: the length of the vectors, if the model was trained for several (Matryoshka).
+    """
+
+    dimensions: Dimensions = 0
 
 
 class Classify(_Pooling, frozen=True):
@@ -178,7 +193,9 @@ class ShowAdapter(_Request, frozen=True):
 
 
 class ShowStatus(_Request, frozen=True):
-    """Show the status of the controller, its engine and its tiers."""
+    """Show the status of the controller, its engine and its tiers; with `uses`, of adapters too."""
+
+    uses: bool = False
 
 
 class FetchEvents(_Request, frozen=True):
@@ -246,7 +263,8 @@ class TokensStreamed(_Reply, frozen=True):
     never logged. `finish_reason` is set in the last message of an output, and `stop_reason` is then
     the stop string or the token of `stop_token_ids` that ended it. `logprobs` has an entry per
     token, if they were requested. `prompt_logprobs` is in the first message of output 0, with an
-    entry per token of the prompt; the first of them is None.
+    entry per token of the prompt; the first of them is None. `end_token` is the token that ended
+    the output: it is not one of `tokens` and has no text, but an entry of its own in `logprobs`.
     """
 
     offset: int
@@ -257,6 +275,7 @@ class TokensStreamed(_Reply, frozen=True):
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    end_token: TokenId | None = None
 
 
 class GenerationDone(_Reply, frozen=True):
@@ -364,7 +383,14 @@ class StatusShown(_Reply, frozen=True):
     dtype: str = ""  # Of the base model.
     stopping: bool = False  # New requests are refused, those in progress end.
     counters: AdapterCounters = AdapterCounters()  # Of all adapters, and of the base model.
-    engine: EngineStatistics = EngineStatistics()  # As of the engine's last heartbeat.
+    engine: EngineStatistics = EngineStatistics()  # As of its last heartbeat, except for requests.
+    running: int = 0  # Generations and poolings that take part in the engine's next step,
+    queued: int = 0  # that wait in the engine,
+    waiting: int = 0  # and that wait for a slot or for an engine.
+    # With `ShowStatus.uses`:
+    states: tuple[tuple[AdapterState, int], ...] = ()  # How many records are in each state,
+    held: int = 0  # how many are held,
+    uses: tuple[AdapterUse, ...] = ()  # and those in a slot or with requests, by name.
 
 
 class EventsFetched(_Reply, frozen=True):

@@ -120,23 +120,39 @@ class FailureView(Value, frozen=True):
 KVLayout = Literal["", "paged", "padded"]
 """How keys and values are kept: in blocks, as rows of equal length, or not at all."""
 
-QUEUE_BOUNDS_S: Final = (
+DURATION_BOUNDS_S: Final = (
     *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
 )
-"""Upper bounds of the classes of `EngineStatistics.queue_counts`; another class follows."""
+TOKEN_BOUNDS: Final = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+PREEMPTION_BOUNDS: Final = (0, 1, 2, 3, 4, 5, 10, 20)
+"""Inclusive upper bounds of the classes of a `Distribution`; another class follows."""
+
+
+class Distribution(Value, frozen=True):
+    """Observed values: their sum, and their number per class; no `counts` before the first one."""
+
+    total: int = 0
+    counts: tuple[int, ...] = ()
 
 
 class EngineStatistics(Value, frozen=True):
     """What an engine measured since its start, and its memory; durations in nanoseconds.
 
     `steps` are forward passes, which took `step_ns`; they computed `prompt_tokens` and
-    `output_tokens`. `waiting` and `running` are requests, `preempted` counts those that waited
-    again. A request was queued from its arrival in the engine until its first step: `queued`
-    requests for `queue_ns` in all, by `QUEUE_BOUNDS_S` in `queue_counts`. `slot_writes` and
-    `slot_resets` count complete changes of the arena's directory. `kernels` names the
-    implementation of the LoRA kernels. `allocated_bytes` is 0 on a CPU. `kv_layout` is empty where
-    no keys and values are kept, and before the first heartbeat.
+    `output_tokens`. `running` requests take part in the next step, `waiting` ones are in the
+    engine's queue; `preempted` counts those that waited again. A request was queued from its
+    arrival in the engine until its first step: `queued` requests for `queue_ns` in all, by
+    `DURATION_BOUNDS_S` in `queue_counts`. `slot_writes` and `slot_resets` count complete changes of
+    the arena's directory. `kernels` names the implementation of the LoRA kernels. `allocated_bytes`
+    is 0 on a CPU. `kv_layout` is empty where no keys and values are kept, and without an engine.
+
+    Of a paged cache, `kv_blocks` blocks have `kv_block_tokens` tokens each. Where it
+    `shares_prefixes`, `prefix_queries` tokens of prompts were looked up, of which `prefix_hits`
+    were found. Each generation that ended is in the distributions: `prefill` from its first step
+    until its first token, `decode` from there to its end, `inference` both (by
+    `DURATION_BOUNDS_S`), how often it was preempted (by `PREEMPTION_BOUNDS`), and the tokens of its
+    prompt that were computed (by `TOKEN_BOUNDS`).
     """
 
     kernels: str = ""
@@ -160,6 +176,16 @@ class EngineStatistics(Value, frozen=True):
     pinned_bytes: Bytes = 0
     allocated_bytes: Bytes = 0
     kv_layout: KVLayout = ""
+    kv_blocks: int = 0
+    kv_block_tokens: int = 0
+    shares_prefixes: bool = False
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prefill: Distribution = Distribution()
+    decode: Distribution = Distribution()
+    inference: Distribution = Distribution()
+    preemptions: Distribution = Distribution()
+    computed_tokens: Distribution = Distribution()
 
 
 class TierView(Value, frozen=True):
@@ -170,6 +196,23 @@ class TierView(Value, frozen=True):
     count_max: int
     size_bytes: Bytes
     size_bytes_max: Bytes
+
+
+class AdapterUse(Value, frozen=True):
+    """An adapter that is in a slot or has requests, at the moment of a status.
+
+    `slot`, `leases` and `waiters` are those of its current version, as in `AdapterView`. The others
+    count generations and poolings of all its versions: `running` ones take part in the engine's
+    next step, `queued` ones wait in the engine, `waiting` ones wait for a slot.
+    """
+
+    adapter: AdapterName
+    slot: Slot
+    leases: int = 0
+    waiters: int = 0
+    running: int = 0
+    queued: int = 0
+    waiting: int = 0
 
 
 class Placement(Value, frozen=True):

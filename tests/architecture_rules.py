@@ -101,7 +101,11 @@ ROOMS: Final = (
     _package("engine.adapters.files", "engine", "torch xxhash"),
     # The only one that imports transformers.
     _package("engine.models.library", "engine", "torch transformers"),
-    _package("engine.adapters", "engine engine.adapters.files engine.models.library", "torch"),
+    _package(
+        "engine.adapters",
+        "engine engine.adapters.files engine.models.library",
+        "msgspec torch xxhash",
+    ),
     Room("engine.kernels", ("engine.kernels.*",), ("engine.layout",), ("torch",)),
     _package("engine.kernels.reference", "engine.kernels", "torch"),
     _package("engine.kernels.cpu", "engine.kernels engine.kernels.reference", "torch"),

@@ -1,5 +1,6 @@
 """Settings of every test run: no result depends on the machine's speed, and no warning is shown."""
 
+import sys
 from typing import Final
 
 import pytest
@@ -41,3 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in WARNING_FILTERS:
         config.addinivalue_line("filterwarnings", line)
     reset_logs()
+
+
+def pytest_collection_finish() -> None:
+    """Read files that a test has just written at once, in this process; see `QUIET_S`."""
+    directory = sys.modules.get("engine.adapters.files.directory")
+    if directory is not None:
+        directory.QUIET_S = 0.0  # type: ignore[attr-defined]

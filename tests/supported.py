@@ -38,7 +38,17 @@ ADAPTER_FORMS: Final = (
         "`modules_to_save`",
         "linear layers, heads, embeddings, norms that see every token; on several ranks heads of "
         "classifiers and norms",
-        "kept whole in the arena",
+        "kept whole in the arena; tied modules as `ensure_weight_tying` specifies",
+    ),
+    (
+        "copies of base weights (`save_embedding_layers`, `base_layer`, `original_module`)",
+        "every layer whose values are the base's; others as `modules_to_save`, with A and B",
+        "compared with the base within the rounding of the coarser dtype; equal ones are ignored",
+    ),
+    (
+        "`trainable_token_indices`",
+        "embeddings, heads and what is tied to them, also on several ranks",
+        "a row per token",
     ),
     (
         "`use_dora`",
@@ -73,6 +83,16 @@ REFUSED_FORMS: Final = (
         "`modules_to_save`",
         "linear layers, heads of language models and embeddings on several ranks",
         "they are split, and a saved module is kept whole",
+    ),
+    (
+        "copies with other values than the base's",
+        "layers for which `modules_to_save` is refused, or with a magnitude or a trained bias",
+        "the adapter was trained on the copy, and PEFT writes it into the base model",
+    ),
+    (
+        "`trainable_token_indices`",
+        "layers that the adapter also adapts or saves; split heads with a bias",
+        "PEFT can't combine them either; a rank has only a part of the bias",
     ),
     (
         "lora_A and lora_B",
@@ -172,11 +192,12 @@ def _of_adapters() -> tuple[str, ...]:
         "## Adapter forms",
         _table(("in an adapter", "served for", "how"), ADAPTER_FORMS),
         "Each is compared with PEFT in `tests/integration`. Forms that need the base weights "
-        "are loaded in memory with `model=`. Decode steps with rows of the last four are not "
+        "are loaded in memory with `model=`. Decode steps with rows of the last six are not "
         "replayed from captured ones.",
         "## Refused for some layers",
         _table(("in an adapter", "layers", "reason"), REFUSED_FORMS),
-        "The error names the layer, or the tensor.",
+        "The error names the layer, or the tensor. Names in `modules_to_save` of none of the "
+        "model's modules are ignored, as PEFT does.",
         "## Layers without tensors",
         "The layers that `target_modules` names, less those that `layers_to_transform` with "
         "`layers_pattern`, `exclude_modules` or `modules_to_save` leave out, are compared with "

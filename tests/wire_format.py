@@ -25,7 +25,7 @@ from messages.ids import NAME_PATTERN, REQUEST_PATTERN
 from messages.prompts import MAX_TOKENS_DEFAULT
 from messages.reports import Report
 from messages.requests import LIST_PAGE_ADAPTERS_MAX, Reply, Request
-from messages.views import QUEUE_BOUNDS_S
+from messages.views import DURATION_BOUNDS_S
 from tests.support.simulation.message_examples import example_of, members
 from tests.support.sources import ROOT
 
@@ -85,7 +85,7 @@ def frames() -> str:
         ("adapters of a page of `ListAdapters`", f"{LIST_PAGE_ADAPTERS_MAX}"),
         ("time between two frames of events", f"{EVENTS_BEAT_NS // 1_000_000} ms"),
         ("`MAX_TOKENS_DEFAULT`", f"{MAX_TOKENS_DEFAULT} tokens"),
-        ("`QUEUE_BOUNDS_S`", ", ".join(f"{bound:g}" for bound in QUEUE_BOUNDS_S)),
+        ("`DURATION_BOUNDS_S`", ", ".join(f"{bound:g}" for bound in DURATION_BOUNDS_S)),
     ]
     return "\n".join(
         (

@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
 EXIT_MEANINGS: Final[dict[ExitCode, str]] = {
     ExitCode.OK: "done",
     ExitCode.FAILURE: "failed for a reason that has no exit code of its own (also L017)",
-    ExitCode.USAGE: "wrong usage: an invalid option, name or request (L012)",
+    ExitCode.USAGE: "wrong usage: an invalid option, name or request (L012, L019)",
     ExitCode.NOT_FOUND: "unknown adapter, or its files were not found (L002, L006)",
     ExitCode.REFUSED: "refused: the adapter or the request is not acceptable "
     "(L003, L005, L007, L008, L009, L010, L013, L016)",
@@ -58,6 +58,7 @@ EXIT_CODES: Final[dict[ErrorCode, ExitCode]] = {
     ErrorCode.NOT_SERVED: ExitCode.REFUSED,
     ErrorCode.HANDLING_FAILED: ExitCode.FAILURE,
     ErrorCode.STOPPING: ExitCode.UNREACHABLE,
+    ErrorCode.CONTEXT_EXCEEDED: ExitCode.USAGE,
 }
 
 HINTS: Final[dict[ErrorCode, str]] = {
@@ -90,6 +91,8 @@ HINTS: Final[dict[ErrorCode, str]] = {
     "`loradock serve --task generate|embed|classify`",
     ErrorCode.HANDLING_FAILED: "report a bug, with the controller's messages and its log",
     ErrorCode.STOPPING: "start the server again: loradock serve",
+    ErrorCode.CONTEXT_EXCEEDED: "shorten the prompt or lower --max-tokens, or serve with a larger "
+    "--context-tokens-max if the model allows it",
 }
 
 

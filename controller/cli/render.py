@@ -257,7 +257,7 @@ def _status_fields(status: StatusShown) -> dict[str, str]:
         "memory": f"controller {format_size(status.memory_bytes)}, "
         f"engine {format_size(status.engine_memory_bytes)}",
         "adapters": f"{status.adapters} known, policy {status.policy}",
-        "in progress": f"{status.requests} requests, {status.operations} operations",
+        "in progress": f"{requests_text(status)}, {status.operations} operations",
         "so far": f"{status.answered} answered, {status.refused} refused",
         "log": f"record {status.seq}, event {status.events_seq}, {format_size(status.log_bytes)}",
         "snapshot": _snapshot(status),
@@ -265,6 +265,14 @@ def _status_fields(status: StatusShown) -> dict[str, str]:
         "keys, values": _kv_cache(status),
         **counter_fields(status.counters),
     }
+
+
+def requests_text(status: StatusShown) -> str:
+    """Return the number of requests in progress, and of inferences among them by phase."""
+    return (
+        f"{status.requests} requests ({status.running} running, {status.queued} queued, "
+        f"{status.waiting} waiting for a slot)"
+    )
 
 
 def _kv_cache(status: StatusShown) -> str:

@@ -95,12 +95,14 @@ def screen(before: Reading | None, reading: Reading) -> "RenderableType":
 
 
 def _headline(before: Reading | None, reading: Reading) -> str:
+    from controller.cli.render import requests_text
+
     status = reading.status
     engine = f"engine {status.engine_id[:8]} ({status.model})" if status.engine_id else "no engine"
     counts = Counter(view.state for view in reading.listed.adapters if not view.retired)
     states = "  ".join(f"{state} {counts[state]}" for state in get_args(AdapterState))
     lines = (
-        f"{engine}, {status.requests} requests pending, {status.operations} operations",
+        f"{engine}, {requests_text(status)}, {status.operations} operations",
         _rates(before, reading),
         states,
     )
@@ -154,7 +156,7 @@ def _slots(reading: Reading) -> "RenderableType":
         )
         for view in sorted(views[:_ROWS_MAX], key=lambda view: view.slot)
     ]
-    return _table(("slot", "adapter", "rank", "size", "running", ""), rows, len(views))
+    return _table(("slot", "adapter", "rank", "size", "requests", ""), rows, len(views))
 
 
 def _waiting(reading: Reading) -> "RenderableType":

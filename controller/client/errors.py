@@ -16,6 +16,7 @@ and the same built-in base classes as in the engine, so that one handler serves 
     ├── Conflict              L010
     ├── EngineGone            L011  also: no answer in time
     ├── Malformed             L012
+    │   └── ContextExceeded   L019
     ├── NotAllowed            L013
     ├── LogUnavailable        L014
     ├── Overloaded            L015
@@ -131,6 +132,12 @@ class Malformed(LoradockError):
     code = ErrorCode.MALFORMED
 
 
+class ContextExceeded(Malformed):
+    """The prompt, or prompt and `max_tokens` together, are longer than the model's context."""
+
+    code = ErrorCode.CONTEXT_EXCEEDED
+
+
 class NotAllowed(LoradockError):
     """The client's key doesn't have the right to make this request."""
 
@@ -188,6 +195,7 @@ ERRORS: Final[dict[ErrorCode, type[LoradockError]]] = {
         NotServed,
         HandlingFailed,
         ServerStops,
+        ContextExceeded,
     )
 }
 

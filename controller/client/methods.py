@@ -37,7 +37,7 @@ from messages.control import (
     SlowListed,
     StopServer,
 )
-from messages.prompts import TextPrompt
+from messages.prompts import TextPrompt, Truncation
 from messages.requests import (
     ActivateAdapter,
     ActivateBatch,
@@ -142,9 +142,12 @@ def show(adapter: str, timeout_s: float | None = None) -> UnaryCall[AdapterShown
     return unary(ShowAdapter(NO_ID, adapter), AdapterShown, timeout_s)
 
 
-def status(timeout_s: float | None = None) -> UnaryCall[StatusShown]:
-    """Return the status of the controller, its engine and its budgets."""
-    return unary(ShowStatus(NO_ID), StatusShown, timeout_s)
+def status(timeout_s: float | None = None, *, uses: bool = False) -> UnaryCall[StatusShown]:
+    """Return the status of the controller, its engine and its budgets.
+
+    `uses`: also count adapters by state, and list those that are in a slot or have requests.
+    """
+    return unary(ShowStatus(NO_ID, uses), StatusShown, timeout_s)
 
 
 def metrics(timeout_s: float | None = None) -> PreparedCall[ClientCall, dict[str, Any]]:
@@ -192,20 +195,23 @@ def stop_server(drain_s: float = 30.0, timeout_s: float | None = None) -> UnaryC
     return unary(StopServer(NO_ID, round(drain_s * 1000)), ServerStopping, timeout_s)
 
 
-def embed(
+def embed(  # noqa: PLR0913 - named options
     texts: str | Iterable[TextPrompt],
     adapter: str | None = None,
     *,
     timeout_s: float | None = None,
     attempts: int = 1,
     trace: str = "",
+    truncation: Truncation | None = None,
+    dimensions: int = 0,
 ) -> PreparedCall[PoolingCall, Embedding]:
     """Compute a vector per text (or list of token ids), with an adapter or the base model.
 
     With `attempts` over 1, a retryable failure starts the request again under a new id. `trace` is
-    the W3C `traceparent` of the span that causes the request.
+    the W3C `traceparent` of the span that causes the request. A text that is too long is refused
+    without a `truncation`. `dimensions`: the length of the vectors, if the model has several.
     """
-    request = embed_request(texts, adapter, trace)
+    request = embed_request(texts, adapter, trace, truncation, dimensions)
     return PreparedCall(
         lambda session, now: session.begin_pooling(request, now, timeout_s, attempts),
         lambda call: call.embedding(answer_of(call, PoolingDone)),
@@ -219,13 +225,15 @@ def classify(
     timeout_s: float | None = None,
     attempts: int = 1,
     trace: str = "",
+    truncation: Truncation | None = None,
 ) -> PreparedCall[PoolingCall, Classification]:
     """Compute a score per text and label of the model, with an adapter or the base model.
 
     With `attempts` over 1, a retryable failure starts the request again under a new id. `trace` is
-    the W3C `traceparent` of the span that causes the request.
+    the W3C `traceparent` of the span that causes the request. A text that is too long is refused
+    without a `truncation`.
     """
-    request = classify_request(texts, adapter, trace)
+    request = classify_request(texts, adapter, trace, truncation)
     return PreparedCall(
         lambda session, now: session.begin_pooling(request, now, timeout_s, attempts),
         lambda call: call.classification(answer_of(call, PoolingDone)),

@@ -17,7 +17,8 @@ def metrics_of(status: StatusShown) -> dict[str, Any]:
     `utilization` is the part of the slots in use, `memory_efficiency` that of the device's adapter
     memory. `avg_activation_time` is that of a copy into a slot, `avg_switching_time` how long a
     request waited for an adapter that was not in a slot. `engine` is as of the engine's last
-    heartbeat, `counters` are those of all adapters since the start of the log.
+    heartbeat, except for its requests, which are those of now. `counters` are those of all adapters
+    since the start of the log.
     """
     tiers = {tier.name: tier for tier in status.tiers}
     host, pinned, device = tiers["host"], tiers["pinned"], tiers["device"]

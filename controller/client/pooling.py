@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from controller.client.calls import NO_ID, StreamingCall
-from messages.prompts import Inputs, TextPrompt
+from messages.prompts import Inputs, TextPrompt, Truncation
 from messages.requests import Classify, Embed, PoolingDone, Reply, VectorsStreamed
 
 
@@ -38,16 +38,26 @@ class Classification(Struct, frozen=True):
         return tuple(self.labels[index] for index in indices)
 
 
-def embed_request(texts: str | Iterable[TextPrompt], adapter: str | None, trace: str = "") -> Embed:
+def embed_request(
+    texts: str | Iterable[TextPrompt],
+    adapter: str | None,
+    trace: str = "",
+    truncation: Truncation | None = None,
+    dimensions: int = 0,
+) -> Embed:
     """Return a request that the session has not numbered yet."""
-    return Embed(NO_ID, adapter, _inputs(texts), trace=trace)
+    inputs = _inputs(texts)
+    return Embed(NO_ID, adapter, inputs, trace=trace, truncation=truncation, dimensions=dimensions)
 
 
 def classify_request(
-    texts: str | Iterable[TextPrompt], adapter: str | None, trace: str = ""
+    texts: str | Iterable[TextPrompt],
+    adapter: str | None,
+    trace: str = "",
+    truncation: Truncation | None = None,
 ) -> Classify:
     """Return a request that the session has not numbered yet."""
-    return Classify(NO_ID, adapter, _inputs(texts), trace=trace)
+    return Classify(NO_ID, adapter, _inputs(texts), trace=trace, truncation=truncation)
 
 
 def _inputs(texts: str | Iterable[TextPrompt]) -> Inputs:

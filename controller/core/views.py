@@ -4,22 +4,28 @@ A view is a copy, so that it stays true to its moment.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Set
 from itertools import islice
+from typing import Literal
 
 import msgspec
 
 from controller.core.context import Refusal, unknown_adapter
 from controller.core.controller import Controller
+from controller.core.pending_requests import INFERENCE
 from controller.core.tables.counters import TIME_IN
 from controller.core.world import Adapter, World
 from messages import requests
 from messages.errors import ErrorCode
-from messages.ids import AdapterId
-from messages.views import AdapterCounters, AdapterView, TierView
+from messages.ids import GPU_SLOT, NO_SLOT, AdapterId, OpId
+from messages.views import AdapterCounters, AdapterUse, AdapterView, TierView
 
 Sees = Callable[[str], bool]
 """Whether a client may see the adapters of a name."""
+
+Phase = Literal["running", "queued", "waiting"]
+"""Whether an inference takes part in the engine's next step, waits there, or waits for a slot."""
 
 
 def adapter_view(world: World, adapter: Adapter) -> AdapterView:
@@ -146,10 +152,21 @@ def show_adapter(world: World, message: requests.ShowAdapter) -> requests.Adapte
     return requests.AdapterShown(message.request_id, views[0], tuple(views[1:]))
 
 
-def show_status(controller: Controller, message: requests.ShowStatus) -> requests.StatusShown:
-    """Return the controller's and the tiers' totals."""
+def show_status(
+    controller: Controller,
+    message: requests.ShowStatus,
+    running: Set[OpId] = frozenset(),
+    sees: Sees | None = None,
+) -> requests.StatusShown:
+    """Return the controller's and the tiers' totals.
+
+    `running`: the operations that take part in the engine's next step. `sees`: which names the
+    client may see in the uses of adapters; None: all.
+    """
     world, engine = controller.world, controller.world.engine
-    return requests.StatusShown(
+    inference = _inference_by_adapter(world, running)
+    totals = sum(inference.values(), Counter())
+    status = requests.StatusShown(
         message.request_id,
         epoch=world.epoch,
         seq=world.seq,
@@ -166,6 +183,54 @@ def show_status(controller: Controller, message: requests.ShowStatus) -> request
         tiers=_tiers(world),
         events_seq=world.events_seq,
         counters=AdapterCounters(*msgspec.structs.astuple(world.totals)),
+        running=totals["running"],
+        queued=totals["queued"],
+        waiting=totals["waiting"],
+    )
+    return _with_uses(status, world, inference, sees) if message.uses else status
+
+
+def _inference_by_adapter(world: World, running: Set[OpId]) -> dict[str, Counter[Phase]]:
+    """Return name -> phase -> generations and poolings; the base model's name is empty."""
+    found: defaultdict[str, Counter[Phase]] = defaultdict(Counter)
+    for request_id, pending in world.pending_requests.items():
+        if pending.kind in INFERENCE:
+            adapter = world.adapters[pending.adapters[0]] if pending.adapters else None
+            # A suspended one has an operation too.
+            is_waiting = not pending.op or (adapter is not None and request_id in adapter.waiters)
+            phase: Phase = "running" if pending.op in running else "queued"
+            found["" if adapter is None else adapter.name]["waiting" if is_waiting else phase] += 1
+    return found
+
+
+def _with_uses(
+    status: requests.StatusShown,
+    world: World,
+    inference: dict[str, Counter[Phase]],
+    sees: Sees | None,
+) -> requests.StatusShown:
+    """Return a status with the counts of adapters, and those in a slot or with requests."""
+    states = Counter(adapter.state for adapter in world.adapters.values())
+    resident = (world.adapters[slot.adapter_id] for slot in world.slots.values() if slot.adapter_id)
+    names = {adapter.name for adapter in resident if adapter.state == GPU_SLOT}
+    names |= inference.keys() - {""}
+    shown = sorted(name for name in names if sees is None or sees(name))
+    uses = tuple(_use_of(name, world.current(name), inference[name]) for name in shown)
+    counted = tuple(sorted(states.items()))
+    return msgspec.structs.replace(status, states=counted, held=len(world.held), uses=uses)
+
+
+def _use_of(name: str, current: Adapter | None, phases: Counter[Phase]) -> AdapterUse:
+    # During a write or a reset its slot is not ready.
+    is_ready = current is not None and current.state == GPU_SLOT and not current.op
+    return AdapterUse(
+        name,
+        slot=current.slot if current is not None and is_ready else NO_SLOT,
+        leases=0 if current is None else current.leases,
+        waiters=0 if current is None else len(current.waiters),
+        running=phases["running"],
+        queued=phases["queued"],
+        waiting=phases["waiting"],
     )
 
 

@@ -5,7 +5,7 @@ Inside the controller, ids of requests carry the client's name (`messages.ids`).
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import Final, get_args
 
 from msgspec.structs import replace
@@ -31,7 +31,7 @@ from messages import requests
 from messages.commands import StartInference
 from messages.control import CancelRequest, ServerCommand
 from messages.errors import ErrorCode
-from messages.ids import AdapterName, RequestId, client_of, scoped, unscoped
+from messages.ids import AdapterName, OpId, RequestId, client_of, scoped, unscoped
 from messages.records import GenerationRequested, InferenceRequested, PoolingRequested
 from messages.reports import PrivateReport
 from messages.requests import LifecycleRequest, PrivateRequest
@@ -69,7 +69,9 @@ class ClientSessions:
         access: Access = LOCAL_ONLY,
     ) -> None:
         self.log_facts: Callable[[], LogFacts] = LogFacts
-        self.engine_statistics: Callable[[], EngineStatistics] = EngineStatistics
+        # What the engine's last heartbeat reported: statistics, and the operations that run.
+        self.engine_beat: Callable[[], tuple[EngineStatistics, Set[OpId]]]
+        self.engine_beat = lambda: (EngineStatistics(), frozenset())
         self._controller = controller
         self._access = access
         self._can_reply = can_reply
@@ -340,8 +342,7 @@ class ClientSessions:
                 case requests.ShowAdapter():
                     add(route, self.control.show_adapter(message))
                 case requests.ShowStatus():
-                    status = show_status(self._controller, message)
-                    add(route, self.control.with_facts(self._with_log_facts(status)))
+                    add(route, self.control.with_facts(self._status(user, message)))
                 case requests.FetchEvents():
                     self._fetch_events(route, user, message)
                 case _:
@@ -357,9 +358,11 @@ class ClientSessions:
 
         self._events.fetch(route, message, self._controller.world.events_seq, answer)
 
-    def _with_log_facts(self, status: requests.StatusShown) -> requests.StatusShown:
-        """Return a status with what is known about the log's files."""
+    def _status(self, user: str, message: requests.ShowStatus) -> requests.StatusShown:
+        """Return the status with what is known about the engine and the log's files."""
         facts, world = self.log_facts(), self._controller.world
+        statistics, running = self.engine_beat()
+        status = show_status(self._controller, message, running, self._access.sees(user))
         age_ns = world.time_ns - facts.snapshot_time_ns if facts.snapshot_seq else 0
         return replace(
             status,
@@ -367,7 +370,8 @@ class ClientSessions:
             snapshot_seq=facts.snapshot_seq,
             snapshot_age_ms=age_ns // 1_000_000,
             log_bytes=facts.log_bytes,
-            engine=self.engine_statistics(),
+            # Requests that ended or arrived since the heartbeat are known here.
+            engine=replace(statistics, running=status.running, waiting=status.queued),
         )
 
 

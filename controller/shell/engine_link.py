@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from messages import commands, reports
-from messages.ids import Epoch, Seq
+from messages.ids import Epoch, OpId, Seq
 from messages.views import EngineStatistics
 from messages.wire import COMMANDS, REPORTS, DecodedFrame, WireError
 
@@ -63,6 +63,7 @@ class EngineLink:
         self.engine_id = ""
         # Of the engine's last heartbeat.
         self.statistics = EngineStatistics()
+        self.running: frozenset[OpId] = frozenset()
         self._send = send
         self._timeout_ns: Final = timeout_ns
         self._epoch: Epoch = 0
@@ -146,7 +147,7 @@ class EngineLink:
             answers = report.answers if epoch == self._epoch else 0
             self._on_inventory(answers, seq, report, output, now_ns)
         elif isinstance(report, reports.EngineBeat):
-            self.statistics = report.statistics
+            self.statistics, self.running = report.statistics, frozenset(report.running)
             self._on_beat(seq, now_ns)
         else:
             self._on_report(seq, report, output, now_ns)
@@ -306,5 +307,5 @@ class EngineLink:
         if ended:
             self._ended_id, self._ended_ns = self.engine_id, now_ns
         self.engine_id, self._known_id, self.peer = "", "", b""
-        self.statistics = EngineStatistics()
+        self.statistics, self.running = EngineStatistics(), frozenset()
         self._phase = Phase.SYNCHRONISING

@@ -114,7 +114,7 @@ class Server:
         self._settings_file = SettingsFile(Path(config.directory), config.limits, config.policy)
         transport.on_gone = self._events.drop_client
         self._link = EngineLink(transport.command, config.engine_timeout_ms * 1_000_000)
-        self._sessions.engine_statistics = lambda: self._link.statistics
+        self._sessions.engine_beat = lambda: (self._link.statistics, self._link.running)
         self._control.engine_is_local = lambda: transport.is_local(self._link.peer)
         self._interval_sync = config.sync == "interval"
         # The server's own inputs for the next group.

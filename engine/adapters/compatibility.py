@@ -8,6 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from engine.adapters.base_copies import (
+    BaseCopy,
+    HeldWeight,
+    changed_weights,
+    copies_of,
+)
 from engine.adapters.expert_stacks import expert_submatrices
 from engine.adapters.expert_tensors import ExpertPair, Experts, pair_experts, split_experts
 from engine.adapters.files.problems import Problems, shown
@@ -21,8 +27,10 @@ from engine.adapters.output_vectors import (
 )
 from engine.adapters.pairs import TensorPair, check_rank_divisible, pair_up, size_difference
 from engine.adapters.peft_config import CLASSIFICATION_HEADS, PEFTHelper
+from engine.adapters.saved_tokenizer import BaseTokenizer
 from engine.adapters.targets import check_targets
 from engine.adapters.tensor_names import WeightNames, is_within, sort_names
+from engine.adapters.tied_modules import saved_names, tie_saved, token_pairs
 from engine.adapters.weights_mapper import Rename
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit
@@ -42,7 +50,12 @@ class AdapterTarget:
     no trained classification head, so an adapter must contain one. `missing_layers`: the paths of
     layers on another rank of a pipeline, whose tensors are skipped. `read_base` returns a linear
     module's base weights. `has_parameter`: whether a parameter's path is, or ends in, a name.
-    `unwrapped`: why layers with these paths are not wrapped.
+    `unwrapped`: why layers with these paths are not wrapped. `tokenizer`: compared with adapters'
+    own; None compares nothing.
+    `token_embedding`: its path. `tied`:
+    the modules that share its weight, itself included; none if it is not tied. `held` returns a
+    module's own weight or bias, None where it can't be read. `has_module`: whether a module's path
+    ends in a name.
     """
 
     modules: Modules
@@ -54,6 +67,11 @@ class AdapterTarget:
     read_base: ReadBase = field(default=lambda _: None, compare=False)
     has_parameter: Callable[[str], bool] = field(default=lambda _: True, compare=False)
     unwrapped: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: BaseTokenizer | None = field(default=None, compare=False)
+    token_embedding: str = ""
+    tied: frozenset[str] = frozenset()
+    held: Callable[[str, str], HeldWeight | None] = field(default=lambda _, __: None, compare=False)
+    has_module: Callable[[str], bool] = field(default=lambda _: True, compare=False)
 
     def excludes(self, module: str) -> bool:
         """Whether a module is not adapted because `enable_tower_connector_lora` is off."""
@@ -63,7 +81,8 @@ class AdapterTarget:
         self, rename: Rename | None = None, skip_prefixes: Iterable[str] = SKIP_PREFIXES
     ) -> ModulePathResolver:
         """Return the resolver from paths in adapters to this model's paths."""
-        known = (*self.modules, *self.image_layers)
+        known = (*self.modules, *self.image_layers, *self.tied)
+        known += (self.token_embedding,) if self.token_embedding else ()
         skipped = (*skip_prefixes, *(f"{path}." for path in self.missing_layers))
         return ModulePathResolver(known, self.equivalences, rename, skipped)
 
@@ -73,6 +92,8 @@ class MatchedTensors:
     """An adapter's tensors: `pairs` of modules with one A and one B, and those of `experts`.
 
     `warnings`: findings that do not prevent the adapter's use. `helper`: the adapter's config.
+    `copies`: tensors that are compared with the base model's. `same`: tensors for the weight of
+    another one, with its name; their values must be equal.
     """
 
     pairs: list[TensorPair]
@@ -80,6 +101,8 @@ class MatchedTensors:
     vectors: list[OutputVector] = field(default_factory=list)
     warnings: tuple[str, ...] = ()
     helper: PEFTHelper | None = None
+    copies: list[BaseCopy] = field(default_factory=list)
+    same: dict[str, str] = field(default_factory=dict)
 
     def stored(self) -> list[TensorPair]:
         """Return all pairs, as in the file, and the vectors."""
@@ -90,6 +113,13 @@ class MatchedTensors:
     def is_3d_lora_weight(self) -> bool:
         """Whether tensors hold all experts of a layer; False for an adapter without experts."""
         return any(expert.expert is None for expert in self.experts)
+
+    def with_changed(
+        self, differing: Collection[str], model: AdapterTarget, problems: Problems
+    ) -> "MatchedTensors":
+        """Return the same with the modules that copies in `differing` replace."""
+        changed = changed_weights(self.copies, differing, self.pairs, self.vectors, model, problems)
+        return replace(self, pairs=self.pairs + changed.pairs, same=self.same | changed.same)
 
     def for_experts(self, local_experts: range | None = None) -> "MatchedTensors":
         """Return the same for a process that keeps these experts; None: all of them."""
@@ -117,6 +147,12 @@ VECTORS_NEED_MODEL: Final = (
 )
 """The text for DoRA and biases that are read without a model."""
 
+WEIGHTS_NEED_MODEL: Final = (
+    "they are compared with the base model's weights, or are for modules that are tied in it: pass "
+    "model=, a manager or its model; found without it"
+)
+"""The text for copies and trained tokens that are read without a model."""
+
 EXCLUDED: Final = (
     "in the tower or the connector, which are adapted only with enable_tower_connector_lora"
 )
@@ -126,6 +162,7 @@ _TENSORS_OF_KIND: Final = {
     ModuleKind.EMBEDDING: "lora_embedding_A and lora_embedding_B",
     ModuleKind.HEAD: "its whole weight, with modules_to_save naming it",
     ModuleKind.EXPERTS: "target_parameters",
+    ModuleKind.TOKENS: "trainable_token_indices",
 }
 """The tensors or config field with which an adapter adapts a module of each kind."""
 
@@ -145,13 +182,23 @@ def match_tensors(
     modules = {} if model is None else model.modules
     warnings: tuple[str, ...] = ()
     vectors, others = take_vectors(tensors, helper, resolver)
-    found = sort_names(others, resolver, helper.modules_to_save)
+    found = sort_names(others, resolver, saved_names(helper, model))
     names, experts = split_experts(found, resolver, modules.values())
-    check_names(names, helper, problems, has_experts=any(one.is_touched for one in experts))
+    check_names(names, problems, has_experts=any(one.is_touched for one in experts))
     _check_unmatched_experts(names, model, problems)
+    _check_saved(names, helper, model, problems)
     pairs = [saved_as_slice(pair, modules) for pair in pair_up(names, tensors, helper, problems)]
     stacked = pair_experts(experts, tensors, helper, problems)
-    if model is not None:
+    same, copies = dict(names.same), []
+    if model is None:
+        unread = [*names.copies, *(one.a for one in names.tokens.values() if one.a)]
+        problems.add_each(AdapterDoesNotFit, WEIGHTS_NEED_MODEL, unread)
+    else:
+        tied = tie_saved(pairs, helper, model)
+        taken = {pair.module.removesuffix(SAVED_SUFFIX) for pair in tied.pairs}
+        trained = token_pairs(names.tokens, taken, tensors, helper, model, problems)
+        pairs, same = tied.pairs + trained.pairs, same | tied.same | trained.same
+        copies = copies_of(names.copies, tensors, model, problems)
         _check_modules(pairs, tensors, helper, model, problems)
         touched = _touched_experts(stacked, experts).union(pair.module for pair in pairs)
         # The tensors of a refused pair are reported as such, and not as absent.
@@ -161,13 +208,12 @@ def match_tensors(
             touched, helper, model, problems, has_single_experts=has_single_experts
         )
         _check_heads(touched, model, problems)
-        _check_copies(names.copies, tensors, modules, problems)
     if model is None and vectors:
         problems.add(AdapterDoesNotFit, VECTORS_NEED_MODEL)
     elif model is not None:
         adapted = [*pairs, *(expert.pair for expert in stacked)]
         check_vectors(vectors, adapted, tensors, helper, model, problems)
-    return MatchedTensors(pairs, stacked, vectors, warnings, helper)
+    return MatchedTensors(pairs, stacked, vectors, warnings, helper, copies, same)
 
 
 def _check_unmatched_experts(
@@ -198,19 +244,27 @@ def saved_as_slice(pair: TensorPair, modules: Modules) -> TensorPair:
     return pair._replace(module=name) if pair.kind is ModuleKind.HEAD and name in modules else pair
 
 
-def check_names(
-    names: WeightNames, helper: PEFTHelper | None, problems: Problems, has_experts: bool = False
-) -> None:
-    """Add unknown names, a file without any A or B, and a missing head to `problems`."""
+def check_names(names: WeightNames, problems: Problems, has_experts: bool = False) -> None:
+    """Add unknown names, and a file without any A or B, to `problems`."""
     problems.add_each(AdapterDoesNotFit, "unexpected tensors", names.unexpected)
-    if not names.pairs and not names.experts and not has_experts:
+    if not (names.pairs or names.experts or has_experts or names.tokens):
         problems.add(
             AdapterDoesNotFit, "no tensor is an A or a B of a module; save the adapter with PEFT"
         )
+
+
+def _check_saved(
+    names: WeightNames, helper: PEFTHelper, model: AdapterTarget | None, problems: Problems
+) -> None:
+    """Add saved modules without a tensor; PEFT ignores names of none of the model's modules."""
     sources = [p.source for p in names.pairs.values() if p.kind is ModuleKind.HEAD]
-    saved = () if helper is None else helper.modules_to_save
+    missing = [
+        name
+        for name in helper.modules_to_save
+        if not any(is_within(one, name) for one in sources)
+        and (model is None or model.has_module(name))
+    ]
     # PEFT adds all names of classification heads, of which a model has one.
-    missing = [name for name in saved if not any(is_within(one, name) for one in sources)]
     if sources:
         missing = [name for name in missing if name not in CLASSIFICATION_HEADS]
     if missing:
@@ -258,24 +312,6 @@ def _check_heads(touched: Collection[str], model: AdapterTarget, problems: Probl
     missing = [name for name in heads if model.requires_head and name not in touched]
     text = "the model was saved without a head and the adapter contains none (modules_to_save)"
     problems.add_each(AdapterDoesNotFit, text, missing)
-
-
-def _check_copies(
-    copies: Mapping[str, str], tensors: Tensors, modules: Modules, problems: Problems
-) -> None:
-    """Add copies of the base's embeddings with another number of rows, which means new tokens."""
-    for module, name in copies.items():
-        shape = modules.get(module)
-        if shape is None or shape.kind not in (ModuleKind.EMBEDDING, ModuleKind.LINEAR):
-            continue
-        expected = [shape.in_features, shape.out_features]
-        expected = expected if shape.kind is ModuleKind.EMBEDDING else expected[::-1]
-        if list(tensors[name].shape) != expected:
-            problems.add(
-                AdapterDoesNotFit,
-                f"{name} is {list(tensors[name].shape)}, this model's {expected}; an adapter with "
-                "additional tokens is not served",
-            )
 
 
 def _check_orientation(

@@ -98,7 +98,7 @@ def split_experts(
     pair for the same matrix, under an older name, is added to `unexpected`.
     """
     known = known_experts(modules)
-    result = WeightNames({}, {}, names.copies, [*names.unexpected])
+    result = names._replace(pairs={}, experts={}, unexpected=[*names.unexpected])
     for written, found in names.experts.items():
         outer = resolver.locate(renamed(written.removesuffix(_INNER), known))
         if outer in known:

@@ -13,14 +13,21 @@ from engine.adapters.compatibility import EXCLUDED, AdapterTarget
 from engine.adapters.files.problems import Problems, shown
 from engine.adapters.files.weights_file import value_range
 from engine.adapters.finite_values import check_values
-from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.layer_weights import LoRALayerWeights, highest_rank
 from engine.adapters.lora_model import LoadedAdapter, LoRAModel
 from engine.adapters.module_weights import by_module
 from engine.adapters.pairs import TensorPair, check_rank_divisible
 from engine.adapters.targets import check_targets
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
-from engine.layout import WHOLE, ModuleKind, ModuleShape, blob_bytes, columns_of_one_adapter
+from engine.layout import (
+    WHOLE,
+    ModuleKind,
+    ModuleShape,
+    blob_bytes,
+    columns_of_one_adapter,
+    token_ids_of,
+)
 
 _EXPERTS: Final = ModuleKind.EXPERTS
 
@@ -58,7 +65,7 @@ def check_in_memory(
     _check_values(loras, target.lora_config.dtype, problems)
     _raise(model.id, problems)
     ranks = {name: lora.rank for name, lora in loras.items()}
-    whole = LoRAModel(model.id, max(ranks.values()), loras, model.is_3d_lora_weight)
+    whole = LoRAModel(model.id, highest_rank(loras.values()), loras, model.is_3d_lora_weight)
     checked = whole.sharded(modules)
     size_bytes = blob_bytes(ranks, modules.values(), target.lora_config.dtype)
     host_bytes = checked.size_bytes
@@ -98,11 +105,14 @@ def _check_fit(
         where = f"{where}: {target.unwrapped[name]}" if name in target.unwrapped else where
         problems.add(AdapterDoesNotFit, f"{shown(name)} is {where}")
         return
-    rank_max = target.lora_config.max_lora_rank
+    is_tokens = shape.kind is ModuleKind.TOKENS
+    rank_max = shape.out_features if is_tokens else target.lora_config.max_lora_rank
     if not 1 <= lora.rank <= rank_max:
         problems.add(
             AdapterDoesNotFit,
-            f"{name} has rank {lora.rank}; 1 to {rank_max} (max_lora_rank) are allowed",
+            f"{name} has {lora.rank} tokens; 1 to {rank_max} (the vocabulary) are allowed"
+            if is_tokens
+            else f"{name} has rank {lora.rank}; 1 to {rank_max} (max_lora_rank) are allowed",
         )
     if lora.shard != WHOLE:
         problems.add(AdapterDoesNotFit, f"{name} is a part of a module; pass whole modules")
@@ -114,6 +124,8 @@ def _check_fit(
             f"{name} has A {list(found[0])} and B {list(found[1])}; in this model they are "
             f"{list(expected[0])} and {list(expected[1])}",
         )
+    if is_tokens and found == expected:
+        _check_token_ids(name, lora, shape, problems)
     with problems.collecting():
         check_rank_divisible(name, lora.rank, shape.shard)
     for letter, tensor in (("A", lora.lora_a), ("B", lora.lora_b)):
@@ -132,6 +144,19 @@ def _check_fit(
         problems.add(
             AdapterDoesNotFit,
             f"{name} has alpha 0, so it would have no effect",
+        )
+
+
+def _check_token_ids(
+    name: str, lora: LoRALayerWeights, shape: ModuleShape, problems: Problems
+) -> None:
+    ids = token_ids_of(lora.lora_b)
+    is_sorted = bool((ids[1:] > ids[:-1]).all())
+    if not is_sorted or not 0 <= int(ids[0]) <= int(ids[-1]) < shape.out_features:
+        problems.add(
+            AdapterDoesNotFit,
+            f"{name} has token ids from {int(ids[0])} to {int(ids[-1])}; distinct ones in "
+            f"ascending order, below {shape.out_features}, are needed",
         )
 
 

@@ -3,13 +3,13 @@
 Shapes are checked when they are constructed, so that an existing pair can be multiplied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from engine.errors import AdapterDoesNotFit
-from engine.layout import WHOLE, ModuleKind, Shard
+from engine.layout import TOKEN_ID_DIGITS, WHOLE, ModuleKind, Shard
 
 
 @dataclass
@@ -19,7 +19,9 @@ class LoRALayerWeights:
     The module's delta is `scaling * lora_b @ lora_a`; `scaling` 0 or None: `lora_alpha / rank`.
     For a sharded module both are the parts that `shard` specifies. For kind EXPERTS both have the
     experts as their first dimension. For HEAD they are a layer's weight `[out, in]` and bias
-    `[out, 1]`, of rank 1. Raises `AdapterDoesNotFit` if shapes and rank contradict each other.
+    `[out, 1]`, of rank 1. For TOKENS they are rows `[tokens, in]` and the digits of their ids, and
+    `rank` is the number of tokens. Raises `AdapterDoesNotFit` if shapes and rank contradict each
+    other.
     """
 
     module_name: str
@@ -46,6 +48,8 @@ class LoRALayerWeights:
         match self.kind, a, b:
             case ModuleKind.HEAD, (out, _), (height, 1):
                 return out == height and self.rank == 1
+            case ModuleKind.TOKENS, (count, _), (tokens, digits):
+                return count == tokens == self.rank and digits == TOKEN_ID_DIGITS
             case ModuleKind.EXPERTS, (count, a_rank, _), (experts, _, b_rank):
                 return (
                     count == experts
@@ -223,6 +227,11 @@ def stack_experts(module_name: str, loras: Sequence[LoRALayerWeights]) -> LoRALa
         scaling=scaling,
         kind=ModuleKind.EXPERTS,
     )
+
+
+def highest_rank(loras: Iterable[LoRALayerWeights]) -> int:
+    """Return the highest rank of an adapter's modules; 1 if it has trained tokens alone."""
+    return max((lora.rank for lora in loras if lora.kind is not ModuleKind.TOKENS), default=1)
 
 
 def scaled(lora_b: torch.Tensor, scaling: float) -> torch.Tensor:

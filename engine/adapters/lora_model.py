@@ -10,6 +10,14 @@ from typing import Any, Final
 
 import torch
 
+from engine.adapters.base_copies import (
+    Comparison,
+    Reader,
+    check_same,
+    comparisons_of,
+    differing_copies,
+    read_more,
+)
 from engine.adapters.compatibility import (
     AdapterTarget,
     MatchedTensors,
@@ -21,9 +29,9 @@ from engine.adapters.expert_stacks import MoEEPLoadSpec, expert_stacks, expert_s
 from engine.adapters.files.directory import open_adapter
 from engine.adapters.files.formats import open_weights
 from engine.adapters.files.problems import Problems
-from engine.adapters.files.weights_file import ValueRange, value_range
+from engine.adapters.files.weights_file import ReadTensors, TensorsInMemory, ValueRange
 from engine.adapters.finite_values import check_values
-from engine.adapters.layer_weights import LoRALayerWeights
+from engine.adapters.layer_weights import LoRALayerWeights, highest_rank
 from engine.adapters.lora_request import tensorizer_directory
 from engine.adapters.module_paths import ModulePathResolver, suffixes
 from engine.adapters.output_vectors import ReadBase, fold_vectors
@@ -32,7 +40,7 @@ from engine.adapters.peft_config import PEFTHelper
 from engine.adapters.weights_mapper import rename_of
 from engine.config import DEFAULT_BOUNDS
 from engine.errors import AdapterDoesNotFit
-from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard
+from engine.layout import WHOLE, ModuleKind, ModuleShape, Shard, token_digits
 from engine.submatrix import WHOLE_TENSOR, Submatrix
 
 _lora_ids: Final = count(1)
@@ -129,12 +137,15 @@ class LoRAModel:
         matched = match_tensors(tensors, peft_helper, resolver, target, problems).for_experts()
         check_vocabulary(matched.pairs, tensors, model_vocab_size, problems)
         problems.raise_if_any()
-        wanted = [name for pair in matched.stored() for name in pair.factors()]
-        ranges = {name: value_range(tensors[name]) for name in wanted}
-        placed = {name: tensors[name].to(device, dtype) for name in wanted}
+        reader, compared = TensorsInMemory(tensors), comparisons_of(matched.copies)
+        wanted = {name: WHOLE_TENSOR for pair in matched.stored() for name in pair.factors()}
+        found = reader.read(wanted, visitors=compared)
+        if target is not None:
+            matched = settle(matched, compared, found, reader, target, problems)
+        placed = {name: tensor.to(device, dtype) for name, tensor in found.tensors.items()}
         parts = expert_submatrices(matched.experts).items()
         placed |= {name: part.select(placed[name]) for name, part in parts}
-        return cls._checked(lora_model_id, matched, placed, ranges, dtype, target)
+        return cls._checked(lora_model_id, matched, placed, found.ranges, dtype, target)
 
     @classmethod
     def from_local_checkpoint(  # noqa: PLR0913 - the signature of vLLM
@@ -174,8 +185,10 @@ class LoRAModel:
             check_vocabulary(matched.pairs, reader.tensors, model_vocab_size, problems)
             problems.raise_if_any()
             matched = _without_remote(matched.for_experts(local_experts), moe_ep_spec)
-            wanted = _wanted(matched)
-            found = reader.read(wanted)
+            compared = comparisons_of(matched.copies)
+            found = reader.read(_wanted(matched), visitors=compared)
+            if target is not None:
+                matched = settle(matched, compared, found, reader, target, problems)
             files.check_unchanged()
         placed = {name: tensor.to(device, dtype) for name, tensor in found.tensors.items()}
         return cls._checked(lora_model_id, matched, placed, found.ranges, dtype, target)
@@ -225,7 +238,7 @@ class LoRAModel:
         fold_vectors(loras, matched.vectors, tensors, read_base)
         if not loras:
             raise AdapterDoesNotFit("no module is touched; this rank keeps none of the experts")
-        rank = max(lora.rank for lora in loras.values())
+        rank = highest_rank(loras.values())
         is_3d, helper = matched.is_3d_lora_weight, matched.helper
         return cls(lora_model_id, rank, loras, is_3d, peft_helper=helper)
 
@@ -250,6 +263,28 @@ class LoadedAdapter:
     warnings: tuple[str, ...] = ()
 
 
+def settle(
+    matched: MatchedTensors,
+    compared: Mapping[str, Comparison],
+    found: ReadTensors,
+    reader: Reader,
+    model: AdapterTarget,
+    problems: Problems,
+) -> MatchedTensors:
+    """Return the tensors with the modules that changed copies of base weights replace.
+
+    `compared`: the visitors of the copies, which have seen all values. The weights of these modules
+    are added to `found`. Raises one error for all problems with copies.
+    """
+    differing = differing_copies(matched.copies, compared, problems)
+    matched = matched.with_changed(differing, model, problems)
+    problems.raise_if_any()
+    read_more(reader, matched.pairs, found)
+    check_same(matched.same, found.tensors, reader, problems)
+    problems.raise_if_any()
+    return matched
+
+
 def _resolver(
     target: AdapterTarget | None, weights_mapper: object, skip_prefixes: Iterable[str] | None
 ) -> ModulePathResolver:
@@ -264,7 +299,8 @@ def _check_expected(matched: MatchedTensors, expected: Collection[str], problems
 
     Modules that the adapter replaces whole have no A and B, so they are not among the expected.
     """
-    adapted = [pair.module for pair in matched.pairs if pair.kind is not ModuleKind.HEAD]
+    replacing = (ModuleKind.HEAD, ModuleKind.TOKENS)
+    adapted = [pair.module for pair in matched.pairs if pair.kind not in replacing]
     names = {module: [module] for module in adapted}
     for pair, columns, _ in matched.experts:
         paths = [column.name for column in columns]
@@ -294,6 +330,12 @@ def _weights(
     pair: TensorPair, tensors: Mapping[str, torch.Tensor], shard: Shard
 ) -> LoRALayerWeights:
     a = tensors[pair.a]
+    if pair.kind is ModuleKind.TOKENS:
+        ids, order = torch.tensor(pair.token_ids).sort()
+        digits = token_digits(ids).to(a.device)
+        return LoRALayerWeights(
+            pair.module, pair.rank, pair.alpha, a[order.to(a.device)], digits, 1.0, kind=pair.kind
+        )
     b = a.new_zeros(len(a)) if pair.b is None else tensors[pair.b]
     if pair.kind is ModuleKind.HEAD:
         a = a if a.ndim > 1 else a[:, None]

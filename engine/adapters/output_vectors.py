@@ -18,7 +18,7 @@ from engine.adapters.layer_weights import LoRALayerWeights
 from engine.adapters.module_paths import ModulePathResolver
 from engine.adapters.pairs import TensorPair
 from engine.adapters.peft_config import PEFTHelper
-from engine.adapters.tensor_names import PREFIX, is_within
+from engine.adapters.tensor_names import is_within, path_of
 from engine.errors import AdapterDoesNotFit, NotFinite
 from engine.layout import AFFINE_SUFFIX, SAVED_SUFFIX, ModuleKind, ModuleShape
 
@@ -77,7 +77,7 @@ def take_vectors(
     vectors: list[OutputVector] = []
     others: list[str] = []
     for name in names:
-        path = name.removeprefix(PREFIX)
+        path = path_of(name)
         found = next(((r, m[1]) for r, p in patterns.items() if (m := p.match(path))), None)
         is_saved = found and any(is_within(found[1], saved) for saved in helper.modules_to_save)
         if found is None or is_saved or resolver.skips(path) or resolver.drops(found[1]):

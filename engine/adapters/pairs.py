@@ -24,7 +24,8 @@ _SCALING_MIN: Final = 1.2e-38
 class TensorPair(NamedTuple):
     """The names of one module's A `[rank, in]` and B `[out, rank]`, with rank, alpha and scaling.
 
-    For a head they are the weight `[out, in]` and the bias `[out]`, None if it has no bias.
+    For a head they are the weight `[out, in]` and the bias `[out]`, None if it has no bias. For
+    trained tokens `a` is their rows `[tokens, in]`, `rank` their number and `token_ids` their ids.
     """
 
     module: str
@@ -34,6 +35,7 @@ class TensorPair(NamedTuple):
     alpha: float
     scaling: float
     kind: ModuleKind = ModuleKind.LINEAR
+    token_ids: tuple[int, ...] = ()
 
     def factors(self) -> dict[str, float]:
         """Return its tensors, with the factor by which each is multiplied before rounding."""
@@ -41,7 +43,7 @@ class TensorPair(NamedTuple):
 
     def submatrices(self, shard: Shard) -> dict[str, Submatrix]:
         """Return its tensors, with the part of each that a process with this shard keeps."""
-        if self.kind is ModuleKind.HEAD:
+        if self.kind in (ModuleKind.HEAD, ModuleKind.TOKENS):
             return dict.fromkeys(self.factors(), WHOLE_TENSOR)
         parts = (shard.a_submatrix(self.rank), shard.b_submatrix())
         return dict(zip(self.factors(), parts, strict=True))
@@ -140,9 +142,19 @@ def size_difference(pair: TensorPair, shape: ModuleShape, tensors: Tensors) -> s
         is_same = found == [shape.out_features, shape.in_features]
         name = pair.module.removesuffix(SAVED_SUFFIX)
         return "" if is_same else f"{name} has a weight {a}; {expected}"
+    if pair.kind is ModuleKind.TOKENS:
+        return _token_difference(pair, shape, a)
     b = [] if pair.b is None else list(tensors[pair.b].shape)
     is_same = (len(a), a[1:], b[0]) == (len(b), shape.input_sizes, shape.out_features)
     return "" if is_same else f"{pair.module} has A {a} and B {b}; {expected}"
+
+
+def _token_difference(pair: TensorPair, shape: ModuleShape, rows: list[int]) -> str:
+    beyond = [one for one in pair.token_ids if one >= shape.out_features]
+    if beyond:
+        return f"{pair.a} has rows of tokens {beyond[:4]}; this model has {shape.out_features}"
+    is_same = rows[1:] == [shape.in_features]
+    return "" if is_same else f"{pair.a} is {rows}; in this model a row has {shape.in_features}"
 
 
 def check_rank_divisible(module: str, rank: int, shard: Shard) -> None:

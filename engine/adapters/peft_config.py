@@ -65,6 +65,17 @@ def _is_name_or_names(value: Any) -> bool:
     return isinstance(value, str) or _are_names(value)
 
 
+def _are_token_indices(value: Any) -> bool:
+    lists = list(value.values()) if isinstance(value, dict) else [value]
+    return _is_off(value) or all(map(_are_token_ids, lists))
+
+
+def _are_token_ids(value: Any) -> bool:
+    if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+        return False
+    return 0 < len(value) == len(set(value))
+
+
 BIASES: Final = ("none", "all", "lora_only")
 """The values of `bias`: which trained biases an adapter contains."""
 
@@ -123,8 +134,8 @@ FIELD_RULES: Final = (
     FieldRule("target_parameters", _are_names, "a list of names is needed"),
     FieldRule(
         "trainable_token_indices",
-        _is_off,
-        "rows of an embedding are not replaced; save it whole (modules_to_save)",
+        _are_token_indices,
+        "distinct token ids are needed, as a list or as an object of lists by module",
     ),
     FieldRule("use_qalora", _is_off, "QA-LoRA pools the inputs of A; convert it to plain LoRA"),
     FieldRule(
@@ -170,9 +181,12 @@ class PEFTHelper:
     `layers_to_transform`: the only layers that are adapted; None for all. `layers_pattern`: the
     names of the lists that these layers are in; empty for any list.
     `modules_to_save`: modules that the adapter replaces. `target_parameters`: adapted
-    parameters, by path or its end. `base_model_name`: for error texts only. A program that has no
-    config file constructs one of `r`, `lora_alpha` and `target_modules`; lists and dicts are taken
-    as they are in a config. Raises `AdapterConfigRefused` for a rank or an alpha that is none.
+    parameters, by path or its end. `base_model_name`: for error texts only. `token_indices`: the
+    tokens of trained rows, by the end of an embedding's or head's path; a list alone has the empty
+    end, which every path has. `ensure_weight_tying`: what is saved for one of tied modules is for
+    all of them. A program that has no config file constructs one of `r`, `lora_alpha` and
+    `target_modules`; lists and dicts are taken as they are in a config. Raises
+    `AdapterConfigRefused` for a rank or an alpha that is none.
     """
 
     r: int
@@ -192,6 +206,9 @@ class PEFTHelper:
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: frozenset[int] | None = None
     layers_pattern: tuple[str, ...] = ()
+
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    ensure_weight_tying: bool = False
 
     def __post_init__(self) -> None:
         try:
@@ -266,6 +283,8 @@ class PEFTHelper:
             exclude_modules=fields.text("exclude_modules") or fields.names("exclude_modules"),
             layers_to_transform=fields.layers(),
             layers_pattern=fields.lists_of_layers(),
+            token_indices=_token_indices(config.get("trainable_token_indices")),
+            ensure_weight_tying=fields.switch("ensure_weight_tying"),
         )
         return helper if len(problems) == refused else None
 
@@ -306,6 +325,19 @@ class PEFTHelper:
         """Return the factor of a module's B: alpha over rank, or over its square root (rsLoRA)."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def trained_tokens_of(self, module: str) -> tuple[int, ...] | None:
+        """Return the tokens of a module's trained rows in their order; None if it has none.
+
+        Raises `AdapterConfigRefused` if keys for different tokens match the module.
+        """
+        found = {ids for end, ids in self.token_indices.items() if module.endswith(end)}
+        if len(found) > 1:
+            raise AdapterConfigRefused(
+                f"trainable_token_indices has several keys for {module}, with different tokens; "
+                "one is needed"
+            )
+        return found.pop() if found else None
 
     def targets_parameter(self, path: str) -> bool:
         """Whether the parameter at this path is adapted itself, rather than its linear layer."""
@@ -434,6 +466,13 @@ class _Fields:
 
     def _refused(self, text: str) -> None:
         self._problems.add(AdapterConfigRefused, text)
+
+
+def _token_indices(value: Any) -> dict[str, tuple[int, ...]]:
+    if _is_off(value) or not _are_token_indices(value):
+        return {}
+    by_end = value if isinstance(value, dict) else {"": value}
+    return {end: tuple(ids) for end, ids in by_end.items()}
 
 
 def _as_rank(value: Any) -> int:

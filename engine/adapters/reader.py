@@ -4,8 +4,10 @@ Everything is checked before anything is kept, and all problems are reported in 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from engine.adapters.base_copies import comparisons_of
 from engine.adapters.checked_files import CheckedFiles
 from engine.adapters.compatibility import (
     AdapterTarget,
@@ -17,11 +19,11 @@ from engine.adapters.files.directory import AdapterFiles, open_adapter
 from engine.adapters.files.formats import open_weights
 from engine.adapters.files.problems import Problems, shown
 from engine.adapters.finite_values import check_values
-from engine.adapters.lora_model import LoadedAdapter, LoRAModel
+from engine.adapters.lora_model import LoadedAdapter, LoRAModel, settle
 from engine.adapters.peft_config import PEFTHelper, decode_config
 from engine.adapters.tensor_names import sort_names
 from engine.config import DEFAULT_BOUNDS, AdapterBounds
-from engine.errors import AdapterNotFound, EngineError
+from engine.errors import AdapterNotFound, EngineError, bounded_details
 from engine.layout import blob_bytes
 
 
@@ -56,6 +58,8 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
                 return kept
             known = None if checked is None else checked.fingerprint_of(files)
             loaded = _read(files, model, bounds, is_follower, is_3d_lora_weight, known)
+            if not is_follower and (is_check or checked is None):
+                loaded = _with_tokenizer_checked(files, model, loaded)
             files.check_unchanged()
             if checked is not None:
                 checked.remember(files, loaded, keeps=is_check)
@@ -66,6 +70,14 @@ def read_adapter(  # noqa: PLR0913 - each is needed for reading
         raise AdapterNotFound(
             f"adapter {shown(adapter or path)} can't be read: {error.strerror}"
         ) from error
+
+
+def _with_tokenizer_checked(
+    files: AdapterFiles, model: AdapterTarget, loaded: LoadedAdapter
+) -> LoadedAdapter:
+    """Add the warnings about the tokenizer beside the adapter."""
+    found = () if model.tokenizer is None else model.tokenizer.warnings_about(files)
+    return replace(loaded, warnings=bounded_details((*loaded.warnings, *found)))
 
 
 def _read(
@@ -85,21 +97,23 @@ def _read(
     with problems.collecting():
         reader = open_weights(files.weights, bounds)
         if helper is None:
-            check_names(sort_names(reader.tensors, model.path_resolver()), None, problems)
+            check_names(sort_names(reader.tensors, model.path_resolver()), problems)
     if helper is None or reader is None:
         raise problems.error()
     with problems.collecting():
         matched = match_tensors(reader.tensors, helper, model.path_resolver(), model, problems)
         check_expert_format(is_3d_lora_weight, matched)
     problems.raise_if_any()
-    wanted = matched.submatrices(model.modules)
+    wanted, compared = matched.submatrices(model.modules), comparisons_of(matched.copies)
     if is_follower or known is not None:
-        found, fingerprint = reader.read(wanted, is_checked=known is not None), known or ""
+        is_checked, fingerprint = known is not None, known or ""
+        found = reader.read(wanted, is_checked=is_checked, visitors=compared)
     else:
-        found, fingerprint = reader.read_all(wanted, config)
+        found, fingerprint = reader.read_all(wanted, config, compared)
+    matched = settle(matched, compared, found, reader, model, problems)
     dtype = model.lora_config.dtype
     # Experts of other ranks are checked by these.
-    kept = [] if known is not None else [pair for pair in matched.stored() if pair.a in wanted]
+    kept = [pair for pair in matched.stored() if pair.a in found.ranges]
     check_values(kept, found.ranges, dtype, problems)
     problems.raise_if_any()
     shards = {name: shape.shard for name, shape in model.modules.items()}

@@ -55,11 +55,18 @@ class Waiting(NamedTuple):
 
 
 class KVUse(NamedTuple):
-    """The bytes of keys and values, and their budget; 0 where they have none. How they are kept."""
+    """The bytes of keys and values, and their budget; 0 where they have none. How they are kept.
+
+    Of a paged cache, there are `blocks` of `block_tokens` tokens each. `shares_prefixes`: whether
+    prompts reuse those of earlier ones.
+    """
 
     size_bytes: int
     size_bytes_max: int
     layout: KVLayout = ""
+    blocks: int = 0
+    block_tokens: int = 0
+    shares_prefixes: bool = False
 
 
 class SequenceBatch(Protocol):

@@ -75,8 +75,15 @@ class PagedBatch:
     @property
     def kv_use(self) -> KVUse:
         """The bytes of the blocks that sequences hold, and of all blocks."""
-        block_bytes = self._flat.cache.block_bytes
-        return KVUse(self.pool.held * block_bytes, self.pool.blocks * block_bytes, "paged")
+        block_bytes, blocks = self._flat.cache.block_bytes, self.pool.blocks
+        return KVUse(
+            self.pool.held * block_bytes,
+            blocks * block_bytes,
+            "paged",
+            blocks,
+            BLOCK_TOKENS,
+            self._shares_prefixes,
+        )
 
     @property
     def tokens_held(self) -> int:

@@ -31,7 +31,7 @@ from engine.punica.mapping import BASE
 from engine.punica.wrapper import PunicaWrapper
 from messages.commands import ResumeGeneration, StartPooling
 from messages.ids import OpId, RequestId, Slot
-from messages.prompts import TextPrompt
+from messages.prompts import TextPrompt, Truncation
 from messages.reports import OperationFailed, PoolingEnded, Report
 
 BATCH_TOKENS_MAX: Final = 8192
@@ -99,8 +99,8 @@ class PoolingScheduler:
 
     @property
     def running(self) -> list[OpId]:
-        """The operation whose texts are next."""
-        return self.operations[:1]
+        """The operations whose texts are in the next forward pass."""
+        return list(dict.fromkeys(request.command.op for request, _ in self._next_batch()))
 
     @property
     def kv_use(self) -> KVUse:
@@ -116,8 +116,12 @@ class PoolingScheduler:
                 "the model was saved without a classification head, so it has no scores of its "
                 "own; name an adapter that contains one"
             )
+        self._model.check_dimensions(command.dimensions)
         self._check_size(len(command.inputs))
-        texts = [self._tokenize(index, prompt) for index, prompt in enumerate(command.inputs)]
+        texts = [
+            self._tokenize(index, prompt, command.truncation)
+            for index, prompt in enumerate(command.inputs)
+        ]
         self._waiting[command.request_id] = PoolingRequest(command, texts)
 
     def _check_size(self, inputs: int) -> None:
@@ -136,15 +140,22 @@ class PoolingScheduler:
                 f"{PENDING_BYTES_MAX} may be: try again when some requests have ended"
             )
 
-    def _tokenize(self, index: int, prompt: TextPrompt) -> TokenizedText:
+    def _tokenize(
+        self, index: int, prompt: TextPrompt, truncation: Truncation | None
+    ) -> TokenizedText:
         """Return an input's tokens, after the model's own prompt where the input is a text."""
         first = 0
         if isinstance(prompt, str):
             prompt, first = self._model.prompt + prompt, self._model.skipped_tokens
+            if self._model.prompt and truncation is not None and truncation.side == "left":
+                raise RequestRefused(
+                    "truncation_side left would cut the model's own prompt, which every input "
+                    "begins with; use right"
+                )
         try:
-            tokens = prompt_tokens(self._model, prompt)
+            tokens = prompt_tokens(self._model, prompt, truncation=truncation)
         except RequestRefused as error:
-            raise RequestRefused(f"input {index}: {error}") from error
+            raise error.about(f"input {index}") from error
         if first >= len(tokens):
             raise RequestRefused(
                 f"input {index} has only the tokens of the model's own prompt, which do not count"
@@ -213,7 +224,8 @@ class PoolingScheduler:
         # Vectors are the leader's. So is the check of them: requests must end alike on all ranks.
         finite = self._model.group.broadcast_numbers(results.isfinite().all(-1).tolist())
         for (request, _), row, is_finite in zip(batch, results, finite, strict=True):
-            request.add_result(row, bool(is_finite))
+            own = self._model.shortened(row, request.command.dimensions)
+            request.add_result(own, bool(is_finite))
         for request in dict.fromkeys(request for request, _ in batch):
             if not request.is_finite:
                 text = "the model's output is not finite; check the adapter's weights"

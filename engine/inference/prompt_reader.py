@@ -1,6 +1,6 @@
 """What a generation needs before it is queued: its prompt's tokens and its compiled structure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -59,6 +59,16 @@ class PromptReader:
             )
         if sampling.structure is not None and sampling.min_tokens:
             raise RequestRefused("min_tokens and a structure exclude each other")
+        self._check_known("logit_bias", [token for token, _ in sampling.logit_bias])
+        self._check_known("stop_token_ids", sampling.stop_token_ids)
+
+    def _check_known(self, option: str, tokens: Iterable[int]) -> None:
+        unknown = [token for token in tokens if token >= self._model.vocab_size]
+        if unknown:
+            raise RequestRefused(
+                f"{option} has token {unknown[0]}; this model's are 0 to "
+                f"{self._model.vocab_size - 1}"
+            )
 
     def _check_scored(self, prompt: ProcessedPrompt) -> ProcessedPrompt:
         """Refuse more tokens than may have logits at once: images are read in one pass."""

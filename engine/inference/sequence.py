@@ -33,7 +33,8 @@ class PreparedPrompt(NamedTuple):
 class Output:
     """The output so far: all tokens, and the pieces of text that were streamed with them.
 
-    `logprobs` has an entry per token, if they were requested. `finish_reason` is set at the end.
+    `logprobs` has an entry per token, if they were requested, and one for `end_token`.
+    `finish_reason` is set at the end.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Output:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    end_token: int | None = None
 
 
 class Sequence:
@@ -143,13 +145,14 @@ class Sequence:
         but the stop string's text is not, unless `include_stop` is set.
         """
         output, sampling = self.output, self.command.sampling
+        if self.sampler.logprob is not None:
+            output.logprobs.append(self.sampler.logprob)
         if token in self._end_ids:
+            output.end_token = token
             output.stop_reason = token if token in sampling.stop_token_ids else None
             return self.flush(), "stop"
         output.tokens.append(token)
         self.sampler.append(token)
-        if self.sampler.logprob is not None:
-            output.logprobs.append(self.sampler.logprob)
         text = self._detokenizer.add(token) if self._detokenizer else ""
         if len(output.tokens) >= sampling.min_tokens:
             text = self._stop_filter.add(text)
@@ -180,6 +183,7 @@ class Sequence:
             output.stop_reason if output.finish_reason else None,
             tuple(output.logprobs[offset:]),
             tuple(prompt.entries) if prompt is not None and offset == 0 else (),
+            output.end_token,
         )
 
     def full_output(self) -> TokensStreamed:

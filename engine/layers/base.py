@@ -13,10 +13,11 @@ from torch.nn.functional import linear
 
 from engine.errors import NotFinite
 from engine.kernels.operands import LoRASlices, RowOrder
-from engine.layers.saved import SavedWeights
+from engine.layers.saved import SavedWeights, TokenRows
 from engine.layout import (
     AFFINE_SUFFIX,
     SAVED_SUFFIX,
+    TOKENS_SUFFIX,
     WHOLE,
     ModuleKind,
     ModuleShape,
@@ -69,6 +70,7 @@ class BaseLayerWithLoRA(nn.Module):
         self._punica: PunicaWrapper | None = None
         self._saved: tuple[SavedWeights, ...] = ()
         self._affine: tuple[SavedWeights, ...] = ()
+        self._tokens: tuple[TokenRows, ...] = ()
         # Of the inputs, as a trial observed it.
         self.row_order = RowOrder.MAPPING
 
@@ -180,7 +182,16 @@ class BaseLayerWithLoRA(nn.Module):
             whole = (parent + affine.name if affine.name else name) + AFFINE_SUFFIX
             sizes = (1, affine.out_features, column)
             shapes.append(ModuleShape(whole, *sizes, kind=ModuleKind.HEAD, is_optional=True))
+        for tokens in self.token_shapes:
+            whole, column = name + TOKENS_SUFFIX, first_column + directory_columns(shapes)
+            sizes = (tokens.in_features, tokens.out_features, column)
+            shapes.append(ModuleShape(whole, *sizes, kind=ModuleKind.TOKENS, is_optional=True))
         return shapes
+
+    @property
+    def token_shapes(self) -> tuple[SliceShape, ...]:
+        """The layer, if an adapter may replace rows of single tokens: embeddings and heads."""
+        return ()
 
     @property
     def affine_shapes(self) -> tuple[SliceShape, ...]:
@@ -243,11 +254,14 @@ class BaseLayerWithLoRA(nn.Module):
         ValueError for another number.
         """
         slices, saved = len(self.slice_shapes), len(self.saved_shapes)
-        if len(columns) not in (slices, slices + saved + len(self.affine_shapes)):
+        whole = saved + len(self.affine_shapes)
+        if len(columns) not in (slices, slices + whole + len(self.token_shapes)):
             raise ValueError(f"{len(columns)} columns for a layer of {slices} slices")
         self._arena, self._columns = arena, tuple(columns[:slices])
-        optional = tuple(SavedWeights(arena, column) for column in columns[slices:])
-        self._saved, self._affine = optional[:saved], optional[saved:]
+        optional = columns[slices:]
+        weights = tuple(SavedWeights(arena, column) for column in optional[:whole])
+        self._saved, self._affine = weights[:saved], weights[saved:]
+        self._tokens = tuple(TokenRows(arena, column) for column in optional[whole:])
         self._bind(arena)
 
     def _bind(self, arena: Arena) -> None:
@@ -299,11 +313,19 @@ class BaseLayerWithLoRA(nn.Module):
     def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return `base(x)`, [..., out], with the batch's deltas; both may be computed concurrently.
 
-        A subclass that adds its deltas differently overrides this and `add_lora` together.
+        Deltas are added to what an adapter has in place of the base output. A subclass that adds
+        them differently overrides this and `add_lora` together.
         """
         if self._punica is None or self._slices is None:
             return base(x)
-        return self._punica.with_lora_linear(lambda: self.transform_rows(base(x)), x, self._slices)
+        return self._punica.with_lora_linear(lambda: self.own_output(base(x), x), x, self._slices)
+
+    def own_output(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return the base output with the rows that adapters change other than by a delta.
+
+        y: [..., out], changed in place where it is contiguous. x: [..., in].
+        """
+        return self.replace_rows(self.transform_rows(y), x)
 
     def plain_product(self, x: Tensor) -> Tensor:
         """Return the output, [..., out], of a base layer that is only a product with its weight."""
@@ -338,13 +360,13 @@ class BaseLayerWithLoRA(nn.Module):
         return y
 
     def replace_rows(self, y: Tensor, x: Tensor) -> Tensor:
-        """Write the outputs of the rows whose adapter replaces a module whole; return `y`.
+        """Write the outputs of the rows whose adapter replaces a module whole; return the result.
 
-        y: [..., out], contiguous, with each saved module's columns in their order. x: [..., in].
+        y: [..., out], with each saved module's columns in their order. x: [..., in].
         """
         if not (self._saved and self._bound().has_heads):
             return y
-        inputs = x.reshape(-1, x.shape[-1])
+        y, inputs = y.contiguous(), x.reshape(-1, x.shape[-1])
         outputs, start = y.view(len(inputs), -1), 0
         for saved, width in zip(self._saved, self._saved_widths, strict=True):
             columns = slice(start, start + width)

@@ -63,9 +63,14 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         y: Tensor = self.base_layer(token_ids)
         if self._punica is not None and self._slices is not None:
             rows = y.view(-1, y.shape[-1])
-            self._punica.add_lora_embedding(rows, token_ids, self._slices, self._scale)
             self._replace(rows, token_ids)
+            self._punica.add_lora_embedding(rows, token_ids, self._slices, self._scale)
         return y
+
+    @property
+    def token_shapes(self) -> tuple[SliceShape, ...]:
+        """The embedding; every rank holds an adapter's rows."""
+        return (SliceShape(self.base_layer.embedding_dim, self.base_layer.num_embeddings),)
 
     @property
     def saved_shapes(self) -> tuple[SliceShape, ...]:
@@ -76,11 +81,19 @@ class VocabParallelEmbeddingWithLoRA(BaseLayerWithLoRA):
         return (SliceShape(base.embedding_dim, base.num_embeddings),)
 
     def _replace(self, y: Tensor, ids: Tensor) -> None:
-        """Write the rows of adapters that have the whole embedding; ids: [...], a row of y each."""
+        """Write the rows of adapters that have their own embedding, or own rows of some tokens.
+
+        ids: [...], a row of y each.
+        """
+        if not self._bound().has_heads:
+            return
         flat = ids.flatten()
         for saved in self._saved:
             for rows, weight, _ in saved.rows_of(self._punica, ids.shape, self.row_order):
                 y[rows] = embedding(flat[rows], weight).to(y.dtype) * self._scale
+        for tokens in self._tokens:
+            for trained in tokens.vectors_of(self._punica, ids.shape, self.row_order):
+                trained.replace_lookups(y, flat, self._scale)
 
     def _for_every_sequence(self, ids: Tensor) -> Tensor:
         tokens = None if self._punica is None else self._punica.adapted_tokens

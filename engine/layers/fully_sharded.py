@@ -74,7 +74,7 @@ class ShardedLoRA(BaseLayerWithLoRA):
 
     def with_lora(self, base: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Compute `base(x)` first: the exchange leaves nothing to run concurrently."""
-        return self.add_lora(base(x), x)
+        return self.add_lora(self.own_output(base(x), x), x)
 
     def add_lora(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the batch's deltas to `y` in place, with an exchange between shrink and expand."""

@@ -66,7 +66,7 @@ class PackedLinearWithLoRA(BaseLayerWithLoRA):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all children's outputs, concatenated, with deltas; x: [..., in_features]."""
-        return self.replace_rows(self.with_lora(self.plain_product, x), x)
+        return self.with_lora(self.plain_product, x)
 
     @property
     def affine_shapes(self) -> tuple[SliceShape, ...]:

@@ -151,6 +151,11 @@ class PackedSlice(nn.Module):
         self.out_features = call.base_layer.widths[index]
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of the child's rows."""
+        return self._call.base_layer.group.is_trivial
+
+    @property
     def weight(self) -> Tensor:
         """The child's weight, a view of the packed one."""
         return self._call.base_layer.part_weight(self._index)

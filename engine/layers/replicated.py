@@ -70,7 +70,7 @@ class ReplicatedLinearWithLoRA(BaseLayerWithLoRA):
         x, base = split_call(self.base_layer, inputs, named)
         if type(self.base_layer) is nn.Linear:
             base = self.plain_product
-        return self.replace_rows(self.with_lora(base, x), x)
+        return self.with_lora(base, x)
 
 
 def split_call(

@@ -1,16 +1,19 @@
-"""Layers that an adapter replaces whole (`modules_to_save`).
+"""Layers that an adapter replaces whole (`modules_to_save`), or for single tokens.
 
-A saved layer is computed exactly as the base layer is, for the rows of its adapter.
+A saved layer is computed exactly as the base layer is, for the rows of its adapter. An embedding or
+a head of which rows were trained (`trainable_token_indices`) is the base's for all other tokens.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import linear
 
 from engine.kernels.operands import RowOrder
-from engine.layout import ABSENT
+from engine.layout import ABSENT, token_ids_of
 from engine.punica.wrapper import PunicaWrapper
 from engine.residency.arena import Arena
 
@@ -57,6 +60,46 @@ class SavedWeights:
             saved = self._arena.weights(slot, self._column) if slot in self.slots else None
             if saved is not None:
                 yield SavedRows(groups.rows[start:end], saved[0], saved[1].flatten())
+
+
+class TokenVectors(NamedTuple):
+    """The rows of one adapter that has rows of its own for some tokens.
+
+    `token_ids`: [tokens] int64, ascending. `vectors`: [tokens, hidden], of the arena's dtype.
+    """
+
+    rows: Tensor
+    token_ids: Tensor
+    vectors: Tensor
+
+    def replace_lookups(self, y: Tensor, ids: Tensor, scale: float) -> None:
+        """Write the adapter's vectors into y [rows, hidden] where ids [rows] are its tokens."""
+        own = ids[self.rows]
+        found = torch.searchsorted(self.token_ids, own).clamp(max=len(self.token_ids) - 1)
+        is_own = (self.token_ids[found] == own)[:, None]
+        vectors = self.vectors[found].to(y.dtype) * scale
+        y[self.rows] = torch.where(is_own, vectors, y[self.rows])
+
+    def replace_logits(self, y: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        """Write the logits of the adapter's tokens into y [rows, vocabulary]; x: [rows, hidden].
+
+        PEFT computes a head with trained rows without its bias, so the adapter was trained so.
+        """
+        if bias is not None:
+            y[self.rows] -= bias.to(y.dtype)
+        logits = linear(x[self.rows], self.vectors.to(x.dtype))
+        y[self.rows[:, None], self.token_ids[None]] = logits.to(y.dtype)
+
+
+class TokenRows(SavedWeights):
+    """The column of the directory with the rows of single tokens that adapters have trained."""
+
+    def vectors_of(
+        self, punica: PunicaWrapper | None, shape: Sequence[int], row_order: RowOrder
+    ) -> Iterator[TokenVectors]:
+        """Yield the rows of each adapter with trained tokens; shape: the input's leading one."""
+        for rows, vectors, digits in self.rows_of(punica, shape, row_order):
+            yield TokenVectors(rows, token_ids_of(digits.view(len(vectors), -1)), vectors)
 
 
 class ReplaceableNorm:

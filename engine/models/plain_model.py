@@ -21,6 +21,7 @@ from engine.layers import (
     wrappers_for,
 )
 from engine.layers.convolution import refusal_of
+from engine.models.base_paths import BasePaths
 from engine.models.library.registry import PreTrainedModel
 from engine.models.preparation import (
     WrapScope,
@@ -68,7 +69,7 @@ class PlainModel(ServedModel):
             raise ModelRefused(f"{type(model).__name__} has no floating parameter to adapt")
         self.device: torch.device = first.device
         self.dtype = first.dtype
-        self._parameter_paths = frozenset(name for name, _ in model.named_parameters())
+        self._paths = BasePaths.of(model)
         self.tokenizer = None
         self.image_mapper = ImageMapper(None)
         self.image_part = None

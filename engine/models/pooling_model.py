@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from engine.config import LoRAConfig
-from engine.errors import ModelRefused
+from engine.errors import ModelRefused, RequestRefused
 from engine.models.library.registry import PreTrainedModel
 from engine.models.pooling_options import NO_OPTIONS, Pooling, PoolingOptions
 from engine.models.positions.rotary import scale_by_length
@@ -118,6 +118,31 @@ class PoolingModel(ServedModel):
             return pooled
         is_independent = problem == "multi_label_classification" or len(self.labels) == 1
         return pooled.sigmoid() if is_independent else pooled.softmax(-1)
+
+    def check_dimensions(self, dimensions: int) -> None:
+        """Raise `RequestRefused` for a length of vectors that the model was not trained for."""
+        if not dimensions:
+            return
+        if self.task != "embed":
+            raise RequestRefused("dimensions are of embeddings, and the model classifies")
+        trained = getattr(self.model.config, "matryoshka_dimensions", None)
+        if not trained and not getattr(self.model.config, "is_matryoshka", False):
+            raise RequestRefused(
+                f"dimensions {dimensions}, and the model was not trained for shorter vectors than "
+                f"its own (matryoshka_dimensions or is_matryoshka in its config.json): leave "
+                f"dimensions out, for vectors of {self.width} numbers"
+            )
+        allowed = trained or range(1, self.width + 1)
+        if dimensions not in allowed or dimensions > self.width:
+            shown = f"one of {sorted(trained)}" if trained else f"1 to {self.width}"
+            raise RequestRefused(f"dimensions must be {shown} for this model, got {dimensions}")
+
+    def shortened(self, row: Tensor, dimensions: int) -> Tensor:
+        """Return the first `dimensions` numbers of a vector, 0 for all; row: [width] float32."""
+        if not dimensions:
+            return row
+        row = row[:dimensions]
+        return normalize(row, dim=0) if self._normalize else row
 
     def mapping(self, prompts: Prompts, adapter_ids: Sequence[int]) -> LoRAMapping:
         """Return a mapping of each text's tokens to its adapter; padding uses the base model."""

@@ -12,9 +12,11 @@ from typing import Any, Final
 
 import torch
 
+from engine.adapters.base_copies import HeldWeight
 from engine.adapters.compatibility import AdapterTarget
 from engine.adapters.module_paths import Equivalence, equivalences_of
 from engine.adapters.output_vectors import BaseWeights
+from engine.adapters.saved_tokenizer import BaseTokenizer, Vocabulary
 from engine.config import LoRAConfig
 from engine.errors import ModelRefused
 from engine.layers import (
@@ -25,7 +27,8 @@ from engine.layers import (
 from engine.layers.missing import missing_layers
 from engine.layers.saved import ReplaceableNorm
 from engine.layout import ModuleShape
-from engine.models.library.registry import PreTrainedModel
+from engine.models.base_paths import BasePaths, held_weight
+from engine.models.library.registry import AutoTokenizer, PreTrainedModel
 from engine.models.positions.context import longest_context
 from engine.models.preparation import WrapScope, module_shapes, prepare_layers
 from engine.models.sharding import experts_of
@@ -33,6 +36,7 @@ from engine.models.tasks import Task
 from engine.models.trials.probe import ProbeSpec
 from engine.models.vision.encoder import ImagePart, find_image_part
 from engine.models.vision.mapping import NO_PUNICAS, ImageMapper, ImagePunicas
+from engine.models.weights.source import LOCAL
 from engine.parallel import SINGLE, ParallelGroup
 from engine.punica.mapping import MappingType
 from engine.punica.wrapper import PunicaWrapper
@@ -82,7 +86,7 @@ class ServedModel:
         """`context_tokens_max` 0 selects the model's own."""
         self.model = model.eval().requires_grad_(False)
         # Before layers are wrapped, which changes paths.
-        self._parameter_paths = frozenset(name for name, _ in model.named_parameters())
+        self._paths = BasePaths.of(model)
         self.tokenizer = tokenizer
         self.device: torch.device = model.device
         self.dtype = model.dtype
@@ -133,13 +137,33 @@ class ServedModel:
             requires_head=self.without_head,
             missing_layers=tuple(missing_layers(self.model)),
             read_base=self._base_weights,
-            has_parameter=self._has_parameter,
+            has_parameter=self._paths.has_parameter,
             unwrapped=self.unwrapped,
+            tokenizer=BaseTokenizer(self._vocabulary, self.vocab_size),
+            token_embedding=self._paths.token_embedding,
+            tied=self._paths.tied,
+            held=self._held,
+            has_module=self._paths.has_module,
         )
 
-    def _has_parameter(self, name: str) -> bool:
-        ending = f".{name}"
-        return any(path == name or path.endswith(ending) for path in self._parameter_paths)
+    def _vocabulary(self) -> Vocabulary | None:
+        """Return the tokens of the model's tokenizer; None if the tokenizer is not known.
+
+        A model that was loaded elsewhere has that of the directory, or of the cache's model, that
+        it was loaded from.
+        """
+        tokenizer, origin = self.tokenizer, getattr(self.model, "name_or_path", "")
+        if tokenizer is None and origin:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(origin, **LOCAL)
+            except (OSError, ValueError, KeyError, ImportError):
+                return None
+        vocabulary: Vocabulary | None = None if tokenizer is None else tokenizer.get_vocab()
+        return vocabulary
+
+    def _held(self, module: str, field: str) -> HeldWeight | None:
+        """Return the rows of a module's parameter that this process has; None if unreadable."""
+        return held_weight(self.model.get_submodule(module), field)
 
     def _base_weights(self, module: str) -> BaseWeights | None:
         """Return the base weights of a linear module or a norm; None where they can't be read."""

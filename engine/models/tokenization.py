@@ -7,26 +7,40 @@ takes any resource.
 from collections.abc import Sequence
 from typing import Any, Final
 
-from engine.errors import RequestRefused
+from engine.errors import ContextExceeded, RequestRefused
 from engine.models.served_model import ServedModel
-from messages.prompts import IllustratedPrompt, Prompt, TextPrompt
+from messages.prompts import IllustratedPrompt, Prompt, TextPrompt, Truncation
 
 CHARACTERS_PER_TOKEN_MAX: Final = 32
 """A text longer than this many times the context is refused before it is tokenized."""
 
 
-def prompt_tokens(model: ServedModel, prompt: Prompt, output_tokens: int = 0) -> list[int]:
+def prompt_tokens(
+    model: ServedModel,
+    prompt: Prompt,
+    output_tokens: int = 0,
+    truncation: Truncation | None = None,
+) -> list[int]:
     """Return the token ids of a prompt that must leave `output_tokens` of the context.
 
-    Raises `RequestRefused`.
+    Raises `RequestRefused`. With a truncation no prompt is too long; a text of more characters than
+    `check_text` allows is cut to these first.
     """
     if isinstance(prompt, IllustratedPrompt):
         raise RequestRefused("images in the prompt; this engine accepts text alone")
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise RequestRefused("the model's directory has no tokenizer, so prompts are token ids")
+        if truncation is not None:
+            prompt = _cut_text(model, prompt, truncation)
         check_text(model, prompt)
     tokens = _tokenize(model.tokenizer, prompt)
+    if truncation is not None:
+        content = tokens
+        if isinstance(prompt, str):
+            content = model.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        limit = min(truncation.tokens or model.context_tokens_max, model.context_tokens_max)
+        tokens = truncation.cut(tokens, content, limit - output_tokens)
     media = model.media_tokens.intersection(tokens)
     if media:
         raise RequestRefused(
@@ -38,17 +52,22 @@ def prompt_tokens(model: ServedModel, prompt: Prompt, output_tokens: int = 0) ->
 
 
 def check_text(model: ServedModel, text: str) -> None:
-    """Raise `RequestRefused` for a text that is too long to be tokenized."""
+    """Raise `ContextExceeded` for a text that is too long to be tokenized."""
     characters_max = model.context_tokens_max * CHARACTERS_PER_TOKEN_MAX
     if len(text) > characters_max:
-        raise RequestRefused(
-            f"a prompt of {len(text)} characters; at most {characters_max} are read for a context "
-            f"of {model.context_tokens_max} tokens"
+        raise ContextExceeded(
+            f"{_limit(model.context_tokens_max)} the prompt is too long: {len(text)} characters "
+            f"> {characters_max} that are tokenized for it; shorten the prompt"
         )
 
 
+def _cut_text(model: ServedModel, text: str, truncation: Truncation) -> str:
+    characters_max = model.context_tokens_max * CHARACTERS_PER_TOKEN_MAX
+    return text[-characters_max:] if truncation.side == "left" else text[:characters_max]
+
+
 def check_tokens(model: ServedModel, tokens: Sequence[int], output_tokens: int) -> None:
-    """Raise `RequestRefused` for a token unknown to the model, or a context that is too short.
+    """Raise `RequestRefused` for a token unknown to the model, `ContextExceeded` for too many.
 
     Tokens that stand for images may be beyond the embedding, because they are not looked up.
     """
@@ -64,14 +83,21 @@ def check_tokens(model: ServedModel, tokens: Sequence[int], output_tokens: int) 
 def _check_length(found: int, output_tokens: int, allowed: int) -> None:
     """Refuse a prompt that leaves no space for `output_tokens`, of which 0 need none."""
     if found > allowed or (found == allowed and output_tokens):
-        raise RequestRefused(
-            f"the prompt ({found} tokens) does not fit the model's context ({allowed} tokens)"
+        most = allowed - 1 if output_tokens else allowed
+        raise ContextExceeded(
+            f"{_limit(allowed)} the prompt is too long: {found} tokens > {most} maximum; shorten "
+            "the prompt"
         )
     if found + output_tokens > allowed:
-        raise RequestRefused(
-            f"the prompt ({found} tokens) and max_tokens ({output_tokens}) do not fit the model's "
-            f"context ({allowed} tokens); max_tokens may be up to {allowed - found}"
+        raise ContextExceeded(
+            f"{_limit(allowed)} the prompt is too long for max_tokens {output_tokens}: it has "
+            f"{found} tokens; shorten it, or lower max_tokens to {allowed - found}"
         )
+
+
+def _limit(tokens: int) -> str:
+    """Return how refusals begin: programs recognize an exceeded context by this text."""
+    return f"this model's maximum context length is {tokens} tokens, and"
 
 
 def _tokenize(tokenizer: Any, prompt: TextPrompt) -> list[int]:

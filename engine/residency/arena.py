@@ -78,7 +78,8 @@ class Arena:
         self.slots_max = slots_max
         self.modules = sorted_by_column(modules)
         self._optional_columns = [one.index for one in self.modules if one.is_optional]
-        self._head_columns = [one.index for one in self.modules if one.kind is ModuleKind.HEAD]
+        replacing = (ModuleKind.HEAD, ModuleKind.TOKENS)
+        self._head_columns = [one.index for one in self.modules if one.kind in replacing]
         self._shape_at = {shape.index: shape for shape in self.modules}
         self.dtype = dtype
         self.device = torch.device(device)
@@ -208,12 +209,12 @@ class Arena:
         return self._matrices(start, rank, shape)
 
     def has_saved_layers(self, slot: int) -> bool:
-        """Whether the slot has optional module-slices: whole layers, or scales and shifts."""
+        """Whether the slot has optional slices: whole layers, scales and shifts, or token rows."""
         return bool((self.directory.host_offsets[slot, self._optional_columns] != ABSENT).any())
 
     @property
     def has_heads(self) -> bool:
-        """Whether any slot has a module-slice of kind HEAD; computed once per directory version."""
+        """Whether any slot has a slice of kind HEAD or TOKENS; computed once per version."""
         if self._heads_version != self.directory.version:
             found = self.directory.host_offsets[:, self._head_columns] != ABSENT
             self._has_heads = bool(found.any())

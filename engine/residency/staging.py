@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.adapters.layer_weights import LoRALayerWeights, scaled
+from engine.adapters.layer_weights import LoRALayerWeights, highest_rank, scaled
 from engine.adapters.lora_model import LoRAModel
 from engine.host_memory import allocate_host
 from engine.layout import (
@@ -114,7 +114,7 @@ def unpack(blob: Blob, modules: Sequence[ModuleShape], lora_model_id: int) -> Lo
             loras[shape.name] = LoRALayerWeights(
                 shape.name, rank, rank, a, b, 1.0, shape.shard, shape.kind
             )
-    return LoRAModel(lora_model_id, int(blob.ranks.max()), loras)
+    return LoRAModel(lora_model_id, highest_rank(loras.values()), loras)
 
 
 def _read_matrix(data: torch.Tensor, start: int, shape: tuple[int, ...]) -> torch.Tensor:

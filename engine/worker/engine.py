@@ -122,9 +122,14 @@ class Engine:
             self._meter.on_report(report)
         return collected
 
+    @property
+    def running(self) -> tuple[OpId, ...]:
+        """The generations and poolings that take part in the next step, in order."""
+        return tuple(sorted(set(self._inference.running)))
+
     def statistics(self) -> EngineStatistics:
         """Return what this engine measured since its start, and its use of memory."""
-        inference, arena = self._inference, self.residency.arena
+        kv_use, arena = self._inference.kv_use, self.residency.arena
         running, waiting = self._running_and_waiting()
         host_bytes, pinned_bytes = self.residency.host_use()
         return msgspec.structs.replace(
@@ -132,9 +137,12 @@ class Engine:
             kernels=kernels_for(arena.device),
             slot_writes=arena.writes,
             slot_resets=arena.resets,
-            kv_bytes=inference.kv_use.size_bytes,
-            kv_bytes_max=inference.kv_use.size_bytes_max,
-            kv_layout=inference.kv_use.layout,
+            kv_bytes=kv_use.size_bytes,
+            kv_bytes_max=kv_use.size_bytes_max,
+            kv_layout=kv_use.layout,
+            kv_blocks=kv_use.blocks,
+            kv_block_tokens=kv_use.block_tokens,
+            shares_prefixes=kv_use.shares_prefixes,
             arena_bytes=arena.capacity_bytes - arena.free_bytes,
             arena_bytes_max=arena.capacity_bytes,
             host_bytes=host_bytes,
@@ -190,7 +198,7 @@ class Engine:
     def _start_inference(self, command: commands.StartInference) -> None:
         try:
             check_task(self._task, command)
-            self._meter.arrived(command.op)
+            self._meter.arrived(command.op, command.request_id)
             self._inference.start(command)
         except EngineError as error:
             self.residency.fail(command.op, error)

@@ -72,6 +72,11 @@ class Leader:
         """The highest operation that was started."""
         return self._engine.last_op
 
+    @property
+    def running(self) -> tuple[OpId, ...]:
+        """Rank 0's requests that take part in the next step, which are those of every rank."""
+        return self._engine.running
+
     def submit(self, command: EngineCommand) -> None:
         """Execute a command in the next step."""
         self._commands.append(command)

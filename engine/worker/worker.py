@@ -18,6 +18,7 @@ from engine.worker.controller_link import ControllerLink
 from engine.worker.engine import Engine
 from engine.worker.leader import Leader
 from messages.commands import ControllerBeat, RequestInventory
+from messages.ids import OpId
 from messages.progress import Progress
 from messages.reports import EngineBeat, PrivateReport, SlotReset, SlotWritten
 from messages.wire import COMMANDS, WireError
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 _log = structlog.get_logger()
 
 BEAT_INTERVAL_S: Final = 0.5
+CHANGE_INTERVAL_S: Final = 0.05
+"""The next beat follows this long after the last one where other requests run since then."""
+
 SILENCE_MAX_S: Final = 5.0
 """After this long without a frame from the controller, the inventory is sent again."""
 
@@ -107,7 +111,9 @@ class Worker:
         self._stopping = False
         # Whether a slot was written or reset in this iteration.
         self._slot_changed = False
-        self._beat_due_s = self._last_frame_s = time.monotonic()
+        self._beat_due_s = self._last_frame_s = self._last_beat_s = time.monotonic()
+        # The requests that the last beat named as running.
+        self._named: tuple[OpId, ...] = ()
         self._malformed_count = 0
 
     def stop(self) -> None:
@@ -204,22 +210,29 @@ class Worker:
         frames = [*self._link.unacknowledged_frames(), self._link.encode(inventory)]
         if all(self._send(frame) for frame in frames):
             self._link.mark_synchronised()
+            # The controller attaches this engine by the inventory: its statistics follow at once.
+            self._beat_due_s = self._last_beat_s
 
     def _send_beat_or_resync(self) -> None:
         now = time.monotonic()
+        if self._engine.running != self._named:
+            self._beat_due_s = min(self._beat_due_s, self._last_beat_s + CHANGE_INTERVAL_S)
         if now >= self._beat_due_s:
             self._beat_due_s = now + BEAT_INTERVAL_S
             # The first frame to any controller is the inventory.
             if not self._link.needs_sync:
-                beat = EngineBeat(
-                    self._engine.engine_id,
-                    self._engine.last_op,
-                    statistics=self._engine.statistics(),
-                )
-                self._send(self._link.encode(beat))
+                self._send_beat(now)
         if now >= self._last_frame_s + SILENCE_MAX_S:
             self._last_frame_s = now
             self._link.needs_sync = True
+
+    def _send_beat(self, now: float) -> None:
+        engine, self._named = self._engine, self._engine.running
+        self._last_beat_s = now
+        beat = EngineBeat(
+            engine.engine_id, engine.last_op, statistics=engine.statistics(), running=self._named
+        )
+        self._send(self._link.encode(beat))
 
     def _send(self, frame: bytes) -> bool:
         try:

@@ -56,7 +56,8 @@ async function* follow() {
 events.connect(`ipc://${directory}/run/events.sock`);
 events.subscribe("LD\x02E");
 requests.connect(`ipc://${directory}/run/requests.sock`);
-console.log("loaded:", ...(await answer("LoadAdapter", adapter)));
+const [, name, state] = await answer("LoadAdapter", adapter);
+console.log(`loaded: ${name} is ${state}`);
 let tokens = 0;
 for await (const [reply, ...values] of ask("Generate", adapter, prompt, [32])) {
   const [offset, ids, text] = values;

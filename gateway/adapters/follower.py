@@ -1,7 +1,8 @@
 """The task that keeps an `AdapterTable` up to date from the life-cycle stream.
 
 Events change states at once. The fields that events do not contain are read for the changed names
-together, once per `REFRESH_S`, so that a burst of events costs a bounded number of queries.
+together, once per `REFRESH_S`, so that a burst of events costs a bounded number of queries. The
+status, with the requests of all adapters, is read then too and whenever a reader needs it now.
 """
 
 import asyncio
@@ -12,10 +13,13 @@ import structlog
 from controller.client import AsyncClient, AsyncEventStream, LoradockError, UnknownAdapter
 from gateway.adapters.table import AdapterTable
 from messages.events import Published
+from messages.requests import StatusShown
 
 REFRESH_S: Final = 0.25
 SHOWN_MAX: Final = 128
 """More changed names than this are read as one list."""
+
+STATUS_TIMEOUT_S: Final = 10.0
 
 _RETRY_S: Final = 0.5
 _EVENTS_PER_YIELD: Final = 256
@@ -30,13 +34,16 @@ class Follower:
         self._client = client
         self.table = table
         self.changed = asyncio.Condition()
+        self._reading = asyncio.Lock()
+        # The numbers of the last query for a status that began, and of the last that was answered.
+        self._begun = self._answered = 0
 
     async def run(self) -> None:
         """Follow until cancelled; an absent controller is awaited."""
         while True:
             try:
                 await self._follow()
-            except LoradockError as error:
+            except (LoradockError, TimeoutError) as error:
                 self.table.synced = False
                 log.warning("the controller's events can't be followed", error=str(error))
             await asyncio.sleep(_RETRY_S)
@@ -51,10 +58,33 @@ class Follower:
                 else:
                     await self._refresh()
 
-    async def _relist(self) -> None:
-        status = await self._client.status()
-        self.table.reset(await self._client.list(), status)
+    async def status_now(self, timeout_s: float) -> StatusShown | None:
+        """Return what `read_status` returns; None if the controller does not answer in time."""
+        try:
+            return await self.read_status(timeout_s)
+        except (LoradockError, TimeoutError):
+            return None
+
+    async def read_status(self, timeout_s: float) -> StatusShown:
+        """Return the controller's status as of a moment after this call.
+
+        One query is in flight at a time, and all callers that wait for its end share the next one.
+        Raises `LoradockError` or `TimeoutError` if the controller does not answer in time.
+        """
+        before = self._begun
+        async with asyncio.timeout(timeout_s), self._reading:
+            if self._answered > before and self.table.status is not None:
+                return self.table.status
+            self._begun = number = self._begun + 1
+            status = await self._client.status(timeout_s, uses=True)
+            self.table.set_status(status)
+            self._answered = number
         await self.notify()
+        return status
+
+    async def _relist(self) -> None:
+        self.table.reset(await self._client.list())
+        await self.read_status(STATUS_TIMEOUT_S)
 
     async def _read(self, stream: AsyncEventStream) -> None:
         """Process the events that arrive within `REFRESH_S`."""
@@ -74,7 +104,7 @@ class Follower:
             await self.notify()
 
     async def _refresh(self) -> None:
-        """Read the views of changed adapters, and the status."""
+        """Read the views of changed adapters, and then the status, which has their requests."""
         table = self.table
         if len(table.stale) > SHOWN_MAX:
             await self._relist()
@@ -85,9 +115,7 @@ class Follower:
                 table.update(name, (await self._client.show(name)).adapter)
             except UnknownAdapter:
                 table.update(name, None)
-        before, table.status = table.status, await self._client.status()
-        if names or table.status != before:
-            await self.notify()
+        await self.read_status(STATUS_TIMEOUT_S)
 
     async def notify(self) -> None:
         """Wake all readers of the table."""

@@ -46,6 +46,11 @@ class ModelNames:
         self.base_names = self._served or own
 
     @property
+    def listed(self) -> tuple[str, ...]:
+        """The names of the base model in lists: all that are configured, else its own."""
+        return self._served or self.base_names[:1]
+
+    @property
     def base(self) -> str:
         """The name of the base model in answers."""
         return self.base_names[0]
@@ -84,11 +89,11 @@ def context_tokens(directory: str) -> int | None:
 
 
 def model_cards(names: ModelNames, table: AdapterTable, context: int | None) -> ModelList:
-    """Return the base model's card and one per adapter that was loaded at least once."""
-    base = model_card(names.base, names.directory or names.base, None, context)
+    """Return a card per name of the base model, and per adapter that was loaded at least once."""
+    bases = (model_card(one, names.directory or one, None, context) for one in names.listed)
     adapters = (
         model_card(view.adapter, view.path, names.base, context)
         for _, view in sorted(table.views.items())
         if view.fingerprint
     )
-    return ModelList([base, *adapters])
+    return ModelList([*bases, *adapters])

@@ -69,9 +69,10 @@ class Residency:
         cards = model_cards(self._names, self._table, self._context).data
         name = request.path_params["model"]
         adapter = self._names.adapter_of(name)
-        shown = self._names.shown(adapter)
-        for card in cards[:1] if adapter is None else cards[1:]:
-            if card.id == shown:
+        # The directory of the base model names it too, and is not listed.
+        shown = name if name in self._names.listed else self._names.shown(adapter)
+        for card in cards:
+            if card.id == shown and (card.parent is None) == (adapter is None):
                 return json_response(card)
         code = ErrorCode.UNKNOWN_ADAPTER.value
         raise HttpError(404, f"{code}: the model {name!r} does not exist", "model", code)

@@ -70,8 +70,10 @@ class AdapterTable:
         self.update_count = 0
         self.on_activated: Callable[[str], None] | None = None
         self._accepted_ns: dict[str, int] = {}
+        # At least the names whose views have requests.
+        self._used: set[str] = set()
 
-    def reset(self, listed: AdaptersListed, status: StatusShown) -> None:
+    def reset(self, listed: AdaptersListed) -> None:
         """Replace all views.
 
         The list is as new as its event number or newer. `seq` stays: events up to that number are
@@ -79,10 +81,10 @@ class AdapterTable:
         """
         before = self.views
         self.views = {view.adapter: view for view in listed.adapters if not view.retired}
+        self._used = {name for name, view in self.views.items() if view.leases or view.waiting}
         for name, view in self.views.items():
             if before.get(name) != view:
                 self._note_update(view)
-        self.status = status
         if self.seq is None:
             self.seq = listed.events_seq
         self.stale.clear()
@@ -90,15 +92,31 @@ class AdapterTable:
         self.needs_list = False
         self.synced = True
 
+    def set_status(self, status: StatusShown) -> None:
+        """Replace the status, and with it the requests of every view, which no event reports."""
+        self.status = status
+        uses = {use.adapter: (use.leases, use.waiters) for use in status.uses}
+        names, self._used = self._used | uses.keys(), {name for name in uses if any(uses[name])}
+        for name in names:
+            view, (leases, waiting) = self.views.get(name), uses.get(name, (0, 0))
+            if view is not None and (view.leases, view.waiting) != (leases, waiting):
+                self._store(msgspec.structs.replace(view, leases=leases, waiting=waiting))
+
     def update(self, name: str, view: AdapterView | None) -> None:
         """Replace one adapter's view; None: the name is not known any more."""
         self.stale.discard(name)
         self.replaced.discard(name)
         if view is None:
             self.views.pop(name, None)
+            self._used.discard(name)
         else:
-            self.views[name] = view
-            self._note_update(view)
+            self._store(view)
+
+    def _store(self, view: AdapterView) -> None:
+        self.views[view.adapter] = view
+        self._note_update(view)
+        if view.leases or view.waiting:
+            self._used.add(view.adapter)
 
     def _note_update(self, view: AdapterView) -> None:
         self.updates.append(view)

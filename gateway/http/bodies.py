@@ -96,7 +96,8 @@ def decode(decoder: "msgspec.json.Decoder[Body]", body: bytes) -> Body:
 
 def _param_of(message: str) -> str | None:
     """Return the top-level field that a message of msgspec names."""
-    _, separator, path = message.rpartition(" - at `$.")
+    # Of a dictionary's key the path is "`key` in `$.field`".
+    _, separator, path = message.rpartition("`$.")
     if separator:
         return path.removesuffix("`").partition(".")[0].partition("[")[0]
     _, separator, field = message.partition("field `")

@@ -50,19 +50,25 @@ STATUSES: Final[dict[ErrorCode, int]] = {
     ErrorCode.OVERLOADED: 429,
     ErrorCode.NOT_SERVED: 400,
     ErrorCode.STOPPING: 503,
+    ErrorCode.CONTEXT_EXCEEDED: 400,
 }
+
+_OPENAI: Final[dict[str, tuple[str, str]]] = {
+    ErrorCode.CONTEXT_EXCEEDED: ("invalid_request_error", "context_length_exceeded"),
+}
+"""Error code -> the `type` and `code` by which clients of OpenAI recognize this failure."""
 
 _RETRIED: Final = (429, 503)
 """Statuses after which the same request may succeed later."""
 
 
 class ErrorInfo(Struct, frozen=True):
-    """The error of a request; `code` is the HTTP status."""
+    """The error of a request; `code` is the HTTP status, or OpenAI's name for the failure."""
 
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
 
 
 class ErrorBody(Struct, frozen=True):
@@ -124,8 +130,9 @@ class HttpError(Exception):
     @property
     def body(self) -> ErrorBody:
         """The JSON body, which is also an event of a stream."""
-        info = ErrorInfo(self.message, TYPES.get(self.status, "Error"), self.param, self.status)
-        return ErrorBody(info)
+        usual: tuple[str, int | str] = (TYPES.get(self.status, "Error"), self.status)
+        kind, code = _OPENAI.get(self.error_code, usual)
+        return ErrorBody(ErrorInfo(self.message, kind, self.param, code))
 
     @property
     def anthropic_body(self) -> AnthropicError:
@@ -151,6 +158,19 @@ def model_not_found(name: str) -> HttpError:
     code = ErrorCode.UNKNOWN_ADAPTER.value
     message = f"{code}: the model {name!r} does not exist; GET /v1/models lists those that do"
     return HttpError(404, message, "model", code)
+
+
+def prompt_too_long(found: str, context: int | None, param: str) -> HttpError:
+    """Return the error for a prompt of which `found` is more than a request may contain.
+
+    `context`: the tokens of the model's context, if they are known.
+    """
+    code = ErrorCode.CONTEXT_EXCEEDED.value
+    limit = (
+        "" if context is None else f"this model's maximum context length is {context} tokens, and "
+    )
+    message = f"{code}: {limit}the prompt is too long: {found}; shorten the prompt"
+    return HttpError(400, message, param, code)
 
 
 def error_of(error: LoradockError, param: str | None = None) -> HttpError:

@@ -1,4 +1,4 @@
-"""API keys, names of this host, and bounds on headers.
+"""API keys, names of this host, web sites that may use it (CORS), and bounds on headers.
 
 Keys are compared by their digests in constant time.
 """
@@ -11,10 +11,18 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Final
 
+import msgspec
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.bodies import header_of
-from gateway.http.errors import HttpError, Shape, error_response, unauthorized_response
+from gateway.http.errors import (
+    CODE_HEADER,
+    HttpError,
+    Shape,
+    error_response,
+    unauthorized_response,
+)
 from gateway.options import KEYS_VARIABLES, GatewayConfig, GatewayOptions
 
 
@@ -144,6 +152,45 @@ class AllowedHosts:
 
 _HOST_CHARACTERS: Final = 253
 """The length of the longest name of a host."""
+
+
+def with_cors(app: ASGIApp, options: GatewayOptions) -> ASGIApp:
+    """Return an application whose answers pages of other web sites may read, if any may.
+
+    A preflight has no key, and is answered here. Raises `ValueError` for options without effect.
+    """
+    origins = _items("--allowed-origins", options.allowed_origins)
+    methods = _items("--allowed-methods", options.allowed_methods)
+    headers = _items("--allowed-headers", options.allowed_headers)
+    if not origins:
+        if methods or headers or options.allow_credentials:
+            raise ValueError(
+                "--allowed-methods, --allowed-headers and --allow-credentials are about the pages "
+                "of --allowed-origins, and that names none; add it, or leave them out"
+            )
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=methods or ["*"],
+        allow_headers=headers or ["*"],
+        allow_credentials=options.allow_credentials,
+        expose_headers=(CODE_HEADER, "Retry-After"),
+    )
+
+
+def _items(flag: str, values: Iterable[str]) -> list[str]:
+    """Return the values of an option, of which each may be a JSON list, as vLLM has them."""
+    items: list[str] = []
+    for value in values:
+        if not value.startswith("["):
+            items.append(value)
+            continue
+        try:
+            items += msgspec.json.decode(value, type=list[str])
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{flag} {value}: {error}; a JSON list of strings") from error
+    return items
 
 
 class HeaderLimit:

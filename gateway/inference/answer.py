@@ -11,7 +11,7 @@ from gateway.http.endpoints import Answer
 from gateway.http.errors import error_of
 from gateway.http.streams import DONE, EventStream, data_event, error_events, json_response
 from gateway.inference.answers import Usage
-from gateway.inference.run import Output, Run
+from gateway.inference.run import Output, Run, generated_tokens
 from gateway.inference.sampling import SamplingFields, StreamOptions
 from gateway.inference.service import Service, UsageCount
 from gateway.timestamps import unix_seconds
@@ -74,7 +74,7 @@ class RunAnswer(ABC, Generic[Whole]):
         if output.done is not None:
             self.usage.on_done(output.choice, output.done)
         if output.chunk is not None:
-            self.usage.on_tokens(output.choice, len(output.chunk.tokens))
+            self.usage.on_tokens(output.choice, len(generated_tokens(output.chunk)))
 
 
 class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
@@ -118,6 +118,6 @@ class InferenceAnswer(RunAnswer[Whole], Generic[Whole, Part, Chunk]):
 
     def _event(self, choice: int, part: Part, options: StreamOptions) -> bytes:
         usage: Usage | UnsetType | None = None if options.include_usage else UNSET
-        if options.continuous_usage_stats:
+        if options.is_continuous:
             usage = self.usage.usage_of(choice)
         return data_event(self._chunk([part], usage))

@@ -5,6 +5,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from gateway.inference.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
 
+TokenIds = tuple[int, ...] | UnsetType | None
+"""Token ids, for requests with `return_token_ids`; those of a prompt with images are null."""
+
 
 class Usage(Struct, frozen=True):
     """Numbers of tokens of a request."""
@@ -23,6 +26,8 @@ class CompletionChoice(Struct, frozen=True):
     logprobs: CompletionLogprobs | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -71,6 +76,7 @@ class ChatChoice(Struct, frozen=True):
     finish_reason: str
     logprobs: ChatLogprobs | None = None
     stop_reason: int | str | None = None
+    token_ids: TokenIds = UNSET
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -83,6 +89,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: TokenIds = UNSET
 
 
 class CallDelta(Struct, frozen=True, omit_defaults=True):
@@ -110,12 +117,14 @@ class ChunkChoice(Struct, frozen=True):
     finish_reason: str | None = None
     logprobs: ChatLogprobs | None = None
     stop_reason: int | str | None = None
+    token_ids: TokenIds = UNSET
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True):
     """A chunk of a stream of `POST /v1/chat/completions`.
 
-    `prompt_logprobs` are in the first one with tokens, if they are requested.
+    `prompt_logprobs` are in the first one with tokens, if they are requested, and
+    `prompt_token_ids` in the first one.
     """
 
     id: str
@@ -125,6 +134,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: TokenIds = UNSET
 
 
 class _List(Struct, frozen=True, kw_only=True):
@@ -196,6 +206,30 @@ class Scores(_List, frozen=True, kw_only=True):
 
     data: list[ScoreItem]
     usage: Usage
+
+
+class RerankDocument(Struct, frozen=True):
+    """A document of the request; `multi_modal` is vLLM's field for one with images."""
+
+    text: str
+    multi_modal: None = None
+
+
+class RerankResult(Struct, frozen=True):
+    """The similarity of the document number `index` to the query."""
+
+    index: int
+    document: RerankDocument
+    relevance_score: float
+
+
+class Reranked(Struct, frozen=True):
+    """The answer to `POST /rerank`, the most similar document first."""
+
+    id: str
+    model: str
+    usage: Usage
+    results: list[RerankResult]
 
 
 class Tokenized(Struct, frozen=True):

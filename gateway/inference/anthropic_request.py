@@ -190,13 +190,12 @@ def _content(content: str | Sequence[TextBlock | ImageBlock]) -> str | list[Part
 
 
 def _part(block: TextBlock | ImageBlock) -> Part:
-    match block:
-        case TextBlock(text=text):
-            return TextPart(text)
-        case ImageBlock(source=UrlSource(url=url)):
-            return ImagePart(ImageUrl(url))
-        case ImageBlock(source=Base64Source(media_type=media_type, data=data)):
-            return ImagePart(ImageUrl(f"data:{media_type};base64,{data}"))
+    if isinstance(block, TextBlock):
+        return TextPart(block.text)
+    if isinstance(block.source, UrlSource):
+        return ImagePart(ImageUrl(block.source.url))
+    source = block.source
+    return ImagePart(ImageUrl(f"data:{source.media_type};base64,{source.data}"))
 
 
 def _messages_of(message: AnthropicMessage) -> list[Message]:

@@ -9,9 +9,11 @@ from typing import Any, Final
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 from starlette.requests import Request
+from starlette.responses import Response
 
 from gateway.http.endpoints import Answer
 from gateway.http.errors import HttpError
+from gateway.http.streams import json_response
 from gateway.inference.answer import InferenceAnswer
 from gateway.inference.answers import (
     AnsweredCall,
@@ -23,6 +25,7 @@ from gateway.inference.answers import (
     ChatMessage,
     ChunkChoice,
     Delta,
+    TokenIds,
     Usage,
 )
 from gateway.inference.chat_prompt import ChatPrompts
@@ -34,9 +37,12 @@ from gateway.inference.logprobs import (
     prompt_logprobs,
 )
 from gateway.inference.messages import Json, Messages
-from gateway.inference.run import Run
+from gateway.inference.model_files import ModelFiles
+from gateway.inference.prompt_length import shortened_chat
+from gateway.inference.rendered import rendered
+from gateway.inference.run import Run, returned_ids
 from gateway.inference.sampling import Logprobs, SamplingFields, Tokens, sampling_of
-from gateway.inference.service import Service, Start, UsageCount, token_text_of
+from gateway.inference.service import Service, Start, UsageCount, random_id, token_text_of
 from gateway.inference.tokenizer import Tokenizer
 from gateway.inference.tools import OutputReader, ToolPlan, plan_of
 from gateway.tools.blocks import Step
@@ -67,15 +73,21 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     modalities: list[str] | None = None
     verbosity: str | None = None
     include_reasoning: bool | None = None
+    functions: list[Json] | None = None
+    function_call: str | None = None
 
 
 class Chat(Struct, frozen=True):
-    """A chat whose generation has started; its reader closes the run."""
+    """A chat whose generation has started; its reader closes the run.
+
+    `prompt_ids`: the tokens of the prompt; None if the engine makes them, as with images.
+    """
 
     run: Run
     adapter: str | None
     usage: UsageCount
     plan: ToolPlan
+    prompt_ids: tuple[int, ...] | None
 
 
 class Chats:
@@ -89,7 +101,10 @@ class Chats:
         """Answer with all messages, or with a stream of chunks."""
         text_of = token_text_of(self._service, body, has_logprobs=bool(body.logprobs))
         chat = await self.start(body)
-        return await _Answer(self._service, chat, body, text_of).response(chat.run, body)
+        answer = _Answer(self._service, chat, body, text_of)
+        if body.return_token_ids:
+            answer.prompt_ids = chat.prompt_ids
+        return await answer.response(chat.run, body)
 
     async def start(self, body: ChatRequest) -> Chat:
         """Start the generation of a chat; raises `HttpError` and `LoradockError`."""
@@ -97,21 +112,37 @@ class Chats:
         _check(body)
         adapter = await service.models.find(body.model)
         files = await service.files_of(adapter)
-        rendered = await self._prompts.prompt_of(body, files)
-        tokens = None if isinstance(rendered.prompt, str) else len(rendered.prompt)
+        start, plan = await self._start_of(body, files)
+        usage = UsageCount(count)
+        prompt_ids = None if isinstance(start.prompt, str) else start.prompt
+        if prompt_ids is not None:
+            usage.on_prompt(0, len(prompt_ids))
+        run = await service.start(adapter, [start], count)
+        return Chat(run, adapter, usage, plan, prompt_ids)
+
+    async def render(self, _request: Request, body: ChatRequest) -> Response:
+        """Answer with what `complete` would generate from."""
+        _check(body)
+        adapter = await self._service.models.find(body.model)
+        start, _ = await self._start_of(body, await self._service.files_of(adapter))
+        if isinstance(start.prompt, str):
+            raise HttpError(400, "images are not served here; leave them out", "messages")
+        answer_id = random_id("chatcmpl")
+        return json_response(rendered(answer_id, start.prompt, start.sampling, body))
+
+    async def _start_of(self, body: ChatRequest, files: ModelFiles) -> tuple[Start, ToolPlan]:
+        found = await self._prompts.prompt_of(body, files)
+        prompt = shortened_chat(found.prompt, body, self._service.context)
+        tokens = None if isinstance(prompt, str) else len(prompt)
         max_tokens = self._max_tokens(body, tokens, files.defaults.max_new_tokens)
         sampling = sampling_of(body, files.defaults, max_tokens)
         if body.logprobs:
             sampling["logprobs"] = body.top_logprobs or 0
-        plan = plan_of(body, rendered.tool_format)
+        plan = plan_of(body, found.tool_format)
         sampling |= _sampling_of_calls(
             plan, body, files.tokenizer, has_structure="structure" in sampling
         )
-        usage = UsageCount(count)
-        if tokens is not None:
-            usage.on_prompt(0, tokens)
-        start = Start(rendered.prompt, sampling, rendered.images)
-        return Chat(await service.start(adapter, [start], count), adapter, usage, plan)
+        return Start(prompt, sampling, found.images), plan
 
     def _max_tokens(self, body: ChatRequest, prompt_tokens: int | None, default: int | None) -> int:
         limit = body.max_completion_tokens or body.max_tokens
@@ -163,11 +194,13 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
     ) -> None:
         super().__init__(service, "chatcmpl", chat.adapter, chat.usage)
         self._readers = [OutputReader(chat.plan) for _ in range(chat.run.choices)]
+        self._body = body
         self._has_logprobs = bool(body.logprobs)
         self._has_prompt_logprobs = body.prompt_logprobs is not None
         self._text_of = text_of
         # Those of a stream, until a chunk has them.
         self._unsent: PromptLogprobs | UnsetType = UNSET
+        self.prompt_ids: TokenIds = UNSET
 
     def _whole(self, choices: list[TokensStreamed]) -> ChatCompletion:
         entries = choices[0].prompt_logprobs
@@ -179,6 +212,7 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
             choices=[self._whole_choice(index, choice) for index, choice in enumerate(choices)],
             usage=self.usage.usage(),
             prompt_logprobs=shown,
+            prompt_token_ids=self.prompt_ids,
         )
 
     def _whole_choice(self, index: int, choice: TokensStreamed) -> ChatChoice:
@@ -193,7 +227,8 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
         content = reader.blocks.text
         message = ChatMessage(content if content or not calls else None, tool_calls=calls)
         reason = reader.finish_reason(choice) or ""
-        return ChatChoice(index, message, reason, self._logprobs(choice), choice.stop_reason)
+        scores, ids = self._logprobs(choice), returned_ids(choice, self._body)
+        return ChatChoice(index, message, reason, scores, choice.stop_reason, ids)
 
     def _first_parts(self, choice: int) -> list[ChunkChoice]:
         """Return the role."""
@@ -214,7 +249,8 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
         if reason is not None and deltas[-1].tool_calls:
             deltas.append(Delta())
         parts = [ChunkChoice(choice, delta) for delta in deltas]
-        parts[0] = replace(parts[0], logprobs=self._logprobs(chunk))
+        ids = returned_ids(chunk, self._body)
+        parts[0] = replace(parts[0], logprobs=self._logprobs(chunk), token_ids=ids)
         parts[-1] = replace(parts[-1], finish_reason=reason, stop_reason=chunk.stop_reason)
         return parts
 
@@ -225,6 +261,7 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
 
     def _chunk(self, parts: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
         shown, self._unsent = self._unsent, UNSET
+        ids, self.prompt_ids = self.prompt_ids, UNSET
         return ChatChunk(
             id=self.id,
             created=self.created,
@@ -232,6 +269,7 @@ class _Answer(InferenceAnswer[ChatCompletion, ChunkChoice, ChatChunk]):
             choices=parts,
             usage=usage,
             prompt_logprobs=shown,
+            prompt_token_ids=ids,
         )
 
 

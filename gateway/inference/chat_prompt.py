@@ -14,6 +14,7 @@ from gateway.inference.chat_template import TemplateError
 from gateway.inference.images import fetch_image, image_of_data_url, is_remote
 from gateway.inference.messages import Json, Message, conversation_of, decoded
 from gateway.inference.model_files import ModelFiles
+from gateway.inference.prompt_length import check_length
 from gateway.inference.templates import Template, Templates
 from gateway.inference.tokenizer import no_tokenizer
 from gateway.options import AUTO_PARSER
@@ -63,6 +64,7 @@ class ChatPrompts:
             text = await template.render(conversation.messages, variables)
         except TemplateError as error:
             raise HttpError(400, str(error), "messages") from error
+        check_length(text, files.context, "messages")
         configured = files.tool_parser
         tool_format = template.tool_format if configured == AUTO_PARSER else configured
         if body.continue_final_message:

@@ -18,7 +18,6 @@ import jinja2.sandbox
 from gateway.timestamps import formatted_time
 
 TEMPLATE_BYTES_MAX: Final = 1 << 20
-PROMPT_CHARACTERS_MAX: Final = 1_000_000
 
 _ERRORS: Final = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError),
@@ -55,7 +54,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Any], variables: Mapping[str, Any]) -> str:
         """Return the prompt; raises `TemplateError`."""
         try:
-            text = self._template.render(
+            return self._template.render(
                 **self._special_tokens, **{**variables, "messages": list(messages)}
             )
         except _RaisedByTemplate as error:
@@ -63,11 +62,6 @@ class ChatTemplate:
         except _ERRORS as error:
             message = f"the chat template can't be applied to these messages: {error}"
             raise TemplateError(message) from error
-        if len(text) > PROMPT_CHARACTERS_MAX:
-            raise TemplateError(
-                f"a prompt of {len(text)} characters; {PROMPT_CHARACTERS_MAX} are allowed"
-            )
-        return text
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

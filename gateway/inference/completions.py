@@ -2,11 +2,14 @@
 
 from typing import Annotated, Any, NamedTuple
 
-from msgspec import Meta, UnsetType
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
+from starlette.responses import Response
 
 from gateway.http.endpoints import Answer
 from gateway.http.errors import HttpError
+from gateway.http.streams import json_response
 from gateway.inference.answer import InferenceAnswer
 from gateway.inference.answers import Completion, CompletionChoice, Usage
 from gateway.inference.logprobs import (
@@ -18,14 +21,24 @@ from gateway.inference.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
+from gateway.inference.prompt_length import check_length, truncated, truncation_of
+from gateway.inference.rendered import rendered
+from gateway.inference.run import generated_tokens, returned_ids
 from gateway.inference.sampling import (
     Logprobs,
     SamplingDefaults,
     SamplingFields,
     sampling_of,
 )
-from gateway.inference.service import Service, Start, UsageCount, finish_reason, token_text_of
-from messages.prompts import TokenId
+from gateway.inference.service import (
+    Service,
+    Start,
+    UsageCount,
+    finish_reason,
+    random_id,
+    token_text_of,
+)
+from messages.prompts import TokenId, Truncation
 from messages.requests import TokensStreamed
 from messages.views import TokenLogprob
 
@@ -34,14 +47,13 @@ MAX_TOKENS_DEFAULT = 16
 
 PROMPTS_MAX = 2048
 
-Prompt = Annotated[str, Meta(max_length=1_000_000)]
-TokenIds = Annotated[list[TokenId], Meta(max_length=262_144)]
+TokenIds = list[TokenId]
 
 
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """The body: one prompt or a list of them, each a text or token ids."""
 
-    prompt: Prompt | Annotated[list[str | int | TokenIds], Meta(min_length=1)]
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]
     echo: bool | None = None
     logprobs: Logprobs | None = None
     suffix: str | None = None
@@ -61,10 +73,8 @@ class Completions:
         files = await service.files_of(adapter)
         sampling = _sampling(body, files.defaults)
         text_of = token_text_of(service, body, has_logprobs=body.logprobs is not None)
-        prompts = prompts_of(body.prompt)
-        if body.add_special_tokens is False:
-            prompts = [self._without_special_tokens(prompt) for prompt in prompts]
-        echoes = [self._echo_of(prompt) for prompt in prompts] if body.echo else []
+        prompts = self._prompts_of(body, sampling["max_tokens"])
+        echoes = self._echoes(body, prompts) if body.echo else []
         usage = self._usage(body, prompts)
         starts = [
             Start(tuple(prompt) if isinstance(prompt, list) else prompt, sampling)
@@ -72,15 +82,72 @@ class Completions:
         ]
         run = await service.start(adapter, starts, count)
         answer = _Answer(service, adapter, usage, body, echoes, text_of)
+        if body.return_token_ids:
+            answer.prompt_ids = [tuple(one) for one in prompts if isinstance(one, list)]
         return await answer.response(run, body)
 
-    def _without_special_tokens(self, prompt: str | list[int]) -> str | list[int]:
-        tokenizer = self._service.tokenizer
-        return tokenizer.encode(prompt, special=False) if isinstance(prompt, str) else prompt
+    async def render(self, _: Request, body: CompletionRequest) -> Response:
+        """Answer with what `complete` would generate from, one item per prompt."""
+        service = self._service
+        adapter = await service.models.find(body.model)
+        files = await service.files_of(adapter)
+        sampling = _sampling(body, files.defaults)
+        # Rendered prompts are token ids.
+        body.return_token_ids = True
+        prompts = self._prompts_of(body, sampling["max_tokens"])
+        shown_id = random_id("cmpl")
+        ids = [shown_id] if len(prompts) == 1 else [f"{shown_id}-{i}" for i in range(len(prompts))]
+        return json_response(
+            [
+                rendered(one, tuple(prompt), sampling, body)
+                for one, prompt in zip(ids, prompts, strict=True)
+                if isinstance(prompt, list)
+            ]
+        )
 
-    def _echo_of(self, prompt: str | list[int]) -> "_Echo":
+    def _prompts_of(self, body: CompletionRequest, max_tokens: int) -> list[str | list[int]]:
+        """Return the prompts of a request; texts are token ids where the gateway needs these."""
+        prompts = prompts_of(body.prompt)
+        for prompt in prompts:
+            check_length(prompt, self._service.context, "prompt")
+        truncation = truncation_of(body.truncate_prompt_tokens, body.truncation_side, "left")
+        if truncation is not None:
+            return [self._truncated(prompt, body, truncation, max_tokens) for prompt in prompts]
+        if body.add_special_tokens is False or body.return_token_ids:
+            return [self._tokens_of(prompt, body) for prompt in prompts]
+        return prompts
+
+    def _tokens_of(self, prompt: str | list[int], body: CompletionRequest) -> list[int]:
         if isinstance(prompt, list):
-            return _Echo(self._service.tokenizer.decode(prompt), prompt[0] if prompt else 0)
+            return prompt
+        return self._service.tokenizer.encode(prompt, special=body.add_special_tokens is not False)
+
+    def _truncated(
+        self,
+        prompt: str | list[int],
+        body: CompletionRequest,
+        truncation: Truncation,
+        max_tokens: int,
+    ) -> list[int]:
+        tokens = self._tokens_of(prompt, body)
+        content = tokens
+        if isinstance(prompt, str):
+            content = self._service.tokenizer.encode(prompt, special=False)
+        context = self._service.context
+        return truncated(truncation, tokens, content, context and context - max_tokens)
+
+    def _echoes(self, body: CompletionRequest, prompts: list[str | list[int]]) -> "list[_Echo]":
+        is_whole = body.truncate_prompt_tokens is None
+        return [
+            self._echo_of(sent, given if is_whole and isinstance(given, str) else None)
+            for given, sent in zip(prompts_of(body.prompt), prompts, strict=True)
+        ]
+
+    def _echo_of(self, prompt: str | list[int], text: str | None) -> "_Echo":
+        """Return the echo of a prompt; `text`: its own, if the request has it."""
+        if isinstance(prompt, list):
+            text = self._service.tokenizer.decode(prompt) if text is None else text
+            return _Echo(text, prompt[0] if prompt else 0)
         tokenizer = self._service.adapter_files.base.tokenizer
         tokens = tokenizer.encode(prompt, special=True) if tokenizer is not None else []
         return _Echo(prompt, tokens[0] if tokens else 0)
@@ -88,7 +155,7 @@ class Completions:
     def _usage(self, body: CompletionRequest, prompts: list[str | list[int]]) -> UsageCount:
         """Return the counter of tokens, with those of the prompts if chunks need them."""
         usage = UsageCount(body.n or 1)
-        if body.stream_options and body.stream_options.continuous_usage_stats:
+        if body.stream_options and body.stream_options.is_continuous:
             for index, prompt in enumerate(prompts):
                 if isinstance(prompt, str):
                     tokens = self._service.tokenizer.encode(prompt, special=True)
@@ -152,6 +219,7 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         self._body = body
         self._text_of = text_of
         # Per prompt what its first choice has received, and per choice the characters of tokens.
+        self.prompt_ids: list[tuple[int, ...]] = []
         self._prompts: dict[int, Entries] = {}
         self._characters: dict[int, CharacterCount] = {}
 
@@ -176,7 +244,11 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         shown = None
         if self._body.prompt_logprobs is not None:
             shown = prompt_logprobs(prompt, self._text_of)
-        return self._choice(index, chunk, self._echo(index), shown)
+        choice = self._choice(index, chunk, self._echo(index), shown)
+        if not self.prompt_ids:
+            return choice
+        ids = self.prompt_ids[index // self._per_prompt]
+        return msgspec.structs.replace(choice, prompt_token_ids=ids)
 
     def _choice(
         self,
@@ -190,16 +262,18 @@ class _Answer(InferenceAnswer[Completion, CompletionChoice, Completion]):
         self._characters.setdefault(index, CharacterCount())
         text = echo + (chunk.text if has_output else "")
         reason = finish_reason(chunk) if has_output else "length"
-        return CompletionChoice(index, text, reason, scores, chunk.stop_reason, shown_prompt)
+        ids = returned_ids(chunk, self._body) if has_output else UNSET
+        return CompletionChoice(index, text, reason, scores, chunk.stop_reason, shown_prompt, ids)
 
     def _logprobs(
         self, index: int, chunk: TokensStreamed, *, has_output: bool
     ) -> CompletionLogprobs | None:
         """Return the log-probabilities of the chunk's tokens, after the prompt's in an echo."""
         is_echo = bool(self._echoes) and index not in self._characters
-        if self._body.logprobs is None or not (chunk.tokens or is_echo):
+        generated = generated_tokens(chunk)
+        if self._body.logprobs is None or not (generated or is_echo):
             return None
-        tokens = list(chunk.tokens) if has_output else []
+        tokens = list(generated) if has_output else []
         entries: list[TokenLogprob | None] = list(chunk.logprobs) if has_output else []
         if is_echo:
             number = index // self._per_prompt

@@ -105,7 +105,9 @@ def chat_logprobs(entries: Sequence[TokenLogprob], text_of: TokenTextOf) -> Chat
     content = []
     for entry in entries:
         text, data = text_of(entry.token)
-        top = [_top(text_of(token), logprob) for token, logprob in entry.top]
+        # As many as are requested, the chosen one among them, even if others are more likely.
+        best = list(_ranked(entry).items())[: len(entry.top)]
+        top = [_top(text_of(token), logprob) for token, logprob in best]
         content.append(ChatLogprob(text, _bounded(entry.logprob), list(data), top))
     return ChatLogprobs(content)
 
@@ -120,17 +122,25 @@ def prompt_logprobs(entries: Entries, text_of: TokenTextOf) -> PromptLogprobs:
 
 
 def _prompt_entry(entry: TokenLogprob, text_of: TokenTextOf) -> dict[str, PromptLogprob]:
-    ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)]
+    ranks = {token: rank for rank, (token, _) in enumerate(entry.top, start=1)}
+    ranks[entry.token] = entry.rank
     return {
-        str(token): PromptLogprob(_bounded(logprob), rank, text_of(token).text)
-        for token, logprob, rank in (*ranked, (entry.token, entry.logprob, entry.rank))
+        str(token): PromptLogprob(_bounded(logprob), ranks[token], text_of(token).text)
+        for token, logprob in _ranked(entry).items()
     }
 
 
 def _best(entry: TokenLogprob, text_of: TokenTextOf) -> dict[str, float]:
-    """Return the most likely tokens, with the chosen one in any case."""
-    both = (*entry.top, (entry.token, entry.logprob))
-    return {text_of(token).text: _bounded(logprob) for token, logprob in both}
+    """Return the chosen token and the most likely ones; of equal texts, the first counts."""
+    best: dict[str, float] = {}
+    for token, logprob in _ranked(entry).items():
+        best.setdefault(text_of(token).text, _bounded(logprob))
+    return best
+
+
+def _ranked(entry: TokenLogprob) -> dict[int, float]:
+    """Return the log-probability of the chosen token, and of the others from the most likely on."""
+    return {entry.token: entry.logprob} | dict(entry.top)
 
 
 def _bounded(logprob: float) -> float:

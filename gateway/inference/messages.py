@@ -24,19 +24,26 @@ class ImageUrl(Struct, frozen=True, forbid_unknown_fields=True):
     detail: str | None = None
 
 
-class TextPart(Struct, frozen=True, tag_field="type", tag="text", forbid_unknown_fields=True):
+class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every part may have: marks for the caches of other servers, which are not read."""
+
+    cache_control: Json = UNSET
+    prompt_cache_breakpoint: Json = UNSET
+
+
+class TextPart(_Part, frozen=True, tag_field="type", tag="text"):
     """A text."""
 
     text: str
 
 
-class ImagePart(Struct, frozen=True, tag_field="type", tag="image_url", forbid_unknown_fields=True):
+class ImagePart(_Part, frozen=True, tag_field="type", tag="image_url"):
     """An image."""
 
     image_url: ImageUrl
 
 
-class RefusalPart(Struct, frozen=True, tag_field="type", tag="refusal", forbid_unknown_fields=True):
+class RefusalPart(_Part, frozen=True, tag_field="type", tag="refusal"):
     """An earlier refusal of the assistant, which is a text to the template."""
 
     refusal: str

@@ -9,8 +9,10 @@ from itertools import chain
 from typing import NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from controller.client import AsyncGeneration, LoradockError
+from gateway.inference.sampling import SamplingFields
 from gateway.metrics.recorder import Recorder
 from messages.requests import GenerationDone, TokensStreamed
 
@@ -89,8 +91,8 @@ class Run:
         first = number * self._per_generation
 
         def on_chunk(chunk: TokensStreamed) -> None:
-            if chunk.tokens:
-                measurement.on_tokens(len(chunk.tokens))
+            if generated := generated_tokens(chunk):
+                measurement.on_tokens(chunk.index, len(generated))
             chunks[first + chunk.index].append(chunk)
             self.on_output(Output(first + chunk.index, chunk))
 
@@ -112,8 +114,8 @@ class Run:
         running = set(range(self._per_generation))
         try:
             async for chunk in generation:
-                if chunk.tokens:
-                    measurement.on_tokens(len(chunk.tokens))
+                if generated := generated_tokens(chunk):
+                    measurement.on_tokens(chunk.index, len(generated))
                 if chunk.finish_reason is not None:
                     running.discard(chunk.index)
                 output = Output(first + chunk.index, chunk)
@@ -161,6 +163,16 @@ class Run:
             await outputs.put(error)
 
 
+def generated_tokens(chunk: TokensStreamed) -> tuple[int, ...]:
+    """Return the tokens of a chunk, with the one that ended the output."""
+    return chunk.tokens if chunk.end_token is None else (*chunk.tokens, chunk.end_token)
+
+
+def returned_ids(chunk: TokensStreamed, body: SamplingFields) -> tuple[int, ...] | UnsetType:
+    """Return the token ids of a chunk if the request has `return_token_ids`."""
+    return generated_tokens(chunk) if body.return_token_ids else UNSET
+
+
 def _end(result: GenerationDone, index: int) -> TokensStreamed:
     """Return the end of an output whose stream has none."""
     return TokensStreamed(result.request_id, 0, (), index=index, finish_reason=result.finish_reason)
@@ -177,5 +189,6 @@ def _joined(parts: list[TokensStreamed]) -> TokensStreamed:
         text="".join([part.text for part in parts]),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        end_token=last.end_token,
         logprobs=tuple(chain.from_iterable([part.logprobs for part in parts])),
     )

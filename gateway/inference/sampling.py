@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from gateway.http.errors import FieldProblem, HttpError, refused_field
+from gateway.inference.prompt_length import Side, TruncatedTokens
 from gateway.inference.structures import ResponseFormat, StructuredOutputs, structure_of
 from messages.prompts import LOGPROBS_MAX, Priority
 
@@ -28,10 +29,19 @@ StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: in every chunk."""
+    """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: in every chunk.
+
+    `include_obfuscation` is not used: chunks have no padding against observers of their lengths.
+    """
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+    include_obfuscation: bool | None = False
+
+    @property
+    def is_continuous(self) -> bool:
+        """Whether every chunk has the usage until then, which needs `include_usage` too."""
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 LogitBias = Annotated[
@@ -41,11 +51,43 @@ LogitBias = Annotated[
 """Token ids, written as strings, with what is added to their logits."""
 
 
-class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
+Label = msgspec.Raw | UnsetType
+"""Any JSON; it is not read."""
+
+
+class Labels(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that clients send along and that change no answer of this server.
+
+    Names of users, requests and conversations; hints for the caches, queues and stores of OpenAI;
+    an expected output (`prediction`), which makes its generation faster there; and hints for the
+    routing of OpenRouter, which a server of one model has none of.
+    """
+
+    user: Label = UNSET
+    metadata: Label = UNSET
+    request_id: Label = UNSET
+    session_id: Label = UNSET
+    safety_identifier: Label = UNSET
+    service_tier: Label = UNSET
+    store: Label = UNSET
+    cache_salt: Label = UNSET
+    cache_control: Label = UNSET
+    prompt_cache_key: Label = UNSET
+    prompt_cache_options: Label = UNSET
+    prompt_cache_retention: Label = UNSET
+    prediction: Label = UNSET
+    models: Label = UNSET
+    provider: Label = UNSET
+    route: Label = UNSET
+    trace: Label = UNSET
+    usage: Label = UNSET
+
+
+class SamplingFields(Labels, kw_only=True, forbid_unknown_fields=True):
     """The parameters that texts and chats have in common.
 
     Parameters below `seed` are served where the engine serves them, or accepted with values that
-    change nothing; labels (`user`, `metadata`, ...) are accepted and not used.
+    change nothing.
     """
 
     model: str | None = None
@@ -72,7 +114,8 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: TruncatedTokens | None = None
+    truncation_side: Side | None = None
     prompt_logprobs: Logprobs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -88,14 +131,6 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     logits_processors: msgspec.Raw | UnsetType = UNSET
     kv_transfer_params: msgspec.Raw | UnsetType = UNSET
     vllm_xargs: msgspec.Raw | UnsetType = UNSET
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    store: bool | None = None
 
 
 UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
@@ -103,8 +138,6 @@ UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "return_token_ids": (False,),
     "use_beam_search": (False,),
     "best_of": (1,),
     "guided_grammar": (),
@@ -112,7 +145,11 @@ UNCHANGED: Final[dict[str, tuple[Any, ...]]] = {
     "kv_transfer_params": (),
     "vllm_xargs": (),
     "suffix": ("",),
-    "dimensions": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "max_tokens_per_query": (0,),
+    "max_tokens_per_doc": (0,),
+    "instruction": ("",),
 }
 """Parameter -> its values that change nothing; null is one of them for every parameter."""
 

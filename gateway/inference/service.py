@@ -1,13 +1,19 @@
 """What the endpoints of inference have in common: model, tokenizer, starts, ids and usage."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from msgspec import Struct
 
-from controller.client import AsyncClient, AsyncGeneration, Classification, Embedding
+from controller.client import (
+    AsyncClient,
+    AsyncGeneration,
+    Classification,
+    Embedding,
+    LoradockError,
+)
 from gateway.adapters.models import Models
 from gateway.http.errors import HttpError
 from gateway.inference.adapter_files import AdapterFiles
@@ -18,11 +24,13 @@ from gateway.inference.run import Run
 from gateway.inference.sampling import SamplingFields
 from gateway.inference.tokenizer import Tokenizer, no_tokenizer
 from gateway.metrics.recorder import Recorder
-from messages.prompts import TextPrompt
+from messages.prompts import TextPrompt, Truncation
 from messages.requests import GenerationDone, TokensStreamed
 
 CHOICES_PER_REQUEST_MAX: Final = 2048
 _TEXTS_MAX: Final = 4096
+
+Pooled = TypeVar("Pooled", Embedding, Classification)
 
 
 class Start(Struct, frozen=True):
@@ -84,6 +92,7 @@ class Service:
         try:
             for one in starts:
                 generations += [await self._start_one(adapter, one)]
+                self.recorder.on_generation(count, one.sampling.get("max_tokens"))
             return self.run_of(generations, count)
         except BaseException:
             for generation in generations:
@@ -94,21 +103,57 @@ class Service:
         """Return the run of generations that were started, with `count` choices each."""
         return Run(generations, self.recorder, count)
 
-    async def embed(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Embedding:
+    async def embed(
+        self,
+        inputs: Sequence[TextPrompt],
+        adapter: str | None,
+        truncation: Truncation | None = None,
+        dimensions: int = 0,
+    ) -> Embedding:
         """Return the vector of each input; raises `LoradockError`."""
-        return await self.client.embed(
-            inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
+        return await self._measured(
+            self.client.embed(
+                inputs,
+                adapter,
+                timeout_s=self.timeout_s,
+                trace=self.trace_of(adapter),
+                truncation=truncation,
+                dimensions=dimensions,
+            )
         )
 
-    async def classify(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Classification:
+    async def classify(
+        self,
+        inputs: Sequence[TextPrompt],
+        adapter: str | None,
+        truncation: Truncation | None = None,
+    ) -> Classification:
         """Return the scores of each input; raises `LoradockError`."""
-        return await self.client.classify(
-            inputs, adapter, timeout_s=self.timeout_s, trace=self.trace_of(adapter)
+        return await self._measured(
+            self.client.classify(
+                inputs,
+                adapter,
+                timeout_s=self.timeout_s,
+                trace=self.trace_of(adapter),
+                truncation=truncation,
+            )
         )
+
+    async def _measured(self, pooling: Awaitable[Pooled]) -> Pooled:
+        measurement = self.recorder.begin()
+        try:
+            found = await pooling
+            measurement.on_pooled(found.input_tokens)
+        except LoradockError:
+            measurement.on_failed()
+            raise
+        finally:
+            measurement.on_closed()
+        return found
 
     def new_id(self, prefix: str, separator: str = "-") -> str:
         """Return an id for the answer to a request."""
-        return f"{prefix}{separator}{secrets.token_hex(16)}"
+        return random_id(prefix, separator)
 
     def trace_of(self, adapter: str | None) -> str:  # noqa: ARG002 - for a service with traces
         """Return the `traceparent` of what is started with an adapter; empty without traces."""
@@ -123,6 +168,11 @@ class Service:
             trace=self.trace_of(adapter),
             **start.sampling,
         )
+
+
+def random_id(prefix: str, separator: str = "-") -> str:
+    """Return an id that no other answer has."""
+    return f"{prefix}{separator}{secrets.token_hex(16)}"
 
 
 def finish_reason(chunk: TokensStreamed) -> str | None:

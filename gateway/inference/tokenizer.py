@@ -16,7 +16,6 @@ from gateway.inference.prompt_files import TOKENIZER_CONFIG_FILE, json_object, s
 from messages.errors import ErrorCode
 
 FILE_BYTES_MAX: Final = 256 << 20
-TEXT_CHARACTERS_MAX: Final = 1_000_000
 
 _NO_CHARACTER: Final = "\ufffd"
 """Stands in a text for bytes that are no character."""

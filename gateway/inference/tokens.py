@@ -1,6 +1,6 @@
-"""`POST /tokenize` and `POST /detokenize`."""
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, field
 from starlette.requests import Request
@@ -68,3 +68,27 @@ class Tokens:
         """Answer `POST /detokenize`."""
         await self._service.models.find(body.model)
         return json_response(Detokenized(self._service.tokenizer.decode(body.tokens)))
+
+    async def info(self, _: Request) -> Response:
+        """Answer `GET /tokenizer_info` with what vLLM shows of the tokenizer's settings."""
+        config = {
+            name: _shown(value)
+            for name, value in self._service.tokenizer.config.items()
+            if name not in ("vocab_file", "merges_file")
+        }
+        config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        template = self._service.adapter_files.base.sources.default
+        if template:
+            config["chat_template"] = template
+        return json_response(config)
+
+
+def _shown(value: Any) -> Any:
+    """Return a setting in which special tokens are texts."""
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if isinstance(value.get("content"), str):
+        return value["content"]
+    return {name: _shown(one) for name, one in value.items()}

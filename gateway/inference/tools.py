@@ -172,7 +172,8 @@ def choice_of(body: ToolFields) -> Choice | None:
     """Return the choice of a request; raises `HttpError` for one that is not served."""
     value = decoded(body.tool_choice, "tool_choice")
     try:
-        return msgspec.convert(value, Choice | None)
+        choice: Choice | None = msgspec.convert(value, Choice | None)
+        return choice
     except msgspec.ValidationError as error:
         message = (
             "tool_choice must be 'none', 'auto', 'required' or "
@@ -185,7 +186,9 @@ def _tools_of(body: ToolFields) -> list[Tool]:
     """Return the tools of a request; raises `HttpError` for those that are no functions."""
     value = decoded(body.tools, "tools")
     try:
-        tools = msgspec.convert(value or [], Annotated[list[Tool], Meta(max_length=TOOLS_MAX)])
+        tools: list[Tool] = msgspec.convert(
+            value or [], Annotated[list[Tool], Meta(max_length=TOOLS_MAX)]
+        )
     except msgspec.ValidationError as error:
         raise HttpError(400, f"tools must be functions with a name: {error}", "tools") from error
     names = [tool.function.name for tool in tools]

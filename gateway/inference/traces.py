@@ -18,11 +18,11 @@ from gateway.adapters.table import AdapterTable
 from gateway.http.endpoints import Answer, Handler
 from gateway.http.errors import HttpError, error_of
 from gateway.http.streams import EventStream
-from gateway.inference.run import Output, Run
+from gateway.inference.run import Output, Run, generated_tokens
 from gateway.inference.service import Service, finish_reason
 from gateway.metrics.recorder import Recorder
 from messages.ids import GPU_SLOT, UNREGISTERED
-from messages.prompts import TextPrompt
+from messages.prompts import TextPrompt, Truncation
 
 PROVIDER: Final = "loradock"
 
@@ -90,13 +90,13 @@ class RequestTrace:
             self.on_resident()
             seconds = time.monotonic() - self._began_s
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", seconds)
-        reason = None if output.chunk is None else finish_reason(output.chunk)
-        if reason is not None:
-            self._reasons[output.choice] = reason
+        if output.chunk is not None:
+            self._output_tokens += len(generated_tokens(output.chunk))
+            reason = finish_reason(output.chunk)
+            self._reasons[output.choice] = reason or self._reasons[output.choice]
         if output.done is not None:
             prompt = output.choice // self._choices_per_prompt
             self._prompt_tokens[prompt] = output.done.prompt_tokens
-            self._output_tokens += output.done.output_tokens
 
     def on_pooled(self, input_tokens: int) -> None:
         """Note the result of an embedding or a classification."""
@@ -239,15 +239,26 @@ class TracedService(Service):
         """Return a run whose outputs are noted in the span of the current request."""
         return _TracedRun(generations, self.recorder, count, _current.get())
 
-    async def embed(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Embedding:
+    async def embed(
+        self,
+        inputs: Sequence[TextPrompt],
+        adapter: str | None,
+        truncation: Truncation | None = None,
+        dimensions: int = 0,
+    ) -> Embedding:
         """Return the vector of each input; raises `LoradockError`."""
-        found = await super().embed(inputs, adapter)
+        found = await super().embed(inputs, adapter, truncation, dimensions)
         _current.get().on_pooled(found.input_tokens)
         return found
 
-    async def classify(self, inputs: Sequence[TextPrompt], adapter: str | None) -> Classification:
+    async def classify(
+        self,
+        inputs: Sequence[TextPrompt],
+        adapter: str | None,
+        truncation: Truncation | None = None,
+    ) -> Classification:
         """Return the scores of each input; raises `LoradockError`."""
-        found = await super().classify(inputs, adapter)
+        found = await super().classify(inputs, adapter, truncation)
         _current.get().on_pooled(found.input_tokens)
         return found
 

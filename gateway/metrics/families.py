@@ -14,6 +14,7 @@ from gateway.adapters.table import AdapterTable
 from gateway.metrics.controller_counters import counter_families, engine_families
 from gateway.metrics.metric_types import counter, gauge, histogram, labelled_counter
 from messages.ids import AdapterState
+from messages.requests import StatusShown
 
 OTHER: Final = "other"
 BASE: Final = "base"
@@ -35,47 +36,50 @@ class ControllerFamilies:
         self._table = table
         self._adapters_max = adapters_max
 
-    def families(self) -> Iterator[Metric]:
-        """Yield every family."""
+    def families(self, status: StatusShown | None) -> Iterator[Metric]:
+        """Yield every family; without a status, those that this gateway knows by itself."""
         yield gauge(
             "loradock_synced",
             "Whether this gateway follows the controller's events.",
             float(self._table.synced),
         )
-        yield self._states()
-        yield from self._residency()
-        yield from self._status()
+        yield gauge(
+            "loradock_controller_up",
+            "Whether the controller answered this scrape; its families are absent otherwise.",
+            float(status is not None),
+        )
+        if status is not None:
+            yield from self._adapters(status)
+            yield from self._requests_now(status)
+            yield from self._tiers(status)
+            yield from self._controller(status)
         yield from self._events()
         yield self._requests()
 
-    def _states(self) -> Metric:
+    def _adapters(self, status: StatusShown) -> Iterator[Metric]:
         family = GaugeMetricFamily("loradock_adapters", "Adapters by state.", labels=["state"])
-        counts = Counter(view.state for view in self._table.views.values())
+        counts = dict(status.states)
         for state in get_args(AdapterState):
-            family.add_metric([state], counts[state])
-        return family
+            family.add_metric([state], counts.get(state, 0))
+        yield family
+        yield gauge("loradock_adapters_held", "Adapters exempt from eviction.", status.held)
 
-    def _residency(self) -> Iterator[Metric]:
-        views = self._table.views.values()
-        sums = {"held": 0, "leases": 0, "waiting": 0}
-        for view in views:
-            sums["held"] += view.held
-            sums["leases"] += view.leases
-            sums["waiting"] += view.waiting
-        yield gauge("loradock_adapters_held", "Adapters exempt from eviction.", sums["held"])
-        yield gauge("loradock_leases", "Running requests with an adapter.", sums["leases"])
+    def _requests_now(self, status: StatusShown) -> Iterator[Metric]:
+        uses = status.uses
+        yield gauge(
+            "loradock_leases",
+            "Requests that the engine has with an adapter in a slot.",
+            sum(use.leases for use in uses),
+        )
         yield gauge(
             "loradock_requests_waiting_for_residency",
             "Requests that wait for an adapter to reach its slot.",
-            sums["waiting"],
+            sum(use.waiters for use in uses),
         )
+        yield gauge("loradock_requests_pending", "Requests without an answer.", status.requests)
+        yield gauge("loradock_operations", "Operations of the engine in flight.", status.operations)
 
-    def _status(self) -> Iterator[Metric]:
-        status = self._table.status
-        yield gauge("loradock_engine_up", "Whether an engine is attached.",
-                    float(status is not None and bool(status.engine_id)))  # fmt: skip
-        if status is None:
-            return
+    def _tiers(self, status: StatusShown) -> Iterator[Metric]:
         bounds = GaugeMetricFamily("loradock_tier_bytes_max", "Budget per tier.", labels=["tier"])
         sizes = GaugeMetricFamily("loradock_tier_bytes", "Bytes in use per tier.", labels=["tier"])
         counts = GaugeMetricFamily(
@@ -90,10 +94,13 @@ class ControllerFamilies:
             counts.add_metric([tier.name], tier.count)
             most.add_metric([tier.name], tier.count_max)
         yield from (sizes, bounds, counts, most)
-        yield gauge("loradock_requests_pending", "Requests without an answer.", status.requests)
-        yield gauge("loradock_operations", "Operations of the engine in flight.", status.operations)
+
+    def _controller(self, status: StatusShown) -> Iterator[Metric]:
+        yield gauge("loradock_engine_up", "Whether an engine is attached.",
+                    float(bool(status.engine_id)))  # fmt: skip
         yield from counter_families(status.counters)
-        yield from engine_families(status.engine)
+        if status.engine.kernels:
+            yield from engine_families(status.engine)
         yield gauge("loradock_log_seq", "Number of the last input in the log.", status.seq)
         yield gauge("loradock_log_bytes", "Size of the log.", status.log_bytes)
         age_s = status.snapshot_age_ms / 1000

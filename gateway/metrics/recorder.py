@@ -6,6 +6,7 @@ from typing import Final
 
 from gateway.histogram import Histogram
 from messages.requests import GenerationDone
+from messages.views import TOKEN_BOUNDS, FinishReason
 
 FIRST_TOKEN_S: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5),
@@ -21,6 +22,8 @@ REQUEST_S: Final = (
 )
 """Bounds of the buckets in seconds, those of vLLM's histograms."""
 
+OUTPUTS: Final = (1, 2, 5, 10, 20)
+
 
 class Recorder:
     """Totals of this gateway's requests since its start; durations in seconds."""
@@ -28,7 +31,13 @@ class Recorder:
     def __init__(self) -> None:
         self.first_token = Histogram(FIRST_TOKEN_S)
         self.between_tokens = Histogram(BETWEEN_TOKENS_S)
+        self.per_output_token = Histogram(BETWEEN_TOKENS_S)
         self.request = Histogram(REQUEST_S)
+        self.prompt_lengths = Histogram(TOKEN_BOUNDS)
+        self.output_lengths = Histogram(TOKEN_BOUNDS)
+        self.longest_outputs = Histogram(TOKEN_BOUNDS)
+        self.outputs = Histogram(OUTPUTS)
+        self.max_tokens = Histogram(TOKEN_BOUNDS)
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.finished: Counter[str] = Counter()
@@ -41,36 +50,62 @@ class Recorder:
         self.active += 1
         return Measurement(self)
 
+    def on_generation(self, outputs: int, max_tokens: int | None) -> None:
+        """Record the parameters of a generation; None for a limit that the engine chooses."""
+        self.outputs.observe(outputs)
+        if max_tokens is not None:
+            self.max_tokens.observe(max_tokens)
+
+
+class _Output:
+    """The tokens of one output, and the times of the first and of the last one."""
+
+    def __init__(self, first_s: float, tokens: int) -> None:
+        self.first_s = self.last_s = first_s
+        self.tokens = tokens
+
 
 class Measurement:
-    """The times of one generation of a request, from its arrival to its end."""
+    """The times of one generation or pooling, from its arrival to its end."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._began = self._last = time.monotonic()
-        self._tokens = 0
+        self._began = time.monotonic()
+        self._outputs: dict[int, _Output] = {}
         self._ended = False
 
-    def on_tokens(self, count: int) -> None:
-        """Record that tokens arrived; those of one message share the time since the last one."""
+    def on_tokens(self, index: int, count: int) -> None:
+        """Record tokens of an output; those of one message share the time since the last one."""
         now = time.monotonic()
-        if self._tokens == 0:
+        self._recorder.output_tokens += count
+        output = self._outputs.get(index)
+        if output is None:
             self._recorder.first_token.observe(now - self._began)
-        elif count:
-            each_s = (now - self._last) / count
-            for _ in range(count):
-                self._recorder.between_tokens.observe(each_s)
-        self._tokens += count
-        self._last = now
+            self._outputs[index] = _Output(now, count)
+            return
+        each_s = (now - output.last_s) / count
+        for _ in range(count):
+            self._recorder.between_tokens.observe(each_s)
+        output.tokens += count
+        output.last_s = now
 
     def on_done(self, result: GenerationDone) -> None:
-        """Record the end of a request that was served."""
+        """Record the end of a generation that was served."""
+        if not self._end():
+            return
+        recorder, outputs = self._recorder, self._outputs.values()
+        self._on_served(result.finish_reason, result.prompt_tokens)
+        recorder.longest_outputs.observe(max((one.tokens for one in outputs), default=0))
+        for one in outputs:
+            recorder.output_lengths.observe(one.tokens)
+            if one.tokens > 1:
+                each_s = (one.last_s - one.first_s) / (one.tokens - 1)
+                recorder.per_output_token.observe(each_s)
+
+    def on_pooled(self, prompt_tokens: int) -> None:
+        """Record the end of a pooling that was served."""
         if self._end():
-            recorder = self._recorder
-            recorder.request.observe(time.monotonic() - self._began)
-            recorder.prompt_tokens += result.prompt_tokens
-            recorder.output_tokens += result.output_tokens
-            recorder.finished[result.finish_reason] += 1
+            self._on_served("stop", prompt_tokens)
 
     def on_failed(self) -> None:
         """Record the end of a request that failed."""
@@ -81,6 +116,13 @@ class Measurement:
         """Record that the client left before the end, if the end was not recorded yet."""
         if self._end():
             self._recorder.aborted += 1
+
+    def _on_served(self, reason: FinishReason, prompt_tokens: int) -> None:
+        recorder = self._recorder
+        recorder.request.observe(time.monotonic() - self._began)
+        recorder.prompt_tokens += prompt_tokens
+        recorder.prompt_lengths.observe(prompt_tokens)
+        recorder.finished[reason] += 1
 
     def _end(self) -> bool:
         """Return whether this is the first end."""

@@ -22,6 +22,7 @@ from gateway.http.security import (
     RefusingApp,
     allowed_hosts,
     configured_keys,
+    with_cors,
 )
 from gateway.http.streams import json_response
 from gateway.options import UPDATING_VARIABLE, GatewayConfig
@@ -40,7 +41,8 @@ def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -
     updating = allows_updating(config, environment)
     table = endpoints(gateway)
     limits = Limits(config.body_bytes_max, float(config.receive_timeout_s))
-    document = json_response(openapi_document(table, updating=updating)).body
+    root = root_path_of(config)
+    document = json_response(openapi_document(table, updating=updating, root_path=root)).body
 
     async def openapi(_: Request) -> Response:
         return Response(document, media_type="application/json")
@@ -53,17 +55,41 @@ def create_app(gateway: Gateway, environment: Mapping[str, str] | None = None) -
     )
     exact: dict[tuple[str, str], ASGIApp]
     exact = {(one.method, one.path): app for one, app in apps if "{" not in one.path}
-    served: ASGIApp = ExactPaths(exact, app)
+    served = with_cors(ExactPaths(exact, app), config)
+    if root:
+        served = RootPath(root, served)
     hosts = allowed_hosts(config, keys)
     if hosts is not None:
         served = AllowedHosts(served, hosts)
     return HeaderLimit(served, config.header_bytes_max)
 
 
+def root_path_of(config: GatewayConfig) -> str:
+    """Return `--root-path` without a final slash; raises `ValueError` for one that is no path."""
+    root = config.root_path.rstrip("/")
+    if root and (not root.startswith("/") or "//" in root or set(root) & set("?#% ")):
+        raise ValueError(f"--root-path must be a path like /llm, got {config.root_path!r}")
+    return root
+
+
 def allows_updating(config: GatewayConfig, environment: Mapping[str, str]) -> bool:
     """Whether clients may change adapters."""
     variable = environment.get(UPDATING_VARIABLE, "").strip().lower()
     return config.allow_runtime_lora_updating or variable in _TRUE
+
+
+class RootPath:
+    """An application around another: the prefix of a proxy is removed from paths that have it."""
+
+    def __init__(self, root: str, app: ASGIApp) -> None:
+        self._root = root
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and scope["path"].startswith(f"{self._root}/"):
+            scope["path"] = scope["path"].removeprefix(self._root)
+        await self._app(scope, receive, send)
 
 
 class ExactPaths:

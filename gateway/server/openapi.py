@@ -17,7 +17,9 @@ _BODY_ERRORS: Final = (400, 408, 413, 415, 500)
 _KEY: Final = "bearer"
 
 
-def openapi_document(endpoints: Sequence[Endpoint], *, updating: bool) -> dict[str, Any]:
+def openapi_document(
+    endpoints: Sequence[Endpoint], *, updating: bool, root_path: str = ""
+) -> dict[str, Any]:
     """Return the document; `updating`: clients may change adapters."""
     types = [kind for one in endpoints for kind in (one.body, one.answer, one.failure) if kind]
     types += [ErrorBody, UnauthorizedBody, AnthropicError]
@@ -31,6 +33,7 @@ def openapi_document(endpoints: Sequence[Endpoint], *, updating: bool) -> dict[s
     return {
         "openapi": OPENAPI,
         "info": {"title": "LoRADock", "version": VERSION},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
             "schemas": components,
@@ -80,7 +83,7 @@ def _responses(endpoint: Endpoint, schemas: dict[int, Any]) -> dict[str, Any]:
                 error = {"anyOf": [error, schemas[id(endpoint.failure)]]}
             responses[str(status)]["content"] = {"application/json": {"schema": error}}
     if endpoint.access != "public":
-        body = UnauthorizedBody if endpoint.shape == "openai" else AnthropicError
-        unauthorized = {"application/json": {"schema": schemas[id(body)]}}
+        refused = UnauthorizedBody if endpoint.shape == "openai" else AnthropicError
+        unauthorized = {"application/json": {"schema": schemas[id(refused)]}}
         responses["401"] = {"description": "No valid key", "content": unauthorized}
     return responses

@@ -1,5 +1,6 @@
 """The table of endpoints."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from gateway.adapters.residency import (
@@ -25,7 +26,8 @@ from gateway.inference.anthropic_request import CountRequest, MessagesRequest
 from gateway.inference.chat import ChatRequest, Chats
 from gateway.inference.chat_prompt import ChatPrompts
 from gateway.inference.completions import CompletionRequest, Completions
-from gateway.inference.pooling import Pooling, PoolingRequest, ScoreRequest
+from gateway.inference.pooling import Pooling, PoolingRequest, RerankRequest, ScoreRequest
+from gateway.inference.rendered import Rendered
 from gateway.inference.responses import ResponseAnswer, Responses
 from gateway.inference.responses_request import ResponsesRequest
 from gateway.inference.tokens import DetokenizeRequest, TokenizeRequest, Tokens
@@ -35,7 +37,7 @@ from gateway.metrics.vllm_families import VllmFamilies
 from gateway.page.assets import Page
 from gateway.page.history import History, Past
 from gateway.server.gateway import Gateway
-from gateway.server.health import Health, Load, Version
+from gateway.server.health import Health, Info, Load, ServerInfo, Version
 
 _INFERENCE: Final = (400, 404, 429, 503)
 _CHANGES: Final = (400, 403, 404, 409, 429, 503)
@@ -44,8 +46,9 @@ _CHANGES: Final = (400, 403, 404, 409, 429, 503)
 def endpoints(gateway: Gateway) -> tuple[Endpoint, ...]:
     """Return every endpoint of a gateway."""
     return (
-        *_inference(gateway),
+        *_completions(gateway),
         *_chats(gateway),
+        *_pooling(gateway),
         *_tokens(gateway),
         *_models(gateway),
         *_updates(gateway),
@@ -69,22 +72,39 @@ def _untraced(_: str, handler: Handler) -> Handler:
     return handler
 
 
-def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
-    service = gateway.service
-    traced = _untraced if gateway.traced is None else gateway.traced.handler
-    pooling = Pooling(service)
-    score = traced("score", pooling.score)
+def _traced_by(gateway: Gateway) -> Callable[[str, Handler], Handler]:
+    return _untraced if gateway.traced is None else gateway.traced.handler
+
+
+def _completions(gateway: Gateway) -> tuple[Endpoint, ...]:
+    completions, traced = Completions(gateway.service), _traced_by(gateway)
     more: dict[str, Any] = {"errors": _INFERENCE}
     return (
         _post(
             "/v1/completions",
-            traced("text_completion", Completions(service).complete),
+            traced("text_completion", completions.complete),
             CompletionRequest,
             answers.Completion,
             "Continue prompts",
             streams=True,
             **more,
         ),
+        _post(
+            "/v1/completions/render",
+            completions.render,
+            CompletionRequest,
+            list[Rendered],
+            "Token ids and parameters of completions",
+            **more,
+        ),
+    )
+
+
+def _pooling(gateway: Gateway) -> tuple[Endpoint, ...]:
+    pooling, traced = Pooling(gateway.service), _traced_by(gateway)
+    score, rerank = traced("score", pooling.score), traced("rerank", pooling.rerank)
+    more: dict[str, Any] = {"errors": _INFERENCE}
+    return (
         _post(
             "/v1/embeddings",
             traced("embeddings", pooling.embeddings),
@@ -113,12 +133,15 @@ def _inference(gateway: Gateway) -> tuple[Endpoint, ...]:
             _post(path, score, ScoreRequest, answers.Scores, "Compare texts", **more)
             for path in ("/score", "/v1/score")
         ),
+        *(
+            _post(path, rerank, RerankRequest, answers.Reranked, "Order documents", **more)
+            for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        ),
     )
 
 
 def _chats(gateway: Gateway) -> tuple[Endpoint, ...]:
-    service = gateway.service
-    traced = _untraced if gateway.traced is None else gateway.traced.handler
+    service, traced = gateway.service, _traced_by(gateway)
     prompts = ChatPrompts(gateway.config.allowed_media_domains)
     chats = Chats(service, prompts)
     responses = Responses(service, chats)
@@ -133,6 +156,14 @@ def _chats(gateway: Gateway) -> tuple[Endpoint, ...]:
             "Continue a chat",
             streams=True,
             has_images=True,
+            **more,
+        ),
+        _post(
+            "/v1/chat/completions/render",
+            chats.render,
+            ChatRequest,
+            Rendered,
+            "Token ids and parameters of a chat",
             **more,
         ),
         _post(
@@ -186,6 +217,11 @@ def _tokens(gateway: Gateway) -> tuple[Endpoint, ...]:
             answers.Detokenized,
             "Text of token ids",
             errors=_INFERENCE,
+        ),
+        *(
+            (_get("/tokenizer_info", tokens.info, dict[str, Any], "Tokenizer", errors=(400,)),)
+            if gateway.config.enable_tokenizer_info_endpoint
+            else ()
         ),
     )
 
@@ -274,6 +310,16 @@ def _operation(gateway: Gateway) -> tuple[Endpoint, ...]:
             _get(path, health.health, None, "Whether an engine serves", errors=(503,), **public)
             for path in ("/health", "/ping")
         ),
+        _post(
+            "/ping", health.health, None, None, "Whether an engine serves", errors=(503,), **public
+        ),
+        _get(
+            "/server_info",
+            Info(gateway.config).info,
+            ServerInfo,
+            "Configuration without keys",
+            errors=(400,),
+        ),
         _get("/version", health.version, Version, "The version", **public),
         _get("/load", health.load, Load, "Requests in progress", **public),
         _get(
@@ -309,4 +355,4 @@ def _scrape(gateway: Gateway) -> Scrape:
     if not config.disable_vllm_metrics:
         of_vllm = VllmFamilies(table, gateway.recorder, gateway.names, config.metrics_adapters_max)
         sources.append(of_vllm.families)
-    return Scrape(sources)
+    return Scrape(gateway.follower, sources)

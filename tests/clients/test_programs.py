@@ -5,6 +5,7 @@ libraries, in environments of their own; without these the tests are skipped.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,7 @@ ADAPTERS: Final = ("reverse", "upper", "spell")
 OPTIONS: Final = (
     *("--http", "127.0.0.1:0", "--api-key", KEY, "--slots", "2", "--max-lora-rank", "64"),
     *("--chat-template", str(HERE / "chat_template.jinja")),
+    "--enable-tokenizer-info-endpoint",
 )
 TOOLS: Final = (
     *("--adapter-root", str(TINY / "tools"), "--lora-modules", "caller=caller"),
@@ -63,7 +65,7 @@ class Servers:
 
     def urls_for(self, program: str) -> dict[str, str]:
         """Return the address of each server whose variable occurs in a program's text."""
-        needed = [name for name in self._starts if f'"{name}"' in program]
+        needed = [name for name in self._starts if re.search(rf"\b{name}\b", program)]
         for name in needed:
             self._urls[name] = self._urls.get(name) or self._starts[name]()
         return {name: self._urls[name] for name in needed}

@@ -118,11 +118,11 @@ def test_the_default_output_fits_the_context(directory: Path) -> None:
     words = " ".join(["a"] * 300)
     result = run("generate", words, directory=directory)
     assert result.exit_code == 2
-    assert re.search(r"the prompt \(\d+ tokens\) does not fit the model's context", result.stderr)
+    assert re.search(r"the prompt is too long: \d+ tokens > \d+ maximum", result.stderr)
     long_enough = run("generate", " ".join(["a"] * 220), "--json", directory=directory)
     assert long_enough.exit_code == 0, long_enough.output
     too_many = run("generate", "a", "--max-tokens", "512", directory=directory)
-    assert "max_tokens may be up to" in too_many.stderr
+    assert "lower max_tokens to" in too_many.stderr
 
 
 def test_arrivals_of_the_demo_are_shown_and_their_outputs_are_right(directory: Path) -> None:

@@ -130,8 +130,33 @@ def test_every_adapter_answers_as_trained_from_many_tasks(running):
 
 
 def test_a_context_that_is_too_long_is_refused(client):
-    with pytest.raises(openai.BadRequestError, match=r"do(es)? not fit the model's"):
-        client.completions.create(model="model", prompt="x", max_tokens=10_000)
+    for body in ({"prompt": "x", "max_tokens": 10_000}, {"prompt": "x" * 512}):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 512") as caught:
+            client.completions.create(model="model", **body)
+        assert (caught.value.code, caught.value.status_code) == ("context_length_exceeded", 400)
+        assert "prompt is too long" in caught.value.message
+
+
+def test_every_token_of_an_echo_has_an_entry_and_so_has_the_end(client):
+    # lm-eval drops the last entry, which is the generated token's.
+    answer = client.completions.create(
+        model="upper",
+        prompt="hello>HELLO",
+        echo=True,
+        logprobs=1,
+        max_tokens=1,
+        temperature=0,
+        extra_body={"return_token_ids": True},
+    )
+    [choice] = answer.choices
+    assert choice.finish_reason == "stop"
+    assert len(choice.logprobs.token_logprobs) == len(choice.prompt_token_ids) + 1
+    assert answer.usage.completion_tokens == len(choice.token_ids) == 1
+
+
+def test_an_impossible_bias_is_refused(client):
+    with pytest.raises(openai.BadRequestError, match="logit_bias has token 999999"):
+        client.completions.create(model="model", prompt="x", logit_bias={"999999": 1})
 
 
 async def read_until(http, body, events_max):

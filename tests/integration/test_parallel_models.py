@@ -2,16 +2,19 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.models.sharding import shard_model
 from engine.parallel import ParallelGroup
 from tests.support.engine.engine_examples import relative_error
 from tests.support.models.expert_adapters import make_model
-from tests.support.parallel.models import build
+from tests.support.parallel.models import TOKENS, build
 from tests.support.parallel.ranks import Ranks, ranks
 
 ERROR_MAX = 1e-5
@@ -56,6 +59,49 @@ def test_two_ranks_answer_as_one_for_rows_with_states(pair: Ranks, name: str) ->
     found = pair.run("same_logits", name=name, fully_sharded=HYBRIDS[name])
     assert max(rank["error"] for rank in found) < ERROR_MAX
     assert all(rank["kept"] < 1 for rank in found)
+
+
+def by_peft(directory: Path, name: str, **fields: Any) -> Tensor:
+    """Save an adapter with random weights; return PEFT's logits with it."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **fields)
+    model = get_peft_model(build(name), config).eval()
+    for one, parameter in model.named_parameters():
+        if "trainable_tokens" in one:
+            torch.nn.init.normal_(parameter)
+    model.peft_config["default"].init_lora_weights = True
+    model.save_pretrained(directory, save_embedding_layers=True)
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([TOKENS])).logits.flatten()
+
+
+TOKEN_ROWS = {"trainable_token_indices": [66, 3, 40]}
+
+
+@pytest.mark.parametrize("fields", [{}, TOKEN_ROWS], ids=["copies", "tokens"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma"])
+def test_two_ranks_compare_copies_and_serve_trained_tokens(
+    pair: Ranks, name: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = by_peft(tmp_path, name, **fields)
+    for logits in pair.run("with_adapter", name=name, directory=str(tmp_path)):
+        assert relative_error(torch.tensor(logits), expected) < ERROR_MAX
+
+
+@pytest.mark.parametrize("row", [0, 66])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma"])
+def test_one_other_value_of_a_rank_refuses_a_copy(
+    pair: Ranks, name: str, row: int, tmp_path: Path
+) -> None:
+    by_peft(tmp_path, name)
+    path = tmp_path / "adapter_model.safetensors"
+    weights = load_file(path)
+    weights["base_model.model.lm_head.weight"][row, 7] += 1
+    save_file(weights, path)
+    errors = pair.run("with_adapter", name=name, directory=str(tmp_path))
+    text = "base_model.model.lm_head.weight differs from this model's lm_head"
+    assert any(text in error for error in errors), errors
+    assert all(isinstance(error, str) for error in errors)
 
 
 SAVED = {

@@ -144,4 +144,4 @@ def test_a_text_may_be_as_long_as_the_tokenizer_reads(model: BertModel, tmp_path
     bench.reports.clear()
     failed = embed(bench, longest + "a")
     assert isinstance(failed, OperationFailed)
-    assert "(13 tokens) does not fit the model's context (12 tokens)" in failed.message
+    assert "the prompt is too long: 13 tokens > 12 maximum" in failed.message

@@ -26,6 +26,7 @@ CODES = {
     "L016": ("NOT_SERVED", False),
     "L017": ("HANDLING_FAILED", False),
     "L018": ("STOPPING", True),
+    "L019": ("CONTEXT_EXCEEDED", False),
 }
 
 

@@ -122,6 +122,7 @@ def _replies() -> Iterator[tuple[str, list[Any]]]:
         dtype="bfloat16",
         counters=AdapterCounters(hits=18, misses=6, wait_ns=3 * 10**9, stalls=2, stall_ns=10**9),
         engine=EngineStatistics(kv_layout="paged", kv_bytes=3 << 30, kv_bytes_max=12 << 30),
+        running=1,
     )
     yield "status", renderables(status)
     listed = rq.AdaptersListed("1", (moving, msgspec.structs.replace(now, waiting=3)), 7)

@@ -116,7 +116,8 @@ MODEL: Final = (
         "tensorizer_config_dict",
         "Frozen, and equal by all fields: by the name alone, another path under a known name would "
         "be taken for the known adapter. With `is_3d_lora_weight` the files are refused unless "
-        "their experts are fused; False, the default, leaves it to them.",
+        "their experts are fused; False, the default, leaves it to them. Files that changed less "
+        "than a second ago are waited for.",
     ),
     DocumentedName(
         "LoRARequest.adapter_id, name, path, tensorizer_config_dict",

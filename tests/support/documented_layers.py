@@ -127,7 +127,7 @@ LAYERS: Final = (
         "engine.layers:LogitsProcessorWithLoRA",
         "base_layer",
         "It wraps the head's linear layer, because `transformers` has no logits processor of that "
-        "kind. A vocabulary over 258,048 is not wrapped, and adapters of the head are refused.",
+        "kind. The vocabulary has no bound; vLLM's is that of its kernels.",
     ),
     DocumentedName(
         "LogitsProcessorWithLoRA.hidden_size, dtype, device, scale, soft_cap, _get_logits, "

@@ -32,11 +32,23 @@ def width() -> int:
 
 
 class HelpCommand(TyperCommand):
-    """A command with such a page, and own texts for wrong values."""
+    """A command with such a page, and own texts for wrong values.
+
+    An option that may be repeated takes several values in one go too, as vLLM's options do, where
+    the command has no arguments of its own.
+    """
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
         with_own_texts(self.params)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Read the options."""
+        params = self.get_params(ctx)
+        if not any(one.param_type_name == "argument" for one in params):
+            flags = {flag for one in params if one.multiple for flag in one.opts}
+            args = list(_repeated(args, flags))
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the words after the command's name, in usage errors too."""
@@ -45,6 +57,22 @@ class HelpCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the page."""
         _write_page(self, ctx, formatter)
+
+
+def _repeated(args: list[str], flags: set[str]) -> Iterator[str]:
+    """Yield the words of a command line, with such a flag before each of its values."""
+    flag, has_value = "", True
+    for word in args:
+        name, equals, _ = word.partition("=")
+        if not has_value:
+            has_value = True
+        elif name in flags:
+            flag, has_value = name, bool(equals)
+        elif word.startswith("-"):
+            flag = ""
+        elif flag:
+            yield flag
+        yield word
 
 
 class HelpGroup(TyperGroup):

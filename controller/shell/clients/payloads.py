@@ -61,5 +61,11 @@ class Payloads:
                     trace=request.trace,
                 )
             case (requests.Embed() | requests.Classify()) as request, StartPooling():
-                return msgspec.structs.replace(command, inputs=request.inputs, trace=request.trace)
+                return msgspec.structs.replace(
+                    command,
+                    inputs=request.inputs,
+                    trace=request.trace,
+                    truncation=request.truncation,
+                    dimensions=request.dimensions if isinstance(request, requests.Embed) else 0,
+                )
         return None

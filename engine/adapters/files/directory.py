@@ -5,10 +5,15 @@ a root, as in the cache of Hugging Face and in mounts of Kubernetes; one that le
 refused (`located`). A file that changes while it is read, a link that leads elsewhere after it, and
 a file with a second name (a hard link) are errors. Files are read and never mapped: a mapped file
 that shrinks would end the process.
+
+A file that is being written in place may look unchanged between two blocks, and its time counts in
+ticks of some milliseconds. So files are read only once the last change is `QUIET_S` ago: a writer
+that pauses for less than that is waited for or noticed, and any later change has another time.
 """
 
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -34,6 +39,11 @@ from engine.errors import (
     EngineError,
     PathNotAllowed,
 )
+
+QUIET_S: Final = 1.0
+"""How long ago the last change of files must be before they are read."""
+
+_WRITE_ELSEWHERE: Final = "write files elsewhere, rename their directory, and load it again"
 
 _LEVELS_MAX: Final = 16
 
@@ -69,7 +79,7 @@ class OpenFile:
             except OSError as error:
                 raise AdapterNotFound(f"{self.name} can't be read: {error.strerror}") from error
             if not count:
-                raise Conflict(f"{self.name} became shorter while it was read; load it again")
+                raise Conflict(f"{self.name} became shorter while it was read; {_WRITE_ELSEWHERE}")
             filled += count
 
     def read(self, start: int, size_bytes: int) -> bytes:
@@ -82,6 +92,11 @@ class OpenFile:
     def stamp(self) -> str:
         """Size and time of the last change; equal for all readers of the same file."""
         return f"{self._opened.st_size}@{self._opened.st_mtime_ns}"
+
+    @property
+    def changed_s(self) -> float:
+        """The wall-clock time of the last change of content or name, when it was opened."""
+        return max(self._opened.st_mtime, self._opened.st_ctime)
 
     @property
     def identity(self) -> tuple[int, ...]:
@@ -97,7 +112,7 @@ class OpenFile:
             then.st_mtime_ns,
             then.st_ctime_ns,
         ):
-            raise Conflict(f"{self.name} was changed while it was read; load it again")
+            raise Conflict(f"{self.name} was changed while it was read; {_WRITE_ELSEWHERE}")
         if self._is_linked and not self._is_target():
             raise Conflict(f"{self.name} links to another file now; load it again")
 
@@ -113,11 +128,30 @@ class OpenFile:
 
 
 class AdapterFiles:
-    """The open files of an adapter: its config, and its weights, in several files if sharded."""
+    """The open files of an adapter: its config, and its weights, in several files if sharded.
 
-    def __init__(self, config: OpenFile, weights: Sequence[OpenFile]) -> None:
+    `index`: the file that names the shards.
+    """
+
+    def __init__(
+        self,
+        config: OpenFile,
+        weights: Sequence[OpenFile],
+        index: OpenFile | None,
+        directory: "_Directory",
+    ) -> None:
         self._config = config
+        self._directory = directory
         self.weights = tuple(weights)
+        self._files = (config, *(() if index is None else (index,)), *self.weights)
+
+    def other(self, name: str) -> OpenFile | None:
+        """Open a file that is not needed for serving; None if there is none of this name.
+
+        It is part of neither stamp nor identity.
+        """
+        directory = self._directory
+        return directory.file(name) if is_present(name, directory.descriptor) else None
 
     def read_config(self, bounds: AdapterBounds) -> bytes:
         """Return the whole config; raises `AdapterConfigRefused` if it is too long."""
@@ -131,12 +165,12 @@ class AdapterFiles:
     @property
     def stamp(self) -> str:
         """The stamps of all files; equal for all readers of the same files."""
-        return " ".join(file.stamp for file in (self._config, *self.weights))
+        return " ".join(file.stamp for file in self._files)
 
     @property
     def identity(self) -> tuple[tuple[int, ...], ...]:
         """The identities of all files."""
-        return tuple(file.identity for file in (self._config, *self.weights))
+        return tuple(file.identity for file in self._files)
 
     @property
     def weights_bytes(self) -> int:
@@ -145,8 +179,18 @@ class AdapterFiles:
 
     def check_unchanged(self) -> None:
         """Raise `Conflict` if one of the files was written to since it was opened."""
-        for file in (self._config, *self.weights):
+        for file in self._files:
             file.check_unchanged()
+
+    def wait_until_quiet(self) -> None:
+        """Wait until no file was written to for `QUIET_S`; raises `Conflict` if one is meanwhile.
+
+        The wait is bounded, because the clock may be another one than that of the files' system.
+        """
+        age_s = time.time() - max(file.changed_s for file in self._files)
+        if age_s < QUIET_S:
+            time.sleep(min(QUIET_S, QUIET_S - age_s))
+            self.check_unchanged()
 
 
 @contextmanager
@@ -157,15 +201,18 @@ def open_adapter(
 
     The weights are safetensors, possibly sharded, else a tensorizer stream, else, with
     `allow_pickled`, a file of `torch.save`; see `weights_names`. Raises `PathNotAllowed` for a path
-    that is not below a root, contains `..` or links out of the roots, and `AdapterNotFound` if the
-    directory or a file is missing.
+    that is not below a root, contains `..` or links out of the roots, `AdapterNotFound` if the
+    directory or a file is missing, and `Conflict` for files that are being written.
     """
     with ExitStack() as stack:
         opened = _Directory(path, roots, stack)
         if not is_present(CONFIG_NAME, opened.descriptor):
             raise AdapterNotFound(config_is_missing(path, opened.descriptor))
         config = opened.file(CONFIG_NAME)
-        yield AdapterFiles(config, _open_weights_files(path, opened, allow_pickled))
+        index, weights = _open_weights_files(path, opened, allow_pickled)
+        files = AdapterFiles(config, weights, index, opened)
+        files.wait_until_quiet()
+        yield files
 
 
 class _Directory:
@@ -191,16 +238,19 @@ class _Directory:
         return OpenFile(name, descriptor, self.descriptor)
 
 
-def _open_weights_files(path: str, directory: _Directory, allow_pickled: bool) -> list[OpenFile]:
-    """Open the weights files, several for shards; raises `AdapterNotFound`."""
+def _open_weights_files(
+    path: str, directory: _Directory, allow_pickled: bool
+) -> tuple[OpenFile | None, list[OpenFile]]:
+    """Open the weights files, and the index of several shards; raises `AdapterNotFound`."""
     names = weights_names(path, directory.descriptor, allow_pickled)
+    index = None
     if names == [INDEX_NAME]:
-        names = names_in_index(_read_index(directory), DEFAULT_BOUNDS)
-    return [directory.file(name) for name in names]
+        index = directory.file(INDEX_NAME)
+        names = names_in_index(_read_index(index), DEFAULT_BOUNDS)
+    return index, [directory.file(name) for name in names]
 
 
-def _read_index(directory: _Directory) -> bytes:
-    index = directory.file(INDEX_NAME)
+def _read_index(index: OpenFile) -> bytes:
     if index.size_bytes > DEFAULT_BOUNDS.header_bytes_max:
         raise AdapterUnsound(
             f"{INDEX_NAME} has {index.size_bytes} bytes; at most "

@@ -16,6 +16,9 @@ WHOLE_MODEL: Final = (
 )
 """Files of a whole model, which are no adapter's."""
 
+_SNAPSHOTS: Final = "snapshots"
+"""The directory of Hugging Face's cache that has a directory for each revision of a repository."""
+
 _ENTRIES_MAX: Final = 1000
 _SUGGESTIONS_MAX: Final = 3
 
@@ -29,6 +32,7 @@ def config_is_missing(path: str, directory: int) -> str:
             "adapter before merge_and_unload(), or serve the directory with --model"
         )
     others = sorted(_subdirectories_with_config(directory), key=lambda name: (len(name), name))
+    others = others or sorted(_snapshots_with_config(directory))
     if others:
         paths = " or ".join(
             shown(f"{path.rstrip('/')}/{name}") for name in others[-_SUGGESTIONS_MAX:]
@@ -75,3 +79,19 @@ def _subdirectories_with_config(directory: int) -> Iterator[str]:
                     yield entry.name
     except OSError:
         return
+
+
+def _snapshots_with_config(directory: int) -> Iterator[str]:
+    """Yield the revisions that hold an adapter, if this is a repository in Hugging Face's cache."""
+    try:
+        snapshots = os.open(
+            _SNAPSHOTS,
+            os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
+            dir_fd=directory,
+        )
+    except OSError:
+        return
+    try:
+        yield from (f"{_SNAPSHOTS}/{name}" for name in _subdirectories_with_config(snapshots))
+    finally:
+        os.close(snapshots)

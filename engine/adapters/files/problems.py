@@ -38,6 +38,13 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}... ({len(text)} characters)"
 
 
+def listed(names: Sequence[str]) -> str:
+    """Return the first of several names (ASCII), and the number of the others."""
+    more = len(names) - _NAMES_MAX
+    first = ", ".join(_shortened(name) for name in names[:_NAMES_MAX])
+    return first + (f" and {more} more" if more > 0 else "")
+
+
 class Problems:
     """The problems found so far; the error's text shows the first `shown_max`.
 
@@ -65,10 +72,8 @@ class Problems:
     def add_each(self, kind: type[EngineError], text: str, names: Sequence[str]) -> None:
         """Add one problem, `text`, which all of `names` (ASCII) have; nothing without names."""
         if names:
-            listed = ", ".join(_shortened(name) for name in names[:_NAMES_MAX])
-            more = len(names) - _NAMES_MAX
             each = [f"{text}: {_shortened(name)}" for name in names]
-            self.add(kind, f"{text}: {listed}" + (f" and {more} more" if more > 0 else ""), each)
+            self.add(kind, f"{text}: {listed(names)}", each)
 
     @contextmanager
     def collecting(self) -> Iterator[None]:

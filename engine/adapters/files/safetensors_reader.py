@@ -5,10 +5,10 @@ covers every byte of the file, also tensors that are not wanted. Without a finge
 wanted parts are read.
 """
 
+from collections.abc import Iterator
 from typing import Final
 
 import torch
-import xxhash
 
 from engine.adapters.files.directory import OpenFile
 from engine.adapters.files.safetensors_header import (
@@ -18,7 +18,10 @@ from engine.adapters.files.safetensors_header import (
     parse_header,
 )
 from engine.adapters.files.weights_file import (
+    NO_VISITORS,
     ReadTensors,
+    Visitor,
+    Visitors,
     Wanted,
     start_fingerprint,
     value_range,
@@ -50,10 +53,12 @@ class SafetensorsFile:
         self._stored = parse_header(header, file.size_bytes, bounds)
         self.tensors = {tensor.name: tensor for tensor in self._stored}
 
-    def read(self, wanted: Wanted, *, is_checked: bool = False) -> ReadTensors:
+    def read(
+        self, wanted: Wanted, *, is_checked: bool = False, visitors: Visitors = NO_VISITORS
+    ) -> ReadTensors:
         """Return the wanted parts; unless the values are checked already, with their ranges.
 
-        No other byte is read.
+        No other byte is read, except of visited tensors.
         """
         found = ReadTensors({}, {})
         for stored in self._stored:
@@ -62,9 +67,14 @@ class SafetensorsFile:
                 found.tensors[stored.name] = tensor
                 if not is_checked:
                     found.ranges[stored.name] = value_range(tensor)
+            elif stored.name in visitors:
+                for start, chunk in self._chunks(stored):
+                    _visit(visitors[stored.name], stored, start, chunk)
         return found
 
-    def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
+    def read_all(
+        self, wanted: Wanted, config: bytes, visitors: Visitors = NO_VISITORS
+    ) -> tuple[ReadTensors, str]:
         """Return the wanted parts with the whole tensors' value ranges, and the fingerprint."""
         digest = start_fingerprint(config, self._file.size_bytes)
         digest.update(self._head)
@@ -72,7 +82,10 @@ class SafetensorsFile:
         for stored in self._stored:
             part = wanted.get(stored.name)
             if part is None:
-                self._digest_only(stored, digest)
+                for start, chunk in self._chunks(stored):
+                    digest.update(chunk)
+                    if stored.name in visitors:
+                        _visit(visitors[stored.name], stored, start, chunk)
             else:
                 whole, raw = self._read_part(stored, WHOLE_TENSOR)
                 digest.update(raw)
@@ -96,7 +109,14 @@ class SafetensorsFile:
             filled += size_bytes
         return tensor, raw
 
-    def _digest_only(self, stored: StoredTensor, digest: xxhash.xxh3_128) -> None:
-        end = stored.start + stored.size_bytes
-        for start in range(stored.start, end, _CHUNK_BYTES):
-            digest.update(self._file.read(start, min(_CHUNK_BYTES, end - start)))
+    def _chunks(self, stored: StoredTensor) -> Iterator[tuple[int, bytes]]:
+        """Yield the bytes of a tensor, and where in it they start."""
+        for start in range(0, stored.size_bytes, _CHUNK_BYTES):
+            size_bytes = min(_CHUNK_BYTES, stored.size_bytes - start)
+            yield start, self._file.read(stored.start + start, size_bytes)
+
+
+def _visit(visit: Visitor, stored: StoredTensor, start: int, chunk: bytes) -> None:
+    """Pass a chunk's values; a chunk has whole ones, because its size is a power of two."""
+    values = torch.frombuffer(bytearray(chunk), dtype=stored.dtype)
+    visit(values, start // stored.dtype.itemsize)

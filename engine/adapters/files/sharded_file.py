@@ -5,13 +5,22 @@ their names.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 import xxhash
 
 from engine.adapters.files.problems import shown
-from engine.adapters.files.weights_file import HasShape, ReadTensors, Wanted, WeightsFile
+from engine.adapters.files.weights_file import (
+    NO_VISITORS,
+    HasShape,
+    ReadTensors,
+    Visitors,
+    Wanted,
+    WeightsFile,
+)
 from engine.errors import AdapterUnsound
+
+T = TypeVar("T")
 
 
 class ShardedFile:
@@ -30,21 +39,35 @@ class ShardedFile:
             tensors |= shard.tensors
         self.tensors: Mapping[str, HasShape] = tensors
 
-    def read(self, wanted: Wanted, *, is_checked: bool = False) -> ReadTensors:
+    def read(
+        self, wanted: Wanted, *, is_checked: bool = False, visitors: Visitors = NO_VISITORS
+    ) -> ReadTensors:
         """Return the wanted parts; unless the values are checked already, with their ranges."""
         return _merged(
-            [shard.read(_within(wanted, shard), is_checked=is_checked) for shard in self._shards]
+            [
+                shard.read(
+                    _within(wanted, shard),
+                    is_checked=is_checked,
+                    visitors=_within(visitors, shard),
+                )
+                for shard in self._shards
+            ]
         )
 
-    def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
+    def read_all(
+        self, wanted: Wanted, config: bytes, visitors: Visitors = NO_VISITORS
+    ) -> tuple[ReadTensors, str]:
         """Return the wanted parts with the whole tensors' value ranges, and the fingerprint."""
-        found = [shard.read_all(_within(wanted, shard), config) for shard in self._shards]
+        found = [
+            shard.read_all(_within(wanted, shard), config, _within(visitors, shard))
+            for shard in self._shards
+        ]
         digest = xxhash.xxh3_128("".join(fingerprint for _, fingerprint in found).encode())
         return _merged([read for read, _ in found]), digest.hexdigest()
 
 
-def _within(wanted: Wanted, shard: WeightsFile) -> Wanted:
-    return {name: part for name, part in wanted.items() if name in shard.tensors}
+def _within(named: Mapping[str, T], shard: WeightsFile) -> dict[str, T]:
+    return {name: one for name, one in named.items() if name in shard.tensors}
 
 
 def _merged(found: Sequence[ReadTensors]) -> ReadTensors:

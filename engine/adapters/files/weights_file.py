@@ -1,12 +1,13 @@
 """The interface of weights files, value ranges, and the start of the fingerprint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 import torch
 import xxhash
 
-from engine.submatrix import Submatrix
+from engine.submatrix import WHOLE_TENSOR, Submatrix
 
 
 class HasShape(Protocol):
@@ -48,6 +49,15 @@ Wanted = Mapping[str, Submatrix]
 """The tensors to read, by name, with the part of each."""
 
 
+Visitor = Callable[[torch.Tensor, int], None]
+"""Receives values of a tensor, flat, and the index of the first of them in the tensor."""
+
+Visitors = Mapping[str, Visitor]
+"""The visitors of tensors, by name; all values of each are passed, in any number of parts."""
+
+NO_VISITORS: Final[Visitors] = MappingProxyType({})
+
+
 class ReadTensors(NamedTuple):
     """The parts of tensors that were read, and value ranges, by name."""
 
@@ -63,13 +73,44 @@ class WeightsFile(Protocol):
         """All tensors of the file, by name."""
         ...
 
-    def read(self, wanted: Wanted, *, is_checked: bool = False) -> ReadTensors:
-        """Return the wanted parts; unless the values are checked already, with their ranges."""
+    def read(
+        self, wanted: Wanted, *, is_checked: bool = False, visitors: Visitors = NO_VISITORS
+    ) -> ReadTensors:
+        """Return the wanted parts; unless the values are checked already, with their ranges.
+
+        Of a tensor with a visitor but no wanted part, nothing is kept.
+        """
         ...
 
-    def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
-        """Return the wanted parts with the whole tensors' value ranges, and the fingerprint."""
+    def read_all(
+        self, wanted: Wanted, config: bytes, visitors: Visitors = NO_VISITORS
+    ) -> tuple[ReadTensors, str]:
+        """Return the wanted parts with the whole tensors' value ranges, and the fingerprint.
+
+        No tensor is both wanted and visited.
+        """
         ...
+
+
+class TensorsInMemory:
+    """Tensors that a program passes, which are read as those of a file and never copied."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def read(
+        self, wanted: Wanted, *, is_checked: bool = False, visitors: Visitors = NO_VISITORS
+    ) -> ReadTensors:
+        """Return the wanted parts; unless the values are checked already, with their ranges."""
+        for name, visit in visitors.items():
+            visit(self.tensors[name].detach().flatten().cpu(), 0)
+        found = {
+            name: self.tensors[name] if part == WHOLE_TENSOR else part.select(self.tensors[name])
+            for name, part in wanted.items()
+        }
+        if is_checked:
+            return ReadTensors(found, {})
+        return ReadTensors(found, {name: value_range(one) for name, one in found.items()})
 
 
 def start_fingerprint(config: bytes, file_bytes: int) -> xxhash.xxh3_128:

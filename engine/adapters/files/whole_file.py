@@ -12,7 +12,14 @@ import torch
 
 from engine.adapters.files.directory import OpenFile
 from engine.adapters.files.problems import shown
-from engine.adapters.files.weights_file import ReadTensors, Wanted, start_fingerprint, value_range
+from engine.adapters.files.weights_file import (
+    NO_VISITORS,
+    ReadTensors,
+    Visitors,
+    Wanted,
+    start_fingerprint,
+    value_range,
+)
 from engine.config import AdapterBounds
 from engine.errors import AdapterUnsound
 from engine.submatrix import WHOLE_TENSOR, Submatrix
@@ -27,20 +34,26 @@ class WholeFile:
         self._file = file
         self.tensors = tensors
 
-    def read(self, wanted: Wanted, *, is_checked: bool = False) -> ReadTensors:
+    def read(
+        self, wanted: Wanted, *, is_checked: bool = False, visitors: Visitors = NO_VISITORS
+    ) -> ReadTensors:
         """Return the wanted parts; unless the values are checked already, with their ranges."""
+        for name, visit in visitors.items():
+            visit(self.tensors[name].flatten(), 0)
         tensors = {name: _copied(self.tensors[name], part) for name, part in wanted.items()}
         if is_checked:
             return ReadTensors(tensors, {})
         return ReadTensors(tensors, {name: value_range(one) for name, one in tensors.items()})
 
-    def read_all(self, wanted: Wanted, config: bytes) -> tuple[ReadTensors, str]:
+    def read_all(
+        self, wanted: Wanted, config: bytes, visitors: Visitors = NO_VISITORS
+    ) -> tuple[ReadTensors, str]:
         """Return the wanted parts with the whole tensors' value ranges, and the fingerprint."""
         digest = start_fingerprint(config, self._file.size_bytes)
         for start in range(0, self._file.size_bytes, _CHUNK_BYTES):
             size_bytes = min(_CHUNK_BYTES, self._file.size_bytes - start)
             digest.update(self._file.read(start, size_bytes))
-        tensors = {name: _copied(self.tensors[name], part) for name, part in wanted.items()}
+        tensors = self.read(wanted, is_checked=True, visitors=visitors).tensors
         ranges = {name: value_range(self.tensors[name]) for name in wanted}
         return ReadTensors(tensors, ranges), digest.hexdigest()
 

@@ -13,7 +13,7 @@ CHAT = {
     "model": os.environ["MODEL"],
     "messages": [{"role": "user", "content": "hello"}],
     "temperature": 0,
-    "max_tokens": 64,
+    "max_tokens": 200,
     "max_retries": 0,
 }
 

@@ -26,7 +26,7 @@ model = ChatOpenAI(
     base_url=os.environ["BASE_URL"],
     api_key=os.environ["API_KEY"],
     temperature=0,
-    max_tokens=64,
+    max_tokens=200,
     max_retries=0,
     stream_usage=True,
 )

@@ -8,7 +8,7 @@ from openai import OpenAI
 from pydantic import BaseModel, Field
 
 MODEL = os.environ["MODEL"]
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 64}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 200}
 NO_CHOICE = {
     "type": "json_schema",
     "json_schema": {

@@ -18,7 +18,7 @@ class Word(BaseModel, extra="forbid"):
 
 provider = OpenAIProvider(base_url=os.environ["BASE_URL"], api_key=os.environ["API_KEY"])
 model = OpenAIChatModel(os.environ["MODEL"], provider=provider)
-settings = ModelSettings(temperature=0, max_tokens=64)
+settings = ModelSettings(temperature=0, max_tokens=200)
 
 
 async def main() -> None:

@@ -125,6 +125,40 @@ def test_the_status_has_the_totals(deployment: SynchronousDeployment) -> None:
     assert (tiers["pinned"][2], tiers["device"]) == (150, (2, 2, 100))
 
 
+def test_an_inference_runs_or_waits_in_the_engine_or_for_a_slot(
+    deployment: SynchronousDeployment,
+) -> None:
+    for number, name in enumerate((None, "mu", "mu", "zeta")):
+        deployment.handle(records.GenerationRequested(f"g-{number}", name))
+    world = deployment.controller.world
+    operations = {key: one.op for key, one in world.pending_requests.items()}
+    # The engine has those of the base model and of an adapter in a slot; one of them has begun.
+    served = [op for op in operations.values() if op]
+    message = rq.ShowStatus("s", uses=True)
+    status = show_status(deployment.controller, message, frozenset((served[0], 999)))
+    assert (status.running, status.queued) == (1, len(served) - 1)
+    assert status.running + status.queued + status.waiting == len(operations) == 4
+    by_name = {use.adapter: use for use in status.uses}
+    assert sum(use.running + use.queued + use.waiting for use in status.uses) == 3
+    assert {name: (one.leases, one.waiters) for name, one in by_name.items()} == {
+        name: (view.leases, view.waiting)
+        for (name, retired), view in deployment.list().items()
+        if name in by_name and not retired
+    }
+    assert sum(count for _, count in status.states) == status.adapters
+    assert show_status(deployment.controller, rq.ShowStatus("s")).uses == ()
+
+
+def test_uses_are_those_of_names_that_the_client_may_see(
+    deployment: SynchronousDeployment,
+) -> None:
+    message = rq.ShowStatus("s", uses=True)
+    everything = show_status(deployment.controller, message).uses
+    seen = show_status(deployment.controller, message, sees="mu".__eq__).uses
+    assert seen == tuple(use for use in everything if use.adapter == "mu")
+    assert len(everything) > len(seen)
+
+
 def test_without_an_engine_its_fields_are_empty() -> None:
     status = show_status(Controller(LIMITS), rq.ShowStatus("s"))
     assert (status.engine_id, status.engine_pid, status.model) == ("", 0, "")

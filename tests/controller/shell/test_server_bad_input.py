@@ -246,7 +246,7 @@ def _unknown_to_generate(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
 
 
 def _long_prompt(stack: Stack) -> tuple[rq.Reply, ErrorCode]:
-    return stack.generate(None, (65,) * 513), ErrorCode.MALFORMED
+    return stack.generate(None, (65,) * 513), ErrorCode.CONTEXT_EXCEEDED
 
 
 def _foreign_tokens(stack: Stack) -> tuple[rq.Reply, ErrorCode]:

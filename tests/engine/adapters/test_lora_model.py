@@ -222,3 +222,19 @@ def test_load_inplace_is_cleared_once_loaded() -> None:
     assert request.loaded().loaded() == request.loaded()
     with pytest.raises(ValueError, match="lora_path"):
         LoRARequest("name", 1, load_inplace=True)
+
+
+def test_stacks_of_experts_are_refused_with_their_own_shapes() -> None:
+    module = "model.layers.0.mlp.experts.gate_up_proj"
+    stacks = {key(module, "A"): torch.ones(3, 4, 16), key(module, "B"): torch.ones(3, 8, 4)}
+    with pytest.raises(AdapterDoesNotFit, match=r"A \[3, 4, 16\] and B \[3, 8, 4\]; .* rank 4"):
+        LoRAModel.from_lora_tensors(1, stacks, HELPER)
+
+
+def test_without_a_model_nothing_is_said_about_what_it_wraps() -> None:
+    module = "model.layers.0.mlp.experts"
+    fused = {key(module, "A"): torch.ones(12, 16), key(module, "B"): torch.ones(8, 12)}
+    with pytest.raises(AdapterDoesNotFit, match="pass model=") as caught:
+        LoRAModel.from_lora_tensors(1, fused, HELPER)
+    assert "wrapped" not in str(caught.value).partition("pass model=")[0]
+    assert "unexpected" not in str(caught.value)

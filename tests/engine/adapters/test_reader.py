@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from engine.adapters import read_adapter
 from engine.adapters.compatibility import AdapterTarget
 from engine.config import LoRAConfig
-from engine.errors import AdapterConfigRefused, EngineError
+from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError
 from engine.layout import ModuleShape
 from engine.residency.staging import stage
 from messages.errors import ErrorCode
@@ -129,17 +129,24 @@ def test_an_adapter_of_peft_has_the_same_delta_as_in_peft(from_peft: FromPeft, n
     assert blob.size_bytes == loaded.blob_bytes
 
 
-def test_names_may_lack_the_prefix_and_base_embeddings_are_skipped(tmp_path: Path) -> None:
+def test_names_may_lack_the_prefix(tmp_path: Path) -> None:
     plain = {name.removeprefix("base_model.model."): t for name, t in tensors().items()}
-    copies = {
-        "base_model.model.model.embed_tokens.weight": torch.ones(5, 4),
-        "base_model.model.lm_head.base_layer.weight": torch.full((3,), math.nan),
-    }
     with_prefix = read(write(tmp_path / "a"))
-    without = read(write(tmp_path / "b", weights=plain | copies))
+    without = read(write(tmp_path / "b", weights=plain))
     assert with_prefix.model.loras.keys() == without.model.loras.keys() == {Q, V}
     assert with_prefix.host_bytes == without.host_bytes
     assert with_prefix.fingerprint != without.fingerprint
+
+
+def test_names_may_have_the_name_that_peft_gives_an_adapter(tmp_path: Path) -> None:
+    named = {name.replace(".weight", ".default.weight"): t for name, t in tensors().items()}
+    assert len(named) == 4
+    found, expected = (read(write(tmp_path / w, weights=t)) for w, t in (("a", named), ("b", None)))
+    for module, lora in expected.model.loras.items():
+        assert torch.equal(found.model.loras[module].lora_a, lora.lora_a)
+        assert torch.equal(found.model.loras[module].lora_b, lora.lora_b)
+    with pytest.raises(AdapterDoesNotFit, match="the same as"):
+        read(write(tmp_path / "c", weights=named | tensors()))
 
 
 def test_the_fingerprint_covers_every_byte_of_both_files(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from engine.adapters import LoadedAdapter, LoRAModel, PEFTHelper, read_adapter
+from engine.adapters.base_copies import HeldWeight
 from engine.adapters.compatibility import AdapterTarget
 from engine.config import LoRAConfig
 from engine.errors import AdapterConfigRefused, AdapterDoesNotFit, EngineError, NotFinite
@@ -58,7 +59,10 @@ def score(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
 
 
 def load(path: Path, modules: dict[str, ModuleShape] = KINDS, **options: Any) -> LoadedAdapter:
-    return read_adapter(path.name, [path.parent], AdapterTarget(modules, LORA_CONFIG), **options)
+    """Read an adapter for a model whose embedding and head are ones."""
+    held = HeldWeight(ones(50, 16), (50, 16))
+    target = AdapterTarget(modules, LORA_CONFIG, held=lambda _module, _field: held)
+    return read_adapter(path.name, [path.parent], target, **options)
 
 
 def test_embeddings_and_heads_are_read_and_staged_as_their_kind(tmp_path: Path) -> None:
@@ -205,7 +209,7 @@ def test_adapters_of_peft_of_every_kind_are_read_as_in_peft(tmp_path: Path) -> N
         modules = {linear: ModuleShape(linear, 16, 16, 0)}
         modules |= {m: KINDS[m] for m in (EMBED, HEAD, SCORE)}
         peft = get_peft_model(base, LoraConfig(r=4, lora_alpha=6, **fields))
-        peft.save_pretrained(tmp_path / name)
+        peft.save_pretrained(tmp_path / name, save_embedding_layers=False)
         loaded = load(tmp_path / name, modules).model.loras
         again = PeftModel.from_pretrained(kind(config), tmp_path / name)
         layers = dict(again.base_model.model.named_modules())

@@ -55,6 +55,45 @@ def test_the_last_token_may_be_an_end_a_limit_or_neither(
     )
 
 
+def test_the_end_token_is_reported_apart_with_its_log_probability(
+    bench: GenerationBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.model, "eos_ids", frozenset())
+    tokens, _ = bench.alone(None, PROMPTS[0])
+    at = tokens.index(tokens[5])
+    bench.reports.clear()
+    monkeypatch.setattr(bench.model, "eos_ids", frozenset({tokens[5]}))
+    op = bench.start(None, PROMPTS[0], Sampling(max_tokens=16, logprobs=1))
+    bench.run()
+    chunks = [one for one in bench.reports if isinstance(one, TokensStreamed)]
+    assert [token for one in chunks for token in one.tokens] == tokens[:at]
+    assert [one.end_token for one in chunks] == [None] * at + [tokens[5]]
+    scored = [entry.token for one in chunks for entry in one.logprobs]
+    assert scored == [*tokens[:at], tokens[5]]
+    # A client that lost the stream gets the same again.
+    bench.reports.clear()
+    bench.scheduler.resend(str(op))
+    [whole] = bench.reports
+    assert (whole.end_token, len(whole.logprobs)) == (tokens[5], at + 1)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("logit_bias", "logit_bias has token"), ("stop_token_ids", "stop_token_ids has token")],
+)
+def test_tokens_outside_the_vocabulary_are_refused(
+    bench: GenerationBench, option: str, words: str
+) -> None:
+    for token, is_known in ((VOCABULARY - 1, True), (VOCABULARY, False)):
+        value = ((token, 1.0),) if option == "logit_bias" else (token,)
+        sampling = Sampling(max_tokens=1, **{option: value})
+        if is_known:
+            bench.start(None, PROMPTS[0], sampling)
+        else:
+            with pytest.raises(EngineError, match=f"{words} {token}; this model's are 0 to"):
+                bench.start(None, PROMPTS[0], sampling)
+
+
 class Letters:
     """A tokenizer for tests: every token is one character."""
 
@@ -151,10 +190,18 @@ def test_cancelling_shows_the_incomplete_character(bench: GenerationBench, no_eo
     [
         ((), Sampling(max_tokens=127), None),
         ("", Sampling(max_tokens=127), None),
-        ("", Sampling(max_tokens=128), "1.*128.*128.*127"),
+        ("", Sampling(max_tokens=128), "128 tokens.*max_tokens 128.*1 tokens.*127"),
         ((VOCABULARY,), Sampling(), f"token {VOCABULARY}.*0 to {VOCABULARY - 1}"),
-        ((1,) * 100, Sampling(max_tokens=29), f"100.*29.*{CONTEXT_TOKENS_MAX}.*28"),
-        ("a" * 100, Sampling(max_tokens=29), f"100.*29.*{CONTEXT_TOKENS_MAX}.*28"),
+        (
+            (1,) * 100,
+            Sampling(max_tokens=29),
+            f"{CONTEXT_TOKENS_MAX} tokens.*max_tokens 29.*100 tokens.*28",
+        ),
+        (
+            "a" * 100,
+            Sampling(max_tokens=29),
+            f"{CONTEXT_TOKENS_MAX} tokens.*max_tokens 29.*100 tokens.*28",
+        ),
         ((1,) * 100, Sampling(max_tokens=28), None),
         ("a" * 100_000, Sampling(), "100000 characters"),
         ("a", Sampling(max_tokens=10**6), f"{CONTEXT_TOKENS_MAX}"),
@@ -170,7 +217,8 @@ def test_requests_beyond_the_models_limits_are_refused_with_the_numbers(
         return
     with pytest.raises(EngineError, match=words) as caught:
         bench.start(None, prompt, sampling)
-    assert caught.value.code == ErrorCode.MALFORMED
+    expected = ErrorCode.MALFORMED if words.startswith("token") else ErrorCode.CONTEXT_EXCEEDED
+    assert caught.value.code is expected
     assert bench.scheduler.is_idle
 
 

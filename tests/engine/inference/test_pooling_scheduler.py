@@ -29,6 +29,7 @@ from engine.punica import PunicaWrapper
 from engine.residency.arena import Arena
 from messages.commands import StartPooling
 from messages.errors import ErrorCode
+from messages.prompts import Truncation
 from messages.reports import OperationFailed, PoolingEnded, Report
 from messages.requests import VectorsStreamed
 from tests.support.engine.vectors import unpack_vector
@@ -170,7 +171,10 @@ def test_a_stale_request_is_refused(bench: SchedulerBench) -> None:
     [
         ("hello", "no tokenizer"),
         ((VOCABULARY,), f"token {VOCABULARY} .* 0 to {VOCABULARY - 1}"),
-        ((5,) * 65, r"the prompt \(65 tokens\) does not fit the model's context \(64 tokens\)"),
+        (
+            (5,) * 65,
+            "context length is 64 tokens, and the prompt is too long: 65 tokens > 64 maximum",
+        ),
         ((), "empty"),
     ],
 )
@@ -379,3 +383,43 @@ def test_labels_without_names_are_numbers() -> None:
     base.config.id2label = {1: "bad", 2: "ugly", 3: "other"}
     model = PoolingModel(base, LoRAConfig(), task="classify")
     assert model.labels == ("0", "bad", "ugly")
+
+
+def test_an_input_is_shortened_on_request(bench: SchedulerBench) -> None:
+    tokens = tuple(range(1, 30)) * 3
+    for truncation, read in (
+        (Truncation(5, "right"), tokens[:5]),
+        (Truncation(5, "left"), tokens[-5:]),
+        (Truncation(0, "right"), tokens[:64]),
+        (Truncation(999, "right"), tokens[:64]),
+    ):
+        bench.forwards.clear()
+        short, long = bench.start(read), bench.start(tokens, truncation=truncation)
+        reports = bench.run()
+        vectors = [one.vectors[0] for one in reports if isinstance(one, VectorsStreamed)]
+        first, second = (torch.tensor(unpack_vector(one)) for one in vectors)
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+        assert PoolingEnded(long, 1, len(read)) in reports
+        assert PoolingEnded(short, 1, len(read)) in reports
+
+
+def test_vectors_are_shorter_only_if_the_model_was_trained_for_it(
+    bench: SchedulerBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RequestRefused, match="was not trained for shorter vectors"):
+        bench.start((5, 6), dimensions=8)
+    config = bench.model.model.config
+    monkeypatch.setattr(config, "matryoshka_dimensions", [8, 16], raising=False)
+    with pytest.raises(RequestRefused, match=r"one of \[8, 16\] for this model, got 9"):
+        bench.start((5, 6), dimensions=9)
+    bench.start((5, 6))
+    bench.start((5, 6), dimensions=8)
+    whole, short = (
+        torch.tensor(unpack_vector(one.vectors[0]))
+        for one in bench.run()
+        if isinstance(one, VectorsStreamed)
+    )
+    expected = whole[:8]
+    if bench.model._normalize:
+        expected = torch.nn.functional.normalize(expected, dim=0)
+    torch.testing.assert_close(short, expected)

@@ -25,7 +25,6 @@ from engine.layers import (
     VocabParallelEmbeddingWithLoRA,
     wrapper_of,
 )
-from engine.layers.logits import VOCABULARY_MAX
 from engine.layers.packed import PackedLinear
 from engine.punica import LoRAMapping, PunicaWrapper
 from engine.residency.arena import Arena
@@ -68,7 +67,7 @@ class OtherEmbedding(nn.Embedding):
 
 
 Linear = nn.Linear
-HUGE = nn.Linear(1, VOCABULARY_MAX + 1, device="meta")
+HUGE = nn.Linear(1, 1 << 20, device="meta")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ HUGE = nn.Linear(1, VOCABULARY_MAX + 1, device="meta")
             MergedColumnParallelLinearVariableSliceWithLoRA,
         ),
         (Linear(2, 3), Role.HEAD, LogitsProcessorWithLoRA),
-        (HUGE, Role.HEAD, None),
+        (HUGE, Role.HEAD, LogitsProcessorWithLoRA),
         (HUGE, Role.BODY, ReplicatedLinearWithLoRA),
         (nn.Identity(), Role.HEAD, None),
         (Linear(2, 3), Role.CLASSIFIER, ClassificationHeadWithLoRA),

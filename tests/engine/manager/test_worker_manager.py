@@ -1,6 +1,7 @@
 """Batches by request: files, paths, holds and memory, on both worker managers."""
 
 import gc
+import shutil
 import weakref
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.adapters import LoRAModel, LoRARequest
 from engine.config import LoRAConfig
@@ -341,3 +343,22 @@ def test_the_example_adapters_are_pefts_through_the_manager() -> None:
             peft = PeftModel.from_pretrained(fresh, EXAMPLES / "adapters" / name).eval()
             expected = peft(torch.tensor([tokens])).logits[0]
             assert relative_error(found[number], expected) < ERROR_MAX, name
+
+
+def test_a_tokenizer_that_differs_from_the_models_is_reported_in_the_log(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(EXAMPLES / "model")
+    shutil.copytree(EXAMPLES / "adapters" / "upper", tmp_path / "upper")
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "model")
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "upper")
+    config = LoRAConfig(max_lora_rank=64, max_loras=2)
+    manager = create_lora_manager(
+        model, 4, 256, model.config.vocab_size, config, None, "cpu", LRUCacheLoRAModelManager
+    )
+    worker = LRUCacheWorkerLoRAManager(manager)
+    with capture_logs() as logs:
+        worker.add_adapter(LoRARequest("upper", 1, str(tmp_path / "upper")))
+        worker.add_adapter(LoRARequest("count", 2, str(EXAMPLES / "adapters" / "count")))
+    [entry] = [entry for entry in logs if "warnings" in entry]
+    assert entry["adapter"] == 1
+    assert "'<new>'" in entry["warnings"][0]

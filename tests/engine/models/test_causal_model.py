@@ -25,7 +25,6 @@ from engine.layers import (
     ReplicatedLinearWithLoRA,
     VocabParallelEmbeddingWithLoRA,
 )
-from engine.layers.logits import VOCABULARY_MAX
 from engine.layout import ModuleKind
 from engine.models.causal_model import CausalModel
 from engine.models.kv_cache import BatchKVCache
@@ -197,13 +196,12 @@ def test_rows_with_states_have_the_logits_of_all_their_tokens(name: str, batchin
 
 
 def test_models_without_a_layer_to_wrap_are_refused() -> None:
-    bare = GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY_MAX + 1, n_embd=1, n_head=1, n_layer=0, n_positions=8)
-    )
-    assert list(find_candidates(bare)) == ["transformer.wte", "transformer.wpe"]
+    bare = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=1, n_head=1, n_layer=0, n_positions=8))
+    assert list(find_candidates(bare)) == ["transformer.wte", "transformer.wpe", "lm_head"]
     bare.transformer.wte, bare.transformer.wpe = (
-        nn.Embedding(VOCABULARY_MAX + 1, 1, max_norm=1.0) for _ in range(2)
+        nn.Embedding(9, 1, max_norm=1.0) for _ in range(2)
     )
+    bare.lm_head = nn.Identity()
     with pytest.raises(ModelRefused, match="no layer of a kind"):
         prepare(bare)
 

@@ -96,7 +96,7 @@ def test_the_images_tokens_count_in_the_context(models: dict[str, CausalModel]) 
     assert length > len(model.tokenizer("<boi>")["input_ids"]) + 4
     fitting = image_prompt("gemma3", "@", SQUARE)
     assert model.prompt_reader.read(fitting, allowed - length).tokens == found.tokens
-    refusal = rf"the prompt \({length} tokens\) .*context \({allowed} tokens\)"
+    refusal = rf"context length is {allowed} tokens, .*it has {length} tokens"
     with pytest.raises(RequestRefused, match=refusal):
         model.prompt_reader.read(fitting, allowed - length + 1)
     text = "@" + "a" * allowed * CHARACTERS_PER_TOKEN_MAX

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from engine.adapters import LoadedAdapter
 from engine.adapters.checked_files import CheckedFiles
@@ -19,7 +19,7 @@ from engine.worker import engine as engine_module
 from messages import commands as cm
 from messages import reports as rp
 from messages.errors import ErrorCode
-from messages.ids import CPU_CACHED
+from messages.ids import CPU_CACHED, PINNED
 from tests.support.engine.engine_bench import EngineBench, failure
 from tests.support.waiting import HANG_S
 
@@ -172,6 +172,24 @@ def counted(calls: Counter[str], function: Callable[..., Any]) -> Callable[..., 
         return function(*arguments, **named)
 
     return count
+
+
+def test_layers_without_tensors_are_in_the_report_and_in_the_inventory(
+    make_engine: Callable[..., EngineBench], adapter_root: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(adapter_root / "attention", tmp_path / "attention")
+    weights = tmp_path / "attention" / "adapter_model.safetensors"
+    save_file({k: v for k, v in load_file(weights).items() if ".1." not in k}, weights)
+    bench = make_engine(adapter_roots=(tmp_path,))
+    fields = {"adapter": "attention", "path": ""}
+    checked = bench.do(cm.CheckAdapter, adapter_id=1, **fields)
+    assert isinstance(checked, rp.AdapterChecked)
+    (warning,) = checked.warnings
+    assert "self_attn.q_proj" in warning
+    assert " of model.layers.1, " in warning
+    assert bench.fingerprint("attention") == checked.fingerprint
+    bench.promote(1, "attention", PINNED)
+    assert bench.adapters()[1].warnings == checked.warnings
 
 
 def test_pickled_weights_are_read_if_the_engine_allows_them(

@@ -180,6 +180,26 @@ def test_an_idle_engine_beats(attached: Controller) -> None:
         assert beat.engine_id == "a" * 32
 
 
+def test_the_statistics_follow_each_inventory_before_anything_else(attached: Controller) -> None:
+    for _ in range(10):
+        attached.send(cm.RequestInventory(0))
+        attached.attach()
+        start = len(attached.received)
+        attached.do(cm.SetMapping, active=())
+        beat = attached.received[start].message
+        assert isinstance(beat, rp.EngineBeat)
+        assert beat.statistics.kernels
+        assert beat.statistics.arena_bytes_max > 0
+
+
+def test_a_beat_names_the_requests_that_run(attached: Controller) -> None:
+    op = attached.start_generation("named", max_tokens=100)
+    attached.until(lambda report: is_beat(report) and report.running == (op,))
+    attached.send(cm.StopGeneration(op=(stop := attached.op + 1), target=op))
+    attached.op = stop
+    attached.until(lambda report: is_beat(report) and not report.running)
+
+
 def test_commands_are_executed_and_their_reports_are_numbered(attached: Controller) -> None:
     attached.send(cm.RequestInventory(0))
     attached.attach()

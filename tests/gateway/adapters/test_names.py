@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gateway.adapters.names import ModelNames, context_tokens
+from gateway.adapters.names import ModelNames, context_tokens, model_cards
+from gateway.adapters.table import AdapterTable
 from gateway.http.errors import HttpError
 
 
@@ -60,3 +61,12 @@ def test_the_context_is_read_from_the_models_config(tmp_path, text, context):
     (tmp_path / "config.json").write_text(text)
     assert context_tokens(str(tmp_path)) == context
     assert context_tokens(str(tmp_path / "none")) is None
+
+
+def test_all_configured_names_of_the_base_model_are_listed(tmp_path):
+    table = AdapterTable()
+    for served, listed in ((("org/llama", "short"), ["org/llama", "short"]), ((), ["tiny"])):
+        names = ModelNames(served, str(tmp_path / "tiny"))
+        cards = model_cards(names, table, 64).data
+        assert [card.id for card in cards] == listed
+        assert {card.root for card in cards} == {str(tmp_path / "tiny")}

@@ -1,17 +1,20 @@
 """The table of adapters: events applied, counted, kept for readers, and gaps."""
 
+import msgspec
 import pytest
 
 from gateway.adapters.table import RECENT_EVENTS, AdapterTable
 from messages import events as ev
 from messages import requests as rq
 from messages.errors import ErrorCode
+from messages.views import AdapterUse
+from tests.support.simulation.message_examples import example_of
 from tests.support.simulation.standin_controller import view
 
 
 def a_table(*views, seq=0):
     table = AdapterTable()
-    table.reset(rq.AdaptersListed("", views, seq), None)
+    table.reset(rq.AdaptersListed("", views, seq))
     return table
 
 
@@ -68,7 +71,7 @@ def test_everything_is_read_again_after_a_restart(event):
     table = a_table(view("a"))
     apply(table, event)
     assert table.needs_list
-    table.reset(rq.AdaptersListed("", (view("b"), view("c", retired=True)), 5), None)
+    table.reset(rq.AdaptersListed("", (view("b"), view("c", retired=True)), 5))
     assert not table.needs_list
     assert list(table.views) == ["b"]
     # The stream continues at its own position.
@@ -149,9 +152,28 @@ def test_views_that_were_read_are_kept_for_readers():
     assert table.updated_after(count) == []
     table.update("a", view("a", "pinned"))
     table.update("a", view("a", "gpu-slot"))
-    table.reset(rq.AdaptersListed("", (view("a", "gpu-slot"), view("b", "evicted")), 0), None)
+    table.reset(rq.AdaptersListed("", (view("a", "gpu-slot"), view("b", "evicted")), 0))
     assert table.updated_after(count) == [view("a", "gpu-slot"), view("b", "evicted")]
     for _ in range(RECENT_EVENTS):
         table.update("a", view("a"))
     assert table.updated_after(count) is None
     assert table.updated_after(table.update_count - RECENT_EVENTS) == [view("a")]
+
+
+def a_status(*uses):
+    return msgspec.structs.replace(example_of(rq.StatusShown), uses=uses)
+
+
+def test_requests_are_those_of_the_last_status():
+    """No event reports that a request begins to wait, or that it ends to."""
+    table = a_table(view("a"), view("b", waiting=4), view("c"))
+    table.set_status(a_status(AdapterUse("a", 2, leases=3), AdapterUse("new", -1, waiters=1)))
+    counts = {name: (one.leases, one.waiting) for name, one in table.views.items()}
+    assert counts == {"a": (3, 0), "b": (0, 0), "c": (0, 0)}
+    table.update("c", view("c", leases=7))
+    count = table.update_count
+    table.set_status(a_status(AdapterUse("a", 2, leases=3)))
+    counts = {name: (one.leases, one.waiting) for name, one in table.views.items()}
+    assert counts == {"a": (3, 0), "b": (0, 0), "c": (0, 0)}
+    # Readers receive what has changed, and nothing else.
+    assert [one.adapter for one in table.updated_after(count)] == ["c"]

@@ -212,3 +212,50 @@ def test_log_probabilities_of_the_prompt_are_in_one_chunk_of_a_stream(served):
     chunks = data_of(served.events(PATH, {**body, "stream": True}))
     assert [one["prompt_logprobs"] for one in chunks if "prompt_logprobs" in one] == [whole]
     assert whole[0] is None
+
+
+def test_marks_for_the_caches_of_other_servers_are_accepted_in_parts(served):
+    mark = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    parts = [
+        {"type": "text", "text": "a", **mark},
+        {"type": "image_url", "image_url": {"url": PNG}, **mark},
+    ]
+    response = served.post(PATH, {"messages": [{"role": "user", "content": parts, **mark}]})
+    assert response.status_code == 200
+    assert served.controller.requests(rq.Generate)[0].prompt.text == "<user>a<image><assistant>"
+
+
+def test_a_chat_has_the_ids_of_its_tokens_on_request(served):
+    body = {"messages": HELLO, "return_token_ids": True}
+    prompt = list(b"<user>hi<assistant>")
+    answer = served.post(PATH, body).json()
+    assert answer["prompt_token_ids"] == prompt
+    assert answer["choices"][0]["token_ids"] == [1, 2, 3]
+    first, *rest = data_of(served.events(PATH, {**body, "stream": True}))
+    assert first["prompt_token_ids"] == prompt
+    assert not any("prompt_token_ids" in chunk for chunk in rest)
+    ids = [token for chunk in rest for token in chunk["choices"][0]["token_ids"]]
+    assert ids == [1, 2, 3]
+    assert "token_ids" not in served.post(PATH, {"messages": HELLO}).json()["choices"][0]
+
+
+def test_the_most_likely_tokens_begin_with_the_chosen_one(served):
+    # In the stand-in's entries the chosen token is the second most likely one.
+    for count in (1, 2):
+        body = {"messages": HELLO, "logprobs": True, "top_logprobs": count}
+        for entry in served.post(PATH, body).json()["choices"][0]["logprobs"]["content"]:
+            best = entry["top_logprobs"]
+            assert len(best) == count
+            assert (best[0]["token"], best[0]["logprob"]) == (entry["token"], entry["logprob"])
+
+
+def test_a_rendered_chat_is_what_would_be_sent(served):
+    item = served.post(f"{PATH}/render", {"messages": HELLO}).json()
+    assert served.controller.requests(rq.Generate) == []
+    served.post(PATH, {"messages": HELLO})
+    [request] = served.controller.requests(rq.Generate)
+    assert tuple(item["token_ids"]) == request.prompt
+    assert item["sampling_params"]["max_tokens"] == request.sampling.max_tokens
+    parts = [{"type": "image_url", "image_url": {"url": PNG}}]
+    body = {"messages": [{"role": "user", "content": parts}]}
+    assert served.post(f"{PATH}/render", body).status_code == 400

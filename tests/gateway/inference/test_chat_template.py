@@ -69,7 +69,6 @@ def test_contents_are_texts_or_parts_as_the_template_reads_them():
         ("{{ messages.append(1) }}", "can't be applied"),
         ("{{ ''.__class__.__base__.__subclasses__() }}", "can't be applied"),
         ("{{ 1 / 0 }}", "can't be applied"),
-        ("{{ 'x' * 2000000 }}", "characters"),
         ("{{ messages[0]['content']['a'] + 1 }}", "can't be applied"),
     ],
 )

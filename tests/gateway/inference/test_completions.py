@@ -2,11 +2,14 @@
 
 import json
 
+import msgspec
 import pytest
 
+from gateway.inference.sampling import Labels
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.prompts import Sampling, Structure
+from messages.views import TokenLogprob
 from tests.support.gateway.served import data_of
 from tests.support.waiting import wait_until
 
@@ -320,3 +323,113 @@ def test_two_structures_exclude_each_other(served):
     response = served.post(PATH, {"prompt": "p", "guided_regex": "a", "guided_choice": ["b"]})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "guided_choice"
+
+
+END = 101
+
+
+@pytest.fixture
+def ended(served, monkeypatch):
+    """A gateway whose generations have one token, "o", and are ended by another one."""
+
+    def generate(request):
+        name = request.request_id
+        chunks = (
+            rq.TokensStreamed(name, 0, (1,), "o"),
+            rq.TokensStreamed(name, 1, (), finish_reason="stop", end_token=END),
+        )
+        if request.sampling.logprobs is not None:
+            entries = ((TokenLogprob(1, -1.5, 2),), (TokenLogprob(END, -0.1, 1),))
+            chunks = map(
+                lambda chunk, entry: msgspec.structs.replace(chunk, logprobs=entry), chunks, entries
+            )
+        served.controller.extra_replies += chunks
+        return rq.GenerationDone(name, request.adapter, "stop", 4, 1)
+
+    monkeypatch.setattr(served.controller, "output", ())
+    served.controller.answers[rq.Generate] = generate
+    return served
+
+
+def test_the_end_token_counts_in_the_usage(ended):
+    usage = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+    assert ended.post(PATH, {"prompt": "p"}).json()["usage"] == usage
+    options = {"include_usage": True}
+    body = {"prompt": "p", "stream": True, "stream_options": options}
+    assert data_of(ended.events(PATH, body))[-1]["usage"] == usage
+
+
+def test_the_end_token_has_a_log_probability_and_an_id(ended):
+    body = {"prompt": "p", "logprobs": 0, "return_token_ids": True}
+    [choice] = ended.post(PATH, body).json()["choices"]
+    assert choice["text"] == "o"
+    assert choice["logprobs"]["token_logprobs"] == [-1.5, -0.1]
+    assert choice["token_ids"] == [1, END]
+    assert choice["prompt_token_ids"] == [ord("p")]
+
+
+def test_a_stream_has_the_ids_of_each_chunk_and_of_the_prompt_once(ended):
+    body = {"prompt": ["p", "qr"], "stream": True, "return_token_ids": True}
+    choices = [chunk["choices"][0] for chunk in data_of(ended.events(PATH, body))]
+    for index, prompt in enumerate([[112], [113, 114]]):
+        own = [one for one in choices if one["index"] == index]
+        assert [one["token_ids"] for one in own] == [[1], [END]]
+        assert [one.get("prompt_token_ids") for one in own] == [prompt, None]
+
+
+def test_ids_are_left_out_unless_requested(served):
+    [choice] = served.post(PATH, {"prompt": "p"}).json()["choices"]
+    assert not {"token_ids", "prompt_token_ids"}.intersection(choice)
+    body = {"prompt": "p", "echo": True, "return_token_ids": True}
+    assert served.post(PATH, body).json()["choices"][0]["text"] == "pone"
+
+
+def test_continuous_usage_needs_include_usage(served):
+    options = {"continuous_usage_stats": True}
+    body = {"prompt": "abc", "stream": True, "stream_options": options}
+    assert not any("usage" in chunk for chunk in data_of(served.events(PATH, body)))
+
+
+@pytest.mark.parametrize("key", ["a", "-1", "1.5", "", "99999999999"])
+def test_a_bias_of_no_token_is_refused_by_the_field(served, key):
+    response = served.post(PATH, {"prompt": "p", "logit_bias": {key: 1}})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logit_bias"
+
+
+@pytest.mark.parametrize("field", Labels.__struct_fields__)
+@pytest.mark.parametrize("value", [None, "x", True, {"a": [1]}, []])
+def test_labels_are_accepted_and_change_nothing(served, field, value):
+    assert served.post(PATH, {"prompt": "p", field: value}).status_code == 200
+    assert only_request(served).sampling == Sampling(max_tokens=16, temperature=1.0)
+
+
+def test_a_rendered_prompt_is_what_would_be_sent(served):
+    body = {"prompt": "ab", "model": "upper", "seed": 3, "stop": "x", "priority": 2}
+    body |= {"logit_bias": {"5": 1}, "guided_regex": "a+", "stream": True}
+    [item] = served.post(f"{PATH}/render", body).json()
+    assert served.controller.requests(rq.Generate) == []
+    served.events(PATH, body)
+    request = only_request(served)
+    assert (item["model"], item["token_ids"], item["stream"]) == ("upper", [97, 98], True)
+    assert item["priority"] == request.priority == 2
+    shown, sent = item["sampling_params"], request.sampling
+    for name in ("max_tokens", "temperature", "seed", "top_p", "top_k", "n"):
+        assert shown[name] == getattr(sent, name)
+    assert (shown["stop"], shown["logit_bias"]) == (["x"], {"5": 1.0})
+    assert shown["structured_outputs"] == {"regex": "a+"}
+
+
+def test_several_prompts_are_rendered_with_ids_of_their_own(served):
+    items = served.post(f"{PATH}/render", {"prompt": ["a", "b"]}).json()
+    assert [item["token_ids"] for item in items] == [[97], [98]]
+    assert len({item["request_id"] for item in items}) == 2
+    assert all(item["request_id"].startswith("cmpl-") for item in items)
+
+
+@pytest.mark.parametrize("more", [{"min_p": 2.0}, {"model": "nope"}, {"best_of": 2}])
+def test_what_would_be_refused_is_not_rendered(served, more):
+    statuses = [
+        served.post(p, {"prompt": "a", **more}).status_code for p in (PATH, f"{PATH}/render")
+    ]
+    assert statuses[0] == statuses[1] != 200

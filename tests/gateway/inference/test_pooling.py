@@ -65,16 +65,44 @@ def test_scores_are_cosines(served):
         ("/v1/embeddings", {}, "input"),
         ("/v1/embeddings", {"input": []}, "input"),
         ("/v1/embeddings", {"input": ["a", 1]}, "input"),
-        ("/v1/embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
+        ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+        ("/classify", {"input": "a", "dimensions": 8}, "dimensions"),
+        ("/rerank", {"query": "a", "documents": []}, "documents"),
+        (
+            "/rerank",
+            {"query": "a", "documents": "b", "max_tokens_per_doc": 3},
+            "max_tokens_per_doc",
+        ),
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
         ("/v1/embeddings", {"input": ["a"] * 2049}, "input"),
         ("/classify", {"input": 5}, "input"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2"),
         ("/score", {"text_1": "a"}, "text_2"),
-        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(served, path, body, param):
     response = served.post(path, body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_documents_are_ordered_by_their_similarity_to_the_query(served, path):
+    body = {"query": "q", "documents": ["far", "q", "near"], "return_documents": True}
+    answer = served.post(path, body).json()
+    # The stand-in's vectors are (0, 1.5), (1, 1.5), (2, 1.5), in the order of the different texts.
+    assert [one["index"] for one in answer["results"]] == [1, 0, 2]
+    assert answer["results"][0]["document"]["text"] == "q"
+    scores = [one["relevance_score"] for one in answer["results"]]
+    assert math.isclose(scores[0], 1.0)
+    assert scores == sorted(scores, reverse=True)
+    assert answer["usage"]["total_tokens"] == 5
+    best = served.post(path, {**body, "top_n": 1}).json()["results"]
+    assert best == answer["results"][:1]
+
+
+def test_dimensions_are_the_engines(served):
+    assert served.post("/v1/embeddings", {"input": "a", "dimensions": 8}).status_code == 200
+    [request] = served.controller.requests(rq.Embed)
+    assert request.dimensions == 8

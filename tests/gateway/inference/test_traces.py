@@ -153,7 +153,7 @@ def test_a_client_that_leaves_ends_its_span(served, kept):
 
 def test_the_wait_for_an_adapter_ends_with_its_slot(kept):
     table = AdapterTable()
-    table.reset(rq.AdaptersListed("", (view("a", "pinned"), view("b", "evicted")), 0), None)
+    table.reset(rq.AdaptersListed("", (view("a", "pinned"), view("b", "evicted")), 0))
     traces = Traces(kept.tracer, table)
 
     class Headers:

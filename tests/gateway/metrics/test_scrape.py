@@ -16,10 +16,9 @@ from gateway.metrics.recorder import Recorder
 from gateway.metrics.vllm_families import VllmFamilies
 from messages import events as ev
 from messages import requests as rq
-from messages.views import AdapterCounters, EngineStatistics
+from messages.views import AdapterCounters, AdapterUse, EngineStatistics
 from tests.support.gateway.served import data_of
 from tests.support.simulation.message_examples import example_of
-from tests.support.simulation.standin_controller import view
 
 VLLM = {
     *("vllm:lora_requests_info", "vllm:num_requests_running", "vllm:num_requests_waiting"),
@@ -29,6 +28,8 @@ VLLM = {
     *("vllm:num_gpu_loaded_lora_adapters", "vllm:num_cpu_loaded_lora_adapters"),
     *("vllm:max_gpu_lora_adapters", "vllm:lora_adapter_load_seconds"),
     *("vllm:kv_cache_usage_perc", "vllm:request_queue_time_seconds", "vllm:num_preemptions"),
+    *("vllm:num_requests_waiting_by_reason", "vllm:cache_config_info"),
+    *("vllm:prefix_cache_queries", "vllm:prefix_cache_hits"),
 }
 
 
@@ -73,7 +74,7 @@ def test_the_states_are_those_of_the_controller(served):
 
 def test_counters_of_the_controller_and_of_its_engine_are_passed_on():
     engine = EngineStatistics(
-        steps=7, kv_bytes=25, kv_bytes_max=100, queued=3, queue_ns=2_500_000_000,
+        kernels="cpu", steps=7, kv_bytes=25, kv_bytes_max=100, queued=3, queue_ns=2_500_000_000,
         queue_counts=(1, *[0] * 6, 2, *[0] * 9),
     )  # fmt: skip
     counters = AdapterCounters(
@@ -82,12 +83,12 @@ def test_counters_of_the_controller_and_of_its_engine_are_passed_on():
     )  # fmt: skip
     table = AdapterTable()
     status = msgspec.structs.replace(example_of(rq.StatusShown), counters=counters, engine=engine)
-    table.reset(rq.AdaptersListed("", (), 0), status)
+    table.reset(rq.AdaptersListed("", (), 0))
     names = ModelNames(("base",))
     families = {
         family.name: family
         for source in (ControllerFamilies(table, 5), VllmFamilies(table, Recorder(), names, 5))
-        for family in source.families()
+        for family in source.families(status)
     }
     assert value(families, "loradock_transitions_total", transition="load") == 4
     assert value(families, "loradock_transition_seconds_total", transition="load") == 6
@@ -135,6 +136,45 @@ def test_a_failed_request_is_counted_as_such(served):
     assert value(after, name, **reason) == value(before, name, **reason) + 1
 
 
+def test_poolings_are_measured_as_generations_are(served):
+    before = scrape(served)
+    loads = []
+
+    def on_embed(request):
+        loads.append(served.get("/load").json()["server_load"])
+        return rq.PoolingDone(request.request_id, None, "embed", 1, 5)
+
+    served.controller.answers[rq.Embed] = on_embed
+    served.post("/v1/embeddings", {"input": "a"})
+    del served.controller.answers[rq.Embed]
+    after = scrape(served)
+
+    def grown(name, **labels):
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    assert (loads, served.get("/load").json()["server_load"]) == ([1], 0)
+    assert grown("vllm:request_success_total", finished_reason="stop") == 1
+    assert grown("vllm:prompt_tokens_total") == 5
+    assert grown("vllm:e2e_request_latency_seconds_count") == 1
+
+
+def test_times_between_tokens_are_those_of_one_output(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    recorder = Recorder()
+    measurement = recorder.begin()
+    for after, index, count in ((2, 0, 1), (2, 1, 1), (4, 0, 2), (6, 1, 1)):
+        now[0] = 100.0 + after
+        measurement.on_tokens(index, count)
+    assert recorder.output_tokens == 5
+    measurement.on_done(rq.GenerationDone("r", None, "length", 7, 5))
+    # Output 0: two tokens after 2 s; output 1: one after 4 s.
+    assert (recorder.first_token.sum, recorder.between_tokens.sum) == (4.0, 6.0)
+    assert recorder.per_output_token.sum == 1.0 + 4.0
+    assert (recorder.output_lengths.sum, recorder.longest_outputs.sum) == (5, 3)
+    assert (recorder.output_tokens, recorder.active) == (5, 0)
+
+
 def test_a_histogram_counts_like_a_list():
     histogram = Histogram((0.1, 1.0))
     for number in (0.05, 0.1, 0.5, 1.0, 2.0):
@@ -143,23 +183,28 @@ def test_a_histogram_counts_like_a_list():
     assert math.isclose(histogram.sum, 3.65)
 
 
-def a_table(adapters):
-    table = AdapterTable()
-    views = tuple(view(f"a{number}", leases=1) for number in range(adapters))
-    table.reset(rq.AdaptersListed("", views, 0), None)
-    return table
+def a_status(adapters):
+    """Return a status with adapters that are in slots and have waiting requests."""
+    uses = tuple(
+        AdapterUse(f"a{number}", slot=number, queued=1) for number in reversed(range(adapters))
+    )
+    engine = EngineStatistics(kernels="cpu")
+    return msgspec.structs.replace(example_of(rq.StatusShown), uses=uses, engine=engine)
 
 
 def test_the_number_of_labels_is_bounded():
-    table = a_table(1000)
+    table, status = AdapterTable(), a_status(1000)
+    table.seq = 0
     for number in range(1000):
         for _ in range(1 + (number == 7)):
             event = ev.GenerationFinished(f"a{number}", "stop", 1, 1)
             table.apply(ev.Published(table.seq + 1, 0, event))
-    [family] = [f for f in ControllerFamilies(table, 3).families() if f.name == "loradock_requests"]
+    [family] = [
+        f for f in ControllerFamilies(table, 3).families(status) if f.name == "loradock_requests"
+    ]
     counts = {sample.labels["adapter"]: sample.value for sample in family.samples}
     assert counts == {"a7": 2, "a0": 1, "a1": 1, "other": 997}
-    families = VllmFamilies(table, Recorder(), ModelNames(("base",)), 3).families()
+    families = VllmFamilies(table, Recorder(), ModelNames(("base",)), 3).families(status)
     by_name = {family.name: family for family in families}
     loaded = by_name["vllm:lora_adapter_loaded"].samples
     assert {s.labels["lora_name"]: s.value for s in loaded} == {
@@ -169,7 +214,9 @@ def test_the_number_of_labels_is_bounded():
         "other": 997,
     }
     [info] = by_name["vllm:lora_requests_info"].samples
-    assert info.labels["running_lora_adapters"] == "a0,a1,a10,other"
+    assert info.labels["waiting_lora_adapters"] == "a0,a1,a10,other"
+    # A router takes an adapter that is not named for one that is not in a slot.
+    assert info.labels["running_lora_adapters"].split(",") == sorted(s.adapter for s in status.uses)
 
 
 @pytest.mark.parametrize(("names_max", "expected"), [(0, set()), (1, {"b"}), (5, {"a", "b"})])

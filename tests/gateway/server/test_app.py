@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from gateway.adapters import views as model_cards
+from gateway.inference.sampling import Labels
 from messages import VERSION
 from messages import requests as rq
 from messages.errors import ErrorCode
@@ -110,6 +111,8 @@ NEEDED = {
     "input": "p",
     "text_1": "p",
     "text_2": "p",
+    "query": "p",
+    "documents": ["p"],
     "tokens": [1],
     "lora_name": "new",
     "lora_path": "new",
@@ -138,6 +141,7 @@ def test_a_wrong_value_of_any_field_is_refused_by_its_name(served):
     assert unchecked <= ANY
 
 
-ANY = {"tools", "documents", "chat_template_kwargs", "tool_choice", "guided_json"}
-ANY |= {"metadata", "cache_control"}
-"""What templates read, a schema, and labels that are not used may be any JSON."""
+ANY = {"tools", "documents", "chat_template_kwargs", "tool_choice", "guided_json"}.union(
+    Labels.__struct_fields__
+)
+"""What templates read, a schema, and labels that are not read may be any JSON."""

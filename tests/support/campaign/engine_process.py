@@ -104,6 +104,10 @@ class ModelledEngine:
     def last_op(self) -> int:
         return max(self.model.seen, default=0)
 
+    @property
+    def running(self) -> tuple[int, ...]:
+        return ()
+
     def statistics(self) -> EngineStatistics:
         """Return no statistics: they are not logged, and no promise is about them."""
         return EngineStatistics()

@@ -42,7 +42,7 @@ KNOWN_SEEDS: Final = {
     "overtaken_inventory_accepted": 345,
     "recorded_time_jumps": 19,
     "refused_group_kept_in_file": 132,
-    "report_acknowledged_before_log": 148,
+    "report_acknowledged_before_log": 2426,
     "skips_not_replayed": 121,
     "timer_not_set": 109,
     "torn_tail_kept": 195,

@@ -63,19 +63,19 @@ async def use_asyncio(url: str, key: str) -> None:
 def check_text(answer: object) -> None:
     [choice] = answer.choices
     assert (choice.text, choice.finish_reason) == (REVERSED, "stop")
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 5)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 6)
 
 
 def check_chat(answer: object) -> None:
     [choice] = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", REVERSED)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 5)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 6)
 
 
 def check_texts(chunks: list) -> None:
     *texts, last = chunks
     assert "".join(chunk.choices[0].text for chunk in texts) == REVERSED
-    assert (last.choices, last.usage.completion_tokens) == ([], 5)
+    assert (last.choices, last.usage.completion_tokens) == ([], 6)
 
 
 def check_chunks(chunks: list) -> None:
@@ -83,7 +83,7 @@ def check_chunks(chunks: list) -> None:
     assert deltas[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == REVERSED
     assert deltas[-1].choices[0].finish_reason == "stop"
-    assert (last.choices, last.usage.total_tokens) == ([], 11)
+    assert (last.choices, last.usage.total_tokens) == ([], 12)
 
 
 def check_errors(client: openai.OpenAI, url: str) -> None:

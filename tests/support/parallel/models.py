@@ -29,8 +29,9 @@ from transformers import (
 
 from engine.adapters.layer_weights import LoRALayerWeights
 from engine.adapters.lora_model import LoRAModel
+from engine.adapters.reader import read_adapter
 from engine.config import LoRAConfig
-from engine.errors import ModelRefused
+from engine.errors import AdapterDoesNotFit, ModelRefused
 from engine.kernels import choose_kernels
 from engine.layers.tensor_parallel import ParallelHead, VocabParallelEmbedding
 from engine.layout import ModuleShape, columns_of_one_adapter
@@ -52,6 +53,9 @@ RANKS = (4, 8, 2)
 IDS = (5, 6, 7)
 ROWS = ((5, 0), (6, 3), (0, 2), (7, 1), (5, 4), (0, 0))
 """An adapter id and a left padding for each row."""
+
+TOKENS = (3, 1, 66, 40, 5, 66)
+"""A prompt with tokens of both ranks."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -171,6 +175,33 @@ def same_logits(group: ParallelGroup, name: str, fully_sharded: bool) -> dict[st
     }
 
 
+def with_adapter(group: ParallelGroup, name: str, directory: str) -> str | list[float]:
+    """Return the split model's logits with the adapter in a directory, or why it is refused."""
+    split = build(name)
+    shard_model(split, group, torch.device("cpu"))
+    config = LoRAConfig(max_lora_rank=RANK_MAX, max_loras=1)
+    model = CausalModel(split, config)
+    target = model.adapter_target(config.resolved_for(model))
+    try:
+        path, is_follower = Path(directory), not group.is_leader
+        loaded = read_adapter(path.name, [path.parent], target, is_follower=is_follower)
+        problem = ""
+    except AdapterDoesNotFit as error:
+        problem = str(error)
+    # As the engine does: what fails on one rank fails on all.
+    if not group.all_true(not problem):
+        return problem
+    arena = Arena(1, model.shapes, 4 << 20, torch.float32, "cpu")
+    punica = PunicaWrapper(torch.device("cpu"), RANK_MAX, choose_kernels("cpu"))
+    model.bind(arena, punica)
+    arena.begin_write(0, 1, stage(loaded.model, model.shapes, torch.float32, pin=False))
+    arena.finish_write(0)
+    punica.update_metadata(LoRAMapping([5] * len(TOKENS), [5], is_prefill=True), [5])
+    with torch.inference_mode():
+        logits = split(input_ids=torch.tensor([TOKENS]), use_cache=False).logits
+    return logits.flatten().tolist()
+
+
 def read_in_parts(group: ParallelGroup, directory: str, by_expert: bool = False) -> dict[str, Any]:
     """Return what a rank read of a saved model, what it holds, and the split model's logits."""
 
@@ -235,7 +266,9 @@ class Mixed(torch.nn.Module):
         return x * x.mean(-1, keepdim=True)
 
 
-CASES = {case.__name__: case for case in (same_logits, read_in_parts, refusal, wrong_plan)}
+CASES = {
+    case.__name__: case for case in (same_logits, with_adapter, read_in_parts, refusal, wrong_plan)
+}
 
 if __name__ == "__main__":
     serve(CASES)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from messages import commands, control, events, reports, requests
 from messages.errors import ErrorCode
 from messages.ids import NAME_PATTERN, REQUEST_PATTERN
-from messages.prompts import IllustratedPrompt, Sampling, Structure
+from messages.prompts import IllustratedPrompt, Sampling, Structure, Truncation
 from messages.records import (
     ControllerStarted,
     EngineLost,
@@ -26,7 +26,15 @@ from messages.records import (
     RecordOfFormat1,
     TimerFired,
 )
-from messages.views import AdapterCounters, EngineStatistics, FailureView, Placement, TokenLogprob
+from messages.views import (
+    AdapterCounters,
+    AdapterUse,
+    Distribution,
+    EngineStatistics,
+    FailureView,
+    Placement,
+    TokenLogprob,
+)
 
 _COUNTERS = AdapterCounters(*range(101, 101 + len(AdapterCounters.__struct_fields__)))
 _STATISTICS = EngineStatistics(
@@ -51,6 +59,16 @@ _STATISTICS = EngineStatistics(
     pinned_bytes=17,
     allocated_bytes=18,
     kv_layout="paged",
+    kv_blocks=19,
+    kv_block_tokens=20,
+    shares_prefixes=True,
+    prefix_queries=21,
+    prefix_hits=22,
+    prefill=Distribution(23, (1, 2)),
+    decode=Distribution(24, (3,)),
+    inference=Distribution(25, (4,)),
+    preemptions=Distribution(26, (5,)),
+    computed_tokens=Distribution(27, (6,)),
 )
 _VIEW = requests.AdapterView(
     adapter="tenant-17",
@@ -99,6 +117,9 @@ _SAMPLING = Sampling(
 )
 _LOGPROB = TokenLogprob(11, -0.5, 2, ((12, -0.25), (11, -0.5)))
 
+_INPUTS = ("Grüße, 世界", (1, 2, 3))
+_TRUNCATION = Truncation(16, "left")
+
 _DETAILS = ("q_proj has A [8, 96]", "v_proj has A [8, 96]")
 _FAILURE = FailureView(ErrorCode.DOES_NOT_FIT, "2 of its 2 modules differ", _DETAILS, 1500)
 
@@ -116,16 +137,16 @@ EXAMPLES: dict[type, Any] = {
         requests.ActivateBatch("r-9", ("tenant-17", "b.2", "_c"), 1500),
         requests.Generate("r-10", "tenant-17", "Grüße, 世界", _SAMPLING, 60_000, -1, _TRACE),
         requests.CancelGeneration("r-11", "r-10"),
-        requests.Embed("r-16", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000, _TRACE),
-        requests.Classify("r-17", "tenant-17", ("Grüße, 世界", (1, 2, 3)), 60_000, _TRACE),
+        requests.Embed("r-16", "tenant-17", _INPUTS, 60_000, _TRACE, _TRUNCATION, 256),
+        requests.Classify("r-17", "tenant-17", _INPUTS, 60_000, _TRACE, _TRUNCATION),
         requests.ListAdapters("r-12", "tenant-17", 5, 50),
         requests.ShowAdapter("r-13", "tenant-17"),
-        requests.ShowStatus("r-14"),
+        requests.ShowStatus("r-14", True),
         requests.FetchEvents("r-15", 77, 16, True),
         requests.AdapterDone("r-1", "tenant-17", "gpu-slot", 3, 9, ("layer 3 has no tensors",)),
         requests.BatchDone("r-9", (Placement("tenant-17", 3, 9),)),
         requests.TokensStreamed(
-            *("r-10", 0, (11,), "ab", 1, "stop", "b", (_LOGPROB,), (None, _LOGPROB))
+            *("r-10", 0, (11,), "ab", 1, "stop", "b", (_LOGPROB,), (None, _LOGPROB), 2)
         ),
         requests.GenerationDone("r-10", "tenant-17", "length", 5, 64),
         requests.VectorsStreamed("r-17", 1, (b"\0\0\x80?\0\0\0@",), ("good", "bad")),
@@ -164,6 +185,12 @@ EXAMPLES: dict[type, Any] = {
             stopping=True,
             counters=_COUNTERS,
             engine=_STATISTICS,
+            running=31,
+            queued=32,
+            waiting=33,
+            states=(("pinned", 34),),
+            held=35,
+            uses=(AdapterUse("tenant-17", 3, 36, 37, 38, 39, 40),),
         ),
         requests.PrefetchAdapter("r-19", "tenant-17", "tenants/17", "pinned"),
         requests.PrefetchAccepted("r-19", "tenant-17", "evicted", "pinned"),
@@ -197,7 +224,9 @@ EXAMPLES: dict[type, Any] = {
         commands.DropWeights(7, 5),
         commands.SetMapping(8, (commands.SlotRef(3, 9), commands.SlotRef(-1, 0))),
         commands.StartGeneration(9, "r-10", 5, 3, 9, (1, 2, 3), _SAMPLING, -1, _TRACE),
-        commands.StartPooling(11, "r-17", 5, 3, 9, "classify", ("Grüße, 世界", (1, 2, 3)), _TRACE),
+        commands.StartPooling(
+            *(11, "r-17", 5, 3, 9, "classify", _INPUTS, _TRACE, _TRUNCATION, 256)
+        ),
         commands.StopGeneration(10, 9),
         commands.PreemptSlot(12, 3, 9),
         commands.ResumeGeneration(13, 9, 2, 14),
@@ -218,7 +247,7 @@ EXAMPLES: dict[type, Any] = {
         reports.EngineInventory(
             *("e-1", 4242, "tiny", 4, 65536, 10, (9,), (_HELD,), 44, "cuda:0", "bfloat16", (9,))
         ),
-        reports.EngineBeat("e-1", 10, "loading", _STATISTICS),
+        reports.EngineBeat("e-1", 10, "loading", _STATISTICS, (9, 11)),
         events.AdapterAccepted("tenant-17", "xxh3:0f0f", 16, 8192, 71),
         events.AdapterCached("tenant-17", 72),
         events.AdapterPinned("tenant-17", 73),

@@ -8,6 +8,7 @@ it lose replies, lose chunks, be silent, or restart.
 import struct
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -17,12 +18,16 @@ from messages import events as ev
 from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.prompts import MAX_TOKENS_DEFAULT
-from messages.views import Placement, TokenLogprob
+from messages.views import AdapterUse, EngineStatistics, Placement, TokenLogprob
 from messages.wire import EVENTS, REPLIES, REQUESTS
 from tests.support.waiting import HANG_S
 
 BEAT_S = 0.05
 TOKEN = slice(20, 32)
+STATISTICS = EngineStatistics(
+    kernels="cpu", kv_layout="paged", kv_bytes=1 << 20, kv_bytes_max=4 << 20,
+    kv_blocks=64, kv_block_tokens=16, shares_prefixes=True,
+)  # fmt: skip
 
 
 def view(name, state="gpu-slot", **changes):
@@ -283,6 +288,12 @@ class StandIn:
             rq.TierView("pinned", 1, 0, 4096, 1 << 32),
             rq.TierView("device", 1, 8, 4096, 1 << 30),
         )
+        views = self.adapters.values()
+        uses = tuple(
+            AdapterUse(one.adapter, one.slot, one.leases, one.waiting, one.leases, 0, one.waiting)
+            for one in views
+            if one.slot >= 0 or one.leases or one.waiting
+        )
         return rq.StatusShown(
             request_id=request.request_id,
             epoch=self.epoch,
@@ -300,6 +311,13 @@ class StandIn:
             tiers=tiers,
             events_seq=len(self.published),
             controller_pid=4241,
+            dtype="float32",
+            engine=STATISTICS,
+            running=sum(one.leases for one in views),
+            waiting=sum(one.waiting for one in views),
+            states=tuple(Counter(one.state for one in views).items()) if request.uses else (),
+            held=sum(one.held for one in views) if request.uses else 0,
+            uses=uses if request.uses else (),
         )
 
     def _fetch(self, request):

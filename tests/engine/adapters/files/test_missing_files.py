@@ -107,3 +107,30 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     directory = write(tmp_path / "half")
     (directory / WEIGHTS_NAME).unlink()
     assert f"'half' has {CONFIG_NAME} but no {WEIGHTS_NAME}" in error_of("half", tmp_path)
+
+
+@pytest.mark.parametrize("revisions", [["0b1c"], ["0b1c", "77fe"]])
+def test_a_repository_of_the_hugging_face_cache_suggests_its_revisions(
+    revisions: list[str], tmp_path: Path
+) -> None:
+    repository = tmp_path / "hub" / "models--org--name"
+    for number, revision in enumerate(revisions):
+        snapshot = write(repository / "snapshots" / revision)
+        for file in list(snapshot.iterdir()):
+            blob = repository / "blobs" / f"{number}{file.name}"
+            blob.parent.mkdir(exist_ok=True)
+            file.rename(blob)
+            file.symlink_to(Path("../../blobs") / blob.name)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(revisions[0])
+    for path in ("hub/models--org--name", str(repository)):
+        text = error_of(path, tmp_path)
+        assert suggested(text) == [f"{path}/snapshots/{revision}" for revision in revisions]
+        check_suggestions(text, tmp_path)
+
+
+def test_snapshots_elsewhere_are_not_searched(tmp_path: Path) -> None:
+    write(tmp_path / "outside" / "0b1c")
+    (tmp_path / "root" / "models--org--name").mkdir(parents=True)
+    (tmp_path / "root" / "models--org--name" / "snapshots").symlink_to(tmp_path / "outside")
+    assert suggested(error_of("models--org--name", tmp_path / "root")) == []
