@@ -300,7 +300,8 @@ class _Answer(EventAnswer[ResponseAnswer]):
         """Return an item; one that begins has no content yet."""
         is_cut_off = self.reason not in (None, *_ENDED) and block is self.blocks[-1]
         status = status or ("incomplete" if is_cut_off else "completed")
-        text = block.text
+        # Its block may have all of its text already: the steps of a chunk are taken together.
+        text = "" if status == "in_progress" else block.text
         if block.kind == "call":
             return FunctionCallItem(self._item_id(block), status, block.id, block.name, text)
         content = () if status == "in_progress" else (OutputText(text),)

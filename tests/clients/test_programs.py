@@ -41,6 +41,11 @@ OPTIONS: Final = (
     *("--chat-template", str(HERE / "chat_template.jinja")),
     "--enable-tokenizer-info-endpoint",
 )
+TOOLS: Final = (
+    *("--adapter-root", str(TINY / "tools"), "--lora-modules", "caller=caller"),
+    *("--lora-modules", "reverse=reverse"),
+    *("--chat-template", str(TINY / "tools" / "chat_template.jinja")),
+)
 OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
@@ -54,6 +59,7 @@ class Servers:
         self._starts: dict[str, Callable[[], str]] = {
             "BASE_URL": lambda: self._serve_adapters("usual"),
             "SHORT_BASE_URL": lambda: self._serve_adapters("short", "--context-tokens-max", "64"),
+            "TOOLS_BASE_URL": lambda: self._serve("tools", TINY / "model", *TOOLS),
             "EMBED_BASE_URL": self._serve_embeddings,
         }
 

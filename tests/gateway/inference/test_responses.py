@@ -51,7 +51,25 @@ def streamed(client, **fields):
     assert kinds[-1] in ("response.completed", "response.incomplete")
     added = kinds.count("response.output_item.added")
     assert added == kinds.count("response.output_item.done") == len(events[-1].response.output)
+    check_pieces(events)
     return events[-1].response
+
+
+def check_pieces(events):
+    """Check that items begin empty, and that their pieces make what they end with."""
+    pieces = {}
+    for event in events:
+        match event.type:
+            case "response.output_item.added":
+                pieces[event.output_index] = ""
+                assert not getattr(event.item, "content", None)
+                assert not getattr(event.item, "arguments", None)
+            case "response.output_text.delta" | "response.function_call_arguments.delta":
+                pieces[event.output_index] += event.delta
+            case "response.output_text.done":
+                assert event.text == pieces[event.output_index]
+            case "response.function_call_arguments.done":
+                assert event.arguments == pieces[event.output_index]
 
 
 @pytest.mark.parametrize("read", [whole, streamed])
