@@ -151,7 +151,7 @@ class AdapterUpdates:
             message = f"{code}: the LoRA adapter '{name}' cannot be found"
             raise HttpError(404, message, "lora_name", code)
         try:
-            # As in vLLM, running requests end first; requests that still wait are refused.
+            # Requests that run or wait end first: the name was valid when they came.
             await self._client.remove(name, force=True)
         except UnknownAdapter:
             pass
