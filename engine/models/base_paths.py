@@ -63,10 +63,13 @@ def _token_embedding(model: nn.Module) -> nn.Module | None:
 
 def _shares(weight: object, other: Tensor) -> bool:
     """Whether a weight is another one, or rows of it, as a rank's part of a tied head is."""
-    if not isinstance(weight, Tensor) or weight.is_meta:
+    if weight is other or not isinstance(weight, Tensor):
         return weight is other
-    return weight is other or (
-        weight.shape[1:] == other.shape[1:]
+    # Quantised and other special tensors have no storage of their own.
+    have_storage = all(type(one.data) is Tensor and not one.is_meta for one in (weight, other))
+    return (
+        have_storage
+        and weight.shape[1:] == other.shape[1:]
         and weight.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() != 0
     )
 
