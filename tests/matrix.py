@@ -17,7 +17,7 @@ from rich.table import Table
 from tests.parity import read_results
 from tests.support.sources import ROOT
 
-MINORS: Final = ("5.21", "5.22", "5.23", "5.24")
+MINORS: Final = ("5.21", "5.22", "5.23")
 """The bounds of `pyproject.toml`, and every minor version between them."""
 
 RESULTS: Final = ROOT / "tests" / "golden" / "matrix.json"
