@@ -153,11 +153,7 @@ def _list(reply: AdaptersListed) -> list[Renderable]:
     if not reply.adapters:
         return ["no adapters are known"]
     table = FittingTable(_LIST_COLUMNS, (_row(view) for view in reply.adapters))
-    return [table, *map(_first_warning, filter(_has_warnings, reply.adapters))]
-
-
-def _has_warnings(view: AdapterView) -> bool:
-    return bool(view.warnings)
+    return [table, *(_first_warning(view) for view in reply.adapters if view.warnings)]
 
 
 def _first_warning(view: AdapterView) -> str:

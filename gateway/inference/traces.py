@@ -5,7 +5,7 @@ outputs. The caller's context is read from the headers, and the span's own is se
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -13,16 +13,15 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.requests import Request
 
-from controller.client import AsyncGeneration, Classification, Embedding, LoradockError
+from controller.client import AsyncGeneration, LoradockError
 from gateway.adapters.table import AdapterTable
 from gateway.http.endpoints import Answer, Handler
 from gateway.http.errors import HttpError, error_of
 from gateway.http.streams import EventStream
 from gateway.inference.run import Output, Run, generated_tokens
-from gateway.inference.service import Service, finish_reason
+from gateway.inference.service import Pooled, Service, finish_reason
 from gateway.metrics.recorder import Recorder
 from messages.ids import GPU_SLOT, UNREGISTERED
-from messages.prompts import TextPrompt, Truncation
 
 PROVIDER: Final = "loradock"
 
@@ -239,26 +238,8 @@ class TracedService(Service):
         """Return a run whose outputs are noted in the span of the current request."""
         return _TracedRun(generations, self.recorder, count, _current.get())
 
-    async def embed(
-        self,
-        inputs: Sequence[TextPrompt],
-        adapter: str | None,
-        truncation: Truncation | None = None,
-        dimensions: int = 0,
-    ) -> Embedding:
-        """Return the vector of each input; raises `LoradockError`."""
-        found = await super().embed(inputs, adapter, truncation, dimensions)
-        _current.get().on_pooled(found.input_tokens)
-        return found
-
-    async def classify(
-        self,
-        inputs: Sequence[TextPrompt],
-        adapter: str | None,
-        truncation: Truncation | None = None,
-    ) -> Classification:
-        """Return the scores of each input; raises `LoradockError`."""
-        found = await super().classify(inputs, adapter, truncation)
+    async def _measured(self, pooling: Awaitable[Pooled]) -> Pooled:
+        found = await super()._measured(pooling)
         _current.get().on_pooled(found.input_tokens)
         return found
 

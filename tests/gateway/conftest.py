@@ -1,9 +1,11 @@
 """Fixtures for the tests of the gateway."""
 
+import openai
 import pytest
 
 from tests.support.gateway.served import HERMES_TEMPLATE, model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
+from tests.support.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,14 @@ def hermes(tmp_path_factory):
     model = model_directory(directory, HERMES_TEMPLATE)
     with StandIn(directory) as controller, serve_gateway(controller, model=str(model)) as gateway:
         yield gateway
+
+
+@pytest.fixture
+def client(hermes):
+    """The `openai` client of this gateway."""
+    url = f"{hermes.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="x", timeout=HANG_S, max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(autouse=True)

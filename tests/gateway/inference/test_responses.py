@@ -3,7 +3,6 @@
 import json
 from typing import Literal
 
-import openai
 import pytest
 from pydantic import BaseModel
 
@@ -11,7 +10,6 @@ from messages import requests as rq
 from messages.errors import ErrorCode
 from messages.prompts import IllustratedPrompt
 from tests.support.gateway.outputs import generate, prompt, sampling
-from tests.support.waiting import HANG_S
 
 PATH = "/v1/responses"
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
@@ -28,13 +26,6 @@ FUNCTION = {"type": "function", "name": "weather"}
 
 class City(BaseModel):
     city: Literal["Paris", "Rome"]
-
-
-@pytest.fixture
-def client(hermes):
-    url = f"{hermes.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="x", timeout=HANG_S, max_retries=0) as client:
-        yield client
 
 
 def whole(client, **fields):

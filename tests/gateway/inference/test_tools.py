@@ -9,7 +9,6 @@ from messages import requests as rq
 from tests.support.gateway.outputs import generate, prompt, sampling
 from tests.support.gateway.served import data_of, model_directory, serve_gateway
 from tests.support.simulation.standin_controller import StandIn
-from tests.support.waiting import HANG_S
 
 PATH = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -25,13 +24,6 @@ TOOLS = [
 ]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 WEATHER = {"type": "function", "function": {"name": "weather"}}
-
-
-@pytest.fixture
-def client(hermes):
-    url = f"{hermes.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="x", timeout=HANG_S, max_retries=0) as client:
-        yield client
 
 
 def whole(client, **fields):
